@@ -109,12 +109,12 @@ def ours(
     """Seconds of each part, and bytes per instruction.  Names that every checkout has."""
     import schedir
 
-    plan, costs = schedir.PipelineShape(ranks, microbatches, v), schedir.Costs(F=1 + turn / 1024)
+    shape, costs = schedir.PipelineShape(ranks, microbatches, v), schedir.Costs(F=1 + turn / 1024)
     more: dict[str, Any] = {"dp": 2, "zero": zero} if zero else {}
     got: Measured = {}
     gc.collect()
     base = peak()
-    draft = timed(got, "draft", schedir.expand_schedule, getattr(schedir.schedules, name), plan)
+    draft = timed(got, "draft", schedir.expand_schedule, getattr(schedir.schedules, name), shape)
     program = timed(got, "compile", partial(schedir.compile, draft, costs=costs, **more))
     del draft
     compiled = peak()

@@ -156,16 +156,16 @@ class Bench:
         self, row: Row, rank: int, transports: Mapping[str, Callable[[Program], Transport]]
     ) -> None:
         name, schedule, ranks, v, self.m = row
-        plan = PipelineShape(ranks, self.m, v)
+        shape = PipelineShape(ranks, self.m, v)
         program = schedir.compile(
-            getattr(schedules, schedule), plan, progress_model="per_edge", overlap=True
+            getattr(schedules, schedule), shape, progress_model="per_edge", overlap=True
         )
-        self.own, self.last = plan.stages_of[rank], plan.stages - 1
-        self.model, other = (MODELS[name](plan.stages, self.m) for _ in range(2))
+        self.own, self.last = shape.stages_of[rank], shape.stages - 1
+        self.model, other = (MODELS[name](shape.stages, self.m) for _ in range(2))
         self.steps: dict[str, Callable[[], Any]] = {}
         models = [self.model, other]
         for ours, transport in transports.items():
-            model = MODELS[name](plan.stages, self.m)
+            model = MODELS[name](shape.stages, self.m)
             models.append(model)
             executor = Executor(
                 program, rank, {s: model.stages[s] for s in self.own}, transport(program),
@@ -173,7 +173,7 @@ class Bench:
             )  # fmt: skip
             self.steps[ours] = partial(executor.step, list(model.inputs), list(model.targets))
         runtime = _PipelineScheduleRuntime(
-            [self._theirs(other, s, plan.stages) for s in self.own],
+            [self._theirs(other, s, shape.stages) for s in self.own],
             n_microbatches=self.m,
             loss_fn=other.loss,
             scale_grads=False,
@@ -274,12 +274,12 @@ def unnoted(executor: Executor) -> None:
 def box_costs(_: int, row: Row, pairs: int) -> list[float]:
     """Microseconds of an instruction that a black box in a file takes, of each pair of steps."""
     enter_fake_world(row)
-    model, plan = MODELS[row[0]](row[2] * row[3], row[4]), PipelineShape(row[2], row[4], row[3])
+    model, shape = MODELS[row[0]](row[2] * row[3], row[4]), PipelineShape(row[2], row[4], row[3])
     program = schedir.compile(
-        getattr(schedules, row[1]), plan, progress_model="per_edge", overlap=True
+        getattr(schedules, row[1]), shape, progress_model="per_edge", overlap=True
     )
     executor = Executor(
-        program, RANK_ALONE, {s: model.stages[s] for s in plan.stages_of[RANK_ALONE]},
+        program, RANK_ALONE, {s: model.stages[s] for s in shape.stages_of[RANK_ALONE]},
         Nowhere(program),
         loss=model.loss, boundary=Boundary(model.boundary), record=False,
     )  # fmt: skip

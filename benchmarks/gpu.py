@@ -429,10 +429,10 @@ def cycles_a_second() -> float:
 
 def program_of(microbatches: int, clip: bool = False) -> Program:
     """1F1B on four ranks, with receives posted early and no more slots than it needs."""
-    costs, plan = Costs(F=1, B=2, send=0.02), PipelineShape(RANKS, microbatches)
+    costs, shape = Costs(F=1, B=2, send=0.02), PipelineShape(RANKS, microbatches)
     return compile(
         one_f_one_b,
-        plan,
+        shape,
         progress_model="per_edge",
         costs=costs,
         overlap=True,

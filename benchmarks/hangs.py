@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import fork_ranks, free_port, parse
 from schedir.checkpoints import dcp_storage
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 from schedir.ir.isa.instructions import ROWS, Lane, Opcode
 from schedir.training import trainer
 from schedir.training.config.config_file import read
@@ -154,11 +154,11 @@ def drawn(draw: random.Random, path: Path, folder: Path) -> tuple[list[str], Fau
         try:
             config = read(str(path), [*sets, f"output.dir={str(folder / 'out')!r}"])
             program = program_of(config)
-        except ProgramError:
+        except SchedirError:
             continue
         saves = config.train.checkpoint_dir is not None
         process = draw.randrange(config.world)
-        stream = program.streams[process // program.tp % program.plan.ranks]
+        stream = program.streams[process // program.tp % program.shape.ranks]
         ops = sorted({int(op) for op, _, _ in stream})
         op = -1 if saves and draw.random() < 0.2 else draw.choice(ops)
         if op < 0:

@@ -85,9 +85,9 @@ class Run:
     """An executor and its batch."""
 
     def __init__(self, config: gpt.GPTConfig, program: Program, rank: int) -> None:
-        plan, m = program.plan, program.plan.microbatches
-        self.stages, self.x, self.y = model(config, plan.stages, m)
-        own = [p for s in plan.stages_of[rank] for p in self.stages[s].parameters()]
+        shape, m = program.shape, program.shape.microbatches
+        self.stages, self.x, self.y = model(config, shape.stages, m)
+        own = [p for s in shape.stages_of[rank] for p in self.stages[s].parameters()]
         self.transport = GlooTransport(program)
         self.executor = Executor(
             program, rank, self.stages, self.transport, loss=gpt.loss,
@@ -121,8 +121,8 @@ def slowed(
     """Predicted beside measured, and how well a step predicts another."""
     saved = sizes(config, RANKS).of("saved", RANKS)
     for name, which, share in rows:
-        schedule, plan = getattr(schedules, name), PipelineShape(RANKS, 8)
-        plain = Run(config, compile(schedule, plan, progress_model="per_edge"), rank)
+        schedule, shape = getattr(schedules, name), PipelineShape(RANKS, 8)
+        plain = Run(config, compile(schedule, shape, progress_model="per_edge"), rank)
         for _ in range(WARM):
             plain.step()
         told: list[Any] = [_costs(plain)]
@@ -133,7 +133,7 @@ def slowed(
         costs: Costs = replace(told[0], offload=copy, reload=copy)
         program = compile(
             schedule,
-            plan,
+            shape,
             costs=costs,
             progress_model="per_edge",
             offload=which,
@@ -185,10 +185,10 @@ def fits(rank: int, rounds: int, m: int) -> None:
     ways: dict[str, dict[str, Any]] = {
         "kept": {}, "recomputed": {"recompute": "all"}, "offloaded": {"offload": "all"}
     }  # fmt: skip
-    plan = PipelineShape(RANKS, m)
+    shape = PipelineShape(RANKS, m)
     most = {}
     for name, how in ways.items():
-        program = compile(schedules.gpipe, plan, buffer_sharing="minimal", **how)
+        program = compile(schedules.gpipe, shape, buffer_sharing="minimal", **how)
         most[name] = float(simulate(program, sizes=found).peak_memory.max())
     limit = (most["offloaded"] + most["recomputed"]) / 2
     for name, how in ways.items():
@@ -197,7 +197,7 @@ def fits(rank: int, rounds: int, m: int) -> None:
         try:
             program = compile(
                 schedules.gpipe,
-                plan,
+                shape,
                 buffer_sharing="minimal",
                 sizes=found,
                 memory_limit=limit,

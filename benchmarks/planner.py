@@ -433,8 +433,8 @@ def train_one(_: int, text: str, steps: int) -> Ran:
     tp, division = transport.tp_group, config.pipeline.layers_per_stage
     assert isinstance(config.model, GPTConfig), "the planner writes no other"
     stages = {
-        s: gpt.build_stage(config.model, s, program.plan.stages, tp=tp, division=division)
-        for s in program.plan.stages_of[transport.rank]
+        s: gpt.build_stage(config.model, s, program.shape.stages, tp=tp, division=division)
+        for s in program.shape.stages_of[transport.rank]
     }
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     executor = Executor(
@@ -444,7 +444,7 @@ def train_one(_: int, text: str, steps: int) -> Ran:
         record=False,
     )  # fmt: skip
     draw = torch.Generator().manual_seed(transport.dp_rank)
-    shape = (2, program.plan.microbatches, size, context)
+    shape = (2, program.shape.microbatches, size, context)
     took, cpu = [], []
     for _ in range(WARM + steps):
         x, y = torch.randint(HERE.vocab, shape, generator=draw)

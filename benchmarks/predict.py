@@ -41,7 +41,7 @@ from schedir.runtime.rank_state import Call
 from schedir.runtime.recording.measured_timeline import measured
 from schedir.schedules.schedule_algebra import delay_for
 from schedir.transports.shared_memory import SharedMemoryTransport
-from tests.laws import ZOO, plan_of
+from tests.laws import ZOO, shape_of
 
 MODEL = GPTConfig(vocab=256, layers=8, hidden=96, heads=4, context=64)
 SIZE = 4  # sequences of a microbatch
@@ -51,10 +51,10 @@ WARM, MICROBATCHES, GOAL = 5, 8, 0.03
 
 def program_of(name: str, ranks: int) -> Program:
     schedule = getattr(schedules, name)
-    shape = plan_of(schedule, ranks, MICROBATCHES)
+    shape = shape_of(schedule, ranks, MICROBATCHES)
     late = delay_for(schedule)
-    plan = replace(shape, optimizer_steps=2, weight_delay=late) if late else shape
-    return schedir.compile(schedule, plan, progress_model="per_edge", tied_weights=True)
+    shape = replace(shape, optimizer_steps=2, weight_delay=late) if late else shape
+    return schedir.compile(schedule, shape, progress_model="per_edge", tied_weights=True)
 
 
 def trained(ranks: int) -> list[str]:
@@ -67,8 +67,8 @@ def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline],
     """Timelines of all steps but the first, and seconds that recording an instruction takes."""
     torch.manual_seed(rank)
     program = program_of(name, ranks)
-    plan, transport = program.plan, SharedMemoryTransport(program)
-    stages = {s: gpt.build_stage(MODEL, s, plan.stages) for s in plan.stages_of[rank]}
+    shape, transport = program.shape, SharedMemoryTransport(program)
+    stages = {s: gpt.build_stage(MODEL, s, shape.stages) for s in shape.stages_of[rank]}
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     executor = Executor(
         program, rank, stages, transport, loss=gpt.loss,
@@ -77,7 +77,7 @@ def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline],
     )  # fmt: skip
     timelines: list[Timeline] = []
     for step in range(steps + WARM):
-        batch = torch.randint(0, MODEL.vocab, (2, plan.microbatches, SIZE, MODEL.context))
+        batch = torch.randint(0, MODEL.vocab, (2, shape.microbatches, SIZE, MODEL.context))
         torch.distributed.barrier()
         executor.step(batch[0], batch[1], 1e-4)
         timeline = measured(executor, transport)
@@ -129,7 +129,7 @@ def rows(names: list[str], ranks: int, steps: int) -> Iterator[tuple[list[str], 
         later = statistics.median(spans[half:])
         if name == BASE:
             base = completed(earlier, program)
-        same = base is not None and program.plan.stages == ranks and program.plan.rows == 1
+        same = base is not None and program.shape.stages == ranks and program.shape.rows == 1
         yield (
             [
                 name,

@@ -48,7 +48,7 @@ import schedir
 from benchmarks.harness import head, lacks, line, parse
 from schedir import Costs, PipelineShape
 from schedir.analysis import numba_jit
-from schedir.errors import MemoryLimitError, ProgramError, UsageError
+from schedir.errors import MemoryLimitError, SchedirError, UsageError
 from schedir.ir.isa.instructions import BACKWARD, FORWARD
 from schedir.schedule_search.cp_sat import EXACT, solve
 from schedir.schedule_search.problem import Objective, SchedulingProblem
@@ -76,7 +76,7 @@ def table5(options: Options) -> None:
         for limit, column in ((1, "rate_ZB_1p"), (2, "rate_ZB_2p")):
             began = process_time()
             found = schedir.search_schedule(
-                row.plan, row.costs, row.sizes, limit * row.plan.ranks,
+                row.shape, row.costs, row.sizes, limit * row.shape.ranks,
                 objective="own", seconds=options.seconds,
             )  # fmt: skip
             took = process_time() - began
@@ -84,7 +84,7 @@ def table5(options: Options) -> None:
             beside = "better" if rate < paper - PRINTED / 2 else "equal"
             beside = "worse" if rate > paper + PRINTED / 2 else beside
             line(
-                row.model, row.plan.ranks, row.plan.microbatches, f"{limit}p", f"{paper:.2%}",
+                row.model, row.shape.ranks, row.shape.microbatches, f"{limit}p", f"{paper:.2%}",
                 f"{rate:.3%}", f"{row.rate(found.bound):.3%}", beside, found.stopped, f"{took:.1f}",
             )  # fmt: skip
 
@@ -99,15 +99,15 @@ def families(ranks: int) -> Iterator[tuple[str, Costs]]:
         yield f"0.7 to 1.3, {seed}", Costs(F=F, I=I, W=W)
 
 
-def best_of_zoo(plan: PipelineShape, costs: Costs, room: int) -> float:
+def best_of_zoo(shape: PipelineShape, costs: Costs, room: int) -> float:
     """The shortest span of the built-in schedules that hold no more than so many."""
     spans = []
     for schedule in built_in().values():
         try:
-            run = schedir.simulate(schedir.compile(schedule, plan, costs=costs), costs)
-        except (MemoryLimitError, ProgramError):  # it is for other plans
+            run = schedir.simulate(schedir.compile(schedule, shape, costs=costs), costs)
+        except (MemoryLimitError, SchedirError):  # it is for other shapes
             continue
-        if run.program.trains and run.program.plan == plan and run.peak_in_flight.max() <= room:
+        if run.program.trains and run.program.shape == shape and run.peak_in_flight.max() <= room:
             spans.append(run.span)
     return min(spans)
 
@@ -119,14 +119,14 @@ def uneven(options: Options) -> None:
     for p, m in SHAPES[:1] if options.smoke else SHAPES:
         for room in (p, p * 3 // 2):
             for name, costs in families(p):
-                plan = PipelineShape(p, m)
+                shape = PipelineShape(p, m)
                 began = process_time()
                 found = schedir.search_schedule(
-                    plan, costs, in_flight=room, seconds=options.seconds
+                    shape, costs, in_flight=room, seconds=options.seconds
                 )
                 took = process_time() - began
                 over.append(found.gap)
-                zoo.append(best_of_zoo(plan, costs, room) / found.bound - 1)
+                zoo.append(best_of_zoo(shape, costs, room) / found.bound - 1)
                 line(
                     f"{p} x {m}", room, name, f"{zoo[-1]:.2%}", f"{found.gap:.2%}",
                     found.stopped, f"{took:.1f}",
@@ -176,10 +176,10 @@ def time(options: Options) -> None:
         close = [each for each in seen if each[1] <= 0.01]
         if close:
             line("within 1 %", f"{p} x {m}", f"{close[0][0]:.2f}", "", f"{close[0][1]:.2%}")
-    plan, costs = PipelineShape(16, 64), dict(families(16))["0.7 to 1.3, 0"]
+    shape, costs = PipelineShape(16, 64), dict(families(16))["0.7 to 1.3, 0"]
     for asked in (0.1,) if options.smoke else (1.0, 3.0):
         clock = perf_counter()
-        schedir.search_schedule(plan, costs, in_flight=16, seconds=asked)
+        schedir.search_schedule(shape, costs, in_flight=16, seconds=asked)
         line(f"--seconds {asked:g}", "16 x 64", "", f"{perf_counter() - clock:.2f}", "")
 
 
@@ -199,7 +199,7 @@ def searched(case: Case, seconds: float) -> Result:
     """What a search gives; a bound above the optimum ends it all."""
     began = process_time()
     found = schedir.search_schedule(
-        case.plan, case.costs, case.sizes, case.limit,
+        case.shape, case.costs, case.sizes, case.limit,
         in_flight=case.in_flight, objective=case.objective, split=case.split, seconds=seconds,
     )  # fmt: skip
     took = process_time() - began
@@ -297,7 +297,7 @@ def beside_solver(path: Path, seconds: float) -> None:
     for case, row in zip(read(path), rows, strict=True):
         began = process_time()
         found = schedir.search_schedule(
-            case.plan, case.costs, in_flight=case.in_flight, seconds=seconds
+            case.shape, case.costs, in_flight=case.in_flight, seconds=seconds
         )
         took = process_time() - began
         # The trail is empty where the time was over before the search had an order of its own.
@@ -385,15 +385,18 @@ def _drawn_row(rng: random.Random, stages: int, one: object, alike: bool) -> Row
 
 
 def of_the_zoo(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
-    """The orders of the zoo that are for the plan; whole backwards are split where all are."""
-    plan = problem.plan
+    """The orders of the zoo that are for the shape; whole backwards are split where all are."""
+    shape = problem.shape
     for name, schedule in ZOO.items():
         placement, per_rank = placed_for(schedule)
-        if placement not in (None, plan.placement) or per_rank not in (None, plan.stages_per_rank):
+        if placement not in (None, shape.placement) or per_rank not in (
+            None,
+            shape.stages_per_rank,
+        ):
             continue
         try:
-            program = expand_schedule(schedule, plan)
-        except ProgramError:
+            program = expand_schedule(schedule, shape)
+        except SchedirError:
             continue
         if not problem.split and any(
             {*stream.op} - {FORWARD, BACKWARD} for stream in program.streams
@@ -431,7 +434,7 @@ def certify(options: Options) -> None:
         case = drawn(seed)
         try:
             problem = case.problem
-        except ProgramError:  # there is no room for it
+        except SchedirError:  # there is no room for it
             continue
         began = perf_counter()
         solved = solve(problem, options.seconds, workers=2)

@@ -54,7 +54,7 @@ from schedir import Costs, PipelineShape, Program, Sizes, compile, schedules, si
 from schedir.analysis.memory.footprint import Footprint, held
 from schedir.analysis.memory.unshard_counts import gathers
 from schedir.commands.simulate import volume
-from schedir.errors import PlanError
+from schedir.errors import ShapeError
 from schedir.ir.isa.instructions import BOUNDARY, Lane
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
@@ -77,10 +77,10 @@ _MESSAGES = {kind.name.lower() for kind in BOUNDARY} | {"handed_over"}
 
 
 class Case(NamedTuple):
-    """A case: a schedule, its plan, replicas, tensor-parallel ranks, and the precision."""
+    """A case: a schedule, its shape, replicas, tensor-parallel ranks, and the precision."""
 
     schedule: Any
-    plan: PipelineShape
+    shape: PipelineShape
     dp: int = 2
     tp: int = 1
     half: bool = False
@@ -90,13 +90,13 @@ class Case(NamedTuple):
     @property
     def processes(self) -> int:
         """How many it takes."""
-        return self.plan.ranks * self.dp * self.tp
+        return self.shape.ranks * self.dp * self.tp
 
 
 def cases() -> dict[str, Case]:
     """All that is compared, by name."""
     found = {}
-    for schedule, plan in (
+    for schedule, shape in (
         (schedir.schedules.one_f_one_b, PipelineShape(2, 3)),
         (schedir.schedules.interleaved, PipelineShape(2, 4, 2)),
         (schedir.schedules.looped_bfs, PipelineShape(2, 3, 2)),
@@ -111,7 +111,7 @@ def cases() -> dict[str, Case]:
             (2, 2, False),
         ):
             name = f"{schedule.__name__} dp{dp}" + " tp2" * (tp == 2) + " bf16" * half
-            found[name] = Case(schedule, plan, dp, tp, half)
+            found[name] = Case(schedule, shape, dp, tp, half)
     return found
 
 
@@ -119,15 +119,15 @@ def stages_of(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
     """Own stages of a GPT whose tokens' embedding is tied."""
     cfg = gpt.GPTConfig(
         vocab=VOCAB,
-        layers=case.plan.stages,
+        layers=case.shape.stages,
         hidden=HIDDEN,
         heads=2,
         context=CONTEXT,
-        tied=case.plan.stages > 1,
+        tied=case.shape.stages > 1,
     )
     stages: dict[int, nn.Module] = {}
     for s in own:
-        stages[s] = gpt.build_stage(cfg, s, case.plan.stages, tp=tp)
+        stages[s] = gpt.build_stage(cfg, s, case.shape.stages, tp=tp)
         if case.half:
             float32_gradients(stages[s].bfloat16())
     return stages
@@ -138,12 +138,12 @@ def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
     torch.manual_seed(0)
     more = {k: v for k, v in dict(case.options).items() if k != "unsharded_stages" or zero == 3}
     program = schedir.compile(
-        case.schedule, case.plan, dp=case.dp, tp=case.tp, zero=zero,
-        **{"clip_grad_norm": True, "tied_weights": case.plan.stages > 1} | more,
+        case.schedule, case.shape, dp=case.dp, tp=case.tp, zero=zero,
+        **{"clip_grad_norm": True, "tied_weights": case.shape.stages > 1} | more,
     )  # fmt: skip
     transport = GlooTransport(program)
     tp = transport.tp_group
-    stages = stages_of(case, program.plan.stages_of[transport.rank], tp)
+    stages = stages_of(case, program.shape.stages_of[transport.rank], tp)
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     optimizer: Any
     if case.half:
@@ -161,7 +161,7 @@ def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
         max_norm=0.05 if program.clip_grad_norm else None,
         folder=case.folder,
     )
-    m, numbers = case.plan.microbatches, torch.Generator().manual_seed(1)
+    m, numbers = case.shape.microbatches, torch.Generator().manual_seed(1)
     told: list[bytes] = []
     for _ in range(STEPS):
         x, y = torch.randint(0, VOCAB, (2, m * case.dp, BATCH, CONTEXT), generator=numbers)
@@ -261,7 +261,7 @@ class ByteRow(NamedTuple):
     """The program of the case."""
 
     schedule: Any
-    plan: PipelineShape
+    shape: PipelineShape
     zero: int
     recompute: bool
     dp: int = 2
@@ -281,7 +281,7 @@ class Measured(NamedTuple):
 def byte_rows() -> dict[str, ByteRow]:
     """All that is measured, by name."""
     found = {}
-    for schedule, plan in (
+    for schedule, shape in (
         (schedir.schedules.one_f_one_b, PipelineShape(2, 3)),
         (schedir.schedules.interleaved, PipelineShape(2, 4, 2)),
         (schedir.schedules.looped_bfs, PipelineShape(1, 3, 4)),
@@ -290,7 +290,7 @@ def byte_rows() -> dict[str, ByteRow]:
         for zero in range(4):
             for again in (False, True):
                 name = f"{schedule.__name__} zero {zero}" + ", recomputed" * again
-                found[name] = ByteRow(schedule, plan, zero, again)
+                found[name] = ByteRow(schedule, shape, zero, again)
     for zero in (0, 1, 3):
         found[f"looped_bfs zero {zero}, states on the host"] = ByteRow(
             schedir.schedules.looped_bfs, PipelineShape(1, 3, 4), zero, False, states="host"
@@ -376,24 +376,24 @@ def measure(rank: int, row: ByteRow) -> Measured:
     torch.set_num_threads(1)
     before = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
     program = schedir.compile(
-        row.schedule, row.plan, dp=row.dp, zero=row.zero, reduce_scatter_at=row.reduce,
+        row.schedule, row.shape, dp=row.dp, zero=row.zero, reduce_scatter_at=row.reduce,
         clip_grad_norm=True,
         buffer_sharing="minimal", recompute="all" if row.recompute else None,
         optimizer_placement=row.states,
     )  # fmt: skip
     transport = GlooTransport(program)
     cfg = gpt.GPTConfig(
-        vocab=VOCAB, layers=row.plan.stages, hidden=HIDDEN, heads=2, context=CONTEXT, tied=False
+        vocab=VOCAB, layers=row.shape.stages, hidden=HIDDEN, heads=2, context=CONTEXT, tied=False
     )
-    count, boundary = row.plan.stages, Boundary((BATCH, CONTEXT, HIDDEN))
-    m, numbers = row.plan.microbatches, torch.Generator().manual_seed(1)
+    count, boundary = row.shape.stages, Boundary((BATCH, CONTEXT, HIDDEN))
+    m, numbers = row.shape.microbatches, torch.Generator().manual_seed(1)
     x, y = torch.randint(0, VOCAB, (2, m, BATCH, CONTEXT), generator=numbers)
     make = partial(torch.optim.AdamW, lr=1e-2)
     sizes = measure_sizes(
         [gpt.build_stage(cfg, s, count) for s in range(count)], x[0], y[0], loss=gpt.loss,
         boundary=boundary, state=make, dp=row.dp, zero=row.zero, replica=transport.dp_rank,
     )  # fmt: skip
-    own = program.plan.stages_of[transport.rank]
+    own = program.shape.stages_of[transport.rank]
     stages = {s: gpt.build_stage(cfg, s, count) for s in own}
     executor = Executor(
         program, transport.rank, stages, transport, loss=gpt.loss, boundary=boundary,
@@ -409,7 +409,7 @@ def measure(rank: int, row: ByteRow) -> Measured:
 
 def run_row(row: ByteRow) -> list[Measured]:
     """What each process of a row has measured."""
-    return run_in(measure, row.plan.ranks * row.dp, row, limit=300)
+    return run_in(measure, row.shape.ranks * row.dp, row, limit=300)
 
 
 def compare_bytes(options: argparse.Namespace) -> int:
@@ -453,7 +453,7 @@ def of_torch(program: Program, held: int) -> list[int]:
     for active in range(1, held + 1):
         listed = [
             residency(_add_unshard_reshard(actions(program, rank), active))
-            for rank in range(program.plan.ranks)
+            for rank in range(program.shape.ranks)
         ]
         if max(peak for _, peak in listed) <= held:
             found.append([times for times, _ in listed])
@@ -462,13 +462,13 @@ def of_torch(program: Program, held: int) -> list[int]:
 
 def gather_rows(program: Program) -> Iterator[GatherRow]:
     """A row for each number of active stages that there can be."""
-    for active in range(1, max(map(len, program.plan.stages_of)) + 1):
+    for active in range(1, max(map(len, program.shape.stages_of)) + 1):
         try:
             lowered = [
                 compile(program, dp=2, zero=3, unsharded_stages=active, unshard_prefetch=k)
                 for k in (0, 1)
             ]
-        except PlanError:
+        except ShapeError:
             continue  # what runs as one uses more
         few, ours = (gathers(one).times for one in lowered)
         free = replace(COSTS, unshard=0)
@@ -508,8 +508,8 @@ def count_gathers(options: argparse.Namespace) -> int:
         v = v or (options.stages_per_rank if takes_v(schedule) else 1)
         if v == 1:
             continue  # its one stage is gathered once, and stays whole
-        plan = PipelineShape(options.ranks, options.microbatches, v, placement or "loop")
-        drafts[name] = expand_schedule(schedule, plan)
+        shape = PipelineShape(options.ranks, options.microbatches, v, placement or "loop")
+        drafts[name] = expand_schedule(schedule, shape)
         for row in gather_rows(drafts[name]):
             times = map(told, (row.few, row.ours, row.torch))
             line(name, v, row.active, *times, *(f"{span:.1f}" for span in row.spans))

@@ -21,11 +21,11 @@ def gathers() -> str:
     """What it costs to gather on the compute lane, as part of F, B and I, and on its own."""
     rows = []
     for name, v in GATHERED.items():
-        plan, time = (
+        shape, time = (
             PipelineShape(8, 64, v, placed_for(getattr(schedules, name))[0] or "loop"),
             FORWARD * 4 / v,
         )
-        crosses = [int(a != b) for a, b in pairwise(plan.rank_of.tolist())]
+        crosses = [int(a != b) for a, b in pairwise(shape.rank_of.tolist())]
         ahead, back = (
             tuple(time + GATHER * one for one in some) for some in ([0, *crosses], [*crosses, 0])
         )
@@ -39,7 +39,7 @@ def gathers() -> str:
         ):
             program = compile(
                 getattr(schedules, name),
-                plan,
+                shape,
                 tp=8,
                 progress_model="per_edge",
                 costs=costs,

@@ -10,7 +10,7 @@ from schedir.errors import (
     ChannelMismatchError,
     DeadlockError,
     GroupError,
-    ProgramError,
+    SchedirError,
     format_bytes,
 )
 from schedir.io.terminal import listed
@@ -18,7 +18,7 @@ from schedir.viz.deadlock_diagram import standstill
 from tests.museum.cases import CHAPTERS, Case, cases
 
 
-def shown(case: Case) -> tuple[ProgressModel, ProgramError] | None:
+def shown(case: Case) -> tuple[ProgressModel, SchedirError] | None:
     """The refusal that the page shows: that of `per_device`, or of the first model that refuses.
 
     A case may say which, and of one that is about first uses it is that of such a use.

@@ -50,7 +50,7 @@ WHEN = {
 }  # fmt: skip
 
 
-def shape(name: str) -> tuple[str, int]:
+def usual_shape(name: str) -> tuple[str, int]:
     """Placement and stages per rank at which a schedule is shown."""
     schedule = getattr(schedules, name)
     return str(placed_for(schedule)[0] or "loop"), stages_per_rank_for(schedule)
@@ -75,14 +75,14 @@ def run_of(
         send: The time of a message.
     """
     schedule = getattr(schedules, name)
-    placement, usual = shape(name)
+    placement, usual = usual_shape(name)
     delay = delay_for(schedule)
     updates = 1 if delay is None else microbatches // ranks
-    plan = PipelineShape(ranks, microbatches, v or usual, placement, updates, delay or 0)
-    F, I, W = (c * ranks / plan.stages for c in costs)
+    shape = PipelineShape(ranks, microbatches, v or usual, placement, updates, delay or 0)
+    F, I, W = (c * ranks / shape.stages for c in costs)
     priced = Costs(F=F, I=I, W=W, send=send)
     return simulate(
-        compile(schedule, plan, progress_model="per_edge", costs=priced),
+        compile(schedule, shape, progress_model="per_edge", costs=priced),
         priced,
         progress_model="per_edge",
     )
@@ -94,7 +94,7 @@ def figures(name: str, ranks: int, microbatches: int) -> tuple[float, float, flo
     longest = int(timeline.own_span.argmax())
     own = timeline.idle_in_own_span[longest] / timeline.own_span[longest]
     peak = timeline.peak_in_flight.max() if timeline.program.trains else 0
-    return float(peak) * ranks / timeline.program.plan.stages, timeline.bubble, float(own)
+    return float(peak) * ranks / timeline.program.shape.stages, timeline.bubble, float(own)
 
 
 def blocks() -> dict[str, str]:
@@ -110,7 +110,7 @@ def blocks() -> dict[str, str]:
     trains = [name for name in WHEN if name != "forward_only"]
     by_memory = sorted(trains, key=lambda name: numbers[name][1])
     heads = [f"{what}, {P} x {m}" for P, m in sizes for what in ("memory", "bubble", "in own span")]
-    rows = [[f"[`{n}`](#{n})", *map(str, reversed(shape(n))), *cells(n)] for n in by_memory]
+    rows = [[f"[`{n}`](#{n})", *map(str, reversed(usual_shape(n))), *cells(n)] for n in by_memory]
     costs = ((1, 1, 1), (1, 1.2, 0.8), (1, 1.4, 0.6), (0.8, 1, 1.2), (1.2, 1, 0.8))
     unequal = [
         [f"`{name}`", *(f"{run_of(name, 8, 32, c).bubble:.1%}" for c in costs)]

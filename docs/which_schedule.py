@@ -1,4 +1,4 @@
-"""Which schedule is the shortest for a plan: all of them simulated, and rules read off that.
+"""Which schedule is the shortest for a shape: all of them simulated, and rules read off that.
 
     python docs/which_schedule.py          # simulates all, and writes results/which-schedule.csv
 
@@ -30,7 +30,7 @@ WORK = 3.0  # of a microbatch on a rank: F = 1, B = 2
 
 
 class Cell(NamedTuple):
-    """A schedule on a plan, at a time of messages: a row of the file."""
+    """A schedule on a shape, at a time of messages: a row of the file."""
 
     P: int
     m: int
@@ -52,7 +52,7 @@ class Cell(NamedTuple):
         return f"`{self.name}`" + (f" x {self.v}" if self.v > 1 else "")
 
 
-def plans() -> Iterator[tuple[int, int]]:
+def shapes() -> Iterator[tuple[int, int]]:
     """Ranks and microbatches of the tables."""
     for P in RANKS:
         for per_rank in PER_RANK:
@@ -60,14 +60,14 @@ def plans() -> Iterator[tuple[int, int]]:
 
 
 def measured() -> Iterator[Cell]:
-    """All schedules of all plans, as `schedir recommend` has them."""
+    """All schedules of all shapes, as `schedir recommend` has them."""
     odd = [(ODD[0], m, SENDS[1]) for m in ODD[1]]
-    for P, m, send in [*((*plan, send) for plan in plans() for send in SENDS), *odd]:
+    for P, m, send in [*((*shape, send) for shape in shapes() for send in SENDS), *odd]:
         yield from asked(P, m, send)
 
 
 def asked(P: int, m: int, send: float) -> Iterator[Cell]:
-    """All schedules of a plan, as `schedir recommend` has them."""
+    """All schedules of a shape, as `schedir recommend` has them."""
     command = f"recommend --ranks {P} --microbatches {m} --costs F=1,B=2,I=1,W=1,send={send}"
     with redirect_stdout(StringIO()) as out:
         assert main(shlex.split(f"{command} --progress-model per_edge --json")) == 0
@@ -80,7 +80,7 @@ def asked(P: int, m: int, send: float) -> Iterator[Cell]:
 
 @cache
 def known() -> dict[tuple[int, int, float], list[Cell]]:
-    """What the file has, by plan and time of messages."""
+    """What the file has, by shape and time of messages."""
     found: dict[tuple[int, int, float], list[Cell]] = {}
     with FILE.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -153,7 +153,7 @@ class Where(NamedTuple):
 
 
 def everywhere() -> Iterator[Where]:
-    for P, m in plans():
+    for P, m in shapes():
         for send in SENDS:
             for limit in LIMITS:
                 for whole in (False, True):

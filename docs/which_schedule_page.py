@@ -1,4 +1,4 @@
-"""The page that says which schedule is the shortest for a plan: see `generate.py`.
+"""The page that says which schedule is the shortest for a shape: see `generate.py`.
 
 Its tables are made of what `which_schedule.py` has simulated by `schedir recommend`: what the page
 says, a reader can ask for.
@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from docs.pages import page, table
 from docs.schedules_page import run_of
-from docs.which_schedule import LIMITS, ODD, RULES, SENDS, best, everywhere, known, plans
+from docs.which_schedule import LIMITS, ODD, RULES, SENDS, best, everywhere, known, shapes
 from schedir import viz
 
 SHOWN = (8, 32)  # of the formulas and the picture
 
 
 def by_limit(send: float, *, whole: bool) -> str:
-    """A row per plan, a column per limit."""
+    """A row per shape, a column per limit."""
     rows = []
-    for P, m in plans():
+    for P, m in shapes():
         found = [best(P, m, send, limit, whole=whole) for limit in LIMITS]
         row, before = [str(P), str(m)], None
         for k, cell in enumerate(found):

@@ -58,7 +58,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     program = schedir.compile(two_vees, plan_for(4, 8))
-    stages = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(program.plan.stages)]
+    stages = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(program.shape.stages)]
     x, y = torch.randn(2, 8, 4, 16)
     virtual = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(4, 16))
     virtual.step(x, y)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 import schedir
 from schedir import Costs, PipelineShape
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.training.run_results import make_folder
 from schedir.training.train import run
@@ -38,8 +38,8 @@ def predict(folder: Path) -> None:
     for schedule, v in ((gpipe, 1), (one_f_one_b, 1), (interleaved, 2)):
         # A rank's share of the model takes 1 forward and 2 backward, in however many stages.
         costs = Costs(F=1 / v, B=2 / v)
-        plan = PipelineShape(ranks=4, microbatches=8, stages_per_rank=v)
-        program = schedir.compile(schedule, plan, costs=costs)  # refused unless it is proven
+        shape = PipelineShape(ranks=4, microbatches=8, stages_per_rank=v)
+        program = schedir.compile(schedule, shape, costs=costs)  # refused unless it is proven
         timeline = schedir.simulate(program, costs)
         timelines.append(timeline)
         table.add_row(
@@ -99,7 +99,7 @@ def main() -> int:
             {},
         )
         one = train("The same model in one process", folder / "one-process", ALONE)
-    except ProgramError as error:
+    except SchedirError as error:
         SAY.print(str(error), style="bold red", markup=False)
         return 2
     wrong = judge(many, one)

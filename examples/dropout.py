@@ -41,21 +41,21 @@ def main() -> None:
     inputs, targets = torch.randn(2, 8, 32, WIDTH)  # 8 microbatches of 32
     plain = run_sequential(blocks, inputs, targets, loss=squares, seed=1)
     print(f"a plain loop            {float(plain):.4f}")
-    for name, plan in (
+    for name, shape in (
         ("one_f_one_b", schedir.PipelineShape(ranks=2, microbatches=8)),
         (
             "zb_v",
             schedir.PipelineShape(ranks=2, microbatches=8, stages_per_rank=2, placement="vee"),
         ),
     ):
-        each = len(blocks) // plan.stages
+        each = len(blocks) // shape.stages
         stages = [nn.Sequential(*blocks[k : k + each]) for k in range(0, len(blocks), each)]
         schedir.runtime.make_backward_splittable(nn.ModuleList(stages))
-        program = schedir.compile(getattr(schedir.schedules, name), plan)
+        program = schedir.compile(getattr(schedir.schedules, name), shape)
         boundary = Boundary((32, WIDTH))
         ranks = InProcessExecutor(program, stages, loss=squares, boundary=boundary, seed=1)
         loss = ranks.step(inputs, targets)
-        print(f"{name:<12} {plan.stages} stages   {float(loss):.4f}")
+        print(f"{name:<12} {shape.stages} stages   {float(loss):.4f}")
         assert torch.equal(loss, plain)
 
 

@@ -77,10 +77,10 @@ def main() -> None:
     stages = [Stage(model, number) for number in range(STAGES)]
     ties = schedir.find_tied_weights(stages)  # stages[3].head.weight is stages[0].words.weight
 
-    plan = PipelineShape(ranks=world, microbatches=MICROBATCHES, stages_per_rank=STAGES // world)
-    program = schedir.compile(interleaved, plan, tied_weights=ties, clip_grad_norm=True)
+    shape = PipelineShape(ranks=world, microbatches=MICROBATCHES, stages_per_rank=STAGES // world)
+    program = schedir.compile(interleaved, shape, tied_weights=ties, clip_grad_norm=True)
     transport = GlooTransport(program)
-    own = {number: stages[number] for number in plan.stages_of[transport.rank]}
+    own = {number: stages[number] for number in shape.stages_of[transport.rank]}
     weights = {p for stage in own.values() for p in stage.parameters()}
     executor = Executor(
         program, transport.rank, own, transport,

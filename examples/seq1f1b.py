@@ -66,13 +66,13 @@ def costs_and_sizes(cut: list[int]) -> tuple[Costs, Sizes]:
 
 def timelines() -> Iterator[schedir.Timeline]:
     """1F1B of whole sequences, then chunks of one length, then chunks that take one time."""
-    plan = PipelineShape(RANKS, SEQUENCES)
-    program = schedir.compile(schedir.schedules.one_f_one_b, plan)
+    shape = PipelineShape(RANKS, SEQUENCES)
+    program = schedir.compile(schedir.schedules.one_f_one_b, shape)
     yield schedir.simulate(program, Costs(F=1, B=2), sizes=Sizes(saved=34 * WIDTH * TOKENS))
-    plan = PipelineShape(RANKS, SEQUENCES * CHUNKS, sequence_chunks=CHUNKS)
+    shape = PipelineShape(RANKS, SEQUENCES * CHUNKS, sequence_chunks=CHUNKS)
     for cut in ([TOKENS // CHUNKS] * CHUNKS, lengths(TOKENS, CHUNKS)):
         costs, sizes = costs_and_sizes(cut)
-        program = schedir.compile(seq1f1b, plan, costs=costs)
+        program = schedir.compile(seq1f1b, shape, costs=costs)
         yield schedir.simulate(program, costs, sizes=sizes)
 
 

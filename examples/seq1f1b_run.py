@@ -4,7 +4,7 @@
 
 A stage keeps the keys and values of the chunks that it has seen.  Later ones attend to them, and
 in their backwards leave gradients for them, which the backward of that chunk takes along.
-That is right only in the order that `check` asks of a plan with chunks.
+That is right only in the order that `check` asks of a shape with chunks.
 """
 
 import socket

@@ -58,8 +58,8 @@ def main(picture: str = "") -> None:
     loss = nn.functional.mse_loss
     boundary = infer_boundaries(unet(), torch.ones(EACH, 1, 32), skips=SKIPS)  # along (0, 3), too
     inputs, targets = torch.randn(2, MICROBATCHES, EACH, 1, 32)
-    for name, plan in PLANS.items():
-        program = schedir.compile(getattr(schedules, name), plan, skips=SKIPS)  # and checked
+    for name, shape in PLANS.items():
+        program = schedir.compile(getattr(schedules, name), shape, skips=SKIPS)  # and checked
         stages, plain = unet(), unet()
         total = InProcessExecutor(program, stages, loss=loss, boundary=boundary).step(
             inputs, targets

@@ -49,10 +49,10 @@ def train(
     alone["store"] = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", **(alone if world == 1 else {}))
     torch.set_num_threads(1)
-    plan = PipelineShape(ranks=world, microbatches=microbatches, stages_per_rank=stages // world)
-    program = schedir.compile(interleaved, plan, tied_weights=tied, clip_grad_norm=True)
+    shape = PipelineShape(ranks=world, microbatches=microbatches, stages_per_rank=stages // world)
+    program = schedir.compile(interleaved, shape, tied_weights=tied, clip_grad_norm=True)
     transport = GlooTransport(program)
-    own = {s: build_stage(s, stages) for s in plan.stages_of[transport.rank]}
+    own = {s: build_stage(s, stages) for s in shape.stages_of[transport.rank]}
     weights = {p for stage in own.values() for p in stage.parameters()}
     executor = Executor(
         program, transport.rank, own, transport, loss=loss, boundary=boundary,

@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from schedir.errors import ProgramError, format_bytes
+from schedir.errors import SchedirError, format_bytes
 from schedir.training.config.config_file import read
 from schedir.training.run_results import make_folder
 from schedir.training.train import run
@@ -32,7 +32,7 @@ def main() -> int:
     folder = Path(*sys.argv[1:2] or ["zero-output"])
     try:
         make_folder(str(folder))
-    except ProgramError as error:
+    except SchedirError as error:
         print(error)
         return 2
     output = [f"output.dir={json.dumps(str(folder))}", "output.overwrite=true"]

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from schedir import __version__
 from schedir.commands import COMMANDS, module_of
 from schedir.commands.common.trust_options import add_trust
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import SchedirError, UsageError
 from schedir.extras import broken_package
 from schedir.ir.input_trust import MOST, input_limits
 from schedir.retired_names import NAMES, RETIRED
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return (_say(text) or code) if isinstance(text, str) else text
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    except ProgramError as error:
+    except SchedirError as error:
         from schedir.io.terminal import format_error
 
         print(format_error(error), file=sys.stderr)

@@ -8,7 +8,7 @@ instructions concerned (`rank R #I instr`), a window of a Stream, and a hint whe
 >>> text = to_text(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)), folded=False)
 >>> try:
 ...     check(from_text(text.replace("recv_grad 0.1", "")))
-... except errors.ProgramError as error:
+... except errors.SchedirError as error:
 ...     refusal = error
 >>> type(refusal).__name__, refusal.program, refusal.fact
 ('UnmatchedTransferError', 'gpipe', 'send_grad 1.1 has no recv_grad 0.1 on rank 0')
@@ -77,7 +77,7 @@ class CycleWait:
     stands_at: int
 
 
-class ProgramError(Exception):
+class SchedirError(Exception):
     """A program, or what was to become one, is refused.
 
     `fact` is one sentence, `program` the name of the program, `sites` the instructions
@@ -116,7 +116,7 @@ class ProgramError(Exception):
         return "\n".join([head, *(f"  {line}" for line in [*self.lines(), *hint])])
 
 
-class UsageError(ProgramError):
+class UsageError(SchedirError):
     """A command, an option, a configuration or a file name that cannot be used."""
 
 
@@ -191,7 +191,7 @@ class ConfigError(UsageError):
         self.line, self.column = line, column
 
 
-class CheckpointError(ProgramError):
+class CheckpointError(SchedirError):
     """A checkpoint, or a folder of them, that cannot be read or written; of which `step`, and which
     of its files, where it is one."""
 
@@ -200,19 +200,19 @@ class CheckpointError(ProgramError):
         self.step, self.file = step, file
 
 
-class PlanError(ProgramError):
+class ShapeError(SchedirError):
     """A shape that cannot be: no ranks, too many microbatches, a placement with holes."""
 
 
-class CostsError(ProgramError):
+class CostsError(SchedirError):
     """Costs that are negative, not finite, or not one per stage."""
 
 
-class ScheduleError(ProgramError):
+class ScheduleError(SchedirError):
     """A schedule function that raises, returns no words, or names what its rank does not own."""
 
 
-class ParseError(ProgramError):
+class ParseError(SchedirError):
     """A program text that does not follow the grammar; `line` and `column` count from 1."""
 
     place = "line {line}, column {column}"
@@ -236,7 +236,7 @@ class ParseError(ProgramError):
         return super().__str__()
 
 
-class TraceError(ProgramError):
+class TraceError(SchedirError):
     """A file that is no Timeline, trace or dump: cut off, foreign, or with what no run can have."""
 
 
@@ -249,11 +249,11 @@ class CsvCellError(ParseError):
     place = "row {line}, column {column}"
 
 
-class LoweringLevelError(ProgramError):
+class LoweringLevelError(SchedirError):
     """A draft (compute only) where a lowered program is needed, or the reverse."""
 
 
-class CompletenessError(ProgramError):
+class CompletenessError(SchedirError):
     """Work that is missing, there twice, out of range, or on a rank that does not own it."""
 
 
@@ -265,19 +265,19 @@ class ReductionError(CompletenessError):
     """A reduction or an optimizer step that is missing or comes twice."""
 
 
-class GroupError(ProgramError):
+class GroupError(SchedirError):
     """Instructions issued as one that cannot be."""
 
 
-class OrderError(ProgramError):
+class OrderError(SchedirError):
     """A Stream that uses a value before the instruction that gives it."""
 
 
-class SlotError(ProgramError):
+class SlotError(SchedirError):
     """A Stream that fills more slots of a kind than its rank has."""
 
 
-class MemoryLimitError(ProgramError):
+class MemoryLimitError(SchedirError):
     """A rank that would hold more bytes on a tier than it may; `holds` says of what, how many."""
 
     def __init__(
@@ -308,7 +308,7 @@ class MemoryLimitError(ProgramError):
         ]
 
 
-class DeadlockError(ProgramError):
+class DeadlockError(SchedirError):
     """Ranks that wait for each other under a progress model; `cycle` says who for what.
 
     `eager` is the least limit in bytes with which the program would finish, where `check` was told
@@ -353,12 +353,12 @@ class DeadlockError(ProgramError):
         return [*chain, f"around rank {self.sites[0].rank}:", *map(str.rstrip, around)]
 
 
-class ChannelMismatchError(ProgramError):
+class ChannelMismatchError(SchedirError):
     """A message whose two ends do not meet: they are on different communicators, which is so under
     the progress model "torch", or each meets another on the same."""
 
 
-class ProgramSequenceError(ProgramError):
+class ProgramSequenceError(SchedirError):
     """Steps of different ranks that meet each other's messages, or wait for each other.
 
     `sites` are the instructions concerned, each with the step that it is of; `model` is the
@@ -372,11 +372,11 @@ class ProgramSequenceError(ProgramError):
         self.progress_model = progress_model
 
 
-class ModelError(ProgramError):
+class ModelError(SchedirError):
     """A model that does not fit the program: layers, shapes, ties, or a transport too weak."""
 
 
-class ExecutionError(ProgramError):
+class ExecutionError(SchedirError):
     """A run that failed: `sites` says at which instruction of which rank."""
 
 

@@ -138,7 +138,8 @@ RETIRED: Final = MappingProxyType(
 ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "schedir": {
-            "Plan": "PipelineShape", "Ties": "TiedWeights", "Word": "RankSchedule",
+            "Plan": "PipelineShape", "PlanError": "ShapeError", "ProgramError": "SchedirError",
+            "Ties": "TiedWeights", "Word": "RankSchedule",
             "bound": "lower_bound", "check_sequence": "check_program_sequence",
             "draft": "expand_schedule", "forwards": "evaluation_program",
             "frontier": "memory_frontier", "greedy": "greedy_schedule",

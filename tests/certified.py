@@ -46,7 +46,7 @@ class Case:
     schedule: str
 
     @property
-    def plan(self) -> PipelineShape:
+    def shape(self) -> PipelineShape:
         return PipelineShape(self.ranks, self.microbatches, self.stages_per_rank, self.placement)
 
     @property
@@ -67,7 +67,7 @@ class Case:
     @property
     def problem(self) -> SchedulingProblem:
         return problem_of(
-            self.plan, self.costs, self.sizes, self.limit,
+            self.shape, self.costs, self.sizes, self.limit,
             in_flight=self.in_flight, objective=self.objective, split=self.split,
         )  # fmt: skip
 

@@ -104,7 +104,10 @@ class Edit:
         other = int(self.program.beside(row.peer)[stage(w)])
         if other < 0:
             return None
-        wanted, rank = word(row.partner, other, mb(w)), int(self.program.plan.rank_at(other, mb(w)))
+        wanted, rank = (
+            word(row.partner, other, mb(w)),
+            int(self.program.shape.rank_at(other, mb(w))),
+        )
         return next(((rank, k) for k, x in enumerate(self.lists[rank]) if bare(x) == wanted), None)
 
 

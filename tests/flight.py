@@ -223,7 +223,7 @@ def record(
 ) -> list[Recorder]:
     """What each rank has recorded after some whole steps and then the given state."""
     program = state.graph.program
-    ranks = ranks or range(program.plan.ranks)
+    ranks = ranks or range(program.shape.ranks)
     layout = layout or one_group(ranks)
     recorders = [Recorder(rank) for rank in ranks]
     whole = State(state.graph, *(2 * [[True] * len(program)]))

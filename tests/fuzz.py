@@ -2,7 +2,7 @@
 
     nice -n 19 python -m tests.fuzz --files 100000 --seed 1
 
-prints a table for docs/results/fuzz.md.  A reader takes a file or refuses it by a ProgramError in
+prints a table for docs/results/fuzz.md.  A reader takes a file or refuses it by a SchedirError in
 a few lines; whatever else it raises is a bug of ours.
 """
 
@@ -25,7 +25,7 @@ from zipfile import ZipFile
 
 import schedir
 from schedir.commands.common.schedule_options import read_costs, read_sizes
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 from schedir.hang_diagnosis.flight_recorder import read_dumps
 from schedir.hang_diagnosis.safe_unpickler import loads
 from schedir.io import torch_csv
@@ -238,7 +238,7 @@ def judge(reader: Reader, files: Iterator[Content], path: Path) -> Outcome:
         try:
             reader.read(path)
             kinds["taken"] += 1
-        except ProgramError as error:
+        except SchedirError as error:
             kinds[type(error).__name__] += 1
             said = format_error(error)
             if len(said.splitlines()) > LONGEST or len(said) > 4000:

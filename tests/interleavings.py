@@ -31,7 +31,7 @@ def orders_of(problem: SchedulingProblem, rank: int) -> Iterator[tuple[int, ...]
                     yield from more(done | {code: done[code] + 1}, (*codes, code))
 
     def fits(codes: tuple[int, ...]) -> bool:
-        order: list[tuple[int, ...]] = [()] * problem.plan.ranks
+        order: list[tuple[int, ...]] = [()] * problem.shape.ranks
         order[rank] = codes
         return problem.fits(peaks(problem, order)[rank], rank)
 
@@ -40,6 +40,6 @@ def orders_of(problem: SchedulingProblem, rank: int) -> Iterator[tuple[int, ...]
 
 def shortest(problem: SchedulingProblem) -> float:
     """What the shortest order takes: of every order of every rank, with every other."""
-    each = [list(orders_of(problem, rank)) for rank in range(problem.plan.ranks)]
+    each = [list(orders_of(problem, rank)) for rank in range(problem.shape.ranks)]
     taken = (length(problem, order) for order in product(*each))
     return min((t for t in taken if t is not None), default=inf)

@@ -32,8 +32,8 @@ LOOPED = (interleaved, interleaved_zb, looped_bfs, looped_dfs)
 TRIPLES = [(1, 1, 1), (2, 2, 2), (3, 3, 2), (2, 3, 1), (3, 2, 2), (4, 1, 2), (2, 2, 3), (1, 1, 4)]
 
 
-def plan_of(schedule: Schedule, ranks: int, microbatches: int, v: int = 2) -> PipelineShape:
-    """A plan of the shape that a schedule is for."""
+def shape_of(schedule: Schedule, ranks: int, microbatches: int, v: int = 2) -> PipelineShape:
+    """A shape of the shape that a schedule is for."""
     placement, fixed = getattr(schedule, "placed", ("loop", None if schedule in LOOPED else 1))
     return PipelineShape(ranks, microbatches, fixed or v, placement)
 
@@ -49,12 +49,12 @@ def least(schedule: Schedule, ranks: int) -> int:
 
 def run(
     schedule: Schedule,
-    plan: PipelineShape,
+    shape: PipelineShape,
     costs: Costs,
     progress_model: ProgressModel = "per_edge",
 ) -> Timeline:
     return simulate(
-        compile(schedule, plan, progress_model=progress_model, costs=costs),
+        compile(schedule, shape, progress_model=progress_model, costs=costs),
         costs,
         progress_model=progress_model,
     )
@@ -102,6 +102,6 @@ def cases(
             for k, (F, I, W) in enumerate(t for t in TRIPLES if when(*t)):
                 model: ProgressModel = ("per_edge", "per_pair", "per_device")[k % 3]
                 costs = Costs(F=F, I=I, W=W)
-                plan = plan_of(schedule, P, m, v)
-                timeline = run(schedule, plan, costs, model)
-                yield Case(P, m, plan.stages // P, F, I, W, timeline)
+                shape = shape_of(schedule, P, m, v)
+                timeline = run(schedule, shape, costs, model)
+                yield Case(P, m, shape.stages // P, F, I, W, timeline)

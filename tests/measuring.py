@@ -89,7 +89,7 @@ def slow_at_the_end(program: Program, times: float) -> Timeline:
         for a, b in zip(source.tolist(), target.tolist(), strict=True):
             after[a].append(b)
     takes, ready = np.zeros(graph.nodes), np.zeros(graph.nodes)
-    slow = (spans["mb"] == program.plan.microbatches - 1) & (spans["lane"] == Lane.COMPUTE)
+    slow = (spans["mb"] == program.shape.microbatches - 1) & (spans["lane"] == Lane.COMPUTE)
     np.maximum.at(takes, graph.node, (spans["end"] - spans["start"]) * np.where(slow, times, 1.0))
     for node in graph.random_topological_order(0):
         for b in after[node]:

@@ -17,7 +17,7 @@ from typing import Any
 from schedir import schedules
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 from schedir.ir.isa.instructions import OFF_COMPUTE, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import named_of
@@ -121,14 +121,14 @@ def legal(
     return program
 
 
-def ties(plan: PipelineShape, rng: random.Random) -> Tied:
+def ties(shape: PipelineShape, rng: random.Random) -> Tied:
     """Nothing, first and last stage, or any."""
     ends = rng.choice([False, False, True])
-    if plan.stages < 3 or rng.random() < 0.7:
-        return tied_stages(ends, plan)
-    stages = range(plan.stages)
+    if shape.stages < 3 or rng.random() < 0.7:
+        return tied_stages(ends, shape)
+    stages = range(shape.stages)
     return tied_stages(
-        [rng.sample(stages, rng.randint(2, 3)) for _ in range(rng.randint(1, 2))], plan
+        [rng.sample(stages, rng.randint(2, 3)) for _ in range(rng.randint(1, 2))], shape
     )
 
 
@@ -139,18 +139,18 @@ def rows(rng: random.Random, ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(zip(*holders, strict=True))
 
 
-def frozen(plan: PipelineShape, rng: random.Random) -> int:
+def frozen(shape: PipelineShape, rng: random.Random) -> int:
     """How many of the first stages are not trained; mostly none."""
-    return rng.randrange(plan.stages) if rng.random() < 0.3 else 0
+    return rng.randrange(shape.stages) if rng.random() < 0.3 else 0
 
 
-def skips(plan: PipelineShape, rng: random.Random) -> Skips:
+def skips(shape: PipelineShape, rng: random.Random) -> Skips:
     """None, or some."""
-    if plan.stages < 3 or rng.random() < 0.6:
+    if shape.stages < 3 or rng.random() < 0.6:
         return ()
     found: list[tuple[int, int]] = []
     for _ in range(rng.choice([1, 1, 2, 3])):
-        begin, end = sorted(rng.sample(range(plan.stages), 2))
+        begin, end = sorted(rng.sample(range(shape.stages), 2))
         if end > begin + 1 and all(begin != s and end != t for s, t in found):
             found.append((begin, end))
     return tuple(found)
@@ -158,7 +158,7 @@ def skips(plan: PipelineShape, rng: random.Random) -> Skips:
 
 def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[str, Any]:
     """Options that passes bring along; those of offload where values may be `away`."""
-    stages = max(map(len, program.plan.stages_of))
+    stages = max(map(len, program.shape.stages_of))
     values = {
         "recompute": lambda s, m: rng.random() < 0.6,
         "recompute_at": "late",
@@ -208,21 +208,21 @@ def lowered(
             [model for model in MODELS if model != "torch_lazy"]
         )  # allows more than edge
         try:
-            plan = PipelineShape(ranks, m, v, placement)
-            draft = drafted(schedule, plan) if schedule else random_compute_program(plan, rng)
+            shape = PipelineShape(ranks, m, v, placement)
+            draft = drafted(schedule, shape) if schedule else random_compute_program(shape, rng)
             whole = replace(
-                check_draft(draft), tp=tp, tied_weights=ties(plan, rng), clip_grad_norm=clip
+                check_draft(draft), tp=tp, tied_weights=ties(shape, rng), clip_grad_norm=clip
             )
             whole = replace(whole, sequence_parallel=tp > 1 and rng.random() < 0.5)
-            whole = replace(whole, frozen_stages=frozen(plan, rng), skips=skips(plan, rng))
+            whole = replace(whole, frozen_stages=frozen(shape, rng), skips=skips(shape, rng))
             if turns or rng.random() < 0.2:
                 whole = replace(whole, dp=2, **sharded(rng))
             added = more(rng, whole, away=away)
             if pieces:
                 added["stage_segments"] = rng.choice([2, 3, "gf", "f-g"])
             program = lower(whole, **added)
-        except ProgramError:
-            continue  # a schedule need not know every plan
+        except SchedirError:
+            continue  # a schedule need not know every shape
         if added and verdict(program, "per_edge").kind != "ok":
             continue  # nor a pass every draft
         if rng.random() < 0.4:
@@ -242,22 +242,24 @@ def updating_where(rng: random.Random, states: str) -> Program:
     while True:
         updates, delay = rng.choice([2, 2, 3]), rng.choice([0, 1, 1, 2, 2])
         ranks, each, v = rng.choice([1, 2, 2, 3]), rng.choice([1, 2, 3]), rng.choice([1, 1, 2])
-        plan = PipelineShape(ranks, each * updates, v, optimizer_steps=updates, weight_delay=delay)
+        shape = PipelineShape(ranks, each * updates, v, optimizer_steps=updates, weight_delay=delay)
         tied, clip = rng.random() < 0.5, rng.random() < 0.5
         try:
             draft = (
-                drafted(rng.choice([schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h1]), plan)
+                drafted(
+                    rng.choice([schedules.one_f_one_b, schedules.zb_h1, schedules.zb_h1]), shape
+                )
                 if v == 1 and rng.random() < 0.6
-                else random_compute_program(plan, rng, split=rng.choice([0, 0.5, 1, 1]))
+                else random_compute_program(shape, rng, split=rng.choice([0, 0.5, 1, 1]))
             )
             whole = replace(
-                check_draft(draft), tied_weights=tied_stages(tied, plan), clip_grad_norm=clip
+                check_draft(draft), tied_weights=tied_stages(tied, shape), clip_grad_norm=clip
             )
             whole = replace(whole, optimizer_placement=states)
             whole = replace(whole, tp=2, sequence_parallel=True) if rng.random() < 0.3 else whole
-            whole = replace(whole, frozen_stages=frozen(plan, rng), skips=skips(plan, rng))
+            whole = replace(whole, frozen_stages=frozen(shape, rng), skips=skips(shape, rng))
             program = lower(whole, **more(rng, whole))
-        except ProgramError:
+        except SchedirError:
             continue
         if verdict(program, "per_edge").kind == "ok":
             return program
@@ -286,7 +288,7 @@ def mutate(name: str, seed: int, share: int = 4, *, mixed: bool = False) -> tupl
     """A legal program, which so many seeds share, and what a mutation made of it.
 
     In some of them values leave the device, where `mixed`, though the mutation is not of these.
-    Raises a ProgramError where that is no program.
+    Raises a SchedirError where that is no program.
     """
     rng = random.Random(f"{name} {seed}")
     for again in count():
@@ -315,7 +317,7 @@ def trial(name: str, seed: int, models: Sequence[ProgressModel] = MODELS, share:
     rng = random.Random(seed)
     try:
         program, mutant = mutate(name, seed, share, mixed=True)
-    except ProgramError:
+    except SchedirError:
         return Trial(name, seed, "no program")
     wrong, differ = [], []
     for model in models:
@@ -341,6 +343,6 @@ def refusal(program: Program, progress_model: ProgressModel) -> str:
     """What the checker says: "" if it accepts, else the error."""
     try:
         check(program, progress_model)
-    except ProgramError as error:
+    except SchedirError as error:
         return f"{type(error).__name__}: {error.fact}"
     return ""

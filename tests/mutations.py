@@ -58,8 +58,8 @@ def duplicate(e: Edit) -> None:
 @at()
 def insert(e: Edit) -> None:
     """Any instruction, some of a stage or microbatch that is not there."""
-    plan, o = e.program.plan, e.rng.choice([*Opcode])
-    s, m = e.rng.randint(0, plan.stages), e.rng.randint(0, plan.microbatches)
+    shape, o = e.program.shape, e.rng.choice([*Opcode])
+    s, m = e.rng.randint(0, shape.stages), e.rng.randint(0, shape.microbatches)
     per = ROWS[o].per
     push(e.own, e.at, word(o, 0 if per is Scope.RANK else s, m if per is Scope.MICROBATCH else 0))
 
@@ -88,14 +88,14 @@ def move_anywhere(e: Edit) -> None:
     *TURNS,
 )
 def change_stage(e: Edit) -> None:
-    plan = e.program.plan
-    new = e.rng.choice([*plan.stages_of[e.rank], *range(plan.stages + 1)])
+    shape = e.program.shape
+    new = e.rng.choice([*shape.stages_of[e.rank], *range(shape.stages + 1)])
     e.put(e.word & ~(0xFFFF << STAGE) | new << STAGE)
 
 
 @at(*PER_MB)
 def change_mb(e: Edit) -> None:
-    e.put(e.word - mb(e.word) + e.rng.randint(0, e.program.plan.microbatches))
+    e.put(e.word - mb(e.word) + e.rng.randint(0, e.program.shape.microbatches))
 
 
 @at()
@@ -247,14 +247,14 @@ def drop_pair(e: Edit) -> None:
 @whole
 def phantom_pair(e: Edit) -> bool | None:
     """A send and its receive that nobody asked for, before or after all else."""
-    plan, send = e.program.plan, e.rng.choice(SENDS)
-    row, s, m = ROWS[send], e.rng.randrange(plan.stages), e.rng.randrange(plan.microbatches)
+    shape, send = e.program.shape, e.rng.choice(SENDS)
+    row, s, m = ROWS[send], e.rng.randrange(shape.stages), e.rng.randrange(shape.microbatches)
     assert row.partner is not None and row.peer is not None
     other = int(e.program.beside(row.peer)[s])
     if other < 0:
         return False
     for there, o in ((s, send), (other, row.partner)):
-        own = e.lists[int(plan.rank_at(there, m))]
+        own = e.lists[int(shape.rank_at(there, m))]
         push(own, e.rng.choice([0, len(own)]), word(o, there, m))
     return None
 
@@ -264,7 +264,7 @@ def drop_sharded_pair(e: Edit) -> None:
     """A scatter and its gather: the tensor is sent whole."""
     cut = pull(e.own, e.at)
     gather, hop = CUTS[op(cut)]
-    own = e.lists[int(e.program.plan.rank_at(stage(cut) + hop, mb(cut)))]
+    own = e.lists[int(e.program.shape.rank_at(stage(cut) + hop, mb(cut)))]
     pull(own, [*map(bare, own)].index(word(gather, stage(cut) + hop, mb(cut))))
 
 
@@ -323,7 +323,7 @@ def step_late(e: Edit) -> None:
 
 @at(*REDUCTIONS, O.OptimizerStep)
 def change_update(e: Edit) -> bool | None:
-    updates = e.program.plan.optimizer_steps
+    updates = e.program.shape.optimizer_steps
     if updates == 1:
         return False
     e.put(e.word - mb(e.word) + e.rng.randint(0, updates))

@@ -1,4 +1,4 @@
-"""Mutations of what holds instructions together: groups, Streams, the plan, the header, the text.
+"""Mutations of what holds instructions together: groups, Streams, the shape, the header, the text.
 
 One that edits text raises ParseError where what it wrote is no program.
 """
@@ -139,7 +139,7 @@ def cross_in_groups(e: Edit) -> bool | None:
     return None
 
 
-# ---------------------------------------------------------------- ranks, plan, header, text
+# ---------------------------------------------------------------- ranks, shape, header, text
 
 
 @whole
@@ -163,30 +163,30 @@ def lose_stream(e: Edit) -> object:
 @whole
 def crowd_placement(e: Edit) -> None:
     """A stage at another stage's place."""
-    place = e.program.plan.rank_of.tolist()
-    place[e.rng.randrange(len(place))] = e.rng.randrange(e.program.plan.ranks)
+    place = e.program.shape.rank_of.tolist()
+    place[e.rng.randrange(len(place))] = e.rng.randrange(e.program.shape.ranks)
     _replan(e, stages_per_rank=1, placement=tuple(place))
 
 
 @whole
 def spell_placement(e: Edit) -> bool | None:
     """The same placement, stage by stage, where that says it all."""
-    if e.program.plan.rows > 1:
+    if e.program.shape.rows > 1:
         return False
-    _replan(e, stages_per_rank=1, placement=tuple(e.program.plan.rank_of.tolist()))
+    _replan(e, stages_per_rank=1, placement=tuple(e.program.shape.rank_of.tolist()))
     return None
 
 
 @whole
 def change_plan(e: Edit) -> None:
     number = e.rng.choice(["ranks", "microbatches", "stages_per_rank"])
-    _replan(e, **{number: getattr(e.program.plan, number) + e.rng.choice([-1, 1])})
+    _replan(e, **{number: getattr(e.program.shape, number) + e.rng.choice([-1, 1])})
 
 
 def _replan(e: Edit, **changes: Any) -> None:
-    plan = e.program.plan
-    values = {n: changes.get(n, getattr(plan, n)) for n in plan.__dataclass_fields__}
-    e.program = replace(e.program, plan=PipelineShape(**values))
+    shape = e.program.shape
+    values = {n: changes.get(n, getattr(shape, n)) for n in shape.__dataclass_fields__}
+    e.program = replace(e.program, shape=PipelineShape(**values))
 
 
 @whole
@@ -258,9 +258,9 @@ def rename(e: Edit) -> None:
 @whole
 def renumber(e: Edit) -> None:
     """The microbatches of each update, or row of holders, in another order, everywhere."""
-    plan = e.program.plan
-    updates = range(0, plan.microbatches + 1, plan.per_update)
-    parts = pairwise(plan.parts if plan.rows > 1 else updates)
+    shape = e.program.shape
+    updates = range(0, shape.microbatches + 1, shape.per_update)
+    parts = pairwise(shape.parts if shape.rows > 1 else updates)
     to = [k for lo, hi in parts for k in e.rng.sample(range(lo, hi), hi - lo)]
     for r, k in e.places(*PER_MB):
         w = e.lists[r][k]

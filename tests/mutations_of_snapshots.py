@@ -46,7 +46,7 @@ def snapshot_on_another_rank(e: Edit) -> bool | None:
 
 @at(O.Snapshot)
 def snapshot_of_another_stage(e: Edit) -> None:
-    new = e.rng.choice([*e.program.plan.stages_of[e.rank], *range(e.program.plan.stages + 1)])
+    new = e.rng.choice([*e.program.shape.stages_of[e.rank], *range(e.program.shape.stages + 1)])
     e.put(e.word & ~(0xFFFF << STAGE) | new << STAGE)
 
 

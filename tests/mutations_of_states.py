@@ -66,7 +66,7 @@ def on_host(program: Program, rng: random.Random) -> Program:
 
 
 def _told(program: Program, kind: str, counts: list[int]) -> Program:
-    slots = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
+    slots = program.slots or [SlotCounts.unsaid()] * program.shape.ranks
     both = zip(slots, counts, strict=True)
     return program.with_slots([one._replace(**{kind: count}) for one, count in both])
 
@@ -108,7 +108,7 @@ def another_turn_of_state(e: Edit) -> None:
 
 @at(*TURNS)
 def turn_of_another_state(e: Edit) -> bool | None:
-    others = [s for s in range(e.program.plan.stages + 1) if s != stage(e.word)]
+    others = [s for s in range(e.program.shape.stages + 1) if s != stage(e.word)]
     e.put(e.word & ~(0xFFFF << STAGE) | e.rng.choice(others) << STAGE)
     return None
 
@@ -150,7 +150,7 @@ def end_later_with_its_stages(e: Edit) -> None:
 def compute_past_the_end_of_an_update(e: Edit) -> bool | None:
     """Something computes for one update beyond an end of another's, or of its own."""
     ends = e.here(O.OptimizerStep, O.CheckGradsFinite, O.HostOptimizerStep)
-    if e.program.plan.optimizer_steps == 1 or not ends:
+    if e.program.shape.optimizer_steps == 1 or not ends:
         return False
     at = min(ends, key=lambda k: (abs(k - e.at), k))
     move(e.own, e.at, at if at < e.at else at + 1)
@@ -170,7 +170,7 @@ def reduce_behind_a_turn_of_state(e: Edit) -> bool | None:
 @at(O.Backward, O.BackwardInput, O.BackwardWeight, O.Forward)
 def compute_behind_a_turn_of_state(e: Edit) -> bool | None:
     later = [k for k in e.here(*NEXT) if k > e.at]
-    if not later or mb(e.word) < e.program.plan.microbatches - 1:
+    if not later or mb(e.word) < e.program.shape.microbatches - 1:
         return False
     move(e.own, e.at, e.rng.choice(later) + 1)
     return None

@@ -19,7 +19,7 @@ def _beside(e: Edit) -> None:
     if e.rng.random() < 0.5:
         s = max(s + e.rng.choice([-1, 1]), 0)
     else:
-        m = e.rng.randrange(e.program.plan.microbatches)
+        m = e.rng.randrange(e.program.shape.microbatches)
     e.put(word(Opcode(e.word >> 48 & 0xFF), s, m))
 
 

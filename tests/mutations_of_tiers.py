@@ -60,7 +60,7 @@ def moved(program: Program, rng: random.Random) -> Program:
 
 
 def _told(program: Program, tier: str, counts: list[int]) -> Program:
-    slots = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
+    slots = program.slots or [SlotCounts.unsaid()] * program.shape.ranks
     both = zip(slots, counts, strict=True)
     return program.with_slots([one._replace(**{tier: count}) for one, count in both])
 

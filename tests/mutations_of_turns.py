@@ -105,7 +105,7 @@ def wrong_turn(e: Edit) -> None:
 
 @at(*TURNS)
 def turn_of_another_stage(e: Edit) -> None:
-    e.put(word(op(e.word), e.rng.choice(e.program.plan.stages_of[e.rank]), mb(e.word)))
+    e.put(word(op(e.word), e.rng.choice(e.program.shape.stages_of[e.rank]), mb(e.word)))
     perhaps(e)
 
 

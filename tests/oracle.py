@@ -75,7 +75,7 @@ class Machine:
             return "all"
         if not row.peer:
             return row.lane.name
-        peer = int(self.program.plan.rank_at(self._other(i), i.mb))
+        peer = int(self.program.shape.rank_at(self._other(i), i.mb))
         if self.model == "per_edge":
             return (row.lane, peer, i.op in TAKING)
         if self.model == "per_direction":
@@ -115,7 +115,7 @@ class Machine:
         return None if min(times) < 0 else max(times)
 
     def _needs(self, rank: int, i: Instr) -> list[tuple[int, int]]:
-        S, own = self.program.plan.stages, self.lists[rank]
+        S, own = self.program.shape.stages, self.lists[rank]
 
         def here(*choices: tuple[Opcode, int]) -> list[tuple[int, int]]:
             for op, stage in choices:
@@ -127,11 +127,13 @@ class Machine:
         s = i.stage
         backward = [(O.Backward, s), (O.BackwardInput, s)]
         if i.op == O.Forward:
-            plan = self.program.plan
+            shape = self.program.shape
             delay = (
-                plan.weight_delay[s] if isinstance(plan.weight_delay, tuple) else plan.weight_delay
+                shape.weight_delay[s]
+                if isinstance(shape.weight_delay, tuple)
+                else shape.weight_delay
             )
-            version = max(i.mb // (plan.microbatches // plan.optimizer_steps) - delay, 0)
+            version = max(i.mb // (shape.microbatches // shape.optimizer_steps) - delay, 0)
             steps = [(rank, k) for k, j in enumerate(own) if j.op == O.OptimizerStep]
             version *= s >= self.program.frozen_stages
             skip = here((O.RecvSkip, s), (O.Forward, self._from(s)))
@@ -160,7 +162,7 @@ class Machine:
         }
         if i.op in simple:
             return here(*simple[i.op])
-        each = self.program.plan.microbatches // self.program.plan.optimizer_steps
+        each = self.program.shape.microbatches // self.program.shape.optimizer_steps
         if i.op == O.Snapshot:
             return []
         if i.op == O.ReduceGrads:
@@ -265,7 +267,7 @@ class Machine:
 
     def values(self, rank: int) -> dict[tuple[str, int, int], tuple[int, int]]:
         """Of each value that lives in a slot: the indices at which it is filled and freed."""
-        own, S = self.lists[rank], self.program.plan.stages
+        own, S = self.lists[rank], self.program.shape.stages
         at = {i: k for k, i in enumerate(own)}
         values = {}
         for k, (op, s, mb) in enumerate(own):
@@ -322,12 +324,12 @@ class Machine:
             return [(rank, self.where[rank, i])]
         if row.peer:
             stage = self._other(i)
-            peer = int(self.program.plan.rank_at(stage, i.mb))
+            peer = int(self.program.shape.rank_at(stage, i.mb))
             other = (peer, self.where[peer, Instr(row.partner, stage, i.mb)])
             return [(rank, self.where[rank, i]), other]
         party = {*range(len(self.lists))}
         if i.op == O.ReduceTied:
-            own = [[*stages] for stages in self.program.plan.stages_of]
+            own = [[*stages] for stages in self.program.shape.stages_of]
             party = met([{*tie} for tie in self.program.tied_weights], own, rank)
         return [
             (r, k)

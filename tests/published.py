@@ -23,7 +23,7 @@ class Row(NamedTuple):
     """
 
     model: str
-    plan: PipelineShape
+    shape: PipelineShape
     costs: Costs
     sizes: Sizes
     rates: dict[str, float]  # by the column's name
@@ -31,8 +31,8 @@ class Row(NamedTuple):
     def rate(self, own_span: float) -> float:
         """The bubble rate of a schedule in which no rank takes longer than that."""
         costs = self.costs
-        work = sum(float(costs.of(op, self.plan)[0, 0]) for op in WORK)
-        return 1 - self.plan.microbatches * work / own_span
+        work = sum(float(costs.of(op, self.shape)[0, 0]) for op in WORK)
+        return 1 - self.shape.microbatches * work / own_span
 
 
 def rows() -> list[Row]:

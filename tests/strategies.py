@@ -16,12 +16,12 @@ from schedir.testing import shapes as shapes
 
 
 @st.composite
-def costs(draw: st.DrawFn, plan: PipelineShape, send: bool = True) -> Costs:
+def costs(draw: st.DrawFn, shape: PipelineShape, send: bool = True) -> Costs:
     """Whole costs, so that sums are exact in floating point; some are zero."""
 
     def per_stage() -> tuple[float, ...]:
         one = st.integers(0, 5).map(float)
-        return tuple(draw(st.lists(one, min_size=plan.stages, max_size=plan.stages)))
+        return tuple(draw(st.lists(one, min_size=shape.stages, max_size=shape.stages)))
 
     return Costs(
         F=per_stage(), I=per_stage(), W=per_stage(), B=per_stage(),

@@ -119,16 +119,16 @@ class Machine:
         self.blocks, self.replicas = blocking_hosts, replicas
         self.limit, self.sizes = limit, sizes
         self.random = None if seed is None else random.Random(seed)
-        self.holders: list[list[int]] = program.plan.holders.tolist()
-        self.stages, self.microbatches = program.plan.stages, program.plan.microbatches
-        self.updates = program.plan.optimizer_steps
+        self.holders: list[list[int]] = program.shape.holders.tolist()
+        self.stages, self.microbatches = program.shape.stages, program.shape.microbatches
+        self.updates = program.shape.optimizer_steps
         n, m = len(self.holders), self.microbatches
         self.whose = [k for k in range(n) for _ in range(m // n + (k < m % n))]
-        if len(program.streams) != program.plan.ranks:
+        if len(program.streams) != program.shape.ranks:
             raise Wrong(f"{len(program.streams)} Streams")
         self.lists = [[*zip(s, s.joined.tolist(), strict=True)] for s in program.streams]
         holders_of = [*enumerate(zip(*self.holders, strict=True))]
-        ranks = range(program.plan.ranks)
+        ranks = range(program.shape.ranks)
         self.own = [[s for s, holders in holders_of if rank in holders] for rank in ranks]
         self.trains = any(i.op in COMPUTES[1:] for l in self.lists for i, _ in l)
         self.frozen, self.zero = program.frozen_stages, program.zero
@@ -157,7 +157,7 @@ class Machine:
 
     def version(self, stage: int, mb: int) -> int:
         """How many updates the weights have had that a stage uses for a microbatch."""
-        delay = self.program.plan.weight_delay
+        delay = self.program.shape.weight_delay
         behind = delay if isinstance(delay, int) else delay[stage]
         update = mb * self.updates // self.microbatches if self.trains else 0
         return max(update - behind, 0) if stage >= self.frozen else 0
@@ -170,7 +170,7 @@ class Machine:
         name = {"grad": "gradient", "act": "activation"}.get(kind, "skip")
         if "skip" in kind:
             maker = i.stage if kind == "skip" else self.beginning(i.stage)
-        size = float(self.sizes.of(name, self.program.plan.stages)[maker])
+        size = float(self.sizes.of(name, self.program.shape.stages)[maker])
         scatter = Opcode.TPScatterAct if kind == "act" else Opcode.TPScatterGrad
         cut = any((j.op, j.stage, j.mb) == (scatter, *i[1:]) for own in self.lists for j, _ in own)
         return size / (self.program.tp if cut else 1) <= self.limit

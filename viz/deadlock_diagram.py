@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import ProgressModel
-from schedir.errors import DeadlockError, GroupError, ProgramError
+from schedir.errors import DeadlockError, GroupError, SchedirError
 from schedir.ir.isa.instructions import RECEIVES, SENDS, Instr
 from schedir.ir.program import Program
 from schedir.viz.palette import ACCENT
@@ -37,7 +37,7 @@ class _InstructionPosition(NamedTuple):
     at: int
 
 
-def standstill(program: Program, error: ProgramError) -> str:
+def standstill(program: Program, error: SchedirError) -> str:
     """What an error says of a program, as an SVG: the lists of the ranks, side by side.
 
     Of a DeadlockError what has ended is grey, what waits is filled, and an arrow leads to what it
@@ -55,7 +55,7 @@ def standstill(program: Program, error: ProgramError) -> str:
         ended = _ended(program, error)
     elif isinstance(error, GroupError) and _crossed(error):
         at, to = at[2:], at[:2]
-    ranks = program.plan.ranks
+    ranks = program.shape.ranks
     shown = [*range(ranks)] if ranks <= _ALL else sorted({place.rank for place in (*at, *to)})
     columns: dict[int, _RankColumn] = {}
     left = _EDGE

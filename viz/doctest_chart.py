@@ -21,16 +21,16 @@ def chart(timeline: Timeline, unit: float = 1.0) -> str:
     below; `--` is more of the same, `..` is idle.  Of two run together the second is written
     from the middle on.
     """
-    plan, spans = timeline.program.plan, timeline.spans
+    shape, spans = timeline.program.shape, timeline.spans
     shown = (spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"])
     columns = round(timeline.span / unit)
-    cells = np.full((plan.ranks, columns), "..", dtype=object)
+    cells = np.full((shape.ranks, columns), "..", dtype=object)
     for s, second in zip(spans[shown], timeline.second_of_pair[shown], strict=True):
         lo, hi = (round(float(s[k] - timeline.begin) / unit) for k in ("start", "end"))
         lo += second * (hi - lo) // 2
         cells[s["rank"], lo:hi] = "--"
         if lo < columns:
-            local = int(plan.local_of(s["stage"], s["rank"]))
+            local = int(shape.local_of(s["stage"], s["rank"]))
             label = f"{ROWS[s['op']].text}{s['mb']}{local * chr(39)}"
             cells[s["rank"], lo] = label
     width = max(map(len, cells.flat), default=2)
@@ -49,7 +49,7 @@ def timeline(
     placement: Placement = "loop",
     costs: Costs | None = None,
 ) -> str:
-    """The chart of a schedule on a plan, at the given costs."""
+    """The chart of a schedule on a shape, at the given costs."""
     costs = costs or Costs()
     given = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
     shape = PipelineShape(ranks, microbatches, placement=placement, **given)

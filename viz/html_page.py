@@ -114,7 +114,7 @@ def save_html(path: str | Path, timeline: Timeline, other: Timeline | None = Non
 
 def in_words(timeline: Timeline) -> str:
     """A run in a few sentences, for who cannot see the picture."""
-    plan, name = timeline.program.plan, timeline.program.name
+    shape, name = timeline.program.shape, timeline.program.name
     unit = timeline.unit or "units of cost"
     per_rank = timeline.idle / timeline.span if timeline.span else timeline.idle
     idlest, busiest = int(per_rank.argmax()), int(per_rank.argmin())
@@ -124,8 +124,8 @@ def in_words(timeline: Timeline) -> str:
         apart = "each of them alike"
     peak = timeline.peak_in_flight
     return (
-        f"{name}, {timeline.caption}: {plan.ranks} ranks, {plan.stages} stages, "
-        f"{plan.microbatches} microbatches, {len(timeline)} instructions in "
+        f"{name}, {timeline.caption}: {shape.ranks} ranks, {shape.stages} stages, "
+        f"{shape.microbatches} microbatches, {len(timeline)} instructions in "
         f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {apart}. "
         f"Rank {int(peak.argmax())} has the most in flight, {int(peak.max())}."
     ) + (f" No rank holds more than {format_bytes(_most(timeline))}{_below(timeline)}."
@@ -177,7 +177,7 @@ def _op(row: Any) -> dict[str, Any]:
 
 def _shades(runs: Sequence[Timeline]) -> int:
     """How many of a rank's own stages are told apart."""
-    return min(max(run.program.plan.stages_per_rank for run in runs), _MOST_SHADES)
+    return min(max(run.program.shape.stages_per_rank for run in runs), _MOST_SHADES)
 
 
 def _fills(runs: Sequence[Timeline], palette: Palette) -> list[list[tuple[str, str]]]:
@@ -200,7 +200,7 @@ def _wholes(stages: int, palette: Palette) -> list[str]:
 
 def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
     """A run as the page's script reads it."""
-    plan = run.program.plan
+    shape = run.program.shape
     tick = run.span / _TICKS or 1.0
     columns, curves = _columns(run, tick)
     idle = idleness(run)
@@ -221,8 +221,8 @@ def _run(run: Timeline, label: str, beside: Timeline) -> dict[str, Any]:
         "ranks": run.ranks,
         "count": len(run),
         "offsets": run.program.offsets.tolist(),
-        "own": plan.stages_of,
-        "several": plan.stages_per_rank if plan.stages_per_rank > 1 else 0,
+        "own": shape.stages_of,
+        "several": shape.stages_per_rank if shape.stages_per_rank > 1 else 0,
         "doubt": run.doubt,
         "span": run.span,
         "tick": tick,

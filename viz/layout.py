@@ -137,7 +137,7 @@ class ChartRectangles:
     @property
     def number_width(self) -> float:
         """How wide the widest label is without its letter, which colours tell as well."""
-        return len(str(self.timeline.program.plan.microbatches - 1)) * _DIGIT
+        return len(str(self.timeline.program.shape.microbatches - 1)) * _DIGIT
 
     def label(self, at: int, *, letter: bool = True) -> str:
         """What a box is called: letter and microbatch, or what fits where letters do not."""

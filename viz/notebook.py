@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 from schedir.ir.program import Program
 from schedir.ir.text_format import to_text
 from schedir.predict.simulate import simulate
@@ -41,6 +41,6 @@ def of_program(program: Program) -> str:
     text = f"<details><summary>text</summary><pre>{escape(text)}</pre></details>"
     try:
         timeline = simulate(program)
-    except ProgramError as error:
+    except SchedirError as error:
         return f"{facts}<pre>{escape(str(error))}</pre>{text}"
     return of_timeline(timeline) + text

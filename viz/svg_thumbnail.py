@@ -59,7 +59,7 @@ def _ground(sheet: ChartRectangles, row: float) -> str:
 
 def _boxes(sheet: ChartRectangles, row: float) -> str:
     scale = _WIDE / (sheet.timeline.span or 1.0)
-    stages = sheet.timeline.program.plan.stages_per_rank
+    stages = sheet.timeline.program.shape.stages_per_rank
     shapes = [_ground(sheet, row)]
     for k in sheet.compute.tolist():
         left, right = sheet.left[k] * scale, sheet.right[k] * scale
@@ -80,7 +80,7 @@ def _boxes(sheet: ChartRectangles, row: float) -> str:
 def _mixed(sheet: ChartRectangles, row: float) -> str:
     """All that is too small to be seen: one picture, a pixel wide for each two of the axis."""
     timeline = sheet.timeline
-    stages = timeline.program.plan.stages_per_rank
+    stages = timeline.program.shape.stages_per_rank
     columns = max(min(int(_WIDE) // 2, _CELLS // timeline.ranks), 1)
     kinds, share = mixed(timeline, columns)
     cover = np.clip(share.sum(-1), 0, 1)

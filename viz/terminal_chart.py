@@ -54,7 +54,7 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[Line]:
     cut = _cut(timeline, len(ranks), max(width - name - 13 - 6 * len(tiers), 10))
     rows = (_boxes if cut.boxes else _mixed)(timeline, ranks, cut.whole)
 
-    plan, unit = timeline.program.plan, timeline.unit and f" {timeline.unit}"
+    shape, unit = timeline.program.shape, timeline.unit and f" {timeline.unit}"
     fact = f"{timeline.caption}: span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%}"
     lines: list[Line] = [[(timeline.program.name, "bold"), (f", {fact}", "")]]
     share = timeline.idle / (timeline.span or 1.0)
@@ -76,7 +76,7 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[Line]:
     if every > 1:
         lines.append([(f"one rank in {every} of {timeline.ranks} is shown", "bright_black")])
     if not cut.boxes:
-        lines.append([(f"{plan.microbatches} microbatches, mixed: what most of each column is",
+        lines.append([(f"{shape.microbatches} microbatches, mixed: what most of each column is",
                        "bright_black")])  # fmt: skip
     return lines
 
@@ -119,8 +119,8 @@ def _cut(timeline: Timeline, ranks: int, columns: int) -> _ColumnLayout:
 
 
 def _longest_label(timeline: Timeline) -> int:
-    plan = timeline.program.plan
-    return 1 + len(str(plan.microbatches - 1)) + plan.stages_per_rank - 1
+    shape = timeline.program.shape
+    return 1 + len(str(shape.microbatches - 1)) + shape.stages_per_rank - 1
 
 
 def _even(timeline: Timeline, narrow: float) -> bool:
@@ -150,7 +150,7 @@ def _boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[Piece]]:
     """A cell per column, in which each box has its label, then lines, then room."""
     spans, second, local = timeline.spans, timeline.second_of_pair, own_stage(timeline)
     scale = columns / (timeline.span or 1.0)
-    stages = timeline.program.plan.stages_per_rank
+    stages = timeline.program.shape.stages_per_rank
     rows = []
     for rank in ranks:
         row = [_IDLE] * columns
@@ -175,7 +175,7 @@ def _boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[Piece]]:
 
 def _mixed(timeline: Timeline, ranks: range, columns: int) -> list[list[Piece]]:
     """A cell per column: the letter of what takes most of it."""
-    stages, (kinds, share) = timeline.program.plan.stages_per_rank, mixed(timeline, columns)
+    stages, (kinds, share) = timeline.program.shape.stages_per_rank, mixed(timeline, columns)
     idle, top = 1 - share.sum(-1), share.argmax(-1)
     table = [(ROWS[op].text[0], _style(op, local, stages)) for op, local in kinds]
     return [

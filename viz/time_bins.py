@@ -15,7 +15,7 @@ from schedir.predict.timeline import Timeline
 
 def own_stage(timeline: Timeline) -> NDArray[np.int64]:
     """Of each span, which of its rank's own stages it is of, from 0; shape (n,)."""
-    return timeline.program.plan.local_of(timeline.spans["stage"], timeline.spans["rank"])
+    return timeline.program.shape.local_of(timeline.spans["stage"], timeline.spans["rank"])
 
 
 class MemoryCurve(NamedTuple):

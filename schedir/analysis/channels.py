@@ -44,22 +44,22 @@ def queues(
 
     With `shared`, a queue has one number in all programs of as many ranks.
     """
-    plan = index.program.plan
+    shape = index.program.shape
     if not rules.lanes:
         return index.rank.astype(np.uint16)
     # First of all that there can be: by opcode, holder and stage, whose queue of which kind.
     # A queue is a rank, a line, perhaps a peer (1 + its rank), and perhaps a kind or a way.
     lines = len(_APART) + 1
-    held = plan.holders * lines + _OF_ALL[:, None, None]
+    held = shape.holders * lines + _OF_ALL[:, None, None]
     for op in TRANSFERS:
         row, own = ROWS[op], held[op]
         if rules.peers:
             assert row.peer is not None
             there = np.maximum(index.program.beside(row.peer), 0)
-            own += plan.ranks * lines * (1 + plan.holders[:, there])
+            own += shape.ranks * lines * (1 + shape.holders[:, there])
         if rules.kinds or rules.ways:
             way = 1 + 2 * row.lane * rules.kinds + (row.op in RECEIVES) * rules.ways
-            own += plan.ranks * lines * (1 + plan.ranks) * way
+            own += shape.ranks * lines * (1 + shape.ranks) * way
     late = index.where_all(_LATE)  # any rank has them
     of_late = index.rank[late] * lines + LINE_OF[index.op[late]]
     if held.max() >= 2**16 and not shared:  # few enough, most often, if they are numbered
@@ -70,9 +70,9 @@ def queues(
     if rules.batches and index.any_joined:
         cell[batched(index)] = _BATCH
     cell *= np.int32(held[0].size)
-    cell += np.minimum(index.stage, plan.stages - 1)
-    if plan.rows > 1:
-        cell += (plan.stages * plan.row_at(index.mb)).astype(np.int32)
+    cell += np.minimum(index.stage, shape.stages - 1)
+    if shape.rows > 1:
+        cell += (shape.stages * shape.row_at(index.mb)).astype(np.int32)
     queue: NDArray[np.unsignedinteger] = number[cell]
     queue[late] = of_late
     return queue
@@ -88,7 +88,7 @@ def channels(
     """
     got = index.where_all(RECEIVES)
     got = got[partner[got] != NONE]
-    ranks = np.int64(index.program.plan.ranks)
+    ranks = np.int64(index.program.shape.ranks)
     channel = index.rank[partner[got]] * ranks + index.rank[got]
     if rules.kinds:
         channel += _LANE[index.op[got]] * ranks**2
@@ -118,7 +118,7 @@ def communicators(
     """
     at = index.where_all(TRANSFERS)
     at = at[partner[at] != NONE]
-    ranks = np.int64(index.program.plan.ranks)
+    ranks = np.int64(index.program.shape.ranks)
     grad = (_LANE[index.op[at]] == Lane.GRAD) & rules.kinds
     of_all = -1 - grad.astype(np.int64)
     if not rules.peers:

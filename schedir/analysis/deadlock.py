@@ -15,7 +15,7 @@ from schedir.errors import (
     DeadlockError,
     InstructionSite,
     OrderError,
-    ProgramError,
+    SchedirError,
 )
 from schedir.ir.dataflow import StaleRead
 from schedir.ir.instruction_index import NONE
@@ -123,7 +123,7 @@ def _delay(graph: Graph) -> str:
     )
 
 
-def deadlock(graph: Graph, walk: EarliestTimes) -> ProgramError:
+def deadlock(graph: Graph, walk: EarliestTimes) -> SchedirError:
     """The error that shows the shortest cycle among the ranks that wait.
 
     In a draft, which nobody has checked for order, it may be that of a rank with itself.

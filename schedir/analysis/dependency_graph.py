@@ -241,16 +241,16 @@ class Graph:
         who share no tied weight apart (`ties.parties`).
         """
         meetings: list[Positions] = []
-        plan = self.program.plan
+        shape = self.program.shape
         for op in COLLECTIVES:
             if (at := self.index.positions.get(op)) is None:
                 continue
             which, group = self.index.mb[at].astype(np.intp), ROWS[op].group
             if group == "holders":
-                which = which * plan.stages + self.index.stage[at]
+                which = which * shape.stages + self.index.stage[at]
             elif group == "tied":
-                party = np.array(parties(self.program.summed, plan))
-                which = which * plan.ranks + party[self.index.rank[at]]
+                party = np.array(parties(self.program.summed, shape))
+                which = which * shape.ranks + party[self.index.rank[at]]
             meetings += [at[which == one] for one in np.unique(which)]
         return meetings
 

@@ -15,7 +15,7 @@ import numpy as np
 from schedir.analysis.channels import communicators
 from schedir.analysis.deadlock import circle, shortest_cycle, steps_of
 from schedir.analysis.dependency_graph import Graph
-from schedir.errors import ChannelMismatchError, DeadlockError, InstructionSite, ProgramError
+from schedir.errors import ChannelMismatchError, DeadlockError, InstructionSite, SchedirError
 
 _HINT = (
     "who makes communicators before the step, as a warm-up in one order on all ranks, has none to "
@@ -23,12 +23,12 @@ _HINT = (
 )
 
 
-def first_uses(graph: Graph) -> ProgramError | None:
+def first_uses(graph: Graph) -> SchedirError | None:
     """The error for hosts that never come past the first use of a communicator, if there are such.
 
     `graph` is that of a program that is proven to end where all communicators are there.
     """
-    index, ranks = graph.index, graph.program.plan.ranks
+    index, ranks = graph.index, graph.program.shape.ranks
     at, communicator = communicators(index, graph.partner, graph.rules)
     key = communicator * ranks + index.rank[at]
     _, first = np.unique(key, return_index=True)
@@ -60,7 +60,7 @@ def first_uses(graph: Graph) -> ProgramError | None:
 
 def _never(graph: Graph, members: dict[int, int]) -> ChannelMismatchError:
     """The error for a communicator of all ranks that some rank never uses."""
-    away = next(r for r in range(graph.program.plan.ranks) if r not in members)
+    away = next(r for r in range(graph.program.shape.ranks) if r not in members)
     first = graph.index.locate(min(members.values()))
     return ChannelMismatchError(
         f"{first[2]} uses the communicator of all ranks, which is made when all have come, and "

@@ -36,7 +36,7 @@ def one_order(graph: Graph) -> tuple[Positions, ...]:
     order = np.lexsort((graph.node, turn[graph.node]))
     rank, offsets = graph.index.rank[order], graph.program.offsets
     return tuple(
-        (order[rank == r] - offsets[r]).astype(np.int32) for r in range(graph.program.plan.ranks)
+        (order[rank == r] - offsets[r]).astype(np.int32) for r in range(graph.program.shape.ranks)
     )
 
 

@@ -52,8 +52,8 @@ class Saver:
     >>> import schedir, tempfile, torch
     >>> from schedir.checkpoints import Saver
     >>> from schedir.runtime import InProcessExecutor
-    >>> plan = schedir.PipelineShape(ranks=2, microbatches=4)
-    >>> program = schedir.compile(schedir.schedules.one_f_one_b, plan, checkpoint_snapshots=True)
+    >>> shape = schedir.PipelineShape(ranks=2, microbatches=4)
+    >>> program = schedir.compile(schedir.schedules.one_f_one_b, shape, checkpoint_snapshots=True)
     >>> stages = [torch.nn.Linear(8, 8) for _ in range(2)]
     >>> how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
     >>> run = InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)

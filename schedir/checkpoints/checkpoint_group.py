@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar, cast
 
 import torch.distributed as dist
 
-from schedir.errors import CheckpointError, ProgramError, in_words
+from schedir.errors import CheckpointError, SchedirError, in_words
 from schedir.transports.json_collectives import Kinds, gather
 from schedir.transports.transport import of_peers
 
@@ -43,7 +43,7 @@ class CheckpointGroup:
         wrong: tuple[str, str, int | None, str] | None = None
         try:
             mine = make()
-        except ProgramError as error:
+        except SchedirError as error:
             own, place = error, (getattr(error, "step", None), getattr(error, "file", ""))
             wrong = (error.fact, error.hint, *place)
         except Exception as error:  # of whatever kind: the others wait for what this one tells

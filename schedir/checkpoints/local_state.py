@@ -200,7 +200,7 @@ def own_of(
     own, steppers = LocalState(), OptimizerOwners(rank.optimizer)
     first_name = {(s, n): (key[0][0], tied[key]) for key, s, n in _tied(rank)}
     modules = [(s, stage, names, first_name) for s, stage in rank.stages.items()]
-    last, loss = rank.program.plan.stages - 1, getattr(rank.loss, "func", rank.loss)
+    last, loss = rank.program.shape.stages - 1, getattr(rank.loss, "func", rank.loss)
     if isinstance(loss, nn.Module) and last in rank.stages:  # by names of its own
         modules.append((last, StageCheckpointState(loss, {}), lambda _, name: f"loss.{name}", {}))
     for s, stage, names_of, firsts in modules:
@@ -277,7 +277,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str
 def _is_written(rank: RankCheckpointState, stage: int, of: Tensor) -> bool:
     """Whether a rank writes its part of what it and others have: the first holder of the stage, and
     the first of tensor-parallel ranks unless each has a slice."""
-    is_first = bool(rank.program.plan.rank_of[stage] == rank.rank)
+    is_first = bool(rank.program.shape.rank_of[stage] == rank.rank)
     return is_first and (is_sharded(of) or not rank.tp_rank)
 
 

@@ -64,8 +64,8 @@ def save(
     >>> from schedir.checkpoints import load, save
     >>> from schedir.runtime import InProcessExecutor
     >>> def made(ranks):  # four stages on so many ranks
-    ...     plan = schedir.PipelineShape(ranks, 4, stages_per_rank=4 // ranks)
-    ...     program = schedir.compile(schedir.schedules.interleaved, plan)
+    ...     shape = schedir.PipelineShape(ranks, 4, stages_per_rank=4 // ranks)
+    ...     program = schedir.compile(schedir.schedules.interleaved, shape)
     ...     stages = [torch.nn.Linear(8, 8) for _ in range(4)]
     ...     how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
     ...     return InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)
@@ -139,7 +139,7 @@ def take(
     }
     facts = {
         "program": program.name,
-        "plan": str(program.plan),
+        "plan": str(program.shape),
         "tp": first.tp,
         "dp": first.share.replicas,
         "zero": first.share.zero,

@@ -29,7 +29,7 @@ COMMANDS: Final = {
     "draw": "draw runs on the terminal, as a picture, or as an interactive page",
     "diagnose": "find where a job hangs, from its flight recorder dumps or black boxes",
     "compare": "compare schedules of one model side by side",
-    "recommend": "rank all built-in schedules, and yours, for one model and plan",
+    "recommend": "rank all built-in schedules, and yours, for one model and shape",
     "plan": "plan a training run: the layout, schedule and options with the shortest step",
     "search": "search for the shortest schedule within a memory limit, and prove a bound",
     "train": "train a model from a configuration file",

@@ -12,7 +12,7 @@ from schedir.errors import (
     ChannelMismatchError,
     DeadlockError,
     GroupError,
-    ProgramError,
+    SchedirError,
     UsageError,
     format_bytes,
 )
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> str:
     how = {"eager_limit": args.eager_limit, "sizes": args.sizes}
     try:
         check(program, first, **hosts, **how)
-    except ProgramError as error:
+    except SchedirError as error:
         if isinstance(error, _REFUSED):
             fine = _under(program, others, **hosts, **how)
             hints = [f"it finishes under {listed(fine)}"] * bool(fine)
@@ -122,8 +122,8 @@ def run(args: argparse.Namespace) -> str:
     known = any(hosts.values()) or ("blocking_serial" in models and args.eager_limit is None)
     on_cpus = models if known else _under(program, models, blocking_hosts=True, **how)
     if args.json:
-        facts = {"program": program.name, "digest": program.digest, "ranks": program.plan.ranks}
-        facts["stages_per_rank"] = program.plan.stages_per_rank
+        facts = {"program": program.name, "digest": program.digest, "ranks": program.shape.ranks}
+        facts["stages_per_rank"] = program.shape.stages_per_rank
         models_said = {"models": models}
         if not args.lazy_communicators:  # hosts that meet to make communicators do not block
             models_said["models_where_hosts_block"] = on_cpus
@@ -145,9 +145,9 @@ def run(args: argparse.Namespace) -> str:
     elif on_cpus != models:
         only = f"only under {listed(on_cpus)}" if on_cpus else "under none"
         but += f"; on hosts that block, as CPUs do, {only} (--blocking-hosts explains why)"
-    plan = program.plan
-    ranks = f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
-    ranks += f" ({plan.held_by_a_rank})" * (plan.stages_per_rank > 1)
+    shape = program.shape
+    ranks = f"{shape.ranks} rank{'s' * (shape.ranks > 1)}"
+    ranks += f" ({shape.held_by_a_rank})" * (shape.stages_per_rank > 1)
     return (
         f"{program.name}: {len(program)} instructions on {ranks}"
         f"{'' if program.trains else ', which run forward only,'} are complete "
@@ -213,7 +213,7 @@ def _eager_hints(
     return ["it finishes where no message waits for its receiver (--sizes says from which size on)"]
 
 
-def _draw(program: Program, error: ProgramError, output: str) -> None:
+def _draw(program: Program, error: SchedirError, output: str) -> None:
     """Where the ranks of a refused program stand."""
     from schedir.io.files import atomic_write
     from schedir.viz.deadlock_diagram import standstill

@@ -78,12 +78,12 @@ def _compared(requests: Sequence[Request], *, as_table: bool) -> str:
     rows, several = [], len({request.timeline.kind for request in requests}) > 1
     for request in requests:
         t = request.timeline
-        plan, peak = t.program.plan, int(t.peak_in_flight.max(initial=0))
-        shape = {"ranks": plan.ranks, "microbatches": plan.microbatches, "stages": plan.stages}
+        shape, peak = t.program.shape, int(t.peak_in_flight.max(initial=0))
+        counts = {"ranks": shape.ranks, "microbatches": shape.microbatches, "stages": shape.stages}
         size = {"peak_in_flight": peak, "peak_activations": t.peak_activations}
         found = facts(t, bound_of_request(request))
         parts = facts_of_parts(t.program)
-        rows.append(found | shape | size | filled_facts(request) | parts)
+        rows.append(found | counts | size | filled_facts(request) | parts)
     if not as_table:
         return as_json(rows)
     cut = any("gathers" in f for f in rows)

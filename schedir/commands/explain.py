@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.schedule_options import add_shape, add_source, request_of, shape_of
 from schedir.commands.common.timeline_facts import facts, filled_facts, said_of_costs
-from schedir.errors import ProgramError, format_bytes
+from schedir.errors import SchedirError, format_bytes
 from schedir.io.command_line import option_words
 from schedir.io.terminal import as_json
 from schedir.predict.possible_saving import at_most, gain_of
@@ -169,7 +169,7 @@ def _how(change: SimulatedChange, args: argparse.Namespace, request: Request) ->
     lines = [f"{command} -o other.sched"]
     try:
         torch_csv.to_csv(program, TORCH)
-    except ProgramError:
+    except SchedirError:
         return lines
     return [
         *lines,

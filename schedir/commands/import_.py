@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from schedir.commands.common.schedule_options import add_lowering, count, request_of
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import SchedirError, UsageError
 from schedir.io.command_line import option_name
 from schedir.io.files import atomic_write, read_text
 
@@ -70,7 +70,7 @@ def _csv(args: argparse.Namespace, source: str) -> str:
     text = read_text(source)
     try:
         program = torch_csv.from_csv(text, _name(source), args.ranks, args.zero)
-    except ProgramError as error:
+    except SchedirError as error:
         error.add_note(f"in {source}")
         raise
     request = request_of(args, source, lowers=True)
@@ -82,10 +82,10 @@ def _csv(args: argparse.Namespace, source: str) -> str:
     program = replace(request, source=Source.of(program, source)).program
     with atomic_write(args.output) as path:
         path.write_text(to_text(program), encoding="utf-8")
-    plan = program.plan
+    shape = program.shape
     return (
-        f"wrote {args.output}: {plan.ranks} ranks, {plan.stages} stages, "
-        f"{plan.microbatches} microbatches, {len(program)} instructions\n"
+        f"wrote {args.output}: {shape.ranks} ranks, {shape.stages} stages, "
+        f"{shape.microbatches} microbatches, {len(program)} instructions\n"
         + _read_over(text, program.zero)
     )
 
@@ -130,18 +130,20 @@ def _traces(args: argparse.Namespace) -> str:
         seen=_Progress(len(files)) if size_of(files) >= LARGE else None,
     )
     timeline = found.timeline
-    program, plan = timeline.program, timeline.program.plan
-    if args.ranks is not None and plan.ranks != args.ranks:
-        raise UsageError(f"there are {plan.ranks} pipeline ranks in these traces, not {args.ranks}")
+    program, shape = timeline.program, timeline.program.shape
+    if args.ranks is not None and shape.ranks != args.ranks:
+        raise UsageError(
+            f"there are {shape.ranks} pipeline ranks in these traces, not {args.ranks}"
+        )
     if args.output.endswith(SUFFIX):
         save_timeline(timeline, args.output)
     else:
         with atomic_write(args.output) as path:
             path.write_text(to_text(program), encoding="utf-8")
     lines = [
-        f"wrote {args.output}: {plan.ranks} ranks, {plan.stages} stages, {plan.microbatches} "
+        f"wrote {args.output}: {shape.ranks} ranks, {shape.stages} stages, {shape.microbatches} "
         f"microbatches, {len(program)} instructions",
-        f"{found.step}: {timeline.bubble:.1%} of {plan.ranks} ranks x {timeline.span:.6g} s is "
+        f"{found.step}: {timeline.bubble:.1%} of {shape.ranks} ranks x {timeline.span:.6g} s is "
         "idle",
         *filter(None, [timeline.doubt]),
         *found.notes,

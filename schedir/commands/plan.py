@@ -26,7 +26,7 @@ from schedir.commands.common.plan_request import (
     with_gpus,
 )
 from schedir.commands.common.schedule_options import count, number
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import SchedirError, UsageError
 from schedir.extras import require
 from schedir.io.files import atomic_write, expect_writable
 from schedir.io.terminal import as_json, table
@@ -78,7 +78,7 @@ def _plans(
     """
     found: list[PlanEstimate] = []
     most = max(scale)
-    first: ProgramError | None = None
+    first: SchedirError | None = None
     for gpus in sorted({*scale}):
         batch = asked.batch if way == "strong" else asked.batch * gpus / most
         if batch != int(batch):
@@ -87,7 +87,7 @@ def _plans(
         here = replace(asked, cluster=with_gpus(asked.cluster, gpus), batch=int(batch))
         try:
             found += planned(here, 1)
-        except ProgramError as error:
+        except SchedirError as error:
             first = first or error
             refused.append(f"{gpus:,} GPUs, {way}: {error.fact}")
     if not found and first is not None:
@@ -423,7 +423,7 @@ def _simulated(asked: PlanRequest, plan: PlanEstimate, own: Program | None) -> s
         return ""
     of = trainer_for(cluster)
     times = times_of(model, cluster, plan, of.constants)
-    shape = plan_of(plan) if own is None else own.plan
+    shape = plan_of(plan) if own is None else own.shape
     costs = costs_of(model, cluster, plan, shape, times, of.constants, of.states)
     return (
         "# in seconds: schedir simulate FILE --progress-model per_edge "

@@ -7,7 +7,7 @@ import sys
 
 from schedir.commands.common.chart_options import in_letters
 from schedir.commands.common.schedule_options import add_shape, add_source, request_of
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import SchedirError, UsageError
 from schedir.io.files import atomic_write
 from schedir.io.program_request import Request
 from schedir.io.terminal import coloured
@@ -67,5 +67,5 @@ def _drawn(request: Request) -> str:
     try:
         said = f"\n# {parts}" if (parts := in_parts(request.program)) else ""
         return f"{said}\n" + in_letters(request.timeline, before="# ")
-    except ProgramError:
+    except SchedirError:
         return ""  # what is wrong with it, `check` tells

@@ -36,8 +36,8 @@ The page docs/which-schedule.md has more.
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Further sources, and what may be held."""
     parser.description = (
-        "Rank all built-in schedules, and yours, for one model and plan, the shortest first. Costs "
-        "are per rank, as in `schedir compare`."
+        "Rank all built-in schedules, and yours, for one model and shape, the shortest first. "
+        "Costs are per rank, as in `schedir compare`."
     )
     parser.add_argument("source", metavar="SCHEDULE", nargs="*", help=f"ranked, too: {SOURCE}")
     parser.add_argument(
@@ -114,12 +114,12 @@ def _row(request: Request) -> dict[str, Any]:
     from schedir.ir.isa.instructions import BACKWARD_INPUT
 
     timeline = request.timeline
-    plan, ops = timeline.program.whole, timeline.program.ops
+    shape, ops = timeline.program.whole, timeline.program.ops
     row = facts(timeline, bound_of_request(request)) | {
-        "stages_per_rank": plan.stages_per_rank,  # of a schedule, however they are cut
+        "stages_per_rank": shape.stages_per_rank,  # of a schedule, however they are cut
         "peak_activations": timeline.peak_activations,
         "split_backwards": BACKWARD_INPUT in ops,
-        "parameters_held": plan.rows,
+        "parameters_held": shape.rows,
     }
     row |= filled_facts(request)
     if timeline.sizes is not None:

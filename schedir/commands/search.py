@@ -25,7 +25,7 @@ from schedir.errors import UsageError, format_bytes
 from schedir.io.files import atomic_write
 from schedir.io.terminal import as_json
 from schedir.ir.cost.costs import Costs
-from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
+from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
 from schedir.ir.program import TRAITS
 from schedir.ir.text_format import to_text
 from schedir.predict.possible_saving import at_most, gain_of
@@ -79,7 +79,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "@FILE that says so",
     )
     what.add_argument("--costs-from", metavar="FILE.timeline",
-                      help="instead of --costs the mean times of this run, and its plan unless "
+                      help="instead of --costs the mean times of this run, and its shape unless "
                       "another is said")  # fmt: skip
     what.add_argument(
         "--max-in-flight", dest="in_flight", type=_counts, metavar="N",
@@ -120,8 +120,8 @@ def _counts(text: str) -> int | tuple[int, ...]:
 class _SearchRequest:
     """For what a schedule is searched.  `run` is the one that the costs are of, if there is one."""
 
-    plan: PipelineShape
-    request: Request  # of this plan, and of costs, sizes and limit; its source is none
+    shape: PipelineShape
+    request: Request  # of this shape, and of costs, sizes and limit; its source is none
     in_flight: int | tuple[int, ...] | None
     whole: bool
     own: bool
@@ -155,7 +155,7 @@ class _SearchRequest:
         within = " within this memory" * (self.memory != "none")
         unit = found.timeline.unit and f" {found.timeline.unit}"
         kind = " with whole backwards" * self.whole
-        if not self.whole and whole_is_less(self.request.costs or Costs(), self.plan):
+        if not self.whole and whole_is_less(self.request.costs or Costs(), self.shape):
             kind = " with split backwards"
         return in_words(found.span, found.bound, unit, kind + within)
 
@@ -169,7 +169,7 @@ def _asked(args: argparse.Namespace) -> _SearchRequest:
     from schedir.io.program_request import Request
     from schedir.io.source_loader import Source
 
-    said = {f.name: value for f in PLAN if (value := getattr(args, f.name)) is not None}
+    said = {f.name: value for f in SHAPE_FIELDS if (value := getattr(args, f.name)) is not None}
     ranks = said.get("ranks", RANKS)
     usual: dict[str, Any] = {"ranks": ranks, "microbatches": PER_RANK * ranks}
     costs, run, notes = args.costs, None, list[str]()
@@ -177,24 +177,24 @@ def _asked(args: argparse.Namespace) -> _SearchRequest:
         if costs is not None:
             raise UsageError("--costs and --costs-from both say the costs: say one of the two")
         run, costs, notes = _costs_of(args.costs_from, whole=args.whole)
-        usual = {f.name: getattr(run.program.plan, f.name) for f in PLAN}
-    plan = PipelineShape(**(usual | said)).resolved()
-    if isinstance(args.in_flight, tuple) and len(args.in_flight) != plan.ranks:
+        usual = {f.name: getattr(run.program.shape, f.name) for f in SHAPE_FIELDS}
+    shape = PipelineShape(**(usual | said)).resolved()
+    if isinstance(args.in_flight, tuple) and len(args.in_flight) != shape.ranks:
         raise UsageError(
-            f"--max-in-flight has {len(args.in_flight)} numbers for {plan.ranks} ranks",
+            f"--max-in-flight has {len(args.in_flight)} numbers for {shape.ranks} ranks",
             fields=["in_flight"],
         )
-    shape = {f.name: getattr(plan, f.name) for f in PLAN}
+    options = {f.name: getattr(shape, f.name) for f in SHAPE_FIELDS}
     sizes = args.sizes or (None if run is None else run.sizes)
     request = Request(
-        Source(""), shape, shape, costs=costs, sizes=sizes, memory_limit=args.memory_limit
+        Source(""), options, options, costs=costs, sizes=sizes, memory_limit=args.memory_limit
     )
     if run is not None:
         request = replace(
             request, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
         )
     return _SearchRequest(
-        plan, request, args.in_flight, args.whole, args.objective == "own", run, notes
+        shape, request, args.in_flight, args.whole, args.objective == "own", run, notes
     )
 
 
@@ -266,7 +266,7 @@ def _frontier(args: argparse.Namespace) -> str | tuple[str, int]:
     unit = "" if asked.run is None else asked.run.unit
     start = _start(args.start, asked)
     said, complete = told(
-        args, FrontierRequest(asked.plan, asked.request.costs, asked.request.sizes, start, unit)
+        args, FrontierRequest(asked.shape, asked.request.costs, asked.request.sizes, start, unit)
     )
     return said if complete else (said, INTERRUPTED)
 
@@ -285,7 +285,7 @@ def _search(args: argparse.Namespace, asked: _SearchRequest) -> SearchResult:
 
     try:
         found = search_schedule(
-            asked.plan, request.costs, request.sizes, request.memory_limit,
+            asked.shape, request.costs, request.sizes, request.memory_limit,
             in_flight=few.__getitem__ if isinstance(few, tuple) else few,
             objective=args.objective,
             split=not asked.whole,
@@ -311,7 +311,7 @@ def _start(sources: Sequence[str], asked: _SearchRequest) -> list[Schedule | Pro
         request = replace(asked.request, source=Source(source), memory_limit=None)
         named.append(request.program)
     ran = asked.run
-    if ran is not None and ran.program.plan == asked.plan:
+    if ran is not None and ran.program.shape == asked.shape:
         named.append(ran.program)
     return named
 
@@ -321,7 +321,7 @@ def _beside(asked: _SearchRequest) -> ScheduleRanking:
     from schedir.io.source_loader import Source
 
     candidates, ran = [*on_the_plan(asked.request)], asked.run
-    if ran is not None and ran.program.plan == asked.plan:
+    if ran is not None and ran.program.shape == asked.shape:
         name = ran.program.name
         candidates.append((name, replace(asked.request, source=Source.of(ran.program, name))))
     return ranked(candidates, over=asked.over, length=asked.length, whole=asked.whole)
@@ -415,7 +415,7 @@ def _comments(args: argparse.Namespace, asked: _SearchRequest, found: SearchResu
     request, unit = asked.request, found.timeline.unit and f" {found.timeline.unit}"
     lines = [
         f"schedir {shlex.join(args.typed)}",
-        f"plan: {asked.plan}",
+        f"plan: {asked.shape}",
         f"costs: {format_costs((request.costs or Costs()).usual())}",
         f"limit: {asked.memory}",
         f"{asked.what}: {found.span:.6g}{unit}; {asked.proven(found)}",

@@ -69,7 +69,7 @@ def volume(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
     def add(at: Positions, size: NDArray[np.float64]) -> None:
         if len(at) and size.any():
             lane = ROWS[int(index.op[at[0]])].lane
-            total = sent.setdefault(lane, np.zeros(program.plan.ranks))
+            total = sent.setdefault(lane, np.zeros(program.shape.ranks))
             np.add.at(total, index.rank[at], size)
 
     for op in SENDS:
@@ -86,10 +86,10 @@ def _around(
     program: Program, row: Row, ring: CollectiveRing, sizes: Sizes, at: Positions
 ) -> NDArray[np.float64]:
     """Return the bytes that each process sends in instructions of one kind, for each of them."""
-    plan, (token,) = program.plan, row.needs
-    members = {"tp": program.tp, "dp": program.dp, "holders": plan.rows}[ring.members]
+    shape, (token,) = program.shape, row.needs
+    members = {"tp": program.tp, "dp": program.dp, "holders": shape.rows}[ring.members]
     if ring.size:
-        whole = sizes.of(ring.size, plan.stages)[InstructionIndex.of(program).stage[at]]
+        whole = sizes.of(ring.size, shape.stages)[InstructionIndex.of(program).stage[at]]
     else:
         whole = whole_sizes(program, token, sizes, at)
     if token is Value.GRAD and program.zero:  # gradients are sharded by then

@@ -25,7 +25,7 @@ from schedir.errors import (
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes, ample, bytes_of
 from schedir.ir.isa.instructions import RECOMPUTE
-from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
+from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import TRAITS, Program
@@ -119,7 +119,7 @@ def compile(
         The program.  It is complete, and finishes under `progress_model`.
 
     Raises:
-        ProgramError: The schedule is wrong.
+        SchedirError: The schedule is wrong.
         LoweringLevelError: The program is lowered already.
         UsageError: The shape is missing, or not the draft's; or a name or an option is unknown.
         MemoryLimitError: A rank holds more than `memory_limit`.
@@ -237,9 +237,9 @@ def _drafted(schedule: str | Schedule | Program, shape: PipelineShape | None) ->
             hint="schedir.check(program) proves it",
         )
     if shape is not None:
-        given = (f.name for f in PLAN if f.name not in shape.defaulted)
-        if any(getattr(shape, name) != getattr(schedule.plan, name) for name in given):
-            raise UsageError(f"a draft has its own shape, {schedule.plan}, and is not for {shape}")
+        given = (f.name for f in SHAPE_FIELDS if f.name not in shape.defaulted)
+        if any(getattr(shape, name) != getattr(schedule.shape, name) for name in given):
+            raise UsageError(f"a draft has its own shape, {schedule.shape}, and is not for {shape}")
     return schedule
 
 
@@ -248,9 +248,9 @@ def _complete_draft(program: Program) -> Program:
     try:
         return check_draft(program)
     except CompletenessError as error:
-        first = [own[0] for own in program.plan.stages_of]
+        first = [own[0] for own in program.shape.stages_of]
         said = {int(stage) for stream in program.streams for stage in set(stream.stage.tolist())}
-        if program.plan.stages_per_rank > 1 and said <= {*first}:
+        if program.shape.stages_per_rank > 1 and said <= {*first}:
             error.hint = (
                 "it says F, which is F[0], and nothing of F[1], a rank's second stage; "
                 "with a parameter v, it is told how many there are"
@@ -352,7 +352,7 @@ def lower(
     options = Options(
         costs, progress_model, boundary, overlap, buffer_sharing, more, sizes, memory_limit
     )
-    program.plan.require_room_lowered(trains=program.trains, frozen_stages=program.frozen_stages)
+    program.shape.require_room_lowered(trains=program.trains, frozen_stages=program.frozen_stages)
     return _fold(program, LOWERING, options, debug=debug)
 
 

@@ -30,14 +30,14 @@ def evaluation_program(
     >>> evaluation_program(train)
     <program forwards of one_f_one_b: 2 ranks, 16 instructions>
     """
-    require_type(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, shape)")
     streams = []
     for stream in program.streams:
         words = stream.words[is_op(stream.words.view(FIELDS)["op"], (FORWARD,))]
         streams.append(Stream(words & ~JOINED))
     draft = Program(
         f"forwards of {program.name}",
-        replace(program.plan, optimizer_steps=1, weight_delay=0),
+        replace(program.shape, optimizer_steps=1, weight_delay=0),
         tuple(streams),
         tp=program.tp,
         dp=program.dp,

@@ -10,7 +10,7 @@ import numpy as np
 
 from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.compile import compile
-from schedir.errors import PlanError, ProgramError
+from schedir.errors import SchedirError, ShapeError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import COMPUTE, RECOMPUTE
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -27,8 +27,8 @@ def compute_of(program: Program) -> Program:
     """Return a program's compute as a draft, in each rank's order.
 
     >>> from schedir import PipelineShape, compile, expand_schedule, schedules
-    >>> plan = PipelineShape(ranks=4, microbatches=8)
-    >>> compute_of(compile(schedules.gpipe, plan)) == expand_schedule(schedules.gpipe, plan)
+    >>> shape = PipelineShape(ranks=4, microbatches=8)
+    >>> compute_of(compile(schedules.gpipe, shape)) == expand_schedule(schedules.gpipe, shape)
     True
     """
     work = tuple(Stream(s.words[np.isin(s.op, COMPUTE)]) for s in program.streams)
@@ -50,12 +50,12 @@ def options_of(
     return options
 
 
-def fitting(options: Mapping[str, Any], plan: PipelineShape) -> dict[str, Any]:
-    """Return the options of a program for another plan.
+def fitting(options: Mapping[str, Any], shape: PipelineShape) -> dict[str, Any]:
+    """Return the options of a program for another shape.
 
-    The plan may have fewer stages on a rank.  `active` is then at most this number.
+    The shape may have fewer stages on a rank.  `active` is then at most this number.
     """
-    own = max(map(len, plan.stages_of))
+    own = max(map(len, shape.stages_of))
     return {k: min(v, own) if k == "unsharded_stages" and v else v for k, v in options.items()}
 
 
@@ -79,7 +79,7 @@ def built_in_schedule_of(program: Program) -> Schedule | None:
         return None
     try:
         again = cut_like(expand_schedule(schedule, program.whole), program)
-    except ProgramError:
+    except SchedirError:
         return None
     # The costs for which the program was lowered are not known, so only the compute is compared.
     return schedule if again.streams == compute_of(program).streams else None
@@ -96,28 +96,28 @@ class Lowering:
         """Compile a draft with the program's options; `options` replaces some of them.
 
         If the program recomputes and the draft does not, every forward of the draft is recomputed.
-        If the program offloads or spills and the draft has another plan, every forward is.
+        If the program offloads or spills and the draft has another shape, every forward is.
         """
         like = self.like
         traits = {f.name: getattr(like, f.name) for f in TRAITS}
         ops = like.ops - drafted.ops
         again = {"recompute": "all"} if RECOMPUTE in ops else {}
-        if drafted.plan != like.plan:  # the choice of forwards is for the program's plan only
+        if drafted.shape != like.shape:  # the choice of forwards is for the program's shape only
             again |= {
                 name: "all" for name in ("offload", "offload_to_disk") if self.options.get(name)
             }
-        if drafted.plan.stages != like.plan.stages:
-            tied = tied_stages(show_tied(like.tied_weights, like.plan) == "yes", drafted.plan)
+        if drafted.shape.stages != like.shape.stages:
+            tied = tied_stages(show_tied(like.tied_weights, like.shape) == "yes", drafted.shape)
             traits |= {"tied_weights": tied}
             if like.tied_weights and not tied:
-                raise PlanError("of a model that is cut otherwise it is not known what is tied")
+                raise ShapeError("of a model that is cut otherwise it is not known what is tied")
             if like.frozen_stages:
-                raise PlanError("of a model that is cut otherwise it is not known what is frozen")
+                raise ShapeError("of a model that is cut otherwise it is not known what is frozen")
             if like.skips:
-                raise PlanError("of a model that is cut otherwise it is not known what skips what")
+                raise ShapeError("of a model that is cut otherwise it is not known what skips what")
         return compile(
             drafted,
             progress_model=self.progress_model,
             costs=costs,
-            **(traits | fitting(self.options, drafted.plan) | again | options),
+            **(traits | fitting(self.options, drafted.shape) | again | options),
         )

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import SchedirError, UsageError
 from schedir.hang_diagnosis.stall_cause import ProcessLayout, StallCause, StalledRun, StallKind
 from schedir.io.black_box import (
     FOLDER,
@@ -199,7 +199,7 @@ def program_of(folder: Path) -> Program | None:
 
     try:
         return from_text(read_text(folder / PROGRAM))
-    except ProgramError:
+    except SchedirError:
         return None
 
 

@@ -92,7 +92,7 @@ def _pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
 
     That is the order of a process group of just these ranks, if their messages go in one.
     """
-    many, found = program.plan.ranks, circles(job)
+    many, found = program.shape.ranks, circles(job)
     if not found and many > 1:
         raise UsageError(
             "no message between ranks is recorded, only collectives",

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import SchedirError, UsageError
 from schedir.hang_diagnosis.program_matching import MatchedProgram
 from schedir.ir.instruction_index import NONE
 from schedir.ir.isa.instructions import RECEIVES, SENDS, TRANSFERS
@@ -294,7 +294,7 @@ class ProgramVerdict:
     """
 
     placed: PositionedRanks
-    refusal: ProgramError | None
+    refusal: SchedirError | None
     places: tuple[RankPosition, ...]
     causes: tuple[StallReason, ...]
     circle: tuple[PendingTransfer, ...]
@@ -321,7 +321,7 @@ def judge(
     """A verdict on each copy of a program, of which all messages go as the program says.
 
     Without a model it is `per_device`, or the strictest laxer one that is not contradicted.
-    Raises UsageError for recordings that contradict the model, and another ProgramError for a
+    Raises UsageError for recordings that contradict the model, and another SchedirError for a
     program that is not complete.
     """
     return [_judge(program, matched, progress_model) for matched in copies]
@@ -363,10 +363,10 @@ def _verdict(placed: PositionedRanks) -> ProgramVerdict:
     return ProgramVerdict(placed, refusal, places, tuple(causes), circle)
 
 
-def _refusal(graph: Graph, blocking_hosts: bool) -> ProgramError | None:
+def _refusal(graph: Graph, blocking_hosts: bool) -> SchedirError | None:
     """What `check` says of a program, on hosts that block or not."""
     try:
         check(graph.program, graph.progress_model, blocking_hosts=blocking_hosts)
-    except ProgramError as error:
+    except SchedirError as error:
         return error
     return None

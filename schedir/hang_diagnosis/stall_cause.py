@@ -52,7 +52,7 @@ class ProcessLayout(NamedTuple):
     @classmethod
     def of(cls, program: Program) -> ProcessLayout:
         """That of a program."""
-        return cls(program.plan.ranks, program.tp, program.dp)
+        return cls(program.shape.ranks, program.tp, program.dp)
 
     @classmethod
     def of_box(cls, seen: BlackBoxSnapshot) -> ProcessLayout:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from schedir.analysis.progress_models import MODELS, ProgressModel, require_model
 from schedir.compiler.compile import check_memory, compile
 from schedir.compiler.relower import compute_of, fitting, options_of
-from schedir.errors import PlanError, UsageError
+from schedir.errors import ShapeError, UsageError
 from schedir.io.command_line import option_name
 from schedir.io.source_loader import Source
 from schedir.ir.cost.cluster import Cluster
@@ -22,7 +22,7 @@ from schedir.ir.cost.per_stage_values import cut
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import RECOMPUTE
 from schedir.ir.pipeline.field_schema import Field
-from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
+from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
 from schedir.ir.pipeline.stage_segments import UnsegmentedShape, whole_of
 from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
 from schedir.passes.memory.buffer_sharing import share_slots
@@ -46,7 +46,7 @@ def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
 class Request:
     """A source, and how its program is wanted.  Each property is found when it is first asked for.
 
-    `said` are the fields of the plan and the program that somebody said, by name; what nobody said
+    `said` are the fields of the shape and the program that somebody said, by name; what nobody said
     the source decides, or `usual`, which has at least `ranks` and `microbatches`.  `costs`, `sizes`
     and `progress_model` are those of a prediction, `overlap`, `buffer_sharing`, `memory_limit`,
     `blocking_hosts` and `more` as `compile` takes them; None is what nobody said.  `draft` asks for
@@ -59,10 +59,10 @@ class Request:
     lowered where nobody says otherwise, but for `overlap`.  Of a run that is a prediction, at the
     run's mean times unless there are `costs`.
 
-    A `cluster` fills costs that nobody told, for this plan, in seconds.
+    A `cluster` fills costs that nobody told, for this shape, in seconds.
 
     `share` is for comparing schedules of one model: costs and sizes are a rank's, or those of any
-    number of stages, and are spread evenly over the stages of the plan; only schedules that take
+    number of stages, and are spread evenly over the stages of the shape; only schedules that take
     `v`, or are for several, have several.  What is frozen is said in parts of which there are as
     many as ranks, then, and so is what is cut.
     """
@@ -103,36 +103,36 @@ class Request:
         return None if isinstance(found, Program) else found
 
     @cached_property
-    def plan(self) -> PipelineShape:
-        """The plan of the program in a file, or that on which a schedule is drafted.
+    def shape(self) -> PipelineShape:
+        """The shape of the program in a file, or that on which a schedule is drafted.
 
-        Raises PlanError for one that cannot be, UsageError for one that contradicts a file.
+        Raises ShapeError for one that cannot be, UsageError for one that contradicts a file.
         """
         found = self.source.found
         if isinstance(found, Program):
             self._agree(found)
-            return found.plan
+            return found.shape
         return self._plan_for(found)
 
     @property
     def traits(self) -> dict[str, Any]:
-        """What somebody said of the program beside its plan.
+        """What somebody said of the program beside its shape.
 
-        Raises PlanError where schedules are compared, and what is frozen is no number of stages.
+        Raises ShapeError where schedules are compared, and what is frozen is no number of stages.
         """
         said = {f.name: self.said[f.name] for f in TRAITS if f.name in self.said}
         if self.share and said.get("frozen_stages"):
-            said["frozen_stages"] = self._frozen(said["frozen_stages"], self.plan)
+            said["frozen_stages"] = self._frozen(said["frozen_stages"], self.shape)
         return said
 
     def _frozen(self, parts: int, own: PipelineShape) -> int:
         """How many stages of a program are frozen, where of each rank's part so many are."""
-        plan, pieces, _ = self._whole_of(own)
-        frozen, rest = divmod(parts * plan.stages, plan.ranks)
+        shape, pieces, _ = self._whole_of(own)
+        frozen, rest = divmod(parts * shape.stages, shape.ranks)
         if rest:
-            raise PlanError(
-                f"{parts} of {plan.ranks} parts of the model are frozen, and with "
-                f"{plan.stages} stages that is no number of them",
+            raise ShapeError(
+                f"{parts} of {shape.ranks} parts of the model are frozen, and with "
+                f"{shape.stages} stages that is no number of them",
                 fields=["frozen_stages", "stages_per_rank"],
             )
         return sum(pieces[:frozen])
@@ -141,16 +141,16 @@ class Request:
     def program(self) -> Program:
         """The program: a schedule's compiled and so checked, one in a file as it is.
 
-        Raises a ProgramError for one that is wrong.
+        Raises a SchedirError for one that is wrong.
         """
-        plan, found, how = self.plan, self.source.found, dict[str, Any]()
+        shape, found, how = self.shape, self.source.found, dict[str, Any]()
         if not isinstance(found, Program):
             if not self.draft:  # refuse what is too large before the schedule is called
                 # A schedule may have no backwards: of built-in ones all but `forward_only` have.
                 training = [s for name, s in built_in().items() if name != "forward_only"]
                 trains = getattr(found, "func", found) in training
-                plan.require_room_lowered(trains=trains and not self.said.get("frozen_stages"))
-            found = expand_schedule(found, plan)
+                shape.require_room_lowered(trains=trains and not self.said.get("frozen_stages"))
+            found = expand_schedule(found, shape)
         elif self.relower:
             again = replace(compute_of(found), **self.traits)
             how, found = options_of(found, self._model, again), again
@@ -173,7 +173,7 @@ class Request:
             return found
         how |= {"overlap": self.overlap, **self.more}
         if self.share:  # schedules of other numbers of stages
-            how = fitting(how | self._cut, found.plan)
+            how = fitting(how | self._cut, found.shape)
         if self.buffer_sharing is not None:
             how["buffer_sharing"] = self.buffer_sharing
         return compile(
@@ -284,7 +284,7 @@ class Request:
         loop = (values.get("placement") or mark or "loop") == "loop"
         if self.share and (fixed or (loop and not takes_v(schedule))):
             values.pop("stages_per_rank", None)
-        given = PipelineShape(**{f.name: values[f.name] for f in PLAN if f.name in values})
+        given = PipelineShape(**{f.name: values[f.name] for f in SHAPE_FIELDS if f.name in values})
         return shape_for(schedule, given).resolved()
 
     def _agree(self, program: Program) -> None:
@@ -294,12 +294,12 @@ class Request:
             split = self.share and f.name in ("stages_per_rank", "placement")
             if f.name not in self.said or free or split:
                 continue
-            said, found = f.kind.settle(f.name, self.said[f.name], program.plan), f.of(program)
+            said, found = f.kind.settle(f.name, self.said[f.name], program.shape), f.of(program)
             if self.share and f.name == "microbatches":  # whole ones, as schedules have them
                 found = program.whole.microbatches
             of_parts = self.share and f.name == "frozen_stages"
-            if (self._frozen(said, program.plan) if of_parts else said) != found:
-                has, said = (f.kind.show(value, program.plan) for value in (found, said))
+            if (self._frozen(said, program.shape) if of_parts else said) != found:
+                has, said = (f.kind.show(value, program.shape) for value in (found, said))
                 raise self.contradicts(self.source, f, has, said)
         if not (self.lowers or self.relower):
             own = [name for name in ("draft", "overlap", "buffer_sharing") if getattr(self, name)]
@@ -356,10 +356,10 @@ class Request:
             return self._per_stage(costs.usual())
         found, told = self.source.found, self._whole
         finer = {"stage_segments", "microbatch_chunks"} & self.more.keys()
-        if told.plan != self.plan:
+        if told.shape != self.shape:
             finer |= (
                 {"chunks_per_microbatch"}
-                if told.plan.stages == self.plan.stages
+                if told.shape.stages == self.shape.stages
                 else {"segment_boundaries"}
             )
         if finer:
@@ -379,7 +379,7 @@ class Request:
         for name, op in (("offload", HOST.there), ("offload_to_disk", DISK.there)):
             groups[name] = self.more.get(name) is not None or op in ops
         return self.cluster.costs(
-            self.plan, self._stage_sizes, costs, **groups, recomputed=recomputed
+            self.shape, self._stage_sizes, costs, **groups, recomputed=recomputed
         )
 
     @property
@@ -390,40 +390,40 @@ class Request:
         """Costs or sizes of a microbatch on a rank as those on one of its stages."""
         if not self.share:
             return each
-        plan, pieces, chunks = self._whole
+        shape, pieces, chunks = self._whole
         pieces, chunks = (
             self._cut.get("stage_segments", pieces),
             chunks * self.more.get("microbatch_chunks", 1),
         )
         shared = {k: c for k in SHARED if (c := getattr(each, k, None)) is not None}
-        each = replace(each, **{k: cut(c, plan.ranks, plan.stages) for k, c in shared.items()})
-        return split_costs(each, pieces, plan, chunks=chunks)
+        each = replace(each, **{k: cut(c, shape.ranks, shape.stages) for k, c in shared.items()})
+        return split_costs(each, pieces, shape, chunks=chunks)
 
     @property
     def _whole(self) -> UnsegmentedShape:
-        return self._whole_of(self.plan)
+        return self._whole_of(self.shape)
 
-    def _whole_of(self, plan: PipelineShape) -> UnsegmentedShape:
-        """What a plan's stages and microbatches are pieces and chunks of, as a program in a file
+    def _whole_of(self, shape: PipelineShape) -> UnsegmentedShape:
+        """What a shape's stages and microbatches are pieces and chunks of, as a program in a file
         says, or somebody of it, or of a schedule."""
         found = self.source.found if isinstance(self.source.found, Program) else Program
         meets, chunked = (
-            f.kind.settle(f.name, self.said.get(f.name, getattr(found, f.name)), plan)
+            f.kind.settle(f.name, self.said.get(f.name, getattr(found, f.name)), shape)
             for f in TRAITS
             if f.name in ("segment_boundaries", "chunks_per_microbatch")
         )
-        return whole_of(plan, meets, chunked)
+        return whole_of(shape, meets, chunked)
 
     @property
     def _cut(self) -> dict[str, Any]:
         """Of schedules that are compared the pieces of stages: what is said is a rank's."""
-        said, plan = self.more.get("stage_segments"), self.plan
+        said, shape = self.more.get("stage_segments"), self.shape
         if said is not None and max(self._whole.pieces) > 1:
             raise UsageError(
                 "stages are pieces already, and are not cut again", fields=["stage_segments"]
             )
         return (
-            {} if said is None else {"stage_segments": over_stages(said, plan.ranks, plan.stages)}
+            {} if said is None else {"stage_segments": over_stages(said, shape.ranks, shape.stages)}
         )
 
 

@@ -12,7 +12,7 @@ from traceback import extract_tb
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
-from schedir.errors import ProgramError, UsageError, in_words
+from schedir.errors import SchedirError, UsageError, in_words
 from schedir.io.files import opened, read_text
 from schedir.io.timeline_file import SUFFIX, load_timeline
 from schedir.ir.input_trust import require_trust
@@ -132,7 +132,7 @@ def _program(path: str) -> Program:
     text = read_text(path)
     try:
         return from_text(text)
-    except ProgramError as error:
+    except SchedirError as error:
         error.add_note(f"in {path}")
         raise
 

@@ -15,7 +15,7 @@ from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 from unicodedata import east_asian_width
 
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -101,7 +101,7 @@ def _cells(text: str) -> int:
     return sum(1 + (east_asian_width(letter) in "WF") for letter in text)
 
 
-def format_error(error: ProgramError) -> str:
+def format_error(error: SchedirError) -> str:
     """What was refused, and where in a person's file it comes from.
 
     What a file says is shown so that a terminal takes nothing of it for an order.

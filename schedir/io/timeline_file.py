@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.progress_models import MODELS
-from schedir.errors import InstructionSite, ProgramError, TraceError, UsageError
+from schedir.errors import InstructionSite, SchedirError, TraceError, UsageError
 from schedir.io.files import atomic_write, opened
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.input_trust import RAISED, most_of_a_file
@@ -121,7 +121,7 @@ def load_timeline(path: str | Path) -> Timeline:
         try:
             with ZipFile(file) as archive:
                 return _TimelineReader(archive).timeline()
-        except ProgramError as error:
+        except SchedirError as error:
             error.add_note(f"in {path}")
             raise
         except OSError as error:
@@ -160,7 +160,7 @@ class _TimelineReader:
         spans = spans_of(program, start, end)
         timeline = Timeline(
             program, spans, header["kind"], header["unit"], model, float(header["clock_error"]),
-            _sizes(header.get("sizes"), program.plan), blocks,
+            _sizes(header.get("sizes"), program.shape), blocks,
         )  # fmt: skip
         _require_causes_first(timeline)
         return timeline
@@ -229,7 +229,7 @@ class _TimelineReader:
         return values
 
 
-def _sizes(said: Any, plan: PipelineShape) -> Sizes | None:
+def _sizes(said: Any, shape: PipelineShape) -> Sizes | None:
     """What the header says of sizes; nothing in files that were written before they were kept."""
     names = [f.name for f in fields(Sizes)]
     if said is None:
@@ -242,7 +242,7 @@ def _sizes(said: Any, plan: PipelineShape) -> Sizes | None:
     if not isinstance(said, dict) or not said.keys() <= {*names}:
         raise TraceError(f"sizes are {', '.join(names)}, and not {said!r:.80}")
     sizes = Sizes(**said)
-    sizes.require(plan)
+    sizes.require(shape)
     return sizes
 
 

@@ -38,15 +38,16 @@ def require_torch_has_it(
     Raises:
         UsageError: The program has something that torch's schedules cannot do.
     """
-    if program.plan.rows > 1:
+    if program.shape.rows > 1:
         raise UsageError(
-            f"{program.name} has {program.plan.rows} holders of each stage, and torch's schedules "
+            f"{program.name} has {program.shape.rows} holders of each stage, and torch's schedules "
             "have one",
             program=program.name,
         )
-    if program.plan.optimizer_steps > 1:
+    if program.shape.optimizer_steps > 1:
         raise UsageError(
-            f"{program.name} has {program.plan.optimizer_steps} updates, and torch's schedules one",
+            f"{program.name} has {program.shape.optimizer_steps} updates, "
+            "and torch's schedules one",
             program=program.name,
         )
     if program.skips:

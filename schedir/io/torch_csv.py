@@ -105,7 +105,7 @@ def to_csv(program: Program, to: str = "torch") -> str:
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
     """
-    require_type(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, shape)")
     if not program.trains:
         raise CompletenessError("torch loads no schedule without a backward", program=program.name)
     if program.frozen_stages:
@@ -124,7 +124,7 @@ def cells(program: Program, to: str = "torch") -> list[list[str]]:
     which torch's runtime runs, though it does not load it.  Raises what `to_csv` does."""
     if to not in FORMS:
         raise UsageError(f"no form {to!r} to export to", hint=f"there are {', '.join(FORMS)}")
-    if to != "torch" and program.is_draft and program.plan.ranks > 1:
+    if to != "torch" and program.is_draft and program.shape.ranks > 1:
         raise LoweringLevelError(
             f"a draft has no transfers, but {to!r} is the form with them",
             program=program.name,
@@ -182,7 +182,7 @@ def from_csv(
 
     Raises CsvCellError with row and column for what is no action, a stage on two ranks or on none,
     a message to or from a stage that is not there, a microbatch that not every stage has, and
-    another number of rows than `ranks`; PlanError where the plan cannot be.
+    another number of rows than `ranks`; ShapeError where the shape cannot be.
 
     >>> from schedir import compile, torch_csv
     >>> draft = torch_csv.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", name="mine")
@@ -203,12 +203,12 @@ def from_csv(
         raise at.error(f"there are {len(rows)} {has} for {ranks} ranks: {why}")
     for row, cells in enumerate(rows, 1):
         reader.rank(row, cells)
-    plan = reader.plan()
+    shape = reader.shape()
     words = [np.array(words, np.int64) for words in reader.ranks]
-    lowered = TRANSFERS if plan.ranks > 1 else (*TRANSFERS, *_PARTS)
+    lowered = TRANSFERS if shape.ranks > 1 else (*TRANSFERS, *_PARTS)
     if not any(np.isin(w >> OP & 0xFF, lowered).any() for w in words):
         words = [w[np.isin(w >> OP & 0xFF, COMPUTE)] for w in words]
-    program = Program(name, plan, tuple(map(Stream, words)), zero=zero or 0)
+    program = Program(name, shape, tuple(map(Stream, words)), zero=zero or 0)
     whole = gathers(program).whole
     slots = [SlotCounts.unsaid()._replace(unsharded_params=most) for most in whole]
     return program.with_slots(slots) if any(whole) else program
@@ -311,7 +311,7 @@ class _CsvReader:
             mb, self.turns[word] = self.turns[word], self.turns[word] + 1
         return word | mb
 
-    def plan(self) -> PipelineShape:
+    def shape(self) -> PipelineShape:
         """The smallest shape in which all cells have their place; every one must be filled."""
         last = max(self.holder)
         for stage in range(last):
@@ -342,14 +342,14 @@ class _CsvReader:
 
 
 def placed(ranks: int, m: int, rank_of: list[int]) -> PipelineShape:
-    """The plan of a map from stage to rank, by the name of its placement where it has one."""
+    """The shape of a map from stage to rank, by the name of its placement where it has one."""
     v = len(rank_of) // ranks
     for name, named in PLACEMENTS.items():
         fits = len(named.rows) == 1 and v * ranks == len(rank_of)
         if fits and (v > 1 or name == "loop"):
-            plan = PipelineShape(ranks, m, v, name)
-            if plan.rank_of.tolist() == rank_of:
-                return plan
+            shape = PipelineShape(ranks, m, v, name)
+            if shape.rank_of.tolist() == rank_of:
+                return shape
     return PipelineShape(ranks, m, placement=tuple(rank_of))
 
 

@@ -222,12 +222,12 @@ class Dataflow:
 
         The instruction with number u makes version u + 1, and changes version u.
         """
-        index, plan = self.index, self.index.program.plan
+        index, shape = self.index, self.index.program.shape
         changed = [op for op in chain(row.op, token) if op in index.at and token in ROWS[op].needs]
-        if plan.optimizer_steps == 1 and not changed:
+        if shape.optimizer_steps == 1 and not changed:
             return np.full(len(needer), NONE, np.int32)
         version = (
-            plan.version(index.stage[needer], index.mb[needer])
+            shape.version(index.stage[needer], index.mb[needer])
             if row.per is Scope.MICROBATCH
             else index.update(needer)
         )

@@ -1,6 +1,6 @@
 """Limits on untrusted input: the number of instructions, and whether files with code may run.
 
-A plan of a few words may mean billions of instructions, and a schedule that is named as
+A shape of a few words may mean billions of instructions, and a schedule that is named as
 `file.py:function` is code that runs as it is read.
 
 Files, and all that a command does, have a limit of instructions by default.  A program that Python
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from schedir.errors import PlanError, UsageError
+from schedir.errors import ShapeError, UsageError
 
 MOST: Final = 10**7  # instructions of a program of a file or a command: 1 GB, and some seconds
 RAISED: Final = "--max-instructions N, or `with schedir.input_limits(instructions=N)`, allows more"
@@ -49,11 +49,11 @@ def input_limits(*, instructions: int | None = None, code: bool | None = None) -
     Python code builds is limited by memory alone.  Raises UsageError for a number below 1.
 
     >>> from schedir import PipelineShape, input_limits
-    >>> from schedir.errors import PlanError
+    >>> from schedir.errors import ShapeError
     >>> with input_limits(instructions=50):
     ...     try:
     ...         PipelineShape(ranks=8, microbatches=8)
-    ...     except PlanError as error:
+    ...     except ShapeError as error:
     ...         print(error.fact)
     8 stages x 8 microbatches are at least 64 instructions, and a program may have 50
     """
@@ -84,18 +84,18 @@ def most_of_a_file() -> int:
 
 
 def require_room(count: int, of: str, fields: Sequence[str], most: int | None = None) -> None:
-    """Raise PlanError if a program has more instructions than it may.
+    """Raise ShapeError if a program has more instructions than it may.
 
     Args:
         count: How many instructions the program has at least.
         of: What has so many instructions, as the subject of the error's sentence.
-        fields: The fields of the plan that decide how many there are.
+        fields: The fields of the shape that decide how many there are.
         most: How many there may be; by default as many as this process allows programs that Python
             code builds.
     """
     most = _now.instructions if most is None else most
     if most is not None and count > most:
-        raise PlanError(
+        raise ShapeError(
             f"{of} are at least {count} instructions, and a program may have {most}",
             hint=RAISED,
             fields=fields,

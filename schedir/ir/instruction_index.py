@@ -34,15 +34,15 @@ class InstructionIndex:
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, plan = program, program.plan
+        self.program, shape = program, program.shape
         self._rank: Positions | None = None
         fields = program.words.view(FIELDS)  # no copy
         self.op: NDArray[np.uint8] = fields["op"].copy()
         self.stage: NDArray[np.uint16] = fields["stage"]
         self.mb: NDArray[np.uint32] = fields["mb"]
         self.joined = fields["joined"].astype(bool)
-        self.valid = (self.stage < plan.stages) & (self.mb < plan.microbatches)
-        self.key: Positions = np.multiply(self.stage, plan.microbatches, dtype=np.int32)
+        self.valid = (self.stage < shape.stages) & (self.mb < shape.microbatches)
+        self.key: Positions = np.multiply(self.stage, shape.microbatches, dtype=np.int32)
         np.add(self.key, self.mb, out=self.key, casting="unsafe")
         self.key[~self.valid] = 0
         order = np.argsort(self.op, kind="stable").astype(np.int32)
@@ -57,15 +57,15 @@ class InstructionIndex:
         most = max((int(mb.max()) + 1 for mb in turns), default=0)
         self.turns = max(1, min(sum(map(len, turns)), most))
         self.size = {
-            Scope.MICROBATCH: plan.stages * plan.microbatches,
-            Scope.STAGE: plan.holders.size * plan.optimizer_steps,
-            Scope.RANK: plan.ranks * plan.optimizer_steps,
-            Scope.OCCURRENCE: plan.holders.size * self.turns,
+            Scope.MICROBATCH: shape.stages * shape.microbatches,
+            Scope.STAGE: shape.holders.size * shape.optimizer_steps,
+            Scope.RANK: shape.ranks * shape.optimizer_steps,
+            Scope.OCCURRENCE: shape.holders.size * self.turns,
         }
         for row, here in found:
             if row.per is not Scope.MICROBATCH:
-                times = self.turns if row.per is Scope.OCCURRENCE else plan.optimizer_steps
-                self.valid[here] = (self.stage[here] < plan.stages) & (self.mb[here] < times)
+                times = self.turns if row.per is Scope.OCCURRENCE else shape.optimizer_steps
+                self.valid[here] = (self.stage[here] < shape.stages) & (self.mb[here] < times)
                 here = here[self.valid[here]]
                 self.key[here] = self.keys(row.per, here, self.mb[here])
         self.all_valid = bool(self.valid.all())
@@ -115,24 +115,24 @@ class InstructionIndex:
 
         `time` is the update or the turn; without it, it is the update of each instruction.
         """
-        plan = self.program.plan
+        shape = self.program.shape
         key: NDArray[np.int64]
         if per is Scope.RANK:
-            key, each = self.rank[at].astype(np.int64), plan.ranks
+            key, each = self.rank[at].astype(np.int64), shape.ranks
         else:
-            key, each = self.stage[at].astype(np.int64), plan.holders.size
-            if plan.rows > 1:
-                key += plan.stages * plan.row_of(key, self.rank[at])
+            key, each = self.stage[at].astype(np.int64), shape.holders.size
+            if shape.rows > 1:
+                key += shape.stages * shape.row_of(key, self.rank[at])
         if time is not None:
             key += np.asarray(time, np.int64) * each
-        elif plan.optimizer_steps > 1:
+        elif shape.optimizer_steps > 1:
             key += self.update(at) * each
         return key
 
     def update(self, at: NDArray[Any]) -> NDArray[np.int64]:
         """The update that each of some instructions is for."""
         mb = self.mb[at].astype(np.int64)
-        op, each = self.op[at], self.program.plan.per_update
+        op, each = self.op[at], self.program.shape.per_update
         # Turns are of the only update.
         update: NDArray[np.int64] = np.where(_COUNTED[op], mb // each, np.where(_TURNS[op], 0, mb))
         return update
@@ -142,7 +142,7 @@ class InstructionIndex:
         hop from theirs; less than 0 where there is none.
         """
         there = self.program.beside(hop)
-        shift = (there - np.arange(len(there))) * self.program.plan.microbatches
+        shift = (there - np.arange(len(there))) * self.program.shape.microbatches
         shift[there < 0] = -(2**30)  # more than any key
         return np.asarray(self.key[at] + shift.astype(np.int32)[self.stage[at]])
 
@@ -160,7 +160,7 @@ class InstructionIndex:
         """The rank of each instruction; made anew each time where it would take much room."""
         if self._rank is not None:
             return self._rank
-        ranks = np.arange(self.program.plan.ranks, dtype=np.int32)
+        ranks = np.arange(self.program.shape.ranks, dtype=np.int32)
         rank = np.repeat(ranks, np.diff(self.program.offsets))
         if len(rank) <= 2**16:
             self._rank = rank

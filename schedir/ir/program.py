@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import PlanError, describe
+from schedir.errors import ShapeError, describe
 from schedir.ir.cost.sizes import EagerMessages
 from schedir.ir.cost.zero_states import CUT_FROM, is_cut
 from schedir.ir.isa.instructions import (
@@ -35,7 +35,7 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.notebook_repr import html
 from schedir.ir.pipeline import program_attributes
 from schedir.ir.pipeline.field_schema import fields_of
-from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
+from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
 from schedir.ir.pipeline.skip_connections import Skips, beside
 from schedir.ir.pipeline.slot_counts import ON_HOST as ON_HOST
 from schedir.ir.pipeline.slot_counts import OWN as OWN
@@ -82,7 +82,7 @@ class Program:
 
     Args:
         name: One printable line.
-        plan: The shape of the pipeline.
+        shape: The shape of the pipeline.
         streams: The instructions of each rank, in the order in which the rank issues them.
         tp: Size of the tensor-parallel groups that run each Stream.
         dp: Number of data-parallel replicas that run each Stream.
@@ -138,7 +138,7 @@ class Program:
     """
 
     name: str
-    plan: PipelineShape
+    shape: PipelineShape
     streams: tuple[Stream, ...]
     tp: int = field(default=1, metadata=program_attributes.TP)
     dp: int = field(default=1, metadata=program_attributes.DP)
@@ -166,34 +166,34 @@ class Program:
     def __post_init__(self) -> None:
         name = self.name
         if not isinstance(name, str) or not name.isprintable() or "#" in name or not name.strip():
-            raise PlanError(
+            raise ShapeError(
                 f"a program's name is one printable line without '#', not {name!r}", fields=["name"]
             )
         if name != name.strip():
-            raise PlanError(
+            raise ShapeError(
                 f"a program's name has no space around it: {name!r} has", fields=["name"]
             )
         # A schedule that is expanded on the shape of a program keeps to that shape.
-        object.__setattr__(self, "plan", self.plan.resolved())
+        object.__setattr__(self, "shape", self.shape.resolved())
         for f in TRAITS:
-            value = f.kind.settle(f.name, getattr(self, f.name), self.plan)
+            value = f.kind.settle(f.name, getattr(self, f.name), self.shape)
             object.__setattr__(self, f.name, value)
         told = {name: getattr(self, name) for name in program_attributes.TOGETHER}
-        program_attributes.require_together(self.plan, **told)
+        program_attributes.require_together(self.shape, **told)
         try:
             slots = tuple(SlotCounts(*map(index, counts)) for counts in self.slots)
         except TypeError:
-            raise PlanError(
+            raise ShapeError(
                 f"slots are four whole numbers for each rank, not {describe(self.slots)}",
                 hint="SlotCounts(act_in=2, act_out=1, grad_in=1, grad_out=1)",
                 fields=["slots"],
             ) from None
-        if slots and len(slots) != self.plan.ranks:
-            raise PlanError(
-                f"slots are given for {len(slots)} of {self.plan.ranks} ranks", fields=["slots"]
+        if slots and len(slots) != self.shape.ranks:
+            raise ShapeError(
+                f"slots are given for {len(slots)} of {self.shape.ranks} ranks", fields=["slots"]
             )
         if any(not 0 <= count < 2**31 for counts in slots for count in counts.said().values()):
-            raise PlanError("the number of slots is a whole number from 0 on", fields=["slots"])
+            raise ShapeError("the number of slots is a whole number from 0 on", fields=["slots"])
         object.__setattr__(self, "slots", slots)
         streams = StreamSlices.of(self.streams)
         object.__setattr__(self, "streams", streams)
@@ -210,7 +210,7 @@ class Program:
 
     def __repr__(self) -> str:
         kind = "draft" if self.is_draft else "program"
-        return f"<{kind} {self.name}: {self.plan.ranks} ranks, {len(self)} instructions>"
+        return f"<{kind} {self.name}: {self.shape.ranks} ranks, {len(self)} instructions>"
 
     def _repr_html_(self) -> str:
         return html(self)
@@ -251,7 +251,7 @@ class Program:
 
     def beside(self, hop: PeerRule) -> NDArray[np.int32]:
         """The stage that is a hop from each, shape (stages,); -1 where there is none."""
-        return beside(hop, self.plan.stages, self.skips)
+        return beside(hop, self.shape.stages, self.skips)
 
     def other(self, token: Value, stage: int) -> int:
         """The stage that gives a stage a value, or takes it from it; -1 where there is none."""
@@ -264,7 +264,7 @@ class Program:
         """The rank at the other side of a message."""
         hop = ROWS[i.op].peer
         assert hop is not None
-        return int(self.plan.rank_at(self.beside(hop)[i.stage], i.mb))
+        return int(self.shape.rank_at(self.beside(hop)[i.stage], i.mb))
 
     def has(self, token: Value) -> bool:
         """Return whether the program can have values of this kind.
@@ -331,12 +331,12 @@ class Program:
     @property
     def pieces(self) -> tuple[int, ...]:
         """In how many pieces each whole stage is: these are stages of the program."""
-        return pieces_in(self.segment_boundaries, self.plan.stages)
+        return pieces_in(self.segment_boundaries, self.shape.stages)
 
     @cached_property
     def whole(self) -> PipelineShape:
-        """The plan of the stages and the microbatches of which its own are pieces and chunks."""
-        return whole_of(self.plan, self.segment_boundaries, self.chunks_per_microbatch).plan
+        """The shape of the stages and the microbatches of which its own are pieces and chunks."""
+        return whole_of(self.shape, self.segment_boundaries, self.chunks_per_microbatch).shape
 
     def first_of(self, op: int) -> int:
         """The first stage that an instruction can be of: of backwards, of messages with gradients
@@ -354,7 +354,7 @@ class Program:
 
         Several holders of a stage have a sum each, and to add these is another order.
         """
-        if self.plan.rows > 1:
+        if self.shape.rows > 1:
             return False
         for s in self.streams:
             for ops in ADDS_TO_WEIGHTS:
@@ -369,7 +369,7 @@ class Program:
     def digest(self) -> str:
         """sha256 of all that decides how the program runs; its name does not."""
         # What came later stands behind, and only where it is of use: other digests stay.
-        first = [item for f in HEADER if f.digest for item in f.digest(f.of(self), self.plan)]
+        first = [item for f in HEADER if f.digest for item in f.digest(f.of(self), self.shape)]
         later = [(f.name, f.of(self)) for f in HEADER if not (f.digest or f.is_default(self))]
         sha = hashlib.sha256(repr((*first, self.slots, *later)).encode())
         for s in self.streams:
@@ -379,4 +379,4 @@ class Program:
 
 
 TRAITS: Final = fields_of(Program, of_plan=False)
-HEADER: Final = (*PLAN, *TRAITS)  # all that is said of a program beside its instructions
+HEADER: Final = (*SHAPE_FIELDS, *TRAITS)  # all that is said of a program beside its instructions

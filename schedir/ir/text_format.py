@@ -27,17 +27,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedir.errors import ParseError, PlanError, require_type
+from schedir.errors import ParseError, ShapeError, require_type
 from schedir.ir.input_trust import RAISED, most_of_a_file
 from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, BY_TEXT, ROWS, Scope
 from schedir.ir.pipeline.field_schema import Field
-from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
+from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
 from schedir.ir.program import HEADER, JOINED, OP, OWN, STAGE, Program, SlotCounts, Stream, Words
 from schedir.retired_names import BUFFERS, INSTRUCTIONS, NAMES, RETIRED, current_value
 
 FORMAT = 1
 _KEYS = {f.name: f for f in HEADER}
-_SPARE = 1000  # instructions beyond what the plan has room for
+_SPARE = 1000  # instructions beyond what the shape has room for
 
 # ---------------------------------------------------------------- program to text
 
@@ -58,9 +58,9 @@ def to_text(program: Program, folded: bool = True) -> str:
       reduce_grads 0
       step
     """
-    require_type(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, shape)")
     lines = [f"schedir {FORMAT}", f"program {program.name}", *_header_lines(program)]
-    period = 8 * program.plan.stages if folded else 0
+    period = 8 * program.shape.stages if folded else 0
     for rank, stream in enumerate(program.streams):
         has = program.slots[rank].said() if rank < len(program.slots) else {}
         lines += ["", "  ".join([f"rank {rank}", *(f"{kind} {n}" for kind, n in has.items())])]
@@ -75,7 +75,7 @@ def _header_lines(program: Program) -> Iterator[str]:
         line = "  ".join(f.show(program) for f in shown)
         if "optimizer_steps" in [f.name for f in shown]:
             line += (
-                f"  # microbatch k is of update k // {program.plan.per_update} = u, on weights "
+                f"  # microbatch k is of update k // {program.shape.per_update} = u, on weights "
                 "after max(u - weight_delay, 0)"
             )
         if line:
@@ -193,7 +193,7 @@ def from_text(text: str, most: int | None = None) -> Program:
     is 10^7, or the limit that `input_limits` sets.
 
     Raises ParseError with line and column where the text does not follow the grammar, or its
-    plan cannot be; whether the program is right is for `check` to say.
+    shape cannot be; whether the program is right is for `check` to say.
 
     >>> from schedir import PipelineShape, compile, from_text, schedules, to_text
     >>> program = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4))
@@ -223,22 +223,24 @@ def from_text(text: str, most: int | None = None) -> Program:
     header = {key: value for key, (value, _, _) in found.items()}
     name = header.pop("program")
     try:
-        plan = PipelineShape(**{f.name: header.pop(f.name) for f in PLAN if f.name in header})
-        plan.require_room(most_of_a_file())
-        traits = {name: _KEYS[name].kind.settle(name, said, plan) for name, said in header.items()}
-    except PlanError as error:
+        shape = PipelineShape(
+            **{f.name: header.pop(f.name) for f in SHAPE_FIELDS if f.name in header}
+        )
+        shape.require_room(most_of_a_file())
+        traits = {name: _KEYS[name].kind.settle(name, said, shape) for name, said in header.items()}
+    except ShapeError as error:
         raise _at_field(error, found, "ranks") from None
-    room = 4 * plan.room + _SPARE  # what is a little wrong is best said of the whole
+    room = 4 * shape.room + _SPARE  # what is a little wrong is best said of the whole
     hint = RAISED if most is None and room > most_of_a_file() else ""
     most = min(most_of_a_file() if most is None else most, room)
-    streams, slots = _streams(lines[begin:], plan.ranks, lines[-1], most, hint)
+    streams, slots = _streams(lines[begin:], shape.ranks, lines[-1], most, hint)
     try:
-        return Program(name, plan, streams, **traits, slots=slots)
-    except PlanError as error:
+        return Program(name, shape, streams, **traits, slots=slots)
+    except ShapeError as error:
         raise _at_field(error, found, "program") from None
 
 
-def _at_field(error: PlanError, found: _Found, otherwise: str) -> ParseError:
+def _at_field(error: ShapeError, found: _Found, otherwise: str) -> ParseError:
     """A refusal of the header's values, at the first of the fields that it speaks of."""
     key = next((name for name in error.fields if name in found), otherwise)
     _, line, at = found[key]

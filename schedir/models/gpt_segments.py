@@ -66,7 +66,7 @@ def pieces(stage: Stage) -> list[nn.Module]:
     >>> stages = [build_stage(GPTConfig(layers=4), s, 2) for s in range(2)]
     >>> program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tied_weights=True,
     ...     stage_segments=cut_of([2, 2]))
-    >>> program.plan.stages, sum(len(pieces(stage)) for stage in stages)
+    >>> program.shape.stages, sum(len(pieces(stage)) for stage in stages)
     (18, 18)
     """
     if (

@@ -43,6 +43,6 @@ def at_places(program: Program, at: NDArray[Any], ranks: Words, words: Words) ->
     several at one place, those of lower ranks come first, and else they are in the order told."""
     order = np.lexsort((ranks, at))
     offsets = program.offsets.copy()
-    offsets[1:] += np.cumsum(np.bincount(ranks, minlength=program.plan.ranks))
+    offsets[1:] += np.cumsum(np.bincount(ranks, minlength=program.shape.ranks))
     streams = StreamSlices.at(np.insert(program.words, at[order], words[order]), offsets)
     return replace(program, streams=streams)

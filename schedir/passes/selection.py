@@ -37,7 +37,7 @@ def by_word(which: object) -> bool:
     return isinstance(which, str) and which in WORDS
 
 
-def meant(which: Which, option: str, addresses: Words, plan: PipelineShape) -> NDArray[np.bool_]:
+def meant(which: Which, option: str, addresses: Words, shape: PipelineShape) -> NDArray[np.bool_]:
     """Which of some addresses an option means, of those that it can mean; not for "fit".
 
     Raises UsageError for what says nothing, and for stages and microbatches that are not there.
@@ -51,12 +51,12 @@ def meant(which: Which, option: str, addresses: Words, plan: PipelineShape) -> N
             return np.ones(len(addresses), bool)
         if which == "half":
             return np.asarray(mb % 2 == 0)
-    named = pairs(which, option, plan)
+    named = pairs(which, option, shape)
     return np.array([(s,) in named or (s, m) in named
                      for s, m in zip(stage.tolist(), mb.tolist(), strict=True)], bool)  # fmt: skip
 
 
-def pairs(which: Which, option: str, plan: PipelineShape) -> set[tuple[int, ...]]:
+def pairs(which: Which, option: str, shape: PipelineShape) -> set[tuple[int, ...]]:
     """The stages and the pairs of (stage, microbatch) that are named."""
     if isinstance(which, bytes):
         raise _not_said(which, option)
@@ -74,7 +74,7 @@ def pairs(which: Which, option: str, plan: PipelineShape) -> set[tuple[int, ...]
     for one in named:
         if len(one) not in (1, 2):
             raise _not_said(which, option)
-        there = (("stage", plan.stages), ("microbatch", plan.microbatches))
+        there = (("stage", shape.stages), ("microbatch", shape.microbatches))
         for number, (what, most) in zip(one, there, strict=False):
             if not 0 <= number < most:
                 raise UsageError(

@@ -24,7 +24,7 @@ _ENDS: Final = tuple(row.op for row in ROWS if row.per is not Scope.MICROBATCH)
 def meets(program: Program) -> bool:
     """Whether ranks meet at the ends of updates before the last."""
     return (
-        program.plan.optimizer_steps > 1
+        program.shape.optimizer_steps > 1
         and program.trains
         and bool(program.summed or program.clip_grad_norm)
     )
@@ -34,7 +34,7 @@ def places(program: Program) -> Ends:
     """Where in its Stream each rank ends each update, the last one too: the positions that the
     ends come before, shape (updates, ranks)."""
     final = program.offsets[1:]
-    if program.plan.optimizer_steps == 1:
+    if program.shape.optimizer_steps == 1:
         return final[None]
     ends = together(Graph.of(program)) if meets(program) else apart(program)
     if (joined := program.joined).any():
@@ -80,8 +80,8 @@ def together(graph: Graph) -> Ends:
 def _last(index: InstructionIndex) -> Ends:
     """Where each rank last works on each update before the last: a rank that trains adds to it, or
     does what ends it, and one with frozen stages only runs forwards."""
-    plan = index.program.plan
+    shape = index.program.shape
     at = np.flatnonzero(index.is_op(COMPUTE + _ENDS))
-    last = np.zeros((plan.optimizer_steps, plan.ranks), np.int64)
+    last = np.zeros((shape.optimizer_steps, shape.ranks), np.int64)
     np.maximum.at(last, (index.update(at), index.rank[at]), at)
     return last[:-1]

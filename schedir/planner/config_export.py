@@ -35,7 +35,7 @@ def plan_of(choice: ParallelPlan) -> PipelineShape:
     """The shape of a choice's pipeline, with the placement that its schedule is made for.
 
     Raises UsageError for a schedule that is none, or takes another number of stages to a rank;
-    PlanError for what no pipeline can have.
+    ShapeError for what no pipeline can have.
 
     >>> from schedir.planner import ParallelPlan
     >>> plan_of(ParallelPlan(pp=4, microbatches=8, stages_per_rank=2, schedule="zb_v"))
@@ -48,7 +48,7 @@ def plan_of(choice: ParallelPlan) -> PipelineShape:
             "microbatches": choice.microbatches,
             "stages_per_rank": choice.stages_per_rank,
         }
-        return Request(source, said, usual={}).plan
+        return Request(source, said, usual={}).shape
     placement, own = placed_for(source.found)
     own = own or (None if takes_v(source.found) else 1)
     if own not in (None, choice.stages_per_rank):
@@ -77,7 +77,7 @@ def plan_program(choice: ParallelPlan, *, tied: bool = True, **options: Any) -> 
     `options` are those of `compile`; unless told, messages have a queue for each directed edge,
     and the fewest buffers.
 
-    Raises what `plan_of` does, and a ProgramError for a schedule that does not work so.
+    Raises what `plan_of` does, and a SchedirError for a schedule that does not work so.
 
     >>> from schedir.planner import ParallelPlan, plan_program
     >>> plan_program(ParallelPlan(pp=4, tp=2, dp=2, microbatches=8, zero=1, schedule="one_f_one_b"))
@@ -91,28 +91,28 @@ def plan_program(choice: ParallelPlan, *, tied: bool = True, **options: Any) -> 
     large = 6 * choice.stages * choice.microbatches > _LARGE
     large = large or options not in ({}, ON_PROCESSORS)
     if large or choice.schedule.endswith((".sched", ")")) or ":" in choice.schedule:
-        return _made(shape, tied=tied, options=options)
+        return _made(choice, tied=tied, options=options)
     return _known(shape, tied=tied, **options)
 
 
 @lru_cache(_KEPT)
-def _known(shape: ParallelPlan, *, tied: bool, **options: Any) -> Program:
-    return _made(shape, tied=tied, options=options)
+def _known(choice: ParallelPlan, *, tied: bool, **options: Any) -> Program:
+    return _made(choice, tied=tied, options=options)
 
 
-def _made(shape: ParallelPlan, *, tied: bool, options: dict[str, Any]) -> Program:
-    found, plan = Source(shape.schedule).found, plan_of(shape)
+def _made(choice: ParallelPlan, *, tied: bool, options: dict[str, Any]) -> Program:
+    found, shape = Source(choice.schedule).found, plan_of(choice)
     if isinstance(found, Program) and not found.is_draft:
-        if shape.offloads:
+        if choice.offloads:
             raise UsageError(
-                f"{shape.schedule} is a program, which says itself what it offloads",
+                f"{choice.schedule} is a program, which says itself what it offloads",
                 fields=["offload", "optimizer_placement", "schedule"],
             )
-        said = {"tp": shape.tp, "dp": shape.dp, "zero": shape.zero, "tied_weights": tied}
-        said["sequence_parallel"] = shape.sequence_parallel and shape.tp > 1
-        return Request(Source(shape.schedule), said, usual={}, progress_model="per_edge").program
-    drafted = found if isinstance(found, Program) else expand_schedule(found, plan)
-    return lowered(drafted, shape, tied=tied, **options)
+        said = {"tp": choice.tp, "dp": choice.dp, "zero": choice.zero, "tied_weights": tied}
+        said["sequence_parallel"] = choice.sequence_parallel and choice.tp > 1
+        return Request(Source(choice.schedule), said, usual={}, progress_model="per_edge").program
+    drafted = found if isinstance(found, Program) else expand_schedule(found, shape)
+    return lowered(drafted, choice, tied=tied, **options)
 
 
 def lowered(
@@ -238,7 +238,7 @@ def train_config(
 def _offloaded(program: Program) -> str:
     """What a program offloads, as an option says it: stages, and microbatches of stages."""
     stage, mb = stages_of(program.words[program.op == HOST[0]])
-    each, m = [*zip(stage.tolist(), mb.tolist(), strict=True)], program.plan.microbatches
+    each, m = [*zip(stage.tolist(), mb.tolist(), strict=True)], program.shape.microbatches
     whole = {s for s in {*stage.tolist()} if sum(s == one for one, _ in each) == m}
     return ",".join([*map(str, sorted(whole)), *(f"{s}.{k}" for s, k in sorted(each)
                                                  if s not in whole)])  # fmt: skip

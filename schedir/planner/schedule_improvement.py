@@ -84,14 +84,14 @@ def improve_schedule(
     within = of._replace(constants=replace(of.constants, recompute_ahead=0.0))
     again = within.constants
     room = (cluster.memory - again.reserved) / (1 + again.allocator_share)
-    size = _at_rest(sizes(model, choice, kept.plan, again, of.states), choice, kept.plan)
+    size = _at_rest(sizes(model, choice, kept.shape, again, of.states), choice, kept.shape)
     uses = set[Numba]()
     for split in (False, True):
         kind = replace(choice, schedule="zb_h1" if split else "one_f_one_b")
         times = times_of(model, cluster, kind, again)
-        costs = costs_of(model, cluster, kind, kept.plan, times, again, of.states)
+        costs = costs_of(model, cluster, kind, kept.shape, times, again, of.states)
         found = search_schedule(
-            kept.plan, costs, size, room, split=split, seconds=seconds / 2,
+            kept.shape, costs, size, room, split=split, seconds=seconds / 2,
             evaluations=evaluations, seed=seed,
         )  # fmt: skip
         bound = min(bound, found.bound)
@@ -103,12 +103,12 @@ def improve_schedule(
     return ImprovedPlan(best, kept, bound, combined(uses))
 
 
-def _at_rest(size: Sizes, choice: ParallelPlan, plan: PipelineShape) -> Sizes:
+def _at_rest(size: Sizes, choice: ParallelPlan, shape: PipelineShape) -> Sizes:
     """The sizes with the states of each stage as one sum: the optimizer's in parts, and of weights
     and gradients in parts whole ones, of which there may be as many at once."""
     replicas = choice.dp * choice.cp
     rest = {
-        name: size.of(name, plan.stages) for name in ("params", "grads", "optimizer", "buffers")
+        name: size.of(name, shape.stages) for name in ("params", "grads", "optimizer", "buffers")
     }
     if choice.zero >= CUT_FROM["optimizer"]:
         rest["optimizer"] = rest["optimizer"] / replicas

@@ -35,7 +35,7 @@ _FOUND, _FOUND_LATE = 9, 8
 def own_sizes(
     model: TransformerSpec,
     choice: ParallelPlan,
-    plan: PipelineShape,
+    shape: PipelineShape,
     constants: SoftwareConstants | None = None,
     states: StateBytes = ADAM_32,
 ) -> Sizes:
@@ -64,7 +64,7 @@ def own_sizes(
     both[-1] = max(saved[-1], tape[-1])
     checkpoint = np.full(len(layers), wide)
     checkpoint[0] = 0.0  # the input of the first stage is the tokens, which are not counted
-    numbers = numbers_of(model, choice, plan).all
+    numbers = numbers_of(model, choice, shape).all
     each = {name: size * numbers for name, size in states._asdict().items()}
     each |= {
         "saved": saved,

@@ -81,7 +81,7 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     nobody waited.  Of a stage with several holders it is the mean of all.
     """
     expect_runs([measured])
-    spans, stages = measured.spans, range(measured.program.plan.stages)
+    spans, stages = measured.spans, range(measured.program.shape.stages)
     costs: dict[str, Cost] = dict.fromkeys(FIELD.values(), 0.0)
     bounds = _bounds(measured)
     once = measured.graph.node == np.arange(len(spans))  # of what is one on several ranks
@@ -147,21 +147,21 @@ def _mean(took: Floats) -> float:
 
 def _of_each(mean: Cost, measured: Timeline, took: Floats, here: NDArray[np.bool_]) -> Cost:
     """What some instructions took, by stage and microbatch; the stage's mean for all others."""
-    plan, spans = measured.program.plan, measured.spans[here]
-    each = np.repeat(grid(mean), plan.microbatches, 1)
+    shape, spans = measured.program.shape, measured.spans[here]
+    each = np.repeat(grid(mean), shape.microbatches, 1)
     each[spans["stage"], spans["mb"]] = took[:, here].max(0)
     return from_grid(each)
 
 
 def _of_ranks(measured: Timeline, took: Floats, here: NDArray[np.bool_]) -> Cost:
     """The mean of what is once on each rank, the k-th number rank k's; one if all are alike."""
-    plan = measured.program.plan
-    column = np.minimum(measured.spans["rank"], plan.stages - 1)  # as Costs has them
-    each = range(min(plan.ranks, plan.stages)) if here.any() else ()
+    shape = measured.program.shape
+    column = np.minimum(measured.spans["rank"], shape.stages - 1)  # as Costs has them
+    each = range(min(shape.ranks, shape.stages)) if here.any() else ()
     own = [_mean(took[:, here & (column == k)]) for k in each]
     if not own or np.ptp(own) <= SAME * max(own):
         return _mean(took[:, here])
-    return tuple(own + own[-1:] * (plan.stages - len(own)))
+    return tuple(own + own[-1:] * (shape.stages - len(own)))
 
 
 def _alone(name: str, took: Floats, paired: NDArray[np.bool_]) -> float:
@@ -220,7 +220,7 @@ def completed(costs: Costs, program: Program) -> Costs:
     """Costs of a run with those of backwards that it does not have: a whole one is I + W, and
     of a whole one I and W are half each.
     """
-    whole, first, late = (costs.of(op, program.plan) for op in (BACKWARD, *SPLIT))
+    whole, first, late = (costs.of(op, program.shape) for op in (BACKWARD, *SPLIT))
     if BACKWARD_INPUT not in program.ops:
         half = from_grid(whole / 2)
         return replace(costs, I=half, W=half, B=from_grid(whole))
@@ -239,7 +239,7 @@ def repriced(costs: Costs, program: Program, zero: int, sizes: Sizes | None = No
     """
     if bool(zero) == bool(program.zero):
         return costs
-    dp, stages = program.dp, program.plan.stages
+    dp, stages = program.dp, program.shape.stages
     more = 1.0 if sizes is None else _weights_over_gradients(sizes, stages)
     step = from_grid(grid(costs.step or 0.0) * (1 / dp if zero else dp))
     if not zero:

@@ -51,7 +51,7 @@ def on_processors(
     >>> [on_processors(program, costs, n).span for n in (1, 2, 4)], 4 * 8 * 3
     ([96.0, 51.0, 33.0], 96)
     """
-    require_type(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, shape)")
     require_type(costs, Costs, "Costs(F=1, B=2)")
     bad = isinstance(processors, NO_NUMBERS) or not isinstance(processors, int | float)
     if bad or not 0 < processors < inf:
@@ -59,7 +59,7 @@ def on_processors(
             f"processors are a number above 0, not {describe(processors)}", fields=["processors"]
         )
     if program.is_draft:
-        raise UsageError("a draft has no messages yet", hint="schedir.compile(schedule, plan)")
+        raise UsageError("a draft has no messages yet", hint="schedir.compile(schedule, shape)")
     graph = complete(program, progress_model, blocking_hosts=blocking_hosts)
     prove(graph)
     start, end = _shared(graph, costs, float(processors))

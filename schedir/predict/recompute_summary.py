@@ -37,13 +37,13 @@ def _of_forwards(program: Program, op: Opcode) -> str:
                 found.setdefault(i.stage, []).append(i.mb)
     if not found:
         return ""
-    many = program.plan.microbatches
+    many = program.shape.microbatches
     each = [
         f"of stage {stage} {'all' if len(own) == many else _runs(sorted(own))}"
         for stage, own in sorted(found.items())
     ]
     number = sum(map(len, found.values()))
-    return f"{number} of {program.plan.stages * many} forwards: {', '.join(each)}"
+    return f"{number} of {program.shape.stages * many} forwards: {', '.join(each)}"
 
 
 def _runs(numbers: list[int]) -> str:

@@ -41,7 +41,7 @@ def simulate(
     >>> simulate(program, Costs(F=1, B=2, send=0.25), progress_model="per_edge").span
     37.0
     """
-    require_type(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, shape)")
     blocking_hosts, unchecked = (
         require_bool(blocking_hosts, "blocking_hosts"),
         require_bool(unchecked, "unchecked"),
@@ -50,8 +50,8 @@ def simulate(
         require_type(costs, Costs, "Costs(F=1, B=2)")
     if sizes is not None:
         require_type(sizes, Sizes, SIZES)
-        sizes.require(program.plan)
-    if program.is_draft and (program.trains or program.plan.ranks > 1):  # else it is whole
+        sizes.require(program.shape)
+    if program.is_draft and (program.trains or program.shape.ranks > 1):  # else it is whole
         program = lower(check_draft(program), costs, progress_model)
     graph = complete(program, progress_model, blocking_hosts=blocking_hosts)
     reached = walk(graph, costs)

@@ -86,7 +86,7 @@ def _across(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
     validates = index.is_op(consumers(Value.LOCAL_NORM))
     if graph.blocking_hosts:
         waited = last[~validates[last]]
-        for rank in range(graph.program.plan.ranks):
+        for rank in range(graph.program.shape.ranks):
             mine, next_ones = (at[index.rank[at] == rank] for at in (waited, first))
             yield np.repeat(leave[mine], len(next_ones)), np.tile(enter[next_ones], len(mine))
     behind = np.flatnonzero(validates)

@@ -146,7 +146,7 @@ class Timeline:
     @property
     def ranks(self) -> int:
         """How many pipeline ranks there are."""
-        return self.program.plan.ranks
+        return self.program.shape.ranks
 
     @cached_property
     def begin(self) -> float:
@@ -220,7 +220,7 @@ class Timeline:
         pieces, peak = program.pieces, self.peak_in_flight
         if (whole := lcm(*pieces)) > 1:
             peak = peak_in_flight(program, np.repeat([whole // one for one in pieces], pieces))
-        of_a_rank = program.chunks_per_microbatch * whole * len(pieces) / program.plan.ranks
+        of_a_rank = program.chunks_per_microbatch * whole * len(pieces) / program.shape.ranks
         return int(peak.max(initial=0)) / of_a_rank
 
     @cached_property
@@ -370,8 +370,8 @@ class Timeline:
     @property
     def about(self) -> str:
         """What views say beside the name: predicted or measured, and how many stages per rank."""
-        plan = self.program.plan
-        return self.kind + (f", {plan.held_by_a_rank}" if plan.stages_per_rank > 1 else "")
+        shape = self.program.shape
+        return self.kind + (f", {shape.held_by_a_rank}" if shape.stages_per_rank > 1 else "")
 
     @property
     def caption(self) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from schedir.analysis.memory.footprint import require_memory_limit, tiers_of
 from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.relower import Lowering, built_in_schedule_of, compute_of, without_recompute
-from schedir.errors import MemoryLimitError, ProgramError, format_bytes
+from schedir.errors import MemoryLimitError, SchedirError, format_bytes
 from schedir.ir.cost.cost_fields import FIELD
 from schedir.ir.cost.costs import OF_A_STAGE, Cost, Costs
 from schedir.ir.cost.per_stage_values import cut, evened, from_grid, grid, is_array, of_whole
@@ -268,7 +268,7 @@ class _Table:
         self, base: Timeline, costs: Costs, schedule: Schedule | None, memory_limit: float | None
     ) -> None:
         self.base, self.costs, self.schedule = base, costs.usual(), schedule
-        self.limit, self.program, self.plan = memory_limit, base.program, base.program.plan
+        self.limit, self.program, self.shape = memory_limit, base.program, base.program.shape
         self.compute = compute_of(self.program)
         self.lowering = Lowering(self.program, base.progress_model)
 
@@ -323,9 +323,9 @@ class _Table:
                 others = _OF_ZERO_3 if "zero" in options else {}
                 yield self._held(what, self.compute, others | options)
         if has_parts and is_cut("params", zero):
-            with suppress(ProgramError):
+            with suppress(SchedirError):
                 yield self._held(
-                    "looped_bfs, breadth-first", expand_schedule(looped_bfs, self.plan), {}
+                    "looped_bfs, breadth-first", expand_schedule(looped_bfs, self.shape), {}
                 )
 
     def simulated(self, row: ChangeRow) -> SimulatedChange | None:
@@ -336,7 +336,7 @@ class _Table:
             if row.draft is not None:
                 program = self.lowering.of(row.draft, row.order, **row.options)
             costs = repriced(row.costs, self.program, program.zero, sizes)
-            if program.plan != self.plan:  # the sizes are those of another plan
+            if program.shape != self.shape:  # the sizes are those of another shape
                 sizes = None
             run = simulate(
                 program,
@@ -345,10 +345,10 @@ class _Table:
                 blocking_hosts=self.base.blocking_hosts,
                 sizes=sizes,
             )
-        except ProgramError:
+        except SchedirError:
             return None
-        now = self.base.span / self.plan.microbatches
-        took = run.span / program.plan.microbatches
+        now = self.base.span / self.shape.microbatches
+        took = run.span / program.shape.microbatches
         return (
             SimulatedChange(row, replace(run, unit=self.base.unit), 1 - took / now) if now else None
         )
@@ -370,7 +370,7 @@ class _Table:
 
     def _even_stages(self) -> Iterator[ChangeRow]:
         """Yield a row in which every stage takes the mean time, if one takes longer now."""
-        table = self.costs.of(FORWARD, self.plan) + self.costs.of(BACKWARD, self.plan)
+        table = self.costs.of(FORWARD, self.shape) + self.costs.of(BACKWARD, self.shape)
         pieces = self.program.pieces
         each = of_whole(table, pieces).mean(1)
         worst, mean = int(each.argmax()), float(each.mean())
@@ -378,7 +378,7 @@ class _Table:
             return
         even = {name: evened(c, pieces) for name, c in self.costs.told.items() if name in _WORK}
         first, last = sum(pieces[:worst]), sum(pieces[: worst + 1]) - 1
-        holders = " and ".join(map(str, self.plan.holders[:, first].tolist()))
+        holders = " and ".join(map(str, self.shape.holders[:, first].tolist()))
         which = f"stage {first}" if first == last else f"stage of pieces {first} to {last}"
         longer = f"({which} on rank {holders} takes {each[worst] / mean:.2f}x)"
         yield self._priced("even", f"stages that all take the mean {longer}", **even)
@@ -388,7 +388,7 @@ class _Table:
         if self.schedule is None:
             return
         whole, costs = self.program.whole, _twice(self.costs)
-        with suppress(ProgramError):
+        with suppress(SchedirError):
             drafted = expand_schedule(
                 self.schedule, replace(whole, microbatches=2 * whole.microbatches)
             )
@@ -402,17 +402,17 @@ class _Table:
         for name, schedule in built_in().items():
             placement, fixed = placed_for(schedule)
             for v in {fixed} if fixed else {1, whole.stages_per_rank}:
-                with suppress(ProgramError):
-                    plan = PipelineShape(
-                        self.plan.ranks, whole.microbatches, v, placement or "loop",
-                        self.plan.optimizer_steps, delay_for(schedule) or 0,
-                        self.plan.sequence_chunks,
+                with suppress(SchedirError):
+                    shape = PipelineShape(
+                        self.shape.ranks, whole.microbatches, v, placement or "loop",
+                        self.shape.optimizer_steps, delay_for(schedule) or 0,
+                        self.shape.sequence_chunks,
                     )  # fmt: skip
-                    drafted = cut_like(expand_schedule(schedule, plan), self.program)
+                    drafted = cut_like(expand_schedule(schedule, shape), self.program)
                     same = name == self.program.name or drafted.trains != self.program.trains
-                    if same or plan.rows != self.plan.rows:  # the number of copies of the model
+                    if same or shape.rows != self.shape.rows:  # the number of copies of the model
                         continue
-                    costs = self._cut_into(drafted.plan.stages)
+                    costs = self._cut_into(drafted.shape.stages)
                     what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
                     what += ", which holds no more activations"
                     if _I in drafted.ops and _I not in self.program.ops:
@@ -422,7 +422,7 @@ class _Table:
     def _cut_into(self, stages: int) -> Costs:
         """Return costs of the same model cut into another number of stages."""
         now = {name: c for name, c in self.costs.told.items() if name in OF_A_STAGE}
-        own = self.plan.stages
+        own = self.shape.stages
         return replace(self.costs, **{k: cut(c, own, stages) for k, c in now.items()})
 
     def _greedy_orders(self) -> Iterator[ChangeRow]:
@@ -439,9 +439,9 @@ class _Table:
             if more and (peak == most).all():
                 return
             room, frozen = (peak + more).tolist(), self.program.frozen_stages
-            with suppress(ProgramError):
+            with suppress(SchedirError):
                 drafted = greedy_schedule(
-                    self.plan, letters, room.__getitem__, self.costs, frozen_stages=frozen
+                    self.shape, letters, room.__getitem__, self.costs, frozen_stages=frozen
                 )
                 yield self._lowered("greedy", what, drafted)
 

@@ -53,8 +53,8 @@ def stages_of(given: object, program: Program, rank: int | None = None) -> dict[
 
     Of all stages a rank takes its own.  Raises ModelError for others, and for what is no module.
     """
-    every = range(program.plan.stages)
-    own = every if rank is None else program.plan.stages_of[rank]
+    every = range(program.shape.stages)
+    own = every if rank is None else program.shape.stages_of[rank]
     wants = "the stages of the model in order" if rank is None else "{stage: module}"
 
     def refuse(fact: str) -> ModelError:
@@ -109,7 +109,7 @@ def number_of(given: object, what: str, program: Program | None = None) -> int:
 
 def expect_all(given: object, what: str, program: Program, rank: int) -> None:
     """Raise ExecutionError for what is not one of each microbatch."""
-    number, wanted = number_of(given, what, program), program.plan.microbatches
+    number, wanted = number_of(given, what, program), program.shape.microbatches
     if number != wanted:
         raise ExecutionError(
             f"rank {rank} is given {number} {what} for {wanted} microbatches", program=program.name
@@ -151,10 +151,10 @@ def optimizer_of(given: _T) -> _T:
 
 def rank_of(given: int, program: Program) -> int:
     """One of a program's ranks.  Raises ModelError for another."""
-    if given in range(program.plan.ranks):
+    if given in range(program.shape.ranks):
         return given
     raise ModelError(
-        f"the ranks are 0 to {program.plan.ranks - 1}, and {describe(given)} is none of them",
+        f"the ranks are 0 to {program.shape.ranks - 1}, and {describe(given)} is none of them",
         program=program.name,
     )
 

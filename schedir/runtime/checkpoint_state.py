@@ -128,7 +128,7 @@ def _rank(state: State) -> RankCheckpointState:
         state.optimizer,
         state.loss,
         state.draws,
-        [program.plan.ranks, program.tp, program.dp, program.plan.stages],
+        [program.shape.ranks, program.tp, program.dp, program.shape.stages],
         is_read,
         state.loss_scale,
         state.tied,

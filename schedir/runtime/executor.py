@@ -145,8 +145,8 @@ class Executor(ProgramRunner):
     >>> from torch import distributed, nn
     >>> from schedir.runtime import Executor, GlooTransport
     >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    >>> plan = schedir.PipelineShape(ranks=1, microbatches=4, stages_per_rank=2)
-    >>> program = schedir.compile(schedir.schedules.interleaved, plan)
+    >>> shape = schedir.PipelineShape(ranks=1, microbatches=4, stages_per_rank=2)
+    >>> program = schedir.compile(schedir.schedules.interleaved, shape)
     >>> stages, loss = [nn.Linear(8, 8), nn.Linear(8, 1)], nn.functional.mse_loss
     >>> sgd = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.01)
     >>> how = dict(loss=loss, boundary=(2, 8), optimizer=sgd)

@@ -78,7 +78,7 @@ def _require_beside(program: Program, other: Program) -> None:
     def refuse(fact: str, hint: str = "") -> None:
         raise ModelError(fact, program=other.name, hint=hint)
 
-    if [*map(set, program.plan.stages_of)] != [*map(set, other.plan.stages_of)]:
+    if [*map(set, program.shape.stages_of)] != [*map(set, other.shape.stages_of)]:
         refuse(
             f"its stages are not on the ranks on which {program.name} has them",
             "take the same ranks, stages_per_rank and placement",

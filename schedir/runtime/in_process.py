@@ -99,24 +99,24 @@ class InProcessExecutor:
         if (program.tp, program.dp) != (1, 1):
             raise ModelError("virtual ranks run with tp 1 and dp 1", program=program.name)
         stages = [module for _, module in sorted(stages_of(stages, program).items())]
-        plan = program.plan
+        shape = program.shape
         passing = BoundaryTable.of(boundary, program)
         self.program = program
         cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
         told = [(0, prints(dict(enumerate(stages))))] if program.trains else []
         self.mail = mailboxes(program, progress_model, cuda, told)
         if program.trains:
-            expect_ranks_apart(dict(enumerate(stages)), plan.rank_of.tolist(), program.name)
-            for s, module in enumerate(stages) if plan.rows > 1 else ():
+            expect_ranks_apart(dict(enumerate(stages)), shape.rank_of.tolist(), program.name)
+            for s, module in enumerate(stages) if shape.rows > 1 else ():
                 expect_copyable(module, s, program.name)
         copies = copies_of(program, stages)
         self.ranks = []
         self.other_holders: list[StageReplica] = []
         copied = [  # before an executor cuts what they are of (ZeRO)
-            {s: stages[s] if plan.rank_of[s] == rank else copy_of(stages[s]) for s in own}
-            for rank, own in enumerate(plan.stages_of)
+            {s: stages[s] if shape.rank_of[s] == rank else copy_of(stages[s]) for s in own}
+            for rank, own in enumerate(shape.stages_of)
         ]
-        for rank, (own, held) in enumerate(zip(plan.stages_of, copied, strict=True)):
+        for rank, (own, held) in enumerate(zip(shape.stages_of, copied, strict=True)):
             replicas = [
                 StageReplica(s, held[s], stages[s]) for s in own if held[s] is not stages[s]
             ]

@@ -148,10 +148,10 @@ def copies_of(
     Raises:
         ModelError: ZeRO would shard such a Parameter on each of its ranks.
     """
-    copies: list[dict[nn.Parameter, nn.Parameter]] = [{} for _ in range(program.plan.ranks)]
+    copies: list[dict[nn.Parameter, nn.Parameter]] = [{} for _ in range(program.shape.ranks)]
     # By Parameter and rank: the first stage that has the Parameter, and its name there.
     places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}
-    for s, (rank, module) in enumerate(zip(program.plan.rank_of.tolist(), stages, strict=True)):
+    for s, (rank, module) in enumerate(zip(program.shape.rank_of.tolist(), stages, strict=True)):
         for name, p in module.named_parameters():
             if p.requires_grad:
                 places.setdefault(p, {}).setdefault(rank, (s, name))

@@ -65,10 +65,10 @@ class RankResources:
         self.adds = adds  # gradients, to what is there, as autograd does
         self.rank, self.transport, self.loss = rank, transport, loss
         self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
-        self.tied, self.copies, plan = weights, copies, program.plan
+        self.tied, self.copies, shape = weights, copies, program.shape
         self.others = others  # stages of other ranks, as far as this process knows them
         instead, self.aliases = stand_ins(weights, copies)
-        self.apart = any(is_apart(weight, plan) for weight in weights)
+        self.apart = any(is_apart(weight, shape) for weight in weights)
         self.share = ShardSpec(program.dp, transport.dp_rank, program.zero)
         self.stages = {
             s: StageState(
@@ -85,7 +85,7 @@ class RankResources:
                 tied=[weight.own[s] for weight in weights if s in weight.own],
                 aliases=self.aliases,
             )
-            for s in plan.stages_of[rank]
+            for s in shape.stages_of[rank]
         }
         self.unchanged = ParameterGuard({s: stages[s] for s in self.stages})
         self.may_step = True  # else the optimizer is held back

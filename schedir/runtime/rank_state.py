@@ -140,7 +140,7 @@ class State:
         passing: BoundaryTable,
         number: int = 0,
     ) -> None:
-        self.program, self.plan = program, program.plan
+        self.program, self.shape = program, program.shape
         self.rank = rank = held.rank
         self.held, self.transport, self.passing = held, transport, passing
         self.number = number  # of the program, among those that the rank runs
@@ -153,20 +153,20 @@ class State:
         self.looks = self.looked = False  # between steps, where nothing is changed; or it has
         self.versions: dict[int, WeightVersions] = {}  # of weights, by stage
         for s, stage in (
-            self.stages.items() if self.trains and self.plan.optimizer_steps > 1 else ()
+            self.stages.items() if self.trains and self.shape.optimizer_steps > 1 else ()
         ):
             if s >= program.frozen_stages:
                 own = ((k, i) for k, i in enumerate(self.stream) if i.stage == s)
-                self.versions[s] = stage.versions(self.plan, own)
+                self.versions[s] = stage.versions(self.shape, own)
         self.batch = StepInputs()
         self.scale: float | Tensor = 1.0  # by which sums of gradients are multiplied
         self.loss_gradient: Tensor | None = None  # with which backwards begin, where it is not 1
-        self.losses = [torch.zeros((), device=self.device)] * self.plan.microbatches
+        self.losses = [torch.zeros((), device=self.device)] * self.shape.microbatches
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
         # Of updates that nobody has judged, the sum of squares of all gradients: a rank that adds
         # to none may be told that of the next one before.
         self.norms: dict[int, Tensor] = {}
-        self.finite = torch.ones(self.plan.optimizer_steps, dtype=torch.bool, device=self.device)
+        self.finite = torch.ones(self.shape.optimizer_steps, dtype=torch.bool, device=self.device)
         # Under way: what is sent, by index in the Stream, as long as it may not have arrived, and
         # reductions that nobody has waited for.
         self.sending: dict[int, tuple[Work, Tensor]] = {}
@@ -199,13 +199,13 @@ class State:
 
     def expect(self, batch: StepInputs) -> None:
         """Raise ExecutionError where the rank takes microbatches, and is not given all."""
-        first, last = (s in self.stages for s in (0, self.plan.stages - 1))
+        first, last = (s in self.stages for s in (0, self.shape.stages - 1))
         batch.expect(self.program, self.rank, first=first, last=last)
 
     def begin(self, batch: StepInputs) -> None:
         """Make ready for a step, or to look at what there is."""
-        own = self.plan.microbatches
-        numbers = numbers_of(own, self.share.replica * own, self.plan.optimizer_steps)
+        own = self.shape.microbatches
+        numbers = numbers_of(own, self.share.replica * own, self.shape.optimizer_steps)
         if self.looks:
             self.draws.look(numbers)
         else:
@@ -237,7 +237,7 @@ class State:
             work.wait()
         self.sending.clear()
         total = None
-        if self.plan.stages - 1 in self.stages:
+        if self.shape.stages - 1 in self.stages:
             # By microbatch, whatever their order was; a loss may lie in what was received.
             total = sum(self.losses, torch.zeros((), device=self.device))
         if not self.looks:
@@ -402,7 +402,7 @@ class State:
 
     def local_stage(self, stage: int, mb: int) -> StageState | None:
         """The stage if this rank runs it for the microbatch: then values are handed over."""
-        if stage not in self.stages or self.plan.rank_at(stage, mb) != self.rank:
+        if stage not in self.stages or self.shape.rank_at(stage, mb) != self.rank:
             return None
         return self.stages[stage]
 

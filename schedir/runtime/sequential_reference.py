@@ -196,9 +196,9 @@ def _sent(value: Tensor) -> Tensor:
 
 def _forwards(program: Program | None, stage: int, microbatches: int) -> list[int]:
     """The microbatches of a stage in the order of its forwards; of several holders ascending."""
-    if program is None or program.plan.rows > 1:
+    if program is None or program.shape.rows > 1:
         return [*range(microbatches)]
-    stream = program.streams[int(program.plan.rank_of[stage])]
+    stream = program.streams[int(program.shape.rank_of[stage])]
     return [i.mb for i in stream if i.op in FORWARDS and i.stage == stage]
 
 
@@ -215,5 +215,5 @@ def _backwards(program: Program | None, stage: int, microbatches: int) -> Iterat
         yield [Instr(WHOLES[0], stage, mb) for mb in range(microbatches)]
         return
     parts = BACKWARDS + LATE
-    for rank in ranks_of([stage], program.plan):
+    for rank in ranks_of([stage], program.shape):
         yield [i for i in program.streams[rank] if i.stage == stage and i.op in parts]

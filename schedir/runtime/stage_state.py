@@ -53,12 +53,12 @@ class StageState:
         self.run_again: set[bool] = set()  # what it trains was looked at by value, in which mode
         self.restore()
 
-    def versions(self, plan: PipelineShape, instrs: Iterable[tuple[int, Instr]]) -> WeightVersions:
+    def versions(self, shape: PipelineShape, instrs: Iterable[tuple[int, Instr]]) -> WeightVersions:
         """What keeps its weights after each update of a step; `instrs` are those of the stage, with
         their indices in the Stream."""
         if self.own is not None:
             self.own.use()
-        versions = WeightVersions(self.module, plan, instrs)
+        versions = WeightVersions(self.module, shape, instrs)
         self.restore()
         return versions
 

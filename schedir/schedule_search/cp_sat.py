@@ -162,7 +162,7 @@ class _CpSatModel:
         self.longest = int(problem.microbatches * sum(map(sum, rows)))  # one after the other
         self.start = {
             (s, kind): [model.new_int_var(0, self.longest, "") for _ in range(problem.microbatches)]
-            for s in range(problem.plan.stages)
+            for s in range(problem.shape.stages)
             for kind in self.kinds
         }
         self.known: dict[tuple[Task, Task], Any] = {}
@@ -192,7 +192,7 @@ class _CpSatModel:
                     add(start >= self.end(s, kind, k - 1))
                 if kind == F and s:
                     add(start >= self.end(s - 1, F, k) + problem.act[s - 1])
-                elif kind == I and s + 1 < problem.plan.stages:
+                elif kind == I and s + 1 < problem.shape.stages:
                     add(start >= self.end(s + 1, I, k) + problem.grad[s + 1])
                 elif kind != F:
                     add(start >= self.end(s, kind - 1, k))
@@ -257,7 +257,7 @@ class _CpSatModel:
         (s, kind, k), (t, what, n) = one, other
         if kind == W:
             return (s, kind) == (t, what) and k < n
-        turn = 2 * self.problem.plan.stages - 1
+        turn = 2 * self.problem.shape.stages - 1
         depth = turn - t if what != F else t
         return k <= n and (turn - s if kind == I else s) <= depth
 
@@ -317,7 +317,7 @@ class _CpSatModel:
 
         Where several start at once, all but the last take no time: microbatch by microbatch then.
         """
-        turn = 2 * self.problem.plan.stages
+        turn = 2 * self.problem.shape.stages
         found: list[list[tuple[float, ...]]] = [[] for _ in self.problem.own]
         for (s, kind), starts in self.start.items():
             depth = (s, turn - 1 - s, turn)[kind]

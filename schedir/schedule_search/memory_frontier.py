@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from schedir.analysis.numba_jit import Numba
 from schedir.compiler.compile import compile
-from schedir.errors import MemoryLimitError, ProgramError, UsageError, describe
+from schedir.errors import MemoryLimitError, SchedirError, UsageError, describe
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import BACKWARD, BACKWARD_INPUT
@@ -50,7 +50,7 @@ class MemoryFrontier:
     somebody has interrupted it.  `numba` is that of `SearchResult`, for all searches together.
     """
 
-    plan: PipelineShape
+    shape: PipelineShape
     levels: tuple[FrontierLevel, ...]
     bounds: tuple[tuple[float, float], ...]
     runs: tuple[Timeline, ...]
@@ -64,7 +64,7 @@ class MemoryFrontier:
 
     def bubble(self, span: float) -> float:
         """The idle share of all ranks in a run of these stages that takes so long."""
-        return max(1 - float(self.levels[0].run.busy.sum()) / (self.plan.ranks * span), 0.0)
+        return max(1 - float(self.levels[0].run.busy.sum()) / (self.shape.ranks * span), 0.0)
 
     def memory(self, run: Timeline) -> float:
         """What a run holds at most, in the unit of limits."""
@@ -72,7 +72,7 @@ class MemoryFrontier:
 
 
 def memory_frontier(
-    plan: PipelineShape,
+    shape: PipelineShape,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     *,
@@ -104,10 +104,10 @@ def memory_frontier(
         raise UsageError(f"levels are a whole number above 0, not {describe(levels)}")
     seconds, evaluations = seconds_of(seconds), evaluations_of(evaluations)
     began, costs = perf_counter(), Costs() if costs is None else costs
-    free = _problem(plan, costs, sizes, None, split=split)
+    free = _problem(shape, costs, sizes, None, split=split)
     runs = tuple(_runs(free, costs, sizes, start))
     peaks = [float((t.peak_memory if sizes else t.peak_in_flight).max()) for t in runs]
-    limits = _limits(plan, costs, sizes, peaks, levels, split=split)
+    limits = _limits(shape, costs, sizes, peaks, levels, split=split)
     never = bound_of(free).value
     found: list[FrontierLevel] = []
     complete, tried, uses = True, 0, set[Numba]()
@@ -118,7 +118,7 @@ def memory_frontier(
             part = seconds / len(limits)  # no clock decides how much is proven
         try:
             last = _search(
-                plan, costs, sizes, limit,
+                shape, costs, sizes, limit,
                 split=split,
                 seconds=max(part, 0.01),
                 evaluations=None if evaluations is None else max((evaluations - tried) // rest, 1),
@@ -140,10 +140,10 @@ def memory_frontier(
             break
         if run.span <= never * (1 + ROUNDING):
             break
-    bounds = _bounds(plan, costs, sizes, limits, found, never, split=split)
+    bounds = _bounds(shape, costs, sizes, limits, found, never, split=split)
     below = dict(bounds)
     tight = tuple(_tight(level, below[level.limit]) for level in found)
-    return MemoryFrontier(plan, tight, bounds, runs, complete, combined(uses))
+    return MemoryFrontier(shape, tight, bounds, runs, complete, combined(uses))
 
 
 def _tight(level: FrontierLevel, bound: float) -> FrontierLevel:
@@ -159,20 +159,20 @@ def _at(
 
 
 def _problem(
-    plan: PipelineShape, costs: Costs, sizes: Sizes | None, limit: float | None, *, split: bool
+    shape: PipelineShape, costs: Costs, sizes: Sizes | None, limit: float | None, *, split: bool
 ) -> SchedulingProblem:
     if sizes is not None:
-        return problem_of(plan, costs, sizes, inf if limit is None else limit, split=split)
+        return problem_of(shape, costs, sizes, inf if limit is None else limit, split=split)
     few = None if limit is None else int(limit)
-    return problem_of(plan, costs, in_flight=few, split=split)
+    return problem_of(shape, costs, in_flight=few, split=split)
 
 
 def _search(
-    plan: PipelineShape, costs: Costs, sizes: Sizes | None, limit: float, **how: object
+    shape: PipelineShape, costs: Costs, sizes: Sizes | None, limit: float, **how: object
 ) -> SearchResult:
     if sizes is not None:
-        return search_schedule(plan, costs, sizes, limit, **how)  # type: ignore[arg-type]
-    return search_schedule(plan, costs, in_flight=int(limit), **how)  # type: ignore[arg-type]
+        return search_schedule(shape, costs, sizes, limit, **how)  # type: ignore[arg-type]
+    return search_schedule(shape, costs, in_flight=int(limit), **how)  # type: ignore[arg-type]
 
 
 def _runs(
@@ -181,27 +181,32 @@ def _runs(
     sizes: Sizes | None,
     start: Sequence[Schedule | Program],
 ) -> Iterator[Timeline]:
-    """What is given, and the built-in schedules of this plan, each once.
+    """What is given, and the built-in schedules of this shape, each once.
 
     A bound of split backwards says nothing of whole ones that take less than both halves, and one
     of whole ones nothing of split ones: these are left out.
     """
-    plan, seen = problem.plan, set[str]()
-    shorter = whole_is_less(costs, plan)
+    shape, seen = problem.shape, set[str]()
+    shorter = whole_is_less(costs, shape)
     for schedule in (*start, *sorted(built_in().values(), key=takes_v)):
         try:
-            program = compile(schedule, plan, costs=costs)
-        except ProgramError:  # it is for other plans
+            program = compile(schedule, shape, costs=costs)
+        except SchedirError:  # it is for other shapes
             continue
         ops = program.ops
         of_others = BACKWARD in ops and shorter if problem.split else BACKWARD_INPUT in ops
-        if program.plan == plan and program.trains and program.digest not in seen and not of_others:
+        if (
+            program.shape == shape
+            and program.trains
+            and program.digest not in seen
+            and not of_others
+        ):
             seen.add(program.digest)
             yield simulate(program, costs, sizes=sizes)
 
 
 def _limits(
-    plan: PipelineShape,
+    shape: PipelineShape,
     costs: Costs,
     sizes: Sizes | None,
     peaks: Sequence[float],
@@ -210,21 +215,21 @@ def _limits(
     split: bool,
 ) -> list[float]:
     """Limits to search, ascending."""
-    free = _problem(plan, costs, sizes, None, split=split)
-    weights = [0.0] * plan.ranks
-    all_held = max(map(len, plan.stages_of)) * float(plan.microbatches)
+    free = _problem(shape, costs, sizes, None, split=split)
+    weights = [0.0] * shape.ranks
+    all_held = max(map(len, shape.stages_of)) * float(shape.microbatches)
     if sizes is not None:
-        each = sizes.of("model_states", plan.stages)
-        weights = [float(each[list(own)].sum()) for own in plan.stages_of]
+        each = sizes.of("model_states", shape.stages)
+        weights = [float(each[list(own)].sum()) for own in shape.stages_of]
         all_held = max(
-            sum((free.saved[s] + free.both[s]) * plan.microbatches for s in own) + weights[rank]
-            for rank, own in enumerate(plan.stages_of)
+            sum((free.saved[s] + free.both[s]) * shape.microbatches for s in own) + weights[rank]
+            for rank, own in enumerate(shape.stages_of)
         )
-    least = max(free.least_room(rank) + weights[rank] for rank in range(plan.ranks))
+    least = max(free.least_room(rank) + weights[rank] for rank in range(shape.ranks))
     never = bound_of(free, 0).value
 
     def gains(limit: float) -> bool:
-        return bound_of(_problem(plan, costs, sizes, limit, split=split), 0).value > never * (
+        return bound_of(_problem(shape, costs, sizes, limit, split=split), 0).value > never * (
             1 + ROUNDING
         )
 
@@ -247,7 +252,7 @@ def _limits(
 
 
 def _bounds(
-    plan: PipelineShape,
+    shape: PipelineShape,
     costs: Costs,
     sizes: Sizes | None,
     limits: Sequence[float],
@@ -264,7 +269,7 @@ def _bounds(
     known = {level.limit: level.bound for level in found}
     best, tight = never, [(inf, never)]
     for limit in sorted({*between, *limits}, reverse=True):
-        own = bound_of(_problem(plan, costs, sizes, limit, split=split)).value
+        own = bound_of(_problem(shape, costs, sizes, limit, split=split)).value
         best = max(best, own, known.get(limit, 0.0))
         tight.append((limit, best))
     return tuple(reversed(tight))

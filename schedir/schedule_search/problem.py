@@ -13,7 +13,7 @@ import numpy as np
 
 from schedir.errors import (
     CostsError,
-    PlanError,
+    ShapeError,
     UsageError,
     describe,
     format_bytes,
@@ -60,7 +60,7 @@ class SchedulingProblem:
     that a rank takes from its first compute to its last.
     """
 
-    plan: PipelineShape
+    shape: PipelineShape
     split: bool
     objective: Objective
     F: tuple[float, ...]
@@ -77,7 +77,7 @@ class SchedulingProblem:
     @property
     def microbatches(self) -> int:
         """How many microbatches there are."""
-        return self.plan.microbatches
+        return self.shape.microbatches
 
     @property
     def kinds(self) -> int:
@@ -87,17 +87,17 @@ class SchedulingProblem:
     @property
     def pieces(self) -> int:
         """How many pieces of work there are: of each kind, stage and microbatch one."""
-        return self.kinds * self.plan.stages * self.microbatches
+        return self.kinds * self.shape.stages * self.microbatches
 
     @property
     def own(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, ascending."""
-        return self.plan.stages_of
+        return self.shape.stages_of
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """The rank that holds each stage."""
-        return tuple(self.plan.rank_of.tolist())
+        return tuple(self.shape.rank_of.tolist())
 
     @cached_property
     def ample(self) -> tuple[float, ...]:
@@ -127,7 +127,7 @@ class SchedulingProblem:
 
 
 def problem_of(
-    plan: PipelineShape,
+    shape: PipelineShape,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     memory_limit: float | None = None,
@@ -136,99 +136,99 @@ def problem_of(
     objective: Objective = "span",
     split: bool = True,
 ) -> SchedulingProblem:
-    """The Problem of a plan, its costs, and what a rank may hold.
+    """The Problem of a shape, its costs, and what a rank may hold.
 
     `memory_limit` is in bytes of `sizes`, what there is of weights included; `in_flight` is the
     count that `greedy_schedule` takes, of (stage, mb) from their F to their W, or B.  Without
     either there is no limit.  Messages take no room here: a program that is found must fit with
     them.
 
-    Raises PlanError for a plan with several holders of a stage, updates or segments; CostsError for
-    costs per microbatch, those that are all 0 or too large to add up, those of other stages, and
-    `FB` that saves time; UsageError for a limit that is none, and for one within which no schedule
+    Raises ShapeError for a shape with several holders of a stage, updates or segments; CostsError
+    for costs per microbatch, those that are all 0 or too large to add up, those of other stages,
+    and `FB` that saves time; UsageError for a limit that is none, and for one within which no schedule
     works.
     """
-    require_type(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
-    plan = plan.resolved()  # a schedule that a search starts from keeps to this shape
+    require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+    shape = shape.resolved()  # a schedule that a search starts from keeps to this shape
     costs = Costs() if costs is None else costs
     require_type(costs, Costs, "Costs(F=1, B=2)")
     if objective not in OBJECTIVES:
         raise UsageError(f"objective is 'span' or 'own', not {describe(objective)}")
     split = require_bool(split, "split")
-    _require_plan(plan)
+    _require_plan(shape)
     if split and "B" in costs.told and not {"I", "W"} & costs.told.keys():
         raise CostsError(
             "the costs say how long a whole backward takes, B, and not its parts, I and W",
             hint="say I=...,W=..., or search for whole backwards: --no-split-backward, split=False",
         )
-    if costs.pairs_save(plan):
+    if costs.pairs_save(shape):
         raise CostsError(
             "the costs say that a forward and a backward that run together, FB, take less than one "
             "after the other, and a search knows no pairs",
             hint="leave out FB, for schedules without pairs",
         )
-    F, I, W = _of(FORWARD, costs, plan), _of(BACKWARD_INPUT, costs, plan), _zeros(plan)
+    F, I, W = _of(FORWARD, costs, shape), _of(BACKWARD_INPUT, costs, shape), _zeros(shape)
     if split:
-        W = _of(BACKWARD_WEIGHT, costs, plan)
+        W = _of(BACKWARD_WEIGHT, costs, shape)
     else:
-        I = _of(BACKWARD, costs, plan)
+        I = _of(BACKWARD, costs, shape)
     if not sum(F + I + W) > 0:
         raise CostsError("all costs are 0: every schedule is as short")
-    send = _of(SENDS[0], costs, plan)
-    rank_of = plan.rank_of.tolist()
+    send = _of(SENDS[0], costs, shape)
+    rank_of = shape.rank_of.tolist()
     act = [c * (a != b) for c, a, b in zip(send, rank_of, [*rank_of[1:], rank_of[-1]], strict=True)]
     grad = [c * (a != b) for c, a, b in zip(send, rank_of, [rank_of[0], *rank_of], strict=False)]
-    steps = np.array(_of(STEPS[0], costs, plan))
-    reduces = costs.of(_REDUCE, plan)[:, 0]
+    steps = np.array(_of(STEPS[0], costs, shape))
+    reduces = costs.of(_REDUCE, shape)[:, 0]
     tail = [
-        float(steps[min(rank, plan.stages - 1)]) + float(reduces[list(own)].min())
-        for rank, own in enumerate(plan.stages_of)
+        float(steps[min(rank, shape.stages - 1)]) + float(reduces[list(own)].min())
+        for rank, own in enumerate(shape.stages_of)
     ]
-    if not plan.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MOST:
+    if not shape.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MOST:
         raise CostsError(f"the costs add up to more than a search can count, {MOST:g}")
-    saved, tape, both, room = _held(plan, sizes, memory_limit, in_flight, split=split)
+    saved, tape, both, room = _held(shape, sizes, memory_limit, in_flight, split=split)
     problem = SchedulingProblem(
-        plan, split, objective, F, I, W, tuple(act), tuple(grad), tuple(tail),
+        shape, split, objective, F, I, W, tuple(act), tuple(grad), tuple(tail),
         saved, tape, both, room,
     )  # fmt: skip
     _require_room(problem, memory_limit)
     return problem
 
 
-def whole_is_less(costs: Costs, plan: PipelineShape) -> bool:
+def whole_is_less(costs: Costs, shape: PipelineShape) -> bool:
     """Whether a whole backward takes less than both of its halves, on any stage.
 
     What is proven of schedules with split backwards then says nothing of those with whole ones.
     """
-    whole, I, W = (_of(op, costs, plan) for op in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+    whole, I, W = (_of(op, costs, shape) for op in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
     return any(b < (i + w) * (1 - ROUNDING) for b, i, w in zip(whole, I, W, strict=True))
 
 
-def _require_plan(plan: PipelineShape) -> None:
+def _require_plan(shape: PipelineShape) -> None:
     for what, many, field in (
-        ("holder of each stage", plan.rows, "placement"),
-        ("update", plan.optimizer_steps, "optimizer_steps"),
-        ("segment of each sequence", plan.sequence_chunks, "sequence_chunks"),
+        ("holder of each stage", shape.rows, "placement"),
+        ("update", shape.optimizer_steps, "optimizer_steps"),
+        ("segment of each sequence", shape.sequence_chunks, "sequence_chunks"),
     ):
         if many > 1:
-            raise PlanError(
-                f"a search is for plans with one {what}: this has {many}", fields=[field]
+            raise ShapeError(
+                f"a search is for shapes with one {what}: this has {many}", fields=[field]
             )
 
 
-def _of(op: int, costs: Costs, plan: PipelineShape) -> tuple[float, ...]:
-    each = costs.of(op, plan)  # type: ignore[arg-type]
+def _of(op: int, costs: Costs, shape: PipelineShape) -> tuple[float, ...]:
+    each = costs.of(op, shape)  # type: ignore[arg-type]
     if each.shape[1] > 1:
         raise CostsError("a search takes costs that are the same for all microbatches")
     return tuple(each[:, 0].tolist())
 
 
-def _zeros(plan: PipelineShape) -> tuple[float, ...]:
-    return (0.0,) * plan.stages
+def _zeros(shape: PipelineShape) -> tuple[float, ...]:
+    return (0.0,) * shape.stages
 
 
 def _held(
-    plan: PipelineShape,
+    shape: PipelineShape,
     sizes: Sizes | None,
     limit: float | None,
     in_flight: int | Callable[[int], int] | None,
@@ -236,14 +236,14 @@ def _held(
     split: bool,
 ) -> tuple[tuple[float, ...], ...]:
     """What is saved, the tape, both, and the room for them."""
-    one, zero = (1.0,) * plan.stages, _zeros(plan)
+    one, zero = (1.0,) * shape.stages, _zeros(shape)
     if limit is not None and in_flight is not None:
         raise UsageError("limit is in bytes, and in_flight counts: say one of the two")
     if limit is None:
-        room = (inf,) * plan.ranks
+        room = (inf,) * shape.ranks
         if in_flight is not None:
             ask = in_flight if callable(in_flight) else lambda _: in_flight
-            room = tuple(_count(ask(rank)) for rank in range(plan.ranks))
+            room = tuple(_count(ask(rank)) for rank in range(shape.ranks))
         return one, one if split else zero, one, room
     if sizes is None:
         raise UsageError(
@@ -251,17 +251,17 @@ def _held(
             hint="--sizes saved=1.2GB,deferred_wgrad=0.5GB, or sizes=Sizes(...)",
         )
     require_type(sizes, Sizes, "Sizes(saved=1.2e9, deferred_wgrad=0.5e9)")
-    sizes.require(plan)
+    sizes.require(shape)
     if (most := number(limit)) is None or most == -inf:
         raise UsageError(f"memory_limit is a number of bytes, not {describe(limit)}", hint="40e9")
     each = {
-        name: sizes.each(name, plan) for name in ("saved", "deferred_wgrad", "saved_and_deferred")
+        name: sizes.each(name, shape) for name in ("saved", "deferred_wgrad", "saved_and_deferred")
     }
     if any(of_stage.shape[1] > 1 for of_stage in each.values()):
         raise UsageError("a search takes sizes that are the same for all microbatches")
     saved, tape, both = (tuple(of_stage[:, 0].tolist()) for of_stage in each.values())
-    weights = sizes.of("model_states", plan.stages)
-    room = tuple(float(most - weights[list(own)].sum()) for own in plan.stages_of)
+    weights = sizes.of("model_states", shape.stages)
+    room = tuple(float(most - weights[list(own)].sum()) for own in shape.stages_of)
     return (saved, tape, both, room) if split else (saved, zero, saved, room)
 
 
@@ -283,7 +283,7 @@ def _in_flight(count: float) -> str:
 
 def _require_room(problem: SchedulingProblem, limit: float | None) -> None:
     """Raise UsageError where a rank cannot take one microbatch there and back."""
-    for rank in range(problem.plan.ranks):
+    for rank in range(problem.shape.ranks):
         least = problem.least_room(rank)
         if problem.fits(least, rank):
             continue

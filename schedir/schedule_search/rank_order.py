@@ -60,7 +60,7 @@ def draft_of(
             own.append(Instr(ops[code % KINDS], code // KINDS, done.setdefault(code, 0)))
             done[code] += 1
         streams.append(Stream.of(own))
-    return Program(name, problem.plan, tuple(streams))
+    return Program(name, problem.shape, tuple(streams))
 
 
 def peaks(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> list[float]:
@@ -87,7 +87,7 @@ def starts_of(
     problem: SchedulingProblem, order: Sequence[Sequence[int]]
 ) -> list[list[float]] | None:
     """The earliest start of each piece of work, by rank; None for an order that never ends."""
-    stages = problem.plan.stages
+    stages = problem.shape.stages
     F_end: list[list[float]] = [[] for _ in range(stages)]
     I_end: list[list[float]] = [[] for _ in range(stages)]
     started: list[list[float]] = [[] for _ in order]

@@ -33,7 +33,7 @@ _MAKING: Final = 2e-5  # seconds for each piece of work, to make programs at las
 
 
 def search_schedule(
-    plan: PipelineShape,
+    shape: PipelineShape,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     memory_limit: float | None = None,
@@ -96,7 +96,7 @@ def search_schedule(
         ortools()
     costs = Costs() if costs is None else costs
     problem = problem_of(
-        plan, costs, sizes, memory_limit, in_flight=in_flight, objective=objective, split=split
+        shape, costs, sizes, memory_limit, in_flight=in_flight, objective=objective, split=split
     )
     least = bound_of(problem)
 

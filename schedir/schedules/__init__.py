@@ -9,9 +9,9 @@ one unit of time, a dot is idle, a ' marks the rank's second stage.  Papers on z
 our I "B".
 
 >>> from schedir import PipelineShape, compile, schedules, simulate
->>> plan = PipelineShape(ranks=4, microbatches=8)
+>>> shape = PipelineShape(ranks=4, microbatches=8)
 >>> for schedule in (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1):
-...     run = simulate(compile(schedule, plan))
+...     run = simulate(compile(schedule, shape))
 ...     print(f"{run.program.name}: {run.bubble:.1%} idle, peak {run.peak_in_flight.max()}")
 gpipe: 27.3% idle, peak 8
 one_f_one_b: 27.3% idle, peak 4

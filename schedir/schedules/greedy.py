@@ -26,7 +26,7 @@ _F, _B, _I, _W = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 
 
 def greedy_schedule(
-    plan: PipelineShape,
+    shape: PipelineShape,
     prefer: str,
     in_flight: int | Callable[[int], int],
     costs: Costs | None = None,
@@ -46,21 +46,21 @@ def greedy_schedule(
     The first `frozen_stages` stages are not trained: they have no backward, and what they run is
     not alive, for nothing is kept of it.
 
-    `compile` and `simulate` take a draft as it is.  Raises UsageError for a plan or costs of
+    `compile` and `simulate` take a draft as it is.  Raises UsageError for a shape or costs of
     another kind, and ScheduleError for what is no order or no number.
 
     >>> from schedir import PipelineShape, expand_schedule, greedy_schedule, schedules
-    >>> plan = PipelineShape(ranks=4, microbatches=8)
-    >>> found = greedy_schedule(plan, "BF", lambda rank: plan.ranks - rank)
-    >>> found.streams == expand_schedule(schedules.one_f_one_b, plan).streams
+    >>> shape = PipelineShape(ranks=4, microbatches=8)
+    >>> found = greedy_schedule(shape, "BF", lambda rank: shape.ranks - rank)
+    >>> found.streams == expand_schedule(schedules.one_f_one_b, shape).streams
     True
     """
-    require_type(plan, PipelineShape, "PipelineShape(ranks=2, microbatches=4)")
+    require_type(shape, PipelineShape, "PipelineShape(ranks=2, microbatches=4)")
     costs = Costs() if costs is None else costs
     require_type(costs, Costs, "Costs(F=1, B=2)")
     if not isinstance(prefer, str) or sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):
         raise ScheduleError(f"prefer orders the letters BF or FIW, not {describe(prefer)}")
-    drafted = Program(name, plan, (Stream.of([]),) * plan.ranks, frozen_stages=frozen_stages)
+    drafted = Program(name, shape, (Stream.of([]),) * shape.ranks, frozen_stages=frozen_stages)
     run = _GreedyState(drafted, [BY_TEXT[letter] for letter in prefer], in_flight, costs)
     return replace(drafted, streams=tuple(run.streams()))
 
@@ -87,14 +87,14 @@ class _GreedyState:
         in_flight: int | Callable[[int], int],
         costs: Costs,
     ) -> None:
-        self.plan = plan = drafted.plan
+        self.shape = shape = drafted.shape
         self.frozen = drafted.frozen_stages
-        self.costs = {op: costs.of(op, plan).tolist() for op in (*prefer, SENDS[0])}
+        self.costs = {op: costs.of(op, shape).tolist() for op in (*prefer, SENDS[0])}
         self.prefer = {op: k for k, op in enumerate(prefer)}
         self.backward = _I if _I in prefer else _B
         # How many may be alive before an F of a stage: one less for each stage after it.
-        self.room: list[dict[int, int]] = [{} for _ in range(plan.ranks)]
-        for rank, own in enumerate(plan.stages_of):
+        self.room: list[dict[int, int]] = [{} for _ in range(shape.ranks)]
+        for rank, own in enumerate(shape.stages_of):
             limit = _limit(in_flight(rank) if callable(in_flight) else in_flight)
             trained = [stage for stage in own if stage >= self.frozen]
             if limit < len(trained):
@@ -105,17 +105,17 @@ class _GreedyState:
                 )
             for after, stage in enumerate(reversed(trained)):
                 self.room[rank][stage] = limit - after
-        self.ready: list[set[Instr]] = [set() for _ in range(plan.ranks)]
-        self.alive = [0] * plan.ranks
-        self.done: list[list[Instr]] = [[] for _ in range(plan.ranks)]
+        self.ready: list[set[Instr]] = [set() for _ in range(shape.ranks)]
+        self.alive = [0] * shape.ranks
+        self.done: list[list[Instr]] = [[] for _ in range(shape.ranks)]
 
     def streams(self) -> Iterable[Stream]:
         """Run everything; what each rank did, in order."""
-        for mb in range(self.plan.microbatches):
-            self.ready[int(self.plan.rank_at(0, mb))].add(Instr(_F, 0, mb))
+        for mb in range(self.shape.microbatches):
+            self.ready[int(self.shape.rank_at(0, mb))].add(Instr(_F, 0, mb))
         # When a rank is through with a task, or when a task's value has come from elsewhere.
         events: list[tuple[float, int, Instr, bool]] = []
-        idle, now = set(range(self.plan.ranks)), 0.0
+        idle, now = set(range(self.shape.ranks)), 0.0
         while True:
             for rank in sorted(idle):
                 task = self._start(rank)
@@ -131,7 +131,7 @@ class _GreedyState:
                 if ends:
                     idle.add(rank)
                     for after in self._after(*task):
-                        there = int(self.plan.rank_at(*after[1:]))
+                        there = int(self.shape.rank_at(*after[1:]))
                         send = self._cost(SENDS[0], task) * (there != rank)
                         heapq.heappush(events, (now + send, there, after, False))
                 else:
@@ -162,7 +162,7 @@ class _GreedyState:
     def _after(self, op: Opcode, stage: int, mb: int) -> Iterable[Instr]:
         """What needs the value of a task."""
         if op is _F:
-            last = stage + 1 == self.plan.stages
+            last = stage + 1 == self.shape.stages
             yield Instr(self.backward, stage, mb) if last else Instr(_F, stage + 1, mb)
         elif op is not _W and stage > self.frozen:
             yield Instr(self.backward, stage - 1, mb)

@@ -24,7 +24,7 @@ from schedir.schedules.schedule_algebra import AUTO, OLDEST
 Places = NDArray[np.intp]  # indices of letters
 
 
-def spell(words: list[Words], first: int, plan: PipelineShape) -> Words:
+def spell(words: list[Words], first: int, shape: PipelineShape) -> Words:
     """The words of some ranks, the `first` one and those that follow it, from their letters.
 
     Raises ScheduleError for a stage that a rank does not have, and for W that finish no I.
@@ -33,10 +33,10 @@ def spell(words: list[Words], first: int, plan: PipelineShape) -> Words:
     fields = letters.view(FIELDS)
     op, said = fields["op"], fields["mb"]
     rank = np.repeat(np.arange(first, first + len(words)), [*map(len, words)])
-    local = _own_stages(fields, rank, plan)
+    local = _own_stages(fields, rank, shape)
     w, i = _finished(op, rank, local)
     local[w] = local[i]
-    held = plan.stages_of[first : first + len(words)]
+    held = shape.stages_of[first : first + len(words)]
     most = max(map(len, held))
     own = np.array([[*stages, *[0] * (most - len(stages))] for stages in held])
     cell = (rank - first) * most + local  # whose own stage, in a table like `own`
@@ -44,8 +44,8 @@ def spell(words: list[Words], first: int, plan: PipelineShape) -> Words:
     # The k-th forward of a stage is of its k-th microbatch, and so is the k-th backward, where a B
     # and an I count alike.  Each of several holders begins where its part of the microbatches does.
     before = _count(cell * len(ROWS) + whole_or_input, own.size * len(ROWS))
-    rows = plan.row_of(own, np.arange(first, first + len(words))[:, None])
-    begin = np.array(plan.parts)[rows].reshape(-1)
+    rows = shape.row_of(own, np.arange(first, first + len(words))[:, None])
+    begin = np.array(shape.parts)[rows].reshape(-1)
     mb = np.where(said == AUTO, before + begin[cell], said)
     _recomputed(op, cell, said, mb, rank, local)
     free = said[w] == AUTO
@@ -87,13 +87,13 @@ def _recomputed(
     mb[r[free]] = mb[b[at[free]]]
 
 
-def _own_stages(fields: NDArray[np.void], rank: Words, plan: PipelineShape) -> Words:
+def _own_stages(fields: NDArray[np.void], rank: Words, shape: PipelineShape) -> Words:
     """The own stage of each letter; OLDEST for a bare W, where its rank has several stages.
 
     Raises ScheduleError for a stage that the rank does not have.
     """
     local = fields["stage"].astype(np.int64)
-    number = np.array([*map(len, plan.stages_of)])[rank]
+    number = np.array([*map(len, shape.stages_of)])[rank]
     oldest = local == OLDEST
     if oldest.any():
         local[oldest & (number == 1)] = 0
@@ -101,7 +101,7 @@ def _own_stages(fields: NDArray[np.void], rank: Words, plan: PipelineShape) -> W
     if foreign.any():
         at = int(foreign.argmax())
         wrong = int(rank[at])
-        own, text = plan.stages_of[wrong], ROWS[fields["op"][at]].text
+        own, text = shape.stages_of[wrong], ROWS[fields["op"][at]].text
         has = "1 stage" if len(own) == 1 else f"{len(own)} stages"
         raise ScheduleError(
             f"rank {wrong} says {text}[{local[at]}] as its letter "

@@ -217,7 +217,7 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
     """Mark a schedule as one for this placement, and for `v` stages per rank where that is fixed.
 
     A schedule sees numbers only, and so cannot tell: `expand_schedule` reads the mark, as
-    `schedule.placed`, and refuses plans whose stages lie elsewhere.  Raises TypeError for what is
+    `schedule.placed`, and refuses shapes whose stages lie elsewhere.  Raises TypeError for what is
     no placement.
 
     >>> from schedir import B, F, PipelineShape, expand_schedule
@@ -246,10 +246,10 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
 
 
 def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
-    """Mark a schedule as one whose updates take this delay, where a plan has several.
+    """Mark a schedule as one whose updates take this delay, where a shape has several.
 
     A number, or one per stage, as in `PipelineShape`.  As with `with_placement`: `expand_schedule`
-    reads it, as `schedule.delay`, and refuses other plans.  Raises TypeError for anything else.
+    reads it, as `schedule.delay`, and refuses other shapes.  Raises TypeError for anything else.
 
     >>> from schedir import B, F, PipelineShape, expand_schedule
     >>> from schedir.schedule_algebra import with_weight_delay

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from schedir.errors import PlanError, ProgramError, ScheduleError, in_words, require_type
+from schedir.errors import SchedirError, ScheduleError, ShapeError, in_words, require_type
 from schedir.ir.input_trust import RAISED, trust
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import named_of
@@ -27,18 +27,18 @@ from schedir.schedules.schedule_algebra import (
     takes,
 )
 
-_AT_ONCE = 2**17  # letters that are spelled together: of all ranks of most plans
+_AT_ONCE = 2**17  # letters that are spelled together: of all ranks of most shapes
 _ALGEBRA = "words are F + B, n * F, F[own stage] and F.at(microbatch)"
 
 
-def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
+def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
     """Return the compute-only program of a schedule: F, B, I, W and R of every rank.
 
     Args:
         schedule: A function of (rank, ranks, microbatches), and of `v`, the number of stages on the
             rank, and `sequence_chunks`, if it has parameters of these names.  It returns a
             RankSchedule or yields several.
-        plan: The shape of the pipeline.  What is not given is what the schedule is made for.
+        shape: The shape of the pipeline.  What is not given is what the schedule is made for.
 
     Returns:
         The program, without messages, reductions and steps.
@@ -66,7 +66,7 @@ def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
         rank 1
           4 x  F 1.0+; B 1.0+
     """
-    require_type(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+    require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
     name = name_of(schedule)
     try:
         signature = inspect.signature(schedule)
@@ -80,11 +80,11 @@ def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
         ) from None
     if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
         raise ScheduleError("a schedule is a plain function, not an async one", program=name)
-    plan = shape_for(schedule, plan).resolved()
-    told = {"v": plan.stages_per_rank, "sequence_chunks": plan.sequence_chunks}
+    shape = shape_for(schedule, shape).resolved()
+    told = {"v": shape.stages_per_rank, "sequence_chunks": shape.sequence_chunks}
     told = {name: number for name, number in told.items() if takes(name, schedule, signature)}
     try:
-        signature.bind(0, plan.ranks, plan.microbatches, **told)
+        signature.bind(0, shape.ranks, shape.microbatches, **told)
     except TypeError:
         several = len(signature.parameters) > 3
         raise ScheduleError(
@@ -92,65 +92,69 @@ def expand_schedule(schedule: Schedule, plan: PipelineShape) -> Program:
             program=name,
             hint="bind other options with functools.partial" if several else "",
         ) from None
-    _check_placed(schedule, plan, name)
+    _check_placed(schedule, shape, name)
     spelled: list[Words] = []  # of some ranks each
     words: list[Words] = []  # of the ranks since
-    offsets, first = np.zeros(plan.ranks + 1, np.int64), 0
-    for rank, own in enumerate(plan.stages_of):
+    offsets, first = np.zeros(shape.ranks + 1, np.int64), 0
+    for rank, own in enumerate(shape.stages_of):
         told |= {"v": len(own)} if "v" in told else {}
         call = partial(schedule, **told) if told else schedule
-        words.append(_called(call, name, rank, plan))
+        words.append(_called(call, name, rank, shape))
         offsets[rank + 1] = offsets[rank] + len(words[-1])
         most = trust().instructions
         if most is not None and offsets[rank + 1] > most:
-            raise PlanError(
-                f"the schedule of {plan.stages} stages x {plan.microbatches} microbatches says "
+            raise ShapeError(
+                f"the schedule of {shape.stages} stages x {shape.microbatches} microbatches says "
                 f"more than the {most} instructions that a program may have",
                 program=name,
                 hint=RAISED,
                 fields=["microbatches", "ranks", "stages_per_rank"],
             )
-        if offsets[rank + 1] - offsets[first] >= _AT_ONCE or rank + 1 == plan.ranks:
+        if offsets[rank + 1] - offsets[first] >= _AT_ONCE or rank + 1 == shape.ranks:
             try:
-                spelled.append(spell(words, first, plan))
-            except ProgramError as error:
+                spelled.append(spell(words, first, shape))
+            except SchedirError as error:
                 error.program = name
                 raise
             words, first = [], rank + 1
     whole = spelled[0] if len(spelled) == 1 else np.concatenate(spelled)
-    return Program(name, plan, StreamSlices.at(whole, offsets))
+    return Program(name, shape, StreamSlices.at(whole, offsets))
 
 
-def _check_placed(schedule: Schedule, plan: PipelineShape, name: str) -> None:
+def _check_placed(schedule: Schedule, shape: PipelineShape, name: str) -> None:
     placement, fixed = placed_for(schedule)
     delay = delay_for(schedule)
-    if plan.optimizer_steps > 1 and delay is not None and replace(plan, weight_delay=delay) != plan:
+    if (
+        shape.optimizer_steps > 1
+        and delay is not None
+        and replace(shape, weight_delay=delay) != shape
+    ):
         raise ScheduleError(
-            f"{name} is for updates with a delay of {delay}, not of {plan.weight_delay}",
+            f"{name} is for updates with a delay of {delay}, not of {shape.weight_delay}",
             program=name,
         )
-    v = fixed or plan.stages_per_rank
-    if placement is None or (placement, v) == (plan.placement, plan.stages_per_rank):
+    v = fixed or shape.stages_per_rank
+    if placement is None or (placement, v) == (shape.placement, shape.stages_per_rank):
         return
     if isinstance(placement, str):
         v = max(v, named_of(placement).stages_per_rank)
-    right = PipelineShape(plan.ranks, plan.microbatches, v, placement)
-    if not np.array_equal(plan.holders, right.holders):
+    right = PipelineShape(shape.ranks, shape.microbatches, v, placement)
+    if not np.array_equal(shape.holders, right.holders):
         raise ScheduleError(
             f"{name} is for placement {placement!r}{f' with {v} stages per rank' * bool(fixed)}, "
-            f"not for {plan.placement!r} with {plan.stages_per_rank}",
+            f"not for {shape.placement!r} with {shape.stages_per_rank}",
             program=name,
         )
 
 
-def _called(call: Schedule, name: str, rank: int, plan: PipelineShape) -> Words:
+def _called(call: Schedule, name: str, rank: int, shape: PipelineShape) -> Words:
     """The letters of all words of one rank, unless they do not end."""
-    what = f"the schedule of rank {rank} of {plan.ranks}"
-    enough = 4 * len(plan.stages_of[rank]) * plan.microbatches  # F, R, I, W of each (stage, mb)
+    what = f"the schedule of rank {rank} of {shape.ranks}"
+    enough = 4 * len(shape.stages_of[rank]) * shape.microbatches  # F, R, I, W of each (stage, mb)
     most = 3 * enough + 1000  # what is a little wrong is best said of the whole
     words, count = [EMPTY.letters], 0
     try:
-        told = call(rank, plan.ranks, plan.microbatches)
+        told = call(rank, shape.ranks, shape.microbatches)
         many = not isinstance(told, RankSchedule | str) and isinstance(told, Iterable)
         for word in _yielded(told, what) if many else [told]:
             if not isinstance(word, RankSchedule):
@@ -166,7 +170,7 @@ def _called(call: Schedule, name: str, rank: int, plan: PipelineShape) -> Words:
                     "enough",
                     hint="does its loop end?" if many else "",
                 )
-    except ProgramError as error:
+    except SchedirError as error:
         error.program = error.program or name
         raise
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@
 ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
 >>> assert_schedule(mine)
 
-A schedule that is not right fails on the smallest plan that shows it:
+A schedule that is not right fails on the smallest shape that shows it:
 
 >>> def impatient(rank, ranks, microbatches):
 ...     lead = min(rank, microbatches)

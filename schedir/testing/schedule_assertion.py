@@ -9,68 +9,68 @@ from hypothesis import strategies as st
 
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile
-from schedir.errors import ProgramError, UsageError, describe, require_type
+from schedir.errors import SchedirError, UsageError, describe, require_type
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import Schedule, name_of
 from schedir.testing.strategies import shapes_for
 from schedir.verify.check import check
 
-_PLANS = "plans=[PipelineShape(ranks=2, microbatches=4)]"
+_SHAPES = "shapes=[PipelineShape(ranks=2, microbatches=4)]"
 
 
 def assert_schedule(
     schedule: Schedule,
     *,
-    plans: st.SearchStrategy[PipelineShape] | Iterable[PipelineShape] | None = None,
+    shapes: st.SearchStrategy[PipelineShape] | Iterable[PipelineShape] | None = None,
     models: Sequence[ProgressModel] = MODELS,
     exact: bool | None = None,
     examples: int = 50,
 ) -> None:
-    """Assert that a schedule is right on many plans.
+    """Assert that a schedule is right on many shapes.
 
     It compiles; it is complete and finishes under each of `models`, by default all; and run in this
     process, in random legal orders on a tiny model, it gives the gradients of the same model
     without a schedule.
 
-    `plans` are the plans that the schedule is to take, or a strategy, of which `examples` are
+    `shapes` are the shapes that the schedule is to take, or a strategy, of which `examples` are
     tried; without it, those of `shapes_for`.  Gradients must be the same bits where the program is
     ascending, and else within 1e-6 (the norm of the difference over the norm, per parameter);
     `exact` says to demand the bits of all, or of none.  Of several updates they are the last's,
     and no optimizer steps between them.
 
-    Raises AssertionError that names the plan, the first or the smallest found, and what is wrong;
-    UsageError where there is no plan to try, and for plans and models that are none.
+    Raises AssertionError that names the shape, the first or the smallest found, and what is wrong;
+    UsageError where there is no shape to try, and for shapes and models that are none.
 
     >>> from schedir import PipelineShape, schedules
     >>> from schedir.testing import assert_schedule
-    >>> assert_schedule(schedules.zb_h1, plans=[PipelineShape(ranks=2, microbatches=4)])
+    >>> assert_schedule(schedules.zb_h1, shapes=[PipelineShape(ranks=2, microbatches=4)])
     """
 
     models = _models(models)
 
-    def holds(plan: PipelineShape, seed: int) -> None:
-        program = _legal(schedule, plan, models)
+    def holds(shape: PipelineShape, seed: int) -> None:
+        program = _legal(schedule, shape, models)
         wrong = _difference(program, models[0], seed, exact)
         if wrong:
-            raise AssertionError(f"{program.name} is wrong on {plan}\n{wrong}")
+            raise AssertionError(f"{program.name} is wrong on {shape}\n{wrong}")
 
-    if isinstance(plans, st.SearchStrategy):
-        tried = given(plan=plans, seed=st.integers(0, 2**32 - 1))(holds)
+    if isinstance(shapes, st.SearchStrategy):
+        tried = given(shape=shapes, seed=st.integers(0, 2**32 - 1))(holds)
         phases = [phase for phase in Phase if phase is not Phase.explain]  # of no use to the reader
         # No database: it would hand the failures of one schedule to the next.
         settings(max_examples=examples, deadline=None, phases=phases, database=None)(tried)()
         return
-    if plans is not None and not isinstance(plans, Iterable):
-        require_type(plans, PipelineShape, _PLANS)  # one alone is several with one
-    several = shapes_for(schedule) if plans is None else plans
+    if shapes is not None and not isinstance(shapes, Iterable):
+        require_type(shapes, PipelineShape, _SHAPES)  # one alone is several with one
+    several = shapes_for(schedule) if shapes is None else shapes
     several = [several] if isinstance(several, PipelineShape) else list(several)
     if not several:
-        raise UsageError("there is no plan to try the schedule on")
-    for plan in several:
-        require_type(plan, PipelineShape, _PLANS)
-    for seed, plan in enumerate(several):
-        holds(plan, seed)
+        raise UsageError("there is no shape to try the schedule on")
+    for shape in several:
+        require_type(shape, PipelineShape, _SHAPES)
+    for seed, shape in enumerate(several):
+        holds(shape, seed)
 
 
 def _models(given: object) -> tuple[ProgressModel, ...]:
@@ -84,16 +84,16 @@ def _models(given: object) -> tuple[ProgressModel, ...]:
     return found
 
 
-def _legal(schedule: Schedule, plan: PipelineShape, models: Sequence[ProgressModel]) -> Program:
+def _legal(schedule: Schedule, shape: PipelineShape, models: Sequence[ProgressModel]) -> Program:
     """The program of a schedule, complete and free of deadlock under every model."""
     model = models[0]
     try:
-        program = compile(schedule, plan.resolved(), progress_model=model)
+        program = compile(schedule, shape.resolved(), progress_model=model)
         for model in models:
             check(program, model)
-    except ProgramError as error:
+    except SchedirError as error:
         raise AssertionError(
-            f"{name_of(schedule)} is refused on {plan} under {model!r}\n"
+            f"{name_of(schedule)} is refused on {shape} under {model!r}\n"
             f"{type(error).__name__}: {error}"
         ) from error
     return program
@@ -110,9 +110,9 @@ def _difference(
     from schedir.runtime.sequential_reference import run_sequential
     from schedir.testing.tiny_model import batch, loss, tiny_stages
 
-    plan = program.plan
-    inputs, targets = batch(plan.microbatches, seed)
-    plain, stages = (tiny_stages(plan.stages, seed) for _ in range(2))
+    shape = program.shape
+    inputs, targets = batch(shape.microbatches, seed)
+    plain, stages = (tiny_stages(shape.stages, seed) for _ in range(2))
     boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
     ranks = InProcessExecutor(
         program, stages, loss=loss, boundary=boundary, progress_model=progress_model
@@ -122,8 +122,8 @@ def _difference(
         return "the loss is not that of the reference"
     if not program.trains:
         return ""
-    if plan.optimizer_steps > 1:  # the gradients of the last are left to look at
-        last = slice(-plan.per_update, None)
+    if shape.optimizer_steps > 1:  # the gradients of the last are left to look at
+        last = slice(-shape.per_update, None)
         run_sequential(plain, inputs[last], targets[last], loss=loss)
     bits = program.ascending if exact is None else exact
     for stage, (one, other) in enumerate(zip(stages, plain, strict=True)):

@@ -11,7 +11,7 @@ from itertools import product
 from hypothesis import strategies as st
 
 from schedir.compiler.compile import lower
-from schedir.errors import PlanError
+from schedir.errors import ShapeError
 from schedir.ir.isa.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instr
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import Tied, tied_stages
@@ -27,7 +27,7 @@ PLACED = ("loop", "vee", "mirror", "given", "rows")
 def shapes_for(
     schedule: Schedule, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
 ) -> list[PipelineShape]:
-    """All plans up to these sizes of the kind that a schedule is written for, smaller ones first.
+    """All shapes up to these sizes of the kind that a schedule is written for, smaller ones first.
 
     As its mark says (`with_placement`); else any stages per rank if it takes `v`, or one.
 
@@ -45,7 +45,7 @@ def shapes_for(
     each = [v] if v else range(1, stages_per_rank + 1)
     found: dict[PipelineShape, None] = {}
     for shape in product(range(1, ranks + 1), range(1, microbatches + 1), each):
-        with suppress(PlanError):  # a mirror of an odd number of ranks, for one
+        with suppress(ShapeError):  # a mirror of an odd number of ranks, for one
             found[PipelineShape(*shape, placement)] = None
     return [*found]
 
@@ -58,7 +58,7 @@ def shapes(
     stages_per_rank: int = 3,
     placements: Sequence[str] = PLACED,
 ) -> PipelineShape:
-    """Small plans, up to these sizes.
+    """Small shapes, up to these sizes.
 
     A "given" placement is any with one holder of each stage, and "rows" any with two or three,
     uneven ones among them; there `stages_per_rank` is the most on average.  "vee" and "mirror" need
@@ -67,8 +67,8 @@ def shapes(
     >>> from hypothesis import given
     >>> from schedir.testing import shapes
     >>> @given(shapes(ranks=2, microbatches=4))
-    ... def every_stage_has_a_rank(plan):
-    ...     assert {stage for own in plan.stages_of for stage in own} == {*range(plan.stages)}
+    ... def every_stage_has_a_rank(shape):
+    ...     assert {stage for own in shape.stages_of for stage in own} == {*range(shape.stages)}
     >>> every_stage_has_a_rank()
     """
     more = stages_per_rank > 1
@@ -92,7 +92,7 @@ def shapes(
 def _with_rows(
     draw: st.DrawFn, ranks: int, microbatches: int, stages_per_rank: int
 ) -> PipelineShape:
-    """A plan of which each stage has two or three holders, on ranks of all that hold any."""
+    """A shape of which each stage has two or three holders, on ranks of all that hold any."""
     rows = draw(st.integers(2, min(3, ranks, microbatches)))
     stage = st.permutations(range(ranks)).map(lambda order: order[:rows])
     most = max(ranks * stages_per_rank // rows, 1)
@@ -111,7 +111,7 @@ def compute_programs(
     split: float = 0.5,
     placements: Sequence[str] = PLACED,
 ) -> Program:
-    """Complete drafts on small plans, as of `shapes`; `split` is the share of I and W.
+    """Complete drafts on small shapes, as of `shapes`; `split` is the share of I and W.
 
     They ascend, where stages have one holder.
 
@@ -123,8 +123,10 @@ def compute_programs(
     ...     schedir.check(schedir.compile(draft))
     >>> every_draft_compiles()
     """
-    plan = draw(shapes(ranks, microbatches, stages_per_rank, placements))
-    return random_compute_program(plan, random.Random(draw(st.integers(0, 2**32 - 1))), split=split)
+    shape = draw(shapes(ranks, microbatches, stages_per_rank, placements))
+    return random_compute_program(
+        shape, random.Random(draw(st.integers(0, 2**32 - 1))), split=split
+    )
 
 
 @st.composite
@@ -143,7 +145,7 @@ def programs(
     """
     draft = draw(compute_programs(ranks, microbatches, stages_per_rank))
     clip, grouped = draw(st.booleans()), draw(st.booleans())
-    tied, frozen = draw(tied_weights(draft.plan)), draw(st.integers(0, draft.plan.stages - 1))
+    tied, frozen = draw(tied_weights(draft.shape)), draw(st.integers(0, draft.shape.stages - 1))
     if any(stages[0] < frozen <= stages[-1] for stages in tied):
         frozen = 0
     tp = draw(st.integers(1, 2))
@@ -153,27 +155,27 @@ def programs(
     return group_opposites(program) if grouped else program
 
 
-def tied_weights(plan: PipelineShape) -> st.SearchStrategy[Tied]:
-    """What may be tied in a plan: nothing, first and last stage, or up to two sets of any.
+def tied_weights(shape: PipelineShape) -> st.SearchStrategy[Tied]:
+    """What may be tied in a shape: nothing, first and last stage, or up to two sets of any.
 
     >>> from hypothesis import given
     >>> import schedir
     >>> from schedir.testing import tied_weights
-    >>> plan = schedir.PipelineShape(ranks=3, microbatches=2)
-    >>> @given(tied_weights(plan))
+    >>> shape = schedir.PipelineShape(ranks=3, microbatches=2)
+    >>> @given(tied_weights(shape))
     ... def any_ties_compile(tied):
-    ...     schedir.compile(schedir.schedules.gpipe, plan, tied_weights=tied)
+    ...     schedir.compile(schedir.schedules.gpipe, shape, tied_weights=tied)
     >>> any_ties_compile()
     """
-    if plan.stages == 1:
+    if shape.stages == 1:
         return st.just(())
-    stages = st.sets(st.integers(0, plan.stages - 1), min_size=2)
+    stages = st.sets(st.integers(0, shape.stages - 1), min_size=2)
     any_sets = st.lists(stages.map(sorted), min_size=1, max_size=2)
-    return st.one_of(st.booleans(), any_sets).map(lambda tied: tied_stages(tied, plan))
+    return st.one_of(st.booleans(), any_sets).map(lambda tied: tied_stages(tied, shape))
 
 
 def random_compute_program(
-    plan: PipelineShape, rng: random.Random, *, split: float = 0.5
+    shape: PipelineShape, rng: random.Random, *, split: float = 0.5
 ) -> Program:
     """A draft in the order in which a random execution would meet its instructions.
 
@@ -185,13 +187,13 @@ def random_compute_program(
     >>> random_compute_program(PipelineShape(ranks=2, microbatches=4), random.Random(0), split=0.0)
     <draft random: 2 ranks, 16 instructions>
     """
-    S, m = plan.stages, plan.microbatches
-    streams: list[list[Instr]] = [[] for _ in range(plan.ranks)]
+    S, m = shape.stages, shape.microbatches
+    streams: list[list[Instr]] = [[] for _ in range(shape.ranks)]
     ready = [Instr(_F, 0, mb) for mb in range(m)]
     backward = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
     arrived: set[tuple[int, int]] = set()  # (stage, mb) whose gradient is there
     # Of each stage, and of the microbatches of each of its holders by themselves:
-    turns = [[begin] * S for begin in plan.parts[:-1]]  # the microbatch whose backward is next
+    turns = [[begin] * S for begin in shape.parts[:-1]]  # the microbatch whose backward is next
     late: list[list[list[int]]] = [[[] for _ in range(S)] for _ in turns]  # I ran, W did not
 
     def offer(stage: int, row: int) -> None:
@@ -204,9 +206,9 @@ def random_compute_program(
     while ready:
         instr = ready.pop(rng.randrange(len(ready)))
         op, s, mb = instr
-        row = int(plan.row_at(mb))
+        row = int(shape.row_at(mb))
         turn, weights = turns[row], late[row]
-        streams[int(plan.rank_at(s, mb))].append(instr)
+        streams[int(shape.rank_at(s, mb))].append(instr)
         if op is _F and s + 1 < S:
             ready.append(Instr(_F, s + 1, mb))
         elif op is _F:
@@ -225,4 +227,4 @@ def random_compute_program(
                 arrived.add((s - 1, mb))
                 offer(s - 1, row)
         offer(s, row)
-    return Program("random", plan, tuple(map(Stream.of, streams)))
+    return Program("random", shape, tuple(map(Stream.of, streams)))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from schedir.errors import CheckpointError, ExecutionError, ProgramError, describe
+from schedir.errors import CheckpointError, ExecutionError, SchedirError, describe
 from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.checkpoint_state import (
@@ -64,7 +64,7 @@ class TorchCheckpointState:
 
         try:
             pipelines = told(own, dist.group.WORLD)
-        except ProgramError as error:
+        except SchedirError as error:
             raise CheckpointError(error.fact, hint=error.hint) from error
         mesh = _mesh_of(pipelines)
 
@@ -78,8 +78,8 @@ class TorchCheckpointState:
         return CheckpointState(ranks, settle=lambda: None)  # an optimizer of the user's has stepped
 
     def _rank(self, optimizer: Any, mesh: Sequence[tuple[int, ...]]) -> RankCheckpointState:
-        plan, flat = self.program.plan, [process for members in mesh for process in members]
-        world = [plan.ranks, 1, len(mesh), plan.stages]
+        shape, flat = self.program.shape, [process for members in mesh for process in members]
+        world = [shape.ranks, 1, len(mesh), shape.stages]
         # Which process draws for what is plain where replicas lie as those of executors do.
         world += [] if flat == [*range(len(flat))] else flat
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as Replicated
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.errors import ModelError, ProgramError, UsageError, in_words
+from schedir.errors import ModelError, SchedirError, UsageError, in_words
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
@@ -38,7 +38,7 @@ from schedir.transports.shared_memory import SharedMemoryTransport
 
 def boundaries(
     modules: Mapping[int, nn.Module],
-    plan: PipelineShape,
+    shape: PipelineShape,
     group: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -52,7 +52,7 @@ def boundaries(
 
     Args:
         modules: This rank's stages.
-        plan: The plan of the program.
+        shape: The shape of the program.
         group: The process group of the pipeline.
         args: The arguments of the first stage for a microbatch.
         kwargs: The keywords of this rank's stages for a microbatch.
@@ -62,14 +62,14 @@ def boundaries(
         ModelError: In all ranks, if a stage fails or returns anything but tensors.
     """
     rank, found = dist.get_rank(group), dict[int, tuple[Boundary, ...]]()
-    for s in range(plan.stages - 1):
-        owner = int(plan.rank_of[s])
+    for s in range(shape.stages - 1):
+        owner = int(shape.rank_of[s])
         told: Any = None
         if rank == owner:
             try:
                 given = found[s - 1] if s else args
                 told = _given(modules[s], s, given, kwargs, trains=trains)
-            except ProgramError as error:
+            except SchedirError as error:
                 told = error.fact
             except Exception as error:
                 told = f"stage {s} fails in the first microbatch: {in_words(error)}"
@@ -216,7 +216,7 @@ def made(
         if not hasattr(modules[s], "_orig_mod"):
             make_backward_splittable(modules[s])
     with torch.inference_mode(False):
-        found = boundaries(modules, program.plan, group, args, kwargs, trains=trains)
+        found = boundaries(modules, program.shape, group, args, kwargs, trains=trains)
         transport = _transport(program, group, torch.device(stages[0].device))
         executor = Executor(
             program,
@@ -228,7 +228,7 @@ def made(
             seed=None,
             tied=_tied(tied, key, program),
             alike=True,  # `schedule.py` has checked for weights that are equal and not tied
-            adds=not (trains and program.plan.rows > 1),
+            adds=not (trains and program.shape.rows > 1),
             record=False,
         )
     received = tree_leaves(executor.state.buffers)
@@ -247,7 +247,7 @@ def _tied(
     """What is tied, by the names that parameters have in the modules that run."""
     if tied is None:
         return None
-    own = zip(program.plan.stages_of, key, strict=True)
+    own = zip(program.shape.stages_of, key, strict=True)
     prefix = {s: p for stages, of in own for s, p in zip(stages, of.prefixes, strict=True)}
     return TiedWeights(
         tuple(tuple((s, prefix[s] + name) for s, name in places) for places in tied.weights)

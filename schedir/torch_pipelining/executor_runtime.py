@@ -54,8 +54,8 @@ class ExecutorRuntime:
         self.stages, self.group, self.tied = stages, group, tied
         self.programs = {False: forward_program, program.trains: program}
         self.loss_fn = loss_fn
-        self.divisor = program.plan.microbatches if scale_grads else 1
-        self.aside = self.divisor > 1 or bool(program.tied_weights) or program.plan.rows > 1
+        self.divisor = program.shape.microbatches if scale_grads else 1
+        self.aside = self.divisor > 1 or bool(program.tied_weights) or program.shape.rows > 1
         self.first = any(stage.is_first for stage in stages)
         self.last = next((stage for stage in stages if stage.is_last), None)
         self.made: dict[tuple[ExecutorRequirements, ...], CachedExecutor] = {}
@@ -87,7 +87,7 @@ class ExecutorRuntime:
         """
         trains = bool(self.stages[0].has_backward)
         program = self.programs[trains]
-        n = program.plan.microbatches
+        n = program.shape.microbatches
         wrong = self._wrong(n, arg_mbs, kwarg_mbs, target_mbs, losses, trains)
         inputs = [*(arg_mbs or [()] * n)] if self.first and not wrong else []
         before = self.now
@@ -138,7 +138,7 @@ class ExecutorRuntime:
 
     def _finish(self, program: Program) -> None:
         """What torch's runtime does at REDUCE_GRAD."""
-        if program.plan.rows > 1:  # in buffers of the executor's, which the next step fills
+        if program.shape.rows > 1:  # in buffers of the executor's, which the next step fills
             for p in gradients.parameters(self.stages):
                 p.grad = None if p.grad is None else p.grad.clone()
         for stage in self.stages:

@@ -24,7 +24,7 @@ from schedir.ir.program import FIELDS, Program, is_op
 from schedir.schedules.schedule_algebra import Schedule
 
 Given = Program | str | os.PathLike[str]
-ONE = "schedule='zb_v', or program=schedir.compile(schedule, plan)"
+ONE = "schedule='zb_v', or program=schedir.compile(schedule, shape)"
 
 
 def loaded(schedule: Schedule | str | None, program: Given | None) -> Schedule | Program:
@@ -65,15 +65,18 @@ def loaded(schedule: Schedule | str | None, program: Given | None) -> Schedule |
     return program
 
 
-def compiled(found: Schedule | Program, plan: PipelineShape, tied: Tied) -> Program:
+def compiled(found: Schedule | Program, shape: PipelineShape, tied: Tied) -> Program:
     """The program of these stages.  Raises UsageError for a Program of others, and what compiling
     raises."""
     if not isinstance(found, Program):
-        return compile(found, plan, tied_weights=tied)
-    own, has = found.plan, (found.plan.ranks, found.plan.microbatches, found.plan.holders.tolist())
-    if has != (plan.ranks, plan.microbatches, plan.holders.tolist()):
+        return compile(found, shape, tied_weights=tied)
+    own, has = (
+        found.shape,
+        (found.shape.ranks, found.shape.microbatches, found.shape.holders.tolist()),
+    )
+    if has != (shape.ranks, shape.microbatches, shape.holders.tolist()):
         raise UsageError(
-            f"the program is for {_shape(own)}; the stages given are {_shape(plan)}",
+            f"the program is for {_shape(own)}; the stages given are {_shape(shape)}",
             program=found.name,
             fields=["program"],
         )
@@ -92,19 +95,19 @@ def compiled(found: Schedule | Program, plan: PipelineShape, tied: Tied) -> Prog
     return found if ends else finish(replace(found, tied_weights=found.tied_weights or tied))
 
 
-def _shape(plan: PipelineShape) -> str:
-    """A plan in words, with who holds which stage."""
+def _shape(shape: PipelineShape) -> str:
+    """A shape in words, with who holds which stage."""
     held = "; ".join(
-        f"rank {rank}: {', '.join(map(str, own))}" for rank, own in enumerate(plan.stages_of)
+        f"rank {rank}: {', '.join(map(str, own))}" for rank, own in enumerate(shape.stages_of)
     )
-    return f"{plan.stages} stages, {plan.microbatches} microbatches ({held})"
+    return f"{shape.stages} stages, {shape.microbatches} microbatches ({held})"
 
 
 # ------------------------------------------------------------ who holds what
 
 
-def plan_of(held: Sequence[Sequence[int]], stages: int, microbatches: int) -> PipelineShape:
-    """The plan of the stages that each rank holds.
+def shape_of(held: Sequence[Sequence[int]], stages: int, microbatches: int) -> PipelineShape:
+    """The shape of the stages that each rank holds.
 
     Raises UsageError for a stage that nobody holds, or two ranks do, or one twice.
     """

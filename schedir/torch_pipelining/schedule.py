@@ -50,7 +50,7 @@ class Schedule(CheckedRuntime):
         )
 
     `stages` are this rank's PipelineStages, or one.  `schedule` is one of ours, its name, or a
-    function of one's own, compiled for the plan that follows from the stages: who holds which is
+    function of one's own, compiled for the shape that follows from the stages: who holds which is
     found out among the ranks.  `program` is a Program, a draft, or the path of a .sched or .csv,
     for these very stages.  Without a `loss_fn` only forwards are run.
 
@@ -136,10 +136,10 @@ class Schedule(CheckedRuntime):
             scale_grads=each[0]["scale_grads"],
             backward_requires_autograd=backward_requires_autograd,
         )
-        plan = program_selection.plan_of(
+        shape = program_selection.shape_of(
             [of["the stages"] for of in each], held[0].num_stages, n_microbatches
         )
-        self._rank_of: list[int] = plan.rank_of.tolist()
+        self._rank_of: list[int] = shape.rank_of.tolist()
         self._copies = (
             SharedWeights(held, group, tied, alike=alike) if loss_fn is not None else None
         )
@@ -150,7 +150,7 @@ class Schedule(CheckedRuntime):
         def compiled() -> str:
             found = program_selection.loaded(schedule, program)
             whole = program_selection.compiled(
-                found, plan, self._copies.sets if self._copies else ()
+                found, shape, self._copies.sets if self._copies else ()
             )
             if loss_fn is None and isinstance(found, Program) and whole.trains:
                 raise UsageError(
@@ -195,7 +195,7 @@ class Schedule(CheckedRuntime):
         self._splits = actions.splits(self.program) if self.program.trains else frozenset()
         if self._splits and runtime == "torch":
             install_hook_counters()
-        self._last = actions.order_of_last(self.program, plan.stages - 1)
+        self._last = actions.order_of_last(self.program, shape.stages - 1)
         self.register_custom_function(REDUCE_GRAD, self._reduce)
 
     @classmethod

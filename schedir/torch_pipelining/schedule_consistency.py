@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from schedir import errors
-from schedir.errors import InstructionSite, ProgramError, UsageError, describe
+from schedir.errors import InstructionSite, SchedirError, UsageError, describe
 from schedir.transports.json_collectives import Kinds, encoded, gather
 
 _T = TypeVar("_T")
@@ -15,15 +15,15 @@ _T = TypeVar("_T")
 def told(make: Callable[[], _T], group: Any, kinds: Kinds = ()) -> list[_T]:
     """What each process of the group makes, by rank: plain values, and records of these kinds.
 
-    Where one raises a ProgramError, all raise it: that of the lowest rank, which it names if others
+    Where one raises a SchedirError, all raise it: that of the lowest rank, which it names if others
     had none or another.
     """
     mine: _T | None = None
-    error: ProgramError | None = None
+    error: SchedirError | None = None
     try:
         mine = make()
         encoded(mine, kinds)
-    except ProgramError as refused:
+    except SchedirError as refused:
         error, mine = refused, None
     except TypeError as refused:
         error, mine = UsageError(str(refused)), None
@@ -38,7 +38,7 @@ def told(make: Callable[[], _T], group: Any, kinds: Kinds = ()) -> list[_T]:
     return [what for what, _ in everyone]
 
 
-def _told(error: ProgramError) -> tuple[Any, ...]:
+def _told(error: SchedirError) -> tuple[Any, ...]:
     """An error as plain values; of one that says more than others do, as all its lines."""
     sites = [InstructionSite(s.rank, s.index, str(s.instr), s.note) for s in error.sites]
     fact = error.fact
@@ -49,16 +49,16 @@ def _told(error: ProgramError) -> tuple[Any, ...]:
 
 def _is_plain(kind: Any) -> bool:
     """Whether errors of a kind have what all have, and no more."""
-    known = isinstance(kind, type) and issubclass(kind, ProgramError)
-    return known and getattr(kind, "__init__") is getattr(ProgramError, "__init__")  # noqa: B009
+    known = isinstance(kind, type) and issubclass(kind, SchedirError)
+    return known and getattr(kind, "__init__") is getattr(SchedirError, "__init__")  # noqa: B009
 
 
-def _made(told: tuple[Any, ...]) -> ProgramError:
+def _made(told: tuple[Any, ...]) -> SchedirError:
     """The error that a process tells, of its kind where that takes no more than is told."""
     name, fact, program, sites, hint, fields = told
     found: Any = getattr(errors, str(name), None)
-    kind: type[ProgramError] = found if _is_plain(found) else ProgramError
-    made: ProgramError = kind(fact, program=program, sites=sites, hint=hint, fields=fields)
+    kind: type[SchedirError] = found if _is_plain(found) else SchedirError
+    made: SchedirError = kind(fact, program=program, sites=sites, hint=hint, fields=fields)
     return made
 
 

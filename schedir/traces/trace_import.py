@@ -17,9 +17,9 @@ from schedir.compiler.compile import finish, lower
 from schedir.errors import (
     CompletenessError,
     OrderError,
-    PlanError,
-    ProgramError,
     ReductionError,
+    SchedirError,
+    ShapeError,
     TraceError,
 )
 from schedir.io.torch_csv import placed
@@ -121,7 +121,7 @@ def read_run(
             if steps
             else "these traces have no ProfilerStep at all",
         )
-    failed: ProgramError | None = None
+    failed: SchedirError | None = None
     tried: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
     passed: list[str] = []
     waiting: list[
@@ -142,7 +142,7 @@ def read_run(
             continue
         try:
             timeline, told = _timeline(once.ranks, name, traits or {}, progress_model)
-        except (CompletenessError, OrderError, PlanError) as error:  # it may have been cut off
+        except (CompletenessError, OrderError, ShapeError) as error:  # it may have been cut off
             failed = failed or error
             passed.append(f"{once.said} is not whole: not read")
             if isinstance(error, ReductionError) and not traits:
@@ -189,7 +189,7 @@ def _timeline(
             "them, not when they ran"
         )
     marked = replace(_marked(ranks, name), **traits)
-    if marked.ops.isdisjoint(TRANSFERS) and marked.plan.ranks > 1:
+    if marked.ops.isdisjoint(TRANSFERS) and marked.shape.ranks > 1:
         notes.append(
             "messages are not marked: their order is schedir's own, and when they went is what "
             "the instructions leave room for"
@@ -260,22 +260,22 @@ def _marked(ranks: list[ScheduleRun], name: str) -> Program:
         )
     actions = [a for part in ranks for seen in part.seen for a in seen.actions]
     microbatches = max(action.mb for action in actions if action.op in COMPUTE) + 1
-    plan = placed(len(ranks), microbatches, [rank_of[stage] for stage in range(stages)])
+    shape = placed(len(ranks), microbatches, [rank_of[stage] for stage in range(stages)])
     streams = tuple(Stream(np.array(_words(part), np.int64)) for part in ranks)
-    return Program(name, plan, streams)
+    return Program(name, shape, streams)
 
 
 def _checked(
     program: Program, models: Sequence[ProgressModel], gpu: bool
 ) -> tuple[Program, ProgressModel]:
     """The program, and the first of these models under which it finishes."""
-    error: ProgramError | None = None
+    error: SchedirError | None = None
     for model in models:
         try:
             return check(program, model, blocking_hosts=not gpu), model
         except CompletenessError:
             raise
-        except ProgramError as refused:
+        except SchedirError as refused:
             error = refused
     assert error is not None
     raise error

@@ -61,10 +61,10 @@ class Evaluation:
     def __init__(
         self, config: Config, held: Batches, executor: Executor, transport: ProcessTransport
     ) -> None:
-        self.executor, self.transport, plan = executor, transport, executor.program.plan
+        self.executor, self.transport, shape = executor, transport, executor.program.shape
         self.every, self.last = config.train.evaluate_every, config.train.steps
         self.size = config.finer.size
-        own = plan.microbatches * self.size  # windows of a replica in a batch
+        own = shape.microbatches * self.size  # windows of a replica in a batch
         each = own * executor.program.dp
         count = min(len(held), config.train.evaluate_batches * each)
         inputs, targets = held.batch(0, count)
@@ -80,7 +80,7 @@ class Evaluation:
             (inputs[at : at + own], targets[at : at + own]) for at in range(first, room, each)
         ]
         # Tensor-parallel ranks all know the loss: the first counts.
-        self.counts = plan.stages - 1 in executor.stages and transport.tp_rank == 0
+        self.counts = shape.stages - 1 in executor.stages and transport.tp_rank == 0
 
     def is_due(self, step: int) -> bool:
         """Whether the loss is taken after a step."""

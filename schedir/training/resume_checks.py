@@ -16,7 +16,7 @@ from secrets import token_hex
 from typing import Any, Final
 
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import SchedirError, UsageError
 from schedir.io.files import atomic_write
 from schedir.models.gpt_config import GPTConfig
 from schedir.retired_names import SETTINGS, current_value
@@ -100,7 +100,7 @@ def origin(config: Config) -> RunIdentity | None:
     for step in reversed(CheckpointDirectory(folder).steps()):
         try:
             state = CheckpointDirectory(folder).read(step).state["extra"]
-        except (ProgramError, OSError, ValueError, LookupError, TypeError):
+        except (SchedirError, OSError, ValueError, LookupError, TypeError):
             continue  # it is not whole: whoever loads one says so
         return RunIdentity(str(state.get("run", "")), _settings(state), step)
     state = _read(Path(folder, RUN))

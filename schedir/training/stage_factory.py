@@ -42,7 +42,7 @@ class ProgramStages:
     ) -> dict[int, nn.Module]:
         """By number in the program, the stages of a rank, its shard of each."""
         found: dict[int, nn.Module] = {}
-        division, own = self.finer.division, {*self.program.plan.stages_of[rank]}
+        division, own = self.finer.division, {*self.program.shape.stages_of[rank]}
         more = {"sequence": True} if self.program.sequence_parallel else {}
         for stage, first in enumerate(self.finer.first[:-1]):
             if first not in own:

@@ -81,8 +81,8 @@ class StepLoop:
         self.number = 0  # of the step that was issued last, from 1
         self.issued: deque[_PendingStep] = deque()
         self.failed: tuple[_PendingStep, list[float]] | None = None
-        device, plan = executor.state.device, executor.program.plan
-        self.has_loss = plan.stages - 1 in executor.stages
+        device, shape = executor.state.device, executor.program.shape
+        self.has_loss = shape.stages - 1 in executor.stages
         self.left = StepResidue(executor)
         count = len(_StepNumbers._fields) + stops * len(self.left)
         self.readings = AsyncScalarBuffer(device, count, 2)
@@ -99,7 +99,7 @@ class StepLoop:
         self.number += 1
         mean = 1 / batch.tokens
         inputs, targets = batch.inputs.split(self.size), batch.targets.split(self.size)
-        scale = mean * executor.program.plan.optimizer_steps  # each has its share of the tokens
+        scale = mean * executor.program.shape.optimizer_steps  # each has its share of the tokens
         given = (inputs, targets, scale)
         held = scale if self.hold is None else self.hold + scale
         total = executor.step(inputs, targets, held)

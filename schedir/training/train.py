@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from schedir.errors import ExecutionError, NonFiniteError, ProgramError, UsageError
+from schedir.errors import ExecutionError, NonFiniteError, SchedirError, UsageError
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.io.black_box import ProcessPhase
 from schedir.io.files import reason
@@ -51,7 +51,7 @@ def run(path: str, sets: Sequence[str] = ()) -> int:
 
     Under torchrun, this process is one rank.  Otherwise it starts all that are asked for on
     this machine.  Returns the exit code: 0, 1 after a crash, 2 if a rank refused, 130 after
-    Ctrl-C, 143 after SIGTERM, when a step is saved.  Raises ProgramError for what can be refused
+    Ctrl-C, 143 after SIGTERM, when a step is saved.  Raises SchedirError for what can be refused
     before anything is started.
     """
     if "RANK" in os.environ:
@@ -97,7 +97,7 @@ def _start(path: str, sets: Sequence[str], config: Config, program: Program) -> 
 def program_of(config: Config) -> Program:
     """The program that a configuration trains, checked.
 
-    Raises ProgramError for a schedule that is wrong, does not train, or does not fit the rest.
+    Raises SchedirError for a schedule that is wrong, does not train, or does not fit the rest.
     """
     program = config.request.program
     if not program.trains:
@@ -161,7 +161,7 @@ def _run_rank(path: str, sets: Sequence[str]) -> int:
         crash(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
         crash(str(error), late=_is_late(error))
-    except ProgramError as error:
+    except SchedirError as error:
         late = _is_late(error)  # as of a save, where another has ended
         crash(format_error(error), 1 if late else 2, late=late)
     except OSError as error:

@@ -243,7 +243,7 @@ class _Trainer:
         self, own: Mapping[int, nn.Module], loss: Callable[..., Tensor], boundary: Passing
     ) -> Sizes:
         """What each stage keeps of a microbatch, and its weights: found by running it once."""
-        stages = range(self.program.plan.stages)
+        stages = range(self.program.shape.stages)
         inputs, targets = (one.to(self.device) for one in self.batches.batch(0, self.size))
         sizes = measure_sizes(
             [own.get(s) for s in stages],

@@ -82,7 +82,7 @@ class ProcessTransport:
     ) -> None:
         self.programs = (program, *more)
         self.static = torch.device(device).type != "cpu"
-        self.tp, self.dp, pp = program.tp, program.dp, program.plan.ranks
+        self.tp, self.dp, pp = program.tp, program.dp, program.shape.ranks
         self.within = group
         world = dist.get_world_size(group)
         if world != pp * self.tp * self.dp:
@@ -193,9 +193,9 @@ class ProcessTransport:
 
     def _require_mesh(self, program: Program) -> None:
         own = len(self.mesh[0]), self.tp, self.dp
-        if (program.plan.ranks, program.tp, program.dp) != own:
+        if (program.shape.ranks, program.tp, program.dp) != own:
             raise ModelError(
-                f"the program is for pp {program.plan.ranks} x tp {program.tp} x dp {program.dp}, "
+                f"the program is for pp {program.shape.ranks} x tp {program.tp} x dp {program.dp}, "
                 f"and its transport for pp {own[0]} x tp {own[1]} x dp {own[2]}",
                 program=program.name,
             )
@@ -250,8 +250,8 @@ def rows_of(*programs: Program) -> dict[Group, NDArray[np.int64]]:
 
 
 def _rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
-    tp, dp, plan = program.tp, program.dp, program.plan
-    mesh = mesh_of(plan.ranks, tp, dp)
+    tp, dp, shape = program.tp, program.dp, program.shape
+    mesh = mesh_of(shape.ranks, tp, dp)
     rows: dict[Group, NDArray[np.int64]] = {"model": mesh.reshape(dp, -1)}
     if tp > 1:
         rows["tp"] = mesh.reshape(-1, tp)
@@ -259,7 +259,7 @@ def _rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
         rows["dp"] = mesh.reshape(dp, -1).T
     if dp > 1 and program.zero:  # of its own: gathers must not queue behind reductions
         rows["params"] = rows["dp"]
-    for ranks in groups_of(program.summed, plan):
+    for ranks in groups_of(program.summed, shape):
         rows[ranks] = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
     return rows
 

@@ -78,7 +78,7 @@ def require_queues(
     """
     said = environ.get(QUEUES, "")
     has = min(HARDWARE, int(said) if said.isdecimal() else UNSET)
-    each = [streams_of(program, rank, progress_model, more) for rank in range(program.plan.ranks)]
+    each = [streams_of(program, rank, progress_model, more) for rank in range(program.shape.ranks)]
     most = max(range(len(each)), key=lambda rank: sum(each[rank].values()))
     if (needs := sum(each[most].values())) > has:
         parts = ", ".join(f"{number} for {name}" for name, number in each[most].items())

@@ -62,13 +62,13 @@ from schedir.verify.completeness import completeness
 
 def segments_in_turn(index: InstructionIndex) -> None:
     """Raise OrderError for the first segment of a sequence that its stage runs out of turn."""
-    plan = index.program.plan
-    if plan.sequence_chunks == 1:
+    shape = index.program.shape
+    if shape.sequence_chunks == 1:
         return
     found = []
     for ops, turn in ((FORWARDS, 1), (BACKWARDS, -1)):
         at = np.flatnonzero(index.is_op(ops))
-        sequence, segment = np.divmod(index.mb[at].astype(np.int64), plan.sequence_chunks)
+        sequence, segment = np.divmod(index.mb[at].astype(np.int64), shape.sequence_chunks)
         order = np.lexsort((sequence, index.stage[at]))  # stable: each in Stream order
         at, segment = at[order], turn * segment[order]
         alike = (sequence[order][1:] == sequence[order][:-1]) & (np.diff(index.stage[at]) == 0)
@@ -87,11 +87,11 @@ def segments_in_turn(index: InstructionIndex) -> None:
         fact = f"{early[2]} runs before {later[2]}, which gives gradients to its keys and values"
         needs = "needs the gradients that the other gives"
     raise OrderError(
-        f"{fact}: both are of sequence {later[2].mb // plan.sequence_chunks}",
+        f"{fact}: both are of sequence {later[2].mb // shape.sequence_chunks}",
         program=index.program.name,
         sites=[InstructionSite(*early, needs), InstructionSite(*later, "comes too late")],
-        hint=f"the {plan.sequence_chunks} segments of a sequence go forward from the first on, and "
-        "backward from the last on",
+        hint=f"the {shape.sequence_chunks} segments of a sequence go forward from the first on, "
+        "and backward from the last on",
     )
 
 
@@ -129,7 +129,7 @@ def check(
 
     A proof stays with the Program: to check it again costs nothing.
 
-    Raises a ProgramError that says what is wrong and where: CompletenessError
+    Raises a SchedirError that says what is wrong and where: CompletenessError
     (UnmatchedTransferError, ReductionError), GroupError, LoweringLevelError, OrderError, SlotError,
     ChannelMismatchError or DeadlockError; and UsageError for `lazy_communicators` on hosts that
     block, and for `eager_limit` without the sizes of messages.
@@ -145,7 +145,7 @@ def check(
     schedir.errors.UnmatchedTransferError: gpipe: send_grad 1.1 has no recv_grad 0.1 on rank 0
       rank 1 #8   send_grad 1.1
     """
-    require_type(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, shape)")
     host_device_sync = require_bool(host_device_sync, "host_device_sync")
     blocking_hosts, lazy_communicators = (
         require_bool(blocking_hosts, "blocking_hosts") or host_device_sync,
@@ -153,7 +153,7 @@ def check(
     )
     small = eager_of(eager_limit, sizes, program)
     if sizes is not None:
-        sizes.require(program.plan)
+        sizes.require(program.shape)
     if lazy_communicators and blocking_hosts:
         raise UsageError(
             "communicators that are made lazily are those of GPUs, whose hosts do not block",
@@ -278,7 +278,7 @@ def check_draft(program: Program) -> Program:
 
     It may say backwards of frozen stages, which the lowering leaves out.
     """
-    require_type(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, shape)")
     completeness(without_backwards(program), draft=True)
     return program
 
@@ -372,13 +372,13 @@ def _in_one_order(graph: Graph) -> bool:
 def _updates_in_turn(graph: Graph) -> None:
     """A rank steps before it adds to the next update, or lets go of what the host steps by: there
     is one sum of gradients."""
-    index, plan = graph.index, graph.program.plan
-    if plan.optimizer_steps == 1:
+    index, shape = graph.index, graph.program.shape
+    if shape.optimizer_steps == 1:
         return
     ends = next((op for op in RELEASES if op in index.at), STEPS[0])
     at = np.flatnonzero(index.is_op(ADDS))
     update, rank = index.update(at), index.rank[at]
-    before = np.where(update > 0, (update - 1) * plan.ranks + rank, NONE).astype(np.int32)
+    before = np.where(update > 0, (update - 1) * shape.ranks + rank, NONE).astype(np.int32)
     step = index.where(ends, before)
     if not (step > at).any():
         return
@@ -409,7 +409,7 @@ def _ends_in_turn(graph: Graph) -> None:
     What it adds sees to that; but one whose stages are all frozen adds nothing.
     """
     index = graph.index
-    if graph.program.plan.optimizer_steps == 1:
+    if graph.program.shape.optimizer_steps == 1:
         return
     at = np.flatnonzero(index.is_op(row.op for row in ROWS if row.per is Scope.RANK))
     update, rank = index.update(at), index.rank[at]

@@ -36,7 +36,7 @@ _SPLITS_SENT = tuple(op for op in SPLIT_CHANGES if op in {gives for gives, _, _ 
 
 def transfers(look: Inspector) -> None:
     """Each value that crosses ranks is sent and received, and nothing else is."""
-    plan, m = look.plan, look.plan.microbatches
+    shape, m = look.shape, look.shape.microbatches
     if not look.program.trains:
         look.refuse_first(
             look.index.is_op(_MOVE_GRADIENTS),
@@ -48,12 +48,12 @@ def transfers(look: Inspector) -> None:
         assert receive is not None and row.peer is not None
         if not look.program.has(row.needs[0]) and {send, receive}.isdisjoint(look.index.at):
             continue
-        stage, mb = np.arange(plan.stages)[:, None], np.arange(m)
+        stage, mb = np.arange(shape.stages)[:, None], np.arange(m)
         other = look.program.beside(row.peer)[:, None]
         inside = other >= look.program.first_of(send)
         there = np.maximum(other, 0)
-        here, away = plan.rank_at(stage, mb), plan.rank_at(there, mb)
-        crosses, arrives = np.zeros((2, plan.stages, m), bool)
+        here, away = shape.rank_at(stage, mb), shape.rank_at(there, mb)
+        crosses, arrives = np.zeros((2, shape.stages, m), bool)
         crosses[:] = inside & (here != away)
         arrives[there[inside]] = crosses[inside[:, 0]]  # receives that some edge accounts for
         sent, arrived = look.present(send), look.present(receive)
@@ -62,7 +62,7 @@ def transfers(look: Inspector) -> None:
             continue
         key = np.where(inside, there * m + mb, 0).reshape(-1)
         got = arrived[key] & np.repeat(inside, m)
-        here, away = (np.broadcast_to(k, (plan.stages, m)).reshape(-1) for k in (here, away))
+        here, away = (np.broadcast_to(k, (shape.stages, m)).reshape(-1) for k in (here, away))
         other = np.repeat(other, m)
         _stray(look, send, sent & ~crosses)
         _stray(look, receive, arrived & ~arrives)
@@ -75,7 +75,7 @@ def transfers(look: Inspector) -> None:
                 site = look.site_of(side, int(k[at]))
                 partner = Instr(gone, int(other[at] if gone is receive else look.stage[at]),
                                 int(look.mb[at]))  # fmt: skip
-                rank = int(plan.rank_at(partner.stage, partner.mb))
+                rank = int(shape.rank_at(partner.stage, partner.mb))
                 look.refuse(
                     f"{site.instr} has no {partner} on rank {rank}",
                     site,
@@ -112,16 +112,16 @@ def _stray(look: Inspector, op: Opcode, stray: NDArray[np.bool_]) -> None:
 
 def meetings(look: Inspector) -> None:
     """Where one rank of a group meets the others, all of them are there."""
-    plan = look.plan
+    shape = look.shape
     for op in COLLECTIVES:
         if op not in look.index.at:
             continue
         present, group = look.present(op), ROWS[op].group
         each: NDArray[np.bool_]
         if group == "model":
-            each = present.reshape(-1, plan.ranks)
+            each = present.reshape(-1, shape.ranks)
         elif group == "holders":
-            each = present.reshape(-1, len(plan.holders), plan.stages).swapaxes(1, 2)
+            each = present.reshape(-1, len(shape.holders), shape.stages).swapaxes(1, 2)
         else:  # those that share tied weights: the passes know whose are summed
             continue
         alone = (each.any(-1, keepdims=True) & ~each).reshape(-1, each.shape[-1])
@@ -129,11 +129,11 @@ def meetings(look: Inspector) -> None:
             meeting, absent = map(int, np.argwhere(alone)[0])
             here = each.reshape(alone.shape)[meeting]
             if group == "model":
-                key, rank = meeting * plan.ranks + int(here.argmax()), absent
+                key, rank = meeting * shape.ranks + int(here.argmax()), absent
             else:
-                time, stage = divmod(meeting, plan.stages)
-                key = (time * len(here) + int(here.argmax())) * plan.stages + stage
-                rank = int(plan.holders[absent, stage])
+                time, stage = divmod(meeting, shape.stages)
+                key = (time * len(here) + int(here.argmax())) * shape.stages + stage
+                rank = int(shape.holders[absent, stage])
             site = look.site_of(op, key)
             look.refuse(
                 f"{site.instr} meets no other on rank {rank}", site, kind=UnmatchedTransferError

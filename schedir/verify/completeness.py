@@ -39,7 +39,7 @@ from schedir.verify.inspector import Inspector
 MOST_IN_GROUP = 256  # NCCL hangs on larger ones
 _PER_RANK = tuple(row.op for row in ROWS if row.per is Scope.RANK)
 _LETTERS = " and ".join([", ".join(ROWS[op].text for op in COMPUTE[:-1]), ROWS[COMPUTE[-1]].text])
-_SMALL = 2**16  # instructions of which tables may be made, whatever the plan
+_SMALL = 2**16  # instructions of which tables may be made, whatever the shape
 
 
 def completeness(program: Program, *, draft: bool) -> InstructionIndex:
@@ -49,7 +49,7 @@ def completeness(program: Program, *, draft: bool) -> InstructionIndex:
     those that look further.  Raises CompletenessError or one of its kinds, GroupError, or
     LoweringLevelError.
     """
-    require_type(program, Program, "schedir.compile(schedule, plan)")
+    require_type(program, Program, "schedir.compile(schedule, shape)")
     _size(program)
     _words(program)
     index = InstructionIndex.of(program)
@@ -77,20 +77,20 @@ def completeness(program: Program, *, draft: bool) -> InstructionIndex:
 
 
 def _size(program: Program) -> None:
-    """Refuse what is far too small or too large for its plan, before tables of it are made.
+    """Refuse what is far too small or too large for its shape, before tables of it are made.
 
     What is a little wrong is better said by what is missing, or there twice.
     """
-    plan, n = program.plan, len(program)
-    if len(program.streams) != plan.ranks:
+    shape, n = program.shape, len(program)
+    if len(program.streams) != shape.ranks:
         raise CompletenessError(
-            f"{len(program.streams)} Streams for {plan.ranks} ranks", program=program.name
+            f"{len(program.streams)} Streams for {shape.ranks} ranks", program=program.name
         )
-    least = plan.stages * plan.microbatches
-    if least > max(4 * n, _SMALL) or n > max(4 * plan.room, _SMALL):
+    least = shape.stages * shape.microbatches
+    if least > max(4 * n, _SMALL) or n > max(4 * shape.room, _SMALL):
         raise CompletenessError(
-            f"{n} instructions are far too {'few' if n < least else 'many'} for {plan.stages} "
-            f"stages x {plan.microbatches} microbatches, which take {least} to {plan.room}",
+            f"{n} instructions are far too {'few' if n < least else 'many'} for {shape.stages} "
+            f"stages x {shape.microbatches} microbatches, which take {least} to {shape.room}",
             program=program.name,
         )
 
@@ -115,25 +115,25 @@ def _only_compute(look: Inspector) -> None:
 
 
 def _ranges(look: Inspector) -> None:
-    ix, plan = look.index, look.plan
+    ix, shape = look.index, look.shape
     if ix.all_valid:
         return
     look.refuse_first(
-        ix.stage >= plan.stages,
-        lambda at: f"there is no stage {ix.stage[at]}: they are 0 to {plan.stages - 1}",
+        ix.stage >= shape.stages,
+        lambda at: f"there is no stage {ix.stage[at]}: they are 0 to {shape.stages - 1}",
     )
     late = ix.is_op(row.op for row in ROWS if row.per is not Scope.MICROBATCH)
     look.refuse_first(
-        (ix.mb >= plan.microbatches) & ~late,
+        (ix.mb >= shape.microbatches) & ~late,
         lambda at: (
-            f"there is no microbatch {ix.mb[at]}: they are 0 to {plan.microbatches - 1}"
+            f"there is no microbatch {ix.mb[at]}: they are 0 to {shape.microbatches - 1}"
             + _too_many(look, at)
         ),
     )
     turns = ix.is_op(row.op for row in ROWS if row.per is Scope.OCCURRENCE)
     look.refuse_first(
-        (ix.mb >= plan.optimizer_steps) & late & ~turns,
-        lambda at: f"there is no update {ix.mb[at]}: they are 0 to {plan.optimizer_steps - 1}",
+        (ix.mb >= shape.optimizer_steps) & late & ~turns,
+        lambda at: f"there is no update {ix.mb[at]}: they are 0 to {shape.optimizer_steps - 1}",
     )
     look.refuse_first(
         (ix.mb >= ix.turns) & turns,
@@ -147,25 +147,25 @@ def _too_many(look: Inspector, at: int) -> str:
     alike = BACKWARDS if ix.op[at] in BACKWARDS else (ix.op[at],)
     ops = [op for op in alike if ((ix.op == op) & (ix.stage == ix.stage[at])).any()]
     number = int((np.isin(ix.op, ops) & (ix.stage == ix.stage[at])).sum())
-    if number <= look.plan.microbatches:
+    if number <= look.shape.microbatches:
         return ""
     names = " and ".join(ROWS[op].text for op in ops)
     return f", but stage {ix.stage[at]} has {number} {names}"
 
 
 def _owners(look: Inspector) -> None:
-    ix, plan = look.index, look.plan
-    wrong = plan.rank_at(ix.stage, ix.mb) != ix.rank
+    ix, shape = look.index, look.shape
+    wrong = shape.rank_at(ix.stage, ix.mb) != ix.rank
     for row, here in ix.rows():
         if row.per is Scope.RANK:
             wrong[here] = False
         elif row.per is not Scope.MICROBATCH:  # each holder reduces
-            wrong[here] = (plan.holders[:, ix.stage[here]] != ix.rank[here]).all(0)
+            wrong[here] = (shape.holders[:, ix.stage[here]] != ix.rank[here]).all(0)
     look.refuse_first(
         wrong,
         lambda at: (
-            f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * (plan.rows > 1)} "
-            f"{'' if plan.rows > 1 else 'is '}on rank {plan.rank_at(ix.stage[at], ix.mb[at])}, "
+            f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * (shape.rows > 1)} "
+            f"{'' if shape.rows > 1 else 'is '}on rank {shape.rank_at(ix.stage[at], ix.mb[at])}, "
             f"not on rank {ix.rank[at]}"
         ),
     )
@@ -251,7 +251,7 @@ def _compute(look: Inspector) -> None:
         look.missing(BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I is there")
     if not (b | i | frozen).all():
         key = int((~(b | i | frozen)).argmax())
-        rank = int(look.plan.rank_at(look.stage[key], look.mb[key]))
+        rank = int(look.shape.rank_at(look.stage[key], look.mb[key]))
         look.refuse(
             f"microbatch {look.mb[key]} has no backward in stage {look.stage[key]} (rank {rank})",
             look.site_of(FORWARD, key),
@@ -264,7 +264,7 @@ def _turns(look: Inspector) -> None:
     for row, at in ix.rows():
         if row.per is not Scope.OCCURRENCE:
             continue
-        if look.plan.optimizer_steps > 1:
+        if look.shape.optimizer_steps > 1:
             look.refuse(f"{row.text} goes with one update", look.site(int(at[0])))
         place = ix.keys(row.per, at, np.zeros(len(at), np.int64))
         order = np.argsort(place, kind="stable")
@@ -281,14 +281,14 @@ def _turns(look: Inspector) -> None:
 
 
 def _expected(look: Inspector) -> None:
-    """What passes add is there as the plan and the program's traits ask, and no more."""
+    """What passes add is there as the shape and the program's traits ask, and no more."""
     for each in LOWERING:
         for expected in each.expected(look.program, look.present):
             _as_expected(look, expected)
 
 
 def _as_expected(look: Inspector, expected: ExpectedInstructions) -> None:
-    op, plan = expected.op, look.plan
+    op, shape = expected.op, look.shape
     per, present = ROWS[op].per, look.present(op)
     should = np.asarray(expected.once, bool)
     if len(should) != len(present):  # so in each update, or turn
@@ -300,9 +300,9 @@ def _as_expected(look: Inspector, expected: ExpectedInstructions) -> None:
         at = int((should & ~present).argmax())
         if per is Scope.MICROBATCH:
             look.missing(op, at)
-        time, key = divmod(at, plan.ranks if per is Scope.RANK else plan.holders.size)
-        rank = key if per is Scope.RANK else int(plan.holders.reshape(-1)[key])
-        instr = Instr(op, 0 if per is Scope.RANK else key % plan.stages, time)
+        time, key = divmod(at, shape.ranks if per is Scope.RANK else shape.holders.size)
+        rank = key if per is Scope.RANK else int(shape.holders.reshape(-1)[key])
+        instr = Instr(op, 0 if per is Scope.RANK else key % shape.stages, time)
         beside = expected.beside
         there = beside is not None and look.present(beside)[at]
         sites = [look.site_of(beside, at)] if beside is not None and there else []

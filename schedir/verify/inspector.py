@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import CompletenessError, InstructionSite, ProgramError
+from schedir.errors import CompletenessError, InstructionSite, SchedirError
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import ROWS, Instr, Opcode, PeerRule
 from schedir.ir.program import Program
@@ -21,8 +21,8 @@ class Inspector:
     """
 
     def __init__(self, program: Program, index: InstructionIndex) -> None:
-        self.program, self.index, self.plan = program, index, program.plan
-        shape = self.plan.stages, self.plan.microbatches
+        self.program, self.index, self.shape = program, index, program.shape
+        shape = self.shape.stages, self.shape.microbatches
         self.stage, self.mb = np.indices(shape, np.int32).reshape(2, -1)
 
     def site(self, position: int, note: str = "") -> InstructionSite:
@@ -33,7 +33,7 @@ class Inspector:
         self,
         fact: str,
         *sites: InstructionSite,
-        kind: type[ProgramError] = CompletenessError,
+        kind: type[SchedirError] = CompletenessError,
         hint: str = "",
     ) -> NoReturn:
         """Refuse the program."""
@@ -55,7 +55,7 @@ class Inspector:
     def beside(self, hop: PeerRule) -> NDArray[np.int32]:
         """For each key that of the microbatch at the stage that is a hop further; -1 for none."""
         there = self.program.beside(hop)[self.stage]
-        return np.where(there < 0, -1, there * np.int32(self.plan.microbatches) + self.mb)
+        return np.where(there < 0, -1, there * np.int32(self.shape.microbatches) + self.mb)
 
     def site_of(self, op: Opcode, key: int) -> InstructionSite:
         """The `op` of a key, for an error."""
@@ -64,5 +64,5 @@ class Inspector:
     def missing(self, op: Opcode, key: int, why: str = "") -> NoReturn:
         """Refuse a program for an instruction of a (stage, mb) that is not there."""
         instr = Instr(op, int(self.stage[key]), int(self.mb[key]))
-        rank = int(self.plan.rank_at(*instr[1:]))
+        rank = int(self.shape.rank_at(*instr[1:]))
         self.refuse(f"{instr} is missing on rank {rank}{why}")

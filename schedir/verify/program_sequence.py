@@ -98,11 +98,11 @@ class _ProgramSequence:
         for row in runs:
             steps, counted = [], Counter[int]()
             for program in row:
-                require_type(program, Program, "schedir.compile(schedule, plan)")
-                if program.plan.ranks != len(runs):
+                require_type(program, Program, "schedir.compile(schedule, shape)")
+                if program.shape.ranks != len(runs):
                     raise UsageError(
-                        f"{program.name} is of {program.plan.ranks} ranks, and there are the steps "
-                        f"of {len(runs)}",
+                        f"{program.name} is of {program.shape.ranks} ranks, and there are the "
+                        f"steps of {len(runs)}",
                         hint="a list of programs for each rank",
                     )
                 which = known.setdefault(program.digest, len(known))

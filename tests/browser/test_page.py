@@ -103,8 +103,8 @@ def test_times_are_told_as_finely_as_they_differ(page: Page) -> None:
 
 
 def test_what_is_of_a_later_update_says_so(page: Page) -> None:
-    plan = PipelineShape(2, 6, optimizer_steps=3, weight_delay=1)
-    browser = page(simulate(compile(pipedream_2bw, plan), Costs(step=1)))
+    shape = PipelineShape(2, 6, optimizer_steps=3, weight_delay=1)
+    browser = page(simulate(compile(pipedream_2bw, shape), Costs(step=1)))
     browser.key("/")
     browser.type("step")
     names = []
@@ -227,7 +227,7 @@ def test_two_runs_and_a_switch(page: Page) -> None:
 def test_names_do_nothing(page: Page) -> None:
     name = "</script><script>document.title='bad'</script><img src=x onerror=alert(1)>"
     t = PREDICTED
-    named = Program(name, t.program.plan, t.program.streams)
+    named = Program(name, t.program.shape, t.program.streams)
     browser = page(Timeline(named, t.spans), slower(Timeline(named, t.spans)))
     assert text(browser, "facts")
     assert browser.js("document.querySelector('h1').textContent") == name

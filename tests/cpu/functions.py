@@ -57,8 +57,8 @@ def weighed(world: InProcessExecutor, stage: int) -> list[float]:
 
 def ranks(*runs: Callable[..., Any], ranks: int = 2, **how: Any) -> InProcessExecutor:
     """Stages that functions are, as many to each rank."""
-    plan = PipelineShape(ranks, 2, len(runs) // ranks)
+    shape = PipelineShape(ranks, 2, len(runs) // ranks)
     stages = [Made(run) for run in runs]
     how = {"loss": squares, "boundary": TWO, **how}
     schedule = how.pop("schedule", gpipe if len(runs) == ranks else interleaved)
-    return InProcessExecutor(compile(schedule, plan), stages, record=False, **how)
+    return InProcessExecutor(compile(schedule, shape), stages, record=False, **how)

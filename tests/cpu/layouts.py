@@ -26,11 +26,11 @@ BATCH, CONTEXT, HIDDEN, VOCAB, LAYERS, SAMPLES = 2, 8, 16, 31, 4, 4
 
 
 class Layout(NamedTuple):
-    """Who has what: a schedule's plan, replicas, tensor-parallel ranks, parts; of microbatches a
-    replica has as many as the plan says."""
+    """Who has what: a schedule's shape, replicas, tensor-parallel ranks, parts; of microbatches a
+    replica has as many as the shape says."""
 
     schedule: Any
-    plan: PipelineShape
+    shape: PipelineShape
     dp: int = 1
     tp: int = 1
     zero: int = 0
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
     @property
     def processes(self) -> int:
         """How many it takes."""
-        return self.plan.ranks * self.dp * self.tp
+        return self.shape.ranks * self.dp * self.tp
 
 
 class Model(NamedTuple):
@@ -52,14 +52,14 @@ class Model(NamedTuple):
     optimizer: Any = partial(torch.optim.AdamW, lr=1e-2)
 
     def stage(
-        self, s: int, plan: PipelineShape, tp: Any, *, sequence: bool = False
+        self, s: int, shape: PipelineShape, tp: Any, *, sequence: bool = False
     ) -> torch.nn.Module:
-        """A stage of a plan."""
+        """A stage of a shape."""
         cfg = gpt.GPTConfig(
             vocab=VOCAB, layers=LAYERS, hidden=HIDDEN, heads=2, context=CONTEXT, tied=self.tied,
             dropout=self.dropout,
         )  # fmt: skip
-        stage = gpt.build_stage(cfg, s, plan.stages, tp=tp, sequence=sequence)
+        stage = gpt.build_stage(cfg, s, shape.stages, tp=tp, sequence=sequence)
         if self.half:
             float32_gradients(stage.bfloat16())
         return stage
@@ -79,10 +79,10 @@ class Model(NamedTuple):
 def program_of(layout: Layout, model: Model) -> Any:
     how: dict[str, Any] = {
         "clip_grad_norm": model.clip,
-        "tied_weights": model.tied and layout.plan.stages > 1,
+        "tied_weights": model.tied and layout.shape.stages > 1,
     }
     how |= {"dp": layout.dp, "tp": layout.tp, "zero": layout.zero, **dict(layout.options)}
-    return schedir.compile(layout.schedule, layout.plan, **how)
+    return schedir.compile(layout.schedule, layout.shape, **how)
 
 
 def executor_of(layout: Layout, model: Model) -> Executor:
@@ -91,8 +91,8 @@ def executor_of(layout: Layout, model: Model) -> Executor:
     transport = GlooTransport(program)
     tp = transport.tp_group
     stages = {
-        s: model.stage(s, layout.plan, tp, sequence=program.sequence_parallel)
-        for s in layout.plan.stages_of[transport.rank]
+        s: model.stage(s, layout.shape, tp, sequence=program.sequence_parallel)
+        for s in layout.shape.stages_of[transport.rank]
     }
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     return Executor(
@@ -107,7 +107,7 @@ def executor_of(layout: Layout, model: Model) -> Executor:
 def in_process(layout: Layout, model: Model, **how: Any) -> InProcessExecutor:
     """All ranks of a layout without replicas and slices."""
     program = program_of(layout, model)
-    stages = [model.stage(s, layout.plan, None) for s in range(layout.plan.stages)]
+    stages = [model.stage(s, layout.shape, None) for s in range(layout.shape.stages)]
     return InProcessExecutor(
         program, stages,
         loss=gpt.loss,
@@ -122,7 +122,7 @@ def steps(executor: Executor | InProcessExecutor, first: int, end: int) -> list[
     """The losses of steps from a number on, where they are known."""
     found = []
     of = executor if isinstance(executor, Executor) else executor.ranks[0]
-    m, transport = of.program.plan.microbatches, of.state.transport
+    m, transport = of.program.shape.microbatches, of.state.transport
     for step in range(first, end):
         numbers = torch.Generator().manual_seed(step)
         x, y = torch.randint(0, VOCAB, (2, m * of.program.dp, BATCH, CONTEXT), generator=numbers)

@@ -23,7 +23,7 @@ def moved(
     rng, joined = random.Random(seed), [*program.joined.tolist(), False]
     index = InstructionIndex.of(program)
     address, ops = program.words & ADDRESS, program.op.tolist()
-    rank = np.repeat(range(program.plan.ranks), np.diff(program.offsets)).tolist()
+    rank = np.repeat(range(program.shape.ranks), np.diff(program.offsets)).tolist()
     placed: list[tuple[int, int, int]] = []
     for made in np.flatnonzero(program.op == Opcode.Forward).tolist():
         if index.stage[made] < program.frozen_stages or rng.random() >= share:

@@ -149,7 +149,7 @@ class Spied(GlooTransport):
 
 class Case(NamedTuple):
     schedule: Any
-    plan: PipelineShape
+    shape: PipelineShape
     how: str = ""
     clip: bool = True
     scaled: bool = False
@@ -170,16 +170,16 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
 
 def executor_of(case: Case, transport: type[GlooTransport] = Spied) -> Executor:
     program = compile(
-        case.schedule, case.plan, dp=2, progress_model="per_edge", overlap=True,
+        case.schedule, case.shape, dp=2, progress_model="per_edge", overlap=True,
         clip_grad_norm=case.clip
     )  # fmt: skip
     torch.manual_seed(0)
-    stages: list[nn.Module] = [Layers(case.how) for _ in range(case.plan.stages)]
+    stages: list[nn.Module] = [Layers(case.how) for _ in range(case.shape.stages)]
     if case.schedule is zb:
         for stage in stages:
             make_backward_splittable(stage)
     gloo = transport(program)
-    own = {s: stages[s] for s in program.plan.stages_of[gloo.rank]}
+    own = {s: stages[s] for s in program.shape.stages_of[gloo.rank]}
     parameters = [p for stage in own.values() for p in stage.parameters() if p.requires_grad]
     dtype = parameters[0].dtype
     executor = Executor(
@@ -200,7 +200,7 @@ def executor_of(case: Case, transport: type[GlooTransport] = Spied) -> Executor:
 def steps(executor: Executor, bad: bool = False) -> Any:
     """Gradients, weights and norm after two steps, and the logs of both."""
     logs: list[Log] = []
-    m = executor.program.plan.microbatches
+    m = executor.program.shape.microbatches
     numbers = torch.Generator().manual_seed(executor.state.transport.dp_rank)
     dtype = next(iter(executor.stages.values())).gradients.parameters[0].dtype
     for _ in range(2):

@@ -59,7 +59,7 @@ SHAPES = {
 
 
 def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InProcessExecutor:
-    stages = gpt_stages(program.plan.stages, bool(program.tied_weights))
+    stages = gpt_stages(program.shape.stages, bool(program.tied_weights))
     for stage in stages if half else ():
         float32_gradients(stage.bfloat16())
     for stage in stages[: program.frozen_stages]:
@@ -76,7 +76,7 @@ def stepped(world: InProcessExecutor, *at: int) -> list[Tensor]:
     """Losses of some steps, in an order that a seed picks."""
     found = []
     for k in at:
-        x, y, scale = batch(world.program.plan.microbatches, k)
+        x, y, scale = batch(world.program.shape.microbatches, k)
         found.append(world.step(x, y, scale, seed=k))
     return found
 
@@ -100,18 +100,18 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def both(
-    schedule: Any, plan: PipelineShape, *, states: str = "host", **how: Any
+    schedule: Any, shape: PipelineShape, *, states: str = "host", **how: Any
 ) -> tuple[Program, Program]:
     """A program with states on the device, and the same with them on the host, or on the disk."""
     other = schedir.compile(
-        schedule, plan, progress_model="per_edge", optimizer_placement=states, **how
+        schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
     )
     how = {
         name: one
         for name, one in how.items()
         if name not in ("optimizer_device_buffers", "optimizer_host_buffers")
     }
-    return schedir.compile(schedule, plan, progress_model="per_edge", **how), other
+    return schedir.compile(schedule, shape, progress_model="per_edge", **how), other
 
 
 def optimizer_of(rank: Executor) -> Any:

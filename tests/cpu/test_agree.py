@@ -31,12 +31,12 @@ def _executor(process: int, differs: str) -> None:
     """One of two ranks, or of two replicas, of which process 1 has something of its own."""
     other = process == 1
     replicas = differs in ("hidden", "gradients", "turned", "order", "fewer")
-    plan = PipelineShape(1, 2) if replicas else PipelineShape(2, 2)
+    shape = PipelineShape(1, 2) if replicas else PipelineShape(2, 2)
     program = compile(
-        one_f_one_b, plan, tied_weights=plan.ranks > 1, dp=1 + replicas, clip_grad_norm=True
+        one_f_one_b, shape, tied_weights=shape.ranks > 1, dp=1 + replicas, clip_grad_norm=True
     )
     transport = (EdgeGroups if other and differs == "transport" else GlooTransport)(program)
-    stages = gpt_stages(plan.stages)
+    stages = gpt_stages(shape.stages)
     if replicas and other:
         if differs == "gradients":
             float32_gradients(stages[0].bfloat16())
@@ -47,14 +47,14 @@ def _executor(process: int, differs: str) -> None:
     if other and differs == "tied":
         (weight,) = (p for n, p in stages[1].named_parameters() if n == "head.weight")
         weight.data = weight.data[:-1]
-    shape = (*BOUNDARY.shape[:2], 32) if other and differs == "shape" else BOUNDARY.shape
+    boundary = (*BOUNDARY.shape[:2], 32) if other and differs == "shape" else BOUNDARY.shape
     Executor(
         program,
         transport.rank,
-        {s: stages[s] for s in plan.stages_of[transport.rank]},
+        {s: stages[s] for s in shape.stages_of[transport.rank]},
         transport,
         loss=gpt.loss,
-        boundary=Boundary(shape),
+        boundary=Boundary(boundary),
         max_norm=2.0 if other and differs == "max_norm" else 1.0,
         loss_scale=LossScale(8.0) if other and differs == "scale" else None,
         seed=int(other and differs == "seed"),

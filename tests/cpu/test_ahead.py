@@ -49,7 +49,7 @@ def both(make: Callable[[str], InProcessExecutor]) -> tuple[InProcessExecutor, I
 
 
 def gpts(
-    schedule: Any, plan: PipelineShape, tied: bool = False, **how: Any
+    schedule: Any, shape: PipelineShape, tied: bool = False, **how: Any
 ) -> tuple[InProcessExecutor, InProcessExecutor]:
     def make(validate: str) -> InProcessExecutor:
         if isinstance(schedule, Program):
@@ -58,12 +58,12 @@ def gpts(
                     schedule,
                     clip_grad_norm=True,
                     norm_check=validate,
-                    tied_weights=tied_stages(tied, plan),
+                    tied_weights=tied_stages(tied, shape),
                 )
             )
         else:
-            program = compile(schedule, plan, clip_grad_norm=True, norm_check=validate)
-        stages = [spoilt(stage) for stage in gpt_stages(plan.stages, tied=tied)]
+            program = compile(schedule, shape, clip_grad_norm=True, norm_check=validate)
+        stages = [spoilt(stage) for stage in gpt_stages(shape.stages, tied=tied)]
         told: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAMW} | how
         return InProcessExecutor(program, stages, **told)
 
@@ -99,13 +99,13 @@ def other_stage(ranks: InProcessExecutor, s: int) -> nn.Module:
 
 # Norms of the first steps are 1.2, 0.7, 0.5 or so: all are clipped, the first, or none.
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, math.inf])
-@pytest.mark.parametrize(("schedule", "plan"), PLANS)
-def test_the_same_bits(schedule: Any, plan: PipelineShape, max_norm: float) -> None:
-    right, ahead = gpts(schedule, plan, max_norm=max_norm)
+@pytest.mark.parametrize(("schedule", "shape"), PLANS)
+def test_the_same_bits(schedule: Any, shape: PipelineShape, max_norm: float) -> None:
+    right, ahead = gpts(schedule, shape, max_norm=max_norm)
     for k in range(6):
         for ranks in (right, ahead):
             set_stage(ranks, 1, gradient=math.nan if k == 3 else 1.0)
-        given = batch(plan.microbatches, k)
+        given = batch(shape.microbatches, k)
         assert torch.equal(right.step(*given), ahead.step(*given, seed=k if k % 2 else None))
     assert [repr(n) for n in norms(right)] == [repr(n) for n in norms(ahead)]
     ahead.settle()
@@ -129,20 +129,20 @@ def test_the_same_bits(schedule: Any, plan: PipelineShape, max_norm: float) -> N
     ),
 )
 def test_random_schedules_orders_and_verdicts(
-    plan: PipelineShape,
+    shape: PipelineShape,
     seed: int,
     tied: bool,
     max_norm: float,
     steps: list[tuple[int, float, bool]],
 ) -> None:
-    draft = random_compute_program(plan, random.Random(seed))
-    if draft.plan.optimizer_steps > 1:
+    draft = random_compute_program(shape, random.Random(seed))
+    if draft.shape.optimizer_steps > 1:
         return
-    right, ahead = gpts(draft, plan, tied and plan.stages > 1, max_norm=max_norm)
+    right, ahead = gpts(draft, shape, tied and shape.stages > 1, max_norm=max_norm)
     for k, (order, gradient, settles) in enumerate(steps):
         for ranks in (right, ahead):
-            set_stage(ranks, plan.stages - 1, gradient=gradient)
-        given = batch(plan.microbatches, k)
+            set_stage(ranks, shape.stages - 1, gradient=gradient)
+        given = batch(shape.microbatches, k)
         assert torch.equal(right.step(*given), ahead.step(*given, seed=order))
         if settles:
             ahead.settle()
@@ -271,17 +271,17 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
 
 
 def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
-    schedule, plan = getattr(schedules, name), PipelineShape(4 // dp, 4)
+    schedule, shape = getattr(schedules, name), PipelineShape(4 // dp, 4)
     found = []
     for validate in ("before_step", "after_step"):
-        program = compile(schedule, plan, dp=dp, clip_grad_norm=True, norm_check=validate)
+        program = compile(schedule, shape, dp=dp, clip_grad_norm=True, norm_check=validate)
         transport = (
             SharedMemoryTransport(program)
             if name == "zb_h1" and can_share()
             else GlooTransport(program)
         )
-        stages = [spoilt(stage) for stage in gpt_stages(plan.stages, tied=False)]
-        own = {s: stages[s] for s in plan.stages_of[transport.rank]}
+        stages = [spoilt(stage) for stage in gpt_stages(shape.stages, tied=False)]
+        own = {s: stages[s] for s in shape.stages_of[transport.rank]}
         ps = [p for stage in own.values() for p in stage.parameters()]
         executor = Executor(
             program, transport.rank, own, transport, loss=gpt.loss, boundary=BOUNDARY,

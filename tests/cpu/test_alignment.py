@@ -68,7 +68,7 @@ class Stage(nn.Module):
 
 def misplaced(program: Program, transport: Any = None, seed: int | None = None) -> list[int]:
     """Run two steps and return the offsets, in bytes, of what does not begin on a line."""
-    count = program.plan.stages
+    count = program.shape.stages
     own = {s: Stage(s, count) for s in range(count)}
     for stage in own.values():
         make_backward_splittable(stage)
@@ -80,7 +80,7 @@ def misplaced(program: Program, transport: Any = None, seed: int | None = None) 
             ranks.step(x, y, seed=seed)
     else:
         rank = transport.rank
-        own = {s: own[s] for s in program.plan.stages_of[rank]}
+        own = {s: own[s] for s in program.shape.stages_of[rank]}
         executor = Executor(program, rank, own, transport, **everything)
         for _ in range(2):
             executor.step(x, y)

@@ -47,9 +47,9 @@ torch.set_num_threads(1)
 
 def as_in(program: Program, seed: int, order: int | None = None) -> None:
     """A step of drawn stages has the loss and the gradients of the reference."""
-    stages, boundary = drawn(program.plan.stages, seed)
+    stages, boundary = drawn(program.shape.stages, seed)
     plain = deepcopy(stages)
-    inputs, targets, keywords = batch(program.plan.microbatches)
+    inputs, targets, keywords = batch(program.shape.microbatches)
     right = run_sequential(plain, inputs, targets, loss=loss, program=program, keywords=keywords)
     found = infer_boundaries(plain, inputs[0], keywords=keywords[0])
     assert found == boundary
@@ -72,11 +72,11 @@ def test_any_tensors_pass_in_any_order(draft: Program, seed: int, order: int) ->
 
 def test_a_program_of_several_updates_has_the_gradients_of_its_last() -> None:
     """Nobody steps: so each update has the same weights."""
-    plan = PipelineShape(3, 8, optimizer_steps=2, weight_delay=1)
+    shape = PipelineShape(3, 8, optimizer_steps=2, weight_delay=1)
     stages, boundary = drawn(3, 3)
     plain = deepcopy(stages)
     inputs, targets, keywords = batch(8)
-    InProcessExecutor(compile(pipedream_2bw, plan), stages, loss=loss, boundary=boundary).step(
+    InProcessExecutor(compile(pipedream_2bw, shape), stages, loss=loss, boundary=boundary).step(
         inputs, targets, keywords=keywords, seed=1
     )
     run_sequential(plain, inputs[4:], targets[4:], loss=loss, keywords=keywords[4:])
@@ -158,10 +158,10 @@ def test_what_a_stage_does_not_use_has_a_gradient_of_zeros(slots: Any) -> None:
         return w * (x + y) if float(x.detach().sum()) > 4 else w * x
 
     inputs = torch.arange(1, 5).float().view(4, 1).expand(4, 4)
-    plan = PipelineShape(2, 4)
+    shape = PipelineShape(2, 4)
     stages: list[nn.Module] = [Made(both), Made(some)]
     world = InProcessExecutor(
-        compile(one_f_one_b, plan, buffer_sharing=slots), stages, loss=total, boundary=BOTH
+        compile(one_f_one_b, shape, buffer_sharing=slots), stages, loss=total, boundary=BOTH
     )
     for _ in range(2):
         world.step(inputs, inputs)
@@ -264,13 +264,13 @@ class Case(NamedTuple):
 
     transport: Any
     schedule: Any
-    plan: PipelineShape
+    shape: PipelineShape
     options: tuple[tuple[str, Any], ...] = ()
 
     def program(self) -> Program:
         model = self.transport.progress_model
         return compile(
-            self.schedule, self.plan, progress_model=model, overlap=True, **dict(self.options)
+            self.schedule, self.shape, progress_model=model, overlap=True, **dict(self.options)
         )
 
 
@@ -291,18 +291,18 @@ def own_steps(process: int, cases: list[Case], seed: int) -> list[Any]:
     """Of each case the gradients of own stages, and the loss."""
     found = []
     for case in cases:
-        program, plan = case.program(), case.plan
+        program, shape = case.program(), case.shape
         transport = case.transport(program)
-        stages, boundary = drawn(plan.stages, seed)
+        stages, boundary = drawn(shape.stages, seed)
         executor = Executor(
             program, transport.rank, stages, transport, loss=loss, boundary=boundary, record=False
         )
-        each, m = batch(plan.microbatches * program.dp), plan.microbatches
+        each, m = batch(shape.microbatches * program.dp), shape.microbatches
         mine = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
         inputs, targets, keywords = each[0][mine], each[1][mine], each[2][mine]
         for _ in range(3):
             sum_of_losses = executor.step(inputs, targets, keywords=keywords)
-        own = {s: gradients([stages[s]])[0] for s in plan.stages_of[transport.rank]}
+        own = {s: gradients([stages[s]])[0] for s in shape.stages_of[transport.rank]}
         found.append((own, sum_of_losses))
     return found
 
@@ -312,9 +312,9 @@ def test_processes_have_the_bits_of_the_reference() -> None:
     seed = 1
     results = run(own_steps, 4, CASES, seed)
     for case, processes in zip(CASES, zip(*results, strict=True), strict=True):
-        plain, _ = drawn(case.plan.stages, seed)
+        plain, _ = drawn(case.shape.stages, seed)
         dp = dict(case.options).get("dp", 1)
-        inputs, targets, keywords = batch(case.plan.microbatches * dp)
+        inputs, targets, keywords = batch(case.shape.microbatches * dp)
         program = None if dp > 1 else case.program()
         right = run_sequential(
             plain, inputs, targets, loss=loss, program=program, keywords=keywords
@@ -326,5 +326,5 @@ def test_processes_have_the_bits_of_the_reference() -> None:
                     assert same_bits([got], [want[s]]), (case, s)
                 else:
                     assert all(torch.allclose(got[n], want[s][n]) for n in got)
-            if sum_of_losses is not None and dp == 1 and case.plan.rows == 1:
+            if sum_of_losses is not None and dp == 1 and case.shape.rows == 1:
                 assert torch.equal(sum_of_losses, right)

@@ -75,14 +75,14 @@ def buffers(stages: Any) -> list[dict[str, Tensor]]:
     return [{name: b.clone() for name, b in stage.named_buffers()} for stage in stages]
 
 
-def virtual(schedule: Any, plan: PipelineShape, stages: list[nn.Module]) -> InProcessExecutor:
-    found = compile(schedule, plan, progress_model="per_edge")
+def virtual(schedule: Any, shape: PipelineShape, stages: list[nn.Module]) -> InProcessExecutor:
+    found = compile(schedule, shape, progress_model="per_edge")
     return InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
 
 
 @pytest.mark.parametrize("again", ["", "Linear"])
 @pytest.mark.parametrize(
-    ("schedule", "plan"),
+    ("schedule", "shape"),
     [
         (gpipe, PipelineShape(2, 4)),
         (one_f_one_b, PipelineShape(4, 6)),
@@ -92,13 +92,13 @@ def virtual(schedule: Any, plan: PipelineShape, stages: list[nn.Module]) -> InPr
     ],
 )
 def test_running_statistics_are_those_of_a_plain_loop(
-    schedule: Any, plan: PipelineShape, again: str
+    schedule: Any, shape: PipelineShape, again: str
 ) -> None:
     """Also where others than the layer that has them are recomputed."""
-    m, ours, theirs = plan.microbatches, *(normed(plan.stages, replaces=True) for _ in range(2))
+    m, ours, theirs = shape.microbatches, *(normed(shape.stages, replaces=True) for _ in range(2))
     for stage in ours:
         stage.again = again
-    ranks = virtual(schedule, plan, ours)
+    ranks = virtual(schedule, shape, ours)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for order in (None, 3):
@@ -134,10 +134,10 @@ class Cached(nn.Module):
 
 @pytest.mark.parametrize("how", ["lazy", "replaced", "written"])
 def test_what_is_written_again_as_it_was_has_not_changed(how: str) -> None:
-    plan = PipelineShape(2, 4, placement="mirror")
+    shape = PipelineShape(2, 4, placement="mirror")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ranks = virtual(chimera, plan, [Cached(how) for _ in range(2)])
+        ranks = virtual(chimera, shape, [Cached(how) for _ in range(2)])
         for _ in range(2):
             ranks.step(*batch(4))
 
@@ -173,12 +173,12 @@ def test_microbatches_may_lie_anywhere_in_a_batch() -> None:
 @pytest.mark.parametrize("schedule", [chimera, dualpipe])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_two_holders_of_what_forwards_change_are_refused(schedule: Any, replaces: bool) -> None:
-    plan, stages = PipelineShape(2, 4, placement="mirror"), normed(2, replaces=replaces)
+    shape, stages = PipelineShape(2, 4, placement="mirror"), normed(2, replaces=replaces)
     if replaces:
         for stage in stages:
             stage.norm.eval()
     with pytest.raises(ExecutionError) as error:
-        virtual(schedule, plan, stages).step(*batch(4))
+        virtual(schedule, shape, stages).step(*batch(4))
     name = "mean" if replaces else "norm.running_mean"
     assert f"buffer {name} in a forward" in error.value.fact and "eval()" in error.value.hint
     assert str(error.value).splitlines() == [
@@ -188,7 +188,7 @@ def test_two_holders_of_what_forwards_change_are_refused(schedule: Any, replaces
         "  hint: freeze it, as eval() does, or take a placement where a stage has one holder",
     ]
     frozen = [stage.eval() for stage in normed(2)]
-    virtual(schedule, plan, frozen).step(*batch(4))
+    virtual(schedule, shape, frozen).step(*batch(4))
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1])
@@ -212,8 +212,8 @@ def newest_first(r: int, P: int, m: int) -> RankSchedule:
 
 
 def test_other_orders_are_said_and_are_those_of_the_programs_reference() -> None:
-    plan, ours, theirs, plain = PipelineShape(2, 4), *(normed(2) for _ in range(3))
-    ranks = virtual(newest_first, plan, ours)
+    shape, ours, theirs, plain = PipelineShape(2, 4), *(normed(2) for _ in range(3))
+    ranks = virtual(newest_first, shape, ours)
     with pytest.warns(UserWarning, match="not in the order of the microbatches") as caught:
         ranks.step(*batch(4))
     assert len(caught) == 2  # one for each stage
@@ -292,15 +292,15 @@ def test_a_layout_is_the_same_whether_handed_over_or_sent(across: bool) -> None:
     x = torch.randn(3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     right = [Turned(k, across) for k in range(4)]
     total = run_sequential(right, x, x, loss=squares)
-    plans: list[tuple[Any, PipelineShape]] = [
+    shapes: list[tuple[Any, PipelineShape]] = [
         (interleaved, PipelineShape(4, 3, 1)),  # sent
         (interleaved, PipelineShape(2, 3, 2)),
         (interleaved, PipelineShape(1, 3, 4)),  # handed over
         (zb_v, PipelineShape(2, 3, 2, "vee")),
     ]
-    for schedule, plan in plans:
+    for schedule, shape in shapes:
         stages = [Turned(k, across) for k in range(4)]
-        found = compile(schedule, plan, progress_model="per_edge")
+        found = compile(schedule, shape, progress_model="per_edge")
         ranks = InProcessExecutor(found, stages, loss=squares, boundary=Boundary((SIDE, SIDE)))
         assert torch.equal(ranks.step(x, x), total)
         assert same_bits(gradients(stages), gradients(right))

@@ -43,38 +43,40 @@ class Means(nn.Module):
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize(
-    ("schedule", "plan"),
+    ("schedule", "shape"),
     [
         (gpipe, PipelineShape(3, 4)),
         (interleaved, PipelineShape(1, 4, 3)),
         (gpipe, PipelineShape(1, 4)),
     ],
 )
-def test_a_buffer_of_several_stages_is_said(schedule: Any, plan: PipelineShape, view: bool) -> None:
+def test_a_buffer_of_several_stages_is_said(
+    schedule: Any, shape: PipelineShape, view: bool
+) -> None:
     """On one rank or several of a process; of one stage it is that of a plain loop."""
     mean = torch.zeros(WIDTH)
-    stages = [Means(k, mean[:] if view else mean) for k in range(plan.stages)]
+    stages = [Means(k, mean[:] if view else mean) for k in range(shape.stages)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ranks = virtual(schedule, plan, [*stages])
+        ranks = virtual(schedule, shape, [*stages])
         for _ in range(2):
             ranks.step(*batch(4))
     said = sorted(str(w.message) for w in caught)
-    assert len(said) == (plan.stages if plan.stages > 1 else 0)  # once for each stage
+    assert len(said) == (shape.stages if shape.stages > 1 else 0)  # once for each stage
     for s, text in enumerate(said):
         assert f"stage {s} changes its buffer mean" in text
 
 
-@pytest.mark.parametrize("plan", [PipelineShape(2, 4, 1), PipelineShape(1, 4, 2)])
-def test_a_buffer_of_several_stages_that_stays_as_it_is_is_fine(plan: PipelineShape) -> None:
+@pytest.mark.parametrize("shape", [PipelineShape(2, 4, 1), PipelineShape(1, 4, 2)])
+def test_a_buffer_of_several_stages_that_stays_as_it_is_is_fine(shape: PipelineShape) -> None:
     mean = torch.ones(WIDTH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        virtual(interleaved, plan, [Means(k, mean, changes=False) for k in range(2)]).step(
+        virtual(interleaved, shape, [Means(k, mean, changes=False) for k in range(2)]).step(
             *batch(4)
         )
         parts = torch.zeros(2, WIDTH)  # of one memory, and nothing of it in both
-        virtual(interleaved, plan, [Means(k, parts[k]) for k in range(2)]).step(*batch(4))
+        virtual(interleaved, shape, [Means(k, parts[k]) for k in range(2)]).step(*batch(4))
 
 
 def test_a_module_of_stages_on_several_ranks_is_said() -> None:

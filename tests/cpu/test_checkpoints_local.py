@@ -76,12 +76,12 @@ def ranks_of(
     return InProcessExecutor(program, stages, **usual | {"optimizer": optimizer} | how)
 
 
-def plain(schedule: Any, plan: PipelineShape, *rest: Any, **how: Any) -> InProcessExecutor:
-    return ranks_of(draft_of(schedule, plan), *rest, **how)
+def plain(schedule: Any, shape: PipelineShape, *rest: Any, **how: Any) -> InProcessExecutor:
+    return ranks_of(draft_of(schedule, shape), *rest, **how)
 
 
 def go(ranks: InProcessExecutor, first: int, end: int) -> None:
-    m = ranks.program.plan.microbatches
+    m = ranks.program.shape.microbatches
     for step in range(first, end):
         numbers = torch.Generator().manual_seed(step)
         x, y = torch.randn(2, m, 5, 4, generator=numbers)
@@ -107,10 +107,10 @@ def alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 )
 def test_any_draft_reads_what_any_other_wrote(data: Any, zeros: Any, name: str) -> None:
     draft = data.draw(compute_programs(3, 3))
-    plan, (one, two) = draft.plan, zeros
-    assume(plan.optimizer_steps == 1)
-    writes = plan.rows == 1  # else each holder of a stage would have buffers of its own
-    m, stages, optimizer = plan.microbatches, plan.stages, OPTIMIZERS[name]
+    shape, (one, two) = draft.shape, zeros
+    assume(shape.optimizer_steps == 1)
+    writes = shape.rows == 1  # else each holder of a stage would have buffers of its own
+    m, stages, optimizer = shape.microbatches, shape.stages, OPTIMIZERS[name]
     other = data.draw(
         st.sampled_from(
             [

@@ -82,7 +82,7 @@ def wrong(started: Any, members: list[int], own: int, dtype: torch.dtype) -> lis
 
 def groups_of(program: Program, process: int) -> dict[Group, list[int]]:
     """Who is in the groups of a process, by the order of processes (dp, pp, tp)."""
-    tp, dp, pp = program.tp, program.dp, program.plan.ranks
+    tp, dp, pp = program.tp, program.dp, program.shape.ranks
     r, p, t = process // (pp * tp), process // tp % pp, process % tp
 
     def at(ranks: Any, replicas: Any = (r,), slices: Any = (t,)) -> list[int]:
@@ -93,7 +93,7 @@ def groups_of(program: Program, process: int) -> dict[Group, list[int]]:
         found["dp"] = at([p], range(dp))
     if tp > 1:
         found["tp"] = at([p], slices=range(tp))
-    if program.plan.rows > 1:
+    if program.shape.rows > 1:
         found |= {(one, pp - 1 - one): at([one, pp - 1 - one]) for one in range(pp // 2)}
     if program.tied_weights:
         found[0, pp - 1] = at([0, pp - 1])

@@ -65,19 +65,19 @@ momentum = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
 def world_of(
-    schedule: Any, plan: PipelineShape, states: str, optimizer: Any, **how: Any
+    schedule: Any, shape: PipelineShape, states: str, optimizer: Any, **how: Any
 ) -> InProcessExecutor:
     program = schedir.compile(
-        schedule, plan, progress_model="per_edge", optimizer_placement=states, **how
+        schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
     )
     return InProcessExecutor(
-        program, tiny_stages(plan.stages), loss=loss, boundary=BOUNDARY, optimizer=optimizer
+        program, tiny_stages(shape.stages), loss=loss, boundary=BOUNDARY, optimizer=optimizer
     )
 
 
 def poisoned(world: InProcessExecutor) -> InProcessExecutor:
     """While the host steps a stage, who reads its module's own weights finds NaN."""
-    for rank in range(world.program.plan.ranks):
+    for rank in range(world.program.shape.ranks):
         poison_weights(steps_of(world, rank))
     return world
 
@@ -88,9 +88,9 @@ def test_a_microbatch_uses_its_version_whatever_takes_how_long(
     case: tuple[Any, PipelineShape], optimizer: Any, seed: int
 ) -> None:
     """In random legal orders, with a plain loop over kept versions."""
-    schedule, plan = case
-    right = stage_by_stage(plan, *batch(plan.microbatches), optimizer)
-    world = poisoned(world_of(schedule, plan, "cpu_step", optimizer))
+    schedule, shape = case
+    right = stage_by_stage(shape, *batch(shape.microbatches), optimizer)
+    world = poisoned(world_of(schedule, shape, "cpu_step", optimizer))
     slow = [lane for k, lane in enumerate((Lane.HOST, Lane.D2H, Lane.H2D)) if seed >> k & 1]
     event(f"slow: {len(slow)} lanes")
     for k, rank in enumerate(world.ranks):
@@ -99,9 +99,9 @@ def test_a_microbatch_uses_its_version_whatever_takes_how_long(
         if Lane.HOST in slow:  # ahead of what it does, too
             own = steps_of(world, k)
             vars(own)["step"] = partial(_late, own.step)
-    world.step(*batch(plan.microbatches), seed=seed)
+    world.step(*batch(shape.microbatches), seed=seed)
     modules = {s: stage.module for rank in world.ranks for s, stage in rank.stages.items()}
-    assert equal(weights([modules[s] for s in range(plan.stages)]), right)
+    assert equal(weights([modules[s] for s in range(shape.stages)]), right)
 
 
 def _late(step: Any, *what: Any) -> None:
@@ -126,11 +126,11 @@ def _late(step: Any, *what: Any) -> None:
 )
 def test_the_bits_are_those_of_steps_on_the_device(case: int, make: str, how: Any) -> None:
     """Also of losses, and from one program to the next."""
-    schedule, plan = CASES[case]
+    schedule, shape = CASES[case]
     half, found = make == "bfloat16", []
     for states in WHERE:
         program = schedir.compile(
-            schedule, plan, progress_model="per_edge", optimizer_placement=states, **how
+            schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
         )
         world = made(program, MAKES[make], half=half)
         world = poisoned(world) if states == "cpu_step" else world
@@ -140,23 +140,23 @@ def test_the_bits_are_those_of_steps_on_the_device(case: int, make: str, how: An
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_only_the_update_that_is_not_finite_is_left_out(clip: bool) -> None:
-    schedule, plan = CASES[0]
+    schedule, shape = CASES[0]
     found = []
     for states in WHERE:
         program = schedir.compile(
             schedule,
-            plan,
+            shape,
             clip_grad_norm=clip,
             progress_model="per_edge",
             optimizer_placement=states,
         )
         world = made(program, ADAMW)
-        last, calls = world.ranks[-1].stages[plan.stages - 1].module, count()
+        last, calls = world.ranks[-1].stages[shape.stages - 1].module, count()
         hook = partial(_spoil, calls)
         last.register_forward_hook(hook)
         for rank in range(2) if states == "cpu_step" else ():
             poison_weights(steps_of(world, rank))
-        world.step(*of_gpt.batch(plan.microbatches, 0), seed=3)
+        world.step(*of_gpt.batch(shape.microbatches, 0), seed=3)
         finite = [rank.finite.tolist() for rank in world.ranks]
         assert finite[1] == [True, False, True]
         assert finite[0] == (finite[1] if clip else finite[0])
@@ -172,10 +172,10 @@ def _spoil(calls: Iterator[int], module: Any, taken: Any, out: Tensor) -> Tensor
 @pytest.mark.parametrize("states", WHERE)
 def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(states: str) -> None:
     """Whoever ends updates late may be told the next norm before it has judged by the first."""
-    plan, seen = PipelineShape(2, 2, optimizer_steps=2, weight_delay=1), 0
+    shape, seen = PipelineShape(2, 2, optimizer_steps=2, weight_delay=1), 0
     own = schedir.compile(
         pipedream_2bw,
-        plan,
+        shape,
         clip_grad_norm=True,
         frozen_stages=1,
         progress_model="per_edge",
@@ -195,9 +195,9 @@ def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(stat
             continue
         seen += 1
         world = made(program, ADAMW)
-        last = world.ranks[-1].stages[plan.stages - 1].module
+        last = world.ranks[-1].stages[shape.stages - 1].module
         last.register_forward_hook(partial(_spoil, count(2)))
-        world.step(*of_gpt.batch(plan.microbatches, 0), seed=seed)
+        world.step(*of_gpt.batch(shape.microbatches, 0), seed=seed)
         assert [rank.finite.tolist() for rank in world.ranks] == [[False, True]] * 2
         assert torch.equal(*(rank.norm for rank in world.ranks))
     assert seen
@@ -206,12 +206,14 @@ def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(stat
 def _processes(rank: int) -> Any:
     torch.set_num_threads(1)
     found = []
-    schedule, plan = CASES[0]
+    schedule, shape = CASES[0]
     for states in WHERE:
         program = schedir.compile(
-            schedule, plan, clip_grad_norm=True, dp=1, optimizer_placement=states
+            schedule, shape, clip_grad_norm=True, dp=1, optimizer_placement=states
         )
-        stages = {s: m for s, m in enumerate(tiny_stages(plan.stages)) if s in plan.stages_of[rank]}
+        stages = {
+            s: m for s, m in enumerate(tiny_stages(shape.stages)) if s in shape.stages_of[rank]
+        }
         executor = Executor(
             program, rank, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
             max_norm=0.5,
@@ -220,7 +222,7 @@ def _processes(rank: int) -> Any:
         if states == "cpu_step":
             executor.state.held.lanes.bandwidth[Lane.HOST] = 1e6
         for _ in range(2):
-            executor.step(*batch(plan.microbatches))
+            executor.step(*batch(shape.microbatches))
         found.append([*weights([*stages.values()]), executor.norm.clone()])
     return found
 
@@ -233,15 +235,15 @@ def test_on_processes() -> None:
 @pytest.mark.parametrize("case", [0, 1, 4, 5, 6])
 def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
     """And no more versions live than are counted, in any order."""
-    schedule, plan = CASES[case]
-    stages, (x, y, _) = of_gpt.gpt_stages(plan.stages, tied=False), of_gpt.batch(2)
+    schedule, shape = CASES[case]
+    stages, (x, y, _) = of_gpt.gpt_stages(shape.stages, tied=False), of_gpt.batch(2)
     sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=of_gpt.BOUNDARY, state=ADAMW)
     world = made(
-        schedir.compile(schedule, plan, progress_model="per_edge", optimizer_placement="cpu_step"),
+        schedir.compile(schedule, shape, progress_model="per_edge", optimizer_placement="cpu_step"),
         ADAMW,
     )
     stepped(world, 0)
-    most = [0] * plan.ranks
+    most = [0] * shape.ranks
     for r, rank in enumerate(world.ranks):
         for versions in rank.state.versions.values():
             _counted(versions, most, r)
@@ -272,8 +274,8 @@ def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     model = Model(dropout=0.1, clip=True)
 
     def layout(states: str) -> Layout:
-        plan = PipelineShape(2, 6, optimizer_steps=3, weight_delay=1)
-        return Layout(pipedream_2bw, plan, options={"optimizer_placement": states})
+        shape = PipelineShape(2, 6, optimizer_steps=3, weight_delay=1)
+        return Layout(pipedream_2bw, shape, options={"optimizer_placement": states})
 
     one, other, whole = (in_process(layout(s), model) for s in ("cpu_step", "cpu_step", "device"))
     steps(one, 0, 2)
@@ -286,14 +288,14 @@ def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
 def test_the_host_steps_while_the_next_update_is_computed() -> None:
     """As a run has it: what the host does lies beside computes, and ends before the step."""
-    schedule, plan = CASES[0]
+    schedule, shape = CASES[0]
     world = made(
-        schedir.compile(schedule, plan, progress_model="per_edge", optimizer_placement="cpu_step"),
+        schedir.compile(schedule, shape, progress_model="per_edge", optimizer_placement="cpu_step"),
         ADAMW,
     )
     stepped(world, 0, 1)
     spans = world.timeline().spans
-    for rank in range(plan.ranks):
+    for rank in range(shape.ranks):
         own = spans[spans["rank"] == rank]
         (first,) = own[(own["lane"] == Lane.HOST) & (own["mb"] == 0)]
         text = [str(i) for i in world.program.streams[rank]]

@@ -39,18 +39,18 @@ TRANSPORTS: dict[str, type[ProcessTransport]] = {
 def _step(transport: ProcessTransport, program: Program) -> Any:
     executor = gpt_executor(program, transport)
     for _ in range(2):
-        executor.step(*batch(program.plan.microbatches))
+        executor.step(*batch(program.shape.microbatches))
     return gradients_by_stage(executor)
 
 
-def one_rank(rank: int, kind: str, schedule: Any, plan: PipelineShape, tp: int) -> Any:
+def one_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int) -> Any:
     model: ProgressModel = TRANSPORTS[kind].progress_model
-    program = compile(schedule, plan, tp=tp, progress_model=model, tied_weights=True, overlap=True)
+    program = compile(schedule, shape, tp=tp, progress_model=model, tied_weights=True, overlap=True)
     return _step(TRANSPORTS[kind](program), program)
 
 
 @pytest.mark.parametrize(
-    ("kind", "schedule", "plan"),
+    ("kind", "schedule", "shape"),
     [
         ("per_edge", one_f_one_b, PipelineShape(3, 4)),
         ("per_edge", interleaved, PipelineShape(2, 4, 2)),  # both neighbours are the same peer
@@ -62,26 +62,26 @@ def one_rank(rank: int, kind: str, schedule: Any, plan: PipelineShape, tp: int) 
         ("shared", interleaved, PipelineShape(2, 4, 2)),
     ],
 )
-def test_the_bits_of_the_reference(kind: str, schedule: Any, plan: PipelineShape) -> None:
-    _, right = expected(plan)
-    results = run(one_rank, plan.ranks, kind, schedule, plan, 1)
+def test_the_bits_of_the_reference(kind: str, schedule: Any, shape: PipelineShape) -> None:
+    _, right = expected(shape)
+    results = run(one_rank, shape.ranks, kind, schedule, shape, 1)
     got = {s: g for grads in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(plan.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], right)
 
 
 def test_programs_have_groups_to_issue() -> None:
-    for schedule, plan in (
+    for schedule, shape in (
         (one_f_one_b, PipelineShape(3, 4)),
         (interleaved, PipelineShape(2, 4, 2)),
     ):
-        program = compile(schedule, plan, progress_model="per_device", overlap=True)
+        program = compile(schedule, shape, progress_model="per_device", overlap=True)
         assert all(stream.joined.any() for stream in program.streams)
 
 
 def test_edges_and_tensor_parallel_groups_together() -> None:
     """Scattered messages cross the edges of each slice, and all transports give the same bits."""
-    plan = PipelineShape(2, 3)
-    edge, *others = (run(one_rank, 4, kind, one_f_one_b, plan, 2) for kind in TRANSPORTS)
+    shape = PipelineShape(2, 3)
+    edge, *others = (run(one_rank, 4, kind, one_f_one_b, shape, 2) for kind in TRANSPORTS)
     for other in others:
         for one, same in zip(edge, other, strict=True):
             assert same_bits(list(one.values()), list(same.values()))
@@ -103,11 +103,11 @@ class Static(EdgeGroups):
 
 
 def addresses(
-    rank: int, schedule: Any, plan: PipelineShape, tp: int, buffer_sharing: BufferSharing | None
+    rank: int, schedule: Any, shape: PipelineShape, tp: int, buffer_sharing: BufferSharing | None
 ) -> Any:
     """Whether what is sent lies in the same places in each of two steps, how many, also in those
     that warm up, and bits."""
-    program = compile(schedule, plan, tp=tp, tied_weights=True, buffer_sharing=buffer_sharing)
+    program = compile(schedule, shape, tp=tp, tied_weights=True, buffer_sharing=buffer_sharing)
     transport = Static(program)
     transport.sent.clear()
     grads = _step(transport, program)
@@ -117,25 +117,25 @@ def addresses(
 
 @pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
 @pytest.mark.parametrize(
-    ("schedule", "plan"), [(zb, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2))]
+    ("schedule", "shape"), [(zb, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2))]
 )
 def test_what_is_sent_lies_in_static_memory(
-    schedule: Any, plan: PipelineShape, buffer_sharing: BufferSharing | None
+    schedule: Any, shape: PipelineShape, buffer_sharing: BufferSharing | None
 ) -> None:
-    _, right = expected(plan)
-    results = run(addresses, plan.ranks, schedule, plan, 1, buffer_sharing)
-    program = compile(schedule, plan, tied_weights=True, buffer_sharing=buffer_sharing)
+    _, right = expected(shape)
+    results = run(addresses, shape.ranks, schedule, shape, 1, buffer_sharing)
+    program = compile(schedule, shape, tied_weights=True, buffer_sharing=buffer_sharing)
     got = {s: g for _, _, grads in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(plan.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], right)
     for (same, places, _), stream in zip(results, program.streams, strict=True):
         sends = sum(op in SENDS for op, _, _ in stream)
         assert same and 0 < places <= sends and (places == sends) == (buffer_sharing is None)
 
 
 def test_parts_of_boundaries_lie_in_static_memory() -> None:
-    plan = PipelineShape(2, 3)
-    static = run(addresses, 4, one_f_one_b, plan, 2, None)
-    plain = run(one_rank, 4, "per_edge", one_f_one_b, plan, 2)
+    shape = PipelineShape(2, 3)
+    static = run(addresses, 4, one_f_one_b, shape, 2, None)
+    plain = run(one_rank, 4, "per_edge", one_f_one_b, shape, 2)
     for (same, places, grads), right in zip(static, plain, strict=True):
         assert same and places == 3
         assert same_bits([*grads.values()], [*right.values()])
@@ -187,7 +187,7 @@ def test_a_process_makes_its_own_groups_and_no_others() -> None:
 
 
 def test_edges_apart_have_no_rank_in_common() -> None:
-    for schedule, plan, most in (
+    for schedule, shape, most in (
         (one_f_one_b, PipelineShape(16, 16), 4),  # no fewer will do: a rank in the middle has four
         (interleaved, PipelineShape(8, 8, 2), 4),
         (
@@ -196,7 +196,7 @@ def test_edges_apart_have_no_rank_in_common() -> None:
             5,
         ),  # 10 edges, and of five ranks two pairs are apart
     ):
-        edges = directed_edges(compile(schedule, plan))
+        edges = directed_edges(compile(schedule, shape))
         colours = apart(edges)
         assert sorted(e for colour in colours for e in colour) == edges
         for colour in colours:
@@ -217,10 +217,10 @@ def uneven(rank: int) -> Any:
 
 
 def test_groups_where_processes_have_others() -> None:
-    plan = PipelineShape(3, 4)
-    _, right = expected(plan)
+    shape = PipelineShape(3, 4)
+    _, right = expected(shape)
     got = {s: g for grads in run(uneven, 3, limit=30) for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(plan.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], right)
 
 
 def anew(rank: int) -> Any:
@@ -237,10 +237,10 @@ def anew(rank: int) -> Any:
 
 
 def test_groups_where_others_have_been_destroyed() -> None:
-    plan = PipelineShape(3, 4)
-    _, right = expected(plan)
+    shape = PipelineShape(3, 4)
+    _, right = expected(shape)
     got = {s: g for grads in run(anew, 3, limit=30) for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(plan.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], right)
 
 
 def test_rows_of_one_colour_are_split_apart(monkeypatch: pytest.MonkeyPatch) -> None:

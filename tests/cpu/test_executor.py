@@ -53,21 +53,21 @@ from tests.cpu.tiny_stages import (
     st.data(),
 )
 def test_random_schedules_in_random_orders_give_the_same_bits(
-    plan: PipelineShape, seed: int, tied: bool, data: st.DataObject
+    shape: PipelineShape, seed: int, tied: bool, data: st.DataObject
 ) -> None:
-    program = lower(_with(random_compute_program(plan, random.Random(seed)), tied))
-    assert program.ascending or plan.rows > 1
-    loss, right = expected(plan, tied, program if plan.rows > 1 else None)
-    stages = gpt_stages(plan.stages, tied)
+    program = lower(_with(random_compute_program(shape, random.Random(seed)), tied))
+    assert program.ascending or shape.rows > 1
+    loss, right = expected(shape, tied, program if shape.rows > 1 else None)
+    stages = gpt_stages(shape.stages, tied)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
-    inputs, targets, scale = batch(plan.microbatches)
+    inputs, targets, scale = batch(shape.microbatches)
     for order in [None, *data.draw(st.lists(st.integers(0, 2**32), min_size=1, max_size=2))]:
         assert torch.equal(ranks.step(inputs, targets, scale, seed=order), loss)
         assert same_bits(gradients(stages), right)
 
 
 def _with(program: Program, tied: bool) -> Program:
-    return replace(program, tied_weights=tied_stages(tied, program.plan))
+    return replace(program, tied_weights=tied_stages(tied, program.shape))
 
 
 def _vee(r: int, P: int, m: int) -> RankSchedule:
@@ -75,18 +75,18 @@ def _vee(r: int, P: int, m: int) -> RankSchedule:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan"), [*PLANS, (_vee, PipelineShape(3, 3, placement="vee"))]
+    ("schedule", "shape"), [*PLANS, (_vee, PipelineShape(3, 3, placement="vee"))]
 )
-def test_in_process(schedule: Any, plan: PipelineShape) -> None:
-    loss, right = expected(plan)
-    stages = gpt_stages(plan.stages)
+def test_in_process(schedule: Any, shape: PipelineShape) -> None:
+    loss, right = expected(shape)
+    stages = gpt_stages(shape.stages)
     for overlap in (False, True):
         program = compile(
-            schedule, plan, tied_weights=True, progress_model="per_edge", overlap=overlap
+            schedule, shape, tied_weights=True, progress_model="per_edge", overlap=overlap
         )
         ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
         for seed in (None, 0, 1):
-            assert torch.equal(ranks.step(*batch(plan.microbatches), seed=seed), loss)
+            assert torch.equal(ranks.step(*batch(shape.microbatches), seed=seed), loss)
             assert same_bits(gradients(stages), right)
 
 
@@ -113,13 +113,13 @@ def _in_process(program: Program, stages: list[nn.Module]) -> InProcessExecutor:
 
 
 def test_models_that_do_not_fit_are_refused() -> None:
-    plan = PipelineShape(2, 2)
+    shape = PipelineShape(2, 2)
     tied, untied = gpt_stages(2), gpt_stages(2, tied=False)
     for program, stages in [
-        (compile(gpipe, plan), tied),
-        (compile(gpipe, plan, tied_weights=True), untied),
-        (compile(gpipe, plan, tp=2, tied_weights=True), tied),
-        (compile(gpipe, plan, tied_weights=True), tied[:1]),
+        (compile(gpipe, shape), tied),
+        (compile(gpipe, shape, tied_weights=True), untied),
+        (compile(gpipe, shape, tp=2, tied_weights=True), tied),
+        (compile(gpipe, shape, tied_weights=True), tied[:1]),
     ]:
         with pytest.raises(ModelError):
             _in_process(program, stages)
@@ -172,10 +172,10 @@ def test_what_cannot_be_split_runs_whole_with_one_warning_each() -> None:
         return (y - target).square().sum()
 
     x = torch.randn(3, BATCH, CONTEXT, HIDDEN)
-    plan = PipelineShape(2, 3)
+    shape = PipelineShape(2, 3)
     one, other = [Plain(), Plain()], [Plain(), Plain()]
     run_sequential(one, x, x + 1, loss=loss)
-    ranks = InProcessExecutor(compile(zb, plan), other, loss=loss, boundary=BOUNDARY)
+    ranks = InProcessExecutor(compile(zb, shape), other, loss=loss, boundary=BOUNDARY)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ranks.step(x, x + 1)
@@ -235,9 +235,9 @@ def test_a_frozen_tied_weight_is_refused() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
-    plan = PipelineShape(4, 16)
+    shape = PipelineShape(4, 16)
     program = compile(
-        one_f_one_b, plan, tied_weights=True, overlap=overlap, progress_model="per_edge"
+        one_f_one_b, shape, tied_weights=True, overlap=overlap, progress_model="per_edge"
     )
     ranks = _in_process(program, gpt_stages(4))
     most = {(r, op): 0 for r in range(4) for op in SENDS}
@@ -258,10 +258,10 @@ def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
 
 def test_optimizers_may_forget_gradients_between_steps() -> None:
     """Three steps, with zero_grad between them or not, train alike, and like the reference."""
-    plan, trained = PipelineShape(2, 3), []
+    shape, trained = PipelineShape(2, 3), []
     for how in ("kept", "forgotten", "reference"):
         stages = gpt_stages(2, tied=False)
-        ranks = _in_process(compile(one_f_one_b, plan), stages)
+        ranks = _in_process(compile(one_f_one_b, shape), stages)
         for step in range(3):
             inputs, targets, scale = batch(3, seed=step)
             if how == "reference":
@@ -348,10 +348,10 @@ def test_a_split_that_does_not_happen_is_refused() -> None:
 
 
 def test_evaluation_has_no_gradients() -> None:
-    plan = PipelineShape(2, 3)
-    program = compile(lambda r, P, m: m * F, plan)
+    shape = PipelineShape(2, 3)
+    program = compile(lambda r, P, m: m * F, shape)
     stages = gpt_stages(2, tied=False)
-    loss, _ = expected(plan, tied=False)
+    loss, _ = expected(shape, tied=False)
     got = _in_process(program, stages).step(*batch(3))
     assert torch.equal(got, loss)
     assert not any(g.any() for grads in gradients(stages) for g in grads.values())

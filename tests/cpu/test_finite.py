@@ -93,7 +93,7 @@ def spoilt(stage: nn.Module) -> nn.Module:
 
 
 def world_of(program: Program, make: Any, dtype: torch.dtype = torch.float32) -> Any:
-    stages = [spoilt(stage.to(dtype)) for stage in gpt_stages(program.plan.stages, tied=False)]
+    stages = [spoilt(stage.to(dtype)) for stage in gpt_stages(program.shape.stages, tied=False)]
     wide = dtype != torch.float32
     for stage in stages if wide else ():
         float32_gradients(stage)

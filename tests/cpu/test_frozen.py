@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
-from schedir.errors import ModelError, ProgramError
+from schedir.errors import ModelError, SchedirError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import named_of
 from schedir.ir.program import Program
@@ -61,9 +61,9 @@ def stages_of(number: int, frozen_stages: int, *, drops: bool = False) -> list[n
 
 def of_plain(program: Program, *, whole: bool, drops: bool = False) -> tuple[Tensor, list[Any]]:
     """Loss and gradients of the reference: in the order of the program, or of no program."""
-    plain = stages_of(program.plan.stages, program.frozen_stages, drops=drops)
+    plain = stages_of(program.shape.stages, program.frozen_stages, drops=drops)
     found = run_sequential(
-        plain, *batch(program.plan.microbatches), loss=loss, program=None if whole else program
+        plain, *batch(program.shape.microbatches), loss=loss, program=None if whole else program
     )
     return found, gradients(plain)
 
@@ -71,9 +71,9 @@ def of_plain(program: Program, *, whole: bool, drops: bool = False) -> tuple[Ten
 def expect_right(
     program: Program, seed: int | None = None, *, drops: bool = False
 ) -> InProcessExecutor:
-    stages = stages_of(program.plan.stages, program.frozen_stages, drops=drops)
+    stages = stages_of(program.shape.stages, program.frozen_stages, drops=drops)
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
-    total = ranks.step(*batch(program.plan.microbatches), seed=seed)
+    total = ranks.step(*batch(program.shape.microbatches), seed=seed)
     for whole in (False, True) if program.ascending else (False,):
         right, plain = of_plain(program, whole=whole, drops=drops)
         assert torch.equal(total, right)
@@ -92,22 +92,22 @@ def test_gradients_of_the_reference(data: st.DataObject) -> None:
     source: Any = data.draw(
         compute_programs(3, 4) if data.draw(st.booleans()) else st.sampled_from(known())
     )
-    plan = None
+    shape = None
     if not isinstance(source, Program):
         where, v = getattr(source, "placed", ("loop", None))
         ranks = 2 * data.draw(st.integers(1, 2))
         v = v or named_of(where).stages_per_rank
-        plan = PipelineShape(ranks, 2 * data.draw(st.integers(1, 3)), v, where)
-    number = (plan or source.plan).stages
+        shape = PipelineShape(ranks, 2 * data.draw(st.integers(1, 3)), v, where)
+    number = (shape or source.shape).stages
     frozen = data.draw(st.integers(0, number - 1))
     how: dict[str, Any] = {
         "buffer_sharing": data.draw(st.sampled_from([None, "minimal"])),
         "overlap": data.draw(st.booleans()),
     }
     try:
-        program = compile(source, plan, progress_model="per_edge", frozen_stages=frozen, **how)
-    except ProgramError:
-        assert plan is not None  # a schedule need not know every plan
+        program = compile(source, shape, progress_model="per_edge", frozen_stages=frozen, **how)
+    except SchedirError:
+        assert shape is not None  # a schedule need not know every shape
         return
     if program.trains:
         expect_right(program, data.draw(st.integers(0, 99)))
@@ -145,18 +145,18 @@ def test_nothing_is_kept_of_a_frozen_forward() -> None:
 @pytest.mark.parametrize("schedule", [pipedream_2bw, one_f_one_b])
 def test_several_updates(schedule: Any, frozen_stages: int) -> None:
     """Delayed ones, held to a plain loop that knows nothing of schedules."""
-    plan = PipelineShape(3, 9, optimizer_steps=3, weight_delay=1)
+    shape = PipelineShape(3, 9, optimizer_steps=3, weight_delay=1)
     make = partial(stages_of, frozen_stages=frozen_stages)
     stages = make(3)
     ranks = InProcessExecutor(
-        compile(schedule, plan, frozen_stages=frozen_stages),
+        compile(schedule, shape, frozen_stages=frozen_stages),
         stages,
         loss=loss,
         boundary=BOUNDARY,
         optimizer=sgd,
     )
     ranks.step(*batch(9))
-    right = stage_by_stage(plan, *batch(9), sgd, make)
+    right = stage_by_stage(shape, *batch(9), sgd, make)
     assert all(map(torch.equal, [p for s in stages for p in s.parameters()], right))
     before = make(3)
     changed = [
@@ -168,10 +168,10 @@ def test_several_updates(schedule: Any, frozen_stages: int) -> None:
 
 def test_forwards_run_ahead_of_the_steps_of_their_rank() -> None:
     """Frozen weights have one version, and a trained stage beside them has its own."""
-    plan, make = PipelineShape(1, 4, 2, optimizer_steps=2), partial(stages_of, frozen_stages=1)
-    stages, program = make(2), compile(ahead, plan, frozen_stages=1)
+    shape, make = PipelineShape(1, 4, 2, optimizer_steps=2), partial(stages_of, frozen_stages=1)
+    stages, program = make(2), compile(ahead, shape, frozen_stages=1)
     InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd).step(*batch(4))
-    right = stage_by_stage(plan, *batch(4), sgd, make)
+    right = stage_by_stage(shape, *batch(4), sgd, make)
     assert all(map(torch.equal, [p for s in stages for p in s.parameters()], right))
 
 
@@ -193,38 +193,41 @@ def test_the_norm_is_of_what_is_trained(schedule: Any) -> None:
 def on_gloo(rank: int, program: Program) -> list[dict[str, Tensor]]:
     """Gradients of a process's own stages."""
     transport = GlooTransport(program)
-    stages = stages_of(program.plan.stages, program.frozen_stages)
+    stages = stages_of(program.shape.stages, program.frozen_stages)
     executor = Executor(
         program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY,
         max_norm=inf if program.clip_grad_norm else None,
     )  # fmt: skip
-    m, (inputs, targets) = program.plan.microbatches, batch(program.dp * program.plan.microbatches)
+    m, (inputs, targets) = (
+        program.shape.microbatches,
+        batch(program.dp * program.shape.microbatches),
+    )
     share = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
     executor.step(inputs[share], targets[share])
-    return gradients([stages[s] for s in program.plan.stages_of[transport.rank]])
+    return gradients([stages[s] for s in program.shape.stages_of[transport.rank]])
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan", "traits"),
+    ("schedule", "shape", "traits"),
     [
         (one_f_one_b, PipelineShape(2, 4), {"frozen_stages": 1, "dp": 2}),
         (zb_h1, PipelineShape(4, 4), {"frozen_stages": 2, "clip_grad_norm": True}),
         (dualpipe, PipelineShape(2, 4, placement="mirror"), {"frozen_stages": 1}),
     ],
 )
-def test_real_processes(schedule: Any, plan: PipelineShape, traits: dict[str, Any]) -> None:
-    program = compile(schedule, plan, progress_model="per_edge", **traits)
-    world = plan.ranks * program.dp
+def test_real_processes(schedule: Any, shape: PipelineShape, traits: dict[str, Any]) -> None:
+    program = compile(schedule, shape, progress_model="per_edge", **traits)
+    world = shape.ranks * program.dp
     found = run(on_gloo, world, program)
-    plain = stages_of(plan.stages, program.frozen_stages)
+    plain = stages_of(shape.stages, program.frozen_stages)
     run_sequential(
-        plain, *batch(program.dp * plan.microbatches), loss=loss,
+        plain, *batch(program.dp * shape.microbatches), loss=loss,
         program=None if program.dp > 1 else program,
     )  # fmt: skip
     right = gradients(plain)
     for process, own in enumerate(found):
-        rank = process % plan.ranks
-        for s, mine in zip(plan.stages_of[rank], own, strict=True):
+        rank = process % shape.ranks
+        for s, mine in zip(shape.stages_of[rank], own, strict=True):
             assert bool(mine) == (s >= program.frozen_stages)
             for name, grad in mine.items():
                 torch.testing.assert_close(grad, right[s][name], rtol=1e-12, atol=1e-12)

@@ -33,7 +33,7 @@ from schedir.transports.transport import Work
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, config, gradients, paired, same_bits, zb
 from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
-from tests.laws import plan_of
+from tests.laws import shape_of
 
 PLANS = [
     (paired, PipelineShape(2, 4)),
@@ -95,15 +95,15 @@ def turned(module: nn.Module, args: Any, y: Tensor) -> Tensor:
 
 
 def one_rank(
-    rank: int, schedule: Any, plan: PipelineShape, hook: Any = None
+    rank: int, schedule: Any, shape: PipelineShape, hook: Any = None
 ) -> list[tuple[bool, int]]:
     """Whether the bits are those of the reference, and what was called beside a gather."""
-    inputs, targets, scale = batch(plan.microbatches)
+    inputs, targets, scale = batch(shape.microbatches)
     found = []
     for slots in SLOTS:
         program = compile(
             schedule,
-            plan,
+            shape,
             tp=2,
             progress_model="per_edge",
             tied_weights=True,
@@ -114,12 +114,12 @@ def one_rank(
         group = transport.tp_group
         loss = partial(gpt.loss, tp=group)
         ours, right = (
-            [gpt.build_stage(config(plan.stages), s, plan.stages, tp=group) for s in own]
-            for own in (plan.stages_of[transport.rank], range(plan.stages))
+            [gpt.build_stage(config(shape.stages), s, shape.stages, tp=group) for s in own]
+            for own in (shape.stages_of[transport.rank], range(shape.stages))
         )
         for stage in ours if hook else ():
             stage.register_forward_hook(hook)
-        stages = dict(zip(plan.stages_of[transport.rank], ours, strict=True))
+        stages = dict(zip(shape.stages_of[transport.rank], ours, strict=True))
         executor = Executor(
             program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY
         )
@@ -134,11 +134,11 @@ def one_rank(
     return found
 
 
-@pytest.mark.parametrize(("schedule", "plan"), PLANS)
+@pytest.mark.parametrize(("schedule", "shape"), PLANS)
 def test_the_bits_of_the_reference_with_gathers_in_flight(
-    schedule: Any, plan: PipelineShape
+    schedule: Any, shape: PipelineShape
 ) -> None:
-    results = run(one_rank, 4, schedule, plan)
+    results = run(one_rank, 4, schedule, shape)
     assert all(same for found in results for same, _ in found)
     for of_slots in zip(*results, strict=True):
         assert any(beside for _, beside in of_slots)
@@ -181,10 +181,10 @@ def test_gathers_run_beside_computes_as_predicted(
     schedule: Schedule, buffer_sharing: BufferSharing | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, tp_gather=0.75)
-    plan = plan_of(schedule, 4, 5)
+    shape = shape_of(schedule, 4, 5)
     program = compile(
         schedule,
-        plan,
+        shape,
         tp=2,
         progress_model="per_edge",
         costs=costs,
@@ -192,21 +192,21 @@ def test_gathers_run_beside_computes_as_predicted(
         buffer_sharing=buffer_sharing,
     )
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
-    gpu, hub, stages = install(monkeypatch), StreamHub(), tiny_model.tiny_stages(plan.stages)
+    gpu, hub, stages = install(monkeypatch), StreamHub(), tiny_model.tiny_stages(shape.stages)
     ranks = InProcessExecutor.__new__(InProcessExecutor)  # which refuses tensor-parallel ranks
     ranks.program, ranks.graph, ranks.other_holders = program, Graph(program, "per_edge"), []
     ranks.turns_of = {program.digest: ExecutionOrders(program, "per_edge")}
-    ranks.mail = [Sliced(hub, rank, gpu, 0.75) for rank in range(plan.ranks)]
+    ranks.mail = [Sliced(hub, rank, gpu, 0.75) for rank in range(shape.ranks)]
     ranks.ranks = []
     for rank, mail in enumerate(ranks.mail):
-        own = {s: stages[s] for s in plan.stages_of[rank]}
+        own = {s: stages[s] for s in shape.stages_of[rank]}
         executor = Executor(program, rank, own, mail, loss=tiny_model.loss, boundary=boundary)
         ranks.ranks.append(executor)
     charge(ranks, gpu, replace(costs, tp_gather=0.0))
     for _ in range(2):
         gpu.host = gpu.over
         with copies(gpu, costs):
-            ranks.step(*tiny_model.batch(plan.microbatches))
+            ranks.step(*tiny_model.batch(shape.microbatches))
     timeline, predicted = ranks.timeline(), simulate(program, costs, progress_model="per_edge")
     for name in ("start", "end"):
         moves = ~np.isin(timeline.spans["op"], TRANSFERS) | (name == "end")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from schedir import compile
-from schedir.errors import ExecutionError, ModelError, ProgramError, UsageError
+from schedir.errors import ExecutionError, ModelError, SchedirError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary, ModelBoundaries
@@ -120,7 +120,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "a flag of text": lambda: world(record="no"),
     "a shape without order": lambda: world(boundary={2, 3}),
     "a schedule": lambda: world(program=one_f_one_b),
-    "a plan": lambda: rank(program=PipelineShape(2, 4)),
+    "a shape": lambda: rank(program=PipelineShape(2, 4)),
     "a rank too many": lambda: rank(2),
     "no transport": lambda: rank(transport="gloo"),
     "losses one by one": lambda: world(loss=lambda y, t: y - t).step(X, X),
@@ -181,5 +181,5 @@ def test_a_loss_of_one_number_in_brackets_is_that_number() -> None:
         for loss in (squares, lambda y, t: squares(y, t).view(1), lambda y, t: squares(y, t)[None])
     ]
     assert {loss.shape for loss in losses} == {torch.Size()} and len({*map(float, losses)}) == 1
-    with pytest.raises(ProgramError):
+    with pytest.raises(SchedirError):
         run_sequential(modules(), X, X, loss=lambda y, t: y - t)

@@ -28,7 +28,7 @@ def test_four_processes_print_what_one_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan"),
+    ("schedule", "shape"),
     [
         ("one_f_one_b", PipelineShape(4, 6)),
         ("zb_h1", PipelineShape(4, 6)),
@@ -36,7 +36,7 @@ def test_four_processes_print_what_one_does(tmp_path: Path) -> None:
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
-def test_gradients_of_the_whole_model(schedule: str, plan: PipelineShape) -> None:
+def test_gradients_of_the_whole_model(schedule: str, shape: PipelineShape) -> None:
     example: Any = runpy.run_path(str(EXAMPLE))
     torch.manual_seed(0)
     config = example["GPT2Config"](
@@ -58,7 +58,7 @@ def test_gradients_of_the_whole_model(schedule: str, plan: PipelineShape) -> Non
     if schedule.startswith("zb"):
         stages = [make_backward_splittable(stage) for stage in stages]
     ties = schedir.find_tied_weights(stages)
-    program = schedir.compile(getattr(schedir.schedules, schedule), plan, tied_weights=ties)
+    program = schedir.compile(getattr(schedir.schedules, schedule), shape, tied_weights=ties)
     loss, boundary = example["summed_loss"], Boundary((2, 16, 32))
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary, tied=ties)
     total = ranks.step(inputs, targets, scale=0.1)

@@ -67,7 +67,7 @@ def process(number: int, case: Case, folder: Path, together: Any) -> None:
     """Step until one fails, write what is said, and when; who has failed stays alive."""
     torch.set_num_threads(1)
     program = case.program
-    world = program.plan.ranks * program.dp * program.tp
+    world = program.shape.ranks * program.dp * program.tp
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=number, world_size=world,
         timeout=timedelta(seconds=MORE),
@@ -99,7 +99,7 @@ def process(number: int, case: Case, folder: Path, together: Any) -> None:
 @contextmanager
 def running(case: Case, folder: Path) -> Iterator[int]:
     program = case.program
-    world = program.plan.ranks * program.dp * program.tp
+    world = program.shape.ranks * program.dp * program.tp
     together = CONTEXT.Barrier(world)
     own = [CONTEXT.Process(target=process, args=(k, case, folder, together)) for k in range(world)]
     try:

@@ -35,36 +35,36 @@ def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
 
 def run(
     schedule: Any,
-    plan: PipelineShape,
+    shape: PipelineShape,
     buffer_sharing: BufferSharing | None = None,
     record: bool = False,
 ) -> Any:
     program = compile(
         schedule,
-        plan,
+        shape,
         progress_model="per_edge",
         overlap=True,
         tied_weights=True,
         clip_grad_norm=True,
         buffer_sharing=buffer_sharing,
     )
-    stages = gpt_stages(plan.stages)
+    stages = gpt_stages(shape.stages)
     world = InProcessExecutor(
         program, stages, loss=gpt.loss, boundary=BOUNDARY, record=record,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         max_norm=1e9,
     )  # fmt: skip
     for seed in (None, 0, 1):
-        world.step(*batch(plan.microbatches), seed=seed)
+        world.step(*batch(shape.microbatches), seed=seed)
     return gradients(stages)
 
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
-@pytest.mark.parametrize(("schedule", "plan"), PLANS)
+@pytest.mark.parametrize(("schedule", "shape"), PLANS)
 def test_nothing_races(
     schedule: Any,
-    plan: PipelineShape,
+    shape: PipelineShape,
     buffer_sharing: BufferSharing | None,
     static: bool,
     races: Races,
@@ -72,9 +72,9 @@ def test_nothing_races(
 ) -> None:
     """Whether what is sent goes to static memory first, as for NCCL, and is recorded, or not."""
     monkeypatch.setattr(cuda_streams.StreamMailbox, "static", static)
-    got = run(schedule, plan, buffer_sharing, record=static)
+    got = run(schedule, shape, buffer_sharing, record=static)
     assert not races.found
-    assert same_bits(got, expected(plan)[1]) or plan.rows > 1
+    assert same_bits(got, expected(shape)[1]) or shape.rows > 1
 
 
 class _Ready(cuda_streams.StreamPoint):

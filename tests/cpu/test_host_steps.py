@@ -53,7 +53,7 @@ def steps_of(world: Any, rank: int = 0) -> CpuOptimizer:
 
 
 @pytest.mark.parametrize(
-    ("shape", "make", "how"),
+    ("name", "make", "how"),
     [
         ("interleaved", "AdamW", {"clip_grad_norm": True, "tied_weights": True}),
         ("interleaved", "bfloat16", {"recompute": "all", "frozen_stages": 2}),
@@ -68,17 +68,17 @@ def steps_of(world: Any, rank: int = 0) -> CpuOptimizer:
         ("mirrored", "bfloat16", {"clip_grad_norm": True}),
     ],
 )
-def test_the_bits_are_those_of_steps_on_the_device(shape: str, make: str, how: Any) -> None:
+def test_the_bits_are_those_of_steps_on_the_device(name: str, make: str, how: Any) -> None:
     """In random legal orders; whoever reads weights while the host steps them, finds NaN."""
     schedule: Any
-    schedule, plan = SHAPES[shape]
+    schedule, shape = SHAPES[name]
     half, found = make == "bfloat16", []
     for states in WHERE:
         program = schedir.compile(
-            schedule, plan, progress_model="per_edge", optimizer_placement=states, **how
+            schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
         )
         world = made(program, MAKES[make], half=half)
-        for k in range(plan.ranks) if states == "cpu_step" else ():
+        for k in range(shape.ranks) if states == "cpu_step" else ():
             poison_weights(steps_of(world, k))
         found.append((stepped(world, 0, 1, 2), left(world)))
     assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
@@ -194,7 +194,7 @@ def test_what_takes_no_gradient_and_what_has_no_number_may_be_there() -> None:
             progress_model="per_edge",
             optimizer_placement=states,
         )
-        stages = gpt_stages(program.plan.stages, tied=False)
+        stages = gpt_stages(program.shape.stages, tied=False)
         next(stages[1].parameters()).requires_grad_(False)
         stages[2].requires_grad_(False)
         stages[0].register_parameter("nothing", nn.Parameter(torch.empty(0)))
@@ -230,10 +230,10 @@ def test_the_host_steps_in_a_thread_of_its_own_and_nothing_is_left() -> None:
 
 
 def test_as_much_is_on_each_tier_as_was_predicted() -> None:
-    plan = PipelineShape(1, 2, 3)
-    stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
+    shape = PipelineShape(1, 2, 3)
+    stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
     sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
-    world = made(schedir.compile(looped_bfs, plan, optimizer_placement="cpu_step"), ADAMW)
+    world = made(schedir.compile(looped_bfs, shape, optimizer_placement="cpu_step"), ADAMW)
     stepped(world, 0, 1)
     (rank,) = world.ranks
     own = steps_of(world)

@@ -75,7 +75,7 @@ def plain(number: int, m: int) -> tuple[float, list[dict[str, Tensor]]]:
 
 @pytest.mark.parametrize("slots", [None, "minimal"])
 @pytest.mark.parametrize(
-    ("schedule", "plan"),
+    ("schedule", "shape"),
     [
         (one_f_one_b, PipelineShape(3, 4)),  # received
         (gpipe, PipelineShape(1, 3, placement=(0, 0, 0))),  # handed over
@@ -83,25 +83,25 @@ def plain(number: int, m: int) -> tuple[float, list[dict[str, Tensor]]]:
     ],
 )
 def test_the_bits_of_layers_that_write_to_nothing(
-    schedule: Any, plan: PipelineShape, slots: Any
+    schedule: Any, shape: PipelineShape, slots: Any
 ) -> None:
     def mine(r: int, P: int, m: int) -> RankSchedule:
-        own = range(len(plan.stages_of[r]))
+        own = range(len(shape.stages_of[r]))
         down = sum((m * F[j] for j in own[1:]), m * F[0])
         return down + sum((m * B[j] for j in reversed(own[:-1])), m * B[own[-1]])
 
-    program = compile(mine if schedule is gpipe else schedule, plan, buffer_sharing=slots)
-    own = stages(plan.stages)
+    program = compile(mine if schedule is gpipe else schedule, shape, buffer_sharing=slots)
+    own = stages(shape.stages)
     world = InProcessExecutor(program, own, loss=loss, boundary=BOUNDARY)
-    x, target = batch(plan.microbatches)
-    before, (total, grads) = x.clone(), plain(plan.stages, plan.microbatches)
+    x, target = batch(shape.microbatches)
+    before, (total, grads) = x.clone(), plain(shape.stages, shape.microbatches)
     for _ in range(3):  # what is known of a module after its first microbatch is used
         assert float(world.step(x, target)) == pytest.approx(total)
         got = gradients(own)
         for a, b in zip(got, grads, strict=True):
             assert all(torch.allclose(a[n], b[n], rtol=1e-5, atol=1e-6) for n in a)
         assert torch.equal(x, before)  # the caller's batch
-    again = stages(plan.stages)
+    again = stages(shape.stages)
     run_sequential(again, x, target, loss=loss, program=program)
     assert same_bits(gradients(again), got) and torch.equal(x, before)
 

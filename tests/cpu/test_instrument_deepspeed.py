@@ -57,8 +57,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 
 def test_its_1f1b_is_ours(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
     program = imported(runs[0], "train")
-    plan = PipelineShape(RANKS, MICROBATCHES)
-    assert computes(program) == computes(schedir.compile(schedules.one_f_one_b, plan))
+    shape = PipelineShape(RANKS, MICROBATCHES)
+    assert computes(program) == computes(schedir.compile(schedules.one_f_one_b, shape))
     for model in ELSEWHERE:
         schedir.check(program, progress_model=model)
 
@@ -68,8 +68,8 @@ def test_all_else_it_runs_completes(
     name: str, runs: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
     program = imported(runs[0], name)
-    assert program.plan.microbatches == MICROBATCHES
-    assert program.plan.placement == ("vee" if "dualpipev" in name else "loop")
+    assert program.shape.microbatches == MICROBATCHES
+    assert program.shape.placement == ("vee" if "dualpipev" in name else "loop")
     for model in ELSEWHERE:
         schedir.check(program, progress_model=model)
 

@@ -101,11 +101,11 @@ def test_megatron_runs_what_schedir_says(
     """The compute of its schedules is that of ours, and their messages complete."""
     chunks, microbatches, settings = RUNS[name]
     program = imported(runs[0], name)
-    plan = PipelineShape(RANKS, microbatches, chunks)
-    assert program.plan == plan
+    shape = PipelineShape(RANKS, microbatches, chunks)
+    assert program.shape == shape
     if not settings.get("microbatch_group_size_per_vp_stage"):  # ours has rounds of one size
         ours = schedules.interleaved if chunks > 1 else schedules.one_f_one_b
-        assert computes(program) == computes(schedir.compile(ours, plan))
+        assert computes(program) == computes(schedir.compile(ours, shape))
     for model in (m for m in ELSEWHERE if (name, m) not in HANGS):
         schedir.check(program, progress_model=model)
     for model in (m for m in ELSEWHERE if (name, m) in HANGS):

@@ -103,12 +103,12 @@ def three(view: str, kind: str) -> list[nn.Module]:
 
 
 def ranks_of(
-    plan: PipelineShape, stages: list[nn.Module], optimizer: Any = SGD, **how: Any
+    shape: PipelineShape, stages: list[nn.Module], optimizer: Any = SGD, **how: Any
 ) -> InProcessExecutor:
     tied = how.pop("tied_weights", None)
-    schedule = how.pop("schedule", one_f_one_b if plan.stages_per_rank == 1 else interleaved)
+    schedule = how.pop("schedule", one_f_one_b if shape.stages_per_rank == 1 else interleaved)
     program = schedir.compile(
-        schedule, plan, progress_model="per_edge", tied_weights=tied or False, **how
+        schedule, shape, progress_model="per_edge", tied_weights=tied or False, **how
     )
     folder = "." if how.get("optimizer_placement") == "disk" else None
     return InProcessExecutor(
@@ -202,18 +202,18 @@ def test_a_view_of_a_weight_that_has_older_versions_is_refused(kind: str) -> Non
 # ---------------------------------------------------------------- states that are not on the device
 
 
-@pytest.mark.parametrize("plan", [PipelineShape(1, 4, 3), PipelineShape(1, 4)])
+@pytest.mark.parametrize("shape", [PipelineShape(1, 4, 3), PipelineShape(1, 4)])
 @pytest.mark.parametrize("states", ["host", "disk", "cpu_step"])
 @pytest.mark.parametrize("view", ["a row", "a column", "transposed"])
 def test_two_parameters_in_one_memory_are_refused(
-    view: str, states: str, plan: PipelineShape, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    view: str, states: str, shape: PipelineShape, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     stages = three(view, "parameter")
-    if plan.stages == 1:
+    if shape.stages == 1:
         stages = [nn.Sequential(*stages)]
     with pytest.raises(ModelError) as error:
-        ranks_of(plan, stages, optimizer_placement=states)
+        ranks_of(shape, stages, optimizer_placement=states)
     assert "weight of stage 0" in error.value.fact and "also of stage" in error.value.fact
     assert error.value.program and "'device'" in error.value.hint
 

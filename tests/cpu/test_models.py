@@ -41,9 +41,9 @@ SCHEDULES = cases(USUAL, [s for s in ZOO.values() if s not in USUAL])
 
 
 def compiled(schedule: Any, kind: Kind, microbatches: int = M, **options: Any) -> Program:
-    found = program_of(schedule).plan
-    plan = PipelineShape(2, microbatches, found.stages_per_rank, placed_for(schedule)[0] or "loop")
-    return compile(schedule, plan, tied_weights=kind.tied(plan.stages), **options)
+    found = program_of(schedule).shape
+    shape = PipelineShape(2, microbatches, found.stages_per_rank, placed_for(schedule)[0] or "loop")
+    return compile(schedule, shape, tied_weights=kind.tied(shape.stages), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "all"}], ids=["kept", "recomputed"])
@@ -53,7 +53,7 @@ def test_schedules_have_the_bits_of_the_reference(name: str, options: Any) -> No
     given = kind.batch(M, 0)
     for schedule in SCHEDULES:
         program = compiled(schedule, kind, **options)
-        count = program.plan.stages
+        count = program.shape.stages
         stages, plain = kind.stages(count), kind.stages(count)
         ranks = InProcessExecutor(program, stages, loss=kind.loss, boundary=kind.boundary(count))
         loss = ranks.step(given.inputs, given.targets, given.scale, keywords=given.keywords)
@@ -105,9 +105,9 @@ def trained(kind: Kind, case: Case) -> tuple[list[float], Weights]:
     program = compiled(
         case.schedule, kind, tp=case.tp, dp=case.dp, zero=case.zero, **dict(case.options)
     )
-    transport, count = GlooTransport(program), program.plan.stages
+    transport, count = GlooTransport(program), program.shape.stages
     tp = transport.tp_group
-    stages = {s: kind.stage(s, count, tp=tp) for s in program.plan.stages_of[transport.rank]}
+    stages = {s: kind.stage(s, count, tp=tp) for s in program.shape.stages_of[transport.rank]}
     executor = Executor(
         program, transport.rank, stages, transport, loss=partial(kind.loss, tp=tp),
         boundary=kind.boundary(count),
@@ -132,7 +132,7 @@ def trained(kind: Kind, case: Case) -> tuple[list[float], Weights]:
 def plain(kind: Kind, case: Case) -> tuple[list[float], Weights]:
     """The same in one process, without replicas and slices."""
     program = compiled(case.schedule, kind, M * case.dp)
-    count = program.plan.stages
+    count = program.shape.stages
     stages = kind.stages(count)
     ranks = InProcessExecutor(
         program, stages, loss=kind.loss, boundary=kind.boundary(count), optimizer=SGD

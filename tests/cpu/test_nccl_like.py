@@ -37,7 +37,7 @@ class Case(NamedTuple):
     """A program of four processes, and whether its steps are recorded."""
 
     schedule: Any
-    plan: PipelineShape
+    shape: PipelineShape
     tp: int = 1
     dp: int = 1
     buffer_sharing: BufferSharing | None = None
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
     def compile(self) -> Program:
         return compile(
-            self.schedule, self.plan, tp=self.tp, dp=self.dp, progress_model="per_edge",
+            self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
             overlap=True,
             tied_weights=True, clip_grad_norm=self.clip, buffer_sharing=self.buffer_sharing,
         )  # fmt: skip

@@ -40,22 +40,22 @@ HOOKS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def _ranks(schedule: Any, plan: PipelineShape, stages: list[nn.Linear]) -> InProcessExecutor:
-    program = compile(schedule, plan)
+def _ranks(schedule: Any, shape: PipelineShape, stages: list[nn.Linear]) -> InProcessExecutor:
+    program = compile(schedule, shape)
     return InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(2, WIDTH))
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("schedule", "plan"), WITH_COPIES)
+@pytest.mark.parametrize(("schedule", "shape"), WITH_COPIES)
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_on_nodes_of_weights(
-    kind: str, schedule: Any, plan: PipelineShape, late: bool
+    kind: str, schedule: Any, shape: PipelineShape, late: bool
 ) -> None:
-    stages = [nn.Linear(WIDTH, WIDTH) for _ in range(plan.stages)]
-    ranks = _ranks(schedule, plan, stages) if late else None
+    stages = [nn.Linear(WIDTH, WIDTH) for _ in range(shape.stages)]
+    ranks = _ranks(schedule, shape, stages) if late else None
     kept = HOOKS[kind](stages[1].weight)
     with pytest.raises(ModelError, match="weight of stage 1 has a hook on its autograd node"):
-        (ranks or _ranks(schedule, plan, stages)).step(*torch.randn(2, 4, 2, WIDTH))
+        (ranks or _ranks(schedule, shape, stages)).step(*torch.randn(2, 4, 2, WIDTH))
     del kept
 
 

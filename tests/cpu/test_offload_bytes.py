@@ -86,19 +86,19 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan", "model", "recompute"),
+    ("schedule", "shape", "model", "recompute"),
     cases([(*SHAPES[0], *KEEPS), (*SHAPES[2], *AGAIN), (*SHAPES[3], *AGAIN), (*SHAPES[4], *KEEPS)],
           [(*SHAPES[1], *KEEPS), (*SHAPES[1], *AGAIN), (*SHAPES[0], *AGAIN), (*SHAPES[2], *KEEPS),
            (*SHAPES[3], *KEEPS), (*SHAPES[4], *AGAIN)]),
 )  # fmt: skip
 def test_what_is_on_each_tier_is_what_was_predicted(
-    schedule: Any, plan: PipelineShape, model: str, recompute: Any, tmp_path: Path, at_once: None
+    schedule: Any, shape: PipelineShape, model: str, recompute: Any, tmp_path: Path, at_once: None
 ) -> None:
     make, data, loss = MODELS[model]
-    stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
+    stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
-    program = compile(schedule, plan, progress_model="per_edge", recompute=recompute)
-    program = checked(moved(program, plan.ranks, spilled=0.5), "minimal")
+    program = compile(schedule, shape, progress_model="per_edge", recompute=recompute)
+    program = checked(moved(program, shape.ranks, spilled=0.5), "minimal")
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
     tiers = [
         dict(zip(("host", "disk"), each, strict=True)) for each in
@@ -149,17 +149,17 @@ class Wide(nn.Module):
 @pytest.mark.parametrize(("more", "spilled"), cases([(0, 0.7), (1, 0.0)], [(0, 0.0), (1, 0.7)]))
 def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_path: Path) -> None:
     """However slow the way from there is, and whatever is how large."""
-    plan = PipelineShape(1, 6, 3)
-    program = moved(compile(interleaved, plan), 1, spilled=spilled, late=0.0)
+    shape = PipelineShape(1, 6, 3)
+    program = moved(compile(interleaved, shape), 1, spilled=spilled, late=0.0)
     (least,) = on_host(program).peak(groups(InstructionIndex.of(program))).tolist()
     slots = least + more
     program = check(program.with_slots([SlotCounts.unsaid()._replace(host=slots)]), "per_edge")
-    stages = noisy(plan.stages, partial(next, map(Wide, (400, 40, 4))))
+    stages = noisy(shape.stages, partial(next, map(Wide, (400, 40, 4))))
     world = InProcessExecutor(program, stages, loss=squares, boundary=FLAT, folder=tmp_path)
     (rank,) = world.ranks
     rank.held.lanes.bandwidth = {Lane.H2D: 2e5, Lane.DISK: 2e5}
     for k in range(3):
-        world.step(*flat_batch(plan.microbatches, k), seed=k or None)
+        world.step(*flat_batch(shape.microbatches, k), seed=k or None)
         spans = world.timeline().spans
         brings, takes = (
             spans[when][np.isin(spans["op"], ops)] for when, ops in (

@@ -51,7 +51,7 @@ from tests.cpu.test_recompute_runs import (
     state,
 )
 from tests.cpu.test_zoo_runs import ZOO
-from tests.laws import least, plan_of
+from tests.laws import least, shape_of
 
 torch.set_num_threads(1)
 
@@ -70,14 +70,14 @@ _EACH = [(name, slots) for name in ZOO for slots in (None, "minimal")]
     ("name", "slots"), cases(_USUAL, [one for one in _EACH if one not in _USUAL])
 )
 def test_of_the_zoo(name: str, slots: Any) -> None:
-    plan = plan_of(ZOO[name], 2, max(4, least(ZOO[name], 2)))
-    one = plan.rows == 1
+    shape = shape_of(ZOO[name], 2, max(4, least(ZOO[name], 2)))
+    one = shape.rows == 1
     layer = Noisy if one else (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)))
     for seed, recompute in enumerate([None, "all"]):
-        program = compile(ZOO[name], plan, progress_model="per_edge", recompute=recompute)
+        program = compile(ZOO[name], shape, progress_model="per_edge", recompute=recompute)
         program = checked(moved(program, seed), slots)
         assert {Opcode.Offload, Opcode.Reload} <= program.ops
-        as_reference(program, noisy(plan.stages, layer))
+        as_reference(program, noisy(shape.stages, layer))
 
 
 @settings(max_examples=20)
@@ -89,7 +89,7 @@ def test_of_any_draft(draft: Program, seed: int) -> None:
     program = moved(program, seed, share=0.7, spilled=0.4)
     program = checked(program, rng.choice([None, "minimal"]))
     with TemporaryDirectory() as folder:
-        as_reference(program, noisy(program.plan.stages, _dropped), steps=1, folder=folder)
+        as_reference(program, noisy(program.shape.stages, _dropped), steps=1, folder=folder)
 
 
 def _dropped() -> nn.Module:
@@ -111,7 +111,7 @@ def compared(
         world = InProcessExecutor(
             each, stages, optimizer=lambda own: torch.optim.SGD(own, lr=0.1), **given, **more
         )
-        data = inputs or [batch(each.plan.microbatches, k) for k in range(steps)]
+        data = inputs or [batch(each.shape.microbatches, k) for k in range(steps)]
         totals = [world.step(x, y, seed=k) for k, (x, y) in enumerate(data)]
         found.append([*totals, *state(stages)])
     assert equal(*found)
@@ -119,9 +119,9 @@ def compared(
 
 
 def test_of_several_updates(tmp_path: Path) -> None:
-    plan = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
+    shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
     compared(
-        compile(pipedream_2bw, plan, progress_model="per_edge"),
+        compile(pipedream_2bw, shape, progress_model="per_edge"),
         lambda: noisy(2, _dropped),
         folder=tmp_path,
     )
@@ -146,11 +146,11 @@ def test_of_skips_and_of_several_tensors() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_many_tensors_and_keywords(seed: int) -> None:
-    plan = PipelineShape(2, 4, 2) if seed else PipelineShape(3, 4)
-    stages, boundaries = many_tensors.drawn(plan.stages, seed)
+    shape = PipelineShape(2, 4, 2) if seed else PipelineShape(3, 4)
+    stages, boundaries = many_tensors.drawn(shape.stages, seed)
     inputs, targets, keywords = many_tensors.batch(4)
     plain, found = deepcopy(stages), []
-    program = compile(interleaved if seed else gpipe, plan, progress_model="per_edge")
+    program = compile(interleaved if seed else gpipe, shape, progress_model="per_edge")
     for each, own in ((program, plain), (checked(moved(program, seed), "minimal"), stages)):
         world = InProcessExecutor(each, own, loss=many_tensors.loss, boundary=boundaries)
         total = world.step(inputs, targets, keywords=keywords, seed=seed)
@@ -169,10 +169,10 @@ def test_of_stages_that_share_a_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan"), [(gpipe, PipelineShape(2, 4)), (interleaved, PipelineShape(1, 4, 2))]
+    ("schedule", "shape"), [(gpipe, PipelineShape(2, 4)), (interleaved, PipelineShape(1, 4, 2))]
 )
-def test_of_stages_that_write_to_their_input(schedule: Any, plan: PipelineShape) -> None:
-    compared(compile(schedule, plan), lambda: noisy(2, InPlace))
+def test_of_stages_that_write_to_their_input(schedule: Any, shape: PipelineShape) -> None:
+    compared(compile(schedule, shape), lambda: noisy(2, InPlace))
 
 
 def test_of_frozen_stages_and_of_half_precision() -> None:
@@ -215,13 +215,13 @@ def test_of_views_that_share_memory() -> None:
 
 
 def test_beside_programs_that_evaluate_and_train() -> None:
-    plan = PipelineShape(2, 4)
-    program = checked(moved(compile(one_f_one_b, plan), 0), "minimal")
+    shape = PipelineShape(2, 4)
+    program = checked(moved(compile(one_f_one_b, shape), 0), "minimal")
     half = checked(moved(compile(gpipe, PipelineShape(2, 2)), 1), "minimal")
-    look = compile(forward_only, plan)
+    look = compile(forward_only, shape)
     found = []
     for each, first in (
-        (compile(one_f_one_b, plan), compile(gpipe, PipelineShape(2, 2))),
+        (compile(one_f_one_b, shape), compile(gpipe, PipelineShape(2, 2))),
         (program, half),
     ):
         stages = noisy(2, _dropped)

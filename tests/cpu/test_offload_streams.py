@@ -43,13 +43,13 @@ def races(gpu: VirtualGPU) -> Iterator[Races]:
 
 
 def world_of(
-    schedule: Any, plan: PipelineShape, slots: Any, spilled: float = 0.0, **more: Any
+    schedule: Any, shape: PipelineShape, slots: Any, spilled: float = 0.0, **more: Any
 ) -> InProcessExecutor:
     program = compile(
-        schedule, plan, progress_model="per_edge", recompute=more.pop("recompute", None)
+        schedule, shape, progress_model="per_edge", recompute=more.pop("recompute", None)
     )
     program = checked(moved(program, 1, spilled=spilled), slots)
-    stages = gpt_stages(plan.stages, tied=False)
+    stages = gpt_stages(shape.stages, tied=False)
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, **more)
     for rank in world.ranks:
         rank.held.lanes.on_streams, rank.held.tiers.poisons = True, False
@@ -58,28 +58,28 @@ def world_of(
 
 def of(world: InProcessExecutor) -> Any:
     return gradients(
-        [world.ranks[r].stages[s].module for s, r in enumerate(world.program.plan.rank_of)]
+        [world.ranks[r].stages[s].module for s, r in enumerate(world.program.shape.rank_of)]
     )
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan", "recompute", "slots"),
+    ("schedule", "shape", "recompute", "slots"),
     cases([(*PLANS[0], None, "minimal"), (*PLANS[1], "all", None), (*PLANS[2], None, "minimal")],
           [(*PLANS[0], "all", None), (*PLANS[1], None, "minimal"), (*PLANS[2], "all", None)]),
 )  # fmt: skip
 def test_nothing_races(
-    schedule: Any, plan: PipelineShape, recompute: Any, slots: Any, races: Races, gpu: VirtualGPU
+    schedule: Any, shape: PipelineShape, recompute: Any, slots: Any, races: Races, gpu: VirtualGPU
 ) -> None:
     """Neither on the device, whose memory the stream that computes takes anew, nor in rooms."""
-    world = world_of(schedule, plan, slots, recompute=recompute)
+    world = world_of(schedule, shape, slots, recompute=recompute)
     plain = InProcessExecutor(
-        compile(schedule, plan, progress_model="per_edge"), gpt_stages(plan.stages, tied=False),
+        compile(schedule, shape, progress_model="per_edge"), gpt_stages(shape.stages, tied=False),
         loss=gpt.loss, boundary=BOUNDARY,
     )  # fmt: skip
     for seed in (None, 0, 1):
         for each in (plain, world):
             gpu.host_may_wait = each is plain or seed is None  # an event is made at first use
-            each.step(*batch(plan.microbatches), seed=seed)
+            each.step(*batch(shape.microbatches), seed=seed)
     assert not races.found
     assert same_bits(of(world), of(plain))
 

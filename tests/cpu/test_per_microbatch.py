@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedir.compiler.compile import compile, lower
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.pass_types import BufferSharing
@@ -79,9 +79,9 @@ def batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatchBounda
 def test_any_lengths_pass_in_any_order(drafted: Program, data: Any, seed: int) -> None:
     program = with_slots(lower(drafted), random.Random(seed))
     one = st.tuples(st.integers(1, 5), st.integers(1, 3))
-    count = program.plan.microbatches
+    count = program.shape.microbatches
     x, y, boundary = batch(data.draw(st.lists(one, min_size=count, max_size=count)))
-    stages = model(program.plan.stages)
+    stages = model(program.shape.stages)
     plain = deepcopy(stages)
     right = run_sequential(plain, x, y, loss=loss, program=program)
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary, record=False)
@@ -118,13 +118,13 @@ def own_steps(process: int) -> list[Any]:
     """Of each case the gradients of own stages."""
     x, y, boundary = batch(LENGTHS)
     found = []
-    for make, plan, options in CASES:
-        program = compile(one_f_one_b, plan, progress_model=make.progress_model, **options)
-        transport, stages = make(program), model(plan.stages)
+    for make, shape, options in CASES:
+        program = compile(one_f_one_b, shape, progress_model=make.progress_model, **options)
+        transport, stages = make(program), model(shape.stages)
         own = Executor(program, transport.rank, stages, transport, loss=loss, boundary=boundary)
         for _ in range(2):
             own.step(x, y)
-        found.append(gradients([stages[s] for s in plan.stages_of[transport.rank]]))
+        found.append(gradients([stages[s] for s in shape.stages_of[transport.rank]]))
     return found
 
 
@@ -132,11 +132,11 @@ def test_processes_have_the_bits_of_the_reference() -> None:
     """Over Gloo, with slots that are shared and without, and in shared memory."""
     results = run(own_steps, 2)
     x, y, _ = batch(LENGTHS)
-    for case, (_, plan, _) in enumerate(CASES):
-        plain = model(plan.stages)
+    for case, (_, shape, _) in enumerate(CASES):
+        plain = model(shape.stages)
         run_sequential(plain, x, y, loss=loss)
         for rank in range(2):
-            own = plan.stages_of[rank if plan.ranks > 1 else 0]
+            own = shape.stages_of[rank if shape.ranks > 1 else 0]
             assert same_bits(results[rank][case], gradients([plain[s] for s in own]))
 
 
@@ -173,7 +173,7 @@ WRONG: dict[str, Callable[[], object]] = {
 
 
 def told(wrong: Callable[[], object]) -> str:
-    with pytest.raises(ProgramError) as error:
+    with pytest.raises(SchedirError) as error:
         wrong()
     return f"{type(error.value).__name__}: {error.value}"
 

@@ -60,7 +60,7 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
     """Losses, norm, weights and gradients of two steps, and the loss of an evaluation."""
     torch.manual_seed(0)
     v, chunks, _ = CASES[name]
-    plan = PipelineShape(2, 4 // chunks if cut else 4, v)
+    shape = PipelineShape(2, 4 // chunks if cut else 4, v)
     finer: Any = {"stage_segments": cut, "microbatch_chunks": chunks if cut else None}
     if not cut:
         more = {key: value for key, value in more.items() if key != "fill_collective_waits"}
@@ -73,14 +73,14 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
         **finer,
     }
     program = compile(
-        getattr(schedules, name), plan, blocking_hosts=True, clip_grad_norm=True, **every | more
+        getattr(schedules, name), shape, blocking_hosts=True, clip_grad_norm=True, **every | more
     )
-    evaluates = compile(schedules.forward_only, plan, blocking_hosts=True, **every)
+    evaluates = compile(schedules.forward_only, shape, blocking_hosts=True, **every)
     transport = GlooTransport(program, more=[evaluates])
     tp = transport.tp_group
     stages = {
-        s: gpt.build_stage(CONFIG, s, plan.stages, tp=tp, sequence=sequence)
-        for s in plan.stages_of[transport.rank]
+        s: gpt.build_stage(CONFIG, s, shape.stages, tp=tp, sequence=sequence)
+        for s in shape.stages_of[transport.rank]
     }
     share = 2 if sequence else 1
     passes = (2, 8 // share, 32)
@@ -100,10 +100,10 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
 def both(rank: int, name: str, sequence: bool) -> list[str]:
     """What of a run in pieces has other bits than of one of whole stages, of as many microbatches
     as there are chunks."""
-    plan, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
+    shape, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
     uncut, cut = (
         trained(name, each, SHARED[name] | {"sequence_parallel": True} if sequence else more)
-        for each in (None, cut_of([CONFIG.layers // plan.stages] * plan.stages))
+        for each in (None, cut_of([CONFIG.layers // shape.stages] * shape.stages))
     )
     return [key for key, value in uncut.items() if not _same(value, cut[key])]
 

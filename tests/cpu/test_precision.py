@@ -34,7 +34,7 @@ def mixed_stages(stages: int, tied: bool = True) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan"),
+    ("schedule", "shape"),
     [
         (gpipe, PipelineShape(2, 4)),
         (one_f_one_b, PipelineShape(3, 4)),
@@ -42,13 +42,13 @@ def mixed_stages(stages: int, tied: bool = True) -> list[nn.Module]:
         (zb, PipelineShape(1, 3)),
     ],
 )
-def test_schedules_give_the_bits_of_the_reference(schedule: Any, plan: PipelineShape) -> None:
-    tied = plan.stages > 1
-    inputs, targets, scale = batch(plan.microbatches)
-    plain, ours = mixed_stages(plan.stages, tied=True), mixed_stages(plan.stages, tied=True)
+def test_schedules_give_the_bits_of_the_reference(schedule: Any, shape: PipelineShape) -> None:
+    tied = shape.stages > 1
+    inputs, targets, scale = batch(shape.microbatches)
+    plain, ours = mixed_stages(shape.stages, tied=True), mixed_stages(shape.stages, tied=True)
     want = run_sequential(plain, inputs, targets, loss=gpt.loss, scale=scale)
     world = InProcessExecutor(
-        compile(schedule, plan, tied_weights=tied), ours, loss=gpt.loss, boundary=HALF
+        compile(schedule, shape, tied_weights=tied), ours, loss=gpt.loss, boundary=HALF
     )
     for seed in range(3):
         assert torch.equal(world.step(inputs, targets, scale, seed), want)
@@ -58,9 +58,9 @@ def test_schedules_give_the_bits_of_the_reference(schedule: Any, plan: PipelineS
 
 
 def test_second_holders_add_up_in_float32_too() -> None:
-    plan = PipelineShape(2, 4, placement="mirror")
+    shape = PipelineShape(2, 4, placement="mirror")
     world = InProcessExecutor(
-        compile(dualpipe, plan), mixed_stages(2, tied=False), loss=gpt.loss, boundary=HALF
+        compile(dualpipe, shape), mixed_stages(2, tied=False), loss=gpt.loss, boundary=HALF
     )
     world.step(*batch(4))
     kinds = {f.dtype for r in world.ranks for s in r.stages.values() for f in s.gradients.flat}

@@ -43,9 +43,9 @@ from tests.pure.test_blocking import sends
 # ---------------------------------------------------------------- real processes
 
 
-def _one_rank(rank: int, schedule: Any, plan: PipelineShape, options: dict[str, Any]) -> Any:
+def _one_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[str, Any]) -> Any:
     """One process of a training step: gradients by stage, loss, and where it stands."""
-    program = compile(schedule, plan, progress_model="per_edge", tied_weights=True, **options)
+    program = compile(schedule, shape, progress_model="per_edge", tied_weights=True, **options)
     transport = GlooTransport(program)
     executor = gpt_executor(program, transport, max_norm=0.05 if program.clip_grad_norm else None)
     for _ in range(2):  # twice: a step leaves nothing behind
@@ -57,17 +57,17 @@ def _one_rank(rank: int, schedule: Any, plan: PipelineShape, options: dict[str, 
     return gradients_by_stage(executor), loss, float(executor.norm)
 
 
-def step_on_gloo(schedule: Any, plan: PipelineShape, **options: Any) -> list[Any]:
-    world = plan.ranks * options.get("tp", 1) * options.get("dp", 1)
-    return run(_one_rank, world, schedule, plan, options)
+def step_on_gloo(schedule: Any, shape: PipelineShape, **options: Any) -> list[Any]:
+    world = shape.ranks * options.get("tp", 1) * options.get("dp", 1)
+    return run(_one_rank, world, schedule, shape, options)
 
 
-@pytest.mark.parametrize(("schedule", "plan"), PLANS[:9])
-def test_gloo_gives_the_bits_of_the_reference(schedule: Any, plan: PipelineShape) -> None:
-    loss, right = expected(plan)
-    results = step_on_gloo(schedule, plan)
+@pytest.mark.parametrize(("schedule", "shape"), PLANS[:9])
+def test_gloo_gives_the_bits_of_the_reference(schedule: Any, shape: PipelineShape) -> None:
+    loss, right = expected(shape)
+    results = step_on_gloo(schedule, shape)
     got = {s: g for grads, _, _ in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(plan.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], right)
     assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
 
 
@@ -76,17 +76,17 @@ def close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 
 
 def test_tensor_parallel_schedules_have_the_same_bits_and_are_close_to_one_rank() -> None:
-    plan = PipelineShape(2, 4)
-    _, right = expected(plan)
-    results = {s.__name__: step_on_gloo(s, plan, tp=2) for s in (gpipe, one_f_one_b, zb)}
+    shape = PipelineShape(2, 4)
+    _, right = expected(shape)
+    results = {s.__name__: step_on_gloo(s, shape, tp=2) for s in (gpipe, one_f_one_b, zb)}
     first = results["gpipe"]
     for other in results.values():
         for (grads, _, _), (same, _, _) in zip(first, other, strict=True):
             assert same_bits(list(grads.values()), list(same.values()))
-    cfg = config(plan.stages)
-    for stage in range(plan.stages):
+    cfg = config(shape.stages)
+    for stage in range(shape.stages):
         shards = [first[stage * 2 + t][0][stage] for t in range(2)]
-        module = gpt.build_stage(cfg, stage, plan.stages)
+        module = gpt.build_stage(cfg, stage, shape.stages)
         for name, parameter in module.named_parameters():
             whole = _joined([s[name] for s in shards], parameter)
             assert close(whole, right[stage][name], 1e-5), name
@@ -125,12 +125,12 @@ def test_data_parallel_equals_one_replica() -> None:
 )
 def test_clipping_counts_every_parameter_once(ranks: int, options: dict[str, int]) -> None:
     """Against the norm of the untied sum: the tied weight is one parameter, a replica no other."""
-    plan = PipelineShape(ranks, 2, 2 // ranks)
+    shape = PipelineShape(ranks, 2, 2 // ranks)
     _, right = expected(PipelineShape(2, 2 * options.get("dp", 1)))
     unique = [g for s, grads in enumerate(right) for n, g in grads.items()
               if not (s == 1 and g.shape == (32, HIDDEN))]  # fmt: skip
     norm = torch.sqrt(sum((g.double().square().sum() for g in unique), torch.zeros(())))
-    results = step_on_gloo(interleaved, plan, clip_grad_norm=True, **options)
+    results = step_on_gloo(interleaved, shape, clip_grad_norm=True, **options)
     for rank, (grads, _, got) in enumerate(results):
         assert got == pytest.approx(float(norm), rel=1e-5)
         for stage, mine in grads.items():
@@ -142,8 +142,8 @@ def test_clipping_counts_every_parameter_once(ranks: int, options: dict[str, int
 def test_gloo_gives_what_its_model_promises() -> None:
     """A program that only `per_edge` finishes: lanes between two ranks do not hold each other
     up."""
-    plan = PipelineShape(2, 3, 2)
-    program = compile(interleaved, plan, tied_weights=True)
+    shape = PipelineShape(2, 3, 2)
+    program = compile(interleaved, shape, tied_weights=True)
     found = None
     for rank, stream in enumerate(program.streams):
         receives = [k for k, i in enumerate(stream) if i.op in RECEIVES]
@@ -158,10 +158,10 @@ def test_gloo_gives_what_its_model_promises() -> None:
             if _finishes(other, "per_edge") and not _finishes(other, "per_pair"):
                 found = other
     assert found is not None
-    _, right = expected(plan)
+    _, right = expected(shape)
     results = run(_run_program, 2, found)
     got = {s: g for grads in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(plan.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], right)
 
 
 def test_a_program_on_which_hosts_would_wait_for_each_other_is_refused() -> None:
@@ -203,9 +203,9 @@ def _finishes(program: Program, model: Any) -> bool:
 
 def _run_program(rank: int, program: Program) -> dict[int, dict[str, Tensor]]:
     transport = GlooTransport(program)
-    stages = {s: m for s, m in enumerate(gpt_stages(4)) if s in program.plan.stages_of[rank]}
+    stages = {s: m for s, m in enumerate(gpt_stages(4)) if s in program.shape.stages_of[rank]}
     executor = Executor(program, rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY)
-    executor.step(*batch(program.plan.microbatches))
+    executor.step(*batch(program.shape.microbatches))
     return {s: gradients([m])[0] for s, m in stages.items()}
 
 

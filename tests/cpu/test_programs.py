@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import PipelineShape
-from schedir.errors import ModelError, ProgramError, ProgramSequenceError
+from schedir.errors import ModelError, ProgramSequenceError, SchedirError
 from schedir.io.terminal import format_error
 from schedir.ir.program import Program
 from schedir.models import gpt
@@ -50,14 +50,14 @@ class Drops(nn.Module):
         return nn.functional.dropout(y, 0.2, self.training) if y.is_floating_point() else y
 
 
-def plan_of(schedule: Any, microbatches: int, ranks: int = 2) -> PipelineShape:
+def shape_of(schedule: Any, microbatches: int, ranks: int = 2) -> PipelineShape:
     placement, fixed = placed_for(schedule)
     v = fixed or (2 if "v" in signature(schedule).parameters else 1)
     return PipelineShape(ranks, microbatches, v, placement or "loop")
 
 
 def stages_of(program: Program) -> list[nn.Module]:
-    return [Drops(stage) for stage in gpt_stages(program.plan.stages, bool(program.tied_weights))]
+    return [Drops(stage) for stage in gpt_stages(program.shape.stages, bool(program.tied_weights))]
 
 
 def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
@@ -89,30 +89,35 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_evaluations_leave_nothing(name: str, zero: int) -> None:
     """A run with evaluations between its steps, and within one, has the bits of one without."""
     schedule, m = ZOO[name], 8
-    plan = (
+    shape = (
         PipelineShape(2, m, optimizer_steps=4, weight_delay=1)
         if name == "pipedream_2bw"
-        else plan_of(schedule, m)
+        else shape_of(schedule, m)
     )
-    two_way = plan.rows > 1
+    two_way = shape.rows > 1
     program = schedir.compile(
-        schedule, plan, tied_weights=True, clip_grad_norm=True, zero=zero, progress_model="per_edge"
+        schedule,
+        shape,
+        tied_weights=True,
+        clip_grad_norm=True,
+        zero=zero,
+        progress_model="per_edge",
     )
     looks = schedir.evaluation_program(program, "per_edge")
     found, losses = [], []
     for evaluates in (False, True):
-        stages: list[nn.Module] = [Drops(s) for s in gpt_stages(plan.stages)]
+        stages: list[nn.Module] = [Drops(s) for s in gpt_stages(shape.stages)]
         ranks = ranks_of(program, stages, more=[looks])
         steps: list[Tensor] = []
         for k in range(2):
             if evaluates:
                 before = ranks.ranks[0].draws.step
-                n = looks.plan.microbatches
+                n = looks.shape.microbatches
                 inputs, targets, _ = batch(n, 99)
                 losses += [ranks.evaluate(inputs, targets, seed=s) for s in (None, 5)]
                 assert ranks.ranks[0].draws.step == before
                 assert all(module.training for module in stages)
-            inputs, targets, scale = batch(plan.microbatches, k)
+            inputs, targets, scale = batch(shape.microbatches, k)
             steps += numbers_of(ranks, stages, ranks.step(inputs, targets, scale))
         found.append(steps)
     assert same(*found) and two_way == (name == "dualpipe")
@@ -162,7 +167,7 @@ def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]
         )  # fmt: skip
         numbers: list[Tensor] = []
         for k, program in enumerate([large, small, small, large]):
-            m = program.plan.microbatches
+            m = program.shape.microbatches
             inputs, targets, scale = batch(m * dp, k)
             own = [t[transport.dp_rank * m :][:m] for t in (inputs, targets)]
             if evaluates:
@@ -217,7 +222,7 @@ def refused() -> list[Exception]:
     found: list[Exception] = []
 
     def tried(attempt: Any) -> None:
-        with pytest.raises(ProgramError) as error:
+        with pytest.raises(SchedirError) as error:
             attempt()
         found.append(error.value)
 

@@ -43,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
 
 
 def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcessExecutor, list[GpuProgress]]:
-    stages = tiny_model.tiny_stages(program.plan.stages)
+    stages = tiny_model.tiny_stages(program.shape.stages)
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     ranks = InProcessExecutor(
         program, stages, loss=tiny_model.loss, boundary=boundary, record=False
@@ -66,7 +66,7 @@ def hang(ranks: InProcessExecutor, gpu: VirtualGPU, instr: Instr, rank: int) -> 
 
 
 def step(ranks: InProcessExecutor, gpu: VirtualGPU) -> None:
-    ranks.step(*tiny_model.batch(ranks.program.plan.microbatches))
+    ranks.step(*tiny_model.batch(ranks.program.shape.microbatches))
 
 
 def said(ranks: InProcessExecutor, rank: int, progress: GpuProgress) -> list[tuple[str, str]]:

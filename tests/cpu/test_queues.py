@@ -25,9 +25,9 @@ from tests.cpu.virtual_gpu import Stream, install
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def _program(schedule: Any, plan: PipelineShape, tp: int = 2) -> Program:
+def _program(schedule: Any, shape: PipelineShape, tp: int = 2) -> Program:
     return compile(
-        schedule, plan, tp=tp, dp=2, progress_model="per_edge", tied_weights=True,
+        schedule, shape, tp=tp, dp=2, progress_model="per_edge", tied_weights=True,
         clip_grad_norm=True, overlap=True
     )  # fmt: skip
 

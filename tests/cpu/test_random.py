@@ -99,14 +99,14 @@ def expected(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tenso
 
 def program(schedule: Any) -> Any:
     found = program_of(schedule)
-    return compile(schedule, found.plan, progress_model="per_edge")
+    return compile(schedule, found.shape, progress_model="per_edge")
 
 
 @pytest.mark.parametrize("schedule", [*ZOO.values(), newest_first], ids=lambda s: s.__name__)
 def test_any_schedule_in_any_order(schedule: Any) -> None:
     """Each step is that of the reference: whatever its order, and whoever holds the stages."""
     found = program(schedule)
-    S = found.plan.stages
+    S = found.shape.stages
     ours, theirs = noisy(S), noisy(S)
     ranks = virtual(found, ours, seed=7)
     for step, order in enumerate((None, 0, 1)):
@@ -125,15 +125,17 @@ def test_any_schedule_in_any_order(schedule: Any) -> None:
     st.booleans(),
 )
 def test_random_schedules_in_random_orders(
-    plan: PipelineShape, order: int, seed: int, again: bool
+    shape: PipelineShape, order: int, seed: int, again: bool
 ) -> None:
     """Recomputed or not, by layers or by stages."""
-    found = lower(random_compute_program(plan, random.Random(order)))
-    numbered = [Noisy(k, again, number=k) if k % 2 else Noisy(k, again) for k in range(plan.stages)]
+    found = lower(random_compute_program(shape, random.Random(order)))
+    numbered = [
+        Noisy(k, again, number=k) if k % 2 else Noisy(k, again) for k in range(shape.stages)
+    ]
     plain = [Noisy(k, number=stage.number) for k, stage in enumerate(numbered)]
-    loss, right = expected(list(plain), plan.microbatches, seed=seed, program=found)
+    loss, right = expected(list(plain), shape.microbatches, seed=seed, program=found)
     ranks = virtual(found, list(numbered), seed=seed)
-    assert torch.equal(ranks.step(*batch(plan.microbatches), seed=order), loss)
+    assert torch.equal(ranks.step(*batch(shape.microbatches), seed=order), loss)
     assert same_bits(gradients(numbered), right)
 
 
@@ -246,8 +248,8 @@ def test_generators_are_as_they_were_after_a_failure() -> None:
 @pytest.mark.parametrize("number", [None, 5])
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb, dualpipe])
 def test_what_is_recomputed_draws_the_same(schedule: Any, number: int | None) -> None:
-    plan = PipelineShape(2, 4, placement="mirror" if schedule is dualpipe else "loop")
-    found = compile(schedule, plan, progress_model="per_edge")
+    shape = PipelineShape(2, 4, placement="mirror" if schedule is dualpipe else "loop")
+    found = compile(schedule, shape, progress_model="per_edge")
     _, right = expected(noisy(2, number=number), 4, program=found)
     again = noisy(2, again=True, number=number)
     ranks = virtual(found, again)
@@ -279,9 +281,9 @@ def test_layers_draw_the_same_in_any_stage() -> None:
 
 
 def test_updates_of_a_step_go_on_counting_microbatches() -> None:
-    plan = PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)
+    shape = PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)
     loss, _ = expected(noisy(2), 4)
-    assert torch.equal(virtual(compile(one_f_one_b, plan), noisy(2)).step(*batch(4)), loss)
+    assert torch.equal(virtual(compile(one_f_one_b, shape), noisy(2)).step(*batch(4)), loss)
 
 
 class Shaken(torch.optim.SGD):
@@ -297,7 +299,7 @@ def test_two_holders_step_by_the_same_numbers() -> None:
     found = compile(chimera, PipelineShape(4, 4, placement="mirror"))
     ranks = virtual(found, noisy(4), optimizer=lambda ps: Shaken(ps, lr=0.1))
     ranks.step(*batch(4), seed=3)
-    for s, (one, other) in enumerate(found.plan.holders.T.tolist()):
+    for s, (one, other) in enumerate(found.shape.holders.T.tolist()):
         ours, theirs = (ranks.ranks[r].stages[s].module.parameters() for r in (one, other))
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 

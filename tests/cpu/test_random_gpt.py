@@ -83,7 +83,7 @@ def test_tensor_parallel_ranks_share_what_is_whole_and_have_their_own_of_heads()
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, interleaved, chimera])
 def test_the_gpt_drops_the_same_in_any_pipeline(schedule: Any) -> None:
-    plan = {
+    shape = {
         one_f_one_b: PipelineShape(4, 3),
         interleaved: PipelineShape(2, 3, 2),
         chimera: PipelineShape(4, 3, placement="mirror"),
@@ -92,7 +92,7 @@ def test_the_gpt_drops_the_same_in_any_pipeline(schedule: Any) -> None:
     one = run_sequential([gpt.build_stage(four, 0, 1)], *_tokens(3), loss=gpt.loss, seed=2)
     stages = [gpt.build_stage(four, s, 4) for s in range(4)]
     ranks = InProcessExecutor(
-        compile(schedule, plan), stages, loss=gpt.loss, boundary=Boundary((2, 8, 16)), seed=2
+        compile(schedule, shape), stages, loss=gpt.loss, boundary=Boundary((2, 8, 16)), seed=2
     )
     assert torch.equal(ranks.step(*_tokens(3), seed=5), one)
     quiet = run_sequential([s.eval() for s in stages], *_tokens(3), loss=gpt.loss)

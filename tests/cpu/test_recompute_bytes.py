@@ -47,13 +47,13 @@ SHAPES = [
 
 @pytest.mark.parametrize("model", ["gpt", "normed"])
 @pytest.mark.parametrize("which", ["all", "late", "some"])
-@pytest.mark.parametrize(("schedule", "plan"), SHAPES)
+@pytest.mark.parametrize(("schedule", "shape"), SHAPES)
 def test_what_lives_is_what_was_predicted(
-    schedule: Any, plan: PipelineShape, which: str, model: str
+    schedule: Any, shape: PipelineShape, which: str, model: str
 ) -> None:
     """To the byte, by the storages that are alive in and after each instruction."""
     make, data, loss = MODELS[model]
-    stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
+    stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
     hows: dict[str, dict[str, Any]] = {
         "all": {"recompute": "all"},
@@ -61,14 +61,14 @@ def test_what_lives_is_what_was_predicted(
         "some": {"recompute": lambda s, m: (s + m) % 2 == 0},
     }
     how = hows[which]
-    plain = compile(schedule, plan, buffer_sharing="minimal")
-    free = compile(schedule, plan, buffer_sharing="minimal", **how)
+    plain = compile(schedule, shape, buffer_sharing="minimal")
+    free = compile(schedule, shape, buffer_sharing="minimal", **how)
     assert RECOMPUTE in free.ops
     most, before = (simulate(p, sizes=sizes).peak_memory for p in (free, plain))
     assert (most <= before).all() and (most < before).any()
     limit = float(most.max())
     program = compile(
-        schedule, plan, buffer_sharing="minimal", sizes=sizes, memory_limit=limit, **how
+        schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=limit, **how
     )
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     owns = held(program, sizes)
@@ -77,7 +77,7 @@ def test_what_lives_is_what_was_predicted(
     assert all(witness.beside == 0 for witness in witnesses)
     with pytest.raises(MemoryLimitError):
         compile(
-            schedule, plan, buffer_sharing="minimal", sizes=sizes, memory_limit=limit - 1, **how
+            schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=limit - 1, **how
         )
 
 

@@ -38,7 +38,7 @@ from tests.cpu import many_tensors
 from tests.cpu.spawn import run
 from tests.cpu.test_per_microbatch import Last, Packed
 from tests.cpu.test_zoo_runs import ZOO
-from tests.laws import least, plan_of
+from tests.laws import least, shape_of
 from tests.strategies import with_slots
 
 torch.set_num_threads(1)
@@ -97,7 +97,7 @@ def as_reference(
         program, stages, loss=squares, boundary=BOUNDARY, optimizer=lambda own: sgd(own), **more
     )
     for k in range(steps):
-        x, y = batch(program.plan.microbatches, k)
+        x, y = batch(program.shape.microbatches, k)
         step.zero_grad()
         total = run_sequential(plain, x, y, loss=squares, program=program, step=k)
         step.step()
@@ -113,20 +113,20 @@ def as_reference(
 @pytest.mark.parametrize("name", ZOO)
 def test_of_the_zoo(name: str, slots: Any) -> None:
     """Dropout and buffers included, in legal orders that a seed picks; of one holder each."""
-    plan = plan_of(ZOO[name], 2, max(4, least(ZOO[name], 2)))
+    shape = shape_of(ZOO[name], 2, max(4, least(ZOO[name], 2)))
     program = compile(
-        ZOO[name], plan, progress_model="per_edge", buffer_sharing=slots, recompute="all"
+        ZOO[name], shape, progress_model="per_edge", buffer_sharing=slots, recompute="all"
     )
-    one = plan.rows == 1
+    one = shape.rows == 1
     layer = Noisy if one else (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)))
     in_order = all(
         [i.mb for i in s if i.stage == stage and i.op == 0]
         == sorted(i.mb for i in s if i.stage == stage and i.op == 0)
         for s in program.streams
-        for stage in range(plan.stages)
+        for stage in range(shape.stages)
     )
     assert in_order
-    as_reference(program, noisy(plan.stages, layer))
+    as_reference(program, noisy(shape.stages, layer))
 
 
 @settings(max_examples=25)
@@ -140,7 +140,7 @@ def test_of_any_draft(draft: Program, seed: int, slots: bool) -> None:
     def layer() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25))
 
-    as_reference(program, noisy(program.plan.stages, layer), steps=1)
+    as_reference(program, noisy(program.shape.stages, layer), steps=1)
 
 
 @pytest.mark.parametrize("updates", [2, 4])
@@ -152,10 +152,10 @@ def test_of_several_updates(updates: int) -> None:
 
     from schedir.schedules import pipedream_2bw
 
-    plan = PipelineShape(2, 8, optimizer_steps=updates, weight_delay=1)
-    program = compile(pipedream_2bw, plan, recompute="all", progress_model="per_edge")
+    shape = PipelineShape(2, 8, optimizer_steps=updates, weight_delay=1)
+    program = compile(pipedream_2bw, shape, recompute="all", progress_model="per_edge")
     assert RECOMPUTE in program.ops
-    plain = compile(pipedream_2bw, plan, progress_model="per_edge")
+    plain = compile(pipedream_2bw, shape, progress_model="per_edge")
     found = []
     for each in (program, plain):
         stages = noisy(2, layer)
@@ -170,15 +170,19 @@ def test_of_several_updates(updates: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_of_many_tensors_and_keywords(seed: int) -> None:
-    plan = PipelineShape(2, 4, 2)
+    shape = PipelineShape(2, 4, 2)
     schedule = interleaved if seed % 2 else gpipe
-    plan = plan if seed % 2 else PipelineShape(3, 4)
-    stages, boundaries = many_tensors.drawn(plan.stages, seed)
+    shape = shape if seed % 2 else PipelineShape(3, 4)
+    stages, boundaries = many_tensors.drawn(shape.stages, seed)
     inputs, targets, keywords = many_tensors.batch(4)
     plain, found = deepcopy(stages), []
     for recompute, own in ((None, plain), ("all", stages)):
         program = compile(
-            schedule, plan, recompute=recompute, progress_model="per_edge", buffer_sharing="minimal"
+            schedule,
+            shape,
+            recompute=recompute,
+            progress_model="per_edge",
+            buffer_sharing="minimal",
         )
         assert (RECOMPUTE in program.ops) == (recompute is not None)
         world = InProcessExecutor(program, own, loss=many_tensors.loss, boundary=boundaries)
@@ -304,12 +308,13 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize("slots", [None, "minimal"])
 @pytest.mark.parametrize(
-    ("schedule", "plan"), [(gpipe, PipelineShape(2, 4)), (interleaved, PipelineShape(1, 4, 3))]
+    ("schedule", "shape"), [(gpipe, PipelineShape(2, 4)), (interleaved, PipelineShape(1, 4, 3))]
 )
-def test_inputs_are_as_they_were(schedule: Any, plan: PipelineShape, slots: Any) -> None:
+def test_inputs_are_as_they_were(schedule: Any, shape: PipelineShape, slots: Any) -> None:
     """Also where a stage writes to them."""
     as_reference(
-        compile(schedule, plan, recompute="all", buffer_sharing=slots), noisy(plan.stages, InPlace)
+        compile(schedule, shape, recompute="all", buffer_sharing=slots),
+        noisy(shape.stages, InPlace),
     )
 
 
@@ -374,7 +379,7 @@ def test_a_hook_on_an_input_runs_once(schedule: Any) -> None:
         program = compile(
             schedule, PipelineShape(2, 2, 2 if schedule is interleaved else 1), **options
         )
-        stages = [_HooksItsInput() for _ in range(program.plan.stages)]
+        stages = [_HooksItsInput() for _ in range(program.shape.stages)]
         loss = nn.functional.mse_loss
         InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY).step(
             *torch.ones(2, 2, 2, WIDTH)

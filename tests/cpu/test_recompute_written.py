@@ -78,12 +78,12 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("layer", [Power, Another, Means, Counted])
 def test_buffers_are_what_the_forward_found(layer: Any) -> None:
-    for schedule, plan in (
+    for schedule, shape in (
         (gpipe, PipelineShape(2, 4)),
         (zb_h1, PipelineShape(2, 4)),
         (interleaved, PipelineShape(2, 4, 2)),
     ):
-        as_reference(compile(schedule, plan, recompute="all"), noisy(plan.stages, layer))
+        as_reference(compile(schedule, shape, recompute="all"), noisy(shape.stages, layer))
 
 
 class Late(Power):

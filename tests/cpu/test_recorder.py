@@ -37,7 +37,7 @@ from schedir.transports.in_process import mailbox
 from schedir.transports.in_process.mailbox import Mailbox, MailboxHub
 from schedir.transports.transport import Work
 from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
-from tests.laws import ZOO, least, plan_of
+from tests.laws import ZOO, least, shape_of
 from tests.legal import too_early
 
 BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
@@ -45,27 +45,27 @@ PAIRED = (dualpipe, dualpipe_v)
 
 
 def ranks_of(program: Program) -> InProcessExecutor:
-    stages = tiny_model.tiny_stages(program.plan.stages)
+    stages = tiny_model.tiny_stages(program.shape.stages)
     return InProcessExecutor(program, stages, loss=tiny_model.loss, boundary=BOUNDARY)
 
 
-def shape(schedule: Schedule) -> PipelineShape:
-    return plan_of(schedule, 4, max(5, least(schedule, 4)))
+def shape_for(schedule: Schedule) -> PipelineShape:
+    return shape_of(schedule, 4, max(5, least(schedule, 4)))
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
     for name, schedule in ZOO.items():
-        plan = shape(schedule)
+        shape = shape_for(schedule)
         program = schedir.compile(
-            schedule, plan, progress_model="per_edge", overlap=True, buffer_sharing="minimal"
+            schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing="minimal"
         )
         ranks = ranks_of(program)
-        ranks.step(*tiny_model.batch(plan.microbatches), seed=seed)
+        ranks.step(*tiny_model.batch(shape.microbatches), seed=seed)
         timeline = ranks.timeline()
         assert (timeline.kind, timeline.unit, timeline.begin) == ("measured", "s", 0.0)
-        assert [i for k in range(plan.ranks) for i in program.streams[k]] == [
-            timeline.of(k, n)[0] for k in range(plan.ranks) for n in range(len(program.streams[k]))
+        assert [i for k in range(shape.ranks) for i in program.streams[k]] == [
+            timeline.of(k, n)[0] for k in range(shape.ranks) for n in range(len(program.streams[k]))
         ]
         compute = timeline.spans["lane"] == Lane.COMPUTE
         assert (timeline.spans["end"] > timeline.spans["start"])[compute].all()
@@ -94,7 +94,7 @@ def on_gpu(
         for _ in range(2):
             gpu.host = gpu.over
             with copies(gpu, costs):
-                ranks.step(*tiny_model.batch(program.plan.microbatches))
+                ranks.step(*tiny_model.batch(program.shape.microbatches))
             assert not gpu.forked
         return ranks.timeline(), ranks, gpu
 
@@ -102,19 +102,20 @@ def on_gpu(
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[Program, Costs]:
     schedule = draw(st.sampled_from([s for s in ZOO.values() if s not in PAIRED]))
-    plan = shape(schedule)
+    shape = shape_for(schedule)
 
     def per_stage() -> tuple[float, ...]:
         return tuple(
             map(
-                float, draw(st.lists(st.integers(1, 5), min_size=plan.stages, max_size=plan.stages))
+                float,
+                draw(st.lists(st.integers(1, 5), min_size=shape.stages, max_size=shape.stages)),
             )
         )
 
     costs = Costs(F=per_stage(), I=per_stage(), W=per_stage(), send=float(draw(st.integers(0, 3))))
     slots: BufferSharing | None = draw(st.sampled_from([None, "minimal"]))
     return schedir.compile(
-        schedule, plan, progress_model="per_edge", costs=costs, buffer_sharing=slots
+        schedule, shape, progress_model="per_edge", costs=costs, buffer_sharing=slots
     ), costs
 
 
@@ -136,7 +137,7 @@ def test_streams_run_what_the_graph_allows_and_no_sooner(case: tuple[Program, Co
 def test_receives_posted_early_let_streams_run_as_predicted(schedule: Schedule) -> None:
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25)
     program = schedir.compile(
-        schedule, shape(schedule), progress_model="per_edge", costs=costs, overlap=True
+        schedule, shape_for(schedule), progress_model="per_edge", costs=costs, overlap=True
     )
     timeline, _, _ = on_gpu(program, costs)
     predicted = schedir.simulate(program, costs, progress_model="per_edge")
@@ -260,10 +261,10 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
     """And nothing is issued before what it waits for, which on streams would be no wait at all."""
-    plan = shape(schedule)
+    shape = shape_for(schedule)
     program = schedir.compile(
         schedule,
-        plan,
+        shape,
         progress_model="per_edge",
         tied_weights=True,
         clip_grad_norm=True,

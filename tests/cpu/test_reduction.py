@@ -102,7 +102,7 @@ def replicas() -> list[dict[str, tuple[bool, list[Log], list[Log], int]]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_buckets_give_the_bits_of_one_late_sum(name: str, replicas: list[Any]) -> None:
-    updates = CASES[name].plan.optimizer_steps
+    updates = CASES[name].shape.optimizer_steps
     for same_bits, logs, late, buckets in (found[name] for found in replicas):
         assert same_bits and buckets > 3
         for log, other in zip(logs, late, strict=True):
@@ -200,7 +200,7 @@ def test_what_is_written_too_late_is_refused(how: str) -> None:
 
 def _put(rank: int, schedule: Any, replicas: int, how: str) -> bool:
     """Whether what has been put in the place of a gradient is summed and scaled as all else."""
-    plan = (
+    shape = (
         PipelineShape(1, 4, optimizer_steps=2, weight_delay=1) if schedule is pipedream_2bw else ONE
     )
     torch.manual_seed(0)
@@ -208,15 +208,15 @@ def _put(rank: int, schedule: Any, replicas: int, how: str) -> bool:
     plain.load_state_dict(module.state_dict())
     if schedule is zb:
         make_backward_splittable(module)
-    program = compile(schedule, plan, dp=replicas, progress_model="per_edge", overlap=True)
+    program = compile(schedule, shape, dp=replicas, progress_model="per_edge", overlap=True)
     with buckets_of(64):
         loss = nn.functional.mse_loss
         executor = Executor(
             program, 0, {0: module}, GlooTransport(program), loss=loss, boundary=(ROWS, WIDTH)
         )
-    x, y = 9 * torch.randn(2, plan.microbatches, ROWS, WIDTH)
+    x, y = 9 * torch.randn(2, shape.microbatches, ROWS, WIDTH)
     executor.step(x, y, 0.5 / replicas)
-    for mb in range(plan.microbatches - plan.per_update, plan.microbatches):
+    for mb in range(shape.microbatches - shape.per_update, shape.microbatches):
         loss(plain(x[mb]), y[mb]).backward()
     both = zip(module.parameters(), plain.parameters(), strict=True)
     return all(torch.allclose(p.grad, 0.5 * q.grad) for p, q in both)  # type: ignore[operator, arg-type]

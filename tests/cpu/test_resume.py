@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from schedir.errors import CheckpointError, ConfigError, ExecutionError, ProgramError, UsageError
+from schedir.errors import CheckpointError, ConfigError, ExecutionError, SchedirError, UsageError
 from schedir.training.config.run_config import Config, OutputConfig
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.resume_checks import RUN
@@ -180,7 +180,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_lost(
         ["train.resume=maybe"],
         ['train.checkpoint_dir=""'],
     ):
-        with pytest.raises(ProgramError) as error:
+        with pytest.raises(SchedirError) as error:
             run(config, [*ALONE, *words(folder), *more])
         found.append(f"{' '.join(more)}\n{error.value}\n")
     with pytest.raises(ConfigError) as error:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from schedir.errors import ExecutionError, ProgramError
+from schedir.errors import ExecutionError, SchedirError
 from schedir.testing import assert_same_gradients
 from tests.cpu.torchs import WIDTH, batch, model
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_compared_is_refused_in_one_way() -> None:
     said = ""
     for name, given in GIVEN.items():
         every = {"step": lambda *_: None, "model": LINEAR, "batch": batch(), "ranks": 1, **given}
-        with pytest.raises(ProgramError) as error:
+        with pytest.raises(SchedirError) as error:
             same(**every)
         said += f"{name}\n  {type(error.value).__name__}: {error.value}\n"
     assert said == GOLDEN.read_text()

@@ -40,17 +40,17 @@ from tests.cpu.training import alone, train
 M = 6
 
 
-def costs_of(plan: PipelineShape) -> Costs:
+def costs_of(shape: PipelineShape) -> Costs:
     """Of stages that all take other times."""
-    draw = random.Random(plan.stages)
-    each = [tuple(draw.uniform(0.7, 1.3) for _ in range(plan.stages)) for _ in range(3)]
+    draw = random.Random(shape.stages)
+    each = [tuple(draw.uniform(0.7, 1.3) for _ in range(shape.stages)) for _ in range(3)]
     return Costs(F=each[0], I=each[1], W=each[2], send=0.05)
 
 
-def found(plan: PipelineShape, in_flight: int, split: bool = True) -> Program:
+def found(shape: PipelineShape, in_flight: int, split: bool = True) -> Program:
     """What a search finds; the same in every process, for its budget is no time."""
     return search_schedule(
-        plan, costs_of(plan), in_flight=in_flight, split=split, seconds=60, evaluations=30
+        shape, costs_of(shape), in_flight=in_flight, split=split, seconds=60, evaluations=30
     ).program
 
 
@@ -63,14 +63,14 @@ CASES = [
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("plan", "in_flight", "split"), CASES)
-def test_in_process(plan: PipelineShape, in_flight: int, split: bool, tied: bool) -> None:
-    program = found(plan, in_flight, split)
+@pytest.mark.parametrize(("shape", "in_flight", "split"), CASES)
+def test_in_process(shape: PipelineShape, in_flight: int, split: bool, tied: bool) -> None:
+    program = found(shape, in_flight, split)
     assert program.ascending
     if tied:
-        program = compile(compute_of(program), costs=costs_of(plan), tied_weights=True)
-    loss, right = expected(plan, tied)
-    stages = gpt_stages(plan.stages, tied)
+        program = compile(compute_of(program), costs=costs_of(shape), tied_weights=True)
+    loss, right = expected(shape, tied)
+    stages = gpt_stages(shape.stages, tied)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for seed in range(2):
         assert torch.equal(ranks.step(*batch(M), seed=seed), loss)
@@ -78,17 +78,17 @@ def test_in_process(plan: PipelineShape, in_flight: int, split: bool, tied: bool
 
 
 def test_no_built_in_schedule_is_what_is_run() -> None:
-    plan, in_flight, split = CASES[0]
-    streams = compute_of(found(plan, in_flight, split)).streams
+    shape, in_flight, split = CASES[0]
+    streams = compute_of(found(shape, in_flight, split)).streams
     for name in ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "eager_1f1b"):
-        assert expand_schedule(built_in()[name], plan).streams != streams
+        assert expand_schedule(built_in()[name], shape).streams != streams
 
 
 def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
     """One of four processes, which run one program after the other."""
     results = []
-    for plan, in_flight, split in CASES[:2]:
-        program = found(plan, in_flight, split)
+    for shape, in_flight, split in CASES[:2]:
+        program = found(shape, in_flight, split)
         executor = gpt_executor(program, GlooTransport(program))
         results.append((executor.step(*batch(M)), gradients_by_stage(executor)))
     return results

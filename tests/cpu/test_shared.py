@@ -58,24 +58,24 @@ def executor(
     )
 
 
-def both_ways(rank: int, schedule: Schedule, plan: PipelineShape) -> Any:
-    program = compile(schedule, plan, progress_model="per_edge", tied_weights=True)
-    stages = gpt_stages(plan.stages)
-    own = {s: stages[s] for s in plan.stages_of[rank]}
+def both_ways(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
+    program = compile(schedule, shape, progress_model="per_edge", tied_weights=True)
+    stages = gpt_stages(shape.stages)
+    own = {s: stages[s] for s in shape.stages_of[rank]}
     world = Executor(
         program, rank, own, SharedMemoryTransport(program), loss=gpt.loss, boundary=BOUNDARY
     )
-    world.step(*batch(plan.microbatches))
+    world.step(*batch(shape.microbatches))
     return {s: gradients([m])[0] for s, m in own.items()}
 
 
 @pytest.mark.parametrize(("schedule", "where"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
 def test_stages_with_two_holders(schedule: Schedule, where: str) -> None:
-    plan = PipelineShape(4, 6, placement=where)
+    shape = PipelineShape(4, 6, placement=where)
     _, right = expected(
-        plan, program=compile(schedule, plan, tied_weights=True, progress_model="per_edge")
+        shape, program=compile(schedule, shape, tied_weights=True, progress_model="per_edge")
     )
-    for own in run(both_ways, plan.ranks, schedule, plan):
+    for own in run(both_ways, shape.ranks, schedule, shape):
         assert same_bits(list(own.values()), [right[s] for s in own])
 
 

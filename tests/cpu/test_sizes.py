@@ -201,7 +201,7 @@ own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
 
 @pytest.mark.parametrize("slots", ["minimal", None])
 @pytest.mark.parametrize(
-    ("schedule", "plan"),
+    ("schedule", "shape"),
     [
         (gpipe, PipelineShape(2, 4)),
         (one_f_one_b, PipelineShape(2, 4)),
@@ -211,13 +211,13 @@ own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
     ],
 )
 def test_what_computes_leaves_what_was_predicted(
-    schedule: Any, plan: PipelineShape, slots: Any
+    schedule: Any, shape: PipelineShape, slots: Any
 ) -> None:
     """Exactly with shared slots; with own ones what is received is in its slot all the time."""
-    stages = gpt_stages(plan.stages, tied=False)
-    inputs, targets, scale = batch(plan.microbatches)
+    stages = gpt_stages(shape.stages, tied=False)
+    inputs, targets, scale = batch(shape.microbatches)
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY, state=0)
-    program = compile(schedule, plan, buffer_sharing=slots)
+    program = compile(schedule, shape, buffer_sharing=slots)
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     witnesses = [
         Witness(rank, own) for rank, own in zip(world.ranks, held(program, sizes), strict=True)
@@ -276,7 +276,7 @@ MODELS: dict[str, tuple[Any, Any, Any]] = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("schedule", "plan"),
+    ("schedule", "shape"),
     [
         (one_f_one_b, PipelineShape(3, 4)),
         (zb_h1, PipelineShape(3, 5)),
@@ -285,14 +285,14 @@ MODELS: dict[str, tuple[Any, Any, Any]] = {
     ],
 )
 def test_what_lives_in_an_instruction_is_what_was_predicted(
-    schedule: Any, plan: PipelineShape, model: str
+    schedule: Any, shape: PipelineShape, model: str
 ) -> None:
     make, data, loss = MODELS[model]
-    stages, (inputs, targets, scale) = make(plan.stages), data(plan.microbatches)
+    stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
-    free = compile(schedule, plan, buffer_sharing="minimal")
+    free = compile(schedule, shape, buffer_sharing="minimal")
     most = float(simulate(free, sizes=sizes).peak_memory.max())
-    program = compile(schedule, plan, buffer_sharing="minimal", sizes=sizes, memory_limit=most)
+    program = compile(schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=most)
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     owns = held(program, sizes)
     witnesses = [Witness(rank, own) for rank, own in zip(world.ranks, owns, strict=True)]
@@ -304,7 +304,7 @@ def test_what_lives_in_an_instruction_is_what_was_predicted(
         handed = curve.kinds.get("handed_over", np.zeros(1))
         assert (curve.held - handed).max() == static + witness.most, rank
     with pytest.raises(MemoryLimitError):
-        compile(schedule, plan, buffer_sharing="minimal", sizes=sizes, memory_limit=most - 1)
+        compile(schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=most - 1)
 
 
 class Odd(nn.Module):

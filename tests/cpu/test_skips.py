@@ -113,13 +113,13 @@ def same(one: list[nn.Module], other: list[nn.Module]) -> bool:
 
 def as_in(program: Program, seed: int, order: int | None = None) -> None:
     """A step has the loss and the gradients of the reference, and so has the next."""
-    plan = program.plan
-    stages = model(plan.stages, program.skips, seed)
+    shape = program.shape
+    stages = model(shape.stages, program.skips, seed)
     for stage in stages[: program.frozen_stages]:
         stage.requires_grad_(False)
     plain = deepcopy(stages)
-    x, y = batch(plan.microbatches)
-    how: Any = {"loss": F.mse_loss, "boundary": edges(plan.stages, program.skips)}
+    x, y = batch(shape.microbatches)
+    how: Any = {"loss": F.mse_loss, "boundary": edges(shape.stages, program.skips)}
     ranks = InProcessExecutor(program, stages, record=False, **how)
     for step in range(2):  # the second has what the first left in every slot
         total = ranks.step(x, y, seed=order)
@@ -131,18 +131,18 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("slots", [None, "minimal", "latency_preserving"])
 def test_schedules_have_the_bits_of_the_reference(name: str, slots: Any) -> None:
-    schedule, plan, skips = SCHEDULES[name]
-    as_in(compile(schedule, plan, skips=skips, buffer_sharing=slots), 1)
-    as_in(compile(schedule, plan, skips=skips, buffer_sharing=slots, overlap=True), 2, 3)
+    schedule, shape, skips = SCHEDULES[name]
+    as_in(compile(schedule, shape, skips=skips, buffer_sharing=slots), 1)
+    as_in(compile(schedule, shape, skips=skips, buffer_sharing=slots, overlap=True), 2, 3)
     if name != "forward":
-        as_in(compile(schedule, plan, skips=skips, buffer_sharing=slots, frozen_stages=1), 3)
+        as_in(compile(schedule, shape, skips=skips, buffer_sharing=slots, frozen_stages=1), 3)
 
 
 @st.composite
 def skipping(draw: st.DrawFn) -> Program:
     """A draft of any order with skips, lowered."""
     draft = draw(compute_programs(microbatches=4))
-    stages = range(draft.plan.stages)
+    stages = range(draft.shape.stages)
     pairs = [(s, t) for s in stages for t in stages if s + 1 < t]
     found: list[tuple[int, int]] = []
     for s, t in draw(st.lists(st.sampled_from(pairs), max_size=3)) if pairs else []:
@@ -158,24 +158,24 @@ def test_any_skips_in_any_order(program: Program, seed: int, order: int) -> None
 
 
 def _process(rank: int, transport: str, name: str, model_of: ProgressModel) -> list[Any]:
-    schedule, plan, skips = SCHEDULES[name]
+    schedule, shape, skips = SCHEDULES[name]
     slots: Any = None if transport == "shared_memory" else "minimal"
     program = compile(
         schedule,
-        plan,
+        shape,
         progress_model=model_of,
         skips=skips,
         buffer_sharing=slots,
         blocking_hosts=True,
     )
-    stages = model(plan.stages, skips)
-    x, y = batch(plan.microbatches)
+    stages = model(shape.stages, skips)
+    x, y = batch(shape.microbatches)
     make: Any = {"gloo": GlooTransport, "shared_memory": SharedMemoryTransport, "edge": EdgeGroups}[
         transport
     ]
-    own = {s: stages[s] for s in plan.stages_of[rank]}
+    own = {s: stages[s] for s in shape.stages_of[rank]}
     executor = Executor(
-        program, rank, own, make(program), loss=F.mse_loss, boundary=edges(plan.stages, skips)
+        program, rank, own, make(program), loss=F.mse_loss, boundary=edges(shape.stages, skips)
     )
     for _ in range(2):
         total = executor.step(x, y)
@@ -192,11 +192,11 @@ def _process(rank: int, transport: str, name: str, model_of: ProgressModel) -> l
     ],
 )
 def test_processes(transport: str, name: str, model_of: ProgressModel) -> None:
-    schedule, plan, skips = SCHEDULES[name]
-    told = run(_process, plan.ranks, transport, name, model_of)
-    plain = model(plan.stages, skips)
-    x, y = batch(plan.microbatches)
-    program = compile(schedule, plan, skips=skips)
+    schedule, shape, skips = SCHEDULES[name]
+    told = run(_process, shape.ranks, transport, name, model_of)
+    plain = model(shape.stages, skips)
+    x, y = batch(shape.microbatches)
+    program = compile(schedule, shape, skips=skips)
     right = run_sequential(plain, x, y, loss=F.mse_loss, program=program, step=1)
     assert float(right) in [total for total, _ in told]
     for _, own in told:

@@ -25,7 +25,7 @@ from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
 from tests.cpu.test_processes import step_on_gloo
 from tests.cpu.tiny_stages import expected, gradients, same_bits, zb
-from tests.laws import ZOO, least, plan_of
+from tests.laws import ZOO, least, shape_of
 
 BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 
@@ -48,15 +48,15 @@ def watch(rank: Executor, used: dict[Value, set[int]]) -> None:
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
     """Exactly, by rank and kind, in whatever legal order; and nothing is ever overwritten."""
-    plan = plan_of(schedule, 4, max(6, least(schedule, 4)))
-    stages = tiny_model.tiny_stages(plan.stages)
-    inputs, targets = tiny_model.batch(plan.microbatches)
+    shape = shape_of(schedule, 4, max(6, least(schedule, 4)))
+    stages = tiny_model.tiny_stages(shape.stages)
+    inputs, targets = tiny_model.batch(shape.microbatches)
     choices: list[BufferSharing | None] = [None, "minimal", "latency_preserving"]
     for overlap in (False, True):
         results: list[tuple[Tensor, list[dict[str, Tensor]]]] = []
         for choice in choices:
             program = compile(
-                schedule, plan, progress_model="per_edge", overlap=overlap, buffer_sharing=choice
+                schedule, shape, progress_model="per_edge", overlap=overlap, buffer_sharing=choice
             )
             predicted = counts(program)
             ranks = InProcessExecutor(program, stages, loss=tiny_model.loss, boundary=BOUNDARY)
@@ -113,8 +113,8 @@ def memory(tensor: Tensor) -> int:
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zb])
 def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
     """Not even where a stage's input is its output, and one gradient the other, for some steps."""
-    plan = PipelineShape(4, 6)
-    inputs, targets = tiny_model.batch(plan.microbatches)
+    shape = PipelineShape(4, 6)
+    inputs, targets = tiny_model.batch(shape.microbatches)
 
     def stages() -> list[nn.Module]:
         first, inner, last = tiny_model.tiny_stages(3)
@@ -125,7 +125,7 @@ def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
     for choice in (None, "minimal"):
         other = stages()
         program = compile(
-            schedule, plan, progress_model="per_edge", overlap=True, buffer_sharing=choice
+            schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing=choice
         )
         ranks = InProcessExecutor(program, other, loss=tiny_model.loss, boundary=BOUNDARY)
         for rank in ranks.ranks if choice else ():  # else a buffer is one value's for the step
@@ -154,25 +154,25 @@ def test_outputs_are_let_go_when_they_are_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan", "options"),
+    ("schedule", "shape", "options"),
     [
         (one_f_one_b, PipelineShape(4, 6), {"overlap": True}),
         (gpipe, PipelineShape(2, 4), {}),
         (interleaved, PipelineShape(2, 4, 2), {}),
     ],
 )
-def test_processes_with_the_fewest_slots(schedule: Any, plan: PipelineShape, options: Any) -> None:
-    loss, right = expected(plan)
-    results = step_on_gloo(schedule, plan, buffer_sharing="minimal", **options)
+def test_processes_with_the_fewest_slots(schedule: Any, shape: PipelineShape, options: Any) -> None:
+    loss, right = expected(shape)
+    results = step_on_gloo(schedule, shape, buffer_sharing="minimal", **options)
     got = {s: g for grads, _, _ in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(plan.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], right)
     assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
 
 
 def test_tensor_parallel_processes_with_the_fewest_slots() -> None:
     """Slices are received into their place in the whole."""
-    plan = PipelineShape(2, 4)
-    own, few = (step_on_gloo(zb, plan, tp=2, buffer_sharing=slots) for slots in (None, "minimal"))
+    shape = PipelineShape(2, 4)
+    own, few = (step_on_gloo(zb, shape, tp=2, buffer_sharing=slots) for slots in (None, "minimal"))
     for (grads, _, _), (same, _, _) in zip(own, few, strict=True):
         assert same_bits(list(grads.values()), list(same.values()))
 

@@ -42,9 +42,9 @@ def batch() -> Tensor:
 
 
 def ranks_of(
-    schedule: Any, plan: PipelineShape, stages: list[nn.Linear], optimizer: Any = sgd
+    schedule: Any, shape: PipelineShape, stages: list[nn.Linear], optimizer: Any = sgd
 ) -> InProcessExecutor:
-    program = schedir.compile(schedule, plan)
+    program = schedir.compile(schedule, shape)
     boundary = Boundary((2, WIDTH), torch.float64)
     return InProcessExecutor(program, stages, loss=loss, boundary=boundary, optimizer=optimizer)
 
@@ -79,13 +79,13 @@ class Hooks:
 )
 def test_hooks_see_every_microbatch(where: Any, case: Any, late: bool, removed: bool) -> None:
     """Also hooks that are registered when the ranks are there, or removed between steps."""
-    schedule, plan = case
-    stages, whole = layers(plan.stages), layers(plan.stages)
+    schedule, shape = case
+    stages, whole = layers(shape.stages), layers(shape.stages)
     ours, plain = Hooks(where), Hooks(where)
     plain.register(whole)
     if not late:
         ours.register(stages)
-    ranks = ranks_of(schedule, plan, stages)
+    ranks = ranks_of(schedule, shape, stages)
     if late:
         ours.register(stages)
     model = nn.Sequential(*whole)
@@ -105,16 +105,16 @@ def test_hooks_see_every_microbatch(where: Any, case: Any, late: bool, removed: 
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("schedule", "plan"), MIRROR)
+@pytest.mark.parametrize(("schedule", "shape"), MIRROR)
 def test_a_hook_that_sees_the_sum_of_one_holder(
-    schedule: Any, plan: PipelineShape, late: bool
+    schedule: Any, shape: PipelineShape, late: bool
 ) -> None:
-    stages = layers(plan.stages)
-    ranks = ranks_of(schedule, plan, stages) if late else None
+    stages = layers(shape.stages)
+    ranks = ranks_of(schedule, shape, stages) if late else None
     stages[1].bias.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(ModelError, match=r"bias of stage 1") as error:
         if ranks is None:
-            ranks_of(schedule, plan, stages)
+            ranks_of(schedule, shape, stages)
         else:
             ranks.step(batch(), batch())
     assert error.value.program == schedule.__name__ and "register_hook" in error.value.hint
@@ -122,8 +122,8 @@ def test_a_hook_that_sees_the_sum_of_one_holder(
 
 def test_an_optimizer_finds_the_attributes_of_weights() -> None:
     """As for groups of its own, which else the holders of a stage would step otherwise."""
-    schedule, plan = MIRROR[0]
-    stages = layers(plan.stages)
+    schedule, shape = MIRROR[0]
+    stages = layers(shape.stages)
     for stage in stages:
         vars(stage.bias)["is_slow"] = True
     found = []
@@ -135,7 +135,7 @@ def test_an_optimizer_finds_the_attributes_of_weights() -> None:
         groups: list[dict[str, Any]] = [{"params": slow, "lr": 0.01}, {"params": rest}]
         return torch.optim.SGD(groups, lr=0.1)
 
-    ranks = ranks_of(schedule, plan, stages, optimizer)
+    ranks = ranks_of(schedule, shape, stages, optimizer)
     ranks.step(batch(), batch() + 1)
     assert found == [2, 2]
     for replica in ranks.other_holders:
@@ -150,13 +150,13 @@ class _Scaled(nn.Linear):
         return super().forward(x) * self.factor
 
 
-@pytest.mark.parametrize(("schedule", "plan"), MIRROR)
+@pytest.mark.parametrize(("schedule", "shape"), MIRROR)
 def test_a_number_that_is_set_between_steps_is_that_of_each_copy(
-    schedule: Any, plan: PipelineShape
+    schedule: Any, shape: PipelineShape
 ) -> None:
     torch.manual_seed(0)
-    stages: list[nn.Linear] = [_Scaled(WIDTH, WIDTH).double() for _ in range(plan.stages)]
-    ranks = ranks_of(schedule, plan, stages)
+    stages: list[nn.Linear] = [_Scaled(WIDTH, WIDTH).double() for _ in range(shape.stages)]
+    ranks = ranks_of(schedule, shape, stages)
     ranks.step(batch(), batch())
     for stage in stages:
         vars(stage)["factor"] = 2.0
@@ -197,11 +197,11 @@ CHANGES = [_set_tensor, _write_to_tensor, _set_entry, _register_hook, _replace_f
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_steps_that_copies_do_not_follow(change: Any, stepped: bool) -> None:
-    schedule, plan = MIRROR[0]
-    stages = layers(plan.stages)
+    schedule, shape = MIRROR[0]
+    stages = layers(shape.stages)
     for stage in stages:
         vars(stage).update(shift=torch.zeros(()), options={"scale": 1.0})
-    ranks = ranks_of(schedule, plan, stages)
+    ranks = ranks_of(schedule, shape, stages)
     if stepped:
         ranks.step(batch(), batch())
     change(stages[1])

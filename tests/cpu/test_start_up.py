@@ -96,7 +96,7 @@ def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan", "most"),
+    ("schedule", "shape", "most"),
     [
         (one_f_one_b, PipelineShape(16, 32), 9),
         (interleaved, PipelineShape(16, 32, 2), 9),
@@ -104,12 +104,12 @@ def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
     ],
 )
 def test_a_process_makes_a_dozen_groups(
-    schedule: Any, plan: PipelineShape, most: int, monkeypatch: pytest.MonkeyPatch
+    schedule: Any, shape: PipelineShape, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each makes as many, in one order, of rows that have no process in common."""
     program = compile(
         schedule,
-        plan,
+        shape,
         tp=8,
         dp=8,
         progress_model="per_edge",

@@ -130,9 +130,9 @@ def test_between_steps_all_of_it_is_in_the_file(tmp_path: Path) -> None:
 
 def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
     """To the byte, at each instruction's end."""
-    plan = PipelineShape(1, 2, 3)
+    shape = PipelineShape(1, 2, 3)
     for rooms in (1, 2, 3):
-        stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
+        stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
         sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
         world = made(on_disk(optimizer_host_buffers=rooms), ADAMW, folder=tmp_path)
         stepped(world, 0)

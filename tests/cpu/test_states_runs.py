@@ -183,12 +183,12 @@ def test_between_steps_all_of_it_is_on_the_host_and_nothing_is_left() -> None:
 
 def test_as_much_is_on_each_tier_as_was_predicted() -> None:
     """To the byte; what else lives beside it, `test_zero_bytes` looks at."""
-    plan, most = PipelineShape(1, 2, 3), []
+    shape, most = PipelineShape(1, 2, 3), []
     for slots in (1, 2, 3):
-        stages, (x, y, _) = gpt_stages(plan.stages, tied=False), batch(2)
+        stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
         sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
         how: dict[str, Any] = {"optimizer_placement": "host", "optimizer_device_buffers": slots}
-        world = made(schedir.compile(looped_bfs, plan, progress_model="per_edge", **how), ADAMW)
+        world = made(schedir.compile(looped_bfs, shape, progress_model="per_edge", **how), ADAMW)
         stepped(world, 0)
         (rank,) = world.ranks
         (own,) = held(world.program, sizes)

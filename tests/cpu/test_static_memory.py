@@ -26,7 +26,7 @@ from schedir.schedules import one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs
 from schedir.transports.in_process.mailbox import Mailbox, MailboxHub, members_of
-from tests.laws import ZOO, least, plan_of
+from tests.laws import ZOO, least, shape_of
 from tests.strategies import with_slots
 
 WIDTH = 8  # numbers of a boundary, which every tp here divides
@@ -42,7 +42,7 @@ def made(program: Program, rank: int) -> dict[str, int]:
     """By kind, the bytes that a rank makes for a program when it is linked."""
     transport = Static(MailboxHub(), rank, members_of(program, rank), "per_edge")
     transport.tp = program.tp
-    stages = {s: nn.Identity() for s in program.plan.stages_of[rank]}
+    stages = {s: nn.Identity() for s in program.shape.stages_of[rank]}
     boundary = Boundary((2, WIDTH // 2), torch.float64)
     passing = BoundaryTable.of(boundary, program)
     loss = nn.functional.mse_loss
@@ -69,12 +69,17 @@ def as_predicted(program: Program) -> None:
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 @pytest.mark.parametrize("tp", [1, 8])
 def test_of_every_schedule(schedule: Schedule, tp: int) -> None:
-    plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
+    shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     choices: list[BufferSharing | None] = [None, "latency_preserving", "minimal"]
     for slots in choices:
         as_predicted(
             compile(
-                schedule, plan, tp=tp, progress_model="per_edge", overlap=True, buffer_sharing=slots
+                schedule,
+                shape,
+                tp=tp,
+                progress_model="per_edge",
+                overlap=True,
+                buffer_sharing=slots,
             )
         )
 

@@ -171,17 +171,17 @@ HOW: dict[str, list[str]] = {
 
 def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> list[Tensor]:
     """The weights after three steps."""
-    schedule, plan = case
+    schedule, shape = case
     program = schedir.compile(
-        schedule, plan, progress_model="per_edge", optimizer_placement=states, **how
+        schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
     )
     folder = "." if states == "disk" else None
-    stages = tiny_stages(plan.stages)
+    stages = tiny_stages(shape.stages)
     world = InProcessExecutor(
         program, stages, loss=loss, boundary=BOUNDARY, optimizer=make, folder=folder
     )
     for k in range(3):
-        world.step(*batch(plan.microbatches, k))
+        world.step(*batch(shape.microbatches, k))
     return [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from schedir import schedules
 from schedir.analysis.progress_models import MODELS
-from schedir.errors import DeadlockError, ProgramError, ScheduleError, UsageError
+from schedir.errors import DeadlockError, SchedirError, ScheduleError, UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, weave
@@ -34,13 +34,13 @@ from schedir.verify.check import check, check_draft
 def test_ours_pass(name: str) -> None:
     schedule = getattr(schedules, name)
 
-    def takes(plan: PipelineShape) -> bool:
+    def takes(shape: PipelineShape) -> bool:
         try:
-            return expand_schedule(schedule, plan).is_draft
+            return expand_schedule(schedule, shape).is_draft
         except ScheduleError:
             return False  # too few microbatches for it, for one
 
-    assert_schedule(schedule, plans=list(filter(takes, shapes_for(schedule)))[::5])
+    assert_schedule(schedule, shapes=list(filter(takes, shapes_for(schedule)))[::5])
 
 
 def test_plans_are_those_it_is_given() -> None:
@@ -50,21 +50,21 @@ def test_plans_are_those_it_is_given() -> None:
         seen.append((P, m))
         return m * F + m * B
 
-    assert_schedule(mine, plans=[PipelineShape(2, 3), PipelineShape(1, 1)])
+    assert_schedule(mine, shapes=[PipelineShape(2, 3), PipelineShape(1, 1)])
     assert set(seen) == {(2, 3), (1, 1)}
     seen.clear()
-    assert_schedule(mine, plans=shapes(ranks=2, stages_per_rank=1), examples=10)
+    assert_schedule(mine, shapes=shapes(ranks=2, stages_per_rank=1), examples=10)
     assert {P for P, _ in seen} <= {1, 2}
-    assert_schedule(partial(schedules.interleaved, group=4), plans=[PipelineShape(2, 8, 2)])
+    assert_schedule(partial(schedules.interleaved, group=4), shapes=[PipelineShape(2, 8, 2)])
 
 
 def test_several_updates() -> None:
     assert_schedule(
-        schedules.pipedream_2bw, plans=[PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)]
+        schedules.pipedream_2bw, shapes=[PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)]
     )
     with pytest.raises(AssertionError, match="would go into update 0"):
         assert_schedule(
-            schedules.zb_h1, plans=[PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)]
+            schedules.zb_h1, shapes=[PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)]
         )
 
 
@@ -79,19 +79,19 @@ def test_plans_of_a_schedule() -> None:
 
 def test_no_plan_is_no_test() -> None:
     with pytest.raises(UsageError):
-        assert_schedule(schedules.gpipe, plans=[])
+        assert_schedule(schedules.gpipe, shapes=[])
 
 
 @pytest.mark.parametrize("other", [3, [3], "x", PipelineShape, {"ranks": 2}])
 def test_plans_and_models_of_another_kind_are_refused(other: Any) -> None:
     with pytest.raises(UsageError, match="this takes a PipelineShape, not"):
-        assert_schedule(schedules.gpipe, plans=other)
+        assert_schedule(schedules.gpipe, shapes=other)
     with pytest.raises(UsageError, match="models are some of 'per_edge'"):
         assert_schedule(schedules.gpipe, models=other)
 
 
 def test_one_plan_and_one_model_are_meant_as_one_of_one() -> None:
-    assert_schedule(schedules.gpipe, plans=PipelineShape(2, 2), models="per_device")  # type: ignore[arg-type]
+    assert_schedule(schedules.gpipe, shapes=PipelineShape(2, 2), models="per_device")  # type: ignore[arg-type]
 
 
 def test_a_strategy_shows_the_smallest_that_fails() -> None:
@@ -101,7 +101,7 @@ def test_a_strategy_shows_the_smallest_that_fails() -> None:
         def few(r: int, P: int, m: int, least: int = least) -> RankSchedule:
             return m * F + (m if least > m else m - 1) * B
 
-        shown = str(caught(few, plans=shapes(2, 6, 1, ("loop",))))
+        shown = str(caught(few, shapes=shapes(2, 6, 1, ("loop",))))
         assert f"PipelineShape(ranks=1, microbatches={least})" in shown
 
 
@@ -127,7 +127,7 @@ def test_what_is_incomplete_is_caught() -> None:
         return m * F + min(m, 3) * B
 
     error = caught(forgetful)
-    assert isinstance(error.__cause__, ProgramError)
+    assert isinstance(error.__cause__, SchedirError)
     assert "PipelineShape(ranks=1, microbatches=4)" in str(error)
 
 
@@ -136,7 +136,7 @@ def test_a_schedule_that_raises_is_caught() -> None:
         return weave(m * F, m * B, lead=8 // (3 - P))
 
     assert "PipelineShape(ranks=3, microbatches=1)" in str(caught(needy))
-    assert_schedule(needy, plans=shapes(ranks=2, stages_per_rank=1), examples=10)
+    assert_schedule(needy, shapes=shapes(ranks=2, stages_per_rank=1), examples=10)
 
 
 def test_backwards_in_another_order_give_other_bits() -> None:
@@ -165,7 +165,7 @@ def test_wrong_gradients_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(y, target) * (0.5 if len(seen) == 2 else 1.0)
 
     monkeypatch.setattr(tiny_model, "loss", forgets)
-    assert "the loss" in str(caught(schedules.gpipe, plans=[PipelineShape(2, 2)]))
+    assert "the loss" in str(caught(schedules.gpipe, shapes=[PipelineShape(2, 2)]))
 
 
 @settings(max_examples=50)
@@ -178,7 +178,7 @@ def test_programs_are_legal_everywhere(program: Program) -> None:
 @settings(max_examples=50)
 @given(compute_programs(ranks=3, microbatches=3))
 def test_drafts_are_complete_and_ascend(made: Program) -> None:
-    assert check_draft(made).is_draft and made.ascending == (made.plan.rows == 1)
+    assert check_draft(made).is_draft and made.ascending == (made.shape.rows == 1)
 
 
 def test_without_hypothesis_it_says_what_is_missing() -> None:

@@ -141,25 +141,25 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "plan", "shared"), CASES)
-def test_in_process(schedule: Any, plan: PipelineShape, shared: Any) -> None:
+@pytest.mark.parametrize(("schedule", "shape", "shared"), CASES)
+def test_in_process(schedule: Any, shape: PipelineShape, shared: Any) -> None:
     whole, model = Model(4, shared), Model(4, shared)
     stages = parts(model)
     make_backward_splittable(model)
     ties = schedir.find_tied_weights(stages)
     assert ties == schedir.find_tied_weights(model).among(stages)
     program = schedir.compile(
-        schedule, plan, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
+        schedule, shape, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
     )
     ranks = InProcessExecutor(
         program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam, max_norm=0.5
     )
-    norms = plain(whole, plan.microbatches, clip=0.5)
+    norms = plain(whole, shape.microbatches, clip=0.5)
     for step in range(3):
         twin = deepcopy(stages)  # all at once, so that they share as these do
-        total = ranks.step(*batch(plan.microbatches, step), SCALE, seed=step)
+        total = ranks.step(*batch(shape.microbatches, step), SCALE, seed=step)
         right = run_sequential(
-            twin, *batch(plan.microbatches, step), loss=loss, scale=SCALE, program=program
+            twin, *batch(shape.microbatches, step), loss=loss, scale=SCALE, program=program
         )
         assert torch.equal(total, right)
         norm = float(ranks.ranks[0].norm)
@@ -173,20 +173,20 @@ def test_in_process(schedule: Any, plan: PipelineShape, shared: Any) -> None:
         assert all(model.h[first].up.weight is model.h[other].up.weight for other in others)
 
 
-@pytest.mark.parametrize(("schedule", "plan", "shared"), CASES)
-def test_bits_of_the_reference(schedule: Any, plan: PipelineShape, shared: Any) -> None:
+@pytest.mark.parametrize(("schedule", "shape", "shared"), CASES)
+def test_bits_of_the_reference(schedule: Any, shape: PipelineShape, shared: Any) -> None:
     """Also where copies are two objects, and nobody sees that they were one."""
     model = Model(4, shared)
     together = parts(model)
     make_backward_splittable(model)
     apart = [deepcopy(s) for s in together]
     ties = schedir.find_tied_weights(together)
-    program = schedir.compile(schedule, plan, progress_model="per_edge", tied_weights=ties)
-    own = program if plan.rows > 1 else None
+    program = schedir.compile(schedule, shape, progress_model="per_edge", tied_weights=ties)
+    own = program if shape.rows > 1 else None
     twin = deepcopy(together)
-    right = run_sequential(twin, *batch(plan.microbatches, 0), loss=loss, scale=SCALE, program=own)
+    right = run_sequential(twin, *batch(shape.microbatches, 0), loss=loss, scale=SCALE, program=own)
     other = [deepcopy(s) for s in together]
-    x, y = batch(plan.microbatches, 0)
+    x, y = batch(shape.microbatches, 0)
     assert torch.equal(
         run_sequential(other, x, y, loss=loss, scale=SCALE, program=own, tied=ties), right
     )
@@ -230,12 +230,12 @@ def test_a_module_in_two_stages() -> None:
         for one in x:
             torch.autograd.backward(squares(whole(one), one + 1) * SCALE)
         optimizer.step()
-    for schedule, plan in (
+    for schedule, shape in (
         (interleaved, PipelineShape(1, 3, 2)),
         (one_f_one_b, PipelineShape(2, 3)),
     ):
         stages = make()
-        program = schedir.compile(schedule, plan, tied_weights=schedir.find_tied_weights(stages))
+        program = schedir.compile(schedule, shape, tied_weights=schedir.find_tied_weights(stages))
         ranks = InProcessExecutor(
             program, stages, loss=squares, optimizer=adam,
             boundary=Boundary((2, WIDTH), torch.float64),
@@ -257,28 +257,30 @@ def twice(r: int, P: int, m: int) -> RankSchedule:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan", "shared"),
+    ("schedule", "shape", "shared"),
     [
         (flushed, PipelineShape(2, 8, 2, "vee", optimizer_steps=4, weight_delay=0), THREE),
         (flushed, PipelineShape(1, 8, 2, "vee", optimizer_steps=4, weight_delay=1), ()),
         (twice, PipelineShape(4, 8, optimizer_steps=2, weight_delay=0), MIDDLE),
     ],
 )
-def test_several_updates(schedule: Any, plan: PipelineShape, shared: Any) -> None:
-    layers = plan.stages
+def test_several_updates(schedule: Any, shape: PipelineShape, shared: Any) -> None:
+    layers = shape.stages
     whole, model = Model(layers, shared), Model(layers, shared)
     stages = parts(model)
     program = schedir.compile(
-        schedule, plan, progress_model="per_edge", tied_weights=schedir.find_tied_weights(stages)
+        schedule, shape, progress_model="per_edge", tied_weights=schedir.find_tied_weights(stages)
     )
     sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.5)
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd)
     ranks.step(*batch(8, 0), SCALE, seed=3)
     optimizer, kept = sgd(whole.parameters()), [deepcopy(whole)]
     for u, (x, y) in enumerate(
-        zip(*(b.chunk(plan.optimizer_steps) for b in batch(8, 0)), strict=True)
+        zip(*(b.chunk(shape.optimizer_steps) for b in batch(8, 0)), strict=True)
     ):
-        used = kept[max(u - int(plan.weight_delay if isinstance(plan.weight_delay, int) else 0), 0)]
+        used = kept[
+            max(u - int(shape.weight_delay if isinstance(shape.weight_delay, int) else 0), 0)
+        ]
         used.zero_grad()
         for one, target in zip(x, y, strict=True):
             torch.autograd.backward(loss(used(one), target) * SCALE)
@@ -290,8 +292,8 @@ def test_several_updates(schedule: Any, plan: PipelineShape, shared: Any) -> Non
     assert stages[0].words.weight is stages[-1].head.weight
 
 
-@pytest.mark.parametrize("plan", [VEE, PipelineShape(1, 4, 4, "vee")])
-def test_bfloat16_with_float32_gradients(plan: PipelineShape) -> None:
+@pytest.mark.parametrize("shape", [VEE, PipelineShape(1, 4, 4, "vee")])
+def test_bfloat16_with_float32_gradients(shape: PipelineShape) -> None:
     """The one object, and two that are copies, give the same bits."""
     trained = []
     for copied in (False, True):
@@ -301,7 +303,7 @@ def test_bfloat16_with_float32_gradients(plan: PipelineShape) -> None:
         for stage in map(make_backward_splittable, stages):
             float32_gradients(stage.bfloat16())
         program = schedir.compile(
-            zb_v if plan is VEE else gpipe_v, plan, tied_weights=ties, clip_grad_norm=True
+            zb_v if shape is VEE else gpipe_v, shape, tied_weights=ties, clip_grad_norm=True
         )
         ranks = InProcessExecutor(
             program, stages, loss=loss, boundary=Boundary((2, LENGTH, WIDTH), torch.bfloat16),
@@ -329,17 +331,17 @@ def gpipe_v(r: int, P: int, m: int) -> RankSchedule:
 
 
 def _train(
-    process: int, schedule: Any, plan: PipelineShape, shared: Any, dp: int, how: str
+    process: int, schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str
 ) -> dict[int, dict[str, Tensor]]:
     """What a process holds after three steps."""
-    stages = parts(Model(plan.stages, shared))
+    stages = parts(Model(shape.stages, shared))
     make_backward_splittable(nn.ModuleList(stages))
     ties = schedir.find_tied_weights(stages)
     program = schedir.compile(
-        schedule, plan, dp=dp, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
+        schedule, shape, dp=dp, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
     )
     transport = GlooTransport(program)
-    own = {s: stages[s] for s in plan.stages_of[transport.rank]}
+    own = {s: stages[s] for s in shape.stages_of[transport.rank]}
     if how == "copied":
         own = {s: deepcopy(module) for s, module in own.items()}
     parameters = dict.fromkeys(p for module in own.values() for p in module.parameters())
@@ -347,7 +349,7 @@ def _train(
         program, transport.rank, own, transport, loss=loss, boundary=BOUNDARY,
         optimizer=adam(parameters), tied=ties, max_norm=0.5,
     )  # fmt: skip
-    m = plan.microbatches
+    m = shape.microbatches
     for step in range(3):
         x, y = batch(m * dp, step)
         mine = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
@@ -356,7 +358,7 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan", "shared", "dp", "how"),
+    ("schedule", "shape", "shared", "dp", "how"),
     [
         (one_f_one_b, PipelineShape(4, 6), MIDDLE, 1, "shared"),
         (zb_h1, PipelineShape(4, 4), THREE, 1, "copied"),
@@ -366,10 +368,10 @@ def _train(
         (dualpipe, PipelineShape(4, 8, placement="mirror"), MIDDLE, 1, "shared"),
     ],
 )
-def test_processes(schedule: Any, plan: PipelineShape, shared: Any, dp: int, how: str) -> None:
-    held = run(_train, plan.ranks * dp, schedule, plan, shared, dp, how)
-    whole = Model(plan.stages, shared)
-    plain(whole, plan.microbatches * dp, clip=0.5)
+def test_processes(schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str) -> None:
+    held = run(_train, shape.ranks * dp, schedule, shape, shared, dp, how)
+    whole = Model(shape.stages, shared)
+    plain(whole, shape.microbatches * dp, clip=0.5)
     want = [part.state_dict() for part in parts(whole)]
     seen: dict[Any, Tensor] = {}
     for own in held:

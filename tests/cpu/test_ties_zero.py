@@ -80,12 +80,12 @@ def plain(stages: Sequence[nn.Module], microbatches: int) -> list[Tensor]:
 
 
 def in_process(
-    stages: Sequence[Any], schedule: Any, plan: PipelineShape, zero: int
+    stages: Sequence[Any], schedule: Any, shape: PipelineShape, zero: int
 ) -> list[Tensor]:
     """The parameters after the same steps of a program."""
     program = schedir.compile(
         schedule,
-        plan,
+        shape,
         progress_model="per_edge",
         zero=zero,
         tied_weights=schedir.find_tied_weights(stages),
@@ -93,7 +93,7 @@ def in_process(
     )
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam)
     for step in range(STEPS):
-        ranks.step(*batch(plan.microbatches, step), SCALE)
+        ranks.step(*batch(shape.microbatches, step), SCALE)
     with ExitStack() as stack:
         for rank in ranks.ranks:
             stack.enter_context(rank.whole())
@@ -108,28 +108,29 @@ def near(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 @given(data=st.data(), zero=st.integers(0, 3), ranks=st.integers(1, 2), each=st.integers(2, 3))
 def test_any_weights_of_any_stages_of_a_rank(data: Any, zero: int, ranks: int, each: int) -> None:
     """Also of one number, and equal ones, which a comparison by value would take for one."""
-    plan = PipelineShape(ranks, 2, each)
+    shape = PipelineShape(ranks, 2, each)
     number = data.draw(st.integers(1, 3))
     shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=number, max_size=number)) * ranks
     own = st.lists(st.integers(0, number - 1), min_size=1, unique=True)
     # Each rank has weights of its own: those of several ranks are refused.
     stages = [
-        tuple(int(plan.rank_of[s]) * number + k for k in data.draw(own)) for s in range(plan.stages)
+        tuple(int(shape.rank_of[s]) * number + k for k in data.draw(own))
+        for s in range(shape.stages)
     ]
-    trained = in_process(factors(stages, shapes), looped_bfs, plan, zero)
-    assert near(trained, plain(factors(stages, shapes), plan.microbatches))
+    trained = in_process(factors(stages, shapes), looped_bfs, shape, zero)
+    assert near(trained, plain(factors(stages, shapes), shape.microbatches))
 
 
 @pytest.mark.parametrize("zero", range(4))
 def test_a_layer_in_several_stages(zero: int) -> None:
-    for schedule, plan in (
+    for schedule, shape in (
         (interleaved, PipelineShape(1, 3, 3)),
         (zb_v, PipelineShape(1, 3, 2, "vee")),
     ):
-        stages = albert(plan.stages)
+        stages = albert(shape.stages)
         make_backward_splittable(nn.ModuleList(stages))
-        trained = in_process(stages, schedule, plan, zero)
-        assert near(trained, plain(albert(plan.stages), plan.microbatches))
+        trained = in_process(stages, schedule, shape, zero)
+        assert near(trained, plain(albert(shape.stages), shape.microbatches))
         assert all(stage[0] is stages[0][0] for stage in stages)
 
 
@@ -139,15 +140,15 @@ PAIR = ((0, 1), (1, 0)), ((1,), (1,))  # two equal weights of one number, in two
 def _replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
     """What one of two replicas has after the steps, by model and level of ZeRO."""
     found = {}
-    plan = PipelineShape(1, 2, 2)
-    mine = slice(process * plan.microbatches, (process + 1) * plan.microbatches)
+    shape = PipelineShape(1, 2, 2)
+    mine = slice(process * shape.microbatches, (process + 1) * shape.microbatches)
     for name, make in (("albert", partial(albert, 2)), ("pair", partial(factors, *PAIR))):
         for zero in range(4):
             stages: list[Any] = [*make()]
             ties = schedir.find_tied_weights(stages)
             program = schedir.compile(
                 interleaved,
-                plan,
+                shape,
                 dp=2,
                 progress_model="per_edge",
                 zero=zero,
@@ -160,7 +161,7 @@ def _replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
                 optimizer=adam(parameters), tied=ties, max_norm=float("inf"),
             )  # fmt: skip
             for step in range(STEPS):
-                x, y = batch(2 * plan.microbatches, step)
+                x, y = batch(2 * shape.microbatches, step)
                 executor.step(x[mine], y[mine], SCALE)
             with executor.whole():
                 found[name, zero] = [p.detach().clone() for p in parameters]
@@ -179,11 +180,11 @@ def test_two_processes_that_keep_parts() -> None:
 @pytest.mark.parametrize("zero", range(1, 4))
 def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
     """The code of the hint trains like the unsplit model."""
-    stages, plan = albert(2), PipelineShape(2, 3, 1)
+    stages, shape = albert(2), PipelineShape(2, 3, 1)
     ties = schedir.find_tied_weights(stages)
     program = schedir.compile(
         interleaved,
-        plan,
+        shape,
         progress_model="per_edge",
         zero=zero,
         tied_weights=ties,
@@ -197,9 +198,9 @@ def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
     copies = [deepcopy(stage) for stage in stages]
     ranks = InProcessExecutor(program, copies, tied=ties, **options)
     for step in range(STEPS):
-        ranks.step(*batch(plan.microbatches, step), SCALE)
+        ranks.step(*batch(shape.microbatches, step), SCALE)
     with ExitStack() as stack:
         for rank in ranks.ranks:
             stack.enter_context(rank.whole())
         for copy in copies:
-            assert near([*copy.parameters()], plain(albert(2), plan.microbatches))
+            assert near([*copy.parameters()], plain(albert(2), shape.microbatches))

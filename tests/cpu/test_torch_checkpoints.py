@@ -94,12 +94,12 @@ class Run:
 
     def __init__(self, layout: Layout) -> None:
         self.layout, world = layout, dist.get_world_size()
-        shape = (world // layout.dp, layout.dp)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
+        sizes = (world // layout.dp, layout.dp)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp"))
         self.dp, pp = mesh["dp"].get_group(), mesh["pp"].get_group()
         n = layout.stages
-        plan = PipelineShape(shape[0], MB, n // shape[0], layout.placement)
-        own = plan.stages_of[dist.get_rank(pp)]
+        shape = PipelineShape(sizes[0], MB, n // sizes[0], layout.placement)
+        own = shape.stages_of[dist.get_rank(pp)]
         parts: dict[int, nn.Module] = {s: Part(s, n, layout.drops) for s in own}
         parts = parts if layout.copies else tie(parts, n)
         self.parts = parts
@@ -203,8 +203,8 @@ NO_REPLICAS = {"no replicas": Layout("zb_h1")}
 def in_process(stages: int) -> InProcessExecutor:
     """The same model in our own runtime."""
     ties = tied(stages)
-    plan = PipelineShape(2, MB, stages // 2)
-    program = schedir.compile(schedir.schedules.interleaved, plan, tied_weights=ties)
+    shape = PipelineShape(2, MB, stages // 2)
+    program = schedir.compile(schedir.schedules.interleaved, shape, tied_weights=ties)
     parts = tie({s: Part(s, stages) for s in range(stages)}, stages)
     how: dict[str, Any] = {"loss": mse_loss, "boundary": (ROWS // MB, WIDTH), "optimizer": ADAM}
     return InProcessExecutor(program, [*parts.values()], tied=ties, **how)

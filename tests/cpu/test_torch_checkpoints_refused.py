@@ -21,7 +21,7 @@ from schedir import PipelineShape, schedules
 from schedir.checkpoints import Saver, dcp_storage, load, save
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 from schedir.compiler.compile import compile
-from schedir.errors import CheckpointError, ExecutionError, ProgramError, UsageError
+from schedir.errors import CheckpointError, ExecutionError, SchedirError, UsageError
 from schedir.runtime import InProcessExecutor
 from schedir.torch_pipelining import Schedule
 from tests.cpu.spawn import run
@@ -221,7 +221,7 @@ def test_an_executor_has_its_own_optimizer(tmp_path: Path) -> None:
     program = compile(schedules.gpipe, PipelineShape(2, MB))
     stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
     ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=(1, 4), optimizer=SGD)
-    with pytest.raises(ProgramError, match="has an optimizer of its own"):
+    with pytest.raises(SchedirError, match="has an optimizer of its own"):
         save(ranks, tmp_path, step=1, optimizer=SGD(stages[0].parameters()))
     with pytest.raises(UsageError, match="an InProcessExecutor or a schedir"):
         save(stages[0], tmp_path, step=1)  # type: ignore[arg-type]

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 
 def program(name: str, defer: bool) -> Program:
     """What torch makes of a schedule on 2 ranks, with 2 microbatches or, in a vee, 4."""
-    plan = PipelineShape(2, 4, 2, "vee") if name in VEE else PipelineShape(2, 2, 2)
-    return finish(torch_csv.from_csv(lowered(name, plan, defer_pp_recv=defer)))
+    shape = PipelineShape(2, 4, 2, "vee") if name in VEE else PipelineShape(2, 2, 2)
+    return finish(torch_csv.from_csv(lowered(name, shape, defer_pp_recv=defer)))
 
 
 def test_the_museum_has_what_torch_writes() -> None:

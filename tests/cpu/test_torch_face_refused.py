@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 from schedir import schedules
 from schedir.compiler.compile import compile
-from schedir.errors import DeadlockError, ProgramError
+from schedir.errors import DeadlockError, SchedirError
 from schedir.io.torch_csv import to_csv
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
@@ -117,7 +117,7 @@ def refusals(rank: int) -> dict[str, str]:
         try:
             wrong(rank)
             told[name] = "is taken"
-        except ProgramError as error:
+        except SchedirError as error:
             told[name] = f"{type(error).__name__}: {error}"
     return told
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from schedir.errors import ExecutionError, ProgramError
+from schedir.errors import ExecutionError, SchedirError
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W
 from schedir.testing.gradient_assertion import assert_same_gradients
@@ -201,7 +201,7 @@ def test_replicas_that_torchs_runtime_does_not_see_are_refused(wrap: Wrap) -> No
 def test_stages_are_whole_where_they_compute(program: Program, active: int) -> None:
     try:
         orders = with_transfers(program)
-    except ProgramError:
+    except SchedirError:
         return  # torch has no such actions
     for order in orders.values():
         held = with_shards(order, active)
@@ -215,9 +215,9 @@ def test_whatever_is_missing_or_too_much_is_refused(
 ) -> None:
     try:
         held = with_shards(with_transfers(program)[0], active)
-    except ProgramError:
+    except SchedirError:
         return
     at = data.draw(st.sampled_from([k for k, a in enumerate(held) if "SHARD" in str(a)]))
     for wrong in (held[:at] + held[at + 1 :], [*held[: at + 1], held[at], *held[at + 1 :]]):
-        with pytest.raises(ProgramError):
+        with pytest.raises(SchedirError):
             require_whole(wrong, active)

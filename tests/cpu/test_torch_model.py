@@ -20,8 +20,8 @@ from tests.edits import written
 
 
 def ranks(program: Program) -> InProcessExecutor:
-    stages: list[nn.Module] = [*tiny_stages(program.plan.stages, 0)]
-    inputs, _ = batch(program.plan.microbatches, 0)
+    stages: list[nn.Module] = [*tiny_stages(program.shape.stages, 0)]
+    inputs, _ = batch(program.shape.microbatches, 0)
     boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
     return InProcessExecutor(
         program, stages, loss=loss, boundary=boundary, progress_model="torch_lazy"

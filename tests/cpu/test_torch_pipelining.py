@@ -52,30 +52,30 @@ def test_all_of_torchs_schedules_are_here() -> None:
     assert {*theirs.__all__} - bases == {*VEE, *LOOP, *SINGLE}
 
 
-@pytest.mark.parametrize("plan", [PipelineShape(2, 4, 2, "vee"), PipelineShape(3, 8, 2, "vee")])
+@pytest.mark.parametrize("shape", [PipelineShape(2, 4, 2, "vee"), PipelineShape(3, 8, 2, "vee")])
 @pytest.mark.parametrize("name", VEE)
-def test_their_vee(name: str, plan: PipelineShape, tmp_path: Path) -> None:
-    theirs_imports(name, plan, tmp_path / "x.csv")
+def test_their_vee(name: str, shape: PipelineShape, tmp_path: Path) -> None:
+    theirs_imports(name, shape, tmp_path / "x.csv")
 
 
 @pytest.mark.parametrize(
-    "plan",
+    "shape",
     [PipelineShape(1, 2, 2), PipelineShape(2, 4), PipelineShape(2, 6, 3), PipelineShape(4, 8, 2)],
 )
 @pytest.mark.parametrize("name", LOOP)
-def test_their_loops(name: str, plan: PipelineShape, tmp_path: Path) -> None:
-    theirs_imports(name, plan, tmp_path / "x.csv")
+def test_their_loops(name: str, shape: PipelineShape, tmp_path: Path) -> None:
+    theirs_imports(name, shape, tmp_path / "x.csv")
 
 
-def theirs_imports(name: str, plan: PipelineShape, path: Path) -> None:
+def theirs_imports(name: str, shape: PipelineShape, path: Path) -> None:
     """Both forms are legal everywhere, and are the same computation."""
-    schedule = built(name, plan)
+    schedule = built(name, shape)
     orders = []
     for form in ("compute_only", "compute_comms"):
         schedule._dump_csv(str(path), format=form)
         program = right(path.read_text())
-        assert program.plan.rank_of.tolist() == plan.rank_of.tolist()
-        assert program.plan.microbatches == plan.microbatches
+        assert program.shape.rank_of.tolist() == shape.rank_of.tolist()
+        assert program.shape.microbatches == shape.microbatches
         orders.append([s.words[np.isin(s.op, COMPUTE)].tolist() for s in program.streams])
     assert orders[0] == orders[1]
 
@@ -98,8 +98,8 @@ def test_the_docs_tell_of_all() -> None:
 @pytest.mark.parametrize("name", SPANS)
 def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path) -> None:
     """What `explain` says of it, and that torch loads what it says to load."""
-    plan = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
-    schedule, path = built(name, plan), str(tmp_path / "x.csv")
+    shape = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
+    schedule, path = built(name, shape), str(tmp_path / "x.csv")
     schedule._dump_csv(path, format="compute_comms")
     program, costs = finish(torch_csv.from_csv(Path(path).read_text())), Costs(F=1, B=2, send=0.1)
     for model in MODELS:
@@ -119,7 +119,7 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
         other = torch_csv.to_csv(own.run.program, "torch-2.13")
         Path(path).write_text(other)
         runtime = theirs._PipelineScheduleRuntime(
-            schedule._stages, n_microbatches=plan.microbatches, loss_fn=loss
+            schedule._stages, n_microbatches=shape.microbatches, loss_fn=loss
         )
         runtime._load_csv(path, format="compute_comms")
         assert rows(runtime.pipeline_order_with_comms) == other.rstrip("\n")
@@ -128,26 +128,26 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
                 rank: [a for a in actions if "REDUCE_GRAD" not in str(a)]
                 for rank, actions in runtime.pipeline_order_with_comms.items()
             }
-            rank_of = plan.rank_of.tolist()
-            theirs._simulate_comms_compute(order, rank_of.__getitem__, plan.stages)
+            rank_of = shape.rank_of.tolist()
+            theirs._simulate_comms_compute(order, rank_of.__getitem__, shape.stages)
 
 
-@pytest.mark.parametrize("plan", [PipelineShape(1, 3), PipelineShape(2, 4), PipelineShape(4, 9)])
-def test_their_gpipe_is_ours(plan: PipelineShape) -> None:
-    program = right(rows(built("ScheduleGPipe", plan)._get_pipeline_order()))
-    assert program.streams == compile(schedules.gpipe, plan).streams
+@pytest.mark.parametrize("shape", [PipelineShape(1, 3), PipelineShape(2, 4), PipelineShape(4, 9)])
+def test_their_gpipe_is_ours(shape: PipelineShape) -> None:
+    program = right(rows(built("ScheduleGPipe", shape)._get_pipeline_order()))
+    assert program.streams == compile(schedules.gpipe, shape).streams
 
 
 def test_their_list_of_1f1b_is_refused_or_ours() -> None:
     """What torch 2.13 lists for its last rank begins with microbatch 1; its run is another code."""
-    plan = PipelineShape(2, 4)
-    text = rows(built("Schedule1F1B", plan)._get_pipeline_order())
+    shape = PipelineShape(2, 4)
+    text = rows(built("Schedule1F1B", shape)._get_pipeline_order())
     if "1F4" in text:
         with pytest.raises(CsvCellError) as caught:
             right(text)
         assert (caught.value.line, caught.value.column) == (2, 7)
     else:
-        assert right(text).streams == compile(schedules.one_f_one_b, plan).streams
+        assert right(text).streams == compile(schedules.one_f_one_b, shape).streams
 
 
 # ---------------------------------------------------------------- ours there
@@ -164,7 +164,7 @@ OURS = [
     ("search", PipelineShape(2, 4)),  # what a search finds
     ("search", PipelineShape(2, 4, 2)),
 ]
-RUNS = [(name, plan, form) for name, plan in OURS for form in torch_csv.FORMS]
+RUNS = [(name, shape, form) for name, shape in OURS for form in torch_csv.FORMS]
 
 
 class Layer(nn.Module):
@@ -190,40 +190,40 @@ def in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
 
 
 def _step(
-    rank: int, name: str, plan: PipelineShape, form: str, path: str
+    rank: int, name: str, shape: PipelineShape, form: str, path: str
 ) -> dict[int, list[Tensor]]:
-    stages, own = layers(plan.stages), plan.stages_of[rank]
-    held = [PipelineStage(stages[s], s, plan.stages, torch.device("cpu")) for s in own]
+    stages, own = layers(shape.stages), shape.stages_of[rank]
+    held = [PipelineStage(stages[s], s, shape.stages, torch.device("cpu")) for s in own]
     for stage in held:
         # What it would send first is for NCCL; torch 2.11 sends it to itself, which Gloo refuses.
         stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
     runtime = theirs._PipelineScheduleRuntime(
         held,
-        n_microbatches=plan.microbatches,
+        n_microbatches=shape.microbatches,
         loss_fn=loss,
     )
     runtime._load_csv(path, format="compute_only" if form == "torch" else "compute_comms")
-    inputs, targets = (x.flatten(0, 1) for x in batch(plan.microbatches))
+    inputs, targets = (x.flatten(0, 1) for x in batch(shape.microbatches))
     args = (inputs,) if 0 in own else ()
-    runtime.step(*args, target=targets if plan.stages - 1 in own else None)
+    runtime.step(*args, target=targets if shape.stages - 1 in own else None)
     return {s: [p.grad for p in stages[s].parameters() if p.grad is not None] for s in own}
 
 
 def test_ours_run_in_torch(tmp_path: Path) -> None:
     """From the file to the gradients; REDUCE_GRAD divides by the microbatches there."""
-    for k, (name, plan, form) in enumerate(RUNS):
+    for k, (name, shape, form) in enumerate(RUNS):
         costs = Costs(F=1.1, I=1.3, W=0.7, send=0.1)
         if name == "search":
-            program = search_schedule(plan, costs, in_flight=3, evaluations=30).program
+            program = search_schedule(shape, costs, in_flight=3, evaluations=30).program
         else:
-            program = compile(getattr(schedules, name), plan)
+            program = compile(getattr(schedules, name), shape)
         (tmp_path / f"{k}.csv").write_text(torch_csv.to_csv(program, form))
     results = run(in_torch, 2, str(tmp_path))
-    for (name, plan, form), *ranks in zip(RUNS, *results, strict=True):
-        plain = layers(plan.stages)
-        run_sequential(plain, *batch(plan.microbatches), loss=loss, scale=1 / plan.microbatches)
+    for (name, shape, form), *ranks in zip(RUNS, *results, strict=True):
+        plain = layers(shape.stages)
+        run_sequential(plain, *batch(shape.microbatches), loss=loss, scale=1 / shape.microbatches)
         for rank, grads in enumerate(ranks):
-            assert {*grads} == {*plan.stages_of[rank]}
+            assert {*grads} == {*shape.stages_of[rank]}
             for stage, got in grads.items():
                 expected = [p.grad for p in plain[stage].parameters()]
                 assert len(got) == len(expected)

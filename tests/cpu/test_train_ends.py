@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from schedir.__main__ import main
-from schedir.errors import ConfigError, ProgramError, UsageError
+from schedir.errors import ConfigError, SchedirError, UsageError
 from schedir.models import gpt
 from schedir.training.train import run
 from tests.cases import cases
@@ -136,7 +136,7 @@ def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
         ("pipeline.tp=3", ConfigError),
         ("pipeline.ranks=3", ConfigError),
         ("pipeline.schedule=gpip", UsageError),
-        ("pipeline.schedule=gpipe", ProgramError),  # it leaves out the second stages
+        ("pipeline.schedule=gpipe", SchedirError),  # it leaves out the second stages
         ("pipeline.dp=1000", UsageError),
         ("data.source=no-such-file.txt", UsageError),
         (f"data.source={'x' * 5000}", UsageError),
@@ -148,7 +148,7 @@ def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
-    config: str, tmp_path: Path, setting: str, kind: type[ProgramError]
+    config: str, tmp_path: Path, setting: str, kind: type[SchedirError]
 ) -> None:
     with pytest.raises(kind):
         run(config, [setting, f'output.dir="{tmp_path / "out"}"'])
@@ -187,7 +187,7 @@ def test_a_program_file_must_fit_the_configuration(config: str, tmp_path: Path) 
     )
     forward = schedir.compile(lambda r, P, m: m * schedir.F, schedir.PipelineShape(1, 3))
     path.write_text(schedir.to_text(forward).replace("<lambda>", "forward"))
-    with pytest.raises(ProgramError):
+    with pytest.raises(SchedirError):
         run(str(plain), ["train.clip_grad_norm=0"])
 
 

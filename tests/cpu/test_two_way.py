@@ -44,19 +44,19 @@ MIRROR = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "plan"), MIRROR)
-def test_in_process(schedule: Any, plan: PipelineShape) -> None:
-    program = compile(schedule, plan, tied_weights=True, progress_model="per_edge", overlap=True)
-    loss, right = expected(plan, program=program)
-    plain_loss, plain = expected(plan)
+@pytest.mark.parametrize(("schedule", "shape"), MIRROR)
+def test_in_process(schedule: Any, shape: PipelineShape) -> None:
+    program = compile(schedule, shape, tied_weights=True, progress_model="per_edge", overlap=True)
+    loss, right = expected(shape, program=program)
+    plain_loss, plain = expected(shape)
     assert torch.equal(loss, plain_loss)
     for one, other in zip(right, plain, strict=True):
         assert all(float((one[n] - other[n]).norm() / other[n].norm()) < 1e-6 for n in one)
-    stages = gpt_stages(plan.stages)
+    stages = gpt_stages(shape.stages)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for seed in range(3):
-        assert torch.equal(ranks.step(*batch(plan.microbatches), seed=seed), loss)
-        for holders in plan.holders.tolist():
+        assert torch.equal(ranks.step(*batch(shape.microbatches), seed=seed), loss)
+        for holders in shape.holders.tolist():
             held = [ranks.ranks[r].stages[s].module for s, r in enumerate(holders)]
             assert same_bits(gradients(held), right)
 
@@ -65,18 +65,18 @@ def test_in_process(schedule: Any, plan: PipelineShape) -> None:
 @given(compute_programs(placements=["rows"]), st.integers(0, 2**16), st.booleans())
 def test_any_holders_in_process(draft: Program, seed: int, tied: bool) -> None:
     """The bits of the reference that adds in the program's order, and nearly those of a loop."""
-    plan = draft.plan
-    program = compile(draft, tied_weights=tied and plan.stages > 1, progress_model="per_edge")
-    loss, right = expected(plan, bool(program.tied_weights), program)
-    _, plain = expected(plan, bool(program.tied_weights))
+    shape = draft.shape
+    program = compile(draft, tied_weights=tied and shape.stages > 1, progress_model="per_edge")
+    loss, right = expected(shape, bool(program.tied_weights), program)
+    _, plain = expected(shape, bool(program.tied_weights))
     for one, other in zip(right, plain, strict=True):
         assert all(float((one[n] - other[n]).norm()) <= 1e-6 * float(other[n].norm()) for n in one)
-    stages = gpt_stages(plan.stages, bool(program.tied_weights))
+    stages = gpt_stages(shape.stages, bool(program.tied_weights))
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for one_seed in (None, seed):
-        got = ranks.step(*batch(plan.microbatches), seed=one_seed)
+        got = ranks.step(*batch(shape.microbatches), seed=one_seed)
         assert torch.equal(got, loss)
-        for holders in plan.holders.tolist():
+        for holders in shape.holders.tolist():
             held = [ranks.ranks[r].stages[s].module for s, r in enumerate(holders)]
             assert same_bits(gradients(held), right)
 
@@ -97,27 +97,27 @@ def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_second_holders_begin_a_step_as_their_stages_are() -> None:
     """Stepped by an optimizer of one's own, loaded, or in another mode."""
-    plan = MIRROR[0][1]
-    program = compile(dualpipe, plan, tied_weights=True)
-    stages = gpt_stages(plan.stages)
+    shape = MIRROR[0][1]
+    program = compile(dualpipe, shape, tied_weights=True)
+    stages = gpt_stages(shape.stages)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
-    ranks.step(*batch(plan.microbatches))
+    ranks.step(*batch(shape.microbatches))
     for stage in stages:
         torch.optim.SGD(stage.parameters(), lr=0.1).step()
         stage.eval()
-    ranks.step(*batch(plan.microbatches))
+    ranks.step(*batch(shape.microbatches))
     right = [stage.state_dict() for stage in stages]
-    for holders in plan.holders.tolist():
+    for holders in shape.holders.tolist():
         held = [ranks.ranks[r].stages[s].module for s, r in enumerate(holders)]
         assert not any(stage.training for stage in held)
         assert same_bits([stage.state_dict() for stage in held], right)
 
 
-@pytest.mark.parametrize(("schedule", "plan"), [MIRROR[0], (chimera, MIRROR[2][1]), MIRROR[4]])
-def test_gloo(schedule: Any, plan: PipelineShape) -> None:
-    program = compile(schedule, plan, tied_weights=True, progress_model="per_edge")
-    loss, right = expected(plan, program=program)
-    results = step_on_gloo(schedule, plan)
+@pytest.mark.parametrize(("schedule", "shape"), [MIRROR[0], (chimera, MIRROR[2][1]), MIRROR[4]])
+def test_gloo(schedule: Any, shape: PipelineShape) -> None:
+    program = compile(schedule, shape, tied_weights=True, progress_model="per_edge")
+    loss, right = expected(shape, program=program)
+    results = step_on_gloo(schedule, shape)
     for grads, _, _ in results:
         for stage, got in grads.items():
             assert same_bits([got], [right[stage]])
@@ -144,9 +144,9 @@ def test_three_holders_on_gloo() -> None:
         assert all(same_bits([other], [first]) for other in others)
 
 
-def _train(rank: int, schedule: Any, plan: PipelineShape, steps: int, tp: int, dp: int) -> Any:
+def _train(rank: int, schedule: Any, shape: PipelineShape, steps: int, tp: int, dp: int) -> Any:
     """What a process holds after some steps, and the norms of their gradients."""
-    program = compile(schedule, plan, tp, dp, "per_edge", tied_weights=True, clip_grad_norm=True)
+    program = compile(schedule, shape, tp, dp, "per_edge", tied_weights=True, clip_grad_norm=True)
     transport = GlooTransport(program)
     executor = gpt_executor(program, transport, lr=0.01, max_norm=0.05)
     norms = []
@@ -161,17 +161,17 @@ def _train(rank: int, schedule: Any, plan: PipelineShape, steps: int, tp: int, d
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan", "tp", "dp"),
+    ("schedule", "shape", "tp", "dp"),
     [
         (*MIRROR[0], 2, 1),
         (*MIRROR[0], 1, 2),
         (random_compute_program(CROWD, random.Random(5)), CROWD, 1, 1),
     ],
 )
-def test_holders_stay_the_same(schedule: Any, plan: PipelineShape, tp: int, dp: int) -> None:
+def test_holders_stay_the_same(schedule: Any, shape: PipelineShape, tp: int, dp: int) -> None:
     """A clipped AdamW step counts each parameter once, and gives all that hold it the same bits."""
     steps = 2
-    results = run(_train, plan.ranks * tp * dp, schedule, plan, steps, tp, dp)
+    results = run(_train, shape.ranks * tp * dp, schedule, shape, steps, tp, dp)
     first: dict[Any, Any] = {}
     for held, norms, tp_rank in results:
         assert norms == results[0][1]
@@ -179,13 +179,13 @@ def test_holders_stay_the_same(schedule: Any, plan: PipelineShape, tp: int, dp: 
             same = first.setdefault((stage, tp_rank), parameters)
             assert all(torch.equal(p, q) for p, q in zip(parameters, same, strict=True))
 
-    stages = gpt_stages(plan.stages)
+    stages = gpt_stages(shape.stages)
     parameters = [p for stage in stages for p in stage.parameters()]
     copy = stages[-1].tied_weight
     once = [p for p in parameters if p is not copy]
     optimizer = torch.optim.AdamW(parameters, 0.01)
     for step in range(steps):
-        inputs, targets, scale = batch(plan.microbatches * dp, step)
+        inputs, targets, scale = batch(shape.microbatches * dp, step)
         run_sequential(stages, inputs, targets, loss=gpt.loss, scale=scale)
         norm = torch.stack([p.grad.square().sum() for p in once if p.grad is not None]).sum().sqrt()
         assert results[0][1][step] == pytest.approx(float(norm), rel=1e-4)

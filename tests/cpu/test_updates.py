@@ -55,13 +55,13 @@ def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
-def two_buffered(plan: PipelineShape, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+def two_buffered(shape: PipelineShape, inputs: Tensor, targets: Tensor) -> list[Tensor]:
     """W(t+1) = W(t) - lr grad(W(t-1)), the paper's rule, and nothing of ours."""
-    model = nn.Sequential(*tiny_stages(plan.stages))
+    model = nn.Sequential(*tiny_stages(shape.stages))
     now = parameters_to_vector(model.parameters()).detach()
     before = now
     for x, target in zip(
-        inputs.chunk(plan.optimizer_steps), targets.chunk(plan.optimizer_steps), strict=True
+        inputs.chunk(shape.optimizer_steps), targets.chunk(shape.optimizer_steps), strict=True
     ):
         vector_to_parameters(before, model.parameters())
         now, before = now.add(gradient(model, x, target), alpha=-LR), now
@@ -70,15 +70,15 @@ def two_buffered(plan: PipelineShape, inputs: Tensor, targets: Tensor) -> list[T
 
 
 def stage_by_stage(
-    plan: PipelineShape, inputs: Tensor, targets: Tensor, optimizer: Any, make: Any = tiny_stages
+    shape: PipelineShape, inputs: Tensor, targets: Tensor, optimizer: Any, make: Any = tiny_stages
 ) -> list[Tensor]:
     """Any delays: each microbatch on a whole model put together from kept versions."""
-    stages = make(plan.stages)
+    stages = make(shape.stages)
     steps = [optimizer(list(stage.parameters())) for stage in stages]
     kept = [[deepcopy(stage)] for stage in stages]
-    for u in range(plan.optimizer_steps):
-        mb = slice(u * plan.per_update, (u + 1) * plan.per_update)
-        used = [versions[int(plan.version(s, mb.start))] for s, versions in enumerate(kept)]
+    for u in range(shape.optimizer_steps):
+        mb = slice(u * shape.per_update, (u + 1) * shape.per_update)
+        used = [versions[int(shape.version(s, mb.start))] for s, versions in enumerate(kept)]
         gradient(nn.Sequential(*used), inputs[mb], targets[mb])
         for stage, old, step, versions in zip(stages, used, steps, kept, strict=True):
             for p, q in zip(stage.parameters(), old.parameters(), strict=True):
@@ -89,32 +89,32 @@ def stage_by_stage(
 
 
 def in_process(
-    schedule: Any, plan: PipelineShape, optimizer: Any, seed: int = 0, make: Any = tiny_stages
+    schedule: Any, shape: PipelineShape, optimizer: Any, seed: int = 0, make: Any = tiny_stages
 ) -> list[Tensor]:
-    program = compile(schedule, plan, progress_model="per_edge")
-    stages = make(plan.stages)
+    program = compile(schedule, shape, progress_model="per_edge")
+    stages = make(shape.stages)
     own = weights(stages)
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=optimizer)
-    ranks.step(*batch(plan.microbatches), seed=seed)
+    ranks.step(*batch(shape.microbatches), seed=seed)
     assert not same(own, weights(stages))
     return weights(stages)
 
 
 @pytest.mark.parametrize(
-    "plan",
+    "shape",
     [
         PipelineShape(2, 6, optimizer_steps=6, weight_delay=1),
         PipelineShape(4, 12, optimizer_steps=4, weight_delay=1),
     ],
 )
-def test_2bw_is_its_rule(plan: PipelineShape) -> None:
-    right = two_buffered(plan, *batch(plan.microbatches))
+def test_2bw_is_its_rule(shape: PipelineShape) -> None:
+    right = two_buffered(shape, *batch(shape.microbatches))
     for seed in range(3):
-        assert same(in_process(pipedream_2bw, plan, sgd, seed), right)
+        assert same(in_process(pipedream_2bw, shape, sgd, seed), right)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan"),
+    ("schedule", "shape"),
     [
         (pipedream_2bw, PipelineShape(3, 12, optimizer_steps=4, weight_delay=1)),
         (split, PipelineShape(3, 12, optimizer_steps=4, weight_delay=1)),
@@ -124,11 +124,11 @@ def test_2bw_is_its_rule(plan: PipelineShape) -> None:
         (gpipe, PipelineShape(2, 4, optimizer_steps=1)),
     ],
 )
-def test_every_microbatch_uses_its_version(schedule: Any, plan: PipelineShape) -> None:
+def test_every_microbatch_uses_its_version(schedule: Any, shape: PipelineShape) -> None:
     for optimizer in (sgd, adam):
-        right = stage_by_stage(plan, *batch(plan.microbatches), optimizer)
+        right = stage_by_stage(shape, *batch(shape.microbatches), optimizer)
         for seed in range(2):
-            assert same(in_process(schedule, plan, optimizer, seed), right)
+            assert same(in_process(schedule, shape, optimizer, seed), right)
 
 
 def normed(stages: int) -> list[nn.Module]:
@@ -158,10 +158,10 @@ def w_at_the_end(r: int, P: int, m: int) -> Iterator[RankSchedule]:
 
 @pytest.mark.parametrize("schedule", [split, w_at_the_end])
 def test_what_is_not_split_goes_into_its_update(schedule: Any) -> None:
-    plan = PipelineShape(4, 16, optimizer_steps=4, weight_delay=1)
+    shape = PipelineShape(4, 16, optimizer_steps=4, weight_delay=1)
     for optimizer in (sgd, adam):
-        right = stage_by_stage(plan, *batch(plan.microbatches), optimizer, normed)
-        assert same(in_process(schedule, plan, optimizer, make=normed), right)
+        right = stage_by_stage(shape, *batch(shape.microbatches), optimizer, normed)
+        assert same(in_process(schedule, shape, optimizer, make=normed), right)
 
 
 class Beside(nn.Module):
@@ -240,7 +240,7 @@ def test_no_delay_is_one_program_after_the_other() -> None:
     def flushed(r: int, P: int, m: int) -> RankSchedule:
         return sum((one_f_one_b(r, P, 4) for _ in range(m // 4)), 0 * F)
 
-    plan, (inputs, targets) = PipelineShape(3, 12, optimizer_steps=3), batch(12)
+    shape, (inputs, targets) = PipelineShape(3, 12, optimizer_steps=3), batch(12)
     right = tiny_stages(3)
     one = InProcessExecutor(
         compile(one_f_one_b, PipelineShape(3, 4), progress_model="per_edge"),
@@ -248,7 +248,7 @@ def test_no_delay_is_one_program_after_the_other() -> None:
     )  # fmt: skip
     for u in range(3):
         one.step(inputs[4 * u : 4 * u + 4], targets[4 * u : 4 * u + 4])
-    assert same(in_process(flushed, plan, adam), weights(right))
+    assert same(in_process(flushed, shape, adam), weights(right))
 
 
 class Odd(nn.Module):
@@ -266,7 +266,7 @@ class Odd(nn.Module):
 
 
 def test_old_weights_are_used_wherever_they_are() -> None:
-    plan = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
+    shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
     right = nn.Sequential(Odd(0), Odd(1))
     kept = [deepcopy(right)]
     optimizer = sgd([p for p in right.parameters() if p.requires_grad])
@@ -279,7 +279,7 @@ def test_old_weights_are_used_wherever_they_are() -> None:
         kept.append(deepcopy(right))
     stages = [Odd(0), Odd(1)]
     ranks = InProcessExecutor(
-        compile(pipedream_2bw, plan, progress_model="per_edge"),
+        compile(pipedream_2bw, shape, progress_model="per_edge"),
         stages,
         loss=loss,
         boundary=BOUNDARY,
@@ -290,21 +290,21 @@ def test_old_weights_are_used_wherever_they_are() -> None:
     assert all(stage.same is stage.one and stage.one.weight.is_leaf for stage in stages)
 
 
-def _one_rank(rank: int, plan: PipelineShape) -> Any:
-    program = compile(pipedream_2bw, plan, progress_model="per_edge", dp=1)
-    stages = {s: m for s, m in enumerate(tiny_stages(plan.stages)) if s in plan.stages_of[rank]}
+def _one_rank(rank: int, shape: PipelineShape) -> Any:
+    program = compile(pipedream_2bw, shape, progress_model="per_edge", dp=1)
+    stages = {s: m for s, m in enumerate(tiny_stages(shape.stages)) if s in shape.stages_of[rank]}
     executor = Executor(
         program, rank, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
         optimizer=sgd([p for m in stages.values() for p in m.parameters()]),
     )  # fmt: skip
-    executor.step(*batch(plan.microbatches))
+    executor.step(*batch(shape.microbatches))
     return weights([*stages.values()])
 
 
 def test_2bw_on_gloo() -> None:
-    plan = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
-    held = run(_one_rank, 2, plan)
-    assert same([p for rank in held for p in rank], two_buffered(plan, *batch(8)))
+    shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
+    held = run(_one_rank, 2, shape)
+    assert same([p for rank in held for p in rank], two_buffered(shape, *batch(8)))
 
 
 class _Clamps(nn.Linear):

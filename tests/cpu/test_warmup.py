@@ -35,7 +35,7 @@ class Case(NamedTuple):
     """A program of four processes."""
 
     schedule: Any
-    plan: PipelineShape
+    shape: PipelineShape
     tp: int = 1
     dp: int = 1
     slots: Any = None
@@ -43,9 +43,9 @@ class Case(NamedTuple):
 
     def compile(self) -> Program:
         return compile(
-            self.schedule, self.plan, tp=self.tp, dp=self.dp, progress_model="per_edge",
+            self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
             overlap=True,
-            tied_weights=self.plan.rows == 1, clip_grad_norm=self.clip, buffer_sharing=self.slots,
+            tied_weights=self.shape.rows == 1, clip_grad_norm=self.clip, buffer_sharing=self.slots,
         )  # fmt: skip
 
 

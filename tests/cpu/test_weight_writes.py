@@ -79,10 +79,10 @@ def plain(count: int) -> list[Any]:
 
 
 def run_of(
-    schedule: Any, plan: PipelineShape, stages: list[Any], lr: float = 0.5, **how: Any
+    schedule: Any, shape: PipelineShape, stages: list[Any], lr: float = 0.5, **how: Any
 ) -> InProcessExecutor:
     ties = schedir.find_tied_weights(stages)
-    program = schedir.compile(schedule, plan, tied_weights=ties, **how)
+    program = schedir.compile(schedule, shape, tied_weights=ties, **how)
     return InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(BATCH, WIDTH), tied=ties,
         optimizer=lambda p: torch.optim.SGD(p, lr),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import PipelineShape, TiedWeights
-from schedir.errors import ModelError, ProgramError
+from schedir.errors import ModelError, SchedirError
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
@@ -197,7 +197,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_refused(mistake: str) -> None:
-    with pytest.raises(ProgramError) as caught:
+    with pytest.raises(SchedirError) as caught:
         MISTAKES[mistake]()
     assert str(caught.value) == TEXTS[mistake].strip()
 
@@ -302,7 +302,7 @@ def test_a_step_that_ends_early_leaves_the_one_parameter(error: type[BaseExcepti
     ranks = InProcessExecutor(program, stages, loss=ends, boundary=BOUNDARY)
     for step in (ranks.step, ranks.ranks[0].step):
         ranks.ranks[0].under_way = False
-        with pytest.raises((ProgramError, error)):
+        with pytest.raises((SchedirError, error)):
             step(*batch(2, 0), SCALE)
         assert stages[0].words.weight is stages[1].head.weight is model.wte.weight
 
@@ -315,7 +315,7 @@ def _process(process: int, how: str) -> None:
     dp = 2 if how.startswith("replicas") else 1
     program = schedir.compile(one_f_one_b, PLAN if dp == 1 else PipelineShape(1, 2), dp=dp)
     transport = GlooTransport(program)
-    model = Model(program.plan.stages, seed=process if how == "replicas" else 0)
+    model = Model(program.shape.stages, seed=process if how == "replicas" else 0)
     if how == "seeded":
         model = Model(2)
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)

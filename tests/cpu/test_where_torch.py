@@ -73,9 +73,9 @@ class _Stage(nn.Module):
         return out
 
 
-def _train(rank: int, name: str, plan: PipelineShape, folder: str) -> None:
+def _train(rank: int, name: str, shape: PipelineShape, folder: str) -> None:
     recorder = Recorder(rank)
-    recorder.group("0", range(plan.ranks), "default_pg")
+    recorder.group("0", range(shape.ranks), "default_pg")
     batched = theirs._batch_p2p
 
     def batch_p2p(ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
@@ -106,48 +106,51 @@ def _train(rank: int, name: str, plan: PipelineShape, folder: str) -> None:
             time.sleep(0.5)
         recorder.save(Path(folder))
         store.set(f"written {rank}", "")
-        store.wait([f"written {other}" for other in range(plan.ranks)])
+        store.wait([f"written {other}" for other in range(shape.ranks)])
         goes_on.set()
 
     writer = threading.Thread(target=write)
     writer.start()
-    at = STEP * plan.microbatches + MICROBATCH
+    at = STEP * shape.microbatches + MICROBATCH
     at += 1  # torch runs a forward more, before its first step, to learn the shapes
-    held = plan.stages_of[rank]
+    held = shape.stages_of[rank]
     stages = [
         PipelineStage(
-            _Stage(at, stands if s == STAGE else None, goes_on), s, plan.stages, torch.device("cpu")
+            _Stage(at, stands if s == STAGE else None, goes_on),
+            s,
+            shape.stages,
+            torch.device("cpu"),
         )
         for s in held
     ]
     kind: Any = getattr(theirs, name)
     pipe = kind(
         stages[0] if name in SINGLE else stages,
-        n_microbatches=plan.microbatches,
+        n_microbatches=shape.microbatches,
         loss_fn=nn.functional.mse_loss,
     )
-    x, target = torch.randn(2, 2 * plan.microbatches, 4).unbind()
+    x, target = torch.randn(2, 2 * shape.microbatches, 4).unbind()
     for _ in range(STEP + 1):
         mine = (x,) if 0 in held else ()
-        pipe.step(*mine, **({"target": target} if plan.stages - 1 in held else {}))
+        pipe.step(*mine, **({"target": target} if shape.stages - 1 in held else {}))
     writer.join()
 
 
-def _program(name: str, plan: PipelineShape) -> Program:
+def _program(name: str, shape: PipelineShape) -> Program:
     """What torch says that it does, or, where it says nothing, ours of the same name."""
     if name == "ScheduleGPipe":
-        return compile(schedules.gpipe, plan)
+        return compile(schedules.gpipe, shape)
     if name == "Schedule1F1B":
-        return compile(schedules.one_f_one_b, plan)
-    return finish(torch_csv.from_csv(lowered(name, plan)))
+        return compile(schedules.one_f_one_b, shape)
+    return finish(torch_csv.from_csv(lowered(name, shape)))
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_forward_in_which_a_rank_stops_is_named(name: str, tmp_path: Path) -> None:
-    plan = PLANS[name]
-    run(_train, plan.ranks, name, plan, str(tmp_path))
+    shape = PLANS[name]
+    run(_train, shape.ranks, name, shape, str(tmp_path))
     job = DistributedJob(read_dumps([str(tmp_path)])[0])
-    program = _program(name, plan)
+    program = _program(name, shape)
     index = InstructionIndex.of(program)
     (matched,) = match(job, program)
     assert matched.step == STEP and bool(matched.loose) == (name in LOOSE)

@@ -68,7 +68,7 @@ def test_the_loss_and_gradients_of_a_mask(window: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan", "options"),
+    ("schedule", "shape", "options"),
     [
         (one_f_one_b, PipelineShape(2, 3), {}),
         (zb_h1, PipelineShape(4, 4), {"recompute": "all"}),
@@ -78,19 +78,19 @@ def test_the_loss_and_gradients_of_a_mask(window: Any, monkeypatch: pytest.Monke
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_any_pipeline_has_the_bits_of_one_process(
-    schedule: Any, plan: PipelineShape, options: Any, dropout: float
+    schedule: Any, shape: PipelineShape, options: Any, dropout: float
 ) -> None:
     """Split backwards, recomputation and offload included, in another order each step."""
     config = replace(CONFIG, dropout=dropout)
 
     def stages() -> list[nn.Module]:
-        return [gpt.build_stage(config, s, plan.stages) for s in range(plan.stages)]
+        return [gpt.build_stage(config, s, shape.stages) for s in range(shape.stages)]
 
-    program = compile(schedule, plan, progress_model="per_edge", **options)
+    program = compile(schedule, shape, progress_model="per_edge", **options)
     own, plain = stages(), stages()
     world = InProcessExecutor(program, own, loss=gpt.loss, boundary=BOUNDARY, seed=2)
     for k in range(2):
-        data = tokens(plan.microbatches, k)
+        data = tokens(shape.microbatches, k)
         want = run_sequential(plain, *data, loss=gpt.loss, program=program, seed=2, step=k)
         assert torch.equal(world.step(*data, seed=5 + k), want)
     for one, other in zip(gradients(own), gradients(plain), strict=True):

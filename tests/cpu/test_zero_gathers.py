@@ -25,7 +25,7 @@ from schedir.ir.program import Program
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.torch_pipelining.fsdp_stages import require_whole, with_shards
-from tests.laws import LOOPED, ZOO, least, plan_of
+from tests.laws import LOOPED, ZOO, least, shape_of
 
 
 def actions(program: Program, rank: int) -> list[Any]:
@@ -47,7 +47,7 @@ def residency(listed: list[Any]) -> tuple[int, int]:
 def no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)) -> None:
     """On no rank, at the residency that torch's list has there, so many runs ahead."""
     ours: dict[tuple[int, int], list[int]] = {}
-    for rank, stages in enumerate(program.plan.stages_of):
+    for rank, stages in enumerate(program.shape.stages_of):
         order = actions(program, rank)
         for active in range(1, min(most, len(stages)) + 1):
             theirs, held = residency(_add_unshard_reshard(order, active))
@@ -70,15 +70,15 @@ def test_no_schedule_gathers_more_often_than_torchs_list(name: str) -> None:
             continue
         for microbatches in (4, 8):
             if microbatches >= least(schedule, ranks):
-                plan = plan_of(schedule, ranks, microbatches, v)
-                no_more_than_torch(expand_schedule(schedule, plan), 4)
+                shape = shape_of(schedule, ranks, microbatches, v)
+                no_more_than_torch(expand_schedule(schedule, shape), 4)
 
 
-@given(compute_programs(stages_per_rank=4).filter(lambda d: d.plan.rows == 1), st.integers(1, 3))
+@given(compute_programs(stages_per_rank=4).filter(lambda d: d.shape.rows == 1), st.integers(1, 3))
 @settings(max_examples=30)
 def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active: int) -> None:
     """Its W and REDUCE_GRAD want a stage whole, ours do not."""
-    active = min(active, max(map(len, program.plan.stages_of)))
+    active = min(active, max(map(len, program.shape.stages_of)))
     lowered = compile(program, dp=2, zero=3, unsharded_stages=active)
     for row in cells(lowered, "torch-2.13"):
         require_whole([*map(_Action.from_str, row)], active)

@@ -44,11 +44,11 @@ def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InPro
 
 def trained(program: Program, seed: int | None = None, **options: Any) -> list[Tensor]:
     """Losses, norms and weights after two steps."""
-    stages = gpt_stages(program.plan.stages, bool(program.tied_weights))
+    stages = gpt_stages(program.shape.stages, bool(program.tied_weights))
     ranks = ranks_of(program, stages, **options)
     found = []
     for k in range(2):
-        found += [ranks.step(*batch(program.plan.microbatches, k), seed=seed), ranks.ranks[0].norm]
+        found += [ranks.step(*batch(program.shape.microbatches, k), seed=seed), ranks.ranks[0].norm]
     return found + [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
 
 
@@ -61,12 +61,12 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_any_draft_has_the_bits_of_plain_training(data: Any, zero: int, order: int) -> None:
     """Any placement, any order of computes, any residency, any legal order of all."""
     draft = data.draw(compute_programs(3, 3))
-    plan = draft.plan
-    assume(plan.optimizer_steps == 1)
-    options: dict[str, Any] = {"clip_grad_norm": True, "tied_weights": plan.stages > 1}
+    shape = draft.shape
+    assume(shape.optimizer_steps == 1)
+    options: dict[str, Any] = {"clip_grad_norm": True, "tied_weights": shape.stages > 1}
     right = trained(schedir.compile(draft, **options), order)
     if zero == 3:
-        options["unsharded_stages"] = data.draw(st.integers(1, plan.stages_per_rank))
+        options["unsharded_stages"] = data.draw(st.integers(1, shape.stages_per_rank))
     try:
         program = schedir.compile(draft, zero=zero, **options)
     except UsageError as error:  # fewer than are used at once
@@ -78,7 +78,7 @@ def test_any_draft_has_the_bits_of_plain_training(data: Any, zero: int, order: i
 def turns_of(program: Program, stage: int) -> list[list[int]]:
     """The microbatches of each turn of a stage's gradient, in order."""
     turns: list[list[int]] = [[]]
-    for i in program.streams[int(program.plan.rank_of[stage])]:
+    for i in program.streams[int(program.shape.rank_of[stage])]:
         if i.stage == stage and i.op in ADDS:
             turns[-1].append(i.mb)
         elif i.stage == stage and i.op is Opcode.ReduceScatter:
@@ -90,11 +90,11 @@ def turns_of(program: Program, stage: int) -> list[list[int]]:
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("schedule", [interleaved, looped_bfs, one_f_one_b])
 def test_turns_add_up_in_their_order(schedule: Any, zero: int) -> None:
-    plan = PipelineShape(2, 4, 1 if schedule is one_f_one_b else 2)
+    shape = PipelineShape(2, 4, 1 if schedule is one_f_one_b else 2)
     program = schedir.compile(
-        schedule, plan, zero=zero, reduce_scatter_at="each_backward", clip_grad_norm=False
+        schedule, shape, zero=zero, reduce_scatter_at="each_backward", clip_grad_norm=False
     )
-    stages, plain = (gpt_stages(plan.stages, False) for _ in range(2))
+    stages, plain = (gpt_stages(shape.stages, False) for _ in range(2))
     inputs, targets, scale = batch(4)
     ranks_of(program, stages, optimizer=None).step(inputs, targets, scale)
     each: list[list[dict[str, Tensor]]] = []  # of each microbatch alone
@@ -241,13 +241,13 @@ def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> Non
     register_splittable_layer(
         Own, input=lambda layer, x, dy: dy * layer.weight, later={"weight": later}
     )
-    plan = PipelineShape(1, 2, 2)
+    shape = PipelineShape(1, 2, 2)
     stages: list[nn.Module] = [Own(), Own()]
     for stage in stages:
         make_backward_splittable(stage)
 
     order = [(op, s, mb) for op, s in ORDER for mb in range(2)]  # W behind all that need weights
-    draft = Program("late", plan, (Stream.of([Instr(*each) for each in order]),))
+    draft = Program("late", shape, (Stream.of([Instr(*each) for each in order]),))
     program = schedir.compile(draft, zero=3, unsharded_stages=1, clip_grad_norm=False)
     ranks = InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM

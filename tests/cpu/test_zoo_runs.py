@@ -39,8 +39,8 @@ def newest_first(r: int, P: int, m: int) -> RankSchedule:
 def program_of(schedule: Any, overlap: bool = False) -> Program:
     placement, fixed = placed_for(schedule)
     v = fixed or (2 if "v" in signature(schedule).parameters else 1)
-    plan = PipelineShape(2, M, v, placement or "loop")
-    return compile(schedule, plan, tied_weights=True, progress_model="per_edge", overlap=overlap)
+    shape = PipelineShape(2, M, v, placement or "loop")
+    return compile(schedule, shape, tied_weights=True, progress_model="per_edge", overlap=overlap)
 
 
 ZOO = {name: s for name, s in built_in().items() if name != "forward_only"}
@@ -50,7 +50,7 @@ ZOO = {name: s for name, s in built_in().items() if name != "forward_only"}
 def test_in_process(schedule: Any) -> None:
     program = program_of(schedule)
     loss, right = _promised(program)
-    stages = gpt_stages(program.plan.stages)
+    stages = gpt_stages(program.shape.stages)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for seed in range(2):
         assert torch.equal(ranks.step(*batch(M), seed=seed), loss)
@@ -59,10 +59,10 @@ def test_in_process(schedule: Any) -> None:
 
 def _promised(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Loss and gradients that a program must give, which are near those of the plain reference."""
-    loss, plain = expected(program.plan)
+    loss, plain = expected(program.shape)
     if program.ascending:
         return loss, plain
-    stages = gpt_stages(program.plan.stages)
+    stages = gpt_stages(program.shape.stages)
     inputs, targets, scale = batch(M)
     loss = run_sequential(stages, inputs, targets, loss=gpt.loss, scale=scale, program=program)
     ordered = gradients(stages)
@@ -82,8 +82,8 @@ def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]
     for name in OVER_GLOO:
         for overlap in (False, True):
             program = program_of(ZOO[name], overlap)
-            whole = gpt_stages(program.plan.stages)
-            stages = {s: whole[s] for s in program.plan.stages_of[rank]}
+            whole = gpt_stages(program.shape.stages)
+            stages = {s: whole[s] for s in program.shape.stages_of[rank]}
             executor = Executor(
                 program, rank, stages, GlooTransport(program), loss=gpt.loss, boundary=BOUNDARY
             )

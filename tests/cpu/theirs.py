@@ -17,23 +17,23 @@ LOOP = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoo
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 
 
-def built(name: str, plan: PipelineShape, **options: Any) -> Any:
+def built(name: str, shape: PipelineShape, **options: Any) -> Any:
     """A schedule of torch's, as rank 0 has it; its stages are there in outline only."""
     stages = []
-    for index in plan.stages_of[0]:
+    for index in shape.stages_of[0]:
         stage = create_autospec(PipelineStage, instance=True)
-        stage.group_rank, stage.group_size, stage.group = 0, plan.ranks, None
-        stage.stage_index, stage.num_stages, stage.submod = index, plan.stages, None
-        stage.is_first, stage.is_last = index == 0, index == plan.stages - 1
+        stage.group_rank, stage.group_size, stage.group = 0, shape.ranks, None
+        stage.stage_index, stage.num_stages, stage.submod = index, shape.stages, None
+        stage.is_first, stage.is_last = index == 0, index == shape.stages - 1
         stages.append(stage)
     kind = getattr(schedules, name)
     given = stages[0] if name in SINGLE else stages
-    return kind(given, n_microbatches=plan.microbatches, loss_fn=lambda *_: None, **options)
+    return kind(given, n_microbatches=shape.microbatches, loss_fn=lambda *_: None, **options)
 
 
-def lowered(name: str, plan: PipelineShape, **options: Any) -> str:
+def lowered(name: str, shape: PipelineShape, **options: Any) -> str:
     """What torch itself makes of a schedule, with its transfers: the text of its CSV."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "x.csv"
-        built(name, plan, **options)._dump_csv(str(path), format="compute_comms")
+        built(name, shape, **options)._dump_csv(str(path), format="compute_comms")
         return path.read_text()

@@ -55,9 +55,9 @@ class Case(NamedTuple):
     @property
     def program(self) -> Program:
         """Its program: a stage for each layer, or one of both on one rank."""
-        plan, options = PipelineShape(self.p, MICROBATCHES), dict[str, Any](self.options)
+        shape, options = PipelineShape(self.p, MICROBATCHES), dict[str, Any](self.options)
         return schedir.compile(
-            getattr(schedir.schedules, self.schedule), plan, self.t, self.d,
+            getattr(schedir.schedules, self.schedule), shape, self.t, self.d,
             tied_weights=self.tied and self.p > 1, clip_grad_norm=self.clip, zero=self.zero,
             sequence_parallel=self.sequence, blocking_hosts=True, **options,
         )  # fmt: skip
@@ -121,8 +121,8 @@ def _trained(case: Case, program: Program, transport: Any) -> Told:
     tp, rank, replica = transport.tp_group, transport.rank, transport.dp_rank
     config = MODEL(tied=case.tied)
     stages = {
-        s: gpt.build_stage(config, s, program.plan.stages, tp=tp, sequence=case.sequence)
-        for s in program.plan.stages_of[rank]
+        s: gpt.build_stage(config, s, program.shape.stages, tp=tp, sequence=case.sequence)
+        for s in program.shape.stages_of[rank]
     }
     tokens = CONTEXT // (case.t if case.sequence else 1)
     executor = Executor(

@@ -79,10 +79,10 @@ def gpt_executor(
 
     It steps by AdamW where there is an `lr`; `options` are Executor's.
     """
-    plan, tp = program.plan, transport.tp_group
-    cfg = config(plan.stages, bool(program.tied_weights))
-    own = plan.stages_of[transport.rank]
-    stages = {s: gpt.build_stage(cfg, s, plan.stages, tp=tp).to(device) for s in own}
+    shape, tp = program.shape, transport.tp_group
+    cfg = config(shape.stages, bool(program.tied_weights))
+    own = shape.stages_of[transport.rank]
+    stages = {s: gpt.build_stage(cfg, s, shape.stages, tp=tp).to(device) for s in own}
     if lr is not None:
         parameters = [p for stage in stages.values() for p in stage.parameters()]
         options["optimizer"] = torch.optim.AdamW(parameters, lr)
@@ -96,7 +96,7 @@ def own_batch(
     program: Program, transport: ProcessTransport, seed: int = 0
 ) -> tuple[Tensor, Tensor, float]:
     """What a process takes of the `batch` of all replicas."""
-    m = program.plan.microbatches
+    m = program.shape.microbatches
     inputs, targets, scale = batch(m * program.dp, seed)
     own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
     return inputs[own], targets[own], scale
@@ -108,11 +108,11 @@ def gradients_by_stage(executor: Executor) -> dict[int, dict[str, Tensor]]:
 
 
 def expected(
-    plan: PipelineShape, tied: bool = True, program: Program | None = None
+    shape: PipelineShape, tied: bool = True, program: Program | None = None
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Loss and gradients of the reference; with a program, in its order."""
-    stages = gpt_stages(plan.stages, tied)
-    inputs, targets, scale = batch(plan.microbatches)
+    stages = gpt_stages(shape.stages, tied)
+    inputs, targets, scale = batch(shape.microbatches)
     loss = run_sequential(stages, inputs, targets, loss=gpt.loss, scale=scale, program=program)
     return loss, gradients(stages)
 

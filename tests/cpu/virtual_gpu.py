@@ -146,7 +146,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
         hub.told = told
         return [
             StreamMailbox(hub, rank, mailbox.members_of(program, rank), model)
-            for rank in range(program.plan.ranks)
+            for rank in range(program.shape.ranks)
         ]
 
     monkeypatch.setattr(in_process, "mailboxes", mailboxes)

@@ -36,13 +36,13 @@ Gradients = dict[int, dict[str, Tensor]]
 
 def _program(
     schedule: Any,
-    plan: PipelineShape,
+    shape: PipelineShape,
     progress_model: ProgressModel,
     buffer_sharing: BufferSharing | None = None,
 ) -> Program:
     return compile(
         schedule,
-        plan,
+        shape,
         tp=2,
         progress_model=progress_model,
         tied_weights=True,
@@ -56,10 +56,10 @@ def _gradients(executor: Executor) -> Gradients:
     return {s: {name: g.cpu() for name, g in named.items()} for s, named in own.items()}
 
 
-def on_cpu(rank: int, schedule: Any, plan: PipelineShape) -> Gradients:
-    program = _program(schedule, plan, GlooTransport.progress_model)
+def on_cpu(rank: int, schedule: Any, shape: PipelineShape) -> Gradients:
+    program = _program(schedule, shape, GlooTransport.progress_model)
     executor = gpt_executor(program, GlooTransport(program))
-    executor.step(*batch(plan.microbatches))
+    executor.step(*batch(shape.microbatches))
     return _gradients(executor)
 
 
@@ -68,15 +68,15 @@ def made(
     folder: str,
     kind: Kind,
     schedule: Any,
-    plan: PipelineShape,
+    shape: PipelineShape,
     buffer_sharing: BufferSharing | None,
 ) -> tuple[Executor, tuple[Tensor, Tensor, float]]:
     """An executor on the GPU, and its batch."""
     device = share_gpu(rank, folder)
     torch.use_deterministic_algorithms(True)
-    program = _program(schedule, plan, TRANSPORTS[f"nccl_{kind}"].progress_model, buffer_sharing)
+    program = _program(schedule, shape, TRANSPORTS[f"nccl_{kind}"].progress_model, buffer_sharing)
     executor = gpt_executor(program, over(program, device, kind), device)
-    inputs, targets, scale = batch(plan.microbatches)
+    inputs, targets, scale = batch(shape.microbatches)
     return executor, (inputs.to(device), targets.to(device), scale)
 
 
@@ -94,16 +94,16 @@ WAYS = [("per_edge", None), ("per_edge", "minimal"), ("grouped", None)]
 
 
 @pytest.mark.parametrize(("kind", "buffer_sharing"), WAYS)
-@pytest.mark.parametrize(("schedule", "plan"), PLANS)
+@pytest.mark.parametrize(("schedule", "shape"), PLANS)
 def test_eager_gradients_are_those_of_the_cpu(
     kind: Kind,
     buffer_sharing: BufferSharing | None,
     schedule: Any,
-    plan: PipelineShape,
+    shape: PipelineShape,
     tmp_path: Path,
 ) -> None:
-    want = run(on_cpu, 4, schedule, plan)
-    results = run(eager, 4, str(tmp_path), kind, schedule, plan, buffer_sharing, limit=250)
+    want = run(on_cpu, 4, schedule, shape)
+    results = run(eager, 4, str(tmp_path), kind, schedule, shape, buffer_sharing, limit=250)
     for rank, (first, second) in enumerate(results):
         for stage, named in first.items():
             for name, got in named.items():
@@ -115,17 +115,17 @@ def test_eager_gradients_are_those_of_the_cpu(
 def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
     """The Timeline of a step in which the host may not wait, on process 0."""
     device = share_gpu(rank, folder)
-    plan, overlap = (
+    shape, overlap = (
         PipelineShape(2, 4),
         kind == "grouped",
     )  # else members of a group go their own ways
     program = compile(
-        one_f_one_b, plan, tp=2, progress_model=TRANSPORTS[f"nccl_{kind}"].progress_model,
+        one_f_one_b, shape, tp=2, progress_model=TRANSPORTS[f"nccl_{kind}"].progress_model,
         tied_weights=True, clip_grad_norm=True, overlap=overlap,
     )  # fmt: skip
     transport = over(program, device, kind)
     executor = gpt_executor(program, transport, device, record=True)
-    inputs, targets, scale = batch(plan.microbatches)
+    inputs, targets, scale = batch(shape.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
     executor.step(inputs, targets, scale)
     with no_wait():

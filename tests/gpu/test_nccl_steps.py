@@ -40,7 +40,7 @@ class Case(NamedTuple):
     """A program, and how it is run."""
 
     schedule: Any
-    plan: PipelineShape
+    shape: PipelineShape
     tp: int = 1
     dp: int = 1
     clip: bool = True
@@ -50,11 +50,11 @@ class Case(NamedTuple):
 
     @property
     def processes(self) -> int:
-        return self.plan.ranks * self.tp * self.dp
+        return self.shape.ranks * self.tp * self.dp
 
     def compile(self) -> Program:
         return compile(
-            self.schedule, self.plan, tp=self.tp, dp=self.dp, progress_model="per_edge",
+            self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
             tied_weights=self.tied,
             clip_grad_norm=self.clip, overlap=self.overlap, buffer_sharing="latency_preserving",
         )  # fmt: skip

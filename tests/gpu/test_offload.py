@@ -24,16 +24,16 @@ def on_gpu(stages: int) -> list[nn.Module]:
 
 @pytest.mark.parametrize("recompute", [None, "all"])
 @pytest.mark.parametrize(
-    ("schedule", "plan"), [(gpipe, PipelineShape(2, 6)), (one_f_one_b, PipelineShape(4, 6))]
+    ("schedule", "shape"), [(gpipe, PipelineShape(2, 6)), (one_f_one_b, PipelineShape(4, 6))]
 )
-def test_the_bits_of_what_stays(schedule: Any, plan: PipelineShape, recompute: Any) -> None:
+def test_the_bits_of_what_stays(schedule: Any, shape: PipelineShape, recompute: Any) -> None:
     torch.use_deterministic_algorithms(True)
-    inputs, targets, scale = batch(plan.microbatches)
+    inputs, targets, scale = batch(shape.microbatches)
     inputs, targets, found = inputs.cuda(), targets.cuda(), []
     hows: list[dict[str, Any]] = [{}, {"offload": "all", "buffer_sharing": "minimal"}]
     for how in hows:
-        program = compile(schedule, plan, progress_model="per_edge", recompute=recompute, **how)
-        stages = on_gpu(plan.stages)
+        program = compile(schedule, shape, progress_model="per_edge", recompute=recompute, **how)
+        stages = on_gpu(shape.stages)
         world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
         world.step(inputs, targets, scale)
         with host_waits() as waited:

@@ -54,16 +54,16 @@ def on_gpu(stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("schedule", "plan"), PLANS)
+@pytest.mark.parametrize(("schedule", "shape"), PLANS)
 def test_every_order_gives_the_gradients_of_the_reference(
-    schedule: Any, plan: PipelineShape, dtype: torch.dtype
+    schedule: Any, shape: PipelineShape, dtype: torch.dtype
 ) -> None:
     torch.use_deterministic_algorithms(True)
-    inputs, targets, scale = batch(plan.microbatches)
+    inputs, targets, scale = batch(shape.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
-    plain, ours = on_gpu(plan.stages, dtype), on_gpu(plan.stages, dtype)
+    plain, ours = on_gpu(shape.stages, dtype), on_gpu(shape.stages, dtype)
     loss = run_sequential(plain, inputs, targets, loss=gpt.loss, scale=scale)
-    program = compile(schedule, plan, tied_weights=True)
+    program = compile(schedule, shape, tied_weights=True)
     boundary = Boundary(BOUNDARY.shape, dtype)
     world = InProcessExecutor(program, ours, loss=gpt.loss, boundary=boundary)
     for seed in range(4):
@@ -74,11 +74,11 @@ def test_every_order_gives_the_gradients_of_the_reference(
 
 @pytest.mark.parametrize("record", [False, True])
 def test_the_host_never_waits_inside_a_step(record: bool) -> None:
-    plan = PipelineShape(4, 6)
-    inputs, targets, scale = batch(plan.microbatches)
+    shape = PipelineShape(4, 6)
+    inputs, targets, scale = batch(shape.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
     program = compile(
-        one_f_one_b, plan, progress_model="per_edge", tied_weights=True, clip_grad_norm=True
+        one_f_one_b, shape, progress_model="per_edge", tied_weights=True, clip_grad_norm=True
     )
     world = InProcessExecutor(program, on_gpu(4), loss=gpt.loss, boundary=BOUNDARY, record=record)
     world.step(inputs, targets, scale)

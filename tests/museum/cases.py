@@ -41,7 +41,7 @@ from typing import Any, Literal
 import schedir
 from schedir import Program, Sizes, check, check_program_sequence, from_text
 from schedir.analysis.progress_models import MODELS, ProgressModel
-from schedir.errors import DeadlockError, ProgramError
+from schedir.errors import DeadlockError, SchedirError
 
 HERE = Path(__file__).parent
 PUBLIC = {name: getattr(schedir, name) for name in schedir.__all__}
@@ -97,7 +97,7 @@ class Case:
         assert isinstance(made, Program)
         return made
 
-    def refusal(self, progress_model: ProgressModel, **how: Any) -> ProgramError | None:
+    def refusal(self, progress_model: ProgressModel, **how: Any) -> SchedirError | None:
         """What `check` says under a model, None if it accepts."""
         if self.activation:
             how["sizes"] = Sizes(activation=self.activation)
@@ -105,7 +105,7 @@ class Case:
             check_program_sequence(self.ran(), progress_model) if self.runs else check(
                 self.made(), progress_model, **how
             )
-        except ProgramError as error:
+        except SchedirError as error:
             return error
         return None
 
@@ -114,7 +114,7 @@ class Case:
         return self.refused.get("every", self.refused.get(progress_model, []))
 
 
-def verdict(error: ProgramError | None) -> list[str]:
+def verdict(error: SchedirError | None) -> list[str]:
     """What an error says, as a case says it."""
     if error is None:
         return []

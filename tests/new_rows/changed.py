@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 from tests.mutants import MUTATIONS, mutate, trial
 from tests.new_rows import NEW
 
@@ -20,7 +20,7 @@ def new(name: str, seed: int) -> bool:
     """Whether the changed program of a trial has new rows."""
     try:
         return bool(mutate(name, seed, mixed=True)[1].ops & NEW)
-    except ProgramError:
+    except SchedirError:
         return False
 
 

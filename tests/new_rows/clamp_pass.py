@@ -13,14 +13,14 @@ from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
 
 
 def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    yield ExpectedInstructions(Opcode.Clamp, np.full(program.plan.holders.size, program.trains))
+    yield ExpectedInstructions(Opcode.Clamp, np.full(program.shape.holders.size, program.trains))
 
 
 PASSES = (
     Pass(
         "clamp",
         "ends",
-        lambda program, options: append(program, Opcode.Clamp, program.plan.stages_of),
+        lambda program, options: append(program, Opcode.Clamp, program.shape.stages_of),
         wanted=lambda program, options: program.trains,
         expected=_each,
         order=8,

@@ -30,7 +30,7 @@ def refused(text: str, error: str, *sites: str) -> None:
     """A text's program is refused with this kind of error, which names these instructions."""
     try:
         schedir.check(schedir.from_text(text))
-    except schedir.errors.ProgramError as caught:
+    except schedir.errors.SchedirError as caught:
         found = [str(site.instr) for site in caught.sites]
         assert type(caught).__name__ == error and found == [*sites], (caught, found)
         assert str(caught)
@@ -58,7 +58,7 @@ def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
     schedir.save_timeline(run, f"{folder}/x.timeline")
     assert schedir.load_timeline(f"{folder}/x.timeline").program == program
     try:
-        plain = schedir.compile(plain_of(program), program.plan)
+        plain = schedir.compile(plain_of(program), program.shape)
         assert torch_csv.to_csv(program) == torch_csv.to_csv(plain)
     except schedir.errors.UsageError as error:
         moves = program.ops & {*OFF_COMPUTE[Value.SAVED]}

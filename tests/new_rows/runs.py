@@ -44,14 +44,14 @@ class Noisy(nn.Module):
 
 def run(program: Program) -> InProcessExecutor:
     """Two optimizer steps of a program, in orders that a seed picks, beside the reference."""
-    stages = [Noisy(stage) for stage in tiny_stages(program.plan.stages)]
+    stages = [Noisy(stage) for stage in tiny_stages(program.shape.stages)]
     plain = deepcopy(stages)
     step = torch.optim.SGD([p for stage in plain for p in stage.parameters()], lr=0.1)
     boundary = Boundary((2, WIDTH), torch.float64)
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary,
                       optimizer=lambda own: torch.optim.SGD(own, lr=0.1))  # fmt: skip
     for k in range(2):
-        x, y = batch(program.plan.microbatches, k)
+        x, y = batch(program.shape.microbatches, k)
         total = ranks.step(x, y, seed=k)
         step.zero_grad()
         assert torch.equal(total, run_sequential(plain, x, y, loss=loss, program=program, step=k))
@@ -102,10 +102,10 @@ def main(names: str) -> None:
     cases = [(one_f_one_b, PipelineShape(3, 4)), (zb_h1, PipelineShape(2, 4)),
              (interleaved, PipelineShape(2, 4, 2)),
              (dualpipe_v, PipelineShape(2, 4, 2, "vee"))]  # fmt: skip
-    for schedule, plan in cases:
+    for schedule, shape in cases:
         for slots in (None, "minimal"):
             program = schedir.compile(
-                schedule, plan, progress_model="per_edge", buffer_sharing=slots, **options
+                schedule, shape, progress_model="per_edge", buffer_sharing=slots, **options
             )
             assert program.ops & NEW
             run(program)

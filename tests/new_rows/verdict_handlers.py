@@ -18,7 +18,7 @@ def judge(state: State, i: Instr) -> Call:
     def run() -> None:
         flats = [flat for stage in state.stages.values() for flat in stage.gradients.flat]
         bad = sum(int((~flat.isfinite()).sum()) for flat in flats)
-        own = torch.full((state.plan.ranks,), float(bad))
+        own = torch.full((state.shape.ranks,), float(bad))
         work = state.transport.collective("reduce_scatter", "model", verdict, own)
         state.reducing.append(work)
 

@@ -14,12 +14,12 @@ from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
 
 def judge(program: Program) -> Program:
     """A Judge at the end of every update of every rank."""
-    return append(program, Opcode.Judge, [[0]] * program.plan.ranks)
+    return append(program, Opcode.Judge, [[0]] * program.shape.ranks)
 
 
 def _all(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     yield ExpectedInstructions(
-        Opcode.Judge, np.full(program.plan.ranks, present(Opcode.Judge).any())
+        Opcode.Judge, np.full(program.shape.ranks, present(Opcode.Judge).any())
     )
 
 

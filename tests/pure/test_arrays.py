@@ -44,12 +44,12 @@ COSTS = ("F", "I", "W", "B", "send", "tp_scatter", "tp_gather")
 SIZES = ("activation", "gradient", "saved", "deferred_wgrad")
 
 
-def arrays(plan: PipelineShape, most: int = 5) -> st.SearchStrategy[PerStage]:
+def arrays(shape: PipelineShape, most: int = 5) -> st.SearchStrategy[PerStage]:
     """A number, one per stage, one per microbatch, or one for each of both; all of them whole."""
     one = st.integers(0, most).map(float)
-    row = st.lists(one, min_size=plan.microbatches, max_size=plan.microbatches)
-    several = st.lists(one, min_size=plan.stages, max_size=plan.stages).map(tuple)
-    rows = st.one_of(*(st.lists(row, min_size=n, max_size=n) for n in {1, plan.stages}))
+    row = st.lists(one, min_size=shape.microbatches, max_size=shape.microbatches)
+    several = st.lists(one, min_size=shape.stages, max_size=shape.stages).map(tuple)
+    rows = st.one_of(*(st.lists(row, min_size=n, max_size=n) for n in {1, shape.stages}))
     return st.one_of(one, several, rows)
 
 
@@ -63,14 +63,14 @@ def naive(value: Any, stage: int, mb: int) -> float:
 @given(compute_programs(), st.data())
 @settings(max_examples=40)
 def test_times_are_those_of_a_machine_that_looks_each_up(drafted: Program, data: Any) -> None:
-    costs = Costs(**{name: data.draw(arrays(drafted.plan), name) for name in COSTS})
+    costs = Costs(**{name: data.draw(arrays(drafted.shape), name) for name in COSTS})
     model = data.draw(st.sampled_from(["per_device", "per_edge", "per_direction"]))
     tp = data.draw(st.sampled_from([1, 2]))
     program = compile(drafted, progress_model=model, costs=costs, tp=tp)
     run = simulate(program, costs, progress_model=model)
     machine = Machine(program, model, costs)
     assert machine.run()
-    for rank in range(program.plan.ranks):
+    for rank in range(program.shape.ranks):
         ends = [machine.ended[rank, k] for k in range(len(program.streams[rank]))]
         assert run.spans["end"][run.spans["rank"] == rank].tolist() == ends
 
@@ -79,22 +79,23 @@ def test_times_are_those_of_a_machine_that_looks_each_up(drafted: Program, data:
 @settings(max_examples=40)
 def test_a_draft_takes_as_long_as_with_arrays_of_one_number(drafted: Program, data: Any) -> None:
     """What is one number for all microbatches is said in any of three ways, and gives the same."""
-    plan = drafted.plan
+    shape = drafted.shape
     few = {
-        name: data.draw(st.tuples(*[st.integers(0, 5).map(float)] * plan.stages), name)
+        name: data.draw(st.tuples(*[st.integers(0, 5).map(float)] * shape.stages), name)
         for name in COSTS
     }
-    many = {name: [[each] * plan.microbatches for each in row] for name, row in few.items()}
+    many = {name: [[each] * shape.microbatches for each in row] for name, row in few.items()}
     programs = [compile(drafted, costs=Costs(**costs)) for costs in (few, many)]
     assert programs[0] == programs[1]
     runs = [simulate(p, Costs(**c)) for p, c in zip(programs, (few, many), strict=True)]
     assert (runs[0].spans == runs[1].spans).all()
     sizes = {
-        name: data.draw(st.tuples(*[st.integers(0, 5).map(float)] * plan.stages), name)
+        name: data.draw(st.tuples(*[st.integers(0, 5).map(float)] * shape.stages), name)
         for name in SIZES
     }
     wide = {
-        name: np.repeat(np.array(row)[:, None], plan.microbatches, 1) for name, row in sizes.items()
+        name: np.repeat(np.array(row)[:, None], shape.microbatches, 1)
+        for name, row in sizes.items()
     }
     held_by = [held(programs[0], Sizes(**each)) for each in (sizes, wide)]
     for one, other in zip(*held_by, strict=True):
@@ -136,18 +137,18 @@ def swept(program: Program, rank: int, sizes: Sizes) -> float:
 @given(st.integers(1, 4), st.integers(1, 6), st.data())
 def test_bytes_are_those_of_a_sweep(ranks: int, microbatches: int, data: Any) -> None:
     """One stage per rank, and whole backwards, so that what a rank holds is plain to see."""
-    plan = PipelineShape(ranks, microbatches)
+    shape = PipelineShape(ranks, microbatches)
     which = data.draw(st.sampled_from([schedules.gpipe, schedules.one_f_one_b]))
-    program = with_slots(compile(which, plan), random.Random(data.draw(st.integers(0, 9))))
+    program = with_slots(compile(which, shape), random.Random(data.draw(st.integers(0, 9))))
     sizes = Sizes(
-        **{name: data.draw(arrays(plan), name) for name in ("activation", "gradient", "saved")}
+        **{name: data.draw(arrays(shape), name) for name in ("activation", "gradient", "saved")}
     )
     footprints = held(program, sizes)
     most = [float(own.bytes.max()) for own in footprints]
     assert most == [swept(program, rank, sizes) for rank in range(ranks)]
     if max(most) > 0:
         with pytest.raises(MemoryLimitError) as caught:
-            compile(expand_schedule(which, plan), sizes=sizes, memory_limit=0.0)
+            compile(expand_schedule(which, shape), sizes=sizes, memory_limit=0.0)
         assert caught.value.limit == 0
     assert simulate(program, sizes=sizes).peak_memory.tolist() == most
 
@@ -156,7 +157,7 @@ def test_bytes_are_those_of_a_sweep(ranks: int, microbatches: int, data: Any) ->
 def test_messages_have_their_own_sizes(drafted: Program, data: Any) -> None:
     program = compile(drafted)
     sizes = Sizes(
-        activation=data.draw(arrays(program.plan)), gradient=data.draw(arrays(program.plan))
+        activation=data.draw(arrays(program.shape)), gradient=data.draw(arrays(program.shape))
     )
     index = InstructionIndex.of(program)
     sends = index.where_all(SENDS)
@@ -172,7 +173,7 @@ def test_messages_have_their_own_sizes(drafted: Program, data: Any) -> None:
 def test_a_run_tells_the_costs_of_each_microbatch(drafted: Program, data: Any) -> None:
     """A prediction at what is read off a prediction is the same again; means are not always."""
     names = ("F", "B", "I", "W")
-    costs = Costs(**{name: data.draw(arrays(drafted.plan), name) for name in names})
+    costs = Costs(**{name: data.draw(arrays(drafted.shape), name) for name in names})
     run = simulate(compile(drafted), costs)
     found = calibrate(run, per_microbatch=True)
     again = simulate(run.program, found)

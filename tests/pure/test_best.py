@@ -13,7 +13,7 @@ import schedir
 from docs import which_schedule, which_schedule_page
 from schedir import Costs, PipelineShape, Sizes, Timeline
 from schedir.compiler.compile import compile
-from schedir.errors import MemoryLimitError, ProgramError
+from schedir.errors import MemoryLimitError, SchedirError
 from schedir.ir.isa.instructions import BACKWARD_INPUT
 from schedir.schedules import built_in
 from schedir.schedules.schedule_algebra import delay_for, placed_for, takes_v
@@ -26,11 +26,11 @@ AT = "--costs=F=1,B=2,send=0.05"
 def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
     """A schedule of v stages per rank, at F = I = W = 1 of a whole rank."""
     schedule = built_in()[name]
-    plan = PipelineShape(P, m, v, placed_for(schedule)[0] or "loop")
-    part = P / plan.stages
+    shape = PipelineShape(P, m, v, placed_for(schedule)[0] or "loop")
+    part = P / shape.stages
     costs = Costs(F=part, I=part, W=part, B=2 * part, send=send)
     return schedir.simulate(
-        compile(schedule, plan, progress_model="per_edge", costs=costs),
+        compile(schedule, shape, progress_model="per_edge", costs=costs),
         costs,
         progress_model="per_edge",
     )
@@ -44,8 +44,8 @@ def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]
 @pytest.mark.parametrize(("P", "m"), [(4, 8), (4, 3), (3, 7), (2, 1)])
 def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m: int) -> None:
     """Whatever compiles and trains is there once, the shortest first."""
-    plan = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=per_edge", AT)
-    found = rows(capsys, *plan)
+    shape = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=per_edge", AT)
+    found = rows(capsys, *shape)
     keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in found]
     assert keys == sorted(keys)
     expected: dict[str, Timeline] = {}
@@ -55,7 +55,7 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
             if delay_for(schedule) is None:
                 try:
                     run = run_of(name, v, P, m, 0.05)
-                except ProgramError:
+                except SchedirError:
                     continue
                 if run.program.trains:
                     expected[run.program.digest] = run
@@ -65,12 +65,12 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
         assert row["span"] == pytest.approx(run.span)
         assert row["peak_activations"] == run.peak_activations
         assert row["split_backwards"] == (BACKWARD_INPUT in program.ops)
-        assert row["parameters_held"] == program.plan.rows
-    whole = rows(capsys, *plan, "--no-split-backward", "--max-activations=2.5")
+        assert row["parameters_held"] == program.shape.rows
+    whole = rows(capsys, *shape, "--no-split-backward", "--max-activations=2.5")
     assert whole == [
         row for row in found if not row["split_backwards"] and row["peak_activations"] <= 2.5
     ]
-    text = said(capsys, "recommend", *plan, "--no-split-backward", "--max-activations=2.5")
+    text = said(capsys, "recommend", *shape, "--no-split-backward", "--max-activations=2.5")
     over = [r for r in found if r["peak_activations"] > 2.5 and not r["split_backwards"]]
     assert ("over the limit: " in text) == bool(over)
     assert ("not zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
@@ -132,10 +132,10 @@ def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of a run's four stages, for schedules of 8 and 16."""
-    plan = ("--ranks=4", "--microbatches=8", "--progress-model=per_edge")
-    by_rank = rows(capsys, *plan, "--costs=F=1,B=2,send=0.1")
-    assert by_rank == rows(capsys, *plan, "--costs=F=1:1:1:1,B=2:2:2:2,send=0.1")
-    uneven = rows(capsys, *plan, "--costs=F=1:1:1:2,B=2:2:2:4")
+    shape = ("--ranks=4", "--microbatches=8", "--progress-model=per_edge")
+    by_rank = rows(capsys, *shape, "--costs=F=1,B=2,send=0.1")
+    assert by_rank == rows(capsys, *shape, "--costs=F=1:1:1:1,B=2:2:2:2,send=0.1")
+    uneven = rows(capsys, *shape, "--costs=F=1:1:1:2,B=2:2:2:4")
     (row,) = (r for r in uneven if r["program"] == "interleaved" and r["stages_per_rank"] == 2)
     costs = Costs(F=(0.5,) * 6 + (1, 1), B=(1,) * 6 + (2, 2))
     program = compile(
@@ -197,6 +197,8 @@ def test_any_number_of_microbatches_compiles() -> None:
         for m in range(fill.get(name, 1), 13):
             if name != "dualpipe" or m % 2 == 0:
                 assert (
-                    compile(schedule, PipelineShape(4, m, v, placement or "loop")).plan.microbatches
+                    compile(
+                        schedule, PipelineShape(4, m, v, placement or "loop")
+                    ).shape.microbatches
                     == m
                 )

@@ -88,15 +88,15 @@ def test_nothing_of_the_zoo_is_shorter() -> None:
     tried, tight = 0, 0
     for name in schedules.__all__:
         schedule = getattr(schedules, name)
-        for plan in shapes_for(schedule, ranks=4, microbatches=8, stages_per_rank=2):
-            priced = Costs(F=tuple(3.0 + s % 3 for s in range(plan.stages)), I=3, W=2, send=0.5)
+        for shape in shapes_for(schedule, ranks=4, microbatches=8, stages_per_rank=2):
+            priced = Costs(F=tuple(3.0 + s % 3 for s in range(shape.stages)), I=3, W=2, send=0.5)
             try:
-                program = lower(expand_schedule(schedule, plan), priced)
+                program = lower(expand_schedule(schedule, shape), priced)
             except ScheduleError:  # it does not take so few microbatches
                 continue
             if (least := bound_of_program(program, priced)) is not None:
                 span = simulate(program, priced).span
-                assert least.value * FINE <= span, (name, plan)
+                assert least.value * FINE <= span, (name, shape)
                 tried, tight = tried + 1, tight + (span * FINE <= least.value)
     assert tried > tight > 300
 
@@ -108,7 +108,7 @@ def test_no_program_is_shorter(data: st.DataObject) -> None:
     made = data.draw(compute_programs(placements=ONE_HOLDER))
     if data.draw(st.booleans()):
         made = _mixed_up(made, data.draw(st.randoms(use_true_random=False)))
-    priced = data.draw(costs(made.plan))
+    priced = data.draw(costs(made.shape))
     priced = replace(priced, step=data.draw(st.integers(0, 3)))
     sizes = Sizes(saved=3, deferred_wgrad=data.draw(st.integers(0, 5)), model_states=1)
     program = lower(made, priced)
@@ -122,7 +122,7 @@ def test_no_program_is_shorter(data: st.DataObject) -> None:
 
 def _mixed_up(made: Program, rng: random.Random) -> Program:
     """The same with other numbers of microbatches: no order ascends any more."""
-    number = [*range(made.plan.microbatches)]
+    number = [*range(made.shape.microbatches)]
     rng.shuffle(number)
     streams = tuple(
         schedir.Stream.of([i._replace(mb=number[i.mb]) for i in stream]) for stream in made.streams
@@ -136,7 +136,7 @@ def test_no_order_is_shorter(data: st.DataObject) -> None:
     """Of uneven memory, of whole backwards, and whatever is to be short."""
     split = data.draw(st.booleans())
     made = data.draw(compute_programs(3, 4, 2, split=float(split), placements=ONE_HOLDER))
-    problem, order = data.draw(problems(made.plan, split)), codes_of(made, split=split)
+    problem, order = data.draw(problems(made.shape, split)), codes_of(made, split=split)
     room = peaks(problem, order)
     if data.draw(st.booleans()):
         room = [max(room)] * len(room)
@@ -153,7 +153,7 @@ def test_what_does_not_fit_waits(data: st.DataObject) -> None:
     """Each lag holds in any order, within what that order holds at most."""
     split = data.draw(st.booleans())
     made = data.draw(compute_programs(2, 5, 3, split=float(split), placements=ONE_HOLDER))
-    lags_hold(data.draw(problems(made.plan, split)), codes_of(made, split=split))
+    lags_hold(data.draw(problems(made.shape, split)), codes_of(made, split=split))
 
 
 @pytest.mark.parametrize("saved", [1.0, 2.0])
@@ -168,7 +168,7 @@ def lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> Non
     lags = MemoryLags.of(replace(problem, room=tuple(peaks(problem, order))))
     at = [
         [k for k, c in enumerate(order[problem.rank_of[code // KINDS]]) if c == code]
-        for code in range(KINDS * problem.plan.stages)
+        for code in range(KINDS * problem.shape.stages)
     ]
     for late, early, each in ((F, I, lags.F_I), (F, W, lags.F_W), (I, W, lags.I_W)):
         for s, q, lag in each:
@@ -181,20 +181,20 @@ def lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> Non
 def test_what_crosses_is_late(data: st.DataObject) -> None:
     """Of any three that follow each other on any stage, as one of the options says at least."""
     k = data.draw(st.integers(2, 4))
-    plan = PipelineShape(data.draw(st.integers(2, 5)), data.draw(st.integers(k + 1, 3 * k + 2)))
+    shape = PipelineShape(data.draw(st.integers(2, 5)), data.draw(st.integers(k + 1, 3 * k + 2)))
     even = st.builds(Costs, F=st.just(1), I=st.integers(1, 2), W=st.integers(0, 1))
-    priced = data.draw(st.one_of(even, costs(plan)))
+    priced = data.draw(st.one_of(even, costs(shape)))
     made = schedir.greedy_schedule(
-        plan, data.draw(st.sampled_from(["FIW", "IFW", "WIF"])), k, priced
+        shape, data.draw(st.sampled_from(["FIW", "IFW", "WIF"])), k, priced
     )
     try:
-        problem = problem_of(plan, priced, in_flight=k)
+        problem = problem_of(shape, priced, in_flight=k)
     except CostsError:  # all of them are 0
         reject()
     order, paths = codes_of(made, split=True), MicrobatchLatency.of(problem)
     started = starts_of(problem, order)
     assert started is not None
-    for s in range(plan.ranks - 1):
+    for s in range(shape.ranks - 1):
         begins, back = (
             [t for t, code in zip(started[s], order[s], strict=True) if code == KINDS * s + kind]
             for kind in (F, I)
@@ -203,7 +203,7 @@ def test_what_crosses_is_late(data: st.DataObject) -> None:
         away = way + problem.I[s] + problem.W[s]
         late = [i - f - way for f, i in zip(begins, back, strict=True)]
         options = [*options_of(problem, paths, s, away)]
-        for j in range(plan.microbatches - k):
+        for j in range(shape.microbatches - k):
             more = begins[j + k] - begins[j] - away  # late, or waits
             assert more >= late[j] - 1e-9
             for i in range(1, k):
@@ -212,14 +212,16 @@ def test_what_crosses_is_late(data: st.DataObject) -> None:
 
 
 @st.composite
-def problems(draw: st.DrawFn, plan: PipelineShape, split: bool) -> SchedulingProblem:
+def problems(draw: st.DrawFn, shape: PipelineShape, split: bool) -> SchedulingProblem:
     """Problems without a limit of memory."""
-    priced = replace(draw(costs(plan)), step=draw(st.integers(0, 4)))
+    priced = replace(draw(costs(shape)), step=draw(st.integers(0, 4)))
     try:
-        problem = problem_of(plan, priced, split=split, objective=draw(st.sampled_from(OBJECTIVES)))
+        problem = problem_of(
+            shape, priced, split=split, objective=draw(st.sampled_from(OBJECTIVES))
+        )
     except CostsError:  # all of them are 0
-        problem = problem_of(plan, split=split)
-    saved = [draw(st.integers(1, 4)) for _ in range(plan.stages)]
+        problem = problem_of(shape, split=split)
+    saved = [draw(st.integers(1, 4)) for _ in range(shape.stages)]
     tape = [draw(st.integers(0, s + 1)) if split else 0 for s in saved]
     both = [draw(st.integers(max(s, t), s + t)) for s, t in zip(saved, tape, strict=True)]
     one, two, three = (tuple(map(float, size)) for size in (saved, tape, both))
@@ -247,7 +249,7 @@ def test_bytes_that_sums_round_are_as_many(saved: float) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_no_order_at_all_is_shorter(data: st.DataObject) -> None:
-    plan = data.draw(
+    shape = data.draw(
         st.sampled_from(
             [
                 PipelineShape(2, 2),
@@ -258,8 +260,8 @@ def test_no_order_at_all_is_shorter(data: st.DataObject) -> None:
             ]
         )
     )
-    problem = data.draw(problems(plan, data.draw(st.booleans())))
-    room = [problem.least_room(r) + data.draw(st.integers(0, 4)) for r in range(plan.ranks)]
+    problem = data.draw(problems(shape, data.draw(st.booleans())))
+    room = [problem.least_room(r) + data.draw(st.integers(0, 4)) for r in range(shape.ranks)]
     problem = replace(problem, room=tuple(room))
     least = shortest(problem)
     assert closed_bound(problem).value * FINE <= least
@@ -275,7 +277,7 @@ def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "priced", "given"),
+    ("shape", "priced", "given"),
     [
         (PipelineShape(1, 1), Costs(), {}),
         (PipelineShape(1, 5), Costs(W=0), {"in_flight": 1}),
@@ -288,10 +290,10 @@ def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
 )
 @pytest.mark.parametrize("split", [True, False])
 def test_what_is_strange_has_a_bound(
-    plan: PipelineShape, priced: Costs, given: dict[str, Any], split: bool
+    shape: PipelineShape, priced: Costs, given: dict[str, Any], split: bool
 ) -> None:
-    least = lower_bound(plan, priced, **given, split=split)
-    made = schedir.greedy_schedule(plan, "FIW" if split else "BF", len(plan.stages_of[0]), priced)
+    least = lower_bound(shape, priced, **given, split=split)
+    made = schedir.greedy_schedule(shape, "FIW" if split else "BF", len(shape.stages_of[0]), priced)
     assert 0 < least.value <= simulate(made, priced).span
     assert least.why
 
@@ -301,14 +303,14 @@ def test_what_is_strange_has_a_bound(
 
 def test_of_a_program_at_its_memory() -> None:
     """1F1B is as short as any with whole backwards at its memory; to split them gains."""
-    plan, priced = PipelineShape(4, 8), Costs()
-    program = schedir.compile(schedules.one_f_one_b, plan)
+    shape, priced = PipelineShape(4, 8), Costs()
+    program = schedir.compile(schedules.one_f_one_b, shape)
     span = simulate(program, priced).span
     least, split = (bound_of_program(program, priced, split=split) for split in (None, True))
     assert least is not None
     assert split is not None
     assert least.value == span
-    assert split.value == simulate(schedir.compile(schedules.zb_h1, plan), priced).span < span
+    assert split.value == simulate(schedir.compile(schedules.zb_h1, shape), priced).span < span
 
 
 def test_in_bytes_a_program_has_what_it_holds() -> None:

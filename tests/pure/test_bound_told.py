@@ -110,13 +110,13 @@ def test_bytes_are_the_memory_where_they_are_said(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
 def test_what_messages_take_is_memory_that_others_may_use(name: str) -> None:
     """What is found in the memory that is told of a run is no shorter than is told of it."""
-    plan = PipelineShape(ranks=2, microbatches=7)
+    shape = PipelineShape(ranks=2, microbatches=7)
     costs = Costs(F=(1.7, 1.65), I=(0.94, 0.73), W=1)
     sizes = Sizes(activation=0.1, saved=1, deferred_wgrad=0.5, model_states=(0, 0.2))
-    run = simulate(compile(built_in()[name], plan), costs, sizes=sizes)
+    run = simulate(compile(built_in()[name], shape), costs, sizes=sizes)
     bound = bound_of_program(run.program, costs, sizes, split=True)
     limit = float(run.peak_memory.max())
-    found = search_schedule(plan, costs, sizes, limit, evaluations=60)
+    found = search_schedule(shape, costs, sizes, limit, evaluations=60)
     assert bound is not None and bound.value <= found.span * (1 + 1e-9) < run.span
 
 
@@ -132,13 +132,13 @@ def zoo() -> list[str]:
 def test_no_advice_promises_more_than_can_be(name: str, costs: Costs) -> None:
     """Of what changes the order alone: not the stages, their costs, nor how much is held."""
     run = run_of(name, costs)
-    plan, program = run.program.plan, run.program
+    shape, program = run.program.shape, run.program
     priced = completed(costs, program)
     split = bound_of_program(program, priced, split=True)
     if split is None:
         return
-    same = [f"{other} with {plan.stages_per_rank} stage" for other in built_in()
-            if placed_for(built_in()[other])[0] is None and plan.placement == "loop"]  # fmt: skip
+    same = [f"{other} with {shape.stages_per_rank} stage" for other in built_in()
+            if placed_for(built_in()[other])[0] is None and shape.placement == "loop"]  # fmt: skip
     same += ["a greedy order, which", "the same compute", "the same program"]
     tried = advise(run, costs).changes
     promised = [change for change in tried if change.what.startswith(tuple(same))]

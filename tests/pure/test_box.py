@@ -52,11 +52,11 @@ def standstill(program: Program, stuck: int, at: int) -> dict[int, BlackBoxSnaps
     far as the dependency graph lets them."""
     graph = Graph.of(program, "per_edge")
     offsets = program.offsets.tolist()
-    stands = [0] * program.plan.ranks
+    stands = [0] * program.shape.ranks
     moved = True
     while moved:
         moved = False
-        for rank in range(program.plan.ranks):
+        for rank in range(program.shape.ranks):
             lo, hi = offsets[rank : rank + 2]
             while lo + stands[rank] < hi and not (rank == stuck and stands[rank] == at):
                 k = lo + stands[rank]

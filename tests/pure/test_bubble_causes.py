@@ -50,7 +50,7 @@ def test_intervals_are_all_the_idle_time(
 ) -> None:
     progress_model = "per_edge" if how == "grouped" else progress_model
     timeline = schedir.simulate(
-        program_of(draft, how), data.draw(costs(draft.plan)), progress_model=progress_model
+        program_of(draft, how), data.draw(costs(draft.shape)), progress_model=progress_model
     )
     covers(timeline)
     idle, spans = idleness(timeline), timeline.spans
@@ -82,7 +82,7 @@ def test_measured_times_that_nothing_explains(
 ) -> None:
     """Work that ends early, and clocks that differ: what is left over is the host's."""
     timeline = schedir.simulate(
-        lower(draft), data.draw(costs(draft.plan)), progress_model=progress_model
+        lower(draft), data.draw(costs(draft.shape)), progress_model=progress_model
     )
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     spans = timeline.spans.copy()
@@ -163,7 +163,7 @@ def test_a_prediction_has_no_gap_where_nothing_is_missing(
 ) -> None:
     progress_model = "per_edge" if how == "grouped" else progress_model
     timeline = schedir.simulate(
-        program_of(draft, how), data.draw(costs(draft.plan)), progress_model=progress_model
+        program_of(draft, how), data.draw(costs(draft.shape)), progress_model=progress_model
     )
     assert not ready_gaps(timeline).any()
     assert 0 <= exposed(timeline) <= 1

@@ -18,7 +18,7 @@ from schedir.predict.calibrate import calibrate, format_bubbles, unexplained
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, Schedule, W
-from tests.laws import TWO_WAY, ZOO, least, plan_of
+from tests.laws import TWO_WAY, ZOO, least, shape_of
 from tests.measuring import measured
 from tests.strategies import compute_programs, costs
 
@@ -53,21 +53,21 @@ def test_simulated_costs_come_back() -> None:
 def test_a_step_costs_each_rank_its_own_time() -> None:
     """Of ranks with different steps none is predicted to take the mean of them."""
     given = replace(GIVEN, step=(1, 2, 5, 5))
-    for schedule, plan in ((gpipe, PipelineShape(4, 4)), (interleaved, PipelineShape(2, 4, 2))):
-        program = schedir.compile(schedule, plan)
+    for schedule, shape in ((gpipe, PipelineShape(4, 4)), (interleaved, PipelineShape(2, 4, 2))):
+        program = schedir.compile(schedule, shape)
         timeline = schedir.simulate(program, given)
         found = calibrate(timeline)
         assert found.step is not None
-        assert np.allclose(grid(found.step)[: plan.ranks, 0], (1, 2, 5, 5)[: plan.ranks])
+        assert np.allclose(grid(found.step)[: shape.ranks, 0], (1, 2, 5, 5)[: shape.ranks])
         assert schedir.simulate(program, found).span == pytest.approx(timeline.span)
 
 
 def test_what_is_not_there_costs_nothing() -> None:
-    plan = PipelineShape(4, 4)
-    found = calibrate(schedir.simulate(schedir.compile(split, plan), Costs(I=2, W=3)))
+    shape = PipelineShape(4, 4)
+    found = calibrate(schedir.simulate(schedir.compile(split, shape), Costs(I=2, W=3)))
     assert found.I == (2.0,) * 4 and found.W == (3.0,) * 4
     assert found.B == found.tp_gather == found.step == 0.0
-    found = calibrate(schedir.simulate(schedir.compile(gpipe, plan), Costs(B=5)))
+    found = calibrate(schedir.simulate(schedir.compile(gpipe, shape), Costs(B=5)))
     assert found.B == (5.0,) * 4 and found.I == found.W == 0.0
 
 
@@ -112,13 +112,13 @@ def cases(draw: st.DrawFn) -> tuple[Program, Costs]:
     else:
         schedule, ranks = draw(st.sampled_from([*ZOO.values()])), draw(st.sampled_from([2, 4]))
         few = least(schedule, ranks)
-        plan = plan_of(schedule, ranks, ranks * draw(st.integers(-(-few // ranks), 5)))
-        draft, tp = schedir.expand_schedule(schedule, plan), 1 if schedule in TWO_WAY else tp
+        shape = shape_of(schedule, ranks, ranks * draw(st.integers(-(-few // ranks), 5)))
+        draft, tp = schedir.expand_schedule(schedule, shape), 1 if schedule in TWO_WAY else tp
     # With a time of its own, a pair takes the same with whatever backward it has.
-    pair = tuple(map(float, draw(st.lists(st.integers(2, 9), min_size=1)))) * draft.plan.stages
+    pair = tuple(map(float, draw(st.lists(st.integers(2, 9), min_size=1)))) * draft.shape.stages
     given = replace(
-        draw(costs(draft.plan)),
-        FB=pair[: draft.plan.stages],
+        draw(costs(draft.shape)),
+        FB=pair[: draft.shape.stages],
         send=draw(st.sampled_from([0.0, 0.5, 1.0, 7.0, 50.0])),
         tp_gather=draw(st.sampled_from([0.0, 2.0])),
         tp_scatter=0.5,
@@ -158,12 +158,12 @@ def test_clocks_that_differ_a_little(case: tuple[Program, Costs], ahead: list[fl
 @pytest.mark.parametrize(("tp", "send"), [(1, 0.1), (2, 0.1), (1, 20.0), (2, 2.0)])
 def test_hosts_that_wait_themselves(schedule: Schedule, tp: int, send: float) -> None:
     """They come late to a message, as late as a compute may take, and so does the simulation."""
-    plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
+    shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     tp = 1 if schedule in TWO_WAY else tp
-    uneven = tuple(2 + 0.5 * (s % 3) for s in range(plan.stages))
+    uneven = tuple(2 + 0.5 * (s % 3) for s in range(shape.stages))
     given = Costs(F=uneven, I=2.5, W=1.5, FB=7, send=send, tp_scatter=0.02, tp_gather=0.05, step=1)
     program = schedir.compile(
-        schedule, plan, tp, progress_model="per_edge", costs=given, tied_weights=True
+        schedule, shape, tp, progress_model="per_edge", costs=given, tied_weights=True
     )
     run = measured(program, given, host=0.05, blocking_hosts=True)
     assert again(run).span == pytest.approx(run.span, rel=0.005)
@@ -172,8 +172,8 @@ def test_hosts_that_wait_themselves(schedule: Schedule, tp: int, send: float) ->
 
 def test_messages_that_nobody_waits_for_cost_nothing() -> None:
     """Stages 0 and 2 on one rank, which is never without work, as on two processes."""
-    plan = PipelineShape(2, 8, placement=(0, 1, 0))
-    program = schedir.compile(looped_bfs, plan, progress_model="per_edge")
+    shape = PipelineShape(2, 8, placement=(0, 1, 0))
+    program = schedir.compile(looped_bfs, shape, progress_model="per_edge")
     given = Costs(F=(2, 2, 3), B=(4, 4, 5), send=0.05, step=1)
     run = measured(program, given, host=0.02)
     sends = run.spans[np.isin(run.spans["op"], SENDS)]

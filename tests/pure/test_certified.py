@@ -36,7 +36,7 @@ def test_seven_in_ten_bounds_are_exact() -> None:
 def test_a_search_finds_the_optimum(case: Case) -> None:
     """As orders are counted: in a simulation messages queue, and may make it longer."""
     found = search_schedule(
-        case.plan, case.costs, case.sizes, case.limit, in_flight=case.in_flight,
+        case.shape, case.costs, case.sizes, case.limit, in_flight=case.in_flight,
         objective=case.objective, split=case.split, seconds=100, evaluations=400_000,
     )  # fmt: skip
     assert found.trail[-1].span == pytest.approx(case.optimum, rel=EXACT)

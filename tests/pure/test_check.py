@@ -18,8 +18,8 @@ from schedir.errors import (
     GroupError,
     LoweringLevelError,
     OrderError,
-    ProgramError,
     ReductionError,
+    SchedirError,
     UnmatchedTransferError,
 )
 from schedir.ir.cost.sizes import Sizes
@@ -106,7 +106,7 @@ REFUSED = {
     "three computes as one": (WHOLE, [(r"  F 0.1\n", ""), (r"  F 0.2\n", ""),
                                       (r"  F 0.0\n", "  F 0.0 & F 0.1 & F 0.2\n")], GroupError),
     "pair that needs each other": (WHOLE, [(r"  F 1.1\n(.*\n)*?  B 1.1\n", "  F 1.1 & B 1.1\n")],
-                                   ProgramError),
+                                   SchedirError),
 }  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_the_right_ones_pass() -> None:
 def test_a_wrong_size_is_refused_before_anything_is_made() -> None:
     one = Stream(pack(0, 0, 0))
     many = Stream(np.zeros(100_000, np.int64))
-    for plan, stream, fact in (
+    for shape, stream, fact in (
         (
             PipelineShape(1, 2**20),
             one,
@@ -146,19 +146,19 @@ def test_a_wrong_size_is_refused_before_anything_is_made() -> None:
     ):
         tracemalloc.start()
         with pytest.raises(CompletenessError, match=fact):
-            check(Program("x", plan, (stream,)))
+            check(Program("x", shape, (stream,)))
         assert tracemalloc.get_traced_memory()[1] < 100_000
         tracemalloc.stop()
 
 
 def test_a_plan_has_room_for_its_programs() -> None:
-    for schedule, plan in (
+    for schedule, shape in (
         (zb, PipelineShape(4, 6)),
         (dualpipe, PipelineShape(4, 16, placement="mirror")),
         (pipedream_2bw, PipelineShape(4, 16, optimizer_steps=4, weight_delay=1)),
     ):
-        program = compile(schedule, plan, tp=2, dp=2, tied_weights=True, clip_grad_norm=True)
-        assert plan.stages * plan.microbatches < len(program) < plan.room
+        program = compile(schedule, shape, tp=2, dp=2, tied_weights=True, clip_grad_norm=True)
+        assert shape.stages * shape.microbatches < len(program) < shape.room
 
 
 def test_draft_is_refused_where_a_program_is_needed() -> None:
@@ -344,9 +344,9 @@ def test_forward_only_needs_no_reductions() -> None:
 
 
 def test_words_that_are_no_instructions() -> None:
-    plan = PipelineShape(1, 1)
+    shape = PipelineShape(1, 1)
     for word in (-1, 99 << 48, 1 << 60, int(pack(15, 3, 0)[0]), int(pack(12, 0, 5)[0])):
         with pytest.raises(CompletenessError):
-            check(Program("junk", plan, (Stream(pack(0, 0, 0) * 0 + word),)))
+            check(Program("junk", shape, (Stream(pack(0, 0, 0) * 0 + word),)))
     with pytest.raises(CompletenessError):
         check(Program("short", PipelineShape(2, 1), (Stream(pack(0, 0, 0)),)))

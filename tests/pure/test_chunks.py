@@ -22,12 +22,12 @@ from schedir import (
     split_costs,
     to_text,
 )
-from schedir.errors import CompletenessError, OrderError, PlanError, ProgramError, UsageError
+from schedir.errors import CompletenessError, OrderError, SchedirError, ShapeError, UsageError
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import COMPUTE, Instr, Opcode, between_segments
 from tests.commands import said
 from tests.mutants import known
-from tests.pure.test_cut import NAMES, edited, plan_of, refused
+from tests.pure.test_cut import NAMES, edited, refused, shape_of
 from tests.threads import verdict
 
 
@@ -35,19 +35,21 @@ from tests.threads import verdict
 def test_whole_zoo_in_chunks(schedule: Any) -> None:
     """Right under every model, also as the independent machine says, and adds in the same order;
     where a chunk costs nothing besides, never longer, and it holds no more."""
-    plan = plan_of(schedule)
+    shape = shape_of(schedule)
     costs, sizes = Costs(F=6, B=12, I=6, W=6, tp_reduce=1), Sizes(activation=2.0, saved=12.0)
     try:
-        whole = compile(schedule, plan, tp=2, stage_segments=3)
-    except ProgramError:
-        pytest.skip("not for this plan")
-    program = compile(schedule, plan, tp=2, stage_segments=3, microbatch_chunks=2)
+        whole = compile(schedule, shape, tp=2, stage_segments=3)
+    except SchedirError:
+        pytest.skip("not for this shape")
+    program = compile(schedule, shape, tp=2, stage_segments=3, microbatch_chunks=2)
     assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
     assert from_text(to_text(program)) == program and len(program) > len(whole)
     assert program.ascending == whole.ascending
     before, after = (
         simulate(
-            one, split_costs(costs, 3, plan, chunks=n), sizes=split_costs(sizes, 3, plan, chunks=n)
+            one,
+            split_costs(costs, 3, shape, chunks=n),
+            sizes=split_costs(sizes, 3, shape, chunks=n),
         )
         for one, n in ((whole, 1), (program, 2))
     )
@@ -82,9 +84,9 @@ def test_chunks_go_through_a_piece_in_turn() -> None:
     found = [str(i) for i in program.streams[0] if i.op not in between_segments(sequence=False)]
     assert found[:8] == ["F 0.0", "F 0.1", "F 1.0", "F 1.1", "I 1.0", "I 1.1", "I 0.0", "I 0.1"]
     assert found[8:12] == ["W 1.0", "W 1.1", "W 0.0", "W 0.1"]
-    assert program.plan.microbatches == 4 and program.plan.stages == 2
+    assert program.shape.microbatches == 4 and program.shape.stages == 2
     alone = compile(schedules.one_f_one_b, PipelineShape(2, 3), microbatch_chunks=2)
-    assert alone.plan == PipelineShape(2, 6) and [
+    assert alone.shape == PipelineShape(2, 6) and [
         str(i) for i in alone.streams[1] if i.op in (0, 1)
     ] == [f"{op} 1.{2 * mb + k}" for mb in range(3) for op in "FB" for k in range(2)]
     assert compile(schedules.gpipe, PipelineShape(2, 2), microbatch_chunks=1) == compile(
@@ -114,7 +116,7 @@ def test_updates_rows_and_segments() -> None:
         stage_segments=3,
         microbatch_chunks=3,
     )
-    assert program.plan.optimizer_steps == 2 and program.plan.per_update == 6
+    assert program.shape.optimizer_steps == 2 and program.shape.per_update == 6
     program = compile(
         schedules.chimera,
         PipelineShape(2, 4, 2, "mirror"),
@@ -122,14 +124,14 @@ def test_updates_rows_and_segments() -> None:
         stage_segments=3,
         microbatch_chunks=2,
     )
-    assert program.plan.parts == (0, 4, 8)
-    plan = PipelineShape(2, 4, sequence_chunks=2)
+    assert program.shape.parts == (0, 4, 8)
+    shape = PipelineShape(2, 4, sequence_chunks=2)
     text = "F 0.0; F 0.1; F 0.2; F 0.3; B 0.1; B 0.0; B 0.3; B 0.2"
     header = "stages_per_rank 1 placement 0 segments 2"
     draft = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 4 {header}\nrank 0\n  {text}")
     found = [i.mb for i in compile(draft, microbatch_chunks=2).streams[0] if str(i)[0] in "FB"]
     assert found == [0, 2, 1, 3, 4, 6, 5, 7, 1, 3, 0, 2, 5, 7, 4, 6]
-    costs = split_costs(Costs(F=((1, 2, 3, 4),), B=2), 1, plan, chunks=2)
+    costs = split_costs(Costs(F=((1, 2, 3, 4),), B=2), 1, shape, chunks=2)
     assert costs.F == ((0.5, 1.0, 0.5, 1.0, 1.5, 2.0, 1.5, 2.0),) and costs.B == 1
 
 
@@ -173,14 +175,14 @@ def test_refusals() -> None:
         )
 
     for wrong in (0, 2.5, True, "x", (1, 2)):
-        refused(of(wrong), PlanError, "microbatch_chunks")
-    refused(of(2**20), PlanError, "microbatches must be from 1 to")
+        refused(of(wrong), ShapeError, "microbatch_chunks")
+    refused(of(2**20), ShapeError, "microbatches must be from 1 to")
     odd = PipelineShape(2, 3, 2, "mirror")
     refused(
         lambda: compile(schedules.chimera, odd, microbatch_chunks=2),
         UsageError, "holders of a stage share 3", "[2, 3]", "[3, 6]",
     )  # fmt: skip
-    refused(lambda: split_costs(Costs(), 1, odd, chunks=0), PlanError, "chunks must be from 1")
+    refused(lambda: split_costs(Costs(), 1, odd, chunks=0), ShapeError, "chunks must be from 1")
 
 
 def test_checker_demands_all_chunks() -> None:
@@ -222,10 +224,10 @@ def test_with_skips_holders_and_evaluation(
 ) -> None:
     """Each chunk takes the way of its microbatch, on the rank that has that, and its skip does; so
     does what evaluates on these stages: the checker and the independent machine say so."""
-    plan, skips = WITH_SKIPS[schedule]
+    shape, skips = WITH_SKIPS[schedule]
     how: dict[str, Any] = {"tp": 2, "stage_segments": pieces, "skips": skips if skipping else None}
-    whole = compile(schedule, plan, **how)
-    program = compile(schedule, plan, microbatch_chunks=chunks, overlap=overlap, **how)
+    whole = compile(schedule, shape, **how)
+    program = compile(schedule, shape, microbatch_chunks=chunks, overlap=overlap, **how)
     assert len(program.skips) == len(whole.skips) == len(skips) * skipping
     for one in (program, evaluation_program(program)):
         assert check(one, "per_edge") and verdict(one, "per_edge").kind == "ok"

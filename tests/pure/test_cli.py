@@ -62,7 +62,7 @@ def test_the_command_itself() -> None:
     done = command("print", "mine.py:in_pairs", "--ranks", "4", "--microbatches", "8")
     assert (done.returncode, done.stderr) == (0, "")
     program = from_text(done.stdout)
-    assert (program.name, program.plan) == ("in_pairs", PipelineShape(4, 8))
+    assert (program.name, program.shape) == ("in_pairs", PipelineShape(4, 8))
     refusal = command("print", "gpip")
     assert (refusal.returncode, refusal.stdout) == (2, "")
     assert refusal.stderr == (
@@ -206,7 +206,7 @@ def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: P
         ((0, 7),),
         True,
     )
-    assert program.plan == PipelineShape(4, 8, 2)
+    assert program.shape == PipelineShape(4, 8, 2)
     assert said(capsys, "print", "x.sched") == to_text(program)
     again = "--stages-per-rank 2 -O tp=2 -O tied_weights --ranks 4 --placement loop"
     assert said(capsys, "print", "x.sched", *again.split()) == to_text(program)

@@ -189,16 +189,16 @@ def test_what_is_told_stays(names: set[str]) -> None:
 
 
 def test_only_what_is_filled_needs_bytes() -> None:
-    of, plan = cluster(2, 4), PipelineShape(2, 4)
+    of, shape = cluster(2, 4), PipelineShape(2, 4)
     told = {"send": 0, "tp_scatter": 0, "tp_gather": 0, "reduce_grads": 0, "step": 0}
     for name, sizes in [("send", {"activation"}), ("tp_scatter", {"activation"}),
                         ("tp_gather", {"activation"}), ("reduce_grads", {"grads"}),
                         ("step", {"params", "grads", "optimizer"})]:  # fmt: skip
         rest = {other: cost for other, cost in told.items() if other != name}
         with pytest.raises(UsageError) as caught:
-            of.costs(plan, Sizes(model_states=1e9), Costs(F=1, B=2, **rest), tp=2, dp=2)
+            of.costs(shape, Sizes(model_states=1e9), Costs(F=1, B=2, **rest), tp=2, dp=2)
         assert {*caught.value.fields} == sizes
-    assert of.costs(plan, None, Costs(F=1, B=2, **told), tp=2, dp=2).send == 0
+    assert of.costs(shape, None, Costs(F=1, B=2, **told), tp=2, dp=2).send == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir import EMPTY, B, F, PipelineShape, schedules
 from schedir.__main__ import main
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import SchedirError, UsageError
 from schedir.io.command_line import option_words
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
@@ -47,8 +47,8 @@ def test_stages_that_are_given_stay() -> None:
     one = PipelineShape(4, 8, stages_per_rank=1)
     assert one == PipelineShape(4, 8) and one.defaulted == {"placement", "weight_delay"}
     assert shape_for(schedules.interleaved, one) is one
-    assert schedir.compile(schedules.interleaved, one).plan.stages_per_rank == 1
-    assert schedir.compile(schedules.interleaved, PipelineShape(4, 8)).plan.stages_per_rank == 2
+    assert schedir.compile(schedules.interleaved, one).shape.stages_per_rank == 1
+    assert schedir.compile(schedules.interleaved, PipelineShape(4, 8)).shape.stages_per_rank == 2
 
 
 def three(rank: int, ranks: int, microbatches: int, v: int = 3) -> schedir.RankSchedule:
@@ -67,16 +67,16 @@ def test_a_placement_has_the_defaults_of_the_command_line(name: str, placement: 
         Source.of(schedule, name), {"ranks": 4, "microbatches": 8, "placement": placement}, {}
     )
     try:
-        wanted = request.plan
-    except ProgramError:
+        wanted = request.shape
+    except SchedirError:
         return
     assert shape_for(schedule, PipelineShape(4, 8, placement=placement)) == wanted
 
 
 def test_a_program_has_no_open_fields() -> None:
     """What is compiled for one schedule is not open for another."""
-    plan = schedir.compile("one_f_one_b", ranks=4, microbatches=8).plan
-    assert not plan.defaulted and schedir.compile("looped_bfs", plan).plan.stages_per_rank == 1
+    shape = schedir.compile("one_f_one_b", ranks=4, microbatches=8).shape
+    assert not shape.defaulted and schedir.compile("looped_bfs", shape).shape.stages_per_rank == 1
     shape = PipelineShape(4, 8)
     assert shape.resolved() == shape and not shape.resolved().defaulted
     for same in (copy.copy(shape), pickle.loads(pickle.dumps(shape)), replace(shape, ranks=4)):
@@ -85,7 +85,7 @@ def test_a_program_has_no_open_fields() -> None:
 
 def test_a_draft_takes_a_shape_with_open_fields() -> None:
     draft = schedir.expand_schedule(schedules.zb_v, PipelineShape(4, 8, 2, "vee"))
-    assert schedir.compile(draft, ranks=4, microbatches=8).plan == draft.plan
+    assert schedir.compile(draft, ranks=4, microbatches=8).shape == draft.shape
     with pytest.raises(UsageError, match="a draft has its own shape"):
         schedir.compile(draft, ranks=4, microbatches=4)
 
@@ -95,12 +95,12 @@ def test_a_strange_default_is_none(v: object) -> None:
     def odd(rank: int, ranks: int, microbatches: int, v: object = v) -> schedir.RankSchedule:
         return microbatches * (F[0] + F[1]) + microbatches * (B[1] + B[0])
 
-    assert schedir.compile(odd, ranks=2, microbatches=4).plan.stages_per_rank == 2
+    assert schedir.compile(odd, ranks=2, microbatches=4).shape.stages_per_rank == 2
 
 
 def test_assertions_take_the_shape_as_it_is() -> None:
     with pytest.raises(AssertionError, match="is for placement 'vee'"):
-        assert_schedule(schedules.zb_v, plans=[PipelineShape(2, 4)])
+        assert_schedule(schedules.zb_v, shapes=[PipelineShape(2, 4)])
 
 
 def refused(**given: object) -> UsageError:
@@ -117,5 +117,5 @@ def test_what_does_not_go_together_is_refused() -> None:
     error = refused(schedule="gpipe", shape=PipelineShape(2, 2), ranks=3)
     assert "shape and ranks are both given" in str(error)
     assert "takes a PipelineShape, not None" in str(refused(schedule="gpipe"))
-    assert refused(schedule="gpipe", plan=PipelineShape(2, 2)).hint == "it is now shape"
+    assert refused(schedule="gpipe", shape=PipelineShape(2, 2)).hint == "it is now shape"
     assert refused(schedule="gpipe", ranks=2, microbatches=2, zreo=2).hint == "did you mean 'zero'?"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import schedir
-from schedir.errors import ConfigError, ParseError, ProgramError, UsageError
+from schedir.errors import ConfigError, ParseError, SchedirError, UsageError
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import RECOMPUTE
 from schedir.models.gpt_config import GPTConfig
@@ -55,7 +55,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
 def test_a_file_is_read(tmp_path: Path) -> None:
     config = read(write(tmp_path, FULL))
     assert config.model == GPTConfig(layers=4, heads=4)
-    assert config.pipeline.plan == schedir.PipelineShape(2, 8, 2)
+    assert config.pipeline.shape == schedir.PipelineShape(2, 8, 2)
     assert config.world == 8
     assert config.data.source == ("a.txt", "b/*.txt")
     assert config.train.lr == 1.0 and isinstance(config.train.lr, float)
@@ -64,7 +64,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 
 def test_the_demo_is_for_four_processes() -> None:
     config = read(str(Path(__file__).resolve().parents[2] / "examples" / "demo.toml"))
-    assert config.world == 4 and config.pipeline.plan.stages == 4
+    assert config.world == 4 and config.pipeline.shape.stages == 4
 
 
 def test_sets_come_on_top(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_sets_come_on_top(tmp_path: Path) -> None:
         "model.tied=false",
     ]
     config = read(write(tmp_path, FULL), sets)
-    assert config.pipeline.plan == schedir.PipelineShape(2, 4)
+    assert config.pipeline.shape == schedir.PipelineShape(2, 4)
     assert config.pipeline.schedule == "gpipe" and config.pipeline.layers_per_stage == (1, 3)
     assert config.output.dir == "a b" and not config.model.tied
 
@@ -91,14 +91,14 @@ def test_lists_of_numbers_need_no_brackets(tmp_path: Path) -> None:
 
 def test_a_schedule_brings_its_placement(tmp_path: Path) -> None:
     vee = write(tmp_path, "[pipeline]\nschedule = 'v_half'\nranks = 2")
-    assert read(vee).pipeline.plan == schedir.PipelineShape(2, 8, 2, "vee")
+    assert read(vee).pipeline.shape == schedir.PipelineShape(2, 8, 2, "vee")
     # What is said stands, though the schedule may refuse it later.
     assert read(vee, ["pipeline.placement=0,1,1,0"]).pipeline.placement == (0, 1, 1, 0)
-    assert read(vee, ["pipeline.stages_per_rank=4", "model.layers=8"]).pipeline.plan.stages == 8
+    assert read(vee, ["pipeline.stages_per_rank=4", "model.layers=8"]).pipeline.shape.stages == 8
     partly = read(vee, ["pipeline.schedule=interleaved(group=2)"]).pipeline
     assert (partly.placement, partly.stages_per_rank) == ("loop", 2)
     mapped = read(vee, ["pipeline.schedule=interleaved", "pipeline.placement=0,1"]).pipeline
-    assert mapped.plan == schedir.PipelineShape(2, 8, placement=(0, 1))
+    assert mapped.shape == schedir.PipelineShape(2, 8, placement=(0, 1))
     told = read(vee, ["pipeline.schedule=interleaved", "pipeline.stages_per_rank=1"]).pipeline
     assert told.stages_per_rank == 1
 
@@ -121,7 +121,7 @@ def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:
     assert program("pipeline.schedule=interleaved", "pipeline.buffer_sharing=none") == plain
     draft = tmp_path / "draft.sched"
     draft.write_text(
-        schedir.to_text(schedir.expand_schedule(schedir.schedules.interleaved, plain.plan))
+        schedir.to_text(schedir.expand_schedule(schedir.schedules.interleaved, plain.shape))
     )
     same = program_of(read(write(tmp_path, f"[pipeline]\nschedule = '{draft}'\noverlap = true\n")))
     assert same.digest == plain.digest
@@ -253,14 +253,14 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     path = tmp_path / "mine.sched"
-    plan = schedir.PipelineShape(ranks=4, microbatches=6, placement=(0, 1, 2, 3))
-    path.write_text(schedir.to_text(schedir.compile(schedir.schedules.gpipe, plan, tp=2)))
+    shape = schedir.PipelineShape(ranks=4, microbatches=6, placement=(0, 1, 2, 3))
+    path.write_text(schedir.to_text(schedir.compile(schedir.schedules.gpipe, shape, tp=2)))
     return path
 
 
 def test_a_program_brings_its_shape(tmp_path: Path, program: Path) -> None:
     config = read(write(tmp_path, f"[pipeline]\nschedule = '{program}'\nranks = 4"))
-    assert config.pipeline.plan == schedir.PipelineShape(4, 6, placement=(0, 1, 2, 3))
+    assert config.pipeline.shape == schedir.PipelineShape(4, 6, placement=(0, 1, 2, 3))
     assert config.pipeline.tp == 2 and config.world == 8
 
 
@@ -305,7 +305,7 @@ def test_a_program_that_is_none_is_refused_with_its_place(tmp_path: Path, progra
         read(write(tmp_path, f"[pipeline]\nschedule = '{program}'"))
     assert error.value.line > 5
     program.unlink()
-    with pytest.raises(ProgramError):
+    with pytest.raises(SchedirError):
         read(write(tmp_path, f"[pipeline]\nschedule = '{program}'"))
 
 

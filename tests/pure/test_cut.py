@@ -27,8 +27,8 @@ from schedir.compiler.relower import compute_of, options_of
 from schedir.errors import (
     CompletenessError,
     OrderError,
-    PlanError,
-    ProgramError,
+    SchedirError,
+    ShapeError,
     UsageError,
 )
 from schedir.io import torch_csv
@@ -45,7 +45,7 @@ WHOLE = Costs(F=5, B=10, I=5, W=5, send=0.5)
 NAMES = [schedule.__name__ for schedule in known()]
 
 
-def plan_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineShape:
+def shape_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineShape:
     placement, v = getattr(schedule, "placed", ("loop", None))
     v = v or named_of(placement).stages_per_rank
     return PipelineShape(ranks, microbatches, v, placement)
@@ -55,22 +55,22 @@ def plan_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineSha
 def test_whole_zoo_in_pieces(schedule: Any) -> None:
     """Complete, in order under every model, as the independent machine says, too; and where nothing
     takes time to sum, as long as uncut, but for pairs, which are woven."""
-    plan = plan_of(schedule)
+    shape = shape_of(schedule)
     try:
-        uncut = compile(schedule, plan, tp=2)
-    except ProgramError:
-        pytest.skip("not for this plan")
-    program = compile(schedule, plan, tp=2, stage_segments=3)
+        uncut = compile(schedule, shape, tp=2)
+    except SchedirError:
+        pytest.skip("not for this shape")
+    program = compile(schedule, shape, tp=2, stage_segments=3)
     assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
-    assert from_text(to_text(program)) == program and program.plan.stages == 3 * plan.stages
-    number = plan.stages * plan.microbatches
+    assert from_text(to_text(program)) == program and program.shape.stages == 3 * shape.stages
+    number = shape.stages * shape.microbatches
     trains = 1 + uncut.trains
     assert (
         sum(program.op == Opcode.TPReduceAct) + sum(program.op == Opcode.TPReduceGrad)
         == number * trains
     )
     if not uncut.joined.any():
-        span = simulate(program, split_costs(WHOLE, 3, plan, (1, 3, 1))).span
+        span = simulate(program, split_costs(WHOLE, 3, shape, (1, 3, 1))).span
         assert span == pytest.approx(simulate(uncut, WHOLE).span)
 
 
@@ -82,7 +82,9 @@ def test_pieces_of_a_stage_are_its_neighbours() -> None:
         stage_segments=(2, "gf"),
         clip_grad_norm=True,
     )
-    assert program.plan.rank_of.tolist() == [0, 0, 1, 1, 1] and program.segment_boundaries == "f-gf"
+    assert (
+        program.shape.rank_of.tolist() == [0, 0, 1, 1, 1] and program.segment_boundaries == "f-gf"
+    )
     last = [str(i) for i in program.streams[1] if i.op in {*COMPUTE, *_SUMS}]
     assert last[:5] == ["F 2.0", "tp_reduce_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
     assert last[5:9] == ["tp_reduce_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
@@ -90,11 +92,11 @@ def test_pieces_of_a_stage_are_its_neighbours() -> None:
 
 
 def test_traits_are_of_pieces() -> None:
-    plan = PipelineShape(4, 8, optimizer_steps=2, weight_delay=(3, 2, 1, 0))
+    shape = PipelineShape(4, 8, optimizer_steps=2, weight_delay=(3, 2, 1, 0))
     program = compile(
-        schedules.one_f_one_b, plan, tp=2, stage_segments=(1, 2, 1, 3), tied_weights=True
+        schedules.one_f_one_b, shape, tp=2, stage_segments=(1, 2, 1, 3), tied_weights=True
     )
-    assert program.plan.weight_delay == (3, 2, 2, 1, 0, 0, 0) and program.tied_weights == ((0, 6),)
+    assert program.shape.weight_delay == (3, 2, 2, 1, 0, 0, 0) and program.tied_weights == ((0, 6),)
     program = compile(
         schedules.gpipe,
         PipelineShape(4, 4),
@@ -114,7 +116,7 @@ def test_traits_are_of_pieces() -> None:
 
 def test_one_rank_meets_nobody() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 2), stage_segments=5)
-    assert program.plan.stages == 10 and program.ops.isdisjoint(_SUMS)
+    assert program.shape.stages == 10 and program.ops.isdisjoint(_SUMS)
     assert program.segment_boundaries == "....-...." and program.pieces == (5, 5)
     assert compile(schedules.gpipe, PipelineShape(2, 2), tp=2, stage_segments=1) == compile(
         schedules.gpipe, PipelineShape(2, 2), tp=2
@@ -273,28 +275,28 @@ def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]
 
 
 def test_shares_of_pieces() -> None:
-    plan = PipelineShape(2, 2)
-    costs = split_costs(Costs(F=(6, 12), B=12, send=1, step=(7, 8)), 3, plan, (1, 4, 1))
+    shape = PipelineShape(2, 2)
+    costs = split_costs(Costs(F=(6, 12), B=12, send=1, step=(7, 8)), 3, shape, (1, 4, 1))
     assert costs.F == (1, 4, 1, 2, 8, 2) and costs.send == 1 and costs.step == (7, 8, 8, 8, 8, 8)
-    sizes = split_costs(Sizes(activation=3, saved=10, params=4), (1, 2), plan)
+    sizes = split_costs(Sizes(activation=3, saved=10, params=4), (1, 2), shape)
     assert sizes.saved == (10, 5, 5) and sizes.activation == 3 and sizes.params == (4, 2, 2)
-    program = compile(schedules.one_f_one_b, plan, tp=2, stage_segments=3)
-    whole = simulate(compile(schedules.one_f_one_b, plan, tp=2), sizes=Sizes(saved=90.0))
-    parts = simulate(program, sizes=split_costs(Sizes(saved=90.0), 3, plan))
+    program = compile(schedules.one_f_one_b, shape, tp=2, stage_segments=3)
+    whole = simulate(compile(schedules.one_f_one_b, shape, tp=2), sizes=Sizes(saved=90.0))
+    parts = simulate(program, sizes=split_costs(Sizes(saved=90.0), 3, shape))
     assert parts.peak_memory.tolist() == whole.peak_memory.tolist()
 
 
-def refused(say: Any, kind: type[ProgramError], *words: str) -> None:
+def refused(say: Any, kind: type[SchedirError], *words: str) -> None:
     with pytest.raises(kind) as error:
         say()
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def test_refusals() -> None:
-    plan = PipelineShape(2, 2)
+    shape = PipelineShape(2, 2)
 
     def cut(pieces: Any, **more: Any) -> Any:
-        return lambda: compile(schedules.gpipe, plan, tp=2, stage_segments=pieces, **more)
+        return lambda: compile(schedules.gpipe, shape, tp=2, stage_segments=pieces, **more)
 
     nothing: list[Any] = [0, "fx", "g-g", 2.5, True, [1], (1, 2, 3), {}, "", "5,x"]
     for wrong in nothing:
@@ -304,29 +306,29 @@ def test_refusals() -> None:
                         tied_weights=[(0, 1)]),
         UsageError, "stages 0, 1 share a weight", "stage 1",
     )  # fmt: skip
-    program = compile(schedules.gpipe, plan, tp=2, stage_segments=3)
-    refused(lambda: replace(program, tp=1), PlanError, "and tp is 1")
+    program = compile(schedules.gpipe, shape, tp=2, stage_segments=3)
+    refused(lambda: replace(program, tp=1), ShapeError, "and tp is 1")
     refused(
-        lambda: replace(program, chunks_per_microbatch=3), PlanError, "no whole ones of 3 chunks"
+        lambda: replace(program, chunks_per_microbatch=3), ShapeError, "no whole ones of 3 chunks"
     )
     refused(
         lambda: replace(program, segment_boundaries="fgf"),
-        PlanError,
+        ShapeError,
         "3 letters for the 5 boundaries",
     )
     refused(
         lambda: replace(program, segment_boundaries="fggfg"),
-        PlanError,
+        ShapeError,
         "stages 2 and 3",
         "different ranks",
     )
-    refused(lambda: replace(program, segment_boundaries="fxxfg"), PlanError, "fgfg-fgfg")
+    refused(lambda: replace(program, segment_boundaries="fxxfg"), ShapeError, "fgfg-fgfg")
     refused(lambda: compile(compute_of(program), stage_segments=2), UsageError, "of pieces already")
     for form in ("torch", "torch-2.13"):
         refused(lambda f=form: torch_csv.to_csv(program, f), UsageError, "sums what pieces")
-        assert torch_csv.to_csv(compile(schedules.gpipe, plan, stage_segments=3), form)
+        assert torch_csv.to_csv(compile(schedules.gpipe, shape, stage_segments=3), form)
     for shares, words in ((1, -1, 1), "not negative"), ((1, 1), "2 shares"), ((0, 0, 0), "all 0"):
-        refused(lambda s=shares: split_costs(WHOLE, 3, plan, s), UsageError, words)
+        refused(lambda s=shares: split_costs(WHOLE, 3, shape, s), UsageError, words)
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,14 @@ CASES = {
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_receives_posted_early_do_not_live_through_it(name: str, tp: int) -> None:
-    schedule, plan = getattr(schedules, name), CASES[name]
+    schedule, shape = getattr(schedules, name), CASES[name]
     check(
-        compile(schedule, plan, tp=tp, dp=2, progress_model="per_edge"),
+        compile(schedule, shape, tp=tp, dp=2, progress_model="per_edge"),
         "per_edge",
         host_device_sync=True,
     )
-    check(compile(schedule, plan, tp=tp, overlap=True), host_device_sync=True)
-    early = compile(schedule, plan, tp=tp, progress_model="per_edge", overlap=True)
+    check(compile(schedule, shape, tp=tp, overlap=True), host_device_sync=True)
+    early = compile(schedule, shape, tp=tp, progress_model="per_edge", overlap=True)
     check(early, "per_edge", blocking_hosts=True)
     with pytest.raises(DeadlockError) as caught:
         check(early, "per_edge", host_device_sync=True)

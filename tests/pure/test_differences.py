@@ -28,7 +28,7 @@ PROGRAM = schedir.compile(one_f_one_b, PipelineShape(3, 4))
 @given(compute_programs(), st.data())
 def test_differences_of_a_rank_are_that_of_the_spans(draft: Program, data: st.DataObject) -> None:
     program = lower(draft)
-    one, other = (schedir.simulate(program, data.draw(costs(draft.plan))) for _ in range(2))
+    one, other = (schedir.simulate(program, data.draw(costs(draft.shape))) for _ in range(2))
     more: dict[int, float] = defaultdict(float)
     for difference in differences(one, other):
         more[difference.rank] += difference.more

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from schedir.errors import ConfigError, ParseError, PlanError, ProgramError
+from schedir.errors import ConfigError, ParseError, SchedirError, ShapeError
 from schedir.ir.input_trust import input_limits
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import HEADER, Program
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("plan", "blamed"),
+    ("shape", "blamed"),
     [
         ({"ranks": 0}, ["ranks"]),
         ({"microbatches": 1.5}, ["microbatches"]),
@@ -46,14 +46,14 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"sequence_chunks": 8, "placement": "mirror"}, ["sequence_chunks", "microbatches"]),
     ],
 )
-def test_a_plan_that_cannot_be_names_its_fields(plan: dict[str, Any], blamed: list[str]) -> None:
-    with pytest.raises(PlanError) as caught:
-        PipelineShape(**{"ranks": 2, "microbatches": 8} | plan)
+def test_a_plan_that_cannot_be_names_its_fields(shape: dict[str, Any], blamed: list[str]) -> None:
+    with pytest.raises(ShapeError) as caught:
+        PipelineShape(**{"ranks": 2, "microbatches": 8} | shape)
     assert [*caught.value.fields][: len(blamed)] == blamed
 
 
 def test_a_plan_that_is_too_large_names_its_fields() -> None:
-    with input_limits(instructions=10**8), pytest.raises(PlanError) as caught:
+    with input_limits(instructions=10**8), pytest.raises(ShapeError) as caught:
         PipelineShape(ranks=2**10, microbatches=2**20)
     assert [*caught.value.fields][:2] == ["microbatches", "ranks"]
 
@@ -67,8 +67,8 @@ def test_a_plan_that_is_too_large_names_its_fields() -> None:
     ],
 )  # fmt: skip
 def test_a_program_that_cannot_be_names_its_fields(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ProgramError) as caught:
-        Program(**{"name": "x", "plan": PipelineShape(2, 4), "streams": ()} | wrong)  # type: ignore[arg-type]
+    with pytest.raises(SchedirError) as caught:
+        Program(**{"name": "x", "shape": PipelineShape(2, 4), "streams": ()} | wrong)  # type: ignore[arg-type]
     assert caught.value.fields == (*wrong,)
 
 
@@ -117,7 +117,10 @@ def test_every_refusal_of_a_setting_names_it() -> None:
         "models/gpt_config",
     ):
         for node in ast.walk(ast.parse((ROOT / "schedir" / f"{path}.py").read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("PlanError", "UsageError"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "ShapeError",
+                "UsageError",
+            ):
                 assert "fields" in [word.arg for word in node.keywords], ast.unparse(node)
 
 

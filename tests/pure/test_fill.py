@@ -20,7 +20,7 @@ from schedir import (
     simulate,
     split_costs,
 )
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import SchedirError, UsageError
 from schedir.ir.isa.instructions import LATE
 from schedir.ir.pipeline.placement import named_of
 from tests.mutants import known
@@ -30,15 +30,21 @@ PIECES = 5
 SHARES = (0.2, 1, 0.2, 1, 0.2)
 
 
-def costs_of(plan: PipelineShape, sum: float = 0.6) -> Costs:
+def costs_of(shape: PipelineShape, sum: float = 0.6) -> Costs:
     """Of pieces, of a stage of which a forward takes 2."""
-    return split_costs(Costs(F=2, B=4, I=2, W=2, send=0.1, tp_reduce=sum), PIECES, plan, SHARES)
+    return split_costs(Costs(F=2, B=4, I=2, W=2, send=0.1, tp_reduce=sum), PIECES, shape, SHARES)
 
 
-def made(schedule: Any, plan: PipelineShape, fill: str | None, **more: Any) -> Timeline:
-    costs = costs_of(plan)
+def made(schedule: Any, shape: PipelineShape, fill: str | None, **more: Any) -> Timeline:
+    costs = costs_of(shape)
     program = compile(
-        schedule, plan, tp=2, stage_segments=PIECES, costs=costs, fill_collective_waits=fill, **more
+        schedule,
+        shape,
+        tp=2,
+        stage_segments=PIECES,
+        costs=costs,
+        fill_collective_waits=fill,
+        **more,
     )
     return simulate(program, costs)
 
@@ -48,14 +54,14 @@ def test_whole_zoo_filled(schedule: Any) -> None:
     """The same work in another order, which is right, no longer, adds in the same order, and holds
     no more forwards at once."""
     placement, v = getattr(schedule, "placed", ("loop", None))
-    plan = PipelineShape(2, 4, v or named_of(placement).stages_per_rank, placement)
+    shape = PipelineShape(2, 4, v or named_of(placement).stages_per_rank, placement)
     try:
-        plain = made(schedule, plan, None)
-    except ProgramError:
-        pytest.skip("not for this plan")
+        plain = made(schedule, shape, None)
+    except SchedirError:
+        pytest.skip("not for this shape")
     spans = {}
     for fill in ("W", "F", "all"):
-        timeline = made(schedule, plan, fill)
+        timeline = made(schedule, shape, fill)
         program, spans[fill] = timeline.program, timeline.span
         assert (
             check(program, "per_edge", blocking_hosts=True)
@@ -71,7 +77,7 @@ def test_whole_zoo_filled(schedule: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan", "frozen_stages", "costs"),
+    ("schedule", "shape", "frozen_stages", "costs"),
     [
         (
             schedules.interleaved, PipelineShape(1, 4, 2), 0,
@@ -85,14 +91,14 @@ def test_whole_zoo_filled(schedule: Any) -> None:
     ],
 )  # fmt: skip
 def test_several_that_fill_one_wait_hold_no_more(
-    schedule: Any, plan: PipelineShape, frozen_stages: int, costs: Costs
+    schedule: Any, shape: PipelineShape, frozen_stages: int, costs: Costs
 ) -> None:
     """One forward behind the other before a backward; and those of frozen stages hold nothing."""
     peaks = []
     for fill in (None, "F", "all"):
         program = compile(
             schedule,
-            plan,
+            shape,
             tp=2,
             stage_segments="f",
             frozen_stages=frozen_stages,
@@ -106,8 +112,8 @@ def test_several_that_fill_one_wait_hold_no_more(
 def test_weight_gradients_run_under_sums() -> None:
     """Of I, whose W nobody waits for: each W that fits runs while a gradient is summed, and all
     others stay in their order."""
-    plan = PipelineShape(1, 4)
-    plain, filled = (made(schedules.zb_h1, plan, fill) for fill in (None, "W"))
+    shape = PipelineShape(1, 4)
+    plain, filled = (made(schedules.zb_h1, shape, fill) for fill in (None, "W"))
     assert filled.span < plain.span - 3
 
     def others(program: Program) -> list[str]:
@@ -121,10 +127,10 @@ def test_weight_gradients_run_under_sums() -> None:
 def test_what_it_wins() -> None:
     """All sums of a rank that has other microbatches run beside what computes, but for the first
     and the last."""
-    plan = PipelineShape(1, 8)
-    plain = made(schedules.gpipe, plan, None)
+    shape = PipelineShape(1, 8)
+    plain = made(schedules.gpipe, shape, None)
     assert plain.span == pytest.approx(8 * (2 + 4) + 8 * 4 * 0.6)
-    assert made(schedules.gpipe, plan, "all").span < 8 * (2 + 4) + 4 * 0.6 + 1e-9
+    assert made(schedules.gpipe, shape, "all").span < 8 * (2 + 4) + 4 * 0.6 + 1e-9
     two = PipelineShape(4, 8, 2)
     assert made(schedules.interleaved, two, "F").span < 0.95 * made(
         schedules.interleaved, two, None
@@ -133,12 +139,12 @@ def test_what_it_wins() -> None:
 
 def test_within_a_limit() -> None:
     """With a limit more forwards may be held at once, and never more bytes than it says."""
-    plan, costs = PipelineShape(4, 16), costs_of(PipelineShape(4, 16))
-    sizes = split_costs(Sizes(activation=1.0, saved=100.0), PIECES, plan, SHARES)
+    shape, costs = PipelineShape(4, 16), costs_of(PipelineShape(4, 16))
+    sizes = split_costs(Sizes(activation=1.0, saved=100.0), PIECES, shape, SHARES)
     spans = []
     for limit in (460.0, 1800.0):
         program = compile(
-            schedules.one_f_one_b, plan, tp=2, stage_segments=PIECES, costs=costs,
+            schedules.one_f_one_b, shape, tp=2, stage_segments=PIECES, costs=costs,
             fill_collective_waits="all", sizes=sizes,
             memory_limit=limit, boundary="sharded",
         )  # fmt: skip
@@ -146,19 +152,19 @@ def test_within_a_limit() -> None:
         assert (timeline.peak_memory <= limit).all()
         spans.append(timeline.span)
     assert spans[1] < 0.95 * spans[0], "room for more lets more run"
-    assert np.isclose(spans[0], made(schedules.one_f_one_b, plan, None).span, rtol=0.03)
+    assert np.isclose(spans[0], made(schedules.one_f_one_b, shape, None).span, rtol=0.03)
 
 
 def test_refusals() -> None:
     def of(**more: Any) -> Any:
-        plan = PipelineShape(2, 4)
+        shape = PipelineShape(2, 4)
         how: dict[str, Any] = {
             "tp": 2,
             "stage_segments": PIECES,
-            "costs": costs_of(plan),
+            "costs": costs_of(shape),
             "fill_collective_waits": "W",
         } | more
-        return compile(schedules.zb_h1, plan, **how)
+        return compile(schedules.zb_h1, shape, **how)
 
     with pytest.raises(UsageError, match="fill_collective_waits is W, F or all, not 'X'"):
         of(fill_collective_waits="X")

@@ -67,8 +67,8 @@ def sched(path: str, frozen: int | None, tp: int = 2) -> str:
 def test_what_may_be_said(path: str, sets: list[str], pieces: tuple[int, ...]) -> None:
     config = read(path, [f"pipeline.{one}" for one in sets])
     program, chunks = program_of(config), 4 // config.finer.size
-    assert config.finer.pieces == pieces and sum(pieces) == program.plan.stages
-    assert program.plan.microbatches == 4 * chunks
+    assert config.finer.pieces == pieces and sum(pieces) == program.shape.stages
+    assert program.shape.microbatches == 4 * chunks
     assert bool(program.ops & _SUMS) == (pieces != (1, 1) and config.pipeline.tp == 2)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from schedir.errors import ProgramError, TraceError, UsageError
+from schedir.errors import SchedirError, TraceError, UsageError
 from schedir.hang_diagnosis import flight_recorder
 from schedir.hang_diagnosis.flight_recorder import read_dumps
 from tests.flight import Recorder
@@ -162,7 +162,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 def said(name: str, tmp_path: Path) -> str:
     path = tmp_path / "nccl_trace_rank_0"
     HOSTILE[name](path)
-    with pytest.raises(ProgramError) as caught:
+    with pytest.raises(SchedirError) as caught:
         read_dumps([str(path)])
     return f"{type(caught.value).__name__}: {caught.value}".replace(f"{tmp_path}/", "")
 

@@ -15,19 +15,19 @@ from matplotlib.collections import PathCollection, PolyCollection
 
 import schedir
 from schedir import Costs, PipelineShape, Sizes, compile, schedules, simulate, viz
-from schedir.errors import PlanError, UsageError
+from schedir.errors import ShapeError, UsageError
 from schedir.schedule_search.memory_frontier import MemoryFrontier, memory_frontier
 from tests.commands import refused, said
 
 SIZES = Sizes(saved=1e9, deferred_wgrad=4e8, activation=1e8, model_states=5e9)
 UNEVEN = Costs(F=(1, 1, 1, 1.5), I=(1, 1, 1, 1.5), W=(1, 1, 1, 1.5))
 CASES: dict[str, dict[str, Any]] = {
-    "counts": {"plan": PipelineShape(4, 8), "costs": Costs(F=2, I=2, W=1, send=0.1)},
-    "bytes": {"plan": PipelineShape(4, 8), "costs": UNEVEN, "sizes": SIZES},
-    "whole": {"plan": PipelineShape(4, 8), "costs": UNEVEN, "split": False},
-    "vee": {"plan": PipelineShape(3, 6, 2, "vee"), "costs": Costs()},
-    "one rank": {"plan": PipelineShape(1, 3), "costs": Costs()},
-    "one microbatch": {"plan": PipelineShape(3, 1), "costs": Costs(send=0.5)},
+    "counts": {"shape": PipelineShape(4, 8), "costs": Costs(F=2, I=2, W=1, send=0.1)},
+    "bytes": {"shape": PipelineShape(4, 8), "costs": UNEVEN, "sizes": SIZES},
+    "whole": {"shape": PipelineShape(4, 8), "costs": UNEVEN, "split": False},
+    "vee": {"shape": PipelineShape(3, 6, 2, "vee"), "costs": Costs()},
+    "one rank": {"shape": PipelineShape(1, 3), "costs": Costs()},
+    "one microbatch": {"shape": PipelineShape(3, 1), "costs": Costs(send=0.5)},
 }
 
 
@@ -65,22 +65,22 @@ def test_no_run_beside_is_shorter_than_what_is_found_in_its_memory(found: Memory
 
 
 def test_runs_are_those_of_the_zoo() -> None:
-    plan, costs = PipelineShape(4, 8), Costs(F=2, I=2, W=1)
-    found = memory_frontier(plan, costs, evaluations=200)
+    shape, costs = PipelineShape(4, 8), Costs(F=2, I=2, W=1)
+    found = memory_frontier(shape, costs, evaluations=200)
     assert {t.program.name: t.span for t in found.runs} == {
-        name: simulate(compile(getattr(schedules, name), plan, costs=costs), costs).span
+        name: simulate(compile(getattr(schedules, name), shape, costs=costs), costs).span
         for name in ("eager_1f1b", "gpipe", "one_f_one_b", "zb_h1", "zb_h2")
     }
     assert (
-        found.levels[-1].run.span == schedir.lower_bound(plan, costs).value
+        found.levels[-1].run.span == schedir.lower_bound(shape, costs).value
     )  # and no more is gained
     program = compile(schedules.interleaved, PipelineShape(2, 4, 2))
-    again = memory_frontier(program.plan, evaluations=20, start=[program])
+    again = memory_frontier(program.shape, evaluations=20, start=[program])
     assert again.runs[0].program.digest == program.digest
-    whole = memory_frontier(plan, costs, evaluations=20, split=False)
+    whole = memory_frontier(shape, costs, evaluations=20, split=False)
     assert {"zb_h1", "zb_h2"}.isdisjoint(t.program.name for t in whole.runs)
     # A whole backward that takes less than its halves is no schedule of these halves.
-    cheap = memory_frontier(plan, Costs(F=2, I=2, W=1, B=2.5), evaluations=20)
+    cheap = memory_frontier(shape, Costs(F=2, I=2, W=1, B=2.5), evaluations=20)
     assert {t.program.name for t in cheap.runs} == {"zb_h1", "zb_h2"}
 
 
@@ -89,12 +89,12 @@ def test_runs_are_those_of_the_zoo() -> None:
 def test_the_same_numbers_give_the_same_frontier(
     ranks: int, microbatches: int, seed: int, sized: bool
 ) -> None:
-    plan, sizes = (
+    shape, sizes = (
         PipelineShape(ranks, microbatches),
         Sizes(saved=2, deferred_wgrad=1) if sized else None,
     )
     one, other = (
-        memory_frontier(plan, Costs(W=0.5), sizes, evaluations=100, seed=seed, levels=3)
+        memory_frontier(shape, Costs(W=0.5), sizes, evaluations=100, seed=seed, levels=3)
         for _ in "ab"
     )
     assert one.bounds == other.bounds
@@ -107,14 +107,14 @@ def test_what_has_no_frontier_is_refused() -> None:
     for wrong in ({"levels": 0}, {"seconds": 0}, {"evaluations": 0}):
         with pytest.raises(UsageError):
             memory_frontier(PipelineShape(2, 2), **wrong)  # type: ignore[arg-type]
-    with pytest.raises(PlanError):
+    with pytest.raises(ShapeError):
         memory_frontier(PipelineShape(2, 2, placement="mirror"))
 
 
 def test_the_picture_shows_it(found: MemoryFrontier) -> None:
     (axes,) = viz.memory_frontier(found).axes
     (points,) = (c for c in axes.collections if isinstance(c, PathCollection))
-    unit = 1e9 if found.in_bytes else found.plan.stages / found.plan.ranks
+    unit = 1e9 if found.in_bytes else found.shape.stages / found.shape.ranks
     assert np.asarray(points.get_offsets()).tolist() == [
         [found.memory(t) / unit, t.bubble] for t in found.runs
     ]

@@ -28,8 +28,8 @@ from schedir.analysis.memory.footprint import held, peak_in_flight, peak_version
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import (
     CompletenessError,
-    PlanError,
-    ProgramError,
+    SchedirError,
+    ShapeError,
     UnmatchedTransferError,
     UsageError,
 )
@@ -52,14 +52,14 @@ O = Opcode
 TWO_OF_FOUR = PipelineShape(4, 8)
 
 
-def lowered(source: Any, plan: PipelineShape | None = None, **traits: Any) -> Program | None:
-    """What compiles; a schedule need not know every plan."""
+def lowered(source: Any, shape: PipelineShape | None = None, **traits: Any) -> Program | None:
+    """What compiles; a schedule need not know every shape."""
     try:
-        return compile(source, plan, **traits)
-    except ProgramError:
+        return compile(source, shape, **traits)
+    except SchedirError:
         assert not isinstance(source, Program)
-        with pytest.raises(ProgramError):
-            check_draft(expand_schedule(source, plan or TWO_OF_FOUR))
+        with pytest.raises(SchedirError):
+            check_draft(expand_schedule(source, shape or TWO_OF_FOUR))
         return None
 
 
@@ -79,16 +79,16 @@ def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
         compute_programs() if data.draw(st.booleans()) else st.sampled_from(known())
     )
     if isinstance(source, Program):
-        plan = source.plan
+        shape = source.shape
     else:
         where, v = getattr(source, "placed", ("loop", None))
-        plan = PipelineShape(
+        shape = PipelineShape(
             2 * data.draw(st.integers(1, 2)), 2 * data.draw(st.integers(1, 3)),
             v or named_of(where).stages_per_rank, where,
         )  # fmt: skip
-    frozen = data.draw(st.integers(0, plan.stages - 1))
+    frozen = data.draw(st.integers(0, shape.stages - 1))
     how = {"clip_grad_norm": data.draw(st.booleans()), "tp": data.draw(st.integers(1, 2))}
-    own_plan = None if isinstance(source, Program) else plan
+    own_plan = None if isinstance(source, Program) else shape
     program, whole = (lowered(source, own_plan, frozen_stages=n, **how) for n in (frozen, 0))
     if program is None or whole is None:
         return
@@ -132,8 +132,8 @@ def test_every_rank_steps_and_meets_at_the_norm() -> None:
 @pytest.mark.parametrize("schedule", [pipedream_2bw, one_f_one_b])
 def test_several_updates(schedule: Any, frozen_stages: int, clip: bool) -> None:
     """Frozen weights have one version, and a forward with them waits for no step."""
-    plan = PipelineShape(4, 12, optimizer_steps=3, weight_delay=1)
-    program = compile(schedule, plan, frozen_stages=frozen_stages, clip_grad_norm=clip)
+    shape = PipelineShape(4, 12, optimizer_steps=3, weight_delay=1)
+    program = compile(schedule, shape, frozen_stages=frozen_stages, clip_grad_norm=clip)
     for model in MODELS:
         check(program, model)
         assert verdict(program, model).kind == "ok"
@@ -148,7 +148,7 @@ def test_several_updates(schedule: Any, frozen_stages: int, clip: bool) -> None:
 
 
 def test_without_a_delay_a_flush_is_still_needed() -> None:
-    with pytest.raises(ProgramError, match="needs the weights"):
+    with pytest.raises(SchedirError, match="needs the weights"):
         compile(one_f_one_b, PipelineShape(4, 8, optimizer_steps=2), frozen_stages=1)
     compile(
         one_f_one_b, PipelineShape(4, 8, optimizer_steps=2), frozen_stages=3
@@ -161,10 +161,10 @@ def ahead(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
 
 
 def test_frozen_forwards_wait_for_no_step_of_their_rank() -> None:
-    plan = PipelineShape(1, 4, 2, optimizer_steps=2)
-    compile(ahead, plan, frozen_stages=1)
-    with pytest.raises(ProgramError):
-        compile(lambda r, P, m, v: m * F[0] + m * (F[1] + B[1] + B[0]), plan)
+    shape = PipelineShape(1, 4, 2, optimizer_steps=2)
+    compile(ahead, shape, frozen_stages=1)
+    with pytest.raises(SchedirError):
+        compile(lambda r, P, m, v: m * F[0] + m * (F[1] + B[1] + B[0]), shape)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -217,7 +217,7 @@ def test_a_backward_of_a_frozen_stage_is_refused() -> None:
 
 @pytest.mark.parametrize("frozen", [-1, 4, 99, True, "2", 1.5])
 def test_a_number_of_the_first_stages_but_not_all(frozen: Any) -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ShapeError) as caught:
         compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=frozen)
     assert caught.value.fields == ("frozen_stages",)
     if frozen in (4, 99):
@@ -225,7 +225,7 @@ def test_a_number_of_the_first_stages_but_not_all(frozen: Any) -> None:
 
 
 def test_one_weight_is_not_both() -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ShapeError) as caught:
         compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=1, tied_weights=True)
     assert caught.value.fields == ("tied_weights", "frozen_stages")
     program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, tied_weights=[(0, 1), (2, 3)])
@@ -258,23 +258,23 @@ def behind(r: int, P: int, m: int, v: int) -> RankSchedule:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan"),
+    ("schedule", "shape"),
     [
         (schedules.dualpipe_v, PipelineShape(2, 8, placement="vee")),
         (behind, PipelineShape(1, 3, 2)),
     ],
 )
-def test_a_draft_may_say_what_is_left_out(schedule: Any, plan: PipelineShape) -> None:
+def test_a_draft_may_say_what_is_left_out(schedule: Any, shape: PipelineShape) -> None:
     """And what is joined to it then runs alone."""
-    whole = expand_schedule(schedule, plan)
+    whole = expand_schedule(schedule, shape)
     assert any(stream.joined.any() for stream in whole.streams)
-    said = check_draft(replace(whole, frozen_stages=plan.stages // 2))
+    said = check_draft(replace(whole, frozen_stages=shape.stages // 2))
     less = without_backwards(said)
     assert check_draft(less) == less and len(less) < len(said)
     assert (
         simulate(said).program
         == simulate(less).program
-        == compile(whole, frozen_stages=plan.stages // 2)
+        == compile(whole, frozen_stages=shape.stages // 2)
     )
     pairs = [
         {s[k - 1].op, s[k].op} for s in less.streams for k in np.flatnonzero(s.joined).tolist()
@@ -286,11 +286,11 @@ def test_a_draft_may_say_what_is_left_out(schedule: Any, plan: PipelineShape) ->
 @settings(max_examples=60)
 @given(st.data())
 def test_greedy_knows_of_it(data: st.DataObject) -> None:
-    plan = data.draw(shapes())
-    frozen, priced = data.draw(st.integers(0, plan.stages - 1)), data.draw(costs(plan))
+    shape = data.draw(shapes())
+    frozen, priced = data.draw(st.integers(0, shape.stages - 1)), data.draw(costs(shape))
     prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "IFW", "WIF"]))
-    limits = [sum(s >= frozen for s in own) for own in plan.stages_of]
-    found = greedy_schedule(plan, prefer, limits.__getitem__, priced, frozen_stages=frozen)
+    limits = [sum(s >= frozen for s in own) for own in shape.stages_of]
+    found = greedy_schedule(shape, prefer, limits.__getitem__, priced, frozen_stages=frozen)
     program = compile(found, costs=priced)
     assert program.frozen_stages == frozen and check_draft(found) == without_backwards(found)
     check(program, "blocking_serial")
@@ -335,8 +335,8 @@ def test_compared_schedules_freeze_the_same_part_of_the_model(tmp_path: Path) ->
     said = {"ranks": 4, "microbatches": 8, "frozen_stages": 2}
     for name in ("one_f_one_b", "interleaved", "dualpipe", "chimera", str(file)):
         program = Request(Source(name), said, usual={}, share=True).program
-        assert 2 * program.frozen_stages == program.plan.stages
+        assert 2 * program.frozen_stages == program.shape.stages
     uneven = {**said, "frozen_stages": 1, "placement": (0, 1, 1, 2, 3)}
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ShapeError) as caught:
         _ = Request(Source("gpipe"), uneven, usual={}, share=True).program
     assert "frozen_stages" in caught.value.fields

@@ -17,7 +17,7 @@ import pytest
 import schedir
 from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 from schedir.ir.text_format import from_text, to_text
 from schedir.verify.check import check
 
@@ -46,7 +46,7 @@ def test_digests() -> None:
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("refused/*.txt")), ids=lambda p: p.stem)
 def test_refused(path: Path) -> None:
     text, message = re.split(r"^-+\n", path.read_text(), maxsplit=1, flags=re.M)
-    with pytest.raises(ProgramError) as caught:
+    with pytest.raises(SchedirError) as caught:
         check(from_text(text))
     assert str(caught.value) + "\n" == message
 

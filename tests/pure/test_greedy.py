@@ -24,33 +24,33 @@ from tests.strategies import costs
 @pytest.mark.parametrize("P", range(1, 7))
 def test_1f1b_and_gpipe_come_out(P: int, priced: Costs) -> None:
     for m in (1, P - 1 or 1, P, 2 * P + 1):
-        plan = PipelineShape(P, m)
-        found = greedy_schedule(plan, "BF", lambda rank: P - rank, priced)
-        assert found.streams == expand_schedule(one_f_one_b, plan).streams
-        found = greedy_schedule(plan, "FB", lambda rank: 99, priced)
-        assert found.streams == expand_schedule(gpipe, plan).streams
+        shape = PipelineShape(P, m)
+        found = greedy_schedule(shape, "BF", lambda rank: P - rank, priced)
+        assert found.streams == expand_schedule(one_f_one_b, shape).streams
+        found = greedy_schedule(shape, "FB", lambda rank: 99, priced)
+        assert found.streams == expand_schedule(gpipe, shape).streams
 
 
 def test_time_decides() -> None:
     """A rank that waits for its next forward does a backward meanwhile, whatever it prefers."""
-    plan = PipelineShape(2, 4)
+    shape = PipelineShape(2, 4)
     slow = Costs(F=(3, 1), B=2)
-    found = greedy_schedule(plan, "FB", lambda rank: 4, slow)
-    assert found.streams != expand_schedule(gpipe, plan).streams
-    assert simulate(found, slow).span < simulate(expand_schedule(gpipe, plan), slow).span
+    found = greedy_schedule(shape, "FB", lambda rank: 4, slow)
+    assert found.streams != expand_schedule(gpipe, shape).streams
+    assert simulate(found, slow).span < simulate(expand_schedule(gpipe, shape), slow).span
 
 
 @settings(max_examples=150)
 @given(st.data())
 def test_whatever_comes_out_is_legal(data: st.DataObject) -> None:
-    plan = data.draw(shapes())
-    priced = data.draw(costs(plan))
+    shape = data.draw(shapes())
+    priced = data.draw(costs(shape))
     prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "FWI", "IFW", "IWF", "WFI", "WIF"]))
-    limits = [data.draw(st.integers(len(own), len(own) + 4)) for own in plan.stages_of]
-    found = greedy_schedule(plan, prefer, limits.__getitem__, priced)
+    limits = [data.draw(st.integers(len(own), len(own) + 4)) for own in shape.stages_of]
+    found = greedy_schedule(shape, prefer, limits.__getitem__, priced)
     check(lower(found, priced), "blocking_serial")
     assert (peak_in_flight(found) <= limits).all()
-    again = greedy_schedule(plan, prefer, limits.__getitem__, priced)
+    again = greedy_schedule(shape, prefer, limits.__getitem__, priced)
     assert found == again
 
 

@@ -22,7 +22,7 @@ from schedir.schedules import chimera, dualpipe
 from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import check
-from tests.laws import plan_of
+from tests.laws import shape_of
 
 APART: tuple[ProgressModel, ...] = (
     "per_edge",
@@ -56,7 +56,7 @@ def span(
 def test_one_of_two_sums_is_hidden(P: int, schedule: Schedule) -> None:
     """The earlier one goes on beside what is left to compute."""
     costs = Costs(reduce_replicated_stages=0.5)
-    program = compile(schedule, plan_of(schedule, P, 2 * P), costs=costs)
+    program = compile(schedule, shape_of(schedule, P, 2 * P), costs=costs)
     for model in APART:
         free = span(program, Costs(), model, blocking_hosts=False)
         for blocks in (False, True):
@@ -66,11 +66,11 @@ def test_one_of_two_sums_is_hidden(P: int, schedule: Schedule) -> None:
 
 def mirrored(ranks: int, units: int, schedule: Schedule | str, costs: Costs, tied: bool) -> Program:
     """A program of two directions."""
-    plan = PipelineShape(ranks, 2 * units * ranks, placement="mirror")
+    shape = PipelineShape(ranks, 2 * units * ranks, placement="mirror")
     if not isinstance(schedule, str):
-        return compile(schedule, plan, costs=costs, tied_weights=tied)
-    found = greedy_schedule(plan, schedule, lambda rank: 2 + (ranks + rank) // 2, costs)
-    return lower(replace(found, tied_weights=tied_stages(tied, plan)), costs)
+        return compile(schedule, shape, costs=costs, tied_weights=tied)
+    found = greedy_schedule(shape, schedule, lambda rank: 2 + (ranks + rank) // 2, costs)
+    return lower(replace(found, tied_weights=tied_stages(tied, shape)), costs)
 
 
 amounts = st.sampled_from([0.0, 0.25, 1.0, 3.0, 10.0])
@@ -109,6 +109,6 @@ def test_no_step_is_longer_than_with_sums_at_the_end(
 
 def test_replicas_come_first() -> None:
     """A sum over replicas takes its time beside what is computed, and nobody waits for it there."""
-    program = compile(chimera, plan_of(chimera, 4, 8), dp=2)
+    program = compile(chimera, shape_of(chimera, 4, 8), dp=2)
     assert program == at_the_end(program)
-    assert compile(chimera, plan_of(chimera, 4, 8)) != at_the_end(program)
+    assert compile(chimera, shape_of(chimera, 4, 8)) != at_the_end(program)

@@ -19,8 +19,8 @@ from schedir.errors import (
     DeadlockError,
     MemoryLimitError,
     OrderError,
-    PlanError,
-    ProgramError,
+    SchedirError,
+    ShapeError,
     UsageError,
 )
 from schedir.ir.isa.instructions import Opcode
@@ -41,8 +41,8 @@ ROWS = (Opcode.OffloadGrads, Opcode.HostOptimizerStep, Opcode.ReloadWeights)
 PLAN = PipelineShape(2, 4, 3)
 
 
-def lowered(schedule: Any = interleaved, plan: PipelineShape = PLAN, **how: Any) -> Program:
-    return schedir.compile(schedule, plan, optimizer_placement="cpu_step", **how)
+def lowered(schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any) -> Program:
+    return schedir.compile(schedule, shape, optimizer_placement="cpu_step", **how)
 
 
 def names(program: Program, rank: int) -> list[str]:
@@ -75,22 +75,22 @@ def test_gradients_go_behind_their_reduction_where_nobody_else_adds() -> None:
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.booleans(), st.integers(0, 3), st.integers(1, 2))
 def test_any_draft_has_them_once_and_is_legal(
-    plan: PipelineShape, seed: int, clip: bool, zero: int, dp: int
+    shape: PipelineShape, seed: int, clip: bool, zero: int, dp: int
 ) -> None:
-    draft = random_compute_program(plan, random.Random(seed))
+    draft = random_compute_program(shape, random.Random(seed))
     how: dict[str, Any] = {
         "clip_grad_norm": clip,
         "zero": zero,
         "dp": dp,
-        "tied_weights": plan.stages > 1,
+        "tied_weights": shape.stages > 1,
     }
-    program = lowered(draft, plan, **how)
+    program = lowered(draft, shape, **how)
     for model in MODELS:
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
-        assert np.count_nonzero(program.op == op) == plan.holders.size
-    plain = schedir.compile(draft, plan, **how)
+        assert np.count_nonzero(program.op == op) == shape.holders.size
+    plain = schedir.compile(draft, shape, **how)
     assert (program.words[~np.isin(program.op, ROWS)] == plain.words).all()
     assert len({program.digest, plain.digest}) == 2
 
@@ -146,7 +146,7 @@ def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str)
 @pytest.mark.parametrize("op", ["offload_grads", "host_step", "reload_weights"])
 def test_twice_or_not_asked_for_is_refused(op: str) -> None:
     text = schedir.to_text(lowered(), folded=False)
-    with pytest.raises(ProgramError):
+    with pytest.raises(SchedirError):
         schedir.check(schedir.from_text(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
     for said in ("", "optimizer_placement device\n", "optimizer_placement host\n"):
         with pytest.raises(
@@ -178,7 +178,7 @@ def test_a_host_that_waits_for_a_sum_may_wait_for_ever() -> None:
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(OrderError, match="needs the weights"):  # without a flush
         lowered(one_f_one_b, PipelineShape(2, 4, optimizer_steps=2))
-    with pytest.raises(PlanError, match="norm_check='after_step'"):
+    with pytest.raises(ShapeError, match="norm_check='after_step'"):
         lowered(clip_grad_norm=True, norm_check="after_step")
     with pytest.raises(UsageError, match="states lie on the host"):
         lowered(optimizer_device_buffers=2)
@@ -204,12 +204,12 @@ def test_bytes_are_told_by_tier(zero: int) -> None:
 
 def test_a_limit_of_the_host_counts_what_it_has() -> None:
     sizes = Sizes(saved=10, optimizer=100, params=10, grads=10)
-    plan = PipelineShape(2, 4, 4)
-    lowered(plan=plan, sizes=sizes, host_memory_limit=480, memory_limit=170)
+    shape = PipelineShape(2, 4, 4)
+    lowered(shape=shape, sizes=sizes, host_memory_limit=480, memory_limit=170)
     with pytest.raises(
         MemoryLimitError, match=r"(?s)480 B on the host.*optimizer_placement='device'"
     ):
-        lowered(plan=plan, sizes=sizes, host_memory_limit=479)
+        lowered(shape=shape, sizes=sizes, host_memory_limit=479)
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (0.5, 3, 0.25), (2, 0.5, 1)])
@@ -226,9 +226,11 @@ def test_gradients_go_under_backwards_and_hosts_step_beside_other_ranks() -> Non
     program = lowered(looped_bfs, PipelineShape(1, 4, 4))
     alone = schedir.simulate(schedir.compile(looped_bfs, PipelineShape(1, 4, 4)), costs).span
     assert schedir.simulate(program, costs).span == alone + 1 + 4 + 0.5
-    plan = PipelineShape(4, 8)  # the last rank's host steps while the first rank computes
+    shape = PipelineShape(4, 8)  # the last rank's host steps while the first rank computes
     spans = [
-        schedir.simulate(schedir.compile(one_f_one_b, plan, optimizer_placement=states), costs).span
+        schedir.simulate(
+            schedir.compile(one_f_one_b, shape, optimizer_placement=states), costs
+        ).span
         for states in ("device", "cpu_step")
     ]
     assert spans[1] == spans[0] + 1 + 1 + 0.5
@@ -243,17 +245,17 @@ def test_a_cluster_prices_them() -> None:
     }  # fmt: skip
     node = Cluster(**made | {"dram": "100GB/s"})
     sizes = Sizes(activation=1, params=2e9, grads=4e9, optimizer=12e9)
-    costs, plan = Costs(F=1, B=2), PipelineShape(2, 4)
+    costs, shape = Costs(F=1, B=2), PipelineShape(2, 4)
     for zero, part in ((0, 1), (1, 2)):
-        found = node.costs(plan, sizes, costs, dp=2, zero=zero, optimizer_placement="cpu_step")
+        found = node.costs(shape, sizes, costs, dp=2, zero=zero, optimizer_placement="cpu_step")
         assert found.offload_grads == pytest.approx(4e9 / 20e9 / part)
         assert found.reload_weights == pytest.approx(2e9 / 20e9 / part)
         assert found.host_step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 100e9 / part)
         assert found.step == 0 and found.reload_state is None
     with pytest.raises(UsageError, match="nobody tells dram"):
-        Cluster(**made).costs(plan, sizes, costs, dp=2, optimizer_placement="cpu_step")
+        Cluster(**made).costs(shape, sizes, costs, dp=2, optimizer_placement="cpu_step")
     assert (
-        Cluster(**made).costs(plan, sizes, costs, dp=2, optimizer_placement="host").host_step
+        Cluster(**made).costs(shape, sizes, costs, dp=2, optimizer_placement="host").host_step
         is None
     )
 
@@ -313,7 +315,7 @@ def test_an_update_is_stepped_under_the_next_and_awaited_by_the_one_behind() -> 
 )
 def test_updates_that_would_mix_are_refused(what: str, before: str, says: str) -> None:
     program = moved(schedir.to_text(late(clip_grad_norm=True), folded=False), what, before)
-    with pytest.raises(ProgramError, match=says):
+    with pytest.raises(SchedirError, match=says):
         schedir.check(program, blocking_hosts=True)
 
 
@@ -338,18 +340,18 @@ def test_one_update_releases_nothing() -> None:
 def test_a_program_of_several_updates_is_legal_with_the_host_where_it_is_without(
     P: int, v: int, each: int, updates: int, delay: int, seed: int, clip: bool, tied: bool
 ) -> None:
-    plan = PipelineShape(P, each * updates, v, optimizer_steps=updates, weight_delay=delay)
-    draft = random_compute_program(plan, random.Random(seed))
-    how: dict[str, Any] = {"clip_grad_norm": clip, "tied_weights": tied and plan.stages > 1}
+    shape = PipelineShape(P, each * updates, v, optimizer_steps=updates, weight_delay=delay)
+    draft = random_compute_program(shape, random.Random(seed))
+    how: dict[str, Any] = {"clip_grad_norm": clip, "tied_weights": tied and shape.stages > 1}
     try:
-        plain = schedir.compile(draft, plan, **how)
-    except ProgramError:
+        plain = schedir.compile(draft, shape, **how)
+    except SchedirError:
         assume(False)
-    program = lowered(draft, plan, **how)
+    program = lowered(draft, shape, **how)
     for model in MODELS:
         try:
             schedir.check(plain, model, blocking_hosts=True)
-        except ProgramError:  # ranks that meet, where all is one queue
+        except SchedirError:  # ranks that meet, where all is one queue
             continue
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
@@ -373,7 +375,7 @@ def test_what_the_host_does_is_hidden_under_the_next_update() -> None:
 
 @pytest.mark.parametrize("states", ["host", "disk"])
 def test_what_the_device_steps_is_stepped_in_one_update(states: str) -> None:
-    with pytest.raises(PlanError, match="optimizer_steps=1, not 2") as told:
+    with pytest.raises(ShapeError, match="optimizer_steps=1, not 2") as told:
         schedir.compile(
             pipedream_2bw,
             PipelineShape(2, 4, optimizer_steps=2, weight_delay=1),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir.__main__ import main
-from schedir.errors import ConfigError, ParseError, PlanError, UsageError
+from schedir.errors import ConfigError, ParseError, ShapeError, UsageError
 from schedir.io.black_box import BlackBoxSnapshot, boxes
 from schedir.ir.input_trust import MOST
 from schedir.ir.program import Program
@@ -217,7 +217,7 @@ def test_a_program_that_code_builds_has_the_limit_that_trusting_sets() -> None:
     assert schedir.PipelineShape(1000, 3 * MOST // 1000).stages == 1000
     with schedir.input_limits(instructions=2 * MOST):
         assert schedir.PipelineShape(1000, MOST // 999).stages == 1000
-        with schedir.input_limits(code=False), pytest.raises(PlanError):
+        with schedir.input_limits(code=False), pytest.raises(ShapeError):
             schedir.PipelineShape(1000, 3 * MOST // 1000)
         with pytest.raises(ValueError, match=f"{2 * MOST} instructions"):
             (2 * MOST + 1) * F
@@ -272,11 +272,11 @@ def test_a_file_has_the_limit_in_python_too(tmp_path: Path) -> None:
 def test_no_program_is_refused_for_more_instructions_than_it_has(
     draft: Program, frozen_stages: int
 ) -> None:
-    frozen_stages = min(frozen_stages, draft.plan.stages - 1)
+    frozen_stages = min(frozen_stages, draft.shape.stages - 1)
     program = schedir.compile(replace(draft, frozen_stages=frozen_stages))
     with schedir.input_limits(instructions=len(program)):
         schedir.compile(replace(draft, frozen_stages=frozen_stages))
-        program.plan.require_room_lowered(
+        program.shape.require_room_lowered(
             trains=program.trains, frozen_stages=program.frozen_stages
         )
 

@@ -14,7 +14,7 @@ import pytest
 import schedir
 from schedir import Costs, PipelineShape, compile, planner, schedules, simulate
 from schedir.__main__ import main
-from schedir.errors import CostsError, ProgramError, TraceError, UsageError, describe
+from schedir.errors import CostsError, SchedirError, TraceError, UsageError, describe
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.sizes import Sizes
 
@@ -89,10 +89,10 @@ def test_an_error_shows_no_number_of_many_digits() -> None:
         "layers_of": lambda: planner.ParallelPlan(layers_per_stage=(huge,)),
         "costs": lambda: Costs(F=huge),
         "sizes": lambda: Sizes(saved=huge),
-        "plan": lambda: PipelineShape(huge, 1),
+        "shape": lambda: PipelineShape(huge, 1),
     }
     for what, make in refused.items():
-        with pytest.raises(ProgramError) as caught:
+        with pytest.raises(SchedirError) as caught:
             make()
         assert len(str(caught.value)) < 200, what
 

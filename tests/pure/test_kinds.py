@@ -27,7 +27,7 @@ from schedir import (
     to_text,
     torch_csv,
 )
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 from schedir.ir.program import SlotCounts
 from schedir.ir.text_format import from_text
 from schedir.predict.bubble_causes import idleness
@@ -119,7 +119,7 @@ def test_a_wrong_kind_is_one_error(
     if isinstance(value, fine) or programs:
         call(value)
         return
-    with pytest.raises(ProgramError) as error:
+    with pytest.raises(SchedirError) as error:
         call(value)
     assert " at 0x" not in str(error.value)
 

@@ -52,7 +52,7 @@ USERS_OF_LEAVES = {
 # (importer, imported): imports that are allowed within one layer, with the reason.
 ALLOWED = {
     ("__main__", "__init__"): "the version",
-    ("planner", "schedule_search"): "it searches for a shorter schedule of a plan",
+    ("planner", "schedule_search"): "it searches for a shorter schedule of a shape",
     ("viz", "planner"): "it draws plans",
     ("viz", "schedule_search"): "it draws frontiers",
 }

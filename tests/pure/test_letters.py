@@ -68,7 +68,7 @@ def test_uneven_boxes_fill_the_width() -> None:
 def test_no_line_is_wider_than_the_terminal(
     draft: Program, data: st.DataObject, width: int
 ) -> None:
-    t = simulate(lower(draft), data.draw(costs(draft.plan)))
+    t = simulate(lower(draft), data.draw(costs(draft.shape)))
     lines = painted(text_chart(t, width)).splitlines()
     rows = [line for line in lines if line.startswith("rank ")]
     assert all(len(row) <= max(width, 32) for row in rows)
@@ -182,7 +182,7 @@ def test_what_is_mixed_has_its_colours_where_they_are() -> None:
 def test_any_program_has_a_face() -> None:
     stuck = from_text(STUCK)
     assert "B 0.0" in stuck._repr_html_() and not pictures(stuck._repr_html_())
-    named = Program("<b>&", stuck.plan, compile(one_f_one_b, PipelineShape(1, 1)).streams)
+    named = Program("<b>&", stuck.shape, compile(one_f_one_b, PipelineShape(1, 1)).streams)
     (picture,) = pictures(named._repr_html_())
     assert picture.find("{http://www.w3.org/2000/svg}title") is not None
     assert not [e for e in picture.iter() if e.tag.endswith("}b")]

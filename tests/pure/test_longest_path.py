@@ -41,11 +41,11 @@ def agree(problem: LongestPathProblem) -> bool:
     return bool((turn > 0)[problem.node_mask].all())
 
 
-def odd(plan: PipelineShape, rng: random.Random) -> Costs:
+def odd(shape: PipelineShape, rng: random.Random) -> Costs:
     """Costs whose sums are rounded."""
 
     def per_stage() -> tuple[float, ...]:
-        return tuple(rng.random() for _ in range(plan.stages))
+        return tuple(rng.random() for _ in range(shape.stages))
 
     return Costs(F=per_stage(), B=per_stage(), I=per_stage(), W=per_stage(), send=per_stage())
 
@@ -60,7 +60,7 @@ def known(program: Program, rng: random.Random) -> np.ndarray[tuple[int], np.dty
 def test_of_drafts(draft: Program, seed: int) -> None:
     rng = random.Random(seed)
     ends = known(draft, rng) if seed % 3 == 0 else None
-    assert agree(problem_of(Graph(draft), odd(draft.plan, rng), ends))
+    assert agree(problem_of(Graph(draft), odd(draft.shape, rng), ends))
 
 
 CHANGES = ("swap_any", "move_anywhere", "join_computes", "join_transfers", "join_both_sides")
@@ -76,7 +76,7 @@ def test_of_programs(
         program = with_slots(program, rng)
         ends = known(program, rng) if seed % 3 == 0 else None
         graph = Graph(program, progress_model, blocking_hosts=blocking_hosts)
-        event("ends" if agree(problem_of(graph, odd(program.plan, rng), ends)) else "hangs")
+        event("ends" if agree(problem_of(graph, odd(program.shape, rng), ends)) else "hangs")
 
 
 @given(

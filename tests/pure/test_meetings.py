@@ -32,8 +32,8 @@ def without(program: Program, rank: int, what: str) -> Program:
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("update", range(2))
 def test_one_of_all_ranks_is_missing(rank: int, update: int) -> None:
-    plan = PipelineShape(3, 4, optimizer_steps=2, weight_delay=1)
-    program = compile(one_f_one_b, plan, clip_grad_norm=True)
+    shape = PipelineShape(3, 4, optimizer_steps=2, weight_delay=1)
+    program = compile(one_f_one_b, shape, clip_grad_norm=True)
     met(program)
     what = "reduce_norm" + " 1" * update
     with pytest.raises(UnmatchedTransferError, match=f"meets no other on rank {rank}") as caught:
@@ -46,10 +46,10 @@ def test_one_of_all_ranks_is_missing(rank: int, update: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("side", range(2))
 def test_one_of_two_holders_is_missing(stage: int, side: int) -> None:
-    plan = PipelineShape(4, 4, placement="mirror")
-    program = compile(random_compute_program(plan, random.Random(1)))
+    shape = PipelineShape(4, 4, placement="mirror")
+    program = compile(random_compute_program(shape, random.Random(1)))
     met(program)
-    rank, other = plan.holders[side, stage], plan.holders[1 - side, stage]
+    rank, other = shape.holders[side, stage], shape.holders[1 - side, stage]
     with pytest.raises(UnmatchedTransferError, match=f"meets no other on rank {rank}") as caught:
         met(without(program, rank, f"reduce_replicated_stages {stage}"))
     (site,) = caught.value.sites

@@ -30,18 +30,18 @@ from tests.strategies import costs, with_slots
 
 
 @st.composite
-def sizes(draw: st.DrawFn, plan: PipelineShape) -> Sizes:
+def sizes(draw: st.DrawFn, shape: PipelineShape) -> Sizes:
     """Whole sizes, so that sums are exact."""
 
     def some() -> float | tuple[float, ...]:
         one = st.integers(0, 9).map(float)
-        each = st.lists(one, min_size=plan.stages, max_size=plan.stages).map(tuple)
+        each = st.lists(one, min_size=shape.stages, max_size=shape.stages).map(tuple)
         return draw(one | each)
 
     names = ("activation", "gradient", "saved", "deferred_wgrad", "model_states")
     given = Sizes(**{name: some() for name in names if draw(st.booleans())})
     if draw(st.booleans()):
-        saved, tape = (given.of(name, plan.stages) for name in ("saved", "deferred_wgrad"))
+        saved, tape = (given.of(name, shape.stages) for name in ("saved", "deferred_wgrad"))
         new = [draw(st.integers(0, int(n))) for n in np.minimum(saved, tape)]
         given = replace(given, saved_and_deferred=tuple(np.maximum(saved, tape) + new))
     return given
@@ -50,13 +50,13 @@ def sizes(draw: st.DrawFn, plan: PipelineShape) -> Sizes:
 def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]:
     """What a rank holds while each of its instructions runs, by kind; the machine has run."""
     program = machine.program
-    plan, stream = program.plan, program.streams[rank]
-    size = {name: given.of(name, plan.stages).tolist() for name in
+    shape, stream = program.shape, program.streams[rank]
+    size = {name: given.of(name, shape.stages).tolist() for name in
             ("activation", "gradient", "saved", "deferred_wgrad", "saved_and_deferred",
              "model_states")}  # fmt: skip
     values, at = machine.values(rank), {i: k for k, i in enumerate(stream)}
     number = slots_by_hand(machine, rank)
-    fixed = {"model_states": sum(size["model_states"][s] for s in plan.stages_of[rank])}
+    fixed = {"model_states": sum(size["model_states"][s] for s in shape.stages_of[rank])}
     handed: list[tuple[int, int, float]] = []  # from when until when, and how large
     for kind in SlotCounts._fields:
         most, has = 0.0, set[tuple[int, float]]()  # slots, and their share of a boundary
@@ -125,8 +125,8 @@ def test_peaks_are_those_counted_by_hand(
     program = lower(replace(draft, tp=data.draw(st.sampled_from([1, 2]))))
     if data.draw(st.booleans()):
         program = group_opposites(program)
-    program, given = with_slots(program, rng), data.draw(sizes(draft.plan))
-    timeline = simulate(program, data.draw(costs(draft.plan)), sizes=given)
+    program, given = with_slots(program, rng), data.draw(sizes(draft.shape))
+    timeline = simulate(program, data.draw(costs(draft.shape)), sizes=given)
     machine = Machine(program, "blocking_serial", Costs())
     machine.run()
     peaks = []
@@ -152,8 +152,8 @@ def test_peaks_are_those_counted_by_hand(
 
 
 def test_without_sizes_it_is_in_activations() -> None:
-    for schedule, plan in ((zb_h1, PipelineShape(3, 6)), (interleaved, PipelineShape(2, 4, 2))):
-        timeline = simulate(compile(schedule, plan))
+    for schedule, shape in ((zb_h1, PipelineShape(3, 6)), (interleaved, PipelineShape(2, 4, 2))):
+        timeline = simulate(compile(schedule, shape))
         assert timeline.peak_memory.tolist() == timeline.peak_in_flight.tolist()
         assert [c.held.max() for c in timeline.memory] == timeline.peak_in_flight.tolist()
 
@@ -343,8 +343,8 @@ def test_commands_refuse(
 def test_what_ranks_hold_together_is_the_sum_at_one_time(
     draft: Program, data: st.DataObject
 ) -> None:
-    plan = draft.plan
-    timeline = simulate(lower(draft), data.draw(costs(plan)), sizes=data.draw(sizes(plan)))
+    shape = draft.shape
+    timeline = simulate(lower(draft), data.draw(costs(shape)), sizes=data.draw(sizes(shape)))
     curves = timeline.memory
     # The last of what changes at a time holds from then on.
     now = [

@@ -16,7 +16,7 @@ from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile
-from schedir.errors import ChannelMismatchError, DeadlockError, ProgramError, UsageError
+from schedir.errors import ChannelMismatchError, DeadlockError, SchedirError, UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import EagerMessages, Sizes
 from schedir.ir.isa.instructions import Opcode as O
@@ -78,8 +78,8 @@ BATCHES = written(
 
 def refused(
     program: Program, progress_model: ProgressModel = "per_device", **how: object
-) -> ProgramError:
-    with pytest.raises(ProgramError) as caught:
+) -> SchedirError:
+    with pytest.raises(SchedirError) as caught:
         check(program, progress_model, **how)  # type: ignore[arg-type]
     return caught.value
 
@@ -118,8 +118,8 @@ def test_a_message_whose_ends_are_on_two_communicators_never_meets() -> None:
 
 
 def test_torch_has_the_communicators_of_pairs_where_nothing_is_grouped() -> None:
-    plan = PipelineShape(4, 8, 2)
-    for program in (compile(interleaved, plan), compile(one_f_one_b, PipelineShape(4, 8))):
+    shape = PipelineShape(4, 8, 2)
+    for program in (compile(interleaved, shape), compile(one_f_one_b, PipelineShape(4, 8))):
         one, other = (
             simulate(program, Costs(send=0.5), progress_model=m) for m in ("torch_lazy", "per_pair")
         )
@@ -162,7 +162,7 @@ def _agrees(
         machine.small, machine.sizes = eager_messages.limit, (act, grad, skip)
     try:
         graph = complete(program, progress_model, eager_messages=eager_messages)
-    except ProgramError:
+    except SchedirError:
         return  # the machine takes it that groups can be issued as one
     reached = walk(graph, priced)
     assert machine.run() == reached.done.all()
@@ -192,14 +192,14 @@ def test_small_messages_by_execution(
 ) -> None:
     """The checker accepts what runs right where small messages are left behind, and no more."""
     _, program = mutate(name, seed)
-    stages = program.plan.stages
+    stages = program.shape.stages
     each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
     sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
     ran = verdict(program, progress_model, seed, limit, sizes)
     try:
         check(program, progress_model, eager_limit=limit, sizes=sizes)
         why = ""
-    except ProgramError as error:
+    except SchedirError as error:
         why = f"{type(error).__name__}: {error}"
     event(f"{ran.kind}, {'refused' if refusal(program, progress_model) else 'fine'} where all wait")
     assert bool(why) == (ran.kind != "ok"), (why, ran)
@@ -212,14 +212,14 @@ def test_the_least_limit_is_the_least(
 ) -> None:
     """With what a DeadlockError says a program finishes, and with any less it does not."""
     _, program = mutate(name, seed)
-    stages = program.plan.stages
+    stages = program.shape.stages
     each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
     sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
     try:
         check(program, progress_model, sizes=sizes)
     except DeadlockError as error:
         least = error.eager_limit
-    except ProgramError:
+    except SchedirError:
         return
     else:
         return
@@ -299,7 +299,7 @@ def test_sizes_are_of_the_stages_that_there_are() -> None:
 
 def _past_first_uses(program: Program, model: str, seed: int) -> bool:
     """Whether hosts that make communicators as they come to them all reach their ends."""
-    rng, plan, machine = random.Random(seed), program.plan, Machine(program, model, Costs())
+    rng, shape, machine = random.Random(seed), program.shape, Machine(program, model, Costs())
     hosts: list[list[object]] = []
     for rank, stream in enumerate(program.streams):
         own: list[object] = []
@@ -310,7 +310,7 @@ def _past_first_uses(program: Program, model: str, seed: int) -> bool:
             for i in group:
                 if i.op not in MESSAGES:
                     continue
-                peer = int(plan.rank_at(machine._other(i), i.mb))
+                peer = int(shape.rank_at(machine._other(i), i.mb))
                 acts = (O.SendAct, O.RecvAct, O.SendSkip, O.RecvSkip)
                 kind = "act" if i.op in acts else "grad"
                 way = (rank, peer) if i.op in SENDING else (peer, rank)
@@ -327,7 +327,7 @@ def _past_first_uses(program: Program, model: str, seed: int) -> bool:
             if own:
                 members = {r for r, other in enumerate(hosts) if own[0] in other}
                 if isinstance(own[0], str):
-                    members = {*range(plan.ranks)}
+                    members = {*range(shape.ranks)}
                 if rank not in arrived.get(own[0], ()) or arrived[own[0]] >= members:
                     moves.append((rank, members))
         if not moves:

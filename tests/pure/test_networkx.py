@@ -103,7 +103,7 @@ def whole_costs(rng: random.Random, stages: int) -> Costs:
 def test_networkx_says_the_same(seed: int, name: str, progress_model: ProgressModel) -> None:
     _, program = mutate(name, seed)
     program = with_slots(program, random.Random(seed))
-    priced = whole_costs(random.Random(seed), program.plan.stages)
+    priced = whole_costs(random.Random(seed), program.shape.stages)
     try:
         span = simulate(program, priced, progress_model=progress_model, unchecked=True).span
     except (DeadlockError, ChannelMismatchError, OrderError):  # the last where one rank is all

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from schedir.__main__ import main
 from schedir.analysis.memory.footprint import held
 from schedir.compiler.compile import compile
-from schedir.errors import MemoryLimitError, OrderError, PlanError, SlotError, UsageError
+from schedir.errors import MemoryLimitError, OrderError, ShapeError, SlotError, UsageError
 from schedir.io import torch_csv
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.costs import Costs
@@ -26,7 +26,7 @@ from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import built_in, forward_only, gpipe, interleaved, one_f_one_b
 from schedir.verify.check import check
-from tests.laws import ZOO, least, plan_of
+from tests.laws import ZOO, least, shape_of
 
 SIZES = Sizes(saved=10, checkpoint=1)
 COSTS = Costs(F=1, I=1, W=1, offload=1, reload=1, offload_to_disk=0.5, reload_from_disk=0.5)
@@ -39,7 +39,7 @@ def moved(program: Program, op: Opcode = Opcode.Offload) -> list[list[tuple[int,
 
 
 def of(schedule: Any, P: int = 4, m: int = 8) -> PipelineShape:
-    return plan_of(schedule, P, max(m, least(schedule, P)))
+    return shape_of(schedule, P, max(m, least(schedule, P)))
 
 
 # ---------------------------------------------------------------- where it stands, and when
@@ -47,10 +47,10 @@ def of(schedule: Any, P: int = 4, m: int = 8) -> PipelineShape:
 
 @pytest.mark.parametrize("schedule", TRAINED.values(), ids=TRAINED)
 def test_all_that_fits_on_the_lanes_costs_nothing(schedule: Any) -> None:
-    plan, costs = of(schedule), Costs(F=1, I=1, W=1, send=0.125, offload=0.5, reload=0.5)
-    plain = simulate(compile(schedule, plan, costs=costs), costs, sizes=SIZES)
+    shape, costs = of(schedule), Costs(F=1, I=1, W=1, send=0.125, offload=0.5, reload=0.5)
+    plain = simulate(compile(schedule, shape, costs=costs), costs, sizes=SIZES)
     for how in ("all", "half"):
-        program = compile(schedule, plan, costs=costs, offload=how, debug=True)
+        program = compile(schedule, shape, costs=costs, offload=how, debug=True)
         assert from_text(to_text(program)) == program == check(program)
         run = simulate(program, costs, sizes=SIZES)
         assert run.span <= plain.span * (1 + 1e-9)
@@ -129,24 +129,24 @@ def test_moves_that_nobody_prices_are_planned_as_if_they_took_time() -> None:
 def test_a_limit_that_only_offload_holds() -> None:
     """Plain 1F1B holds 40, and recomputed 13: three checkpoints, and what one is made to.  Offload
     holds 20; and both one checkpoint beside what another is made to."""
-    plan = PipelineShape(4, 16)
+    shape = PipelineShape(4, 16)
     for limit, how in ((30, {}), (12, {"recompute": "all"}), (15, {"offload": "all"})):
         more: dict[str, Any] = how
         with pytest.raises(MemoryLimitError):
-            compile(one_f_one_b, plan, costs=COSTS, sizes=SIZES, memory_limit=limit, **more)
+            compile(one_f_one_b, shape, costs=COSTS, sizes=SIZES, memory_limit=limit, **more)
     both: dict[str, Any] = {"recompute": "all", "offload": "all", "recompute_at": "late"}
-    program = compile(one_f_one_b, plan, costs=COSTS, sizes=SIZES, memory_limit=12, **both)
+    program = compile(one_f_one_b, shape, costs=COSTS, sizes=SIZES, memory_limit=12, **both)
     assert simulate(program, COSTS, sizes=SIZES).peak_memory.max() <= 12
 
 
 def test_as_few_as_fit_and_no_longer() -> None:
-    plan = PipelineShape(4, 16)
-    plain = simulate(compile(one_f_one_b, plan, costs=COSTS), COSTS)
+    shape = PipelineShape(4, 16)
+    plain = simulate(compile(one_f_one_b, shape, costs=COSTS), COSTS)
     number = []
     for limit in (40, 30, 20):
         program = compile(
             one_f_one_b,
-            plan,
+            shape,
             costs=COSTS,
             offload="fit",
             sizes=SIZES,
@@ -162,12 +162,12 @@ def test_as_few_as_fit_and_no_longer() -> None:
 @pytest.mark.parametrize(("move", "limit"), [(1, 12), (2, 20), (4, 32)])
 def test_with_both_the_step_is_as_short_as_with_either(move: int, limit: int) -> None:
     """And what neither fits into, both do: 12 where each alone needs more."""
-    costs, plan = Costs(F=1, B=2, offload=move, reload=move), PipelineShape(4, 8)
+    costs, shape = Costs(F=1, B=2, offload=move, reload=move), PipelineShape(4, 8)
     spans = []
     for how in ({"recompute": "fit"}, {"offload": "fit"}, {"recompute": "fit", "offload": "fit"}):
         more: dict[str, Any] = {"costs": costs, "sizes": SIZES, "memory_limit": limit, **how}
         try:
-            spans.append(simulate(compile(one_f_one_b, plan, **more), costs).span)
+            spans.append(simulate(compile(one_f_one_b, shape, **more), costs).span)
         except MemoryLimitError:
             spans.append(np.inf)
     assert np.isfinite(spans[2]) and spans[2] <= min(spans[:2])
@@ -177,18 +177,18 @@ def test_with_both_the_step_is_as_short_as_with_either(move: int, limit: int) ->
 @pytest.mark.parametrize(("schedule", "limit"), [(gpipe, 20), (one_f_one_b, 20)])
 def test_no_choice_of_the_same_kind_is_much_better(schedule: Any, limit: int) -> None:
     """Of all sets of a small program's values: "fit" is at most 10 % longer than the best."""
-    plan, costs = PipelineShape(2, 3), Costs(F=1, B=2, offload=1, reload=1)
+    shape, costs = PipelineShape(2, 3), Costs(F=1, B=2, offload=1, reload=1)
     how: dict[str, Any] = {"costs": costs, "sizes": SIZES}
-    there = [one for own in moved(compile(schedule, plan, **how, offload="all")) for one in own]
+    there = [one for own in moved(compile(schedule, shape, **how, offload="all")) for one in own]
     best = np.inf
     for number in range(len(there) + 1):
         for some in combinations(there, number):
             try:
-                one = compile(schedule, plan, **how, memory_limit=limit, offload=some or None)
+                one = compile(schedule, shape, **how, memory_limit=limit, offload=some or None)
             except MemoryLimitError:
                 continue
             best = min(best, simulate(one, costs).span)
-    found = compile(schedule, plan, **how, memory_limit=limit, offload="fit")
+    found = compile(schedule, shape, **how, memory_limit=limit, offload="fit")
     assert best <= simulate(found, costs).span <= 1.1 * best
 
 
@@ -250,12 +250,12 @@ TIMES = st.sampled_from([0.0, 0.125, 0.5, 1.0, 3.0])
 @settings(max_examples=8, deadline=None)
 @given(SHAPES, st.floats(0.2, 0.9), st.floats(0.3, 1.0), st.data())
 def test_limits_hold_whatever_takes_how_long(
-    shape: tuple[str, int, int], part: float, away: float, data: st.DataObject
+    counts: tuple[str, int, int], part: float, away: float, data: st.DataObject
 ) -> None:
     """On each tier, and at costs that nobody foresaw; what cannot be held is refused."""
-    schedule = TRAINED[shape[0]]
-    plan = of(schedule, *shape[1:])
-    limit = part * max(map(float, peaks(compile(schedule, plan), "device")))
+    schedule = TRAINED[counts[0]]
+    shape = of(schedule, *counts[1:])
+    limit = part * max(map(float, peaks(compile(schedule, shape), "device")))
     how: dict[str, Any] = {
         "offload": "fit",
         "offload_to_disk": "fit",
@@ -263,9 +263,9 @@ def test_limits_hold_whatever_takes_how_long(
         "sizes": SIZES,
     }
     try:
-        program = compile(schedule, plan, costs=COSTS, **how, host_memory_limit=1e9)
+        program = compile(schedule, shape, costs=COSTS, **how, host_memory_limit=1e9)
         host = away * max(peaks(program, "host"))
-        program = compile(schedule, plan, costs=COSTS, **how, host_memory_limit=host)
+        program = compile(schedule, shape, costs=COSTS, **how, host_memory_limit=host)
     except MemoryLimitError:
         return
     assert from_text(to_text(program)) == program
@@ -342,7 +342,7 @@ def test_slots_of_which_too_few_are_said_are_refused() -> None:
 
 
 def test_forwards_alone_save_nothing() -> None:
-    with pytest.raises(PlanError, match="no backward"):
+    with pytest.raises(ShapeError, match="no backward"):
         compile(forward_only, PipelineShape(2, 4), offload="all")
 
 
@@ -360,11 +360,11 @@ def test_a_program_says_what_it_was_lowered_with() -> None:
 
 def test_what_cannot_finish_is_refused_as_without() -> None:
     """A second update whose forwards need the weights of the first: no time tells when to move."""
-    for plan in (PipelineShape(4, 8, optimizer_steps=2), PipelineShape(2, 4, optimizer_steps=2)):
+    for shape in (PipelineShape(4, 8, optimizer_steps=2), PipelineShape(2, 4, optimizer_steps=2)):
         texts = []
         for how in ({}, {"offload": "all"}, {"offload": "fit", "memory_limit": 30, "sizes": SIZES}):
             with pytest.raises(OrderError) as caught:
-                compile(one_f_one_b, plan, costs=COSTS, **how)
+                compile(one_f_one_b, shape, costs=COSTS, **how)
             texts.append(str(caught.value))
         assert texts[0] == texts[1] == texts[2]
 

@@ -205,14 +205,14 @@ def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_limit_says_what_moving_would_spare() -> None:
-    plan, sizes = PipelineShape(4, 8), Sizes(saved=10, model_states=7)
+    shape, sizes = PipelineShape(4, 8), Sizes(saved=10, model_states=7)
     costs = Costs(F=1, B=2, offload=1, reload=1)
     with pytest.raises(MemoryLimitError) as caught:
-        compile(schedules.one_f_one_b, plan, sizes=sizes, memory_limit=40)
+        compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=40)
     assert caught.value.hint.startswith("40 B of it is what forwards saved: offload='fit' moves")
-    compile(schedules.one_f_one_b, plan, sizes=sizes, memory_limit=40, costs=costs, offload="fit")
+    compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=40, costs=costs, offload="fit")
     with pytest.raises(MemoryLimitError) as caught:  # which no offload would help
-        compile(schedules.one_f_one_b, plan, sizes=sizes, memory_limit=6)
+        compile(schedules.one_f_one_b, shape, sizes=sizes, memory_limit=6)
     assert not caught.value.hint
 
 

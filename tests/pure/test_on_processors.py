@@ -26,7 +26,7 @@ PROCESSORS = st.sampled_from([0.5, 1, 1.5, 2, 3, 7])
 def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
     """A lowered program, and whole costs."""
     draft = draw(strategies.compute_programs())
-    costs = draw(strategies.costs(draft.plan))
+    costs = draw(strategies.costs(draft.shape))
     return lower(draft, costs, "per_edge"), costs
 
 
@@ -70,7 +70,7 @@ def test_shares(data: st.DataObject) -> None:
 def test_enough_processors_are_no_limit(data: st.DataObject) -> None:
     program, costs = data.draw(priced())
     alone = simulate(program, costs, progress_model="per_edge", blocking_hosts=True)
-    shared = on_processors(program, costs, program.plan.ranks)
+    shared = on_processors(program, costs, program.shape.ranks)
     assert shared.spans.tolist() == alone.spans.tolist()
 
 

@@ -62,7 +62,7 @@ USE = """
 import sys
 from dataclasses import replace
 import schedir
-from schedir.errors import ConfigError, ParseError, PlanError
+from schedir.errors import ConfigError, ParseError, ShapeError
 from schedir.schedules import one_f_one_b
 from schedir.training.config.settings_table import settings
 from schedir.training.config.config_file import read
@@ -82,7 +82,7 @@ else:
     raise AssertionError
 try:
     replace(plain, echo=-1)
-except PlanError as error:
+except ShapeError as error:
     assert error.fields == ("echo",)
 else:
     raise AssertionError

@@ -35,7 +35,7 @@ def groups(program: Program, rank: int) -> list[list[Instr]]:
 
 def around(program: Program) -> Iterator[tuple[int, int, int, list[int]]]:
     """Of each gather: where it stands, where its receive and its consumer, and all computes."""
-    for rank in range(program.plan.ranks):
+    for rank in range(program.shape.ranks):
         issued = groups(program, rank)
         at = {instr: k for k, group in enumerate(issued) for instr in group}
         computes = [k for k, group in enumerate(issued) if group[0].op in COMPUTE]

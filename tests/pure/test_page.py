@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from schedir.__main__ import main
 from schedir.compiler.compile import compile, lower
-from schedir.errors import PlanError, UsageError
+from schedir.errors import ShapeError, UsageError
 from schedir.io.timeline_file import save_timeline
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
@@ -119,8 +119,8 @@ NASTY = ["</script><script>alert(1)</script>", "<!--", "<img src=x onerror=a>", 
 def test_a_name_is_only_text(name: str, twice: bool) -> None:
     t = timeline(2, 2)
     try:
-        named = Program(name, t.program.plan, t.program.streams)
-    except PlanError:
+        named = Program(name, t.program.shape, t.program.streams)
+    except ShapeError:
         return  # no program has this name
     run = Timeline(named, t.spans)
     text = html(run, measured(run) if twice else None)
@@ -136,7 +136,7 @@ def test_a_name_is_only_text(name: str, twice: bool) -> None:
 
 @given(compute_programs(), st.data())
 def test_the_numbers_arrive(draft: Program, data: st.DataObject) -> None:
-    t = simulate(lower(draft), data.draw(costs(draft.plan)))
+    t = simulate(lower(draft), data.draw(costs(draft.shape)))
     run = data_of(html(t))["runs"][0]
     spans, n = t.spans, np.arange(len(t))
     assert (column(run, "op") == spans["op"]).all()

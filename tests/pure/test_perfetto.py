@@ -90,7 +90,7 @@ def test_any_run_keeps_the_rules(
     program = group_opposites(lower(draft)) if grouped else lower(draft)
     timeline = schedir.simulate(
         program,
-        data.draw(costs(draft.plan)),
+        data.draw(costs(draft.shape)),
         progress_model="per_edge" if grouped else progress_model,
     )
     if measured:

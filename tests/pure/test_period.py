@@ -23,21 +23,21 @@ ZERO_BUBBLE = [
 ]
 
 
-def both(source: Any, plan: PipelineShape | None = None) -> tuple[Program, Program]:
-    one = compile(source, plan, clip_grad_norm=True)
-    return one, compile(source, plan, clip_grad_norm=True, norm_check="after_step")
+def both(source: Any, shape: PipelineShape | None = None) -> tuple[Program, Program]:
+    one = compile(source, shape, clip_grad_norm=True)
+    return one, compile(source, shape, clip_grad_norm=True, norm_check="after_step")
 
 
 @pytest.mark.parametrize("slow", [1.0, 1.3])
 @pytest.mark.parametrize("blocking_hosts", [False, True])
-@pytest.mark.parametrize(("schedule", "plan"), ZERO_BUBBLE)
+@pytest.mark.parametrize(("schedule", "shape"), ZERO_BUBBLE)
 def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
-    schedule: Any, plan: PipelineShape, blocking_hosts: bool, slow: float
+    schedule: Any, shape: PipelineShape, blocking_hosts: bool, slow: float
 ) -> None:
     """A step takes as long as the longest own span, the papers' measure, and not the whole span."""
-    each = (1.0,) * (plan.stages - 1) + (slow,)
+    each = (1.0,) * (shape.stages - 1) + (slow,)
     at = Costs(F=each, I=each, W=each)
-    before, after = both(schedule, plan)
+    before, after = both(schedule, shape)
     run = simulate(before, at, blocking_hosts=blocking_hosts)
     assert period(before, at, blocking_hosts=blocking_hosts) == pytest.approx(run.span)
     assert period(after, at, blocking_hosts=blocking_hosts) == pytest.approx(run.own_span.max())
@@ -48,7 +48,7 @@ def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
 @settings(max_examples=20, deadline=None)
 @given(compute_programs(), st.builds(Costs, F=TIMES, I=TIMES, W=TIMES, send=TIMES, step=TIMES))
 def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
-    if draft.plan.optimizer_steps > 1 or not draft.trains:
+    if draft.shape.optimizer_steps > 1 or not draft.trains:
         return
     for model in MODELS:
         for blocks in (False, True):

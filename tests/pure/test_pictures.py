@@ -46,7 +46,7 @@ def timeline(
 
 @given(compute_programs(), st.data(), st.integers(1, 40))
 def test_shares_are_the_parts_of_time(draft: Program, data: st.DataObject, columns: int) -> None:
-    t = simulate(lower(draft), data.draw(costs(draft.plan)))
+    t = simulate(lower(draft), data.draw(costs(draft.shape)))
     kind = t.spans["op"].astype(np.int64)
     share = shares(t, kind, len(Opcode), columns)
     assert share.shape == (t.ranks, columns, len(Opcode))

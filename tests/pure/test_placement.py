@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
-from schedir.errors import CompletenessError, PlanError, ProgramError
+from schedir.errors import CompletenessError, SchedirError, ShapeError
 from schedir.ir.isa.instructions import BACKWARD, FORWARD, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import PLACEMENTS, show_placement
@@ -38,7 +38,7 @@ def test_names_are_rows() -> None:
         assert named.stages_of == given.stages_of
         assert named.stages_per_rank == given.stages_per_rank == PLACEMENTS[name].stages_per_rank
         programs = [
-            compile(random_compute_program(plan, random.Random(1))) for plan in (named, given)
+            compile(random_compute_program(shape, random.Random(1))) for shape in (named, given)
         ]
         assert programs[0].digest == programs[1].digest
 
@@ -48,25 +48,25 @@ def test_names_are_rows() -> None:
     [(1, 5, (0, 5)), (2, 5, (0, 3, 5)), (3, 5, (0, 2, 4, 5)), (3, 7, (0, 3, 5, 7))],
 )
 def test_parts_are_as_even_as_can_be(rows: int, m: int, parts: tuple[int, ...]) -> None:
-    plan = PipelineShape(3, m, placement=tuple((k, (k + 1) % 3, (k + 2) % 3) for k in range(rows)))
-    assert plan.parts == parts and plan.rows == rows
+    shape = PipelineShape(3, m, placement=tuple((k, (k + 1) % 3, (k + 2) % 3) for k in range(rows)))
+    assert shape.parts == parts and shape.rows == rows
     for stage in range(3):
         on = [(stage + k) % 3 for k in range(rows) for _ in range(parts[k], parts[k + 1])]
-        assert np.broadcast_to(plan.rank_at(stage, range(m)), m).tolist() == on
+        assert np.broadcast_to(shape.rank_at(stage, range(m)), m).tolist() == on
 
 
 @pytest.mark.parametrize("text", ["loop", "mirror-vee", "0,1,1", "0,1,2,3/3,2,1,0", "0,1/1,2/2,0"])
 def test_a_placement_is_a_text(text: str) -> None:
     ranks = 4 if text[0] in "lm" or "3" in text else 2 + ("2" in text)
-    plan = PipelineShape(ranks, 6, placement=text)
-    assert show_placement(plan.placement) == text
-    program = compile(random_compute_program(plan, random.Random(0)))
+    shape = PipelineShape(ranks, 6, placement=text)
+    assert show_placement(shape.placement) == text
+    program = compile(random_compute_program(shape, random.Random(0)))
     assert f"placement {text}\n" in to_text(program)
     assert from_text(to_text(program)) == program
 
 
 @pytest.mark.parametrize(
-    ("plan", "fact"),
+    ("shape", "fact"),
     [
         (
             {"placement": ((0, 1), (1, 1))},
@@ -88,23 +88,23 @@ def test_a_placement_is_a_text(text: str) -> None:
         ({"placement": "mirror-vee", "stages_per_rank": 3}, "stages_per_rank must be even, not 3"),
     ],
 )
-def test_what_is_no_placement(plan: dict[str, Any], fact: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        PipelineShape(**{"ranks": 2, "microbatches": 8} | plan)
-    assert fact in str(caught.value) and set(caught.value.fields) >= {*plan} - {"ranks"}
+def test_what_is_no_placement(shape: dict[str, Any], fact: str) -> None:
+    with pytest.raises(ShapeError) as caught:
+        PipelineShape(**{"ranks": 2, "microbatches": 8} | shape)
+    assert fact in str(caught.value) and set(caught.value.fields) >= {*shape} - {"ranks"}
 
 
 def test_an_own_stage_may_have_two_names() -> None:
     """Stage 1 is `F[1]` of rank 0, and `F[0]` of rank 1."""
-    plan = PipelineShape(3, 4, placement=((0, 0), (2, 1)))
-    assert plan.stages_of == ((0, 1), (1,), (0,))
-    assert plan.local_of(1, [0, 1]).tolist() == [1, 0]
+    shape = PipelineShape(3, 4, placement=((0, 0), (2, 1)))
+    assert shape.stages_of == ((0, 1), (1,), (0,))
+    assert shape.local_of(1, [0, 1]).tolist() == [1, 0]
     words = [2 * (F[0] + F[1] + B[1] + B[0]), 2 * (F + B), 2 * (F + B)]
 
     def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return words[rank]
 
-    program = compile(mine, plan)
+    program = compile(mine, shape)
     check(program)
     found = [[(s, mb) for op, s, mb in stream if op is FORWARD] for stream in program.streams]
     assert found == [[(0, 0), (1, 0), (0, 1), (1, 1)], [(1, 2), (1, 3)], [(0, 2), (0, 3)]]
@@ -112,29 +112,29 @@ def test_an_own_stage_may_have_two_names() -> None:
 
 @settings(max_examples=25)
 @given(shapes(placements=["rows"]), st.randoms(use_true_random=False), st.booleans())
-def test_any_holders(plan: PipelineShape, rng: random.Random, tied: bool) -> None:
+def test_any_holders(shape: PipelineShape, rng: random.Random, tied: bool) -> None:
     """Each holder runs its part, reduces, and meets the others of its stage, under all models."""
     for model in MODELS:
         program = compile(
-            random_compute_program(plan, rng),
+            random_compute_program(shape, rng),
             progress_model=model,
-            tied_weights=tied and plan.stages > 1,
+            tied_weights=tied and shape.stages > 1,
         )
         check(program, model)
     for rank, stream in enumerate(program.streams):
         for op, s, mb in stream:
             if op in (FORWARD, BACKWARD):
-                assert plan.holders[plan.row_at(mb), s] == rank
+                assert shape.holders[shape.row_at(mb), s] == rank
     for op in (Opcode.ReduceGrads, Opcode.ReduceReplicatedStages):
         each = [[i.stage for i in stream if i.op is op] for stream in program.streams]
-        assert [sorted(own) for own in each] == [[*own] for own in plan.stages_of]
-    assert simulate(program).span >= 3 * plan.parts[1]  # what one holder of a stage computes
+        assert [sorted(own) for own in each] == [[*own] for own in shape.stages_of]
+    assert simulate(program).span >= 3 * shape.parts[1]  # what one holder of a stage computes
 
 
 def test_each_holder_is_missed() -> None:
     """Of three, whichever is not there when the others sum."""
-    plan = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
-    text = to_text(compile(random_compute_program(plan, random.Random(0))), folded=False)
+    shape = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
+    text = to_text(compile(random_compute_program(shape, random.Random(0))), folded=False)
     for k in range(text.count("\n  reduce_replicated_stages 1\n")):
         head, *parts = text.split("\n  reduce_replicated_stages 1\n")
         without = "\n  reduce_replicated_stages 1\n".join([head, *parts[:k]]) + "\n" * (
@@ -142,7 +142,7 @@ def test_each_holder_is_missed() -> None:
         )
         whole = without + "\n  reduce_replicated_stages 1\n".join(parts[k:])
         with pytest.raises(
-            ProgramError, match=f"reduce_replicated_stages 1 is missing on rank {k}"
+            SchedirError, match=f"reduce_replicated_stages 1 is missing on rank {k}"
         ):
             check(from_text(whole))
 

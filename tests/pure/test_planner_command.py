@@ -197,7 +197,7 @@ def test_the_plan_is_written_and_drawn(
     said(capsys, *plain, "-o", "best.sched", "--picture", "all.png", "--tradeoff")
     program = from_text(Path("best.sched").read_text())
     first = json.loads(said(capsys, *plain, "--json"))["plans"][0]
-    assert (program.plan.ranks, program.plan.microbatches) == (first["pp"], first["microbatches"])
+    assert (program.shape.ranks, program.shape.microbatches) == (first["pp"], first["microbatches"])
     assert {path.suffix for path in tmp_path.iterdir()} == {".toml", ".svg", ".sched", ".png"}
 
 
@@ -214,7 +214,7 @@ def test_a_search_finds_a_shorter_schedule(
     )["plans"]
     assert found["schedule"] == "search" and found["step"] < plain["step"]
     program = from_text(Path("best.sched").read_text())
-    assert program.name == "search" and program.plan.microbatches == found["microbatches"]
+    assert program.name == "search" and program.shape.microbatches == found["microbatches"]
     told = refused(capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml")
     assert "a schedule that was searched is a program" in told and not Path("best.toml").exists()
 

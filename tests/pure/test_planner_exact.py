@@ -69,7 +69,7 @@ def test_parts_add_up_and_work_is_a_bound(
     assert min(found.parts) >= 0
     # The busiest rank computes all of its layers, and nothing makes it faster.
     times = times_of(model, where, choice)
-    own = plan_program(choice, tied=model.tied).plan.stages_of
+    own = plan_program(choice, tied=model.tied).shape.stages_of
     work = [sum(sum(times[s].total) for s in stages) * choice.microbatches for stages in own]
     assert found.step >= max(work) * (1 - 1e-9)
     busy = found.parts.compute + found.parts.recompute + found.parts.tensor

@@ -92,8 +92,8 @@ def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> No
     whole = check(planner.simulated_program(MODEL, where, choice))
     constants = SoftwareConstants()
     times = times_of(MODEL, where, choice)
-    costs = costs_of(MODEL, where, choice, whole.plan, times, constants)
-    held = sizes(MODEL, choice, whole.plan, constants)
+    costs = costs_of(MODEL, where, choice, whole.shape, times, constants)
+    held = sizes(MODEL, choice, whole.shape, constants)
     run = simulate(whole, costs, progress_model="per_edge", sizes=held)
     assert run.span == pytest.approx(found.step, rel=CLOSE)
     # Costs say in which order messages go, too: the program beside it is lowered with them as well.
@@ -107,7 +107,7 @@ def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> No
     # Nobody copies faster than the link: each rank's bytes out, and in, take no more than the step.
     for stream in whole.streams:
         for op, name in ((Opcode.Offload, "saved"), (Opcode.ReloadState, "optimizer")):
-            size = held.of(name, whole.plan.stages)[stream.stage[stream.op == op]].sum()
+            size = held.of(name, whole.shape.stages)[stream.stage[stream.op == op]].sum()
             parts = choice.dp if op == Opcode.ReloadState and choice.zero else 1
             assert NODE.host is not None and size / parts / NODE.host <= found.step
 
@@ -136,12 +136,12 @@ def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> No
     where = cluster(4, memory=0.9 * least)
     whole = plan_program(on_device(tight))
     costs = costs_of(
-        MODEL, where, tight, whole.plan, times_of(MODEL, where, tight), SoftwareConstants()
+        MODEL, where, tight, whole.shape, times_of(MODEL, where, tight), SoftwareConstants()
     )
-    saved = sizes(MODEL, tight, whole.plan).of("saved", tight.stages)
+    saved = sizes(MODEL, tight, whole.shape).of("saved", tight.stages)
     assert NODE.host is not None and costs.offload == costs.reload
     for stage in range(tight.stages):
-        told = costs.of(Opcode.Offload, whole.plan)[stage]
+        told = costs.of(Opcode.Offload, whole.shape)[stage]
         assert told == pytest.approx(NODE.latency + saved[stage] / NODE.host, rel=CLOSE)
     if recompute == "none":
         found, moved = (
@@ -149,7 +149,7 @@ def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> No
             planner.simulated_program(MODEL, where, tight),
         )
         far, times = replace(where, host=1e9), times_of(MODEL, where, tight)
-        slow = costs_of(MODEL, far, tight, whole.plan, times, SoftwareConstants())
+        slow = costs_of(MODEL, far, tight, whole.shape, times, SoftwareConstants())
         assert found.fits and found.host.activations > 0
         assert simulate(moved, slow, progress_model="per_edge").span > 2 * found.step
 

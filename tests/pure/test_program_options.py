@@ -56,7 +56,7 @@ def test_an_option_is_a_keyword_of_compile(
     given_: dict[str, Any] = {name: value for name, (_, value) in options.items()}
     try:
         program = schedir.compile("one_f_one_b", ranks=4, microbatches=8, **given_)
-    except schedir.errors.ProgramError:
+    except schedir.errors.SchedirError:
         assert code == 2
     else:
         assert code == 0 and schedir.from_text(file.read_text()) == program

@@ -24,7 +24,7 @@ from schedir.errors import (
     DeadlockError,
     LoweringLevelError,
     OrderError,
-    ProgramError,
+    SchedirError,
     SlotError,
     UsageError,
 )
@@ -134,7 +134,7 @@ def said(call: object, *args: object, **options: object) -> str:
     assert callable(call)
     try:
         call(*args, **options)
-    except ProgramError as error:
+    except SchedirError as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -146,11 +146,11 @@ def test_what_is_simulated_is_what_is_right(
 ) -> None:
     try:
         program, mutant = mutate(name, seed)
-    except ProgramError:
+    except SchedirError:
         return  # its text says none
     if mutant.is_draft:
         return  # which is lowered first
-    if mutant.plan.ranks == program.plan.ranks:
+    if mutant.shape.ranks == program.shape.ranks:
         mutant = replace(mutant, slots=with_slots(program, random.Random(seed)).slots)
     refused = said(check, replace(mutant), progress_model)
     event(refused.partition(":")[0] or "right")
@@ -204,7 +204,7 @@ def test_a_slot_that_only_its_own_filler_frees() -> None:
 def test_a_draft_is_its_program(
     given: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
-    priced = data.draw(costs(given.plan))
+    priced = data.draw(costs(given.shape))
     program = compile(given, costs=priced, progress_model=progress_model)
     one, other = (
         simulate(given, priced, progress_model=progress_model),
@@ -214,12 +214,12 @@ def test_a_draft_is_its_program(
 
 
 def test_drafts_of_any_kind_are_compiled() -> None:
-    plan = PipelineShape(4, 8)
-    program = compile(one_f_one_b, plan)
-    listed = greedy_schedule(plan, "BF", lambda rank: plan.ranks - rank)
+    shape = PipelineShape(4, 8)
+    program = compile(one_f_one_b, shape)
+    listed = greedy_schedule(shape, "BF", lambda rank: shape.ranks - rank)
     imported = torch_csv.from_csv(torch_csv.to_csv(program, "torch"))
-    for each in (expand_schedule(one_f_one_b, plan), listed, imported, from_text(to_text(listed))):
-        assert compile(each).streams == compile(each, plan).streams == program.streams
+    for each in (expand_schedule(one_f_one_b, shape), listed, imported, from_text(to_text(listed))):
+        assert compile(each).streams == compile(each, shape).streams == program.streams
     assert compile(listed, costs=Costs(send=5)).order.keys() == program.order.keys()
 
 

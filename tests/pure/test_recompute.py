@@ -17,7 +17,7 @@ from schedir.errors import (
     CompletenessError,
     MemoryLimitError,
     OrderError,
-    ProgramError,
+    SchedirError,
     ScheduleError,
     UsageError,
 )
@@ -36,7 +36,7 @@ from schedir.schedules.schedule_algebra import B, F, I, R, RankSchedule, W
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
-from tests.laws import ZOO, least, plan_of
+from tests.laws import ZOO, least, shape_of
 
 SIZES = Sizes(saved=10, checkpoint=1)
 
@@ -94,11 +94,11 @@ def test_a_program_with_r_is_written_and_read() -> None:
 
 def test_memory_is_that_counted_by_hand() -> None:
     """Of two in flight one is a checkpoint; of five, four."""
-    for schedule, plan, whole, less in (
+    for schedule, shape, whole, less in (
         (one_f_one_b, PipelineShape(2, 4), [20, 10], [11, 10]),
         (interleaved, PipelineShape(2, 4, 2), [50, 30], [14, 12]),
     ):
-        plain, program = compile(schedule, plan), compile(schedule, plan, recompute="all")
+        plain, program = compile(schedule, shape), compile(schedule, shape, recompute="all")
         runs = [simulate(p, sizes=SIZES) for p in (plain, program)]
         assert [run.peak_memory.tolist() for run in runs] == [whole, less]
         assert runs[0].peak_in_flight.tolist() == runs[1].peak_in_flight.tolist()
@@ -132,14 +132,14 @@ def test_hidden_is_no_longer_and_holds_no_more(schedule: Any) -> None:
     if schedule is built_in()["forward_only"]:
         assert RECOMPUTE not in compile(schedule, PipelineShape(4, 8), recompute="all").ops
         return
-    plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
+    shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     for costs in (Costs(F=1, I=1, W=1), Costs(F=2, I=3, W=1, send=0.5, R=1)):
         runs = [
             simulate(p, costs, sizes=SIZES)
             for p in (
-                compile(schedule, plan, costs=costs),
-                compile(schedule, plan, costs=costs, recompute="all", recompute_at="late"),
-                compile(schedule, plan, costs=costs, recompute="all"),
+                compile(schedule, shape, costs=costs),
+                compile(schedule, shape, costs=costs, recompute="all", recompute_at="late"),
+                compile(schedule, shape, costs=costs, recompute="all"),
             )
         ]
         assert runs[2].span <= runs[1].span
@@ -176,16 +176,16 @@ def test_of_any_draft(program: Program, some: set[int], late: bool) -> None:
 
 
 def test_what_is_said_is_recomputed() -> None:
-    plan = PipelineShape(2, 3)
+    shape = PipelineShape(2, 3)
     found = {
-        how: again(compile(one_f_one_b, plan, recompute=how)) for how in ("0.1", "0", "1", "all")
+        how: again(compile(one_f_one_b, shape, recompute=how)) for how in ("0.1", "0", "1", "all")
     }
     assert found["0.1"] == [["R 0.1"], []]
     assert found["0"] == found["all"] == [["R 0.0", "R 0.1", "R 0.2"], []]
     assert found["1"] == [[], []]  # each backward follows its own forward: nothing is held less
-    assert again(compile(one_f_one_b, plan, recompute=[(0, 1)])) == found["0.1"]
-    assert again(compile(one_f_one_b, plan, recompute=[0])) == found["0"]
-    frozen = compile(one_f_one_b, plan, recompute="all", frozen_stages=1)
+    assert again(compile(one_f_one_b, shape, recompute=[(0, 1)])) == found["0.1"]
+    assert again(compile(one_f_one_b, shape, recompute=[0])) == found["0"]
+    frozen = compile(one_f_one_b, shape, recompute="all", frozen_stages=1)
     assert again(frozen) == [[], []]
 
 
@@ -232,26 +232,26 @@ def test_what_fits_is_within_the_limit(limit: float, slots: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "plan"),
+    ("schedule", "shape"),
     [
         (gpipe, PipelineShape(2, 4)),
         (one_f_one_b, PipelineShape(3, 5)),
         (zb_h1, PipelineShape(2, 4)),
     ],
 )
-def test_no_fewer_would_do(schedule: Any, plan: PipelineShape) -> None:
+def test_no_fewer_would_do(schedule: Any, shape: PipelineShape) -> None:
     """By trying all smaller sets of a rank."""
-    whole = compile(schedule, plan, recompute="all", recompute_at="late")
+    whole = compile(schedule, shape, recompute="all", recompute_at="late")
     for limit in (31, 22, 21, 13):
         try:
-            program = compile(schedule, plan, recompute="fit", sizes=SIZES, memory_limit=limit)
+            program = compile(schedule, shape, recompute="fit", sizes=SIZES, memory_limit=limit)
         except MemoryLimitError:
             assert simulate(whole, sizes=SIZES).peak_memory.max() > limit
             continue
         for rank, own in enumerate(again(program)):
-            pairs = [(rank, mb) for mb in range(plan.microbatches)]
+            pairs = [(rank, mb) for mb in range(shape.microbatches)]
             for fewer in combinations(pairs, max(len(own) - 1, 0)) if own else ():
-                other = compile(schedule, plan, recompute=list(fewer))
+                other = compile(schedule, shape, recompute=list(fewer))
                 assert simulate(other, sizes=SIZES).peak_memory[rank] > limit
 
 
@@ -327,7 +327,7 @@ def test_when_is_early_or_late() -> None:
         compile(one_f_one_b, PipelineShape(4, 8), recompute="all", recompute_at="soon")
 
 
-def refused(text: str, kind: type[ProgramError], *names: str) -> None:
+def refused(text: str, kind: type[SchedirError], *names: str) -> None:
     with pytest.raises(kind) as caught:
         check(from_text(text))
     assert [str(site.instr) for site in caught.value.sites] == [*names]

@@ -38,7 +38,7 @@ def events(program: Program, rank: int) -> Events:
 
 def only_what_is_added_to_is_whole(program: Program) -> None:
     """And nothing is reduced before another instruction adds to the same."""
-    for rank in range(program.plan.ranks):
+    for rank in range(program.shape.ranks):
         whole: set[int] = set()
         for what, stages in events(program, rank):
             if what == "add":
@@ -55,16 +55,16 @@ def only_what_is_added_to_is_whole(program: Program) -> None:
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 2))
 def test_of_gradients_those_are_whole_that_are_added_to(
-    plan: PipelineShape, seed: int, dp: int
+    shape: PipelineShape, seed: int, dp: int
 ) -> None:
-    draft = random_compute_program(plan, random.Random(seed))
+    draft = random_compute_program(shape, random.Random(seed))
     program = compile(
         draft,
         dp=dp,
         zero=2,
         reduce_scatter_at="each_backward",
         clip_grad_norm=True,
-        tied_weights=plan.stages > 1,
+        tied_weights=shape.stages > 1,
     )
     only_what_is_added_to_is_whole(program)
     for model in MODELS:
@@ -93,12 +93,12 @@ def test_what_runs_as_one_is_one_turn() -> None:
 
 def test_breadth_first_reduces_once_and_late_w_often() -> None:
     """Where each stage's backwards are one run, turns are the end."""
-    plan = PipelineShape(4, 16, 4)
+    shape = PipelineShape(4, 16, 4)
     end, turn = (
-        compile(looped_bfs, plan, dp=2, zero=2, reduce_scatter_at=how)
+        compile(looped_bfs, shape, dp=2, zero=2, reduce_scatter_at=how)
         for how in ("update_end", "each_backward")
     )
     assert turn.streams == end.streams
-    late = compile(interleaved_zb, plan, dp=2, zero=2, reduce_scatter_at="each_backward")
+    late = compile(interleaved_zb, shape, dp=2, zero=2, reduce_scatter_at="each_backward")
     found = [sum(i.op is Opcode.ReduceScatter for i in stream) for stream in late.streams]
     assert found == [16, 46, 76, 106]

@@ -20,7 +20,7 @@ from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.commands.common.schedule_options import read_costs
 from schedir.compiler.compile import compile, finish
 from schedir.compiler.relower import compute_of, options_of
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 from schedir.io import torch_csv
 from schedir.io.source_loader import load
 from schedir.ir.program import JOINED, StreamSlices
@@ -138,13 +138,13 @@ def test_what_is_said_is_simulated_and_right(
     seed: int,
 ) -> None:
     """Of any order of the transfers: the compute stays, and what is said of it comes out."""
-    costs = data.draw(any_costs(program.plan))
+    costs = data.draw(any_costs(program.shape))
     program = in_another_order(program, seed)
     try:
         run = schedir.simulate(
             program, costs, progress_model=progress_model, blocking_hosts=blocking_hosts
         )
-    except ProgramError:  # not under this model
+    except SchedirError:  # not under this model
         assume(False)
     advice = advise(run, costs)
     costs = completed(costs, program)
@@ -268,7 +268,7 @@ def test_costs_as_they_are_said() -> None:
 
 @pytest.mark.parametrize("buffer_sharing", [None, "minimal", "latency_preserving"])
 @pytest.mark.parametrize(
-    ("schedule", "plan"),
+    ("schedule", "shape"),
     [
         (one_f_one_b, PipelineShape(4, 8)),
         (zb_v, PipelineShape(2, 5, 2, "vee")),
@@ -280,20 +280,20 @@ def test_a_program_lowered_anew_is_itself(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     schedule: Schedule,
-    plan: PipelineShape,
+    shape: PipelineShape,
     buffer_sharing: BufferSharing | None,
 ) -> None:
     """How it was lowered is read off it: what nobody says stays."""
     program = compile(
         schedule,
-        plan,
+        shape,
         tp=2,
         dp=2,
         clip_grad_norm=True,
         boundary="sharded",
         buffer_sharing=buffer_sharing,
     )
-    drafted = replace(schedir.expand_schedule(schedule, plan), tp=2, dp=2, clip_grad_norm=True)
+    drafted = replace(schedir.expand_schedule(schedule, shape), tp=2, dp=2, clip_grad_norm=True)
     assert compute_of(program) == drafted
     own, again = tmp_path / "own.sched", tmp_path / "again.sched"
     own.write_text(schedir.to_text(program))

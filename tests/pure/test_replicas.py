@@ -10,7 +10,7 @@ import random
 import pytest
 
 from schedir.analysis.progress_models import MODELS
-from schedir.errors import ProgramError
+from schedir.errors import SchedirError
 from schedir.verify.check import check
 from tests.mutants import MUTATIONS, legal
 from tests.mutations_of_turns import TURNED
@@ -30,7 +30,7 @@ def test_two_replicas_finish_where_the_checker_says_that_one_does(seed: int) -> 
             try:
                 check(program, model, blocking_hosts=blocks)
                 accepted = True
-            except ProgramError:
+            except SchedirError:
                 accepted = False
             for replicas in (1, 2):
                 run = verdict(program, model, seed, blocking_hosts=blocks, replicas=replicas)

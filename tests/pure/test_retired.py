@@ -4,11 +4,11 @@ import pytest
 
 import schedir
 from schedir import PipelineShape
-from schedir.errors import ParseError, ProgramError, UsageError
+from schedir.errors import ParseError, SchedirError, UsageError
 from schedir.retired_names import RETIRED
 
 
-def hint(error: ProgramError) -> str:
+def hint(error: SchedirError) -> str:
     assert error.hint in RETIRED.values()
     return error.hint
 

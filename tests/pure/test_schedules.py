@@ -51,10 +51,10 @@ def test_bubble_of_interleaved(ranks: int, v: int) -> None:
 
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_activations_in_flight(ranks: int, m: int) -> None:
-    plan = PipelineShape(ranks, m)
-    peak = simulate(compile(gpipe, plan)).peak_in_flight
+    shape = PipelineShape(ranks, m)
+    peak = simulate(compile(gpipe, shape)).peak_in_flight
     assert peak.tolist() == [m] * ranks
-    peak = simulate(compile(one_f_one_b, plan)).peak_in_flight
+    peak = simulate(compile(one_f_one_b, shape)).peak_in_flight
     assert peak.tolist() == [min(ranks - r, m) for r in range(ranks)]
 
 
@@ -77,12 +77,12 @@ def test_interleaved_takes_any_number_of_microbatches(ranks: int, v: int, m: int
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(1, 20))
 def test_group_size_is_megatrons(ranks: int, m: int, group: int) -> None:
-    schedule, plan = partial(interleaved, group=group), PipelineShape(ranks, m, 2)
+    schedule, shape = partial(interleaved, group=group), PipelineShape(ranks, m, 2)
     if ranks <= group <= m and (m % group == 0 or m % group >= ranks):
-        compile(schedule, plan)
+        compile(schedule, shape)
     else:
         with pytest.raises(ScheduleError):
-            compile(schedule, plan)
+            compile(schedule, shape)
 
 
 def test_group_size_trades_memory_for_slack() -> None:

@@ -29,7 +29,7 @@ from schedir import (
 )
 from schedir.analysis.numba_jit import FIRST_USE, within
 from schedir.compiler.compile import check_memory
-from schedir.errors import CostsError, MemoryLimitError, ProgramError, UsageError
+from schedir.errors import CostsError, MemoryLimitError, SchedirError, UsageError
 from schedir.ir.program import Program
 from schedir.schedule_search.bounds.program_bound import bound_of_program
 from schedir.schedule_search.heuristics.annealing import wave
@@ -85,7 +85,7 @@ def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
 
 def test_nothing_is_moved_when_the_seconds_are_over() -> None:
     problem = problem_of(PipelineShape(4, 8), Costs(F=2, I=2, W=1), in_flight=3)
-    order = codes_of(compile(schedules.zb_h1, problem.plan), split=True)
+    order = codes_of(compile(schedules.zb_h1, problem.shape), split=True)
     hunt = LocalSearch(
         problem, 0.0, begin=perf_counter(), seconds=1e-9, evaluations=None, seed=0,
         report=lambda _: None,
@@ -111,14 +111,14 @@ def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
 @pytest.mark.parametrize("saved", [6883729793.34318, 6098687129.154504, 26666666667 / 3])
 def test_a_limit_of_some_times_what_is_saved_holds_as_many(saved: float) -> None:
     """Though sums of sizes are rounded; what is too much by a byte is too much."""
-    plan, sizes = PipelineShape(4, 7), Sizes(saved=saved)
-    one = search_schedule(plan, EVEN, sizes, 4 * saved, evaluations=400)
-    assert one.span == search_schedule(plan, EVEN, in_flight=4, evaluations=400).span
+    shape, sizes = PipelineShape(4, 7), Sizes(saved=saved)
+    one = search_schedule(shape, EVEN, sizes, 4 * saved, evaluations=400)
+    assert one.span == search_schedule(shape, EVEN, in_flight=4, evaluations=400).span
     check_memory(one.program, sizes, 4 * saved)
     with pytest.raises(MemoryLimitError):
         check_memory(one.program, sizes, 4 * saved - 1)
-    less = search_schedule(plan, EVEN, sizes, 4 * saved - 1, evaluations=400)
-    assert less.span == search_schedule(plan, EVEN, in_flight=3, evaluations=400).span
+    less = search_schedule(shape, EVEN, sizes, 4 * saved - 1, evaluations=400)
+    assert less.span == search_schedule(shape, EVEN, in_flight=3, evaluations=400).span
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), 1e308])
@@ -148,15 +148,15 @@ def test_what_is_found_is_kept_where_it_is_interrupted_as_it_is_compiled(
 
 
 def test_numbers_may_be_of_numpy() -> None:
-    sizes, plan = Sizes(saved=10.0), PipelineShape(2, 3)
-    plain = search_schedule(plan, EVEN, sizes, 20, seed=3, seconds=9, evaluations=50)
+    sizes, shape = Sizes(saved=10.0), PipelineShape(2, 3)
+    plain = search_schedule(shape, EVEN, sizes, 20, seed=3, seconds=9, evaluations=50)
     found = search_schedule(
-        plan, EVEN, sizes, np.int64(20), seed=np.int64(3), seconds=np.float32(9),  # type: ignore[arg-type]
+        shape, EVEN, sizes, np.int64(20), seed=np.int64(3), seconds=np.float32(9),  # type: ignore[arg-type]
         evaluations=np.int64(50),  # type: ignore[arg-type]
     )  # fmt: skip
     assert to_text(found.program) == to_text(plain.program)
     room: Any = np.float32(20)
-    assert lower_bound(plan, EVEN, sizes, room) == lower_bound(plan, EVEN, sizes, 20)
+    assert lower_bound(shape, EVEN, sizes, room) == lower_bound(shape, EVEN, sizes, 20)
 
 
 @pytest.mark.parametrize(
@@ -187,15 +187,15 @@ def test_more_in_flight_than_a_float_can_say_are_no_limit() -> None:
     (PipelineShape(4, 8), Costs(send=1000), None),
 ])  # fmt: skip
 def test_nothing_that_it_begins_with_is_shorter(
-    plan: PipelineShape, costs: Costs, in_flight: int | None
+    shape: PipelineShape, costs: Costs, in_flight: int | None
 ) -> None:
     """As programs, in which messages of a rank wait for each other, and not by their orders."""
-    found = search_schedule(plan, costs, in_flight=in_flight, evaluations=50)
+    found = search_schedule(shape, costs, in_flight=in_flight, evaluations=50)
     assert found.tried <= 50 + len(built_in())
     for schedule in built_in().values():
         try:
-            run = simulate(compile(expand_schedule(schedule, plan.resolved()), costs=costs), costs)
-        except ProgramError:  # it is for other plans
+            run = simulate(compile(expand_schedule(schedule, shape.resolved()), costs=costs), costs)
+        except SchedirError:  # it is for other shapes
             continue
         split = "I" in to_text(run.program)
         if split and (in_flight is None or run.peak_in_flight.max() <= in_flight):
@@ -213,14 +213,14 @@ def test_costs_that_no_number_can_hold_are_refused(F: float) -> None:
 
 def test_pairs_that_save_time_are_not_searched() -> None:
     """Nor is anything said of schedules at such costs: one with pairs may be shorter."""
-    costs, plan = Costs(F=2, I=2, W=1, FB=2.5), PipelineShape(4, 8, placement="vee")
-    program = compile(schedules.zb_v, plan, costs=costs)
+    costs, shape = Costs(F=2, I=2, W=1, FB=2.5), PipelineShape(4, 8, placement="vee")
+    program = compile(schedules.zb_v, shape, costs=costs)
     for refused in (search_schedule, lower_bound):
         with pytest.raises(CostsError):
-            refused(plan, costs)
+            refused(shape, costs)
     assert bound_of_program(program, costs) is None
     same = replace(costs, FB=5)
-    assert lower_bound(plan, same) == lower_bound(plan, replace(same, FB=None))
+    assert lower_bound(shape, same) == lower_bound(shape, replace(same, FB=None))
     assert bound_of_program(program, same) == bound_of_program(program, replace(same, FB=None))
 
 

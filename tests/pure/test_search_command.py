@@ -20,7 +20,7 @@ from schedir import Costs, PipelineShape, from_text, load_timeline, schedules, s
 from schedir.__main__ import main
 from schedir.commands.common.schedule_options import read_costs
 from schedir.compiler.compile import compile
-from schedir.errors import MemoryLimitError, ProgramError
+from schedir.errors import MemoryLimitError, SchedirError
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import BACKWARD_INPUT
 from schedir.predict.calibrate import calibrate, completed
@@ -43,7 +43,7 @@ def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
     assert text.startswith("\n".join(comments))
     assert comments[0] == f"# schedir {shlex.join(argv)}"
     keys = [line.split(":")[0].removeprefix("# ") for line in comments[1:]]
-    assert keys == ["plan", "costs", "limit", "span", "bound", "seed"]
+    assert keys == ["shape", "costs", "limit", "span", "bound", "seed"]
     found = simulate(from_text(text), COSTS)
     assert (found.peak_in_flight <= 4).all()
     assert f"span {found.span:.6g}," in told and f"span: {found.span:.6g};" in text
@@ -96,28 +96,28 @@ def test_every_command_takes_the_file(
     for form in ("torch", "torch-2.13"):
         said(capsys, "export", "best.sched", "--to", form, "-o", "best.csv")
         program = schedir.torch_csv.from_csv(Path("best.csv").read_text())
-        assert program.plan == PLAN
+        assert program.shape == PLAN
     said(capsys, "search", *AT, "--max-in-flight=4", "--initial-schedules", "best.sched", "zb_h1")
 
 
 def test_beside_is_the_zoo_on_the_same_plan_at_the_same_costs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for shape, plan in (
+    for options, shape in (
         ((), PLAN),
         (("--stages-per-rank=2",), PipelineShape(4, 8, 2)),
         (("--placement=vee",), PipelineShape(4, 8, placement="vee")),
     ):
-        row = json.loads(said(capsys, "search", *AT, *shape, "--max-in-flight=9", "--json"))
+        row = json.loads(said(capsys, "search", *AT, *options, "--max-in-flight=9", "--json"))
         assert row["beside"] and {one["program"] for one in row["beside"]}.isdisjoint(row["over"])
         lengths = [one["length"] for one in row["beside"]]
         assert lengths == sorted(lengths)
         for one in row["beside"]:
-            program = compile(getattr(schedules, one["program"]), plan, costs=COSTS)
+            program = compile(getattr(schedules, one["program"]), shape, costs=COSTS)
             run = simulate(program, COSTS)
             assert run.span == one["length"] and run.peak_in_flight.max() <= 9
         for name, held in row["over"].items():
-            run = simulate(compile(getattr(schedules, name), plan))
+            run = simulate(compile(getattr(schedules, name), shape))
             assert held == f"{run.peak_in_flight.max()} in flight"
         assert row["bound"] <= row["span"] and row["gap"] == row["span"] / row["bound"] - 1
 
@@ -151,12 +151,12 @@ def test_whole_backwards_and_the_own_span(
 
 
 def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its plan, its mean times and its unit; and its own program is set beside what is found."""
+    """Its shape, its mean times and its unit; and its own program is set beside what is found."""
     run, file = load_timeline(RUN), str(tmp_path / "x.sched")
     at = ("--costs-from", str(RUN), "--max-evaluations=40", "--max-in-flight=12")
     told = said(capsys, "search", *at, "-o", file)
     program = from_text(Path(file).read_text())
-    assert program.plan == run.program.plan
+    assert program.shape == run.program.shape
     costs = completed(calibrate(run), run.program)
     found = simulate(program, costs)
     assert f"span {found.span:.6g} s" in told
@@ -244,15 +244,15 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
         ({"memory_limit": float("nan"), "sizes": Sizes(saved=1)}, "memory_limit"),
         ({"sizes": 3, "memory_limit": 4}, "Sizes"),
         ({"costs": 3}, "Costs"),
-        ({"plan": 3}, "PipelineShape"),
+        ({"shape": 3}, "PipelineShape"),
         ({"objective": None}, "objective"),
         ({"split": "no"}, "split"),
         ({"prove": 3}, "prove"),
     ],
 )
 def test_python_is_told_as_well(wrong: dict[str, Any], names: str) -> None:
-    given: dict[str, Any] = {"plan": PLAN, "evaluations": 5} | wrong
-    with pytest.raises(ProgramError, match=names):
+    given: dict[str, Any] = {"shape": PLAN, "evaluations": 5} | wrong
+    with pytest.raises(SchedirError, match=names):
         schedir.search_schedule(**given)
 
 

@@ -30,7 +30,7 @@ from schedir import (
 )
 from schedir.analysis.memory.footprint import peak_in_flight
 from schedir.analysis.progress_models import MODELS
-from schedir.errors import OrderError, ProgramError, ScheduleError
+from schedir.errors import OrderError, SchedirError, ScheduleError
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.schedules import forward_only, one_f_one_b
@@ -41,12 +41,12 @@ ROOT = Path(__file__).parents[2]
 
 @st.composite
 def orders(draw: st.DrawFn) -> tuple[PipelineShape, list[tuple[str, int, int]]]:
-    """A plan of one rank, and what it computes, each value after it was made."""
+    """A shape of one rank, and what it computes, each value after it was made."""
     segments, sequences, stages = (draw(st.integers(1, n)) for n in (3, 2, 2))
-    plan = PipelineShape(1, segments * sequences, stages, sequence_chunks=segments)
+    shape = PipelineShape(1, segments * sequences, stages, sequence_chunks=segments)
     split = draw(st.booleans())
     ahead: dict[tuple[str, int, int], list[tuple[str, int, int]]] = {}
-    for mb in range(plan.microbatches):
+    for mb in range(shape.microbatches):
         for s in range(stages):
             ahead["F", s, mb] = [("F", s - 1, mb)] * (s > 0)
             back = "I" if split else "B"
@@ -59,19 +59,19 @@ def orders(draw: st.DrawFn) -> tuple[PipelineShape, list[tuple[str, int, int]]]:
     while len(done) < len(ahead):
         ready = [i for i in ahead if i not in done and all(j in done for j in ahead[i])]
         if tidy:
-            ready = [i for i in ready if in_turn([*done, i], plan) is None] or ready
+            ready = [i for i in ready if in_turn([*done, i], shape) is None] or ready
         done.append(draw(st.sampled_from(ready)))
-    return plan, done
+    return shape, done
 
 
-def in_turn(done: list[tuple[str, int, int]], plan: PipelineShape) -> tuple[str, int, int] | None:
+def in_turn(done: list[tuple[str, int, int]], shape: PipelineShape) -> tuple[str, int, int] | None:
     """The first that runs before another of its sequence that it should come after; None if all
     that have come are in turn."""
     for k, (op, s, mb) in enumerate(done):
         if op == "W":
             continue
-        first = mb // plan.sequence_chunks * plan.sequence_chunks
-        earlier = range(first, mb) if op == "F" else range(mb + 1, first + plan.sequence_chunks)
+        first = mb // shape.sequence_chunks * shape.sequence_chunks
+        earlier = range(first, mb) if op == "F" else range(mb + 1, first + shape.sequence_chunks)
         if any((op, s, other) not in done[:k] for other in earlier):
             return op, s, mb
     return None
@@ -81,31 +81,31 @@ def in_turn(done: list[tuple[str, int, int]], plan: PipelineShape) -> tuple[str,
 def test_what_is_out_of_turn_is_refused(
     given: tuple[PipelineShape, list[tuple[str, int, int]]],
 ) -> None:
-    plan, done = given
+    shape, done = given
     letters = {"F": F, "B": B, "I": I, "W": W}
 
     def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return sum((letters[op][s].at(mb) for op, s, mb in done), EMPTY)
 
-    drafted = expand_schedule(mine, plan)
-    wrong = in_turn(done, plan)
+    drafted = expand_schedule(mine, shape)
+    wrong = in_turn(done, shape)
     if wrong is None:
         program = compile(drafted)
         assert (
             from_text(to_text(program)) == program
-            and program.plan.sequence_chunks == plan.sequence_chunks
+            and program.shape.sequence_chunks == shape.sequence_chunks
         )
         return
     with pytest.raises(OrderError) as caught:
         compile(drafted)
     early, late = (cast("Instr", site.instr) for site in caught.value.sites)
     assert early.op is late.op and early.stage == late.stage
-    assert early.mb // plan.sequence_chunks == late.mb // plan.sequence_chunks
+    assert early.mb // shape.sequence_chunks == late.mb // shape.sequence_chunks
     assert (early.mb > late.mb) is (str(early)[0] == "F")
     spot = [f"{op} {s}.{mb}" for op, s, mb in done]
     assert spot.index(str(early)) < spot.index(str(late))
     assert compile(
-        expand_schedule(mine, PipelineShape(1, plan.microbatches, plan.stages))
+        expand_schedule(mine, PipelineShape(1, shape.microbatches, shape.stages))
     )  # no segments, no rule
 
 
@@ -125,7 +125,7 @@ def test_programs_of_other_segments_are_other_programs() -> None:
     three, none = (compile(forward_only, PipelineShape(2, 6, sequence_chunks=n)) for n in (3, 1))
     assert three.digest != none.digest and "sequence_chunks" not in to_text(none)
     assert "sequence_chunks 3" in to_text(three)
-    assert check(from_text(to_text(three))).plan == PipelineShape(2, 6, sequence_chunks=3)
+    assert check(from_text(to_text(three))).shape == PipelineShape(2, 6, sequence_chunks=3)
 
 
 def test_no_advice_is_out_of_turn() -> None:
@@ -139,8 +139,8 @@ def test_no_advice_is_out_of_turn() -> None:
     run = simulate(compile(late, PipelineShape(2, 6, sequence_chunks=2)), Costs(F=(1, 2), B=(2, 4)))
     for change in advise(run, Costs(F=(1, 2), B=(2, 4)), late).changes:
         assert "GPipe" not in change.what and "one_f_one_b" not in change.what
-        assert change.run.program.plan.sequence_chunks == 2
-    with pytest.raises(ProgramError):
+        assert change.run.program.shape.sequence_chunks == 2
+    with pytest.raises(SchedirError):
         compile(one_f_one_b, PipelineShape(2, 6, sequence_chunks=2))
 
 
@@ -149,7 +149,7 @@ def test_a_training_run_takes_whole_sequences(tmp_path: Path) -> None:
         to_text(compile(forward_only, PipelineShape(1, 4, sequence_chunks=2)))
     )
     (tmp_path / "c.toml").write_text(f'[pipeline]\nschedule = "{tmp_path}/p.sched"\n')
-    with pytest.raises(ProgramError, match="splits each sequence into 2 chunks"):
+    with pytest.raises(SchedirError, match="splits each sequence into 2 chunks"):
         read(str(tmp_path / "c.toml"))
 
 
@@ -168,12 +168,12 @@ def test_seq1f1b_as_a_stranger_writes_it() -> None:
     example = run_path(str(ROOT / "examples/seq1f1b.py"))
     for ranks in (1, 2, 3, 4):
         for segments in (1, 2, 3):
-            plan = PipelineShape(ranks, 4 * segments, sequence_chunks=segments)
-            program = compile(example["seq1f1b"], plan)
+            shape = PipelineShape(ranks, 4 * segments, sequence_chunks=segments)
+            program = compile(example["seq1f1b"], shape)
             for model in MODELS:
                 check(program, model)
             if segments == 1:
-                assert program.streams == compile(one_f_one_b, plan).streams
+                assert program.streams == compile(one_f_one_b, shape).streams
             # 1F1B would hold P - rank sequences of `segments` each.
             alive = [min(ranks - r - 1 + segments, 4 * segments) for r in range(ranks)]
             assert peak_in_flight(program).tolist() == alive

@@ -26,8 +26,8 @@ from schedir.errors import (
     ChannelMismatchError,
     DeadlockError,
     GroupError,
-    ProgramError,
     ProgramSequenceError,
+    SchedirError,
     UsageError,
 )
 from schedir.ir.program import Program
@@ -123,7 +123,7 @@ def test_a_program_that_is_wrong_by_itself() -> None:
         "schedir 1\nprogram late\nranks 2  microbatches 1  stages_per_rank 1  placement loop\n"
         "rank 0\n  F 0.0; send_act 0.0\nrank 1\n  F 1.0; recv_act 1.0\n"
     )
-    with pytest.raises(ProgramError, match=r"late: F 1\.0 needs"):
+    with pytest.raises(SchedirError, match=r"late: F 1\.0 needs"):
         check_program_sequence([[late], [late]])
 
 
@@ -185,13 +185,15 @@ def test_the_shell_asks_for_the_model_of_runs(
 # ---------------------------------------------------------------- beside execution
 
 
-def some(plan: PipelineShape, rng: random.Random) -> Program:
-    """A program on a plan's ranks that is legal under `per_edge` at least."""
+def some(shape: PipelineShape, rng: random.Random) -> Program:
+    """A program on a shape's ranks that is legal under `per_edge` at least."""
     stages = rng.randint(1, 2)
-    placement = tuple(rng.sample([*range(plan.ranks)] * stages, plan.ranks * stages))
-    plan = replace(plan, microbatches=rng.randint(1, 3), placement=placement)
-    draft = random_compute_program(plan, rng, split=rng.choice([0, 1]))
-    program = lower(replace(draft, clip_grad_norm=rng.random() < 0.5, tied_weights=ties(plan, rng)))
+    placement = tuple(rng.sample([*range(shape.ranks)] * stages, shape.ranks * stages))
+    shape = replace(shape, microbatches=rng.randint(1, 3), placement=placement)
+    draft = random_compute_program(shape, rng, split=rng.choice([0, 1]))
+    program = lower(
+        replace(draft, clip_grad_norm=rng.random() < 0.5, tied_weights=ties(shape, rng))
+    )
     if rng.random() < 0.5:
         program = MUTATIONS["evaluate"](program, rng) or program
     return reordered(program, rng) if rng.random() < 0.7 else program
@@ -222,12 +224,12 @@ def legal(programs: list[Program], progress_model: ProgressModel) -> bool:
 @given(st.integers(0, 2**32), st.booleans())
 def test_execution_agrees(seed: int, alike: bool) -> None:
     rng = random.Random(seed)
-    plan = PipelineShape(rng.choice([2, 2, 3]), 2)
-    programs = [some(plan, rng) for _ in range(rng.randint(1, 2))]
+    shape = PipelineShape(rng.choice([2, 2, 3]), 2)
+    programs = [some(shape, rng) for _ in range(rng.randint(1, 2))]
     steps = [rng.choice(programs) for _ in range(rng.randint(1, 4))]
-    runs = [[*steps] for _ in range(plan.ranks)]
+    runs = [[*steps] for _ in range(shape.ranks)]
     if not alike:
-        for rank in rng.sample(range(plan.ranks), rng.randint(1, plan.ranks)):
+        for rank in rng.sample(range(shape.ranks), rng.randint(1, shape.ranks)):
             runs[rank] = changed(steps, rng)
         assume(any(runs))
     for model in MODELS:

@@ -19,7 +19,7 @@ from schedir.analysis.memory.unshard_residency import stays
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.compiler.relower import compute_of, options_of
-from schedir.errors import PlanError, UsageError
+from schedir.errors import ShapeError, UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -43,7 +43,7 @@ def gathers(program: Program) -> list[int]:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("schedule", "plan", "fewest"),
+    ("schedule", "shape", "fewest"),
     [
         (schedules.one_f_one_b, PipelineShape(4, 8), 1),
         (schedules.looped_bfs, PipelineShape(4, 16, 4), 6),
@@ -55,10 +55,10 @@ def gathers(program: Program) -> list[int]:
     ],
 )
 def test_stages_are_whole_where_they_are_used(
-    schedule: Schedule, plan: PipelineShape, fewest: int, zero: int
+    schedule: Schedule, shape: PipelineShape, fewest: int, zero: int
 ) -> None:
-    program = compile(schedule, plan, dp=2, zero=zero, clip_grad_norm=True)
-    own = [len(stages) for stages in plan.stages_of]
+    program = compile(schedule, shape, dp=2, zero=zero, clip_grad_norm=True)
+    own = [len(stages) for stages in shape.stages_of]
     for model in MODELS:
         check(program, model, blocking_hosts=True)
     if zero < 3:
@@ -76,15 +76,15 @@ def test_stages_are_whole_where_they_are_used(
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.data())
 def test_every_draft_is_lowered_for_every_level(
-    plan: PipelineShape, seed: int, data: st.DataObject
+    shape: PipelineShape, seed: int, data: st.DataObject
 ) -> None:
     zero = data.draw(st.integers(1, 3))
-    frozen, tied = data.draw(st.integers(0, plan.stages - 1)), data.draw(tied_weights(plan))
+    frozen, tied = data.draw(st.integers(0, shape.stages - 1)), data.draw(tied_weights(shape))
     if any(stages[0] < frozen <= stages[-1] for stages in tied):
         frozen = 0
     model, overlap = data.draw(st.sampled_from(MODELS)), data.draw(st.booleans())
     program = compile(
-        random_compute_program(plan, random.Random(seed)),
+        random_compute_program(shape, random.Random(seed)),
         progress_model=model,
         zero=zero,
         reduce_scatter_at=data.draw(
@@ -190,13 +190,13 @@ def test_a_gather_hides_behind_the_run_before() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(how: dict[str, Any], fields: tuple[str, ...]) -> None:
-    with pytest.raises((UsageError, PlanError)) as caught:
+    with pytest.raises((UsageError, ShapeError)) as caught:
         compile(schedules.looped_bfs, PipelineShape(2, 4, 2), dp=2, **how)
     assert caught.value.fields == fields
 
 
 def test_pairs_that_run_as_one_need_both() -> None:
-    with pytest.raises(PlanError, match="at once") as caught:
+    with pytest.raises(ShapeError, match="at once") as caught:
         compile(
             schedules.dualpipe,
             PipelineShape(4, 8, placement="mirror"),
@@ -209,12 +209,12 @@ def test_pairs_that_run_as_one_need_both() -> None:
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3))
 def test_options_are_read_off_a_program(
-    plan: PipelineShape, seed: int, active: int, ahead: int
+    shape: PipelineShape, seed: int, active: int, ahead: int
 ) -> None:
     """So that it is lowered anew as it is."""
-    most = max(map(len, plan.stages_of))
+    most = max(map(len, shape.stages_of))
     program = compile(
-        random_compute_program(plan, random.Random(seed)),
+        random_compute_program(shape, random.Random(seed)),
         zero=3,
         dp=2,
         unsharded_stages=min(active, most),

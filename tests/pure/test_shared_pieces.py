@@ -28,7 +28,7 @@ from schedir import (
 )
 from schedir.commands.simulate import volume
 from schedir.compiler.relower import compute_of, options_of
-from schedir.errors import CompletenessError, ProgramError
+from schedir.errors import CompletenessError, SchedirError
 from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, Lane, Opcode
 from schedir.ir.pipeline.placement import named_of
 from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
@@ -42,11 +42,11 @@ O = Opcode
 MET = (O.TPGatherAct, O.TPReduceAct, O.TPGatherGrad, O.TPReduceGrad)
 
 
-def of(schedule: Any, plan: PipelineShape, cut: Any = 3, **how: Any) -> Program:
-    return compile(schedule, plan, tp=2, stage_segments=cut, sequence_parallel=True, **how)
+def of(schedule: Any, shape: PipelineShape, cut: Any = 3, **how: Any) -> Program:
+    return compile(schedule, shape, tp=2, stage_segments=cut, sequence_parallel=True, **how)
 
 
-def plan_of(schedule: Any) -> PipelineShape:
+def shape_of(schedule: Any) -> PipelineShape:
     placement, v = getattr(schedule, "placed", ("loop", None))
     return PipelineShape(2, 4, v or named_of(placement).stages_per_rank, placement)
 
@@ -55,12 +55,12 @@ def plan_of(schedule: Any) -> PipelineShape:
 def test_whole_zoo(schedule: Any) -> None:
     """Complete and in order, as both independent machines say; as often gathered as summed; and
     where nothing of that takes time, as long as uncut, but for pairs, which are woven."""
-    plan = plan_of(schedule)
+    shape = shape_of(schedule)
     try:
-        uncut = compile(schedule, plan, tp=2, sequence_parallel=True)
-    except ProgramError:
-        pytest.skip("not for this plan")
-    program = of(schedule, plan)
+        uncut = compile(schedule, shape, tp=2, sequence_parallel=True)
+    except SchedirError:
+        pytest.skip("not for this shape")
+    program = of(schedule, shape)
     assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
     assert from_text(to_text(program)) == program
     costs = Costs(F=1, B=2, I=1, W=1, send=0.5, tp_reduce=0.75, tp_gather=0.25)
@@ -70,10 +70,10 @@ def test_whole_zoo(schedule: Any) -> None:
     )
     for way, ops in ((1, MET[:2]), (uncut.trains, MET[2:])):
         each = [int(np.sum(program.op == op)) for op in ops]
-        assert each == [way * plan.stages * plan.microbatches] * 2
+        assert each == [way * shape.stages * shape.microbatches] * 2
     if not uncut.joined.any():
         whole = Costs(F=5, B=10, I=5, W=5, send=0.5)
-        span = simulate(program, split_costs(whole, 3, plan, (1, 3, 1))).span
+        span = simulate(program, split_costs(whole, 3, shape, (1, 3, 1))).span
         assert span == pytest.approx(simulate(uncut, whole).span)
 
 
@@ -118,7 +118,7 @@ def test_where_ranks_meet(data: st.DataObject) -> None:
     assert wrong or change == "move"
     try:
         check(e.result(), "per_edge")
-    except ProgramError:
+    except SchedirError:
         assert wrong
     else:
         assert not wrong
@@ -190,7 +190,7 @@ def test_checker_demands_gathers() -> None:
     ):
         check(more)
     with pytest.raises(
-        ProgramError,
+        SchedirError,
         match=r"tp_gather_act 1\.0 has no tp_scatter_act .*\n(.*\n)* .*sequence_parallel yes",
     ):
         check(replace(program, sequence_parallel=False))
@@ -199,15 +199,15 @@ def test_checker_demands_gathers() -> None:
 def test_gathers_are_filled_priced_and_told_of() -> None:
     """Also where only they take time: weight gradients run under them, and they are sums of pieces,
     and no messages, in what is said of waits."""
-    plan, shares = PipelineShape(2, 6), (0.2, 1, 0.2, 1, 0.2)
-    two = split_costs(Costs(F=2, I=2, W=2, tp_gather=0.6), 5, plan, shares)
+    shape, shares = PipelineShape(2, 6), (0.2, 1, 0.2, 1, 0.2)
+    two = split_costs(Costs(F=2, I=2, W=2, tp_gather=0.6), 5, shape, shares)
     unfilled, filled = (
-        simulate(of(schedules.zb_h1, plan, 5, costs=two, fill_collective_waits=fill), two)
+        simulate(of(schedules.zb_h1, shape, 5, costs=two, fill_collective_waits=fill), two)
         for fill in (None, "W")
     )
     assert filled.span < unfilled.span - 4 * 0.6
-    plan, costs = PipelineShape(1, 4), Costs(F=2, I=2, W=2, tp_gather=0.6)
-    plain = simulate(of(schedules.zb_h1, plan, 5), costs)
+    shape, costs = PipelineShape(1, 4), Costs(F=2, I=2, W=2, tp_gather=0.6)
+    plain = simulate(of(schedules.zb_h1, shape, 5), costs)
     idle = by_cause(idleness(plain), 1)[0]
     assert {*np.flatnonzero(idle).tolist()} == {IdleCause.SUM}
     told = {change.what: change.saves for change in advise(plain, costs).changes}
@@ -222,10 +222,10 @@ def test_gathers_are_filled_priced_and_told_of() -> None:
 def test_half_the_bytes_go_around_each_time() -> None:
     """A sum that leaves each its part, and a gather, send as much together as a whole sum; of
     sizes that have both, all tokens and a rank's own."""
-    plan = PipelineShape(1, 2)
-    whole = compile(schedules.gpipe, plan, tp=2, stage_segments="fg")
+    shape = PipelineShape(1, 2)
+    whole = compile(schedules.gpipe, shape, tp=2, stage_segments="fg")
     sent = [
         volume(p, Sizes(activation=size))[Lane.TP][0]
-        for p, size in ((whole, 100.0), (of(schedules.gpipe, plan, "fg"), 100.0 + 50.0))
+        for p, size in ((whole, 100.0), (of(schedules.gpipe, shape, "fg"), 100.0 + 50.0))
     ]
     assert sent == pytest.approx([2 * 2 * 100.0, 2 * 4 * 50.0])

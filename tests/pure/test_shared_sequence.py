@@ -24,7 +24,7 @@ from schedir import (
     simulate,
     to_text,
 )
-from schedir.errors import PlanError, ProgramError, ReductionError, UsageError
+from schedir.errors import ReductionError, SchedirError, ShapeError, UsageError
 from schedir.ir.isa.instructions import SPLIT_CHANGES, Opcode
 from schedir.models.gpt_config import GPTConfig
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
@@ -38,8 +38,8 @@ O = Opcode
 PLAN = PipelineShape(2, 4)
 
 
-def made(schedule: Any = one_f_one_b, plan: PipelineShape = PLAN, **how: Any) -> Program:
-    return compile(schedule, plan, tp=2, dp=2, sequence_parallel=True, **how)
+def made(schedule: Any = one_f_one_b, shape: PipelineShape = PLAN, **how: Any) -> Program:
+    return compile(schedule, shape, tp=2, dp=2, sequence_parallel=True, **how)
 
 
 @given(
@@ -54,13 +54,13 @@ def made(schedule: Any = one_f_one_b, plan: PipelineShape = PLAN, **how: Any) ->
 def test_each_trained_stage_is_summed_once_behind_all_else(
     schedule: Any, ranks: int, frozen_stages: int, zero: int, turn: bool, tied: bool, clip: bool
 ) -> None:
-    plan = PipelineShape(ranks, 2 * ranks, 2 if schedule is interleaved else 1)
-    frozen_stages = min(frozen_stages, plan.stages - 1)
+    shape = PipelineShape(ranks, 2 * ranks, 2 if schedule is interleaved else 1)
+    frozen_stages = min(frozen_stages, shape.stages - 1)
     how: dict[str, Any] = {"reduce_scatter_at": "each_backward"} if turn and zero > 1 else {}
     tied = tied and not frozen_stages
     whole = made(
         schedule,
-        plan,
+        shape,
         frozen_stages=frozen_stages,
         zero=zero,
         tied_weights=tied,
@@ -68,13 +68,13 @@ def test_each_trained_stage_is_summed_once_behind_all_else(
         **how,
     )
     assert whole.ops.isdisjoint(SPLIT_CHANGES)
-    for rank, own in enumerate(plan.stages_of):
+    for rank, own in enumerate(shape.stages_of):
         stream = [*whole.streams[rank]]
         summed = [k for k, i in enumerate(stream) if i.op is O.ReduceSequenceParallelGrads]
         assert [stream[k].stage for k in summed] == [s for s in own if s >= frozen_stages]
         others = (O.ReduceGrads, O.ReduceScatter, O.ReduceTied)
         assert all(k < min(summed) for k, i in enumerate(stream) if i.op in others and summed)
-    bare = compile(schedule, plan, tp=2, dp=2, boundary="sharded", frozen_stages=frozen_stages,
+    bare = compile(schedule, shape, tp=2, dp=2, boundary="sharded", frozen_stages=frozen_stages,
                    zero=zero,
                    tied_weights=tied, clip_grad_norm=clip, **how)  # fmt: skip
     left = [[i for i in s if i.op is not O.ReduceSequenceParallelGrads] for s in whole.streams]
@@ -130,7 +130,7 @@ def test_it_stands_between_the_other_sums_and_who_uses_them(tied: bool, clip: bo
         if last <= place < uses and (place > last or moved[place - 1] is own[last]):
             check(e.result())
         elif place != at:
-            with pytest.raises(ProgramError):
+            with pytest.raises(SchedirError):
                 check(e.result())
 
 
@@ -141,7 +141,7 @@ def test_copies_of_a_weight_are_summed_before_what_each_rank_has_seen_of_them() 
     for moved in ("reduce_sequence_parallel_grads 0", "reduce_sequence_parallel_grads 3"):
         e = Edit.of(program, Random(0))
         move(e.lists[0], own.index(moved), own.index("reduce_tied 0"))
-        with pytest.raises(ProgramError, match=f"{moved} needs .* which reduce_tied 0 gives"):
+        with pytest.raises(SchedirError, match=f"{moved} needs .* which reduce_tied 0 gives"):
             check(e.result())
 
 
@@ -156,13 +156,13 @@ def test_what_is_a_part_is_not_cut_again() -> None:
         made(boundary="replicated")
     assert refused.value.fields == ("boundary", "sequence_parallel")
     program = compile(one_f_one_b, PipelineShape(2, 1), tp=2)  # with a scatter and its gather
-    with pytest.raises(ProgramError, match="is a part already"):
+    with pytest.raises(SchedirError, match="is a part already"):
         check(replace(program, sequence_parallel=True))
 
 
 def test_it_takes_several_to_share_a_sequence() -> None:
     for dp in (1, 2):
-        with pytest.raises(PlanError, match="tp is 1") as refused:
+        with pytest.raises(ShapeError, match="tp is 1") as refused:
             compile(one_f_one_b, PipelineShape(2, 4), dp=dp, sequence_parallel=True)
         assert refused.value.fields == ("sequence_parallel", "tp")
 
@@ -188,7 +188,7 @@ def test_a_training_run_says_it() -> None:
     with pytest.raises(UsageError, match="tp 2 does not divide a context of 9 tokens") as refused:
         Config(GPTConfig(heads=2, context=9), PipelineConfig(**pipeline))
     assert refused.value.fields == ("context", "sequence_parallel")
-    with pytest.raises(PlanError, match="tp is 1"):
+    with pytest.raises(ShapeError, match="tp is 1"):
         Config(pipeline=PipelineConfig(**pipeline | {"tp": 1})).request.program  # noqa: B018
 
 

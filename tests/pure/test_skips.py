@@ -27,7 +27,7 @@ from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.buffer_slots import KINDS, minimum_slots
 from schedir.analysis.memory.footprint import held
 from schedir.analysis.progress_models import MODELS
-from schedir.errors import DeadlockError, PlanError, UsageError
+from schedir.errors import DeadlockError, ShapeError, UsageError
 from schedir.io import torch_csv
 from schedir.ir.dataflow import Dataflow
 from schedir.ir.isa.instructions import ROWS, Opcode, PeerRule, Value
@@ -53,9 +53,9 @@ SMALL: list[tuple[Schedule, PipelineShape, Skips]] = [
 NAMES = [schedule.__name__ for schedule, _, _ in SMALL]
 
 
-@pytest.mark.parametrize(("schedule", "plan", "skips"), SMALL, ids=NAMES)
-def test_legal_under_every_model(schedule: Schedule, plan: PipelineShape, skips: Skips) -> None:
-    program = compile(schedule, plan, skips=skips)
+@pytest.mark.parametrize(("schedule", "shape", "skips"), SMALL, ids=NAMES)
+def test_legal_under_every_model(schedule: Schedule, shape: PipelineShape, skips: Skips) -> None:
+    program = compile(schedule, shape, skips=skips)
     for model in MODELS:
         check(from_text(to_text(program)), model, blocking_hosts=True)
         assert verdict(program, model, 1).kind == "ok"
@@ -64,7 +64,8 @@ def test_legal_under_every_model(schedule: Schedule, plan: PipelineShape, skips:
         (s, t)
         for s, t in skips
         if (
-            plan.rank_at(s, range(plan.microbatches)) != plan.rank_at(t, range(plan.microbatches))
+            shape.rank_at(s, range(shape.microbatches))
+            != shape.rank_at(t, range(shape.microbatches))
         ).any()
     }
     assert stages == {
@@ -81,12 +82,12 @@ def changed(program: Program, rank: int, words: list[int]) -> Program:
     return replace(program, streams=tuple(streams), order={})
 
 
-@pytest.mark.parametrize(("schedule", "plan", "skips"), SMALL, ids=NAMES)
+@pytest.mark.parametrize(("schedule", "shape", "skips"), SMALL, ids=NAMES)
 def test_every_change_is_refused_or_harmless(
-    schedule: Schedule, plan: PipelineShape, skips: Skips
+    schedule: Schedule, shape: PipelineShape, skips: Skips
 ) -> None:
     """Each instruction of a skip dropped, doubled, swapped with its neighbour, or made another."""
-    program = compile(schedule, plan, skips=skips)
+    program = compile(schedule, shape, skips=skips)
     refused = 0
     for rank, stream in enumerate(program.streams):
         words = stream.words.tolist()
@@ -94,7 +95,7 @@ def test_every_change_is_refused_or_harmless(
             if i.op not in OF_SKIPS:
                 continue
             other = words[k] + ((int(Opcode.SendAct) - int(Opcode.SendSkip)) << OP)
-            if len(stream) > 24 and i.mb not in (0, plan.microbatches - 1):
+            if len(stream) > 24 and i.mb not in (0, shape.microbatches - 1):
                 continue  # of large ones the first and the last, which go different ways
             for mutant in (
                 words[:k] + words[k + 1 :],
@@ -138,12 +139,12 @@ def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -
     """Any draft, with a skip over any stages: as the oracle says, which reads no table."""
     rng = np.random.default_rng(seed)
     ranks, v = int(rng.integers(2, 5)), int(rng.integers(1, 3))
-    plan = PipelineShape(
+    shape = PipelineShape(
         ranks, int(rng.integers(1, 5)), v, rng.choice(["loop", "vee"]) if v > 1 else "loop"
     )
-    ends = sorted(rng.permutation(plan.stages)[:2].tolist())
+    ends = sorted(rng.permutation(shape.stages)[:2].tolist())
     skips = [(ends[0], ends[1])] if ends[1] > ends[0] + 1 else []
-    draft = random_compute_program(plan, random.Random(seed))
+    draft = random_compute_program(shape, random.Random(seed))
     program = compile(draft, skips=skips, buffer_sharing=slots or None)
     costs = Costs(F=1, I=1.5, W=0.5, B=2, send=0.25)
     machine = Machine(program, model, costs)
@@ -155,8 +156,8 @@ def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -
 
 
 def test_memory_counts_it_on_both_ranks() -> None:
-    plan, skip = PipelineShape(3, 4), 10.0
-    program = compile(schedules.one_f_one_b, plan, skips=((0, 2),), buffer_sharing="minimal")
+    shape, skip = PipelineShape(3, 4), 10.0
+    program = compile(schedules.one_f_one_b, shape, skips=((0, 2),), buffer_sharing="minimal")
     least = dict(zip(KINDS, minimum_slots(program).T.tolist(), strict=True))
     # Rank 0 keeps its skip until it is sent, rank 2 from when it comes until F takes it.
     assert least[Value.SKIP_OUT] == [1, 0, 0] and least[Value.SKIP_GRAD_OUT] == [0, 0, 1]
@@ -166,7 +167,7 @@ def test_memory_counts_it_on_both_ranks() -> None:
         [sum(least[kind][rank] for kind in least if "SKIP" in kind.name) for rank in range(3)]
     )
     assert simulate(program, sizes=sizes).peak_memory.tolist() == (skip * number).tolist()
-    own = compile(schedules.one_f_one_b, plan, skips=((0, 2),))
+    own = compile(schedules.one_f_one_b, shape, skips=((0, 2),))
     assert simulate(own, sizes=sizes).peak_memory.tolist() == [2 * 4 * skip, 0, 2 * 4 * skip]
     # On one rank it is handed over, and lies where it was made until it is used.
     vee = compile(schedules.zb_v, PipelineShape(2, 3, 2, "vee"), skips=((0, 3),))
@@ -216,7 +217,7 @@ REFUSED: list[tuple[object, str, str]] = [
 
 @pytest.mark.parametrize(("skips", "fact", "hint"), REFUSED, ids=str)
 def test_what_skips_are_not(skips: Any, fact: str, hint: str) -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ShapeError) as caught:
         compile(schedules.gpipe, PipelineShape(5, 4), skips=skips)
     assert fact in caught.value.fact and hint in caught.value.hint
     assert [*caught.value.fields] == ["skips"]

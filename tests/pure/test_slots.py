@@ -18,7 +18,7 @@ from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.memory.buffer_slots import KINDS, assign, minimum_slots, reuses
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile, lower
-from schedir.errors import ParseError, PlanError, SlotError, UsageError
+from schedir.errors import ParseError, ShapeError, SlotError, UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import BOUNDARY, ROWS, Value
@@ -39,7 +39,7 @@ from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.commands import said
-from tests.laws import ZOO, least, plan_of
+from tests.laws import ZOO, least, shape_of
 from tests.oracle import Machine
 from tests.strategies import costs, with_slots
 
@@ -153,7 +153,7 @@ def test_enough_keeps_the_predicted_time(
     draft: Program, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
     program = varied(draft, data, progress_model)
-    priced = data.draw(costs(draft.plan))
+    priced = data.draw(costs(draft.shape))
     shared = check(
         share_slots(program, "latency_preserving", priced, progress_model), progress_model
     )
@@ -170,10 +170,10 @@ def test_enough_keeps_the_predicted_time(
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_fewest_finish_under_every_model(schedule: Schedule, overlap: bool) -> None:
-    plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
+    shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     for model in MODELS:
         program = compile(
-            schedule, plan, tp=2, progress_model=model, overlap=overlap, buffer_sharing="minimal"
+            schedule, shape, tp=2, progress_model=model, overlap=overlap, buffer_sharing="minimal"
         )
         assert simulate(program, Costs(send=0.5), progress_model=model).span > 0
         if not overlap:
@@ -183,17 +183,17 @@ def test_the_fewest_finish_under_every_model(schedule: Schedule, overlap: bool) 
 
 def test_gpipe_pays_for_the_fewest() -> None:
     """A second slot hides a message behind a forward; one makes both ranks wait for it."""
-    plan, priced = PipelineShape(4, 16), Costs(F=1, B=2, send=0.1)
+    shape, priced = PipelineShape(4, 16), Costs(F=1, B=2, send=0.1)
 
     def span(buffer_sharing: BufferSharing | None, costs: Costs | None = None) -> float:
         program = compile(
-            gpipe, plan, progress_model="per_edge", costs=costs, buffer_sharing=buffer_sharing
+            gpipe, shape, progress_model="per_edge", costs=costs, buffer_sharing=buffer_sharing
         )
         return round(simulate(program, priced, progress_model="per_edge").span, 9)
 
     assert span(None) == span(None, priced) == span("latency_preserving", priced) == 57.6
     assert span("minimal") == span("minimal", priced) == 60.6
-    assert set(compile(gpipe, plan, buffer_sharing="minimal").slots[1:3]) == {
+    assert set(compile(gpipe, shape, buffer_sharing="minimal").slots[1:3]) == {
         SlotCounts(1, 1, 1, 1)
     }
 
@@ -201,8 +201,8 @@ def test_gpipe_pays_for_the_fewest() -> None:
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_enough_at_free_messages_is_enough_for_others(schedule: Schedule) -> None:
     """Nobody's messages are free: slots made where they are must do where they are not."""
-    plan = plan_of(schedule, 4, max(8, least(schedule, 4)))
-    own = compile(schedule, plan, progress_model="per_edge", overlap=True)
+    shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
+    own = compile(schedule, shape, progress_model="per_edge", overlap=True)
     shared = share_slots(own, "latency_preserving", None, "per_edge")
     for send in (0, 0.02, 0.1, 0.2, 0.3, 0.5):
         one, other = (
@@ -278,7 +278,7 @@ def test_slots_are_said_of_all_ranks_or_of_none() -> None:
 def test_counts_that_cannot_be() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 2))
     for slots in [(SlotCounts(1, 1, 1, 1),), (SlotCounts(1, 1, 1, -1),) * 2]:
-        with pytest.raises(PlanError):
+        with pytest.raises(ShapeError):
             replace(program, slots=slots)
     with pytest.raises(UsageError):
         share_slots(program, "few")  # type: ignore[arg-type]
@@ -335,7 +335,7 @@ def test_what_remains_is_known(
 ) -> None:
     """Nothing starts with less left than the longest path behind it; on the critical path, just."""
     program = with_slots(varied(draft, data, progress_model), rng)
-    priced = data.draw(costs(draft.plan))
+    priced = data.draw(costs(draft.shape))
     timeline = simulate(program, priced, progress_model=progress_model)
     left = remaining(Graph(program, progress_model), priced)
     assert (timeline.spans["start"] + left).max(initial=0) == timeline.span

@@ -73,24 +73,24 @@ SHAPES += [(1, 2, 2, False), (1, 1, 2, True), (2, 1, 2, True), (3, 3, 1, False)]
 def tiny(draw: st.DrawFn) -> SchedulingProblem:
     """Problems of which every order can be tried; all work takes time."""
     ranks, microbatches, v, split = draw(st.sampled_from(SHAPES))
-    plan = PipelineShape(ranks, microbatches, v, draw(st.sampled_from(["loop", "vee"][:v])))
+    shape = PipelineShape(ranks, microbatches, v, draw(st.sampled_from(["loop", "vee"][:v])))
     one = draw(st.sampled_from([st.integers(1, 6).map(float), st.floats(0.5, 2.0)]))
 
     def row(each: st.SearchStrategy[float]) -> tuple[float, ...]:
-        return tuple(draw(st.lists(each, min_size=plan.stages, max_size=plan.stages)))
+        return tuple(draw(st.lists(each, min_size=shape.stages, max_size=shape.stages)))
 
     costs = Costs(F=row(one), I=row(one), W=row(one), send=draw(st.just(0.0) | one))
     objective = draw(st.sampled_from(OBJECTIVES))
     if draw(st.booleans()):
         room = draw(st.integers(v, 6))
-        return problem_of(plan, costs, in_flight=room, objective=objective, split=split)
+        return problem_of(shape, costs, in_flight=room, objective=objective, split=split)
     saved = row(st.integers(1, 5).map(float))
     tape = tuple(float(draw(st.integers(0, int(s)))) for s in saved)
     both = tuple(s + draw(st.integers(0, int(t))) for s, t in zip(saved, tape, strict=True))
     sizes = Sizes(saved=saved, deferred_wgrad=tape, saved_and_deferred=both)
     limit = draw(st.integers(1, 30))
     try:
-        return problem_of(plan, costs, sizes, limit, objective=objective, split=split)
+        return problem_of(shape, costs, sizes, limit, objective=objective, split=split)
     except UsageError:  # there is no room for one microbatch
         assume(False)
         raise
@@ -153,12 +153,12 @@ def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 def test_a_search_goes_on_with_the_solver() -> None:
     pytest.importorskip("ortools")
-    plan = PipelineShape(ranks=2, microbatches=6, stages_per_rank=2, placement="vee")
+    shape = PipelineShape(ranks=2, microbatches=6, stages_per_rank=2, placement="vee")
     costs = Costs(F=4, I=4, W=9, send=2)
     told: list[float] = []
-    closed = search_schedule(plan, costs, in_flight=3, evaluations=50)
+    closed = search_schedule(shape, costs, in_flight=3, evaluations=50)
     found = search_schedule(
-        plan, costs, in_flight=3, evaluations=50, seconds=60, prove="solver",
+        shape, costs, in_flight=3, evaluations=50, seconds=60, prove="solver",
         report=lambda _, bound: told.append(bound),
     )  # fmt: skip
     assert closed.bound < found.bound == found.span < closed.span

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schedir.__main__ import main
 from schedir.compiler.compile import compile
-from schedir.errors import DeadlockError, GroupError, ProgramError
+from schedir.errors import DeadlockError, GroupError, SchedirError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
@@ -28,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 MOVES = ("swap_neighbours", "swap_any", "move_anywhere", "swap_receives", "late_send")
 
 
-def drawn(program: Program, error: ProgramError) -> ElementTree.Element:
+def drawn(program: Program, error: SchedirError) -> ElementTree.Element:
     picture = ElementTree.fromstring(standstill(program, error))
     wide, high = (float(picture.get(side, "")) for side in ("width", "height"))
     for box in picture.iter(f"{SVG}rect"):
@@ -59,7 +59,7 @@ def arrows(picture: ElementTree.Element) -> int:
 def test_a_deadlock(seed: int, move: str) -> None:
     try:
         _, program = mutate(move, seed)
-    except ProgramError:
+    except SchedirError:
         assume(False)
     try:
         check(program, "per_device")
@@ -75,7 +75,7 @@ def test_a_deadlock(seed: int, move: str) -> None:
         )
         heads = {text.text for text in picture.iter(f"{SVG}text") if text.get("font-weight")}
         assert {f"rank {wait.rank}" for wait in error.cycle} <= heads
-    except ProgramError as error:
+    except SchedirError as error:
         drawn(program, error)
 
 

@@ -19,8 +19,8 @@ from schedir.errors import (
     CompletenessError,
     MemoryLimitError,
     OrderError,
-    PlanError,
-    ProgramError,
+    SchedirError,
+    ShapeError,
     UsageError,
 )
 from schedir.ir.isa.instructions import Opcode
@@ -34,8 +34,8 @@ ROWS = (Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadState)
 PLAN = PipelineShape(2, 4, 3)
 
 
-def lowered(schedule: Any = interleaved, plan: PipelineShape = PLAN, **how: Any) -> Program:
-    return schedir.compile(schedule, plan, optimizer_placement="host", **how)
+def lowered(schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any) -> Program:
+    return schedir.compile(schedule, shape, optimizer_placement="host", **how)
 
 
 def names(program: Program, rank: int) -> list[str]:
@@ -55,7 +55,7 @@ def test_loads_stand_ahead_by_the_slots() -> None:
     assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in _WORDS]
     assert {slots.said()["state"] for slots in lowered().slots} == {2}
     assert not lowered(
-        plan=PipelineShape(2, 4, 2)
+        shape=PipelineShape(2, 4, 2)
     ).slots  # as many as there are stages: nobody waits
 
 
@@ -64,22 +64,22 @@ _WORDS = ("reload_state", "stage_step", "offload_state")
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.booleans(), st.integers(0, 3))
 def test_any_draft_has_them_once_and_is_legal(
-    plan: PipelineShape, seed: int, slots: int, clip: bool, zero: int
+    shape: PipelineShape, seed: int, slots: int, clip: bool, zero: int
 ) -> None:
-    draft = random_compute_program(plan, random.Random(seed))
+    draft = random_compute_program(shape, random.Random(seed))
     how: dict[str, Any] = {
         "clip_grad_norm": clip,
         "zero": zero,
         "dp": 2,
-        "tied_weights": plan.stages > 1,
+        "tied_weights": shape.stages > 1,
     }
-    program = lowered(draft, plan, optimizer_device_buffers=slots, **how)
+    program = lowered(draft, shape, optimizer_device_buffers=slots, **how)
     for model in MODELS:
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
-        assert np.count_nonzero(program.op == op) == plan.holders.size
-    plain = schedir.compile(draft, plan, **how)
+        assert np.count_nonzero(program.op == op) == shape.holders.size
+    plain = schedir.compile(draft, shape, **how)
     assert program.digest != plain.digest
     same = ~np.isin(program.op, ROWS)
     assert (program.words[same] == plain.words).all()
@@ -116,7 +116,7 @@ def moved(text: str, what: str, before: str) -> Program:
         ("reload_state 3", "reduce_grads 3", OrderError, "reduce_grads 3 gives only later"),
         ("reduce_norm", "step", OrderError, "reduce_norm gives only later"),
         ("step", "stage_step 1", OrderError, "offload_state 1 gives only later"),
-        ("reload_state 1", "offload_state 5", ProgramError, "2 state slots"),
+        ("reload_state 1", "offload_state 5", SchedirError, "2 state slots"),
         ("reload_state 3", "", CompletenessError, "reload_state 3"),
         ("stage_step 3", "", CompletenessError, "stage_step 3"),
         ("offload_state 3", "", CompletenessError, "offload_state 3"),
@@ -138,7 +138,7 @@ def test_a_step_waits_for_all_gradients_of_its_rank() -> None:
 @pytest.mark.parametrize("op", _WORDS)
 def test_twice_or_not_asked_for_is_refused(op: str) -> None:
     text = schedir.to_text(lowered(), folded=False)
-    with pytest.raises(ProgramError):
+    with pytest.raises(SchedirError):
         schedir.check(schedir.from_text(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
     for said in ("", "optimizer_placement device\n"):
         with pytest.raises(CompletenessError, match="optimizer_placement device"):
@@ -146,13 +146,13 @@ def test_twice_or_not_asked_for_is_refused(op: str) -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(PlanError, match="optimizer_steps=1, not 2"):
+    with pytest.raises(ShapeError, match="optimizer_steps=1, not 2"):
         lowered(one_f_one_b, PipelineShape(2, 4, optimizer_steps=2))
-    with pytest.raises(PlanError, match="norm_check='after_step'"):
+    with pytest.raises(ShapeError, match="norm_check='after_step'"):
         lowered(clip_grad_norm=True, norm_check="after_step")
-    with pytest.raises(PlanError, match="'disk' or 'cpu_step'"):
+    with pytest.raises(ShapeError, match="'disk' or 'cpu_step'"):
         schedir.compile(gpipe, PipelineShape(2, 4), optimizer_placement="nvme")
-    with pytest.raises(PlanError, match="optimizer_device_buffers"):
+    with pytest.raises(ShapeError, match="optimizer_device_buffers"):
         lowered(optimizer_device_buffers=0)
     with pytest.raises(UsageError, match="optimizer of a stage is on the host"):
         held(lowered(), Sizes(model_states=10))
@@ -197,17 +197,17 @@ def test_bytes_are_told_by_tier(zero: int, slots: int) -> None:
     shapes(),
 )
 def test_a_limit_holds_whatever_takes_how_long(
-    slots: int, seed: int, times: Sequence[float], plan: PipelineShape
+    slots: int, seed: int, times: Sequence[float], shape: PipelineShape
 ) -> None:
     program = lowered(
-        random_compute_program(plan, random.Random(seed)),
-        plan,
+        random_compute_program(shape, random.Random(seed)),
+        shape,
         optimizer_device_buffers=slots,
         dp=2,
     )
     names = ("reload_state", "stage_step", "offload_state", "reduce_grads", "send")
     costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
-    sizes = Sizes(saved=7, optimizer=tuple(range(1, plan.stages + 1)), params=1, grads=1)
+    sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
     most = [float(own.bytes.max()) for own in held(program, sizes, late=True)]
     run = schedir.simulate(program, costs, sizes=sizes)
     assert (run.peak_memory <= np.array(most)).all()
@@ -215,17 +215,17 @@ def test_a_limit_holds_whatever_takes_how_long(
 
 def test_a_program_fits_where_one_with_its_states_does_not() -> None:
     sizes = Sizes(saved=10, optimizer=100, params=10, grads=10)
-    plan, limit = PipelineShape(2, 4, 4), 360
+    shape, limit = PipelineShape(2, 4, 4), 360
     with pytest.raises(MemoryLimitError):
-        schedir.compile(interleaved, plan, sizes=sizes, memory_limit=limit)
-    lowered(plan=plan, sizes=sizes, memory_limit=limit)
+        schedir.compile(interleaved, shape, sizes=sizes, memory_limit=limit)
+    lowered(shape=shape, sizes=sizes, memory_limit=limit)
     with pytest.raises(MemoryLimitError, match=r"state +2"):
-        lowered(plan=plan, sizes=sizes, memory_limit=279)
-    lowered(plan=plan, sizes=sizes, host_memory_limit=400)
+        lowered(shape=shape, sizes=sizes, memory_limit=279)
+    lowered(shape=shape, sizes=sizes, host_memory_limit=400)
     with pytest.raises(
         MemoryLimitError, match=r"(?s)400 B on the host.*optimizer_placement='device'"
     ):
-        lowered(plan=plan, sizes=sizes, host_memory_limit=399)
+        lowered(shape=shape, sizes=sizes, host_memory_limit=399)
 
 
 # ---------------------------------------------------------------- time
@@ -259,13 +259,13 @@ def test_a_step_is_a_pipeline_of_three(stages: int, slots: int, times: Any) -> N
 
 def test_loads_run_under_backwards() -> None:
     """Of all stages but the first, which the last backwards are of."""
-    plan, costs = (
+    shape, costs = (
         PipelineShape(1, 4, 4),
         Costs(F=1, B=2, reload_state=2, stage_step=0.5, offload_state=0.25),
     )
-    alone = schedir.simulate(schedir.compile(looped_bfs, plan), costs).span
+    alone = schedir.simulate(schedir.compile(looped_bfs, shape), costs).span
     for slots, late in ((4, 2 + 0.5 + 0.25), (1, 3 * (2 + 0.5 + 0.25) + 0.5 + 0.25)):
-        program = lowered(looped_bfs, plan, optimizer_device_buffers=slots)
+        program = lowered(looped_bfs, shape, optimizer_device_buffers=slots)
         assert schedir.simulate(program, costs).span == alone + late
 
 

@@ -28,8 +28,8 @@ ROWS = (*OF_DISK, Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadS
 PLAN = PipelineShape(2, 4, 3)
 
 
-def lowered(schedule: Any = interleaved, plan: PipelineShape = PLAN, **how: Any) -> Program:
-    return schedir.compile(schedule, plan, optimizer_placement="disk", **how)
+def lowered(schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any) -> Program:
+    return schedir.compile(schedule, shape, optimizer_placement="disk", **how)
 
 
 def names(program: Program, rank: int) -> list[str]:
@@ -102,30 +102,30 @@ def test_a_chart_tells_tiers_of_what_forwards_saved() -> None:
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
 def test_any_draft_has_them_once_and_is_legal(
-    plan: PipelineShape, seed: int, slots: int, rooms: int, zero: int
+    shape: PipelineShape, seed: int, slots: int, rooms: int, zero: int
 ) -> None:
-    draft = random_compute_program(plan, random.Random(seed))
+    draft = random_compute_program(shape, random.Random(seed))
     how: dict[str, Any] = {
         "clip_grad_norm": True,
         "zero": zero,
         "dp": 2,
-        "tied_weights": plan.stages > 1,
+        "tied_weights": shape.stages > 1,
     }
     program = lowered(
-        draft, plan, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **how
+        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **how
     )
     for model in MODELS:
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
-        assert np.count_nonzero(program.op == op) == plan.holders.size
+        assert np.count_nonzero(program.op == op) == shape.holders.size
     host = schedir.compile(
-        draft, plan, optimizer_placement="host", optimizer_device_buffers=slots, **how
+        draft, shape, optimizer_placement="host", optimizer_device_buffers=slots, **how
     )
     assert (program.words[~np.isin(program.op, OF_DISK)] == host.words).all()
     assert program.digest != host.digest
     again = lowered(
-        draft, plan, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **how
+        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **how
     )
     assert again == program
 
@@ -239,11 +239,11 @@ def test_bytes_are_told_by_tier(zero: int, rooms: int) -> None:
     shapes(),
 )
 def test_no_tier_ever_holds_more_than_it_may(
-    slots: int, rooms: int, seed: int, times: Sequence[float], plan: PipelineShape
+    slots: int, rooms: int, seed: int, times: Sequence[float], shape: PipelineShape
 ) -> None:
-    draft = random_compute_program(plan, random.Random(seed))
+    draft = random_compute_program(shape, random.Random(seed))
     program = lowered(
-        draft, plan, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, dp=2
+        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, dp=2
     )
     names = (
         "read_state_from_disk",
@@ -254,7 +254,7 @@ def test_no_tier_ever_holds_more_than_it_may(
         "send",
     )
     costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
-    sizes = Sizes(saved=7, optimizer=tuple(range(1, plan.stages + 1)), params=1, grads=1)
+    sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
     run = schedir.simulate(program, costs, sizes=sizes)
     for tier in ("device", "host", "disk"):
         most = [float(own.bytes.max()) for own in held(program, sizes, tier, late=True)]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.compiler.compile import compile, lower
-from schedir.errors import CompletenessError, ParseError, PlanError, ProgramError
+from schedir.errors import CompletenessError, ParseError, SchedirError, ShapeError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import HEADER, Program, Stream
 from schedir.ir.text_format import from_text, to_text
@@ -29,7 +29,7 @@ def test_what_prints_parses(
     draft: Program, lowered: bool, grouped: bool, data: st.DataObject
 ) -> None:
     program = replace(
-        draft, tp=2, tied_weights=data.draw(tied_weights(draft.plan)), clip_grad_norm=grouped
+        draft, tp=2, tied_weights=data.draw(tied_weights(draft.shape)), clip_grad_norm=grouped
     )
     program = lower(program) if lowered else program
     program = group_opposites(program) if grouped else program
@@ -136,7 +136,7 @@ def test_mangled_text_is_refused_or_a_program(data: st.DataObject) -> None:
     junk = data.draw(st.text("0123456789.;&x+- \nFBWIrankstep#é\t", max_size=4))
     try:
         program = from_text(text[:at] + junk + text[at + cut :])
-    except ProgramError:
+    except SchedirError:
         return
     assert from_text(to_text(program)) == program
 
@@ -152,14 +152,14 @@ def test_numbers_out_of_range_are_whole_numbers(value: str) -> None:
 def test_any_name_survives_or_is_refused(name: str) -> None:
     try:
         program = Program(name, PipelineShape(1, 1), (Stream(np.zeros(1, np.int64)),))
-    except PlanError:
+    except ShapeError:
         return
     assert from_text(to_text(program).encode().decode()).name == name
 
 
 @pytest.mark.parametrize("bad", ["", " x", "x ", "a#b", "a\nb", "a\x85b", "a\u2028b", "\ud800", 3])
 def test_names_that_no_text_can_have(bad: Any) -> None:
-    with pytest.raises(PlanError):
+    with pytest.raises(ShapeError):
         Program(bad, PipelineShape(1, 1), ())
 
 
@@ -169,15 +169,15 @@ def test_a_byte_order_mark_is_read_over() -> None:
 
 
 def test_digest_is_of_what_runs() -> None:
-    plan = PipelineShape(2, 4)
-    one = compile(one_f_one_b, plan)
+    shape = PipelineShape(2, 4)
+    one = compile(one_f_one_b, shape)
     assert one.digest == replace(one, name="other").digest
     others = [
-        compile(gpipe, plan),
-        compile(one_f_one_b, plan, tp=2),
-        compile(one_f_one_b, plan, dp=2),
+        compile(gpipe, shape),
+        compile(one_f_one_b, shape, tp=2),
+        compile(one_f_one_b, shape, dp=2),
         compile(one_f_one_b, PipelineShape(2, 5)),
-        compile(partial(interleaved, v=1), plan),
+        compile(partial(interleaved, v=1), shape),
         group_opposites(one),
     ]
     assert len({one.digest, *(o.digest for o in others)}) == 1 + len(others)

@@ -14,7 +14,7 @@ from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile, lower
-from schedir.errors import DeadlockError, ProgramError
+from schedir.errors import DeadlockError, SchedirError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode as O
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -41,9 +41,9 @@ REORDER = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_re
 def programs(draw: st.DataObject, draft: Program) -> tuple[Program, Costs]:
     """A lowered program with random traits, and costs."""
     tp, clip = draw.draw(st.integers(1, 2)), draw.draw(st.booleans())
-    tied = draw.draw(tied_weights(draft.plan))
+    tied = draw.draw(tied_weights(draft.shape))
     draft = replace(draft, tp=tp, tied_weights=tied, clip_grad_norm=clip)
-    priced = draw.draw(costs(draft.plan))
+    priced = draw.draw(costs(draft.shape))
     return lower(draft, draw.draw(st.sampled_from([None, priced]))), priced
 
 
@@ -90,7 +90,7 @@ def test_nobody_trusts_the_order_that_a_program_brings(
         try:
             check(replace(mutant, order=brought), progress_model)
             verdicts.append("")
-        except ProgramError as error:
+        except SchedirError as error:
             verdicts.append(str(error))
     event("refused" if verdicts[0] else "legal")
     assert verdicts[0] == verdicts[1]

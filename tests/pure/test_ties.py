@@ -12,7 +12,7 @@ import pytest
 import schedir
 from schedir import PipelineShape, TiedWeights, from_text, to_text
 from schedir.__main__ import main
-from schedir.errors import ParseError, PlanError, ReductionError, UsageError
+from schedir.errors import ParseError, ReductionError, ShapeError, UsageError
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.pipeline.tied_weights import parties
 from schedir.schedules import dualpipe, one_f_one_b, zb_v
@@ -67,9 +67,9 @@ def test_what_is_lost_is_refused() -> None:
 
 
 def test_true_is_first_and_last() -> None:
-    plan = PipelineShape(4, 4)
+    shape = PipelineShape(4, 4)
     programs = [
-        schedir.compile(one_f_one_b, plan, tied_weights=tied)
+        schedir.compile(one_f_one_b, shape, tied_weights=tied)
         for tied in (True, ((3, 0),), TiedWeights((((0, "w"), (3, "v")), ((0, "b"), (3, "c")))))
     ]
     assert {p.digest for p in programs} == {programs[0].digest}
@@ -108,12 +108,12 @@ def test_a_text_that_ties_wrongly(said: str, told: str) -> None:
 
 @pytest.mark.parametrize("tied", [(0, 3), "ends", 3, ((0,),), ((0, 4),), ((-1, 2),)])
 def test_what_is_no_tie(tied: Any) -> None:
-    with pytest.raises(PlanError):
+    with pytest.raises(ShapeError):
         schedir.compile(one_f_one_b, PipelineShape(4, 4), tied_weights=tied)
 
 
 @pytest.mark.parametrize(
-    ("plan", "tied", "party"),
+    ("shape", "tied", "party"),
     [
         (PipelineShape(4, 4), ((0, 3),), [0, 1, 2, 0]),
         (PipelineShape(4, 4), ((0, 1), (2, 3)), [0, 0, 2, 2]),
@@ -124,10 +124,10 @@ def test_what_is_no_tie(tied: Any) -> None:
         (PipelineShape(4, 8, placement="mirror"), ((0, 1),), [0, 0, 0, 0]),
     ],
 )
-def test_who_meets(plan: PipelineShape, tied: Any, party: list[int]) -> None:
-    assert parties(tied, plan) == party
-    schedule = {"vee": zb_v, "mirror": dualpipe}.get(str(plan.placement), one_f_one_b)
-    program = schedir.compile(schedule, plan, tied_weights=tied)
+def test_who_meets(shape: PipelineShape, tied: Any, party: list[int]) -> None:
+    assert parties(tied, shape) == party
+    schedule = {"vee": zb_v, "mirror": dualpipe}.get(str(shape.placement), one_f_one_b)
+    program = schedir.compile(schedule, shape, tied_weights=tied)
     (node,) = {
         tuple(
             schedir.analysis.dependency_graph.Graph(program).node[
@@ -135,7 +135,7 @@ def test_who_meets(plan: PipelineShape, tied: Any, party: list[int]) -> None:
             ]
         )
     }
-    held = [r for r, own in enumerate(plan.stages_of) if {*own} & {s for t in tied for s in t}]
+    held = [r for r, own in enumerate(shape.stages_of) if {*own} & {s for t in tied for s in t}]
     assert len({*node}) == len({party[r] for r in held})
 
 

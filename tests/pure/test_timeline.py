@@ -33,7 +33,7 @@ def test_the_critical_path_explains_every_start(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
     program = lower(draft)
-    timeline = simulate(program, data.draw(costs(draft.plan)), progress_model=progress_model)
+    timeline = simulate(program, data.draw(costs(draft.shape)), progress_model=progress_model)
     no_gap(timeline, timeline.critical_path)
     assert timeline.spans["end"][timeline.critical_path[-1]] == timeline.span
     position = data.draw(st.integers(0, len(timeline) - 1))
@@ -44,7 +44,7 @@ def test_the_critical_path_explains_every_start(
 
 @given(compute_programs(ranks=3, microbatches=3), st.data())
 def test_paths_through_groups_end(draft: Program, data: st.DataObject) -> None:
-    timeline = simulate(group_opposites(lower(draft)), data.draw(costs(draft.plan)))
+    timeline = simulate(group_opposites(lower(draft)), data.draw(costs(draft.shape)))
     path = timeline.critical_path
     assert timeline.spans["start"][path[0]] == 0
     assert (timeline.spans["start"][path[1:]] >= timeline.spans["end"][path[:-1]]).all()
@@ -66,7 +66,7 @@ def test_what_ended_last_is_told_of_every_instruction(
     program = group_opposites(lower(draft)) if grouped else lower(draft)
     timeline = simulate(
         program,
-        data.draw(costs(draft.plan)),
+        data.draw(costs(draft.shape)),
         progress_model="per_edge" if grouped else progress_model,
     )
     end = timeline.spans["end"]

@@ -20,7 +20,7 @@ from schedir import Costs, PipelineShape, Sizes, Timeline, load_timeline, save_t
 from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
-from schedir.errors import ProgramError, TraceError, UsageError
+from schedir.errors import SchedirError, TraceError, UsageError
 from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import group_opposites
 from schedir.schedules import dualpipe_v, one_f_one_b
@@ -58,12 +58,12 @@ def test_what_is_saved_comes_back(
     program = lower(draft)
     if grouped:
         program, progress_model = group_opposites(program), "per_edge"
-    saved = schedir.simulate(program, data.draw(costs(draft.plan)), progress_model=progress_model)
+    saved = schedir.simulate(program, data.draw(costs(draft.shape)), progress_model=progress_model)
     assert not saved.early.by.any()  # whatever the simulator does, causes come first
     shift = data.draw(st.floats(-1e6, 1e6))
     saved.spans["start"] += shift
     saved.spans["end"] += shift
-    each = data.draw(st.none() | st.floats(0, 1e12) | st.just((7.5,) * draft.plan.stages))
+    each = data.draw(st.none() | st.floats(0, 1e12) | st.just((7.5,) * draft.shape.stages))
     sizes = each and Sizes(activation=1.5, saved=each, model_states=0.1)
     saved = replace(saved, kind="measured", unit="s", clock_error=0.25, sizes=sizes or None)
     save_timeline(saved, FILE)
@@ -124,7 +124,7 @@ def test_a_changed_file_is_refused_or_means_the_same(data: st.DataObject) -> Non
     FILE.write_bytes(content)
     try:
         found = load_timeline(FILE)
-    except ProgramError as error:
+    except SchedirError as error:
         assert str(FILE) in "".join([str(error), *getattr(error, "__notes__", [])])
     else:
         assert same(found, timeline())
@@ -238,7 +238,7 @@ def test_forged_files_are_refused(forged: Callable[[], None], says: str) -> None
     forged()
     tracemalloc.start()
     try:
-        with pytest.raises(ProgramError) as refusal:
+        with pytest.raises(SchedirError) as refusal:
             load_timeline(FILE)
         assert tracemalloc.get_traced_memory()[1] < 4e6
     finally:
@@ -270,7 +270,7 @@ def test_other_packings_are_refused() -> None:
 def test_a_program_that_cannot_finish_is_refused() -> None:
     words = PROGRAM.replace("F 0.0", "F 0.1")
     forge(program_sched=words.encode(), header_json=header(digest=schedir.from_text(words).digest))
-    with pytest.raises(ProgramError, match=r"F 0\.|0\.0"):
+    with pytest.raises(SchedirError, match=r"F 0\.|0\.0"):
         load_timeline(FILE)
 
 

@@ -20,8 +20,8 @@ from schedir.errors import (
     CsvCellError,
     GroupError,
     LoweringLevelError,
-    ProgramError,
     ReductionError,
+    SchedirError,
     UsageError,
 )
 from schedir.io import torch_csv
@@ -44,9 +44,9 @@ def compute(program: Program) -> list[list[int]]:
     return [s.words[np.isin(s.op, COMPUTE)].tolist() for s in program.streams]
 
 
-@given(compute_programs().filter(lambda d: d.plan.rows == 1), st.sampled_from(torch_csv.FORMS))
+@given(compute_programs().filter(lambda d: d.shape.rows == 1), st.sampled_from(torch_csv.FORMS))
 def test_what_is_exported_imports(draft: Program, form: str) -> None:
-    assume(draft.plan.rows == 1)
+    assume(draft.shape.rows == 1)
     lowered = lower(draft)
     again = torch_csv.from_csv(torch_csv.to_csv(lowered, form), draft.name)
     if again.is_draft:
@@ -59,7 +59,7 @@ def test_what_is_exported_imports(draft: Program, form: str) -> None:
 
 
 @given(
-    compute_programs(stages_per_rank=4).filter(lambda d: d.plan.rows == 1),
+    compute_programs(stages_per_rank=4).filter(lambda d: d.shape.rows == 1),
     st.integers(1, 3),
     st.integers(1, 4),
 )
@@ -67,7 +67,7 @@ def test_what_is_in_parts_is_exported_and_imports(draft: Program, zero: int, act
     """Of zero 3 with stages whole where torch wants them: no more than before, and as it is when it
     is exported again."""
     most: dict[str, Any] = (
-        {"unsharded_stages": min(active, max(map(len, draft.plan.stages_of)))} if zero == 3 else {}
+        {"unsharded_stages": min(active, max(map(len, draft.shape.stages_of)))} if zero == 3 else {}
     )
     lowered = compile(draft, dp=2, zero=zero, **most)
     text = torch_csv.to_csv(lowered, "torch-2.13")
@@ -116,7 +116,7 @@ def test_cells_that_run_as_one(form: str) -> None:
     text = torch_csv.to_csv(program, form)
     assert text.count(")OVERLAP_F_B") == sum(int(s.joined.sum()) for s in program.streams) > 0
     again = torch_csv.from_csv(text)
-    assert again.plan == program.plan and compute(again) == compute(program)
+    assert again.shape == program.shape and compute(again) == compute(program)
     again = lower(again) if again.is_draft else finish(again)
     assert again.streams == program.streams
 
@@ -131,7 +131,7 @@ def test_the_forms_are_torchs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "plan"),
+    ("text", "shape"),
     [
         ("0F0,0B0\n1F0,1B0\n", PipelineShape(2, 1)),
         ("0F0,2F0,2B0,0B0\r\n1F0,3F0,3B0,1B0\r\n", PipelineShape(2, 1, 2)),
@@ -144,9 +144,9 @@ def test_the_forms_are_torchs() -> None:
         ),
     ],
 )
-def test_the_plan_is_inferred(text: str, plan: PipelineShape) -> None:
+def test_the_plan_is_inferred(text: str, shape: PipelineShape) -> None:
     program = torch_csv.from_csv(text)
-    assert program.plan == plan and program.is_draft
+    assert program.shape == shape and program.is_draft
 
 
 @pytest.mark.parametrize(
@@ -202,12 +202,12 @@ def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> Non
 )
 def test_a_file_that_lacks_rows_is_refused(program: Program, form: str) -> None:
     rows = torch_csv.to_csv(program, form).splitlines(keepends=True)
-    assert torch_csv.from_csv("".join(rows), ranks=3).plan == program.plan
+    assert torch_csv.from_csv("".join(rows), ranks=3).shape == program.shape
     for kept in (rows[:2], rows[:1], rows[:1] + rows[2:], rows[1:]):
         cut = "".join(kept)
         with pytest.raises(CsvCellError, match=f"for 3 ranks: rank {len(kept)} has none"):
             torch_csv.from_csv(cut, ranks=3)
-        if form != "torch" or program.plan.stages > 3 or kept not in (rows[:2], rows[:1]):
+        if form != "torch" or program.shape.stages > 3 or kept not in (rows[:2], rows[:1]):
             with pytest.raises(CsvCellError, match=r"no row has(?s:.*)missing|on rank"):
                 torch_csv.from_csv(cut)
     with pytest.raises(CsvCellError, match="3 rows for 2 ranks: row 3 is of no rank"):
@@ -222,21 +222,21 @@ def test_mangled_files_are_refused_or_programs(data: st.DataObject) -> None:
     junk = data.draw(st.text('0123456789FBIW,;()"\nSEND_Fé\0', max_size=4))
     try:
         program = torch_csv.from_csv(text[:at] + junk + text[at + cut :])
-    except ProgramError:
+    except SchedirError:
         return
-    assert program.plan.stages * program.plan.microbatches <= len(program)
+    assert program.shape.stages * program.shape.microbatches <= len(program)
 
 
 def test_what_torch_has_no_word_for_is_not_exported() -> None:
-    plan = PipelineShape(2, 4)
+    shape = PipelineShape(2, 4)
     with pytest.raises(CompletenessError):
-        torch_csv.to_csv(compile(forward_only, plan))
+        torch_csv.to_csv(compile(forward_only, shape))
     with pytest.raises(LoweringLevelError):
-        torch_csv.to_csv(expand_schedule(gpipe, plan), "torch-2.13")
+        torch_csv.to_csv(expand_schedule(gpipe, shape), "torch-2.13")
     with pytest.raises(UsageError):
         torch_csv.to_csv(compile(chimera, PipelineShape(2, 4, placement="mirror")))
-    grouped = group_opposites(compile(one_f_one_b, plan))
-    assert torch_csv.to_csv(grouped) == torch_csv.to_csv(compile(one_f_one_b, plan))
+    grouped = group_opposites(compile(one_f_one_b, shape))
+    assert torch_csv.to_csv(grouped) == torch_csv.to_csv(compile(one_f_one_b, shape))
     with pytest.raises(GroupError) as caught:
         torch_csv.to_csv(grouped, "torch-2.13")
     assert len(caught.value.sites) == 2 and "send" in str(caught.value)
@@ -276,14 +276,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("form", torch_csv.FORMS)
 def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -> None:
     shape = ["--ranks", "4", "--microbatches", "8", "--stages-per-rank", "2"]
-    out = said(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my plan.csv")
-    assert out == "wrote my plan.csv\n"
+    out = said(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my shape.csv")
+    assert out == "wrote my shape.csv\n"
     program = compile(interleaved, PipelineShape(4, 8, 2), tp=2, clip_grad_norm=True)
     how = ["-O", "tp=2", "-O", "clip_grad_norm", "-O", "buffer_sharing=minimal"]
-    out = said(capsys, "import", "my plan.csv", "-o", "x.sched", *how)
+    out = said(capsys, "import", "my shape.csv", "-o", "x.sched", *how)
     again = from_text((folder / "x.sched").read_text())
     assert out.startswith("wrote x.sched: 4 ranks, 8 stages, 8 microbatches, ")
-    assert again.name == "my_plan" and again.plan == program.plan and again.clip_grad_norm
+    assert again.name == "my_plan" and again.shape == program.shape and again.clip_grad_norm
     assert len(again.slots) == 4
     if form == "torch":
         assert again.streams == program.streams
@@ -291,7 +291,7 @@ def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -
         assert compute(again) == compute(program)
     back = said(capsys, "export", "x.sched", "--to", form, "-o", "y.csv")
     assert back == "wrote y.csv\n"
-    assert (folder / "y.csv").read_text() == (folder / "my plan.csv").read_text()
+    assert (folder / "y.csv").read_text() == (folder / "my shape.csv").read_text()
 
 
 def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schedir.errors import ProgramError, TraceError
+from schedir.errors import SchedirError, TraceError
 from schedir.ir.isa.instructions import COMPUTE
 from schedir.traces.trace_import import read_run
 from tests.commands import said
@@ -187,8 +187,8 @@ def test_replicas_whose_marks_say_no_stage(layout: list[tuple[int, ...]], tmp_pa
         for stage, rank in enumerate(chain):
             groups = [[*range(4)], [*chain], [each[stage] for each in layout]]
             save(tmp_path, rank, gpipe(rank, stage, len(chain)), groups=groups, backend="gloo")
-    plan = read_run([tmp_path]).timeline.program.plan
-    assert (plan.ranks, plan.stages) == (len(layout[0]), len(layout[0]))
+    shape = read_run([tmp_path]).timeline.program.shape
+    assert (shape.ranks, shape.stages) == (len(layout[0]), len(layout[0]))
 
 
 def test_replicas_of_one_stage(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_replicas_of_one_stage(tmp_path: Path) -> None:
     for rank in range(4):
         save(tmp_path, rank, gpipe(rank, 0, 1), groups=[[0, 1, 2, 3]], backend="gloo")
     found = read_run([tmp_path])
-    assert found.timeline.program.plan.stages == 1
+    assert found.timeline.program.shape.stages == 1
     assert found.timeline.bubble > 0 and "3 of 4 traces are of replicas" in found.notes[0]
 
 
@@ -229,7 +229,7 @@ def test_a_trace_that_begins_within_a_step(tmp_path: Path) -> None:
         again = [{**e, "ts": e["ts"] + 10**4, "args": {}} for e in events if "PP:" in e["name"]]
         content["traceEvents"] = [e for e in events if e["name"] != f"PP:{rank}F0"] + again
         (tmp_path / f"{rank}.json").write_text(json.dumps(content))
-    with pytest.raises(ProgramError) as caught:
+    with pytest.raises(SchedirError) as caught:
         read_run([tmp_path])
     assert "begin before a step" in caught.value.__notes__[-1]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from schedir import schedules
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
-from schedir.errors import ProgramError, TraceError, UsageError
+from schedir.errors import SchedirError, TraceError, UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import COMPUTE, SENDS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -38,7 +38,7 @@ UNIT = 1e-5  # seconds of a unit of cost
 
 def run_of(program: Program, seed: int, send: float = 1.0) -> Timeline:
     rng = np.random.default_rng(seed)
-    n = program.plan.stages
+    n = program.shape.stages
     costs = {name: tuple(rng.integers(1, 9, n).astype(float).tolist()) for name in "FBIW"}
     return simulate(program, Costs(**costs, send=send), progress_model="per_edge")
 
@@ -110,7 +110,7 @@ def test_batches_have_one_kernel(program: Program, seed: int, own: bool) -> None
 )
 def test_clocks_are_aligned(program: Program, seed: int, offsets: list[int]) -> None:
     want = run_of(program, seed)
-    hosts = [rank % 3 for rank in range(program.plan.ranks)]
+    hosts = [rank % 3 for rank in range(program.shape.ranks)]
     with TemporaryDirectory() as folder:
         kineto.write(Path(folder), [want], seed, unit=UNIT, hosts=hosts, offsets=offsets)
         found = read_run([folder], name=program.name)
@@ -333,7 +333,7 @@ def test_changed_files_are_read_or_refused(seed: int) -> None:
         paths[0].write_text(json.dumps(content))
         try:
             read_run([folder])
-        except (ProgramError, UsageError) as error:
+        except (SchedirError, UsageError) as error:
             assert len(str(error)) < 2000
 
 

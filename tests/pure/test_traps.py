@@ -21,7 +21,7 @@ from schedir.errors import (
     DeadlockError,
     GroupError,
     OrderError,
-    ProgramError,
+    SchedirError,
 )
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -42,7 +42,7 @@ def accepted(program: Program) -> list[str]:
     for model in MODELS:
         try:
             check(program, model)
-        except ProgramError:
+        except SchedirError:
             assert verdict(program, model).kind != "ok"
         else:
             assert verdict(program, model).kind == "ok"
@@ -50,9 +50,9 @@ def accepted(program: Program) -> list[str]:
     return models
 
 
-def refused(program: Program, progress_model: ProgressModel = "per_device") -> ProgramError:
+def refused(program: Program, progress_model: ProgressModel = "per_device") -> SchedirError:
     assert verdict(program, progress_model).kind != "ok"
-    with pytest.raises(ProgramError) as caught:
+    with pytest.raises(SchedirError) as caught:
         check(program, progress_model)
     return caught.value
 

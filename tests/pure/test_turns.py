@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from schedir.compiler.compile import compile
-from schedir.errors import CompletenessError, OrderError, ProgramError, SlotError
+from schedir.errors import CompletenessError, OrderError, SchedirError, SlotError
 from schedir.io import perfetto, torch_csv
 from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.ir.cost.costs import Costs
@@ -96,7 +96,7 @@ def test_a_gather_waits_for_the_slot_that_is_let_go(time: float) -> None:
     ],
 )
 def test_what_is_refused(
-    what: str, before: str, error: type[ProgramError], sites: list[str] | None
+    what: str, before: str, error: type[SchedirError], sites: list[str] | None
 ) -> None:
     with pytest.raises(error) as caught:
         check(from_text(moved(what, before)))

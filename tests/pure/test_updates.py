@@ -21,10 +21,10 @@ from schedir.compiler.compile import compile
 from schedir.errors import (
     CompletenessError,
     OrderError,
-    PlanError,
-    ProgramError,
     ReductionError,
+    SchedirError,
     ScheduleError,
+    ShapeError,
 )
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
@@ -79,8 +79,8 @@ def test_2bw_flushes_nothing(P: int) -> None:
 
 @pytest.mark.parametrize("P", [2, 4])
 def test_pipedream_keeps_a_version_for_each_in_flight(P: int) -> None:
-    plan = pipedream(P, 3 * P)
-    timeline = run(one_f_one_b, plan, Costs(F=2, B=3))
+    shape = pipedream(P, 3 * P)
+    timeline = run(one_f_one_b, shape, Costs(F=2, B=3))
     assert timeline.idle.tolist() == [(P - 1) * 5] * P
     assert timeline.peak_versions.tolist() == timeline.peak_in_flight.tolist()
     assert timeline.peak_versions.tolist() == [P - r for r in range(P)]
@@ -88,8 +88,8 @@ def test_pipedream_keeps_a_version_for_each_in_flight(P: int) -> None:
 
 def test_memory_counts_versions() -> None:
     sizes = Sizes(model_states=100.0, version=10.0, saved=1.0)
-    for plan, copies in ((two_buffers(3, 4, 3), [2, 2, 2]), (pipedream(3, 6), [3, 2, 1])):
-        for own, n in zip(held(compile(one_f_one_b, plan), sizes), copies, strict=True):
+    for shape, copies in ((two_buffers(3, 4, 3), [2, 2, 2]), (pipedream(3, 6), [3, 2, 1])):
+        for own, n in zip(held(compile(one_f_one_b, shape), sizes), copies, strict=True):
             assert own.fixed["versions"] == (n, 10.0 * n)
     assert "versions" not in held(compile(gpipe, PipelineShape(2, 4)), sizes)[0].fixed
     (own,) = held(compile(one_f_one_b, two_buffers(1, 2, 2)), Sizes(params=10.0))
@@ -135,10 +135,10 @@ def test_an_input_gradient_of_the_next_update_waits_for_the_step(schedule: Sched
 
 
 def test_versions_of_microbatches() -> None:
-    plan = two_buffers(3, 2, 4)
-    assert plan.version(0, range(8)).tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
-    plan = pipedream(3, 5)
-    table = [plan.version(s, range(5)).tolist() for s in range(3)]
+    shape = two_buffers(3, 2, 4)
+    assert shape.version(0, range(8)).tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
+    shape = pipedream(3, 5)
+    table = [shape.version(s, range(5)).tolist() for s in range(3)]
     assert table == [[0, 0, 0, 1, 2], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
 
 
@@ -149,7 +149,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: str(p.plan.optimizer_steps))
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: str(p.shape.optimizer_steps))
 def test_programs_of_several_updates(program: Program) -> None:
     for folded in (True, False):
         assert from_text(to_text(program, folded)) == program
@@ -161,7 +161,7 @@ def test_programs_of_several_updates(program: Program) -> None:
         assert machine.run()
         assert max(machine.ended.values()) == simulate(program, costs, progress_model=model).span
     steps = [i.mb for i in program.streams[0] if i.op is Opcode.OptimizerStep]
-    assert steps == [*range(program.plan.optimizer_steps)]
+    assert steps == [*range(program.shape.optimizer_steps)]
 
 
 def test_delay_is_in_the_digest() -> None:
@@ -196,7 +196,7 @@ def test_refused(name: str) -> None:
     for old, new in REFUSED[name]:
         assert re.search(old, text), old
         text = re.sub(old, new, text, count=1)
-    with pytest.raises(ProgramError) as caught:
+    with pytest.raises(SchedirError) as caught:
         check(from_text(text.replace("X", "9")))
     few = ("no", "two", "twice", "many")
     kind = (ReductionError, CompletenessError) if any(w in name for w in few) else OrderError
@@ -217,7 +217,7 @@ def test_refused(name: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_plans_that_cannot_be(wrong: dict[str, object]) -> None:
-    with pytest.raises(PlanError):
+    with pytest.raises(ShapeError):
         PipelineShape(2, 8, **wrong)  # type: ignore[arg-type]
 
 
@@ -226,8 +226,8 @@ def test_a_mark_may_have_a_delay_for_each_stage() -> None:
     def mine(r: int, P: int, m: int) -> RankSchedule:
         return gpipe(r, P, m)
 
-    plan = PipelineShape(2, 4, optimizer_steps=2, weight_delay=(1, 0))
-    assert expand_schedule(mine, plan).plan == plan
+    shape = PipelineShape(2, 4, optimizer_steps=2, weight_delay=(1, 0))
+    assert expand_schedule(mine, shape).shape == shape
     expand_schedule(mine, PipelineShape(2, 4))  # of one update it says nothing
     with pytest.raises(ScheduleError, match=r"delay of \(1, 0\), not of 1"):
         expand_schedule(mine, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
@@ -237,12 +237,12 @@ def test_a_mark_may_have_a_delay_for_each_stage() -> None:
 
 def test_one_delay_is_written_in_one_way() -> None:
     for delay, text in ((2, "delay 2 "), ((2,), "delay 2 ")):
-        plan = PipelineShape(1, 4, optimizer_steps=4, weight_delay=delay)
-        assert plan == PipelineShape(1, 4, optimizer_steps=4, weight_delay=2)
+        shape = PipelineShape(1, 4, optimizer_steps=4, weight_delay=delay)
+        assert shape == PipelineShape(1, 4, optimizer_steps=4, weight_delay=2)
         program = expand_schedule(
             pipedream_2bw, PipelineShape(1, 4, optimizer_steps=4, weight_delay=1)
         )
-        again = replace(program, plan=plan)
+        again = replace(program, shape=shape)
         assert text in to_text(again) and from_text(to_text(again)) == again
 
 
@@ -259,12 +259,12 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--ranks", "2", "--microbatches", "6", "-O", "optimizer_steps=3"]
     assert main(["print", "pipedream_2bw", *shape]) == 0
     program = from_text(capsys.readouterr().out)
-    assert (program.plan.optimizer_steps, program.plan.weight_delay) == (3, 1)
+    assert (program.shape.optimizer_steps, program.shape.weight_delay) == (3, 1)
     assert main(["check", "one_f_one_b", *shape]) == 2
     assert "-O weight_delay=1" in capsys.readouterr().err
     for delay, means in (("1", 1), ("1,0", (1, 0))):
         assert main(["print", "one_f_one_b", *shape, "-O", f"weight_delay={delay}"]) == 0
-        assert from_text(capsys.readouterr().out).plan.weight_delay == means
+        assert from_text(capsys.readouterr().out).shape.weight_delay == means
 
 
 @pytest.mark.parametrize("wrong", ["x", "", "-1", "1,", "1.5", "1,1,1", "\u0661"])
@@ -313,8 +313,8 @@ SHARED = {"tp": 2, "sequence_parallel": True}
 )
 def test_ranks_that_meet_at_the_end_of_an_update_do_not_wait_for_each_other(told: Any) -> None:
     """Rank 0 forwards the next update's first microbatches before rank 2 ends the one before."""
-    plan = PipelineShape(3, 6, 2, optimizer_steps=2, weight_delay=1)
-    program = compile(looped_dfs, plan, **told)
+    shape = PipelineShape(3, 6, 2, optimizer_steps=2, weight_delay=1)
+    program = compile(looped_dfs, shape, **told)
     for model in MODELS:
         check(program, model, blocking_hosts=True)
 
@@ -327,10 +327,10 @@ def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
     ranks, updates = rng.choice([2, 3, 4]), rng.choice([2, 3])
     stages = [*range(ranks), *rng.choices(range(ranks), k=rng.randint(0, 3))]
     rng.shuffle(stages)
-    plan = PipelineShape(ranks, rng.randint(1, 3) * updates, placement=tuple(stages),
+    shape = PipelineShape(ranks, rng.randint(1, 3) * updates, placement=tuple(stages),
                          optimizer_steps=updates,
                 weight_delay=rng.choice([0, 1, 1, 2]))  # fmt: skip
-    drafted = random_compute_program(plan, rng, split=rng.choice([0.0, 0.5, 1.0]))
+    drafted = random_compute_program(shape, rng, split=rng.choice([0.0, 0.5, 1.0]))
     costs = Costs(F=rng.choice([1, 2]), send=rng.choice([0, 1, 3]))
     try:
         compile(drafted, costs=costs)
@@ -354,7 +354,7 @@ def test_an_update_ends_behind_a_pair_and_not_within_it(told: Any) -> None:
 
     for P, per_update in product((1, 2, 3), (2, 3, 4)):
         delay = -(-P // per_update)
-        plan = PipelineShape(P, 3 * per_update, optimizer_steps=3, weight_delay=delay)
-        program = compile(paired, plan, **told)
-        assert program.joined.sum() == sum(plan.microbatches - P + r for r in range(P))
+        shape = PipelineShape(P, 3 * per_update, optimizer_steps=3, weight_delay=delay)
+        program = compile(paired, shape, **told)
+        assert program.joined.sum() == sum(shape.microbatches - P + r for r in range(P))
         check(program, "blocking_serial", blocking_hosts=True)

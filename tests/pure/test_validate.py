@@ -24,7 +24,7 @@ from schedir.__main__ import main
 from schedir.analysis.memory.footprint import held
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.relower import Lowering
-from schedir.errors import PlanError, UsageError
+from schedir.errors import ShapeError, UsageError
 from schedir.ir.isa.instructions import Opcode
 from schedir.testing import compute_programs
 from schedir.training.config.run_config import Config, PipelineConfig
@@ -48,7 +48,7 @@ def test_every_rank_validates_behind_its_step() -> None:
 @given(compute_programs())
 def test_it_is_legal_wherever_the_norm_is(drawn: Any) -> None:
     """Under every progress model, on hosts that block, too; and its text says the same."""
-    if drawn.plan.optimizer_steps > 1 or not drawn.trains:
+    if drawn.shape.optimizer_steps > 1 or not drawn.trains:
         return
     lowered = compile(drawn, clip_grad_norm=True, norm_check="after_step")
     for model in MODELS:
@@ -102,13 +102,13 @@ def test_what_is_refused(how: dict[str, Any], fields: tuple[str, ...] | None) ->
     if fields is None:
         assert compile(schedules.gpipe, PLAN, **how).norm_check == "before_step"
         return
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(ShapeError) as error:
         compile(schedules.gpipe, PLAN, **how)
     assert tuple(error.value.fields) == fields
 
 
 def test_several_updates_are_refused() -> None:
-    with pytest.raises(PlanError, match="optimizer_steps=1, not 2") as error:
+    with pytest.raises(ShapeError, match="optimizer_steps=1, not 2") as error:
         compile(
             schedules.gpipe,
             PipelineShape(2, 4, optimizer_steps=2),

@@ -23,9 +23,9 @@ COSTS = Costs(F=(1, 1, 1, 1.5), B=(2, 2, 2, 3), send=0.25, reduce_grads=2)
 
 
 def run_of(
-    schedule: schedir.schedules.schedule_algebra.Schedule, costs: Costs, plan: PipelineShape = PLAN
+    schedule: schedir.schedules.schedule_algebra.Schedule, costs: Costs, shape: PipelineShape = PLAN
 ) -> Timeline:
-    return schedir.simulate(schedir.compile(schedule, plan, costs=costs), costs)
+    return schedir.simulate(schedir.compile(schedule, shape, costs=costs), costs)
 
 
 def saves(advice: Advice, what: str) -> float:
@@ -51,15 +51,15 @@ def test_claims_are_simulations() -> None:
 
 
 def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
-    plan, costs = PipelineShape(2, 4), Costs(F=1, I=1, W=1, tp_reduce=0.9)
+    shape, costs = PipelineShape(2, 4), Costs(F=1, I=1, W=1, tp_reduce=0.9)
 
     def of(costs: Costs, **more: Any) -> float:
-        program = schedir.compile(zb_h1, plan, tp=2, stage_segments=3, costs=costs, **more)
+        program = schedir.compile(zb_h1, shape, tp=2, stage_segments=3, costs=costs, **more)
         return schedir.simulate(program, costs).span
 
     base = of(costs)
     timeline = schedir.simulate(
-        schedir.compile(zb_h1, plan, tp=2, stage_segments=3, costs=costs), costs
+        schedir.compile(zb_h1, shape, tp=2, stage_segments=3, costs=costs), costs
     )
     advice = advise(timeline, costs)
     assert saves(advice, "sums of pieces") == pytest.approx(
@@ -75,11 +75,11 @@ def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
 def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
     """Other schedules and more microbatches are those of whole stages and microbatches, cut as the
     run is; and stages that are even are whole ones."""
-    plan, costs = PipelineShape(2, 4), Costs(F=1, B=2, I=1, W=1, tp_reduce=0.3, send=0.1)
+    shape, costs = PipelineShape(2, 4), Costs(F=1, B=2, I=1, W=1, tp_reduce=0.3, send=0.1)
 
-    def of(schedule: Any, plan: PipelineShape = plan, costs: Costs = costs) -> Timeline:
+    def of(schedule: Any, shape: PipelineShape = shape, costs: Costs = costs) -> Timeline:
         program = schedir.compile(
-            schedule, plan, tp=2, stage_segments=cut, microbatch_chunks=chunks, costs=costs
+            schedule, shape, tp=2, stage_segments=cut, microbatch_chunks=chunks, costs=costs
         )
         return schedir.simulate(program, costs)
 

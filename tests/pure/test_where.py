@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedir import PipelineShape, Program, check, compile, from_text, schedules
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
-from schedir.errors import DeadlockError, ProgramError, UsageError
+from schedir.errors import DeadlockError, SchedirError, UsageError
 from schedir.hang_diagnosis.hang_report import job_lines, program_lines
 from schedir.hang_diagnosis.program_matching import match
 from schedir.hang_diagnosis.rank_positions import ChainEnd, ProgramVerdict, judge
@@ -63,7 +63,7 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
     transfers = [k for k in range(len(program)) if graph.index.op[k] in TRANSFERS]
     assume(not all(state.ended[k] for k in transfers))
     before = data.draw(st.sampled_from([0, 0, 3]))
-    ranks = range(program.plan.ranks)
+    ranks = range(program.shape.ranks)
     recorders = record(state, before=before, layout=groups(ranks))
     job = job_of(tmp_path, recorders, as_json=data.draw(st.booleans()))
     (verdict,) = verdicts_of(job, program, model)
@@ -80,7 +80,7 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
     assert not verdict.is_deadlock
     waits = any(state.issued[k] and not state.ended[k] for k in transfers)
     assert bool(verdict.causes) or not waits
-    if waits and (graph.index.any_joined or program.plan.rows > 1):
+    if waits and (graph.index.any_joined or program.shape.rows > 1):
         assert rank in culprits(verdict)
     elif kernels:  # one message may stand behind another's compute: then each only may be it
         named = [line for line in program_lines(job, [verdict]) if " is the cause" in line]
@@ -95,7 +95,7 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
         if place.at is not None and place.late:
             lo, hi = place.between
             own = place.rank == rank and (lo <= at <= hi or at in placed._group(place.at))
-            assert own or program.plan.rows > 1
+            assert own or program.shape.rows > 1
         elif place.at is not None:
             assert not placed.ended[place.at]
     for cause in verdict.causes:
@@ -363,7 +363,7 @@ def test_dumps_of_another_program(tmp_path: Path) -> None:
         with pytest.raises(UsageError) as caught:
             verdicts_of(job, other)
         assert caught.value.fields == fields
-    with pytest.raises(ProgramError):
+    with pytest.raises(SchedirError):
         verdicts_of(job, replace(program, streams=program.streams[:3] + program.streams[:1]))
 
 

@@ -1,4 +1,4 @@
-"""Words, plans and costs: what they spell, and what they refuse."""
+"""Words, shapes and costs: what they spell, and what they refuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
 from schedir.compiler.compile import compile
-from schedir.errors import CostsError, PlanError, ScheduleError, UsageError
+from schedir.errors import CostsError, ScheduleError, ShapeError, UsageError
 from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
@@ -39,9 +39,9 @@ from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check
 
 
-def spelled(word: RankSchedule, plan: PipelineShape | None = None) -> str:
-    plan = plan or PipelineShape(1, 9, 2)
-    return " ".join(map(str, expand_schedule(lambda r, P, m: word, plan).streams[0]))
+def spelled(word: RankSchedule, shape: PipelineShape | None = None) -> str:
+    shape = shape or PipelineShape(1, 9, 2)
+    return " ".join(map(str, expand_schedule(lambda r, P, m: word, shape).streams[0]))
 
 
 def test_microbatches_number_themselves() -> None:
@@ -180,37 +180,37 @@ def test_placements(ranks: int, v: int) -> None:
     loop, vee = PipelineShape(ranks, 1, v), PipelineShape(ranks, 1, 2 * v, "vee")
     assert loop.rank_of.tolist() == [*range(ranks)] * v
     assert vee.rank_of.tolist() == [*range(ranks), *reversed(range(ranks))] * v
-    for plan in (loop, vee, PipelineShape(ranks, 1, placement=tuple(vee.rank_of.tolist()))):
-        for rank, own in enumerate(plan.stages_of):
+    for shape in (loop, vee, PipelineShape(ranks, 1, placement=tuple(vee.rank_of.tolist()))):
+        for rank, own in enumerate(shape.stages_of):
             assert list(own) == sorted(own)
-            assert (plan.rank_of[list(own)] == rank).all()
+            assert (shape.rank_of[list(own)] == rank).all()
 
 
 def test_uneven_placement() -> None:
-    plan = PipelineShape(2, 1, placement=[0, 1, 1])  # type: ignore[arg-type]
-    assert (plan.stages, plan.stages_per_rank, plan.stages_of) == (3, 2, ((0,), (1, 2)))
+    shape = PipelineShape(2, 1, placement=[0, 1, 1])  # type: ignore[arg-type]
+    assert (shape.stages, shape.stages_per_rank, shape.stages_of) == (3, 2, ((0,), (1, 2)))
     assert PipelineShape(3, 1, placement="vee").stages == 6
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "4", None, True, MAX_MICROBATCHES + 1, 10**30])
 @pytest.mark.parametrize("field", ["ranks", "microbatches", "stages_per_rank"])
 def test_bad_numbers_in_plans(bad: object, field: str) -> None:
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ShapeError) as caught:
         PipelineShape(**{"ranks": 2, "microbatches": 4, field: bad})  # type: ignore[arg-type]
     assert field in caught.value.fact
 
 
 @pytest.mark.parametrize("bad", ["ring", (0, 2), (0, 0), (0, 1, -1), 7, (0, "x"), ()])
 def test_bad_placements(bad: object) -> None:
-    with pytest.raises(PlanError):
+    with pytest.raises(ShapeError):
         PipelineShape(2, 4, placement=bad)  # type: ignore[arg-type]
-    with pytest.raises(PlanError):
+    with pytest.raises(ShapeError):
         PipelineShape(2, 4, 3, placement=(0, 1, 1))
 
 
 def test_plans_too_large_are_refused_before_anything_is_built() -> None:
     """Where there is a limit; a program that Python code builds has none by default."""
-    with input_limits(instructions=10**8), pytest.raises(PlanError):
+    with input_limits(instructions=10**8), pytest.raises(ShapeError):
         PipelineShape(2**14, MAX_MICROBATCHES)
 
 
@@ -260,13 +260,13 @@ def test_the_table_numbers_its_rows() -> None:
 
 
 def test_ascending() -> None:
-    plan = PipelineShape(1, 2)
-    assert compile(one_f_one_b, plan).ascending
-    assert not expand_schedule(lambda r, P, m: 2 * F + B.at(1) + B.at(0), plan).ascending
-    assert not expand_schedule(lambda r, P, m: 2 * F + 2 * I + W.at(1) + W.at(0), plan).ascending
-    assert expand_schedule(lambda r, P, m: 2 * F + I + W + B, plan).ascending
+    shape = PipelineShape(1, 2)
+    assert compile(one_f_one_b, shape).ascending
+    assert not expand_schedule(lambda r, P, m: 2 * F + B.at(1) + B.at(0), shape).ascending
+    assert not expand_schedule(lambda r, P, m: 2 * F + 2 * I + W.at(1) + W.at(0), shape).ascending
+    assert expand_schedule(lambda r, P, m: 2 * F + I + W + B, shape).ascending
     assert not expand_schedule(
-        lambda r, P, m: 2 * F + I + B + W, plan
+        lambda r, P, m: 2 * F + I + B + W, shape
     ).ascending  # W 0.0 after B 0.1
 
 
@@ -276,7 +276,7 @@ def test_bad_options() -> None:
     with pytest.raises(UsageError):
         compile(one_f_one_b, PipelineShape(1, 1), boundary="split")  # type: ignore[arg-type]
     for bad in (0, -1, 1.5, True):
-        with pytest.raises(PlanError):
+        with pytest.raises(ShapeError):
             compile(one_f_one_b, PipelineShape(1, 1), tp=bad)  # type: ignore[arg-type]
 
 
@@ -314,9 +314,9 @@ def test_what_has_no_order_is_no_number_per_stage(bad: Any) -> None:
         Costs(F=bad)
     with pytest.raises(UsageError, match="a number or one per stage"):
         Sizes(saved=bad)
-    with pytest.raises(PlanError, match="placement must be"):
+    with pytest.raises(ShapeError, match="placement must be"):
         PipelineShape(2, 4, placement=bad)
-    with pytest.raises(PlanError, match="delay must be"):
+    with pytest.raises(ShapeError, match="delay must be"):
         PipelineShape(2, 4, optimizer_steps=2, weight_delay=bad)
     with pytest.raises(TypeError, match="@with_weight_delay takes"):
         with_weight_delay(bad)

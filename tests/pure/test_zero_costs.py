@@ -81,7 +81,7 @@ def test_bytes_are_those_of_the_instructions(name: str) -> None:
     ):
         program = of(name, dp=4, zero=zero, reduce_scatter_at=reduce, tp=2)
         once = {"unshard": 2e9, "reduce_scatter": 4e9, "reduce_grads": 8e9}
-        want = np.zeros((len(Lane), program.plan.ranks))
+        want = np.zeros((len(Lane), program.shape.ranks))
         for rank, stream in enumerate(program.streams):
             for i in stream:
                 if i.op.name in ("Unshard", "ReduceScatter", "ReduceGrads"):
@@ -95,7 +95,7 @@ def test_bytes_are_those_of_the_instructions(name: str) -> None:
                     want[Lane.TP, rank] += 30e6
         found = volume(program, SIZES)
         for lane in Lane:
-            assert found.get(lane, np.zeros(program.plan.ranks)) == pytest.approx(want[lane])
+            assert found.get(lane, np.zeros(program.shape.ranks)) == pytest.approx(want[lane])
 
 
 def test_reducing_each_turn_sends_as_often_as_there_are_turns() -> None:
@@ -126,12 +126,12 @@ def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
 def test_gathers_and_reductions_take_half_of_an_all_reduce() -> None:
     """Of replicas within a node, and on a node each: the link that their ring crosses."""
     for nodes, each, link in ((1, 8, 300e9), (2, 4, 20e9)):
-        near, plan = cluster(nodes, each, 1e-5), PipelineShape(4, 8)
-        plain = near.costs(plan, SIZES, Costs(F=1, B=2), dp=2)
+        near, shape = cluster(nodes, each, 1e-5), PipelineShape(4, 8)
+        plain = near.costs(shape, SIZES, Costs(F=1, B=2), dp=2)
         assert plain.unshard is None and plain.reduce_scatter is None
         assert plain.reduce_grads == pytest.approx(2 * (1e-5 + 4e9 / 2 / link))
         for zero in (1, 2, 3):
-            costs = near.costs(plan, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
+            costs = near.costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
             assert costs.unshard == pytest.approx(1e-5 + 2e9 / 2 / link)
             assert costs.reduce_scatter == pytest.approx(1e-5 + 4e9 / 2 / link)
             assert costs.reduce_grads is None  # there is none
@@ -156,9 +156,9 @@ def test_bytes_are_asked_for(name: str, sizes: set[str]) -> None:
 
 
 def test_holders_sum_parts() -> None:
-    plan = PipelineShape(2, 4, placement="mirror")
+    shape = PipelineShape(2, 4, placement="mirror")
     for zero, parts in ((0, 1), (3, 2)):
-        costs = cluster().costs(plan, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
+        costs = cluster().costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
         assert costs.reduce_replicated_stages == pytest.approx(4e9 / parts / 300e9)
 
 

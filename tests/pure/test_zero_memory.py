@@ -87,7 +87,7 @@ def while_it_runs(program: Program, sizes: Sizes, name: str, rank: int) -> list[
 def test_what_is_whole_is_counted_by_hand(
     draft: Program, zero: int, rng: random.Random, data: st.DataObject
 ) -> None:
-    if draft.plan.optimizer_steps > 1 or not draft.trains:
+    if draft.shape.optimizer_steps > 1 or not draft.trains:
         return
     program = replace(
         draft,
@@ -97,11 +97,11 @@ def test_what_is_whole_is_counted_by_hand(
         norm_check="before_step",
     )
     program = lower(program, buffer_sharing=rng.choice([None, "minimal"]))
-    each = st.lists(st.integers(0, 9), min_size=draft.plan.stages, max_size=draft.plan.stages)
+    each = st.lists(st.integers(0, 9), min_size=draft.shape.stages, max_size=draft.shape.stages)
     of = {name: np.array(data.draw(each), float) for name in ("params", "grads", "optimizer")}
     sizes = Sizes(**{name: tuple((4 * size).tolist()) for name, size in of.items()})
     late = held(program, sizes, late=True)
-    time = data.draw(costs(draft.plan))
+    time = data.draw(costs(draft.shape))
     slow = replace(time, **{op: float(rng.randrange(9)) for op in ("unshard", "reduce_scatter")})
     curves = simulate(program, slow, sizes=sizes).memory
     for rank, own in enumerate(held(program, sizes)):
@@ -121,7 +121,7 @@ def test_what_is_whole_is_counted_by_hand(
             ("grads", "gradient in parts", 2),
             ("optimizer", "optimizer in parts", 1),
         ):
-            stages = np.array(draft.plan.stages_of[rank])
+            stages = np.array(draft.shape.stages_of[rank])
             trained = stages >= program.frozen_stages
             assert level <= zero or cut not in fixed
             if level <= zero and sizes.told_apart:

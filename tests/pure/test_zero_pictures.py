@@ -35,9 +35,9 @@ def test_computes_that_need_whole_weights_stand_in_a_band(
     case: tuple[str, int], unshard: float, reduce: float
 ) -> None:
     name, active = case
-    plan = ZOO[name]
-    least = 2 if plan.rows > 1 else 1  # what runs together may be of two stages
-    active = max(least, min(active, len(plan.stages_of[0])))
+    shape = ZOO[name]
+    least = 2 if shape.rows > 1 else 1  # what runs together may be of two stages
+    active = max(least, min(active, len(shape.stages_of[0])))
     found = run(name, 3, active, unshard=unshard, reduce_scatter=reduce)
     bands, spans = whole(found), found.spans
     assert bands.rows <= active

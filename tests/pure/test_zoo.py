@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedir.__main__ import main
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
-from schedir.errors import PlanError, ScheduleError
+from schedir.errors import ScheduleError, ShapeError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import ROWS, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -41,7 +41,7 @@ from schedir.schedules import (
 )
 from schedir.schedules.schedule_algebra import RankSchedule, Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
-from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, plan_of, run
+from tests.laws import TRIPLES, TWO_WAY, ZOO, cases, least, run, shape_of
 from tests.published import PRINTED, Row, rows
 
 # ------------------------------------------------------------------ whole backwards
@@ -71,11 +71,14 @@ def test_eager_1f1b_hides_messages(send: float) -> None:
 
 def test_eager_1f1b_is_interleaved_with_one_stage() -> None:
     for P, m in ((1, 1), (4, 8), (4, 3), (3, 6)):
-        plan = PipelineShape(P, m, stages_per_rank=1)
+        shape = PipelineShape(P, m, stages_per_rank=1)
         assert (
-            expand_schedule(eager_1f1b, plan).streams == expand_schedule(interleaved, plan).streams
+            expand_schedule(eager_1f1b, shape).streams
+            == expand_schedule(interleaved, shape).streams
         )
-        assert expand_schedule(zb_h1, plan).streams == expand_schedule(interleaved_zb, plan).streams
+        assert (
+            expand_schedule(zb_h1, shape).streams == expand_schedule(interleaved_zb, shape).streams
+        )
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
@@ -100,7 +103,7 @@ def test_wave(w: int) -> None:
     for P in (2, 3, 5):  # at F = B, interleaved's bubble
         costs = Costs(F=2, B=2)
         for schedule in (wave, interleaved):
-            timeline = run(schedule, plan_of(schedule, P, 2 * P, 2 * w), costs)
+            timeline = run(schedule, shape_of(schedule, P, 2 * P, 2 * w), costs)
             assert timeline.idle.tolist() == [4 * (P - 1)] * P
 
 
@@ -182,7 +185,7 @@ def test_dualpipe() -> None:
     for c in cases(dualpipe, lambda P: [2 * P], when=lambda F, I, W: W <= F < I, ranks=(2, 4, 6)):
         assert c.idle <= (c.P // 2 - 1) * (c.F + 2 * c.I - c.W)
     for together in (4, 5, 6):
-        timeline = run(dualpipe, plan_of(dualpipe, 8, 18), Costs(F=2, I=2, W=2, FB=together))
+        timeline = run(dualpipe, shape_of(dualpipe, 8, 18), Costs(F=2, I=2, W=2, FB=together))
         assert max(timeline.idle) == 3 * (together + 4 - 3 * 2)
 
 
@@ -194,7 +197,7 @@ def test_pairs_whose_halves_hand_on_their_results_apart(schedule: Schedule) -> N
     for P, m in ((2, 8), (4, 10), (8, 20)):
         steps = (P // 2 if schedule is dualpipe else P) - 1
         for F, I, W in (t for t in TRIPLES if alike(*t)):
-            timeline = run(halves, plan_of(schedule, P, m), Costs(F=F, I=I, W=W))
+            timeline = run(halves, shape_of(schedule, P, m), Costs(F=F, I=I, W=W))
             assert timeline.idle.tolist() == [steps * (F + I - W)] * P
 
 
@@ -202,7 +205,7 @@ def test_both_ways_are_alike() -> None:
     """A rank's mirror image does the same to the other half of the microbatches."""
     for schedule in (dualpipe, chimera, bitpipe):
         for P, m in ((2, 4), (4, 8), (6, 14)):
-            program = expand_schedule(schedule, plan_of(schedule, P, m))
+            program = expand_schedule(schedule, shape_of(schedule, P, m))
             for r, stream in enumerate(program.streams):
                 mirrored = [(op, s, (mb + m // 2) % m) for op, s, mb in stream]
                 assert mirrored == [*program.streams[P - 1 - r]]
@@ -223,11 +226,11 @@ def test_interlocked(schedule: Schedule, more: int) -> None:
 def test_bitpipe() -> None:
     """Its bubble at B = 2F and m = P, and the order that its authors have drawn."""
     for P in (2, 4, 6, 8):
-        timeline = run(bitpipe, plan_of(bitpipe, P, P), Costs(F=1, B=2))
+        timeline = run(bitpipe, shape_of(bitpipe, P, P), Costs(F=1, B=2))
         assert timeline.bubble == pytest.approx((P - 2) / (3 * P + P - 2))
     for m, span in ((4, 28), (8, 54)):  # of the second their drawing has 53
-        assert run(bitpipe, plan_of(bitpipe, 4, m), Costs(F=1, B=2)).span == span
-    program = expand_schedule(bitpipe, plan_of(bitpipe, 4, 4))
+        assert run(bitpipe, shape_of(bitpipe, 4, m), Costs(F=1, B=2)).span == span
+    program = expand_schedule(bitpipe, shape_of(bitpipe, 4, 4))
     drawn = {  # their microbatches count from 1, and chunks have colours
         0: "F1 F2 F3 F3 F4 F4 F1 B1 F2 B2 B3 B3 B4 B4 B1 B2",
         1: "F1 F3 F2 F4 F3 F1 F4 F2 B1 B3 B2 B4 B3 B1 B4 B2",
@@ -236,14 +239,14 @@ def test_bitpipe() -> None:
     }
     for rank, stream in enumerate(program.streams):
         assert [f"{ROWS[i.op].text}{i.mb + 1}" for i in stream] == drawn[rank].split()
-    streams = compile(bitpipe, plan_of(bitpipe, 4, 4)).streams
+    streams = compile(bitpipe, shape_of(bitpipe, 4, 4)).streams
     sent = [i for stream in streams for i in stream if i.op is Opcode.SendAct]
     assert len(sent) == 4 * (8 - 1 - 1)  # each microbatch over each boundary but the turn
 
 
 def test_chimera() -> None:
     for P in (2, 4, 6):  # at F = B, half of 1F1B's bubble less one slot each
-        timeline = run(chimera, plan_of(chimera, P, 2 * P), Costs(F=2, B=2))
+        timeline = run(chimera, shape_of(chimera, P, 2 * P), Costs(F=2, B=2))
         assert timeline.idle.tolist() == [2 * (P - 2)] * P
 
 
@@ -285,13 +288,13 @@ def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
 # ------------------------------------------------------------------ all of them
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.model}-{row.plan.microbatches}")
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.model}-{row.shape.microbatches}")
 @pytest.mark.parametrize(
     "schedule, published",
     [(one_f_one_b, "rate_1F1B"), (zb_h1, "rate_ZB_H1"), (zb_h2, "rate_ZB_H2")],
 )
 def test_published_bubble_rates(row: Row, schedule: Schedule, published: str) -> None:
-    timeline = run(schedule, row.plan, row.costs)
+    timeline = run(schedule, row.shape, row.costs)
     rate = row.rate(timeline.own_span.max())
     assert rate == pytest.approx(row.rates[published], abs=PRINTED)
 
@@ -303,12 +306,12 @@ def test_every_schedule_finishes_everywhere(name: str) -> None:
     for P, m in ((1, 2), (2, 4), (3, 2), (3, 7), (4, 8)):
         if schedule in TWO_WAY:
             P, m = 2 * P, 2 * m
-        plan = plan_of(schedule, P, max(m, least(schedule, P)))
-        uneven = tuple(1.0 + s * s % 5 for s in range(plan.stages))
+        shape = shape_of(schedule, P, max(m, least(schedule, P)))
+        uneven = tuple(1.0 + s * s % 5 for s in range(shape.stages))
         for model in MODELS:
             for costs in (Costs(), Costs(F=uneven, I=uneven[::-1], W=0.5, send=0.3)):
-                program = compile(schedule, plan, progress_model=model, costs=costs)
-                assert program.ascending or plan.rows > 1
+                program = compile(schedule, shape, progress_model=model, costs=costs)
+                assert program.ascending or shape.rows > 1
                 simulate(program, costs, progress_model=model)
 
 
@@ -319,27 +322,27 @@ def test_any_number_of_microbatches(name: str, ranks: int, m: int, v: int) -> No
     schedule = ZOO[name]
     if schedule in TWO_WAY:
         ranks, m = 2 * ranks, m + 1 + (schedule is dualpipe and m % 2 == 0)
-    plan = plan_of(schedule, ranks, m, 2 * v if schedule is wave else v)
+    shape = shape_of(schedule, ranks, m, 2 * v if schedule is wave else v)
     if m >= least(schedule, ranks):
-        simulate(expand_schedule(schedule, plan))
+        simulate(expand_schedule(schedule, shape))
     else:
         with pytest.raises(ScheduleError, match=f"{least(schedule, ranks)}"):
-            expand_schedule(schedule, plan)
+            expand_schedule(schedule, shape)
 
 
 def test_two_ways_need_even_numbers() -> None:
     with pytest.raises(ScheduleError, match="9 is not even"):
         expand_schedule(dualpipe, PipelineShape(4, 9, placement="mirror"))
     for schedule in TWO_WAY:
-        with pytest.raises(PlanError, match="ranks must be even, not 3"):
+        with pytest.raises(ShapeError, match="ranks must be even, not 3"):
             expand_schedule(schedule, PipelineShape(3, 8))
-        for plan in (
+        for shape in (
             PipelineShape(4, 8, placement="loop"),
             PipelineShape(4, 8, placement="vee"),
             PipelineShape(4, 8, 4, "mirror"),
         ):
             with pytest.raises(ScheduleError, match="is for placement 'mirror"):
-                expand_schedule(schedule, plan)
+                expand_schedule(schedule, shape)
 
 
 VEE = [s for s in ZOO.values() if getattr(s, "placed", ("loop",))[0] == "vee"]
@@ -347,15 +350,15 @@ VEE = [s for s in ZOO.values() if getattr(s, "placed", ("loop",))[0] == "vee"]
 
 @pytest.mark.parametrize("schedule", VEE)
 def test_other_placements_are_refused(schedule: Schedule) -> None:
-    for plan in (
+    for shape in (
         PipelineShape(3, 9, placement="loop"),
         PipelineShape(3, 9, 2, "loop"),
         PipelineShape(3, 9, 3, "vee"),
         PipelineShape(3, 9, placement=(0, 1, 2)),
     ):
         with pytest.raises(ScheduleError):
-            expand_schedule(schedule, plan)
-    vee = plan_of(schedule, 3, 9)
+            expand_schedule(schedule, shape)
+    vee = shape_of(schedule, 3, 9)
     same = PipelineShape(3, 9, placement=tuple(vee.rank_of.tolist()))
     assert expand_schedule(schedule, same).streams == expand_schedule(schedule, vee).streams
 
@@ -378,9 +381,9 @@ def test_interleaved_is_for_loops(schedule: Schedule) -> None:
 
 def test_gpipe_is_the_longest_and_keeps_most() -> None:
     """What the others are measured by."""
-    plan = PipelineShape(4, 8)
-    last = run(gpipe, plan, Costs())
+    shape = PipelineShape(4, 8)
+    last = run(gpipe, shape, Costs())
     for schedule in (one_f_one_b, eager_1f1b, zb_h1, zb_h2):
-        timeline = run(schedule, plan, Costs())
+        timeline = run(schedule, shape, Costs())
         assert timeline.span <= last.span
         assert timeline.peak_in_flight.max() <= last.peak_in_flight.max()

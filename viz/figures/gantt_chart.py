@@ -81,9 +81,9 @@ def compare(
     be.
 
     >>> import schedir
-    >>> plan = schedir.PipelineShape(ranks=4, microbatches=8)
+    >>> shape = schedir.PipelineShape(ranks=4, microbatches=8)
     >>> schedules = schedir.schedules.gpipe, schedir.schedules.zb_h1
-    >>> runs = [schedir.simulate(schedir.compile(schedule, plan)) for schedule in schedules]
+    >>> runs = [schedir.simulate(schedir.compile(schedule, shape)) for schedule in schedules]
     >>> figure = schedir.viz.compare(runs)
     >>> [axes.get_title("right") for axes in figure.axes]
     ['bubble 27.3%, peak 8 activations, span 33', 'bubble 11.1%, peak 4 activations, span 27']

@@ -62,7 +62,7 @@ def render(
     gaps = sheet.idle(least=_HATCHED / inches if dense else 0.0)
     _rectangles(axes, gaps, hatch_linewidth=0.5, **idle)
     _rectangles(axes, sheet.bands(), facecolor=_BAND, linewidth=0.0)
-    stages = sheet.timeline.program.plan.stages_per_rank
+    stages = sheet.timeline.program.shape.stages_per_rank
     if dense:
         _mix(axes, sheet, inches, stages)
         return
@@ -159,7 +159,7 @@ def entries(
     """What the legend shows: handles and their names; `extra` names have a colour each."""
     handles: list[tuple[Patch, ...]] = []  # of tuples matplotlib's types know nothing
     names: list[str] = []
-    stages = max(s.timeline.program.plan.stages_per_rank for s in sheets)
+    stages = max(s.timeline.program.shape.stages_per_rank for s in sheets)
     palette = sheets[0].palette
     alike: dict[tuple[Any, ...], list[Opcode]] = {}  # what bears one colour has one entry
     for op in sorted({op for s in sheets for op in s.present()}):

@@ -34,10 +34,10 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     Raises UsageError for no Timelines.
 
     >>> import schedir
-    >>> plan = schedir.PipelineShape(ranks=4, microbatches=8)
+    >>> shape = schedir.PipelineShape(ranks=4, microbatches=8)
     >>> schedules = schedir.schedules.gpipe, schedir.schedules.one_f_one_b, schedir.schedules.zb_h1
     >>> figure = schedir.viz.bubble_vs_memory(
-    ...     [schedir.simulate(schedir.compile(schedule, plan)) for schedule in schedules]
+    ...     [schedir.simulate(schedir.compile(schedule, shape)) for schedule in schedules]
     ... )
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['zb_h1', 'one_f_one_b', 'gpipe']
@@ -73,12 +73,12 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
     far above all points is not shown.
 
     >>> import schedir
-    >>> plan, costs = schedir.PipelineShape(ranks=4, microbatches=8), schedir.Costs(F=1, I=1, W=1)
-    >>> figure = schedir.viz.memory_frontier(schedir.memory_frontier(plan, costs, evaluations=500))
+    >>> shape, costs = schedir.PipelineShape(ranks=4, microbatches=8), schedir.Costs(F=1, I=1, W=1)
+    >>> figure = schedir.viz.memory_frontier(schedir.memory_frontier(shape, costs, evaluations=500))
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['zb_h1', 'zb_h2', 'one_f_one_b', 'eager_1f1b', 'gpipe']
     """
-    unit = 1e9 if frontier.in_bytes else frontier.plan.stages / frontier.plan.ranks
+    unit = 1e9 if frontier.in_bytes else frontier.shape.stages / frontier.shape.ranks
     points = np.array([[frontier.memory(t) / unit, t.bubble] for t in frontier.runs])
     found = np.array([[k.limit / unit, k.run.bubble] for k in frontier.levels])
     bound = np.array([[limit / unit, frontier.bubble(span)] for limit, span in frontier.bounds])

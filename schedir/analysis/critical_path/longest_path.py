@@ -93,7 +93,7 @@ def problem_of(graph: Graph, costs: Costs, known: Times | None = None) -> Longes
         fixed[graph.node] = known
         problem = problem._replace(fixed=fixed)
     if graph.program.is_draft:
-        send = costs.of(SENDS[0], graph.program.plan)
+        send = costs.of(SENDS[0], graph.program.shape)
         if send.any():
             hop = look_up(send, graph.index.stage, graph.index.mb)
             problem = problem._replace(rank=graph.index.rank, hop=hop)
@@ -113,7 +113,7 @@ def _node_costs(graph: Graph, costs: Costs, each: Times) -> Times:
     pairs = np.flatnonzero(index.joined & (node != np.arange(len(index), dtype=np.int32)))
     pairs = pairs[np.isin(index.op[pairs], COMPUTE)]
     cost[node[pairs]] += own[pairs]
-    together = costs.together(graph.program.plan)
+    together = costs.together(graph.program.shape)
     if together is not None:
         forward = np.where(index.op[pairs] == FORWARD, pairs, pairs - 1)
         other = index.op[2 * pairs - 1 - forward]

@@ -66,7 +66,7 @@ def reuses(program: Program) -> dict[Value, tuple[Positions, Positions]]:
     flow, found = Dataflow.of(program), {}
     said = _said(program)
     for kind in SLOTTED:
-        count = said.get(kind, np.full(program.plan.ranks, OWN))
+        count = said.get(kind, np.full(program.shape.ranks, OWN))
         if (count == OWN).all() and VALUES[kind].per is not Scope.STAGE:
             continue
         lives = flow.lives(kind)
@@ -146,7 +146,7 @@ def counts(program: Program) -> NDArray[np.int64]:
         lives = flow.lives(kind)
         values = np.diff(lives.first)
         if VALUES[kind].per is Scope.STAGE and len(lives.fill):
-            each = (len(stages_in(program, kind, rank)) for rank in range(program.plan.ranks))
+            each = (len(stages_in(program, kind, rank)) for rank in range(program.shape.ranks))
             values = np.array([*each], np.int64)
         most = values if program.in_slots(kind) else lives.peak(group)
         if kind in said:
@@ -227,7 +227,7 @@ def sent_from(program: Program, kind: Value) -> dict[tuple[Opcode, ...], NDArray
     """Return the number of slots from which messages are sent, shape (ranks,), by the instructions
     that change the form of the value."""
     lives, sent = Dataflow.of(program).lives(kind), is_sent(program, kind)
-    ranks, values = program.plan.ranks, np.diff(lives.first)
+    ranks, values = program.shape.ranks, np.diff(lives.first)
     rank_of, count = np.repeat(range(ranks), values), counts(program)[:, KINDS.index(kind)]
     found = {}
     for changed, some in by_form(program, kind, lives.fill):
@@ -251,7 +251,7 @@ def _sizes(
     program: Program, kind: Value, name: str, sizes: Sizes, at: Positions
 ) -> NDArray[np.float64]:
     """The size of a name, of the value of a kind that each of some instructions is for."""
-    row, index, each = VALUES[kind], InstructionIndex.of(program), sizes.each(name, program.plan)
+    row, index, each = VALUES[kind], InstructionIndex.of(program), sizes.each(name, program.shape)
     if row.peer is not None and not row.peer.ahead:  # told for the earlier stage
         each = each[program.beside(row.peer)]
     return look_up(each, index.stage[at], index.mb[at])

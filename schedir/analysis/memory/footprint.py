@@ -139,15 +139,15 @@ def peak_versions(program: Program) -> NDArray[np.int64]:
     One for a program of one update.  An old version is of use until the last instruction that
     computes with it, or reads it.
     """
-    plan = program.plan
-    peaks = np.ones(plan.ranks, np.int64)
-    for rank, stream in enumerate(program.streams if plan.optimizer_steps > 1 else ()):
+    shape = program.shape
+    peaks = np.ones(shape.ranks, np.int64)
+    for rank, stream in enumerate(program.streams if shape.optimizer_steps > 1 else ()):
         steps = np.flatnonzero(np.isin(stream.op, STEPS))
         at = np.flatnonzero(np.isin(stream.op, _USES_WEIGHTS) & _changes(program, stream))
         counted = np.isin(stream.op[at], _COUNTED)  # what is once in an update, uses its weights
-        version = np.minimum(stream.mb[at], plan.optimizer_steps)
-        version[counted] = plan.version(stream.stage[at][counted], stream.mb[at][counted])
-        last = np.full(plan.optimizer_steps + 1, -1)
+        version = np.minimum(stream.mb[at], shape.optimizer_steps)
+        version[counted] = shape.version(stream.stage[at][counted], stream.mb[at][counted])
+        last = np.full(shape.optimizer_steps + 1, -1)
         np.maximum.at(last, version, at)
         old = [int((last[: k + 1] > step).sum()) for k, step in enumerate(steps.tolist())]
         peaks[rank] = 1 + max(old, default=0)
@@ -166,7 +166,7 @@ def peak_in_flight(program: Program, weight: NDArray[np.int64] | None = None) ->
 
     A program that does not train keeps nothing for a backward.
     """
-    peaks = np.zeros(program.plan.ranks, np.int64)
+    peaks = np.zeros(program.shape.ranks, np.int64)
     for rank, stream in enumerate(program.streams if program.trains else ()):
         at, alive = in_flight(stream, program.frozen_stages)
         if weight is not None:
@@ -229,7 +229,7 @@ def at_rest(program: Program, sizes: Sizes, tier: str = "device") -> dict[str, N
 
     A value that lies on a tier from the start has its room there all the time, wherever it is.
     """
-    plan, zero = program.plan, program.zero
+    shape, zero = program.shape, program.zero
     lies = {row.size: program.lies(row.value) for row in VALUES if row.initial_tier}
     lies = {size: tier for size, tier in lies.items() if tier != TIERS[0]}
     if lies and np.any(np.array(sizes.model_states or 0)):
@@ -246,27 +246,27 @@ def at_rest(program: Program, sizes: Sizes, tier: str = "device") -> dict[str, N
             hint=f"{', '.join(f'{name}=' for name in AT_REST)} in place of model_states=",
             fields=["model_states", "zero"],
         )
-    each = {name: sizes.of(name, plan.stages) for name in sizes.at_rest}
-    params, grads, optimizer = (sizes.of(name, plan.stages) for name in ModelStates._fields)
+    each = {name: sizes.of(name, shape.stages) for name in sizes.at_rest}
+    params, grads, optimizer = (sizes.of(name, shape.stages) for name in ModelStates._fields)
     parts = zero_model_states(params, grads, optimizer, zero, program.dp)
     for name, size in parts._asdict().items():
         if name in each and is_cut(name, zero):
             each[IN_PARTS[name]] = np.where(
-                np.arange(plan.stages) < program.frozen_stages, 0.0, size
+                np.arange(shape.stages) < program.frozen_stages, 0.0, size
             )
             each[name][program.frozen_stages :] = 0.0
     for name in sizes.at_rest:
         if lies.get(name, TIERS[0]) != tier:
             each.pop(name, None)
             each.pop(IN_PARTS.get(name, name), None)
-    trained, parts_of = np.arange(plan.stages) >= program.frozen_stages, 1
+    trained, parts_of = np.arange(shape.stages) >= program.frozen_stages, 1
     if is_cut("optimizer", zero):
         parts_of = program.dp
     for row in VALUES:
         if row.reserved is not None and row.reserved[0] == tier and program.has(row.value):
-            each[row.reserved[1]] = sizes.of(row.reserved[1], plan.stages) * trained / parts_of
+            each[row.reserved[1]] = sizes.of(row.reserved[1], shape.stages) * trained / parts_of
     return {
-        name: np.array([size[list(own)].sum() for own in plan.stages_of])
+        name: np.array([size[list(own)].sum() for own in shape.stages_of])
         for name, size in each.items()
         if size.any() or not is_cut(name, zero)
     }
@@ -299,13 +299,13 @@ def held(
     takes how long: what another lane fills counts as soon as its slot is free, and what another
     lane moves off the device until it is back, or freed.
     """
-    plan = program.plan
+    shape = program.shape
     always = at_rest(program, sizes, tier)
     changed = sum(
-        (sizes.of(name, plan.stages) for name in sizes.at_rest if name != "buffers"),
-        np.zeros(plan.stages),
+        (sizes.of(name, shape.stages) for name in sizes.at_rest if name != "buffers"),
+        np.zeros(shape.stages),
     )
-    version, versions = sizes.of("version", plan.stages), peak_versions(program)
+    version, versions = sizes.of("version", shape.stages), peak_versions(program)
     static = [kind for kind in BOUNDARY if program.holds(kind)]
     room = {kind: _room(program, kind, sizes) for kind in static}
     kept, lent = dict[str, ValueLifetimes](), dict[str, OffloadSlots]()
@@ -332,14 +332,14 @@ def held(
     change = np.concatenate([k.bytes for k in kept.values()])[order]
     first = np.searchsorted(at, program.offsets)
     ranks = []
-    for rank, stages in enumerate(plan.stages_of):
+    for rank, stages in enumerate(shape.stages_of):
         here = slice(first[rank], first[rank + 1])
         fixed = {name: (len(stages), float(each[rank])) for name, each in always.items()}
         if tier == TIERS[0]:
             trained = [s for s in stages if s >= program.frozen_stages]
             if program.norm_check == "after_step" and program.trains:  # to make an update again
                 fixed["copies"] = (len(trained), float(changed[trained].sum()))
-            if plan.optimizer_steps > 1:
+            if shape.optimizer_steps > 1:
                 copies = int(versions[rank])
                 size = copies * float(version[trained].sum())
                 fixed["versions"] = (copies * len(trained), size)
@@ -376,8 +376,8 @@ def _room(
     if kind not in _PUT_OUT:
         slots = counts(program)[:, KINDS.index(kind)]
         return slots, slots * lives.most(each)
-    sent, number = is_sent(program, kind), np.zeros(program.plan.ranks, np.int64)
-    size = np.zeros(program.plan.ranks)
+    sent, number = is_sent(program, kind), np.zeros(program.shape.ranks, np.int64)
+    size = np.zeros(program.shape.ranks)
     for changed, slots in sent_from(program, kind).items():
         each = form_sizes(program, kind, changed, sizes, lives.fill)
         number, size = number + slots, size + slots * lives.most(np.where(sent, each, 0.0))

@@ -36,7 +36,7 @@ def kept_of(
     What takes another form without leaving does so at the start of the change if it grows, else at
     its end.  With `moved` only those that are elsewhere meanwhile, or that are not.
     """
-    index, plan = InstructionIndex.of(program), program.plan
+    index, shape = InstructionIndex.of(program), program.shape
     states = _states(program, kind, moved)
     begin, end, at_tier, _, made, over = states
     size = _sizes(program, kind, sizes, states)
@@ -55,7 +55,7 @@ def kept_of(
         kind
     ].converted_from:  # while it is made, it counts as what it adds to that
         first = np.flatnonzero(comes & made)
-        more = sizes.each(made_of[1], plan) - sizes.each(VALUES[made_of[0]].size, plan)
+        more = sizes.each(made_of[1], shape) - sizes.each(VALUES[made_of[0]].size, shape)
         adds[first] = look_up(more, index.stage[begin[first]], index.mb[begin[first]])
     came, gone = begin, left.copy()
     when = 2 * group[begin]
@@ -98,7 +98,7 @@ def _sizes(program: Program, kind: Value, sizes: Sizes, states: ValueStates) -> 
     # Of what lies somewhere from the start replicas have parts from a level of ZeRO on.
     part = VALUES[kind].initial_tier and is_cut(VALUES[kind].size, program.zero)
     parts = program.dp if part else 1
-    of_form = [look_up(sizes.each(name, program.plan), *at) / parts for name in names]
+    of_form = [look_up(sizes.each(name, program.shape), *at) / parts for name in names]
     return of_form[0] if len(names) == 1 else np.choose(states.form - NO_FORM, of_form)
 
 
@@ -136,7 +136,7 @@ def moved_sizes(
     states = _states(program, kind, True)
     size, here = _sizes(program, kind, sizes, states), states.tier == tier
     rank = InstructionIndex.of(program).rank[states.begin[here]]
-    most, least = np.zeros(program.plan.ranks), np.full(program.plan.ranks, np.inf)
+    most, least = np.zeros(program.shape.ranks), np.full(program.shape.ranks, np.inf)
     np.maximum.at(most, rank, size[here])
     np.minimum.at(least, rank, size[here])
     return most, np.where(np.isinf(least), 0.0, least)

@@ -11,8 +11,8 @@ from schedir.errors import (
     ChannelMismatchError,
     DeadlockError,
     GroupError,
-    ProgramError,
     ProgramSequenceError,
+    SchedirError,
     UsageError,
 )
 from schedir.io.terminal import as_json, listed
@@ -94,7 +94,7 @@ def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[ProgressMo
         return known[source]
 
     steps = [program(source) for source in args.source]
-    runs = [steps] * steps[0].plan.ranks
+    runs = [steps] * steps[0].shape.ranks
     for each in args.on:
         rank, colon, sources = each.partition(":")
         if not colon or not (rank.isascii() and rank.isdecimal()) or len(rank) > 9:
@@ -116,11 +116,11 @@ def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[ProgressMo
 
 def _refusal(
     runs: Sequence[Sequence[Program]], progress_model: ProgressModel
-) -> ProgramError | None:
+) -> SchedirError | None:
     from schedir.verify.program_sequence import check_program_sequence
 
     try:
         check_program_sequence(runs, progress_model)
-    except ProgramError as error:
+    except SchedirError as error:
         return error
     return None

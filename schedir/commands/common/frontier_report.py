@@ -31,7 +31,7 @@ _ONE_LIMIT = {"memory_limit": "--memory-limit", "in_flight": "--max-in-flight"}
 class FrontierRequest:
     """Of what the frontier is."""
 
-    plan: PipelineShape
+    shape: PipelineShape
     costs: Costs | None
     sizes: Sizes | None
     start: Sequence[Schedule | Program]
@@ -82,7 +82,7 @@ def _found(args: argparse.Namespace, asked: FrontierRequest) -> MemoryFrontier:
 
     try:
         return memory_frontier(
-            asked.plan, asked.costs, asked.sizes,
+            asked.shape, asked.costs, asked.sizes,
             split=not args.whole,
             seconds=args.seconds,
             evaluations=args.evaluations,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from warnings import catch_warnings
 
 from schedir.commands.common.progress_line import ProgressLine
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import SchedirError, UsageError
 
 if TYPE_CHECKING:
     from schedir.ir.cost.cluster import Cluster
@@ -144,7 +144,7 @@ def searched(
     uses = []
     for k, plan in enumerate(plans[: _SEARCHED if seconds else 0]):
         progress.show(f"searching a shorter schedule for plan {k + 1}")
-        with suppress(ProgramError):  # some leave no room for what a search knows of
+        with suppress(SchedirError):  # some leave no room for what a search knows of
             new = improve_schedule(asked.model, asked.cluster, plan, seconds=seconds)
             uses.append(new.numba)
             if new.priced.step < plan.step:

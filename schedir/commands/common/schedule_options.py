@@ -12,7 +12,7 @@ from typing import Any
 
 from schedir.analysis.progress_models import MODELS
 from schedir.commands.common.program_options import ALL, add_program_options
-from schedir.errors import PlanError, ProgramError, UsageError
+from schedir.errors import SchedirError, ShapeError, UsageError
 from schedir.io.cluster_file import load_cluster
 from schedir.io.command_line import FLAGS, option_name, option_words
 from schedir.io.files import read_text
@@ -249,7 +249,7 @@ def shape_of(
     for f in told:
         flag = not f.kind.metavar
         if not f.is_default(program) or (f.name in said and not flag):
-            words += option_words(f.name, f.kind.show(f.of(program), program.plan))
+            words += option_words(f.name, f.kind.show(f.of(program), program.shape))
     return words
 
 
@@ -268,11 +268,11 @@ def require_whole(requests: Iterable[Request]) -> None:
     """
     most, active = 0, 0
     for request in requests:
-        with suppress(ProgramError):  # a plan that its schedule cannot be on
-            most = max(most, *map(len, request.plan.stages_of))
+        with suppress(SchedirError):  # a shape that its schedule cannot be on
+            most = max(most, *map(len, request.shape.stages_of))
             active = request.more.get("unsharded_stages", 0)
     if active > most > 0:
-        raise PlanError(
+        raise ShapeError(
             f"unsharded_stages is {active}, and no schedule has more than {most} "
             f"stage{'s' * (most > 1)} on a rank to make whole",
             hint=f"unsharded_stages={most}",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from schedir.errors import MemoryLimitError, ProgramError, UsageError, format_bytes
+from schedir.errors import MemoryLimitError, SchedirError, UsageError, format_bytes
 from schedir.ir.isa.instructions import BACKWARD_INPUT
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class ScheduleRanking:
     over: dict[str, str] = field(default_factory=dict)  # more than may be held: how much that is
     split: list[str] = field(default_factory=list)  # with backwards that are not whole
     same: dict[str, str] = field(default_factory=dict)  # the same program as another, by name
-    refused: dict[str, ProgramError] = field(default_factory=dict)  # not for this plan, or costs
+    refused: dict[str, SchedirError] = field(default_factory=dict)  # not for this shape, or costs
 
 
 def known(*, delayed: bool) -> dict[str, Schedule]:
@@ -42,7 +42,7 @@ def known(*, delayed: bool) -> dict[str, Schedule]:
 
 
 def on_the_plan(request: Request) -> Iterable[Candidate]:
-    """The built-in schedules, asked for on the very plan and at the very costs of a request."""
+    """The built-in schedules, asked for on the very shape and at the very costs of a request."""
     from schedir.io.source_loader import Source
 
     for name in known(delayed=False):
@@ -71,7 +71,7 @@ def ranked(
         except MemoryLimitError as error:
             found.over[name] = format_bytes(error.needs)
             continue
-        except ProgramError as error:
+        except SchedirError as error:
             found.refused[name] = error
             continue
         program = timeline.program

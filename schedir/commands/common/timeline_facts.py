@@ -29,7 +29,7 @@ def facts(timeline: Timeline, bound: LowerBound | None = None) -> dict[str, Any]
         "program": timeline.program.name,
         "digest": timeline.program.digest,
         "kind": timeline.kind,
-        "stages_per_rank": timeline.program.plan.stages_per_rank,
+        "stages_per_rank": timeline.program.shape.stages_per_rank,
         "doubt": timeline.doubt,
         "unit": timeline.unit,
         "span": timeline.span,

@@ -255,11 +255,11 @@ class Cluster:
             )
         return _message(size, self.latency, bandwidth)
 
-    # ------------------------------------------------------------ costs of a plan
+    # ------------------------------------------------------------ costs of a shape
 
     def costs(
         self,
-        plan: PipelineShape,
+        shape: PipelineShape,
         sizes: Sizes | None = None,
         costs: Costs | None = None,
         *,
@@ -311,7 +311,7 @@ class Cluster:
         Process (d, r, t), of replica d, rank r and slice t, is number (d ranks + r) tp + t, or what
         a `mesh` of shape (dp, ranks, tp) says.
 
-        Raises UsageError where plan.ranks x tp x dp is not the number of GPUs, and for sizes that
+        Raises UsageError where shape.ranks x tp x dp is not the number of GPUs, and for sizes that
         are needed and not told; CostsError where F, or backwards, are not told.
 
         >>> from schedir import Cluster, Costs, PipelineShape, Sizes
@@ -324,26 +324,26 @@ class Cluster:
         """
         costs = Costs() if costs is None else costs
         sizes = Sizes() if sizes is None else sizes
-        require_type(plan, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
+        require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
         require_type(sizes, Sizes, "Sizes(activation=16e6)")
         require_type(costs, Costs, "Costs(F=0.012, B=0.024)")
-        processes = plan.ranks * tp * dp
+        processes = shape.ranks * tp * dp
         if processes != self.gpus:
             raise UsageError(
-                f"pp {plan.ranks} x tp {tp} x dp {dp} = {processes} processes are not the "
+                f"pp {shape.ranks} x tp {tp} x dp {dp} = {processes} processes are not the "
                 f"{self.gpus} GPUs of {self.nodes} x {self.gpus_per_node}",
                 fields=["nodes", "gpus_per_node", "ranks", "tp", "dp"],
             )
-        mesh = mesh_of(plan.ranks, tp, dp) if mesh is None else mesh
-        if mesh.shape != (dp, plan.ranks, tp):
+        mesh = mesh_of(shape.ranks, tp, dp) if mesh is None else mesh
+        if mesh.shape != (dp, shape.ranks, tp):
             raise UsageError(
-                f"a mesh of {dp} replicas, {plan.ranks} ranks and {tp} slices has this shape, not "
+                f"a mesh of {dp} replicas, {shape.ranks} ranks and {tp} slices has this shape, not "
                 f"{mesh.shape}",
                 fields=["mesh"],
             )
         found = filled(
             self,
-            plan,
+            shape,
             sizes,
             costs,
             mesh,
@@ -353,7 +353,7 @@ class Cluster:
         )
         for there, asked in (("host", offload), ("disk", offload_to_disk)):
             if asked:
-                found = moves(self, plan, sizes, found, there, recomputed)
+                found = moves(self, shape, sizes, found, there, recomputed)
         return found
 
 

@@ -79,7 +79,7 @@ class ClusterPrices(Protocol):
 
 def filled(
     cluster: ClusterPrices,
-    plan: PipelineShape,
+    shape: PipelineShape,
     sizes: Sizes,
     costs: Costs,
     mesh: Processes,
@@ -90,7 +90,7 @@ def filled(
 ) -> Costs:
     """Costs with those that nobody tells filled, as `Cluster.costs` says."""
     found = _backwards(costs)
-    filler = _CostFiller(cluster, plan, sizes, mesh, zero)
+    filler = _CostFiller(cluster, shape, sizes, mesh, zero)
     traits = {"checkpoint_snapshots": snapshots, "optimizer_placement": states}
     for name, fill in filler.fills(traits).items():
         if name not in costs.told:
@@ -101,7 +101,7 @@ def filled(
 
 def moves(
     cluster: ClusterPrices,
-    plan: PipelineShape,
+    shape: PipelineShape,
     sizes: Sizes,
     costs: Costs,
     to: str,
@@ -114,12 +114,12 @@ def moves(
         "disk": (("offload_to_disk", "reload_from_disk"), cluster.disk_transfer),
     }[to]
     names = [name for name in both if name not in costs.told]
-    size = sizes.each("saved", plan)
+    size = sizes.each("saved", shape)
     if names and not size.any():
         raise _unknown(names[0], "saved=1.2GB")
     if recomputed:
-        wide = (plan.stages, plan.microbatches)
-        size, small = (np.broadcast_to(sizes.each(n, plan), wide) for n in ("saved", "checkpoint"))
+        wide = (shape.stages, shape.microbatches)
+        size, small = (np.broadcast_to(sizes.each(n, shape), wide) for n in ("saved", "checkpoint"))
         again = np.zeros(wide, bool)
         again[tuple(np.array([*recomputed]).T)] = True
         size = np.where(again, small, size)
@@ -144,12 +144,12 @@ def _backwards(costs: Costs) -> dict[str, Cost]:
 
 
 class _CostFiller:
-    """What a cluster makes costs of a plan, by bytes; each as `grid` has numbers."""
+    """What a cluster makes costs of a shape, by bytes; each as `grid` has numbers."""
 
     def __init__(
-        self, cluster: ClusterPrices, plan: PipelineShape, sizes: Sizes, mesh: Processes, zero: int
+        self, cluster: ClusterPrices, shape: PipelineShape, sizes: Sizes, mesh: Processes, zero: int
     ) -> None:
-        self.cluster, self.plan, self.sizes = cluster, plan, sizes
+        self.cluster, self.shape, self.sizes = cluster, shape, sizes
         self.mesh, self.zero = mesh, zero
         self.dp, self.tp = int(mesh.shape[0]), int(mesh.shape[2])
 
@@ -191,17 +191,17 @@ class _CostFiller:
         found = []
         for row in ROWS:
             if row.cost == cost and row.peer is not None:
-                each = self.sizes.each(VALUES[row.needs[0]].size, self.plan)
+                each = self.sizes.each(VALUES[row.needs[0]].size, self.shape)
                 seconds = self._messages(each * self._leaves[:, None], self._links())
                 found.append(seconds if row.peer.ahead else _of_the_next(seconds))
         return reduce(np.maximum, found)
 
     def _links(self) -> Floats:
         """The bandwidth between each stage and the next, of the slowest of its links."""
-        nodes, links = self.mesh // self.cluster.gpus_per_node, np.full(self.plan.stages, inf)
+        nodes, links = self.mesh // self.cluster.gpus_per_node, np.full(self.shape.stages, inf)
         within, between = self.cluster.nvlink, min(self.cluster.nvlink, self.cluster.network)
         for stage in np.flatnonzero(self._leaves).tolist():
-            a, b = self.plan.holders[:, stage], self.plan.holders[:, stage + 1]
+            a, b = self.shape.holders[:, stage], self.shape.holders[:, stage + 1]
             across = (nodes[:, a] != nodes[:, b]).any()
             links[stage] = between if across else within
         return links
@@ -231,7 +231,7 @@ class _CostFiller:
 
     def _leaving(self, cost: str) -> tuple[Floats, Floats]:
         """Bytes of each stage's activation and its gradient, where they leave a rank, else 0."""
-        act, grad = (self.sizes.each(name, self.plan) for name in ("activation", "gradient"))
+        act, grad = (self.sizes.each(name, self.shape) for name in ("activation", "gradient"))
         if self._leaves.any() and not act[self._leaves].all():
             raise _unknown(cost, "activation=16MB")
         return act * self._leaves[:, None], grad * self._leaves[:, None]
@@ -239,7 +239,7 @@ class _CostFiller:
     @property
     def _leaves(self) -> NDArray[np.bool_]:
         """Of which stages the activation goes to another rank."""
-        holders = self.plan.holders
+        holders = self.shape.holders
         return np.append((holders[:, 1:] != holders[:, :-1]).any(0), False)
 
     def _messages(self, size: Floats, links: Floats) -> Floats:
@@ -250,7 +250,7 @@ class _CostFiller:
 
     def ring(self, cost: str) -> Floats:
         """A stage's weights or gradients around a ring of its replicas, or of its holders."""
-        ring, rows = _RINGS[cost], self.plan.rows
+        ring, rows = _RINGS[cost], self.shape.rows
         members = {"tp": self.tp, "dp": self.dp, "holders": rows}[ring.members]
         # With ZeRO each holder has the part of its replica.
         parts = self.dp if ring.members == "holders" and self.zero else 1
@@ -264,7 +264,7 @@ class _CostFiller:
                 return self.mesh[:, holders].reshape(-1, self.tp)
             return self.mesh[:, holders].reshape(self.dp, -1).T
 
-        each = self.sizes.each(ring.size, self.plan)
+        each = self.sizes.each(ring.size, self.shape)
         if not each.any():
             raise _unknown(cost, f"{ring.size}=2GB")
         message = self._messages(each / parts / members, self._slowest(groups))
@@ -273,13 +273,13 @@ class _CostFiller:
     def _slowest(self, groups: Groups) -> Floats:
         """The bandwidth of each stage's slowest group of processes, by its holders."""
         known: dict[tuple[int, ...], float] = {}
-        for holders in map(tuple, self.plan.holders.T.tolist()):
+        for holders in map(tuple, self.shape.holders.T.tolist()):
             if holders not in known:
                 each = groups(np.array(holders))
                 nodes = each // self.cluster.gpus_per_node
                 _, unlike = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
                 known[holders] = min(map(self.cluster.bandwidth, each[unlike]))
-        return np.array([known[holders] for holders in map(tuple, self.plan.holders.T.tolist())])
+        return np.array([known[holders] for holders in map(tuple, self.shape.holders.T.tolist())])
 
     def reduce_norm(self) -> Floats:
         """One number in float64 over all processes of a replica."""
@@ -302,7 +302,7 @@ class _CostFiller:
 
     def _knows(self, traffic: Traffic) -> bool:
         """Return whether all sizes of `traffic` are given."""
-        return all(self.sizes.of(name, self.plan.stages).any() for name in traffic.sizes)
+        return all(self.sizes.of(name, self.shape.stages).any() for name in traffic.sizes)
 
     def _changed(self, cost: str, times: float) -> Floats:
         """The seconds in which a GPU changes the form of a value in its memory."""
@@ -315,7 +315,7 @@ class _CostFiller:
 
     def _bytes(self, cost: str, names: Collection[str]) -> Floats:
         """The sum of some sizes of each stage, shape (stages,)."""
-        each = {name: self.sizes.of(name, self.plan.stages) for name in names}
+        each = {name: self.sizes.of(name, self.shape.stages) for name in names}
         needed = {*names} - {"optimizer"} or {*names}  # some optimizers have no state
         if not all(each[name].any() for name in needed):
             raise _unknown(cost, ",".join(f"{name}={_EXAMPLES[name]}" for name in each))
@@ -335,10 +335,10 @@ class _CostFiller:
     def step(self) -> Floats:
         """The k-th number is rank k's."""
         touched = self._bytes("step", STEPPED) / (self.dp if self.zero else 1)
-        each = np.zeros(self.plan.stages)
-        for rank, own in enumerate(self.plan.stages_of):
-            here = slice(min(rank, self.plan.stages - 1), None)  # what is behind is of no rank
-            last = each[here].max() if rank >= self.plan.stages else 0.0
+        each = np.zeros(self.shape.stages)
+        for rank, own in enumerate(self.shape.stages_of):
+            here = slice(min(rank, self.shape.stages - 1), None)  # what is behind is of no rank
+            last = each[here].max() if rank >= self.shape.stages else 0.0
             each[here] = max(last, touched[list(own)].sum() / self.cluster.hbm)
         return each[:, None]
 

@@ -91,41 +91,43 @@ class Costs(CostFields):
         """The same, with F, I and W told: 1 where nobody tells them."""
         return replace(self, **(_USUAL | self.told))
 
-    def of(self, op: Opcode, plan: PipelineShape) -> NDArray[np.float64]:
+    def of(self, op: Opcode, shape: PipelineShape) -> NDArray[np.float64]:
         """What an instruction costs: shape (stages, microbatches), or (stages, 1) where it is the
         same for all microbatches.
 
-        Raises CostsError for numbers of other stages or microbatches than the plan's.
+        Raises CostsError for numbers of other stages or microbatches than the shape's.
         """
         if op in WHOLES and self.B is None:
-            return sum((self.of(part, plan) for part in SPLITS + LATE), np.zeros((plan.stages, 1)))
+            return sum(
+                (self.of(part, shape) for part in SPLITS + LATE), np.zeros((shape.stages, 1))
+            )
         if op is RECOMPUTE and self.R is None:
-            return self.of(FORWARD, plan)
-        return self._each(FIELD.get(op), plan)
+            return self.of(FORWARD, shape)
+        return self._each(FIELD.get(op), shape)
 
-    def together(self, plan: PipelineShape) -> NDArray[np.float64] | None:
+    def together(self, shape: PipelineShape) -> NDArray[np.float64] | None:
         """What a forward run together with a backward costs, as `of` says it, if that is given."""
-        return None if self.FB is None else self._each("FB", plan)
+        return None if self.FB is None else self._each("FB", shape)
 
-    def pairs_save(self, plan: PipelineShape) -> bool:
+    def pairs_save(self, shape: PipelineShape) -> bool:
         """Whether any forward and backward take less together than one after the other."""
-        together = self.together(plan)
+        together = self.together(shape)
         if together is None:
             return False
-        alone = self.of(FORWARD, plan) + np.maximum(*(self.of(op, plan) for op in BACKWARDS))
+        alone = self.of(FORWARD, shape) + np.maximum(*(self.of(op, shape) for op in BACKWARDS))
         return bool((together < alone).any())
 
     def of_each(
         self, index: InstructionIndex
     ) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
         """What each instruction of a program costs: all numbers, and which of them is whose."""
-        plan = index.program.plan
-        tables = [self.of(op, plan) for op in Opcode]
+        shape = index.program.shape
+        tables = [self.of(op, shape) for op in Opcode]
         late = index.where_all(_PER_RANK)  # the k-th number is rank k's
-        column = np.minimum(index.rank[late], plan.stages - 1)
+        column = np.minimum(index.rank[late], shape.stages - 1)
         if all(table.shape[1] == 1 for table in tables):
-            row = index.op.astype(np.int32) * np.int32(plan.stages) + index.stage
-            row[late] = index.op[late] * np.int32(plan.stages) + column
+            row = index.op.astype(np.int32) * np.int32(shape.stages) + index.stage
+            row[late] = index.op[late] * np.int32(shape.stages) + column
             return np.concatenate(tables)[:, 0], row
         begin = np.cumsum([0, *(table.size for table in tables)])[index.op]
         width = np.array([table.shape[1] for table in tables])[index.op]
@@ -133,7 +135,7 @@ class Costs(CostFields):
         cell[late] = begin[late] + column
         return np.concatenate([table.reshape(-1) for table in tables]), cell
 
-    def _each(self, name: str | None, plan: PipelineShape) -> NDArray[np.float64]:
+    def _each(self, name: str | None, shape: PipelineShape) -> NDArray[np.float64]:
         value = getattr(self, name) if name else None
         value = _USUAL.get(name or "", 0.0) if value is None else value
-        return by_stage(f"cost {name}", value, plan.stages, CostsError, plan.microbatches)
+        return by_stage(f"cost {name}", value, shape.stages, CostsError, shape.microbatches)

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import ProgramError, describe
+from schedir.errors import SchedirError, describe
 from schedir.ir.cost.number_parsing import NO_NUMBERS
 
 Row = tuple[float, ...]
@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 def per_stage(
     what: str,
     value: object,
-    error: type[ProgramError],
+    error: type[SchedirError],
     *,
     arrays: bool = True,
     most: float = np.finfo(float).max,
@@ -101,7 +101,7 @@ def by_stage(
     what: str,
     value: PerStage,
     stages: int,
-    error: type[ProgramError],
+    error: type[SchedirError],
     microbatches: int | None = None,
 ) -> Floats:
     """The number of each stage and microbatch: shape (stages, microbatches), or (stages, 1) where

@@ -179,19 +179,19 @@ class Sizes:
         """The size of that name for each stage, shape (stages,): of the largest microbatch."""
         return np.asarray(self._each(name, stages, None).max(1))
 
-    def each(self, name: str, plan: PipelineShape) -> NDArray[np.float64]:
+    def each(self, name: str, shape: PipelineShape) -> NDArray[np.float64]:
         """The size of that name, shape (stages, microbatches), or (stages, 1) where it is the same
         for all microbatches.
 
-        Raises UsageError for numbers of other stages or microbatches than the plan's.
+        Raises UsageError for numbers of other stages or microbatches than the shape's.
         """
-        return self._each(name, plan.stages, plan.microbatches)
+        return self._each(name, shape.stages, shape.microbatches)
 
-    def require(self, plan: PipelineShape) -> None:
-        """Raise UsageError for numbers of other stages or microbatches than the plan's, whether
+    def require(self, shape: PipelineShape) -> None:
+        """Raise UsageError for numbers of other stages or microbatches than the shape's, whether
         anybody asks for that size or not."""
         for f in fields(self):
-            self.each(f.name, plan)
+            self.each(f.name, shape)
 
     def _each(self, name: str, stages: int, microbatches: int | None) -> NDArray[np.float64]:
         if name == "saved_and_deferred" and self.saved_and_deferred is None:

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass
 from operator import index
 from typing import Any
 
-from schedir.errors import PlanError, describe, require_bool
+from schedir.errors import ShapeError, describe, require_bool
 from schedir.ir.cost.number_parsing import whole
 
 
@@ -31,8 +31,8 @@ class FieldType:
     """What the values of a field are, and how they are written.
 
     `read` makes a value of a text, and raises ValueError for one that is none, which says of itself
-    that it `takes` another; `show(value, plan)` makes the text of a value.  `settle(name, value,
-    plan)` is what a Program holds where somebody says `value`; it raises PlanError or UsageError.
+    that it `takes` another; `show(value, shape)` makes the text of a value.  `settle(name, value,
+    shape)` is what a Program holds where somebody says `value`; it raises ShapeError or UsageError.
     `type` is that of the value in a configuration; of numbers it is from `least` on, to `most`.
     `metavar` stands for the value on the command line: "" where the option alone says yes.
     """
@@ -64,11 +64,11 @@ def whole_number(least: int, most: int) -> FieldType:
                 raise TypeError
             number = index(value)
         except TypeError:
-            raise PlanError(
+            raise ShapeError(
                 f"{name} must be a whole number, not {value!r}", fields=[name]
             ) from None
         if not least <= number <= most:
-            raise PlanError(
+            raise ShapeError(
                 f"{name} must be from {least} to {most}, not {describe(number)}", fields=[name]
             )
         return number
@@ -97,7 +97,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(whole, text.split(",")))
 
 
-# What the digest has of a field with a value in a plan: nothing, or one thing or several.
+# What the digest has of a field with a value in a shape: nothing, or one thing or several.
 Digest = Callable[[Any, Any], tuple[Any, ...]]
 
 
@@ -135,11 +135,11 @@ class Field:
 
     def of(self, program: Any) -> Any:
         """The value that a program has."""
-        return getattr(program.plan if self.of_plan else program, self.name)
+        return getattr(program.shape if self.of_plan else program, self.name)
 
     def show(self, program: Any) -> str:
         """The field in the text's header: `ranks 4`."""
-        return f"{self.name} {self.kind.show(self.of(program), program.plan)}"
+        return f"{self.name} {self.kind.show(self.of(program), program.shape)}"
 
     def is_default(self, program: Any) -> bool:
         """Whether a program has what it has unless somebody says otherwise."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from schedir.errors import PlanError
+from schedir.errors import ShapeError
 from schedir.ir.cost.number_parsing import NO_NUMBERS, whole
 from schedir.ir.input_trust import require_room
 from schedir.ir.isa.instructions import ROWS, Scope
@@ -47,7 +47,7 @@ def _show(value: str | int | tuple[int, ...], _: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-# How the fields of a plan are said.
+# How the fields of a shape are said.
 _NUMBERS = "must be a whole number, or one per stage like 2,1,0"
 _RANKS = setting(
     whole_number(1, MAX_STAGES), "pipeline ranks ({ranks})", always=True, digest=itself
@@ -65,7 +65,7 @@ _PLACEMENT = setting(
     PLACEMENT,
     f"{', '.join(PLACEMENTS)}, or ranks like 0,1,1,0; of several holders like 0,1/1,0",
     always=True,
-    digest=lambda _, plan: (plan.holders.tolist(),),
+    digest=lambda _, shape: (shape.holders.tolist(),),
 )
 _UPDATES = setting(
     whole_number(1, MAX_MICROBATCHES),
@@ -130,7 +130,7 @@ class PipelineShape:
             forward from the first on, and backward from the last on.
 
     Raises:
-        PlanError: No pipeline can have this shape.
+        ShapeError: No pipeline can have this shape.
 
     Example:
         >>> from schedir import PipelineShape
@@ -146,7 +146,7 @@ class PipelineShape:
         >>> PipelineShape(ranks=2, microbatches=0)
         Traceback (most recent call last):
             ...
-        schedir.errors.PlanError: microbatches must be from 1 to 1048576, not 0
+        schedir.errors.ShapeError: microbatches must be from 1 to 1048576, not 0
     """
 
     ranks: int = field(metadata=_RANKS)
@@ -158,7 +158,7 @@ class PipelineShape:
     sequence_chunks: int = field(default=1, metadata=_SEGMENTS)
 
     def __post_init__(self) -> None:
-        for f in PLAN:
+        for f in SHAPE_FIELDS:
             value = getattr(self, f.name)
             if not isinstance(value, _DEFAULTS):
                 object.__setattr__(self, f.name, f.kind.settle(f.name, value, None))
@@ -167,13 +167,13 @@ class PipelineShape:
         else:
             self._read_rows(self.placement)
         if self.microbatches < self.rows:
-            raise PlanError(
+            raise ShapeError(
                 f"{self.rows} holders of each stage take {self.rows} microbatches at least, one "
                 f"each, not {self.microbatches}",
                 fields=["placement", "microbatches"],
             )
         if self.stages > MAX_STAGES:
-            raise PlanError(
+            raise ShapeError(
                 f"{self.stages} stages are more than the {MAX_STAGES} allowed",
                 fields=["ranks", "stages_per_rank", "placement"],
             )
@@ -182,7 +182,7 @@ class PipelineShape:
         whole = {*self.parts, self.per_update}  # where rows, and updates, begin
         if any(number % self.sequence_chunks for number in whole):
             each = ", in each update and along each row of holders" * (len(whole) > 2)
-            raise PlanError(
+            raise ShapeError(
                 f"{self.microbatches} microbatches cannot be divided by sequence_chunks "
                 f"{self.sequence_chunks}{each}",
                 fields=["sequence_chunks", "microbatches"],
@@ -191,7 +191,9 @@ class PipelineShape:
     @property
     def defaulted(self) -> frozenset[str]:
         """The names of the fields that were not given.  Equal shapes may differ in it."""
-        return frozenset(f.name for f in PLAN if isinstance(getattr(self, f.name), _DEFAULTS))
+        return frozenset(
+            f.name for f in SHAPE_FIELDS if isinstance(getattr(self, f.name), _DEFAULTS)
+        )
 
     def resolved(self) -> PipelineShape:
         """Return an equal shape whose fields all count as given."""
@@ -211,7 +213,7 @@ class PipelineShape:
         named = named_of(name)
         if self.stages_per_rank == 1 != named.stages_per_rank:
             if not isinstance(self.stages_per_rank, _DEFAULTS):
-                raise PlanError(
+                raise ShapeError(
                     f"placement {name!r} needs more than one stage per rank",
                     hint=f"stages_per_rank={named.stages_per_rank}, which is its default",
                     fields=["stages_per_rank", "placement"],
@@ -221,7 +223,7 @@ class PipelineShape:
             return
         for pairs in ("ranks", "stages_per_rank"):
             if getattr(self, pairs) % 2:
-                raise PlanError(
+                raise ShapeError(
                     f"placement {name!r} pairs ranks and their stages: {pairs} must be even, "
                     f"not {getattr(self, pairs)}",
                     fields=["placement", pairs],
@@ -231,7 +233,7 @@ class PipelineShape:
         rows = rows_of(given)
         most = check_rows(rows, self.ranks)
         if self.stages_per_rank not in (1, most):
-            raise PlanError(
+            raise ShapeError(
                 f"placement puts up to {most} stages on a rank, but stages_per_rank is "
                 f"{self.stages_per_rank}",
                 fields=["placement", "stages_per_rank"],
@@ -241,13 +243,13 @@ class PipelineShape:
 
     def _check_updates(self) -> None:
         if self.microbatches % self.optimizer_steps:
-            raise PlanError(
+            raise ShapeError(
                 f"{self.microbatches} microbatches cannot be divided by optimizer_steps "
                 f"{self.optimizer_steps}",
                 fields=["microbatches", "optimizer_steps"],
             )
         if self.rows > 1 and self.optimizer_steps > 1:
-            raise PlanError(
+            raise ShapeError(
                 f"a placement with {self.rows} holders of each stage goes with one update",
                 fields=["placement", "optimizer_steps"],
             )
@@ -259,26 +261,26 @@ class PipelineShape:
             else:
                 delay = index(self.weight_delay)
         except TypeError:
-            raise PlanError(
+            raise ShapeError(
                 f"weight_delay must be a whole number or one per stage, not {self.weight_delay!r}",
                 fields=["weight_delay"],
             ) from None
         each = delay if isinstance(delay, tuple) else (delay,)
         if isinstance(delay, tuple) and len(delay) != self.stages:
-            raise PlanError(
+            raise ShapeError(
                 f"weight_delay has {len(delay)} numbers for {self.stages} stages",
                 fields=["weight_delay"],
             )
         for d in each:
             if not 0 <= d < MAX_MICROBATCHES:
-                raise PlanError(
+                raise ShapeError(
                     f"weight_delay must be from 0 to {MAX_MICROBATCHES - 1}, not {d}",
                     fields=["weight_delay"],
                 )
         if len({*each}) == 1:
             delay = each[0]
         if delay != 0 and self.optimizer_steps == 1:
-            raise PlanError(
+            raise ShapeError(
                 f"weight_delay is {delay}, and optimizer_steps is 1: there is no older update",
                 fields=["weight_delay", "optimizer_steps"],
             )
@@ -329,7 +331,7 @@ class PipelineShape:
         return sum(each[row.per] for row in ROWS)
 
     def require_room(self, most: int | None = None) -> None:
-        """Raise PlanError if the forwards alone are more instructions than a program may have.
+        """Raise ShapeError if the forwards alone are more instructions than a program may have.
 
         `most` is that of `trust.require_room`.
         """
@@ -338,7 +340,7 @@ class PipelineShape:
     def require_room_lowered(
         self, *, trains: bool, frozen_stages: int = 0, most: int | None = None
     ) -> None:
-        """Raise PlanError if a lowered program has more instructions than it may.
+        """Raise ShapeError if a lowered program has more instructions than it may.
 
         Counts forwards, sends and receives, and where the program `trains` backwards and what these
         send and receive.  The first `frozen_stages` stages have no backwards.  `most` is that of
@@ -427,4 +429,4 @@ class PipelineShape:
         return np.asarray(self._locals[self.row_of(stage, rank), np.asarray(stage)])
 
 
-PLAN: Final = fields_of(PipelineShape, of_plan=True)
+SHAPE_FIELDS: Final = fields_of(PipelineShape, of_plan=True)

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import PlanError
+from schedir.errors import ShapeError
 from schedir.ir.cost.number_parsing import NO_NUMBERS
 from schedir.ir.pipeline.field_schema import FieldType, whole_numbers
 
@@ -33,7 +33,7 @@ def _mirrored(row: Row) -> Row:
 
 
 class NamedPlacement(NamedTuple):
-    """A placement with a name: its rows, and the stages per rank of a plan that does not say."""
+    """A placement with a name: its rows, and the stages per rank of a shape that does not say."""
 
     rows: tuple[Row, ...]
     stages_per_rank: int
@@ -48,14 +48,14 @@ PLACEMENTS: Final = {
 
 
 def named_of(placement: str) -> NamedPlacement:
-    """The placement of a name; PlanError for a name that none has."""
+    """The placement of a name; ShapeError for a name that none has."""
     if placement not in PLACEMENTS:
         raise _no_placement(placement)
     return PLACEMENTS[placement]
 
 
 def rows_of(placement: object) -> tuple[tuple[int, ...], ...]:
-    """The rows that somebody gives, as one row or several; PlanError for what is neither."""
+    """The rows that somebody gives, as one row or several; ShapeError for what is neither."""
     try:
         outer = _items(placement)
         rows = [outer]
@@ -72,9 +72,9 @@ def _items(given: Any) -> list[Any]:
     return [*given]
 
 
-def _no_placement(given: object) -> PlanError:
+def _no_placement(given: object) -> ShapeError:
     names = ", ".join(map(repr, PLACEMENTS))
-    return PlanError(
+    return ShapeError(
         f"placement must be {names}, the rank of each stage, or a row of these for each holder, "
         f"not {given!r:.80}",
         fields=["placement"],
@@ -82,10 +82,10 @@ def _no_placement(given: object) -> PlanError:
 
 
 def check_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int:
-    """The most stages that a rank holds; PlanError for rows that no pipeline can have."""
+    """The most stages that a rank holds; ShapeError for rows that no pipeline can have."""
     fields = ["placement", "ranks"]
     if len({*map(len, rows)}) > 1:
-        raise PlanError(
+        raise ShapeError(
             f"each row of placement has a holder of every stage, but they have "
             f"{' and '.join(map(str, map(len, rows)))} ranks",
             fields=["placement"],
@@ -94,7 +94,7 @@ def check_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int:
     for stage, holders in enumerate(zip(*rows, strict=True)):
         for rank in holders:
             if not 0 <= rank < ranks:
-                raise PlanError(
+                raise ShapeError(
                     f"placement puts stage {stage} on rank {rank}, but the ranks are "
                     f"0 to {ranks - 1}",
                     fields=fields,
@@ -102,14 +102,14 @@ def check_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int:
             held[rank] += 1
         if len({*holders}) < len(holders):
             rank = next(rank for rank in holders if holders.count(rank) > 1)
-            raise PlanError(
+            raise ShapeError(
                 f"placement puts stage {stage} on rank {rank} twice: its holders are "
                 "different ranks",
                 fields=["placement"],
             )
     for rank, number in enumerate(held):
         if not number:
-            raise PlanError(f"placement gives rank {rank} no stage", fields=fields)
+            raise ShapeError(f"placement gives rank {rank} no stage", fields=fields)
     return max(held)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from inspect import signature
 from typing import Any, Final
 
-from schedir.errors import PlanError, describe
+from schedir.errors import ShapeError, describe
 from schedir.ir.cost.zero_states import CUT_FROM, LEVELS
 from schedir.ir.isa.table_schema import TIERS
 from schedir.ir.pipeline.field_schema import (
@@ -25,34 +25,34 @@ from schedir.ir.pipeline.tied_weights import Tied, show_tie, tied_stages
 from schedir.retired_names import renamed_value
 
 
-def _digest_of_ties(tied: Tied, plan: PipelineShape) -> tuple[object, ...]:
+def _digest_of_ties(tied: Tied, shape: PipelineShape) -> tuple[object, ...]:
     """First and last stage are one case, however many stages there are."""
-    ends = {tied_stages(True, plan): True, (): False}  # one stage is tied to nothing
+    ends = {tied_stages(True, shape): True, (): False}  # one stage is tied to nothing
     return (ends.get(tied, tied),)
 
 
-def _settled_frozen(name: str, value: Any, plan: PipelineShape) -> int:
+def _settled_frozen(name: str, value: Any, shape: PipelineShape) -> int:
     """How many of the first stages are frozen; of all of them nothing would be trained."""
-    frozen: int = _NUMBER.settle(name, value, plan)
-    if frozen >= plan.stages:
-        raise PlanError(
-            f"{frozen} stages are frozen, and there are {plan.stages}: nothing would be trained",
+    frozen: int = _NUMBER.settle(name, value, shape)
+    if frozen >= shape.stages:
+        raise ShapeError(
+            f"{frozen} stages are frozen, and there are {shape.stages}: nothing would be trained",
             hint="schedules.forward_only runs forwards, whether stages are frozen or not",
             fields=[name],
         )
     return frozen
 
 
-def _settled_chunked(name: str, value: Any, plan: PipelineShape) -> int:
+def _settled_chunked(name: str, value: Any, shape: PipelineShape) -> int:
     """Into how many chunks each microbatch is cut: those of each update, and of each row of
     holders, are whole ones."""
-    chunked: int = CHUNKS.settle(name, value, plan)
-    if any(end % (chunked * plan.sequence_chunks) for end in (*plan.parts, plan.per_update)):
+    chunked: int = CHUNKS.settle(name, value, shape)
+    if any(end % (chunked * shape.sequence_chunks) for end in (*shape.parts, shape.per_update)):
         each = ", in each update and along each row of holders" * (
-            plan.optimizer_steps + plan.rows > 2
+            shape.optimizer_steps + shape.rows > 2
         )
-        raise PlanError(
-            f"{plan.microbatches} microbatches are no whole ones of {chunked} chunks{each}",
+        raise ShapeError(
+            f"{shape.microbatches} microbatches are no whole ones of {chunked} chunks{each}",
             fields=[name, "microbatches"],
         )
     return chunked
@@ -64,7 +64,7 @@ def _one_of(*words: str) -> FieldType:
 
     def settle(name: str, value: Any, _: PipelineShape) -> str:
         if value not in words:
-            raise PlanError(
+            raise ShapeError(
                 f"{name} {takes}, not {describe(value)}",
                 hint=renamed_value(name, value),
                 fields=[name],
@@ -80,7 +80,7 @@ def _one_of(*words: str) -> FieldType:
 
 
 def require_together(
-    plan: PipelineShape,
+    shape: PipelineShape,
     *,
     tied_weights: Tied,
     clip_grad_norm: bool,
@@ -94,11 +94,11 @@ def require_together(
     sequence_parallel: bool,
     tp: int,
 ) -> None:
-    """Raise PlanError for attributes that are right one by one and cannot be combined."""
-    steps = plan.optimizer_steps
+    """Raise ShapeError for attributes that are right one by one and cannot be combined."""
+    steps = shape.optimizer_steps
 
     def refuse(fact: str, hint: str, *fields: str) -> None:
-        raise PlanError(fact, hint=hint, fields=fields)
+        raise ShapeError(fact, hint=hint, fields=fields)
 
     for stages in tied_weights:
         if stages[0] < frozen_stages <= stages[-1]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import PlanError
+from schedir.errors import ShapeError
 from schedir.ir.cost.number_parsing import NO_NUMBERS
 from schedir.ir.isa.table_schema import PeerRule
 from schedir.ir.pipeline.field_schema import FieldType
@@ -25,10 +25,10 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 Skips = tuple[tuple[int, int], ...]  # from and to, ascending
 
 
-def skips_of(given: object, plan: PipelineShape) -> Skips:
+def skips_of(given: object, shape: PipelineShape) -> Skips:
     """What `Program.skips` is, from pairs of stages.
 
-    Raises PlanError for what is none, names stages that the plan has not, or says what skips are
+    Raises ShapeError for what is none, names stages that the shape has not, or says what skips are
     not for.
     """
     pairs: Any = given
@@ -42,8 +42,8 @@ def skips_of(given: object, plan: PipelineShape) -> Skips:
         ) from None
     for begin, end in found:
         lead = f"a skip leads from stage {begin} to {end}"
-        if begin < 0 or max(begin, end) >= plan.stages:
-            raise _error(f"{lead}, but there are {plan.stages} stages")
+        if begin < 0 or max(begin, end) >= shape.stages:
+            raise _error(f"{lead}, but there are {shape.stages} stages")
         if begin >= end:
             raise _error(f"{lead}, and not to a later one", "a pair is from and to")
         if begin + 1 == end:
@@ -75,8 +75,8 @@ def _through(first: int, second: int, third: int) -> str:
     return f"skips={tuple(way)}{neighbours}"
 
 
-def _error(fact: str, hint: str = "") -> PlanError:
-    return PlanError(fact, hint=hint, fields=["skips"])
+def _error(fact: str, hint: str = "") -> ShapeError:
+    return ShapeError(fact, hint=hint, fields=["skips"])
 
 
 def _show(skips: Skips, _: object) -> str:
@@ -97,7 +97,7 @@ SKIPS: Final = FieldType(
     _read,
     tuple[tuple[int, int], ...],
     show=_show,
-    settle=lambda _, value, plan: skips_of(value, plan),
+    settle=lambda _, value, shape: skips_of(value, shape),
     metavar="STAGES",
 )
 

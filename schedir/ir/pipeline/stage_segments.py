@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from schedir.errors import PlanError, describe
+from schedir.errors import ShapeError, describe
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
@@ -48,51 +48,51 @@ def pieces_in(meets: str, stages: int) -> tuple[int, ...]:
 
 
 class UnsegmentedShape(NamedTuple):
-    """A plan of whole stages and microbatches, in how many pieces each of these stages is, and in
+    """A shape of whole stages and microbatches, in how many pieces each of these stages is, and in
     how many chunks each microbatch."""
 
-    plan: PipelineShape
+    shape: PipelineShape
     pieces: tuple[int, ...]
     chunks: int
 
 
-def whole_of(plan: PipelineShape, meets: str, chunked: int) -> UnsegmentedShape:
-    """Of which whole stages and microbatches those of a plan are the pieces and the chunks.
+def whole_of(shape: PipelineShape, meets: str, chunked: int) -> UnsegmentedShape:
+    """Of which whole stages and microbatches those of a shape are the pieces and the chunks.
 
     >>> found = whole_of(PipelineShape(2, 8, placement=(0, 0, 1)), "g-", 4)
-    >>> found.plan, found.pieces, found.chunks
+    >>> found.shape, found.pieces, found.chunks
     (PipelineShape(ranks=2, microbatches=2, placement=(0, 1)), (2, 1), 4)
     """
-    pieces = pieces_in(meets, plan.stages)
-    plan = replace(plan, microbatches=plan.microbatches // chunked)
+    pieces = pieces_in(meets, shape.stages)
+    shape = replace(shape, microbatches=shape.microbatches // chunked)
     if not meets:
-        return UnsegmentedShape(plan, pieces, chunked)
+        return UnsegmentedShape(shape, pieces, chunked)
     first = np.cumsum((0, *pieces[:-1]))
-    rows = tuple(tuple(row) for row in plan.holders[:, first].tolist())
-    delay = plan.weight_delay
+    rows = tuple(tuple(row) for row in shape.holders[:, first].tolist())
+    delay = shape.weight_delay
     if isinstance(delay, tuple):
         delay = tuple(delay[stage] for stage in first)
     placement = rows if len(rows) > 1 else rows[0]
-    plan = replace(plan, placement=placement, stages_per_rank=1, weight_delay=delay)
-    return UnsegmentedShape(plan, pieces, chunked)
+    shape = replace(shape, placement=placement, stages_per_rank=1, weight_delay=delay)
+    return UnsegmentedShape(shape, pieces, chunked)
 
 
-def _settle(name: str, value: object, plan: PipelineShape) -> str:
+def _settle(name: str, value: object, shape: PipelineShape) -> str:
     """A letter for each boundary, or "" where all stages are whole."""
     if not isinstance(value, str) or not {*value} <= _ALL:
-        raise PlanError(f"{name} {_TAKES}, not {describe(value)}", fields=[name])
+        raise ShapeError(f"{name} {_TAKES}, not {describe(value)}", fields=[name])
     if not value.strip(ENDS):
         return ""
-    if len(value) != plan.stages - 1:
-        raise PlanError(
-            f"{name} has {len(value)} letters for the {plan.stages - 1} boundaries of "
-            f"{plan.stages} stages",
+    if len(value) != shape.stages - 1:
+        raise ShapeError(
+            f"{name} has {len(value)} letters for the {shape.stages - 1} boundaries of "
+            f"{shape.stages} stages",
             hint="compile(..., stage_segments=5) splits stages, and sets the segment_boundaries",
             fields=[name],
         )
     for s, letter in enumerate(value):
-        if letter != ENDS and (plan.holders[:, s] != plan.holders[:, s + 1]).any():
-            raise PlanError(
+        if letter != ENDS and (shape.holders[:, s] != shape.holders[:, s + 1]).any():
+            raise ShapeError(
                 f"{name} says {letter} between stages {s} and {s + 1}, which are on different "
                 "ranks: pieces of a stage are on one, and what they sum stays there",
                 hint=f"{ENDS} where a whole stage ends, with what follows its last sum",

@@ -5,7 +5,7 @@ knows parameters by name, and while it is whole, which names are one object:
 
     ties = schedir.find_tied_weights(model)                     # lm_head.weight is
     transformer.wte.weight ties = ties.among(stages)                      # of the model's stages,
-    shared or copied program = schedir.compile(schedule, plan, tied_weights=ties)
+    shared or copied program = schedir.compile(schedule, shape, tied_weights=ties)
 
 Nothing here imports torch: a module is what has `named_parameters`.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Final, Protocol, overload
 
-from schedir.errors import PlanError, UsageError, describe
+from schedir.errors import ShapeError, UsageError, describe
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
@@ -189,15 +189,15 @@ def _shared(modules: Iterable[ModuleLike]) -> list[tuple[Any, list[Place]]]:
 # ------------------------------------------------------------ of a program
 
 
-def tied_stages(tied: object, plan: PipelineShape) -> Tied:
+def tied_stages(tied: object, shape: PipelineShape) -> Tied:
     """What `Program.tied` is, from a bool (first and last stage), Ties, or sets of stages.
 
-    Raises PlanError for what is none of these, or names stages that the plan has not.
+    Raises ShapeError for what is none of these, or names stages that the shape has not.
     """
     if isinstance(tied, bool):
-        return ((0, plan.stages - 1),) if tied and plan.stages > 1 else ()
+        return ((0, shape.stages - 1),) if tied and shape.stages > 1 else ()
     if isinstance(tied, ModelTies):
-        raise PlanError(
+        raise ShapeError(
             "ties of a whole model do not say which stages have the weights",
             hint="schedir.find_tied_weights(model).among(stages)",
             fields=["tied_weights"],
@@ -206,19 +206,19 @@ def tied_stages(tied: object, plan: PipelineShape) -> Tied:
     try:
         found = {tuple(sorted({index(stage) for stage in one})) for one in sets}
     except TypeError:
-        raise PlanError(
+        raise ShapeError(
             "tied_weights is a bool, schedir.find_tied_weights(stages), or stages like "
             f"((0, 3), (1, 2)), not {tied!r:.60}",
             fields=["tied_weights"],
         ) from None
     for one in found:
         if len(one) < 2:
-            raise PlanError(
+            raise ShapeError(
                 f"tied_weights are of two stages or more, not {[*one]}", fields=["tied_weights"]
             )
-        if one[0] < 0 or one[-1] >= plan.stages:
-            raise PlanError(
-                f"stages {show_tie(one)} are tied, but there are {plan.stages} stages",
+        if one[0] < 0 or one[-1] >= shape.stages:
+            raise ShapeError(
+                f"stages {show_tie(one)} are tied, but there are {shape.stages} stages",
                 fields=["tied_weights"],
             )
     return tuple(sorted(found))
@@ -229,9 +229,9 @@ def show_tie(stages: Iterable[int]) -> str:
     return "=".join(map(str, stages))
 
 
-def show_tied(tied: Tied, plan: PipelineShape) -> str:
+def show_tied(tied: Tied, shape: PipelineShape) -> str:
     """What is tied, as text has it: yes for first and last stage, no, or `0=3,1=2`."""
-    if tied in ((), tied_stages(True, plan)):
+    if tied in ((), tied_stages(True, shape)):
         return "yes" if tied else "no"
     return ",".join(map(show_tie, tied))
 
@@ -250,39 +250,39 @@ TIED: Final = FieldType(
     read_tied,
     bool,
     show=show_tied,
-    settle=lambda _, value, plan: tied_stages(value, plan),
+    settle=lambda _, value, shape: tied_stages(value, shape),
     metavar="STAGES",
 )
 
 
-def ranks_of(stages: Iterable[int], plan: PipelineShape) -> tuple[int, ...]:
+def ranks_of(stages: Iterable[int], shape: PipelineShape) -> tuple[int, ...]:
     """The ranks that hold a copy of what these stages share, ascending."""
-    return tuple(sorted({int(rank) for s in stages for rank in plan.holders[:, s]}))
+    return tuple(sorted({int(rank) for s in stages for rank in shape.holders[:, s]}))
 
 
-def meets(stages: tuple[int, ...], plan: PipelineShape) -> bool:
+def meets(stages: tuple[int, ...], shape: PipelineShape) -> bool:
     """Whether ranks must meet to sum what these stages share: not where each holds all copies."""
-    return any(not {*stages} <= {*plan.stages_of[rank]} for rank in ranks_of(stages, plan))
+    return any(not {*stages} <= {*shape.stages_of[rank]} for rank in ranks_of(stages, shape))
 
 
-def groups_of(tied: Tied, plan: PipelineShape) -> list[tuple[int, ...]]:
+def groups_of(tied: Tied, shape: PipelineShape) -> list[tuple[int, ...]]:
     """The ranks that sum gradients with each other, each set of them once.
 
     They are the holders of a stage, where it has several, and those of copies of a tied weight.
     """
-    stages = range(plan.stages) if plan.rows > 1 else ()
-    apart = [stages for stages in tied if meets(stages, plan)]
-    return [*dict.fromkeys(ranks_of(one, plan) for one in [*([s] for s in stages), *apart])]
+    stages = range(shape.stages) if shape.rows > 1 else ()
+    apart = [stages for stages in tied if meets(stages, shape)]
+    return [*dict.fromkeys(ranks_of(one, shape) for one in [*([s] for s in stages), *apart])]
 
 
-def parties(tied: Tied, plan: PipelineShape) -> list[int]:
+def parties(tied: Tied, shape: PipelineShape) -> list[int]:
     """For each rank a number, the same for ranks that one `reduce_tied` brings together.
 
     Two ranks meet that sum a weight, or that both meet a third.
     """
-    party = [*range(plan.ranks)]
+    party = [*range(shape.ranks)]
     for stages in tied:
-        if meets(stages, plan):
-            together = {party[rank] for rank in ranks_of(stages, plan)}
+        if meets(stages, shape):
+            together = {party[rank] for rank in ranks_of(stages, shape)}
             party = [min(together) if one in together else one for one in party]
     return party

@@ -26,12 +26,12 @@ def reduce_grads(program: Program) -> Program:
     Always there when the program trains: with one replica it is local, and scales.  Of several
     updates each has its own.
     """
-    plan, fields = program.plan, program.words.view(FIELDS)
+    shape, fields = program.shape, program.words.view(FIELDS)
     at = np.flatnonzero(is_op(fields["op"], ADDS))
-    stage, update = fields["stage"][at], fields["mb"][at] // plan.per_update
+    stage, update = fields["stage"][at], fields["mb"][at] // shape.per_update
     rank = np.searchsorted(program.offsets, at, side="right") - 1
-    last = np.full((plan.optimizer_steps, plan.rows, plan.stages), NONE)
-    last[update, plan.row_of(stage, rank), stage] = at  # the last of those with one address stays
+    last = np.full((shape.optimizer_steps, shape.rows, shape.stages), NONE)
+    last[update, shape.row_of(stage, rank), stage] = at  # the last of those with one address stays
     at = last[last != NONE]
     update, _, stage = np.nonzero(last != NONE)
     words = pack(Opcode.ReduceGrads, stage, update)
@@ -47,7 +47,7 @@ def reduce_scatter(program: Program) -> Program:
     gradients those alone are whole that are added to.  A W that runs late is in turns, too.
     """
     rank, _, stage, end = runs(program, ADDS)
-    key = rank * program.plan.stages + stage
+    key = rank * program.shape.stages + stage
     if program.reduce_scatter_at == "update_end":
         last = np.unique(key[::-1], return_index=True)[1]
         rank, stage, end, key = (each[::-1][last] for each in (rank, stage, end, key))
@@ -61,7 +61,7 @@ def leave_room(program: Program) -> Program:
     room, most = minimum_slots(program)[:, column] + 1, counts(program)[:, column]
     if (room >= most).all():
         return program
-    said = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
+    said = program.slots or [SlotCounts.unsaid()] * program.shape.ranks
     each = zip(said, np.minimum(room, most).tolist(), strict=True)
     return program.with_slots([slots._replace(**{_WHOLE: n}) for slots, n in each])
 
@@ -76,29 +76,29 @@ def reduce_holders(program: Program) -> Program:
     With replicas all sums stand at the end: each has to wait for the one over the replicas, which
     goes on beside what is computed, and what stands behind it on hosts that block would wait too.
     """
-    plan = program.plan
-    if not (plan.rows > 1 and program.trains):
+    shape = program.shape
+    if not (shape.rows > 1 and program.trains):
         return program
-    trained = np.arange(program.frozen_stages, plan.stages)
+    trained = np.arange(program.frozen_stages, shape.stages)
     if program.dp > 1 or not program.order:
-        own_of = [[s for s in own if s in trained] for own in plan.stages_of]
+        own_of = [[s for s in own if s in trained] for own in shape.stages_of]
         return append(program, Opcode.ReduceReplicatedStages, own_of)
     index, begins = InstructionIndex.of(program), program.offsets.tolist()
     messages = index.messages()
     passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
-    holders = plan.holders[:, trained]
-    reduced, ready = index.where_all(producers(Value.GRAD)), np.zeros(plan.holders.size, np.intp)
+    holders = shape.holders[:, trained]
+    reduced, ready = index.where_all(producers(Value.GRAD)), np.zeros(shape.holders.size, np.intp)
     first_turn = np.zeros(len(reduced), np.int64)
     np.maximum.at(ready, index.keys(Scope.STAGE, reduced, first_turn), reduced)  # the last turn's
-    ready = ready.reshape(plan.holders.shape)[:, trained]
+    ready = ready.reshape(shape.holders.shape)[:, trained]
     after = passed[ready].max(0)  # the message that the sum of each stage stands behind
     ready = ready - program.offsets[holders]
     order = np.lexsort((ready.max(0), after))
     at, stages = [], []
-    for rank in range(plan.ranks):
-        own = order[np.isin(trained[order], plan.stages_of[rank])]
+    for rank in range(shape.ranks):
+        own = order[np.isin(trained[order], shape.stages_of[rank])]
         before = passed[begins[rank] : begins[rank + 1]]
-        there = ready[plan.row_of(trained[own], rank), own]
+        there = ready[shape.row_of(trained[own], rank), own]
         last = before[np.searchsorted(before, after[own], side="right") - 1]
         index_of = np.maximum.accumulate(np.maximum(there, np.searchsorted(before, last)))
         at.append(begins[rank] + index_of)
@@ -113,7 +113,7 @@ def reduce_tied(program: Program) -> Program:
     if not (program.summed and program.trains):
         return program
     tied = {s for stages in program.summed for s in stages}
-    copies = [[s for s in own if s in tied] for own in program.plan.stages_of]
+    copies = [[s for s in own if s in tied] for own in program.shape.stages_of]
     return append(program, Opcode.ReduceTied, [own[:1] for own in copies])
 
 
@@ -125,7 +125,7 @@ def reduce_sequence(program: Program) -> Program:
     """
     if not (program.sequence_parallel and program.trains):
         return program
-    own_of = [[s for s in own if s >= program.frozen_stages] for own in program.plan.stages_of]
+    own_of = [[s for s in own if s >= program.frozen_stages] for own in program.shape.stages_of]
     return append(program, Opcode.ReduceSequenceParallelGrads, own_of)
 
 
@@ -133,28 +133,28 @@ def reduce_norm(program: Program) -> Program:
     """The global norm that clipping needs; all ranks meet."""
     if not (program.clip_grad_norm and program.trains and program.norm_check == "before_step"):
         return program
-    return append(program, Opcode.ReduceNorm, [[0]] * program.plan.ranks)
+    return append(program, Opcode.ReduceNorm, [[0]] * program.shape.ranks)
 
 
 def optimizer_step(program: Program) -> Program:
     """End every Stream, and every update in it, with the optimizer's step, if there are any."""
     if not program.trains:
         return program
-    return append(program, Opcode.OptimizerStep, [[0]] * program.plan.ranks)
+    return append(program, Opcode.OptimizerStep, [[0]] * program.shape.ranks)
 
 
 def validate(program: Program) -> Program:
     """The global norm behind a step that has not waited for it; all ranks meet."""
     if not (program.trains and program.norm_check == "after_step"):
         return program
-    return append(program, Opcode.ReduceNormAfterStep, [[0]] * program.plan.ranks)
+    return append(program, Opcode.ReduceNormAfterStep, [[0]] * program.shape.ranks)
 
 
 def append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
     """End each Stream, and each update before the last, with an `op` for some stages."""
     ranks = np.repeat(np.arange(len(stages)), [*map(len, stages)])
     words = pack(op, np.array([stage for own in stages for stage in own], np.int64), 0)
-    ends, update = places(program), np.arange(program.plan.optimizer_steps)[:, None]
+    ends, update = places(program), np.arange(program.shape.optimizer_steps)[:, None]
     each = np.broadcast_to(ranks, (len(update), len(ranks)))
     return at_places(
         program, ends[:, ranks].reshape(-1), each.reshape(-1), (words + update).reshape(-1)
@@ -166,11 +166,11 @@ def append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Pro
 
 def _each(program: Program, per: Scope) -> Mask:
     """A mask over the holders of trained stages, or over ranks, if the program ends an update."""
-    plan = program.plan
+    shape = program.shape
     if per is Scope.RANK:
-        return np.full(plan.ranks, program.trains)
-    trained = np.arange(plan.stages) >= program.frozen_stages
-    return np.tile(trained & program.trains, len(plan.holders))
+        return np.full(shape.ranks, program.trains)
+    trained = np.arange(shape.stages) >= program.frozen_stages
+    return np.tile(trained & program.trains, len(shape.holders))
 
 
 def _stages(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
@@ -182,7 +182,7 @@ def _stages(program: Program, present: Present) -> Iterator[ExpectedInstructions
     )
     there = present(Opcode.ReduceScatter)
     once = np.resize(once & cut, len(there))
-    each = program.plan.holders.size
+    each = program.shape.holders.size
     once[each:] = (
         there[each:] if program.reduce_scatter_at == "each_backward" else False
     )  # as often as it likes
@@ -199,15 +199,15 @@ def _stages(program: Program, present: Present) -> Iterator[ExpectedInstructions
 
 
 def _holders(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    once = _each(program, Scope.STAGE) & (program.plan.rows > 1)
+    once = _each(program, Scope.STAGE) & (program.shape.rows > 1)
     yield ExpectedInstructions(Opcode.ReduceReplicatedStages, once, "each stage has one holder")
 
 
 def _tied(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    holders = program.plan.holders.reshape(-1)  # by key: a row behind the other
+    holders = program.shape.holders.reshape(-1)  # by key: a row behind the other
     first: dict[int, int] = {}  # the key of each rank's first copy
     for stage in sorted({s for stages in program.summed for s in stages}):
-        for key in range(stage, len(holders), program.plan.stages):
+        for key in range(stage, len(holders), program.shape.stages):
             first.setdefault(int(holders[key]), key)
     once = np.zeros(len(holders), bool)
     once[[*first.values()]] = program.trains

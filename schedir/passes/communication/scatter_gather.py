@@ -48,16 +48,16 @@ def with_form(program: Program, form: Form) -> Program:
         The program with an instruction that gives the form before each send, and one that takes it
         just before the received value is used or loses another form.
     """
-    plan, fields = program.plan, program.words.view(FIELDS)
+    shape, fields = program.shape, program.words.view(FIELDS)
     address = program.words & ADDRESS
-    key = fields["stage"].astype(np.int64) * plan.microbatches + fields["mb"]
+    key = fields["stage"].astype(np.int64) * shape.microbatches + fields["mb"]
     at: list[Words] = []
     words: list[Words] = []
     for change in FORM_CHANGES:
         if ROWS[change].form is not form:
             continue
         (token,) = ROWS[change].gives
-        made = np.zeros(plan.stages * plan.microbatches, bool)
+        made = np.zeros(shape.stages * shape.microbatches, bool)
         made[key[is_op(fields["op"], producers(token))]] = True
         later = _later_changes(program, change)
         here = np.flatnonzero(is_op(fields["op"], later + consumers(token)))

@@ -88,10 +88,10 @@ class _MergedInstructions(NamedTuple):
 
 def _streams(program: Program, parts: list[_MergedInstructions]) -> StreamSlices:
     """Streams that have all parts, in the global order."""
-    size = sum(np.bincount(part.rank, minlength=program.plan.ranks) for part in parts)
+    size = sum(np.bincount(part.rank, minlength=program.shape.ranks) for part in parts)
     offsets = np.append(0, np.cumsum(size))
     words = np.empty(int(offsets[-1]), np.int64)
-    _merge(program.words, parts, 0, program.plan.ranks, words)
+    _merge(program.words, parts, 0, program.shape.ranks, words)
     return StreamSlices.at(words, offsets)
 
 
@@ -151,13 +151,13 @@ def _ordering(costs: Costs, program: Program) -> Costs:
     line that does no harm.  Around a ring each would wait for the one before it, and all again
     for the first at the next moment; so there they take a trifle, and go as they are needed.
     """
-    plan, rows = program.plan, program.plan.holders.tolist()
+    shape, rows = program.shape, program.shape.holders.tolist()
     pairs = [pair for row in rows for pair in pairwise(row)]
     pairs += [(row[begin], row[end]) for row in rows for begin, end in program.skips]
     neighbours = {frozenset(pair) for pair in pairs if len({*pair}) == 2}
-    if len(neighbours) < plan.ranks:  # a line, or a tree
+    if len(neighbours) < shape.ranks:  # a line, or a tree
         return costs
-    each = [costs.of(op, plan) for op in Opcode]
+    each = [costs.of(op, shape) for op in Opcode]
     least = min(float(cost.min(initial=1.0, where=cost > 0)) for cost in each)
     trifle = least * 2.0**-30  # no sum of them is a cost
     return replace(costs, send=from_grid(np.maximum(each[Opcode.SendAct], trifle)))
@@ -167,15 +167,15 @@ def _sides(
     index: InstructionIndex, send: Opcode, at: Positions, number: NDArray[np.int32]
 ) -> Iterator[_MergedInstructions]:
     """The sends, and the receives, of what crosses ranks of all that is made at some positions."""
-    row, plan = ROWS[send], index.program.plan
+    row, shape = ROWS[send], index.program.shape
     assert row.partner is not None and row.peer is not None
     beside = index.program.beside(row.peer)
     other = beside[index.stage[at]]
-    here, there = index.rank[at], plan.rank_at(np.maximum(other, 0), index.mb[at])
+    here, there = index.rank[at], shape.rank_at(np.maximum(other, 0), index.mb[at])
     crosses = np.flatnonzero((other >= index.program.first_of(send)) & (there != here))
     yield _MergedInstructions(at[crosses], number[crosses], here[crosses], ADDRESS, int(send) << OP)
     crosses = crosses[np.argsort(there[crosses].astype(np.uint16), kind="stable")]
-    shift = beside - np.arange(plan.stages)
+    shift = beside - np.arange(shape.stages)
     shifts = np.unique(shift[beside >= 0]).tolist()  # one, but of skips of several lengths
     for each in shifts:
         own = crosses if len(shifts) == 1 else crosses[shift[index.stage[at[crosses]]] == each]

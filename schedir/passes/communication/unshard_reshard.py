@@ -14,7 +14,7 @@ import numpy as np
 
 from schedir.analysis.memory.unshard_residency import AHEAD, whole
 from schedir.analysis.progress_models import ProgressModel
-from schedir.errors import PlanError, UsageError
+from schedir.errors import ShapeError, UsageError
 from schedir.ir.cost.zero_states import CUT_FROM
 from schedir.ir.isa.instructions import ROWS, Opcode, Value
 from schedir.ir.pipeline.field_schema import whole_number
@@ -50,10 +50,10 @@ def shard(program: Program, options: Options) -> Program:
     which there are the fewest.
 
     Raises UsageError for more active stages than a rank has, fewer than are used at once, and
-    where all are whole anyway; PlanError for what is no such number.
+    where all are whole anyway; ShapeError for what is no such number.
     """
     said = {
-        name: kind.settle(name, options.more[name], program.plan)
+        name: kind.settle(name, options.more[name], program.shape)
         for name, kind in _KINDS.items()
         if options.more.get(name) is not None
     }
@@ -67,7 +67,7 @@ def shard(program: Program, options: Options) -> Program:
     uses = runs(program, _READS)
     active = _active(program, uses, said.get("unsharded_stages"))
     rooms, at, rank, words = [], [], [], []
-    for one in range(program.plan.ranks):
+    for one in range(program.shape.ranks):
         here = slice(*np.searchsorted(uses.rank, [one, one + 1]))
         step, stage, end = uses.step[here], uses.stage[here], uses.end[here]
         own, begin, end = whole(
@@ -93,13 +93,13 @@ def _may_let_go(program: Program) -> bool:
 
 def _active(program: Program, uses: StageRuns, said: int | None) -> int:
     """How many stages of a rank are whole at once."""
-    own = [len({*stages} - {*range(program.frozen_stages)}) for stages in program.plan.stages_of]
+    own = [len({*stages} - {*range(program.frozen_stages)}) for stages in program.shape.stages_of]
     if program.zero < CUT_FROM["params"]:
         return max(own)
     if said is None:
         return uses.most + 1
     if said > max(own):
-        raise PlanError(
+        raise ShapeError(
             f"unsharded_stages is {said}, and no rank has more than {max(own)} "
             f"stage{'s' if max(own) > 1 else ''} to make whole",
             program=program.name,
@@ -107,7 +107,7 @@ def _active(program: Program, uses: StageRuns, said: int | None) -> int:
             fields=["unsharded_stages"],
         )
     if said < uses.most:
-        raise PlanError(
+        raise ShapeError(
             f"unsharded_stages is {said}, and one action uses {uses.most} stages at once",
             program=program.name,
             hint=f"unsharded_stages={uses.most}",
@@ -118,8 +118,8 @@ def _active(program: Program, uses: StageRuns, said: int | None) -> int:
 
 def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     once = present(Opcode.Unshard).copy()
-    each = np.arange(program.plan.stages) >= program.frozen_stages
-    once[: program.plan.holders.size] = np.tile(each, program.plan.rows)
+    each = np.arange(program.shape.stages) >= program.frozen_stages
+    once[: program.shape.holders.size] = np.tile(each, program.shape.rows)
     once &= program.zero > 0
     why = "the program says 'zero 0'" if not program.zero else "its weights are not gathered"
     for op, other, hint in (

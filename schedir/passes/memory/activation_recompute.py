@@ -49,7 +49,7 @@ def recompute(program: Program, options: Options) -> Program:
     if fits(which):
         chosen = _as_few_as_fit(program, candidates, options)
     else:
-        chosen = candidates[meant(which, "recompute", candidates, program.plan)]
+        chosen = candidates[meant(which, "recompute", candidates, program.shape)]
     return _placed(program, chosen, options)
 
 
@@ -228,13 +228,13 @@ def _spared(
     if excess.max(initial=0.0) <= 0:
         return free[:0]
     stream = program.streams[rank]
-    address, plan = stream.words & ADDRESS, program.plan
+    address, shape = stream.words & ADDRESS, program.shape
     first = _where(address, np.isin(stream.op, FORWARDS), free)
     last = _where(address, np.isin(stream.op, BACKWARDS), free)
     here = (first >= 0) & (last >= 0)
     free, first, last = free[here], first[here], last[here]
     stage, mb = free >> STAGE & 0xFFFF, free & 0xFFFFFFFF
-    less = look_up(sizes.each("saved", plan) - sizes.each("checkpoint", plan), stage, mb)
+    less = look_up(sizes.each("saved", shape) - sizes.each("checkpoint", shape), stage, mb)
     begin, end = np.searchsorted(own.at, first), np.searchsorted(own.at, last)
     taken = less <= 0
     found: list[int] = []

@@ -67,8 +67,8 @@ def share_slots(
     if choice == "minimal":
         return _with(program, least)
     costs = costs or Costs()
-    if not costs.of(SENDS[0], program.plan).any():
-        message = MESSAGE * float(costs.of(FORWARD, program.plan).mean())
+    if not costs.of(SENDS[0], program.shape).any():
+        message = MESSAGE * float(costs.of(FORWARD, program.shape).mean())
         least = _enough(program, graph, replace(costs, send=message), least)
     return _with(program, _enough(program, graph, costs, least))
 
@@ -121,14 +121,14 @@ def _with(program: Program, counts: NDArray[np.int64]) -> Program:
     there = (counts > 0).any(0) & chosen | np.isin(SLOTTED, BETWEEN_NEIGHBOURS)
     said = _numbers(program)
     numbers = np.where(said == OWN, np.where(there, counts, OWN), said).tolist()
-    told = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
+    told = program.slots or [SlotCounts.unsaid()] * program.shape.ranks
     both = zip(numbers, told, strict=True)
     return program.with_slots([SlotCounts(*row, *own[len(row) :]) for row, own in both])
 
 
 def _numbers(program: Program) -> NDArray[np.int64]:
     """How many slots a program says, shape (ranks, kinds); OWN for those unsaid."""
-    unsaid = [SlotCounts.unsaid()] * program.plan.ranks
+    unsaid = [SlotCounts.unsaid()] * program.shape.ranks
     return np.array(program.slots or unsaid, np.int64)[:, : len(SLOTTED)]
 
 
@@ -147,7 +147,7 @@ def _overlap(program: Program, start: Times, end: Times, *, least: bool) -> NDAr
     starts.  Those need not come in the order of their numbers: with `least` the answer is a
     bound from below, else from above.
     """
-    counts = np.zeros((program.plan.ranks, len(SLOTTED)), np.int64)
+    counts = np.zeros((program.shape.ranks, len(SLOTTED)), np.int64)
     for column, kind in enumerate(SLOTTED):
         own = Dataflow.of(program).lives(kind)
         starts, ends = start[own.fill], end[own.free]

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from schedir.errors import PlanError
+from schedir.errors import ShapeError
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import Program, pack
 from schedir.passes.insertion import at_places
@@ -23,32 +23,32 @@ def snapshots(program: Program) -> Program:
 
     A copy is under way while forwards and backwards run, for the step alone waits for it.  Of
     several holders of a stage the first has it, whose weights are the others'.  What is frozen does
-    not change: it needs none.  Raises PlanError for a program that does not train.
+    not change: it needs none.  Raises ShapeError for a program that does not train.
     """
     if not program.trains:
-        raise PlanError(
+        raise ShapeError(
             "the program has no backward: it changes nothing that could be lost",
             program=program.name,
             hint="leave checkpoint_snapshots out",
             fields=["checkpoint_snapshots"],
         )
-    stage = np.arange(program.frozen_stages, program.plan.stages)
-    rank = program.plan.holders[0, stage]
+    stage = np.arange(program.frozen_stages, program.shape.stages)
+    rank = program.shape.holders[0, stage]
     at = program.offsets[rank]
     return at_places(program, at, rank, pack(Opcode.Snapshot, stage, 0))
 
 
 def _first_holders(program: Program) -> Mask:
     """Whose stages have a snapshot: a mask over the holders of stages."""
-    plan = program.plan
-    once = np.zeros(plan.holders.shape, bool)
+    shape = program.shape
+    once = np.zeros(shape.holders.shape, bool)
     once[0, program.frozen_stages :] = program.checkpoint_snapshots and program.trains
     return once.reshape(-1)
 
 
 def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     once = np.zeros(len(present(Opcode.Snapshot)), bool)  # of update 0 alone: once in a step
-    once[: program.plan.holders.size] = _first_holders(program)
+    once[: program.shape.holders.size] = _first_holders(program)
     yield ExpectedInstructions(
         Opcode.Snapshot,
         once,

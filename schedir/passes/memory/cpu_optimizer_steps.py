@@ -35,28 +35,28 @@ def host_steps(program: Program) -> Program:
     are stepped in the order in which their gradients are there.  Of several updates each lets go of
     the rank's gradients before the host steps, so that the next may add to them.
     """
-    plan, index = program.plan, InstructionIndex.of(program)
+    shape, index = program.shape, InstructionIndex.of(program)
     given = index.where_all(chain(Opcode.OffloadGrads, Value.GRAD))
-    latest = np.full(plan.holders.size * plan.optimizer_steps, NONE)
+    latest = np.full(shape.holders.size * shape.optimizer_steps, NONE)
     time = (
-        None if plan.optimizer_steps > 1 else np.zeros(len(given), np.int64)
+        None if shape.optimizer_steps > 1 else np.zeros(len(given), np.int64)
     )  # turns are of one update
     np.maximum.at(latest, index.keys(Scope.STAGE, given, time), given)
-    last = latest.reshape(plan.optimizer_steps, *plan.holders.shape)
+    last = latest.reshape(shape.optimizer_steps, *shape.holders.shape)
     tied = [s for stages in program.summed for s in stages]
     ends = places(program)
     at_, ranks, words = [], [], []
-    for update in range(plan.optimizer_steps):
-        for rank, own in enumerate(plan.stages_of):
+    for update in range(shape.optimizer_steps):
+        for rank, own in enumerate(shape.stages_of):
             trained = np.array([s for s in own if s >= program.frozen_stages], np.int64)
-            at = last[update, plan.row_of(trained, rank), trained]
+            at = last[update, shape.row_of(trained, rank), trained]
             order = np.argsort(at, kind="stable")
             trained, at = trained[order], at[order]
             alone = (index.op[at] == Opcode.ReduceGrads) & (program.dp == 1)
             alone &= ~np.isin(trained, tied)
             go, step, back = (pack(op, trained, update) for op in _ROWS)
             between = pack(
-                Opcode.CheckGradsFinite, 0, np.array([update] * (plan.optimizer_steps > 1), int)
+                Opcode.CheckGradsFinite, 0, np.array([update] * (shape.optimizer_steps > 1), int)
             )
             words += [go, between, step, back]
             end = ends[update, rank]
@@ -79,12 +79,12 @@ def late_steps(program: Program) -> Program:
         needer = np.flatnonzero((giver != NONE) & (giver < np.arange(n)))  # else it is refused
         np.minimum.at(first, giver[needer], needer)
     end = (
-        index.rank.astype(np.int64) * program.plan.optimizer_steps + index.mb
+        index.rank.astype(np.int64) * program.shape.optimizer_steps + index.mb
     )  # of what ends updates
     ends, steps = (index.where_all(ops) for ops in (_PER_RANK, STEPS))
-    ahead = np.full(program.plan.ranks * program.plan.optimizer_steps + 1, n)
+    ahead = np.full(program.shape.ranks * program.shape.optimizer_steps + 1, n)
     np.minimum.at(ahead, end[ends] - 1, ends)  # who ends the next update
-    ahead[program.plan.optimizer_steps - 1 :: program.plan.optimizer_steps] = (
+    ahead[program.shape.optimizer_steps - 1 :: program.shape.optimizer_steps] = (
         n  # which the last has not
     )
     np.minimum.at(ahead, end[steps], first[steps])
@@ -99,17 +99,17 @@ def late_steps(program: Program) -> Program:
 def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     there = program.trains and program.optimizer_placement == "cpu_step"
     once = np.tile(
-        (np.arange(program.plan.stages) >= program.frozen_stages) & there, program.plan.rows
+        (np.arange(program.shape.stages) >= program.frozen_stages) & there, program.shape.rows
     )
     why = f"the program says 'optimizer_placement {program.optimizer_placement}'"
     for op in _ROWS:
         yield ExpectedInstructions(
             op, once, why, "each trained stage goes, is stepped and comes back once"
         )
-    several = program.plan.optimizer_steps > 1
+    several = program.shape.optimizer_steps > 1
     yield ExpectedInstructions(
         Opcode.CheckGradsFinite,
-        np.full(program.plan.ranks, there and several),
+        np.full(program.shape.ranks, there and several),
         why if several or not there else "there is no next update to add to them",
         "each rank lets go of its gradients once in each of several updates",
     )
@@ -135,7 +135,7 @@ PASSES: Final = (
         lambda program, options: (
             program.trains
             and program.optimizer_placement == "cpu_step"
-            and program.plan.optimizer_steps > 1
+            and program.shape.optimizer_steps > 1
         ),
         order=11,
     ),

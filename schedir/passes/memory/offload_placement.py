@@ -59,8 +59,8 @@ DISK: Final = OffloadRoundTrip(_MOVES["host", "disk"], _MOVES["disk", "host"])
 def priced(program: Program, options: Options) -> Options:
     """The options with costs at which moving takes time: if they say none, half a forward."""
     costs = options.costs or Costs()
-    usual = MESSAGE * float(costs.of(FORWARD, program.plan).mean())
-    free = {FIELD[op]: usual for op in _MOVES.values() if not costs.of(op, program.plan).any()}
+    usual = MESSAGE * float(costs.of(FORWARD, program.shape).mean())
+    free = {FIELD[op]: usual for op in _MOVES.values() if not costs.of(op, program.shape).any()}
     return replace(options, costs=replace(costs, **free))
 
 
@@ -89,7 +89,7 @@ def lives(program: Program) -> ForwardLifetimes:
 
 def cost_of(program: Program, op: Opcode, addresses: Words, options: Options) -> Floats:
     assert options.costs is not None
-    table = options.costs.of(op, program.plan)
+    table = options.costs.of(op, program.shape)
     stage, mb = stages_of(addresses)
     return np.asarray(table[stage, mb if table.shape[1] > 1 else 0])
 
@@ -216,7 +216,7 @@ class SlotRange(NamedTuple):
 
     def said(self, program: Program, number: Counts) -> Program:
         """The program with so many slots."""
-        told = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
+        told = program.slots or [SlotCounts.unsaid()] * program.shape.ranks
         return program.with_slots(
             [own._replace(**{_FIELD[self.tier]: n})
              for own, n in zip(told, number.tolist(), strict=True)]

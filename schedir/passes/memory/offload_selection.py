@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from schedir.analysis.critical_path.longest_path import walk
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import ProgressModel
-from schedir.errors import PlanError, UsageError
+from schedir.errors import ShapeError, UsageError
 from schedir.ir.cost.sizes import ample, bytes_of
 from schedir.ir.isa.instructions import COMPUTE
 from schedir.ir.pipeline.field_schema import FieldType
@@ -76,7 +76,7 @@ def offload(program: Program, options: Options) -> Program:
     what is spilled that is on the host longest.
 
     Raises UsageError for what says nothing, for stages that save nothing, and for "fit" without a
-    limit; PlanError for a program that does not train.
+    limit; ShapeError for a program that does not train.
 
     >>> from schedir import Costs, PipelineShape, Sizes, compile, schedules, simulate
     >>> costs, sizes = Costs(F=1, B=2, offload=1, reload=1), Sizes(saved=10)
@@ -90,7 +90,7 @@ def offload(program: Program, options: Options) -> Program:
     [(27.0, 80.0), (27.0, 30.0), (27.0, 60.0)]
     """
     if not program.trains:
-        raise PlanError(
+        raise ShapeError(
             "the program has no backward: no forward saves what could be offloaded",
             program=program.name,
             hint="leave offload out",
@@ -134,7 +134,7 @@ def _chosen(
         trips = (HOST,) if option == "offload" else (HOST, DISK)
         candidates = candidates[_is_worth_it(program, candidates, trips, options)]
     else:
-        for stage, *_ in pairs(which, option, program.plan):
+        for stage, *_ in pairs(which, option, program.shape):
             if stage < program.frozen_stages:
                 raise UsageError(
                     f"stage {stage} is frozen, and saves nothing to {option}",
@@ -143,9 +143,9 @@ def _chosen(
                 )
     if fits(which):
         return candidates
-    chosen = candidates[meant(which, option, candidates, program.plan)]
+    chosen = candidates[meant(which, option, candidates, program.shape)]
     if not (by_word(which) or callable(which) or isinstance(which, ImportedSelection)):
-        _tell_of_nothing(pairs(which, option, program.plan), option, chosen)
+        _tell_of_nothing(pairs(which, option, program.shape), option, chosen)
     return chosen
 
 
@@ -233,7 +233,7 @@ def _as_few_as_fit(
             fields=[option],
         )
     order = _in_order(program, candidates, options)
-    ranks = range(program.plan.ranks)
+    ranks = range(program.shape.ranks)
 
     def some(number: Counts) -> Words:
         return np.concatenate([candidates[:0], *(order[r][: number[r]] for r in ranks)])
@@ -273,7 +273,7 @@ def _in_order(program: Program, candidates: Words, options: Options) -> list[Wor
     rank = np.searchsorted(program.offsets, own.made, side="right") - 1
     there = np.isin(own.address, candidates)
     found = []
-    for one in range(program.plan.ranks):
+    for one in range(program.shape.ranks):
         here = np.flatnonzero(there & (rank == one))
         grain = max(1e-9 * float(free[here].max(initial=0.0)), 1e-300)
         length = np.round(free[here] / grain)

@@ -41,21 +41,21 @@ def states(program: Program, slots: int | None = None, on_host: int | None = Non
     A load stands behind the store that leaves it room, and a stage later where it can: a host that
     waits for that store has issued the next step by then.  Where states lie on the disk, each
     stage's is fetched before it is loaded, and spilled when it is stored: `on_host` (two) of them
-    are on the host at once, of which one is left to what is stored.  Raises PlanError for less than
-    one slot.
+    are on the host at once, of which one is left to what is stored.  Raises ShapeError for less
+    than one slot.
     """
-    plan, index = program.plan, InstructionIndex.of(program)
+    shape, index = program.shape, InstructionIndex.of(program)
     given = index.where_all(producers(Value.GRAD))
-    last = np.full(plan.holders.size, NONE)
+    last = np.full(shape.holders.size, NONE)
     key = index.keys(Scope.STAGE, given, np.zeros(len(given), np.int64))
     np.maximum.at(last, key, given)
-    reduced = last.reshape(plan.holders.shape)
-    room = USUAL if slots is None else _NUMBER.settle("optimizer_device_buffers", slots, plan)
-    rooms = USUAL if on_host is None else _NUMBER.settle("optimizer_host_buffers", on_host, plan)
+    reduced = last.reshape(shape.holders.shape)
+    room = USUAL if slots is None else _NUMBER.settle("optimizer_device_buffers", slots, shape)
+    rooms = USUAL if on_host is None else _NUMBER.settle("optimizer_host_buffers", on_host, shape)
     ranks, words = [], []
-    for rank, own in enumerate(plan.stages_of):
+    for rank, own in enumerate(shape.stages_of):
         trained = np.array([s for s in own if s >= program.frozen_stages], np.int64)
-        trained = trained[np.argsort(reduced[plan.row_of(trained, rank), trained], kind="stable")]
+        trained = trained[np.argsort(reduced[shape.row_of(trained, rank), trained], kind="stable")]
         load, step, store = (pack(op, trained, 0) for op in _ROWS)
         turns, later = [*load[:room]], min(room - 1, 1)
         for k in range(len(trained)):
@@ -105,7 +105,7 @@ def leave_rooms(program: Program) -> Program:
 
 def _told(program: Program, name: str, room: NDArray[np.int64]) -> Program:
     """The program with a number of slots of each rank."""
-    said = program.slots or [SlotCounts.unsaid()] * program.plan.ranks
+    said = program.slots or [SlotCounts.unsaid()] * program.shape.ranks
     each = zip(said, room.tolist(), strict=True)
     return program.with_slots([slots._replace(**{name: n}) for slots, n in each])
 
@@ -113,7 +113,7 @@ def _told(program: Program, name: str, room: NDArray[np.int64]) -> Program:
 def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     there = program.trains and program.optimizer_placement in _MOVED
     once = np.tile(
-        (np.arange(program.plan.stages) >= program.frozen_stages) & there, program.plan.rows
+        (np.arange(program.shape.stages) >= program.frozen_stages) & there, program.shape.rows
     )
     why = f"the program says 'optimizer_placement {program.optimizer_placement}'"
     for op in _ROWS:

@@ -87,7 +87,7 @@ def fill(program: Program, options: Options) -> Program:
     if not ranks_meet(program.segment_boundaries):
         return program  # one tensor-parallel rank meets nobody
     if not any(
-        options.costs.of(op, program.plan).any()
+        options.costs.of(op, program.shape).any()
         for op in between_segments(program.sequence_parallel)
     ):
         raise UsageError(

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import CostsError, PlanError, UsageError, describe
+from schedir.errors import CostsError, ShapeError, UsageError, describe
 from schedir.ir.cost.costs import OF_A_STAGE, Costs
 from schedir.ir.cost.number_parsing import NO_NUMBERS, whole
 from schedir.ir.cost.per_stage_values import by_stage, from_grid
@@ -40,7 +40,7 @@ _DOWN: Final = (*BACKWARDS, *LATE)  # from the last piece on
 # ---------------------------------------------------------------- what is said
 
 
-def letters_of(given: Pieces, plan: PipelineShape) -> tuple[str, ...]:
+def letters_of(given: Pieces, shape: PipelineShape) -> tuple[str, ...]:
     """The letters between the pieces of each stage (`ir/pipeline/stage_segments.py`): of as many as
     `cut` says.
 
@@ -55,13 +55,13 @@ def letters_of(given: Pieces, plan: PipelineShape) -> tuple[str, ...]:
         given = _read_here(given)
     several = isinstance(given, Iterable) and not isinstance(given, (str, *NO_NUMBERS))
     each = [*given] if several and isinstance(given, Iterable) else [given]
-    if several and len(each) != plan.stages:
+    if several and len(each) != shape.stages:
         raise UsageError(
-            f"stage_segments has {len(each)} entries for {plan.stages} stages",
+            f"stage_segments has {len(each)} entries for {shape.stages} stages",
             fields=["stage_segments"],
         )
     found = [_letters(one) for one in each]
-    return tuple(found if several else found * plan.stages)
+    return tuple(found if several else found * shape.stages)
 
 
 def _letters(one: object) -> str:
@@ -100,16 +100,16 @@ _TAKES: Final = (
 PIECES: Final = FieldType(_TAKES, _read, int | str | tuple[int | str, ...], metavar="PIECES")
 
 
-def pieces_of(given: Pieces, plan: PipelineShape) -> tuple[int, ...]:
-    """How many pieces each stage of a plan has."""
-    return tuple(len(letters) + 1 for letters in letters_of(given, plan))
+def pieces_of(given: Pieces, shape: PipelineShape) -> tuple[int, ...]:
+    """How many pieces each stage of a shape has."""
+    return tuple(len(letters) + 1 for letters in letters_of(given, shape))
 
 
 def over_stages(given: Pieces, ranks: int, stages: int) -> tuple[str | int, ...]:
     """The cut of each of so many stages of a model that `given` cuts for one stage on each rank: of
     several, as many as there are on a rank share the letters of one alike.
 
-    Raises PlanError for letters that so many stages cannot share.
+    Raises ShapeError for letters that so many stages cannot share.
 
     >>> over_stages(9, 2, 4), over_stages(5, 2, 2)
     (('fgfg', 'fgfg', 'fgfg', 'fgfg'), ('fgfg', 'fgfg'))
@@ -118,7 +118,7 @@ def over_stages(given: Pieces, ranks: int, stages: int) -> tuple[str | int, ...]
     for own in letters_of(given, PipelineShape(ranks, 1)):
         one = own[: len(own) // v]
         if one * v != own or ranks * v != stages:
-            raise PlanError(
+            raise ShapeError(
                 f"ranks meet at {describe(own)} in what a rank has of the model, which its {v} "
                 "stages "
                 "cannot share alike",
@@ -147,7 +147,7 @@ def cut(program: Program, given: Pieces = 1, chunks: int = 1) -> Program:
     a stage would share the microbatches in another way.
     """
     letters, chunks = (
-        letters_of(given, program.plan),
+        letters_of(given, program.shape),
         CHUNKS.settle("microbatch_chunks", chunks, None),
     )
     number = np.array([len(own) + 1 for own in letters])
@@ -160,9 +160,9 @@ def cut(program: Program, given: Pieces = 1, chunks: int = 1) -> Program:
     first, alone = np.concatenate([[0], np.cumsum(number)]), [NOBODY * len(own) for own in letters]
     return replace(
         program,
-        plan=_plan(program.plan, number, chunks),
+        shape=_plan(program.shape, number, chunks),
         streams=tuple(
-            Stream(_pieces(own, program.plan.sequence_chunks, number, first, chunks))
+            Stream(_pieces(own, program.shape.sequence_chunks, number, first, chunks))
             for own in program.streams
         ),
         frozen_stages=int(first[program.frozen_stages]),
@@ -181,11 +181,11 @@ def cut(program: Program, given: Pieces = 1, chunks: int = 1) -> Program:
 def cut_like(program: Program, like: Program) -> Program:
     """A draft of whole stages and microbatches, cut as another program's are.
 
-    Raises PlanError for other stages than that one has, where these are cut.
+    Raises ShapeError for other stages than that one has, where these are cut.
     """
-    letters = letters_in(like.segment_boundaries, program.plan.stages)
-    if len(letters) != program.plan.stages:
-        raise PlanError("of a model that is cut otherwise it is not known where ranks meet")
+    letters = letters_in(like.segment_boundaries, program.shape.stages)
+    if len(letters) != program.shape.stages:
+        raise ShapeError("of a model that is cut otherwise it is not known where ranks meet")
     given = [own or 1 for own in letters]
     return cut(replace(program, tp=like.tp), given, like.chunks_per_microbatch)
 
@@ -208,25 +208,25 @@ def _pieces(own: Stream, segments: int, number: Words, first: Words, chunks: int
     return found
 
 
-def _plan(plan: PipelineShape, number: Words, chunks: int) -> PipelineShape:
-    parts, more = plan.parts, plan.microbatches * chunks
+def _plan(shape: PipelineShape, number: Words, chunks: int) -> PipelineShape:
+    parts, more = shape.parts, shape.microbatches * chunks
     if (number > 1).any():
-        rows = tuple(tuple(np.repeat(row, number).tolist()) for row in plan.holders)
-        delay = plan.weight_delay
+        rows = tuple(tuple(np.repeat(row, number).tolist()) for row in shape.holders)
+        delay = shape.weight_delay
         if isinstance(delay, tuple):
             delay = tuple(np.repeat(delay, number).tolist())
         placement = rows if len(rows) > 1 else rows[0]
-        plan = replace(plan, placement=placement, stages_per_rank=1, weight_delay=delay)
-    plan = replace(plan, microbatches=more)
-    if plan.parts != tuple(chunks * end for end in parts):
+        shape = replace(shape, placement=placement, stages_per_rank=1, weight_delay=delay)
+    shape = replace(shape, microbatches=more)
+    if shape.parts != tuple(chunks * end for end in parts):
         raise UsageError(
             f"holders of a stage share {more // chunks} microbatches as "
             f"{describe([*parts[1:]])}, and "
-            f"{more} chunks as {describe([*plan.parts[1:]])}",
+            f"{more} chunks as {describe([*shape.parts[1:]])}",
             hint="as many microbatches for each holder",
             fields=["microbatch_chunks", "microbatches"],
         )
-    return plan
+    return shape
 
 
 def _tied(stage: int, number: Words, first: Words, stages: tuple[int, ...]) -> int:
@@ -260,11 +260,11 @@ _Each = TypeVar("_Each", Costs, Sizes)
 def split_costs(
     each: _Each,
     cut: Pieces,
-    plan: PipelineShape,
+    shape: PipelineShape,
     shares: Iterable[float] | None = None,
     chunks: int = 1,
 ) -> _Each:
-    """Costs or Sizes of pieces, of those of the whole stages of a plan.
+    """Costs or Sizes of pieces, of those of the whole stages of a shape.
 
     `shares` says what part of its stage each piece is, as any numbers, one per piece of a stage, or
     per piece of all stages; equal parts unless told.  So shared out is what a stage computes, saves
@@ -284,15 +284,15 @@ def split_costs(
     >>> split_costs(Costs(F=8, tp_reduce=0.5), "g", PipelineShape(2, 4), chunks=4).told
     {'F': 1.0, 'tp_reduce': 0.125}
     """
-    number, chunks = pieces_of(cut, plan), CHUNKS.settle("microbatch_chunks", chunks, None)
+    number, chunks = pieces_of(cut, shape), CHUNKS.settle("microbatch_chunks", chunks, None)
     part = np.concatenate([own / own.sum() for own in _shares(shares, number)])
-    s = plan.sequence_chunks
+    s = shape.sequence_chunks
     found: dict[str, Any] = {}
     for f in fields(each):
         if (value := getattr(each, f.name)) is None:
             continue
         error = CostsError if isinstance(each, Costs) else UsageError
-        told = by_stage(f.name, value, plan.stages, error)
+        told = by_stage(f.name, value, shape.stages, error)
         rows = np.repeat(told, number, axis=0)
         rows = rows * part[:, None] if f.name in SHARED else rows
         if f.name in _OF_A_RANK:  # the k-th number is rank k's
@@ -352,7 +352,7 @@ def _sums_of(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]
     """Of each kind of sum, which stages give what is summed, shape (stages,), and how many stages
     farther is the one that takes it, whose sum it is.  Where ranks share the sequence a sum leaves
     each its part of it (reduce-scatter), and so what goes the other way there is gathered."""
-    stages, trained = program.plan.stages, np.arange(program.plan.stages) > program.frozen_stages
+    stages, trained = program.shape.stages, np.arange(program.shape.stages) > program.frozen_stages
     letters = np.array([*(program.segment_boundaries or ENDS * (stages - 1)), ENDS])
     yield Opcode.TPReduceAct, letters == LEAVES, 1
     yield Opcode.TPReduceGrad, np.roll(letters == ENTERS, 1) & trained & program.trains, -1
@@ -363,7 +363,7 @@ def _sums_of(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]
 
 def _expected(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     for op, makers, shift in _sums_of(program):
-        there = np.repeat(np.roll(makers, shift), program.plan.microbatches)
+        there = np.repeat(np.roll(makers, shift), program.shape.microbatches)
         yield ExpectedInstructions(op, there, "the program does not say that ranks meet there")
 
 

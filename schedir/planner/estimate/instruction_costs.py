@@ -48,7 +48,7 @@ def costs_of(
     model: TransformerSpec,
     cluster: Cluster,
     choice: ParallelPlan,
-    plan: PipelineShape,
+    shape: PipelineShape,
     times: list[StageTimes],
     constants: SoftwareConstants,
     states: StateBytes = ADAM,
@@ -62,7 +62,7 @@ def costs_of(
     ahead = R * constants.recompute_ahead * (choice.recompute == "full")
     I = I + R - ahead
     bytes_of = (states.params, states.grads, states.optimizer)
-    numbers = numbers_of(model, choice, plan)
+    numbers = numbers_of(model, choice, shape)
     params, grads, optimizer = (_each(size * numbers.all) for size in bytes_of)
     tokens = choice.microbatch_size * (model.sequence // choice.cp)
     sent = Sizes(
@@ -73,27 +73,29 @@ def costs_of(
     )
     again: list[tuple[int, int]] = []
     if choice.offload != "none":
-        kept = trainer_for(cluster, constants, states).sizes(model, choice, plan, constants, states)
+        kept = trainer_for(cluster, constants, states).sizes(
+            model, choice, shape, constants, states
+        )
         sent = replace(sent, saved=kept.saved, checkpoint=kept.checkpoint)
         if choice.recompute == "full":
-            again = [*product(range(plan.stages), range(plan.microbatches))]
+            again = [*product(range(shape.stages), range(shape.microbatches))]
     where = mesh(choice)
     own = Costs(F=_each(F), I=_each(I), W=_each(W), B=_each(I + W), R=_each(ahead),
-                reduce_tied=_tied(model, cluster, plan, where, states))  # fmt: skip
+                reduce_tied=_tied(model, cluster, shape, where, states))  # fmt: skip
     if choice.sequence_parallel and choice.tp > 1:
         own = replace(own, reduce_sequence_parallel_grads=_sequence(model, cluster, choice, states))
     if choice.ep > 1:
-        own = replace(own, **_of_experts(cluster, choice, plan, where, numbers, states))
+        own = replace(own, **_of_experts(cluster, choice, shape, where, numbers, states))
     replicas = choice.dp * choice.cp
     found = cluster.costs(
-        plan, sent, own, tp=choice.tp, dp=replicas, zero=choice.zero, mesh=where,
+        shape, sent, own, tp=choice.tp, dp=replicas, zero=choice.zero, mesh=where,
         optimizer_placement=choice.optimizer_placement, offload=choice.offload != "none",
         recomputed=again,
     )  # fmt: skip
     left = {
         name: from_grid(whole - np.minimum(constants.reduce_hidden * whole, (I + W)[:, None]))
         for name in ("reduce_grads", "reduce_scatter")
-        for whole in [np.broadcast_to(grid(getattr(found, name) or 0.0), (plan.stages, 1))]
+        for whole in [np.broadcast_to(grid(getattr(found, name) or 0.0), (shape.stages, 1))]
     }
     return replace(found, **left)
 
@@ -101,7 +103,7 @@ def costs_of(
 def _of_experts(
     cluster: Cluster,
     choice: ParallelPlan,
-    plan: PipelineShape,
+    shape: PipelineShape,
     where: NDArray[np.int64],
     numbers: StageParameters,
     states: StateBytes,
@@ -115,12 +117,12 @@ def _of_experts(
         ),
         **({"unshard": (cluster.all_gather, states.params)} if cut else {}),
     }  # fmt: skip
-    found = {name: np.zeros(plan.stages) for name in rings}
+    found = {name: np.zeros(shape.stages) for name in rings}
     every, same = len(where), max(len(where) // choice.ep, 1)
     parts = numbers.common / (every if cut else 1) + numbers.experts / (same if cut else 1)
     moved = stepped(*(size * parts for size in (states.params, states.grads, states.optimizer)))
-    step = np.zeros(plan.stages)
-    for rank, stages in enumerate(plan.stages_of):
+    step = np.zeros(shape.stages)
+    for rank, stages in enumerate(shape.stages_of):
         step[rank] = moved[list(stages)].sum() / cluster.hbm
         group = where[:, rank, 0]
         for one in stages:
@@ -144,12 +146,12 @@ def _sequence(
 def _tied(
     model: TransformerSpec,
     cluster: Cluster,
-    plan: PipelineShape,
+    shape: PipelineShape,
     where: NDArray[np.int64],
     states: StateBytes,
 ) -> float:
     """The sum of the gradients of a tied embedding, of the first rank and the last."""
-    first, last = int(plan.holders[0, 0]), int(plan.holders[0, -1])
+    first, last = int(shape.holders[0, 0]), int(shape.holders[0, -1])
     if first == last or not model.tied:
         return 0.0
     size = states.grads * float(ends_numbers(model, where.shape[2])[2])

@@ -87,9 +87,9 @@ def simulate_plan(
     """
     of = trainer_for(cluster, constants, states)
     whole = program_of(model, cluster, choice, of)
-    if whole.plan.stages != choice.stages:
+    if whole.shape.stages != choice.stages:
         raise UsageError(
-            f"{choice.schedule} has {whole.plan.stages} stages of several holders each, which the "
+            f"{choice.schedule} has {whole.shape.stages} stages of several holders each, which the "
             "planner does not price",
             fields=["schedule"],
         )
@@ -181,8 +181,8 @@ def simulated(
 ) -> PlanEstimate:
     """The choice with what its program takes, if a microbatch takes so long in each stage."""
     constants, states = of.constants, of.states
-    costs = costs_of(model, cluster, choice, whole.plan, times, constants, states)
-    held = of.sizes(model, choice, whole.plan, constants, states)
+    costs = costs_of(model, cluster, choice, whole.shape, times, constants, states)
+    held = of.sizes(model, choice, whole.shape, constants, states)
     run = replace(run_of(cluster, choice, whole, costs), sizes=held)
     found = parts_of(run, times, ahead=constants.recompute_ahead)
     memory = memory_of(run, constants)
@@ -193,7 +193,7 @@ def run_of(cluster: Cluster, choice: ParallelPlan, whole: Program, costs: Costs)
     """The predicted run of a choice's program."""
     if cluster.processors is None:
         return simulate(whole, costs, progress_model="per_edge")
-    plan = whole.plan
+    plan = whole.shape
     alone = {
         name: from_grid(grid(getattr(costs, name) or 0.0) / cluster.alone)
         for name in {row.cost for row in ROWS if row.cost and row.lane in WORK}

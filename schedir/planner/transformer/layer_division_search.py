@@ -112,16 +112,16 @@ class _DivisionSearch:
         self.constants, self.states = of.constants, of.states
         self.choice = replace(plain(choice), layers_per_stage=())
         self.program: Program = plan_program(self.choice, tied=model.tied, **of.options)
-        self.plan: PipelineShape = self.program.plan
-        if self.plan.stages > model.layers + 2:
+        self.shape: PipelineShape = self.program.shape
+        if self.shape.stages > model.layers + 2:
             raise UsageError(
-                f"{model.layers} layers do not fill {self.plan.stages} stages",
+                f"{model.layers} layers do not fill {self.shape.stages} stages",
                 fields=["layers", "pp", "stages_per_rank"],
             )
-        self.start = even(model.layers, self.plan.stages)
+        self.start = even(model.layers, self.shape.stages)
         self.known: dict[Division, float] = {}
         self.least = np.array(
-            [sum(0 < s < self.plan.stages - 1 for s in own) for own in self.plan.stages_of]
+            [sum(0 < s < self.shape.stages - 1 for s in own) for own in self.shape.stages_of]
         )
         self.base, self.each = self._bytes()
 
@@ -153,12 +153,12 @@ class _DivisionSearch:
     def _seconds(self) -> Floats:
         """What each rank takes of a microbatch with so many layers; infinite where they do not fit,
         or leave a stage with nothing to do."""
-        layers, last = self.model.layers, self.plan.stages - 1
+        layers, last = self.model.layers, self.shape.stages - 1
         part = {
             ends: np.array([sum(self._time(n, *ends)) for n in range(layers + 1)])
-            for ends in {(0 in own, last in own) for own in self.plan.stages_of}
+            for ends in {(0 in own, last in own) for own in self.shape.stages_of}
         }
-        seconds = np.array([part[0 in own, last in own] for own in self.plan.stages_of])
+        seconds = np.array([part[0 in own, last in own] for own in self.shape.stages_of])
         number = np.arange(layers + 1)
         held = self.base[:, None] + self.each[:, None] * number
         seconds[(held > self.cluster.memory) | (number < self.least[:, None])] = np.inf
@@ -177,7 +177,7 @@ class _DivisionSearch:
             division = tuple(times * n for n in self.start)
             model = replace(self.model, layers=times * self.model.layers)
             choice = replace(self.choice, layers_per_stage=division)
-            size = self.of.sizes(model, choice, self.plan, self.constants, self.states)
+            size = self.of.sizes(model, choice, self.shape, self.constants, self.states)
             peak = simulate(self.program, sizes=size, progress_model="per_edge").peak_memory
             held.append(peak * (1 + self.constants.allocator_share) + self.constants.reserved)
         number = np.maximum(self._per_rank(self.start), 1)
@@ -185,7 +185,7 @@ class _DivisionSearch:
         return held[0] - each * number, each
 
     def _per_rank(self, division: Division) -> NDArray[np.int64]:
-        return np.array([sum(division[s] for s in own) for own in self.plan.stages_of])
+        return np.array([sum(division[s] for s in own) for own in self.shape.stages_of])
 
     def _fits(self, own: NDArray[np.int64]) -> bool:
         return bool((self.base + self.each * own <= self.cluster.memory).all())
@@ -201,8 +201,8 @@ class _DivisionSearch:
     def _spread(self, each: tuple[int, ...]) -> Division:
         """The layers of each stage where ranks have so many: its stages take turns, and ends, which
         also have the embedding or the head, come last."""
-        found, last = [0] * self.plan.stages, self.plan.stages - 1
-        for own, layers in zip(self.plan.stages_of, each, strict=True):
+        found, last = [0] * self.shape.stages, self.shape.stages - 1
+        for own, layers in zip(self.shape.stages_of, each, strict=True):
             for one in own:
                 found[one] = int(0 < one < last)
             for _ in range(layers - sum(found[one] for one in own)):
@@ -231,7 +231,7 @@ class _DivisionSearch:
             choice = replace(self.choice, layers_per_stage=division)
             times = times_of(self.model, self.cluster, choice, self.constants)
             costs = costs_of(
-                self.model, self.cluster, choice, self.plan, times, self.constants, self.states
+                self.model, self.cluster, choice, self.shape, times, self.constants, self.states
             )
             run = run_of(self.cluster, choice, self.program, costs)
             self.known[division] = run.span

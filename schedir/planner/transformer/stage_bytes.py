@@ -40,13 +40,13 @@ class StageParameters(NamedTuple):
 
 
 def numbers_of(
-    model: TransformerSpec, choice: ParallelPlan, plan: PipelineShape
+    model: TransformerSpec, choice: ParallelPlan, shape: PipelineShape
 ) -> StageParameters:
     """The numbers of each stage's weights, by `layer_numbers` and `ends_numbers`."""
     layers = np.array(layers_of(model, choice), float)
     common, experts = (layers * each for each in layer_numbers(model, choice.tp, choice.ep))
     table, norm, matrix = ends_numbers(model, choice.tp)
-    shared = model.tied and plan.holders[0, 0] == plan.holders[0, -1]
+    shared = model.tied and shape.holders[0, 0] == shape.holders[0, -1]
     common[0] += table
     common[-1] += norm + (0 if shared else matrix)
     return StageParameters(common, experts)
@@ -65,7 +65,7 @@ def seen_in_parts(model: TransformerSpec, choice: ParallelPlan) -> StageParamete
 def sizes(
     model: TransformerSpec,
     choice: ParallelPlan,
-    plan: PipelineShape,
+    shape: PipelineShape,
     constants: SoftwareConstants | None = None,
     states: StateBytes = ADAM,
 ) -> Sizes:
@@ -94,9 +94,9 @@ def sizes(
     tape = saved.copy()
     tape[-1] -= max(4 - item, 0) * logits
     buffers = np.zeros(len(layers))
-    for own in plan.stages_of if not ahead else ():
+    for own in shape.stages_of if not ahead else ():
         buffers[own[0]] = again * min(1.0, layers[list(own)].max())
-    numbers = numbers_of(model, choice, plan)
+    numbers = numbers_of(model, choice, shape)
     each = {name: size * numbers.all for name, size in states._asdict().items()}
     # Of experts fewer replicas have parts of each: what these hold more.  The optimizer's are never
     # whole, so that they may count as if all replicas had parts of more experts.

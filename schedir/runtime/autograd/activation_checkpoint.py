@@ -65,7 +65,7 @@ class Checkpoints:
         self.state, self.stage, self.mb = state, i.stage, i.mb
         self.module, self.written = state.stages[i.stage].module, state.stages[i.stage].written
         self.looked = state.stages[i.stage].run_again
-        self.last = i.stage == state.plan.stages - 1
+        self.last = i.stage == state.shape.stages - 1
         modules = [self.module]
         if self.last and isinstance(state.loss, nn.Module):
             modules.append(state.loss)

@@ -85,7 +85,7 @@ def buffers_checked(
     """
     stage = state.stages[i.stage]
     owners = [*stage.module.named_modules()]
-    if i.stage == state.plan.stages - 1 and isinstance(state.loss, nn.Module):
+    if i.stage == state.shape.stages - 1 and isinstance(state.loss, nn.Module):
         owners += [(f"loss.{path}".rstrip("."), m) for path, m in state.loss.named_modules()]
     tables = [(path, m) for path, m in owners if m._buffers]
     cases = _cases(state, i, forward) if tables else []
@@ -158,8 +158,8 @@ def _cases(state: State, i: Instr, forward: bool) -> list[_Case]:
     if not forward:
         fact = "in a backward, as a forward that is run again does: when, its schedule would decide"
         return [_Case(fact, "keep what changes buffers out of what is checkpointed")]
-    if state.plan.rows > 1:
-        fact = f"in a forward, and each of its {state.plan.rows} holders would have its own"
+    if state.shape.rows > 1:
+        fact = f"in a forward, and each of its {state.shape.rows} holders would have its own"
         hint = "freeze it, as eval() does, or take a placement where a stage has one holder"
         return [_Case(fact, hint)]
     if state.program.dp > 1:

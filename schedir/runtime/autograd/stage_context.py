@@ -45,7 +45,7 @@ def weight_writes_checked(
         forward: Whether `run` is a forward. Otherwise it is a backward.
         run: A function that runs the module of the instruction's stage.
     """
-    stage, holders = state.stages[i.stage], state.plan.rows
+    stage, holders = state.stages[i.stage], state.shape.rows
     tied = {id(weight.own[i.stage]) for weight in state.tied if i.stage in weight.own}
     copied, on_cpu = holders > 1, state.device.type == "cpu"
     if not state.trains or i.stage < state.program.frozen_stages or not (copied or tied):
@@ -99,7 +99,7 @@ def around(state: State, i: Instr, purpose: int, run: Callable[[], None]) -> Cal
     if purpose == FORWARD and i.stage in state.versions:
         run = partial(_without_gradients, state.stages[i.stage].gradients, i.stage, run)
         run = partial(
-            _in_place, state.versions[i.stage], int(state.plan.version(i.stage, i.mb)), run
+            _in_place, state.versions[i.stage], int(state.shape.version(i.stage, i.mb)), run
         )
     run = weight_writes_checked(state, i, purpose == FORWARD, run)
     checked = buffers_checked(state, i, purpose == FORWARD, run)
@@ -137,7 +137,7 @@ def on_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], 
     """
     stage, versions = state.stages[i.stage], state.versions.get(i.stage)
     if versions is not None:
-        use: Callable[[], None] = partial(versions.use, int(state.plan.version(i.stage, i.mb)))
+        use: Callable[[], None] = partial(versions.use, int(state.shape.version(i.stage, i.mb)))
     elif stage.own is not None:
         use = stage.own.use
     else:

@@ -126,17 +126,17 @@ class BoundaryTable:
             ModelError: The number of microbatches is another one, or `ModelBoundaries.of` raises
             it.
         """
-        stages, parts, skips = program.plan.stages, program.tp, program.skips
+        stages, parts, skips = program.shape.stages, program.tp, program.skips
         several = isinstance(given, PerMicrobatchBoundary)
         if isinstance(given, BoundaryTable):
             each: Sequence[Given | Edges | ModelBoundaries] = given.rows
             several = len(each) > 1
         else:
             each = given.each if isinstance(given, PerMicrobatchBoundary) else (given,)
-        if several and len(each) != program.plan.microbatches:
+        if several and len(each) != program.shape.microbatches:
             raise ModelError(
                 f"boundaries are given of {len(each)} microbatches, for "
-                f"{program.plan.microbatches} microbatches",
+                f"{program.shape.microbatches} microbatches",
                 hint=_LENGTHS,
             )
         return cls(tuple(ModelBoundaries.of(one, stages, parts, skips) for one in each))

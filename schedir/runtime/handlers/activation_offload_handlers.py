@@ -250,7 +250,7 @@ def _held(value: object) -> list[Tensor]:
 def _has_anyway(state: State, i: Instr) -> Callable[[], set[int]]:
     """What tells the storages that the rank has anyway while it runs a stage."""
     modules = [*state.stages[i.stage].module.modules()]
-    if i.stage == state.plan.stages - 1 and isinstance(state.loss, nn.Module):
+    if i.stage == state.shape.stages - 1 and isinstance(state.loss, nn.Module):
         modules += state.loss.modules()
 
     def has() -> set[int]:

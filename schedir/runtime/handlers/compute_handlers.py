@@ -41,7 +41,7 @@ from schedir.runtime.value_slots import Slot
 
 
 def forward(state: State, i: Instr) -> Call:
-    stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.plan.stages - 1
+    stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.shape.stages - 1
     taken, give, stage_run = taken_by(state, i), _put_out(state, i), StageRun(state, i)
     trains, versions = (
         state.trains and i.stage >= state.program.frozen_stages,
@@ -102,7 +102,7 @@ class StageRun:
         self.together = boundaries.skipped_to(i.stage)
         local = [one.local for one in taken_by(state, forward)]
         self.received, self.offloaded = not all(local), _is_offloaded(state, i)
-        last = i.stage == state.plan.stages - 1
+        last = i.stage == state.shape.stages - 1
         self.expect = None if last else boundaries.expecting(i.stage)
         came = [
             has and i.stage >= frozen and state.program.other(kind, i.stage) >= frozen
@@ -220,7 +220,7 @@ def _root(y: Tensor) -> Root:
 
 
 def backward(state: State, i: Instr, *, splits: bool = False) -> Call:
-    mb, last = i.mb, i.stage == state.plan.stages - 1
+    mb, last = i.mb, i.stage == state.shape.stages - 1
     taken, give = taken_by(state, i), _put_out(state, i)
     wanted = bool(_kinds(state, i, ROWS[i.op].gives))
     saved = state.slot(Value.SAVED, i.stage, mb, state.index_of[i])

@@ -47,7 +47,7 @@ def _judge(state: State, update: int) -> None:
 def release_grads(state: State, i: Instr) -> Call:
     def run() -> None:
         _judge(state, i.mb)
-        if i.mb < state.plan.optimizer_steps - 1:  # the last one's gradients are left to look at
+        if i.mb < state.shape.optimizer_steps - 1:  # the last one's gradients are left to look at
             state.begin_update()
 
     return Call(partial(_arrived, state), run)
@@ -67,7 +67,7 @@ def step_host(state: State, i: Instr) -> Call:
 
 
 def reload_weights(state: State, i: Instr) -> Call:
-    last = i.mb == state.plan.optimizer_steps - 1
+    last = i.mb == state.shape.optimizer_steps - 1
 
     def run() -> None:
         if (steps := _steps(state)) is not None:

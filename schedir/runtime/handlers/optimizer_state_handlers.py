@@ -27,7 +27,7 @@ def fetch_state(state: State, i: Instr) -> Call:
     said, told = state.program.slots, _told(state, i)
     if isinstance(states := state.held.states, DiskOptimizerState):
         rooms = said[state.rank].state_host if said else OWN
-        stages = len(state.plan.stages_of[state.rank])
+        stages = len(state.shape.stages_of[state.rank])
         states.rooms = max(states.rooms, min(rooms, 2 * stages))
 
     def run() -> None:
@@ -81,7 +81,7 @@ def step_stage(state: State, i: Instr) -> Call:
             state.verdict = judged(state, i.mb)
         state.let_step(state.verdict, i.stage)
 
-    update = state.plan.microbatches + i.mb
+    update = state.shape.microbatches + i.mb
     seeded = state.draws.seeded(UPDATE, i.stage, update, run)
     return Call(state.wait_for_reductions, seeded)
 

@@ -18,7 +18,7 @@ def recompute(state: State, i: Instr) -> Call:
     stage_run, checkpoints = StageRun(state, i), Checkpoints(state, i)
     ours = is_ours(taken_by(state, i._replace(op=F)))
     saved = state.slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
-    last = i.stage == state.plan.stages - 1
+    last = i.stage == state.shape.stages - 1
 
     def run() -> None:
         checkpoint: Checkpoint = saved.look()

@@ -41,13 +41,13 @@ def reduce_grads(state: State, i: Instr) -> Call:
 def scaling(state: State, stage: int, update: int | None) -> Callable[[int], Tensor]:
     """What scales a buffer of a stage, by number, before it is reduced, and returns it; with the
     last of an update it takes the losses."""
-    gradients, plan = state.stages[stage].gradients, state.plan
-    takes = stage == plan.stages - 1 and update is not None
+    gradients, shape = state.stages[stage].gradients, state.shape
+    takes = stage == shape.stages - 1 and update is not None
     taken = [  # the losses that are taken here
         mb
-        for mb in range(plan.microbatches)
-        if takes and plan.rank_at(stage, mb) == state.rank
-        if mb // plan.per_update == update
+        for mb in range(shape.microbatches)
+        if takes and shape.rank_at(stage, mb) == state.rank
+        if mb // shape.per_update == update
     ]
 
     def scaled(k: int) -> Tensor:
@@ -63,7 +63,7 @@ def scaling(state: State, stage: int, update: int | None) -> Callable[[int], Ten
 
 
 def reduce_holders(state: State, i: Instr) -> Call:
-    gradients, holders = state.stages[i.stage].gradients, ranks_of([i.stage], state.plan)
+    gradients, holders = state.stages[i.stage].gradients, ranks_of([i.stage], state.shape)
     start, reducing = state.transport.collective, state.reducing
 
     def run() -> None:
@@ -77,7 +77,7 @@ def reduce_holders(state: State, i: Instr) -> Call:
 def reduce_tied(state: State, i: Instr) -> Call:
     sums = [
         summing(
-            w, state.plan, state.rank, state.transport, state.reducing, partial(_summed, state, w)
+            w, state.shape, state.rank, state.transport, state.reducing, partial(_summed, state, w)
         )
         for w in state.tied
     ]
@@ -150,7 +150,7 @@ def own_norm(state: State) -> Callable[[], Tensor]:
         for s, stage in state.stages.items()
         for p in stage.gradients.parameters
         # What several ranks hold in full is counted by one of them.
-        if state.plan.rank_of[s] == state.rank
+        if state.shape.rank_of[s] == state.rank
         and (is_sharded(p) or state.transport.tp_rank == 0)
         and not any(p is w.own.get(s) and s > w.stages[0] for w in state.tied)
     ]
@@ -214,7 +214,7 @@ def judged(state: State, update: int) -> Tensor:
 def step(state: State, i: Instr) -> Call:
     ahead, by_stage = state.ahead, state.program.optimizer_placement != "device"
     last, released = (
-        i.mb == state.plan.optimizer_steps - 1,
+        i.mb == state.shape.optimizer_steps - 1,
         not state.program.ops.isdisjoint(RELEASES),
     )
 
@@ -238,7 +238,7 @@ def step(state: State, i: Instr) -> Call:
             state.held.states.finish(last=last)
 
     # Whoever holds these stages too, draws as this rank does.
-    first, update = min(state.stages), state.plan.microbatches + i.mb
+    first, update = min(state.stages), state.shape.microbatches + i.mb
     seeded = state.draws.seeded(UPDATE, first, update, run)
     if ahead is None:
         return Call(waits if by_stage else state.wait_for_reductions, seeded)

@@ -75,7 +75,7 @@ def expect_kept(
             if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer.max_norm is None:
                 continue
             fact = f"{name or 'the embedding'} of stage {s} scales rows of its weight in a forward"
-            if program.plan.rows > 1 or id(layer.weight) in tied:
+            if program.shape.rows > 1 or id(layer.weight) in tied:
                 raise ModelError(
                     f"{fact}, and the weight has other copies or users",
                     program=program.name,

@@ -136,7 +136,7 @@ def require_steps(
         _require_repeatable(program, stages, optimizer)
     if loss_scale is not None:
         _require_scalable(program)
-    if program.trains and np.any(program.plan.weight_delay):
+    if program.trains and np.any(program.shape.weight_delay):
         expect_no_views(stages, program.name)
     _require_each_once(optimizer, program)
     if adds:
@@ -151,10 +151,10 @@ def _require_scalable(program: Program) -> None:
             program=program.name,
             hint="compile(..., clip_grad_norm=True); a max_norm of infinity clips nothing",
         )
-    if program.plan.optimizer_steps > 1:
+    if program.shape.optimizer_steps > 1:
         raise ModelError(
             f"a loss scale changes between updates, and the program has "
-            f"{program.plan.optimizer_steps} "
+            f"{program.shape.optimizer_steps} "
             "in a step",
             program=program.name,
         )
@@ -179,9 +179,9 @@ def _require_others_step(program: Program, optimizer: OptimizerLike | None) -> N
     """Refuse an executor that adds to gradients, and would do with them what is left to others."""
     does = {
         "sums them over replicas": program.dp > 1,
-        "sums them over the holders of a stage": program.plan.rows > 1 and program.trains,
+        "sums them over the holders of a stage": program.shape.rows > 1 and program.trains,
         "sums them over tensor-parallel ranks": program.sequence_parallel,
-        "has several updates": program.plan.optimizer_steps > 1,
+        "has several updates": program.shape.optimizer_steps > 1,
         "takes their norm": program.clip_grad_norm,
         "steps an optimizer": optimizer is not None,
     }
@@ -249,7 +249,7 @@ def require_fit(
     passing: BoundaryTable,
 ) -> None:
     """Refuse modules and a transport that the program was not made for."""
-    own = program.plan.stages_of[rank]
+    own = program.shape.stages_of[rank]
 
     def refuse(fact: str, hint: str = "") -> None:
         raise ModelError(fact, program=program.name, hint=hint)

@@ -281,9 +281,9 @@ def weights_of(
     return weights
 
 
-def is_apart(weight: TiedWeight, plan: PipelineShape) -> bool:
+def is_apart(weight: TiedWeight, shape: PipelineShape) -> bool:
     """Whether copies of a weight are in several memories, and each is stepped by itself."""
-    return meets(weight.stages, plan) or len({p.data_ptr() for p in weight.own.values()}) > 1
+    return meets(weight.stages, shape) or len({p.data_ptr() for p in weight.own.values()}) > 1
 
 
 class LocalTies:
@@ -353,7 +353,7 @@ def spread(*sums: Tensor, into: Sequence[Tensor] | None = None) -> None:
 
 def summing(
     weight: TiedWeight,
-    plan: PipelineShape,
+    shape: PipelineShape,
     rank: int,
     transport: Transport,
     under_way: list[Work],
@@ -363,8 +363,8 @@ def summing(
 
     `grad_of` tells that of an own stage's copy, or the part of it that the replica keeps.
     """
-    own, ranks = [*weight.own], ranks_of(weight.stages, plan)
-    if not meets(weight.stages, plan):
+    own, ranks = [*weight.own], ranks_of(weight.stages, shape)
+    if not meets(weight.stages, shape):
         return lambda: spread(*map(grad_of, own))
     if len(ranks) == len(weight.stages) == 2:  # in place: a sum of two has one order
         (copy,) = own
@@ -381,7 +381,7 @@ def summing(
         # One row for each stage, filled where its first holder is, so that all know every sum.
         rows = first.new_zeros((len(weight.stages), *first.shape))
         for row, s in zip(rows, weight.stages, strict=True):
-            if s in own and plan.rank_of[s] == rank:
+            if s in own and shape.rank_of[s] == rank:
                 row.copy_(grads[s])
         work = transport.collective("all_reduce", ranks, rows, rows)
         under_way.append(ChainedWork(work, partial(spread, *rows, into=[*grads.values()])))

@@ -25,7 +25,7 @@ class WeightVersions:
     """Copies of a stage's trained weights, by the number of updates after which they were."""
 
     def __init__(
-        self, module: nn.Module, plan: PipelineShape, instrs: Iterable[tuple[int, Instr]]
+        self, module: nn.Module, shape: PipelineShape, instrs: Iterable[tuple[int, Instr]]
     ) -> None:
         """`instrs` are those of the stage with their indices in the Stream, in order: they say how
         long a version is of use."""
@@ -34,7 +34,7 @@ class WeightVersions:
         for at, (op, stage, mb) in instrs:
             self.stage = stage
             if op in COMPUTE:
-                self.last[int(plan.version(stage, mb))] = at
+                self.last[int(shape.version(stage, mb))] = at
         self.places = [
             (owner, name, parameter)
             for owner in module.modules()

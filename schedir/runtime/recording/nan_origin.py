@@ -49,7 +49,7 @@ def find_origin(
     known = before, run_again(executor, *who, inputs, targets, scale, keywords)
     everyone = gather(known, kinds=[NanOrigin, Instr, Opcode])
     before, again = ([*chain(*each)] for each in zip(*everyone, strict=True))
-    last = executor.state.plan.stages - 1
+    last = executor.state.shape.stages - 1
     return earliest(again, last) or earliest(before, last)
 
 
@@ -122,8 +122,8 @@ class StepResidue:
 
     def __init__(self, executor: Executor) -> None:
         self.executor, state = executor, executor.state
-        plan = state.plan
-        update = plan.optimizer_steps - 1
+        shape = state.shape
+        update = shape.optimizer_steps - 1
         self.trained = {
             s: stage
             for s, stage in executor.stages.items()
@@ -133,9 +133,9 @@ class StepResidue:
             [i for i in state.stream if i.op in _COLLECTS and i[1:] == (s, update)]
             for s in self.trained
         ]
-        if plan.stages - 1 in executor.stages:
+        if shape.stages - 1 in executor.stages:
             self.of += [
-                [Instr(FORWARDS[0], plan.stages - 1, mb)] for mb in range(plan.microbatches)
+                [Instr(FORWARDS[0], shape.stages - 1, mb)] for mb in range(shape.microbatches)
             ]
 
     def __len__(self) -> int:
@@ -194,7 +194,7 @@ def run_again(
 
 def _gives(executor: Executor, i: Instr) -> list[Tensor]:
     """What a compute has just given: its output, or the sums of gradients and what it passes on."""
-    if i.op in FORWARDS and i.stage == executor.state.plan.stages - 1:
+    if i.op in FORWARDS and i.stage == executor.state.shape.stages - 1:
         return [executor.state.losses[i.mb]]
     given = [] if i.op in FORWARDS else [*executor.stages[i.stage].gradients.flat]
     for kind in (Value.ACT_OUT, Value.GRAD_OUT):

@@ -23,7 +23,7 @@ from schedir.schedule_search.search_results import LowerBound
 def closed_bound(problem: SchedulingProblem) -> LowerBound:
     """The largest closed bound of a SchedulingProblem, over all ranks."""
     paths, lags = MicrobatchLatency.of(problem), MemoryLags.of(problem)
-    ranks = range(problem.plan.ranks)
+    ranks = range(problem.shape.ranks)
     each = (bound for rank in ranks for bound in of_rank(problem, paths, lags, rank))
     return max(each, key=lambda bound: bound.value)
 

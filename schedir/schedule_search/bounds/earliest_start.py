@@ -58,7 +58,7 @@ def _turned(all_: Sequence[Sequence[Precedence]]) -> list[list[Precedence]]:
 
 def _relations(problem: SchedulingProblem, first: int) -> PrecedenceTable:
     """Those of the stages from `first` on."""
-    stages, m = problem.plan.stages, problem.microbatches
+    stages, m = problem.shape.stages, problem.microbatches
     needs: list[list[Precedence]] = [[] for _ in range(KINDS * stages)]
     ran: list[list[Precedence]] = [[] for _ in range(KINDS * stages)]
     kinds, lags = (F, I, W) if problem.split else (F, I), MemoryLags.of(problem)
@@ -210,7 +210,7 @@ class Relaxation:
         `end` is the least from a rank's last work to the end, -inf if it may come later.
         """
         each = (problem.F, problem.I, problem.W)
-        cost = [times[s] for s in range(problem.plan.stages) for times in each]
+        cost = [times[s] for s in range(problem.shape.stages) for times in each]
         ends = [end[rank] for rank in problem.rank_of for _ in range(KINDS)]
         relations = _relations(problem, first)
         backwards = relations.backwards()
@@ -239,9 +239,9 @@ def known_of(problem: SchedulingProblem) -> Iterator[Relaxation]:
     if problem.objective == "span":
         yield Relaxation.of(problem, 0, problem.tail)
         return
-    busiest = max(range(problem.plan.ranks), key=problem.work)
+    busiest = max(range(problem.shape.ranks), key=problem.work)
     for rank in sorted({problem.rank_of[0], busiest}):
-        ends = [0.0 if r == rank else -inf for r in range(problem.plan.ranks)]
+        ends = [0.0 if r == rank else -inf for r in range(problem.shape.ranks)]
         yield Relaxation.of(problem, problem.own[rank][0], ends)
 
 

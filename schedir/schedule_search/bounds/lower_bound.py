@@ -21,7 +21,7 @@ _EARLIEST: Final = 4e-6
 
 
 def lower_bound(
-    plan: PipelineShape,
+    shape: PipelineShape,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     memory_limit: float | None = None,
@@ -31,14 +31,14 @@ def lower_bound(
     split: bool = True,
     seconds: float = 0.005,
 ) -> LowerBound:
-    """Below what no schedule of a plan can be within a limit of memory, and why.
+    """Below what no schedule of a shape can be within a limit of memory, and why.
 
     `memory_limit`, `in_flight`, `objective` and `split` are those of `search`.  `LowerBound.value`
     is in the unit of the costs; `LowerBound.why` is the proof in words.  In about so many `seconds`
     it is the tightest bound that is known; the clock does not decide it, so that it is always the
     same. The formulas, and their proofs, are on the page of the search.
 
-    Raises what `search` raises for a plan, costs, sizes or a limit that it does not take.
+    Raises what `search` raises for a shape, costs, sizes or a limit that it does not take.
 
     >>> from schedir import Costs, PipelineShape, lower_bound
     >>> least = lower_bound(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
@@ -50,7 +50,7 @@ def lower_bound(
     """
     taken = seconds_of(seconds)
     problem = problem_of(
-        plan, costs, sizes, memory_limit, in_flight=in_flight, objective=objective, split=split
+        shape, costs, sizes, memory_limit, in_flight=in_flight, objective=objective, split=split
     )
     return bound_of(problem, taken)
 

@@ -53,7 +53,7 @@ class MemoryLags(NamedTuple):
     def of(cls, problem: SchedulingProblem) -> MemoryLags:
         """Those of a SchedulingProblem."""
         kinds: tuple[list[MemoryLag], ...] = ([], [], [])
-        for rank in range(problem.plan.ranks):
+        for rank in range(problem.shape.ranks):
             for found, lags in zip(kinds, _of_rank(problem, rank), strict=True):
                 found += (lag for lag in lags if lag.lag < problem.microbatches)
         return cls(*map(tuple, kinds))

@@ -27,7 +27,7 @@ class MicrobatchLatency(NamedTuple):
     @classmethod
     def of(cls, problem: SchedulingProblem) -> MicrobatchLatency:
         """Those of a SchedulingProblem."""
-        stages, F, I = problem.plan.stages, problem.F, problem.I
+        stages, F, I = problem.shape.stages, problem.F, problem.I
         head, turn, back = [0.0] * stages, [0.0] * stages, [0.0] * stages
         for a, b in pairwise(range(stages)):
             head[b] = head[a] + F[a] + problem.act[a]

@@ -66,17 +66,17 @@ def bound_of_program(
     they saved elsewhere, or with `Costs.FB` that are less than a forward and a backward.
     """
     costs = Costs() if costs is None else costs
-    plan = program.plan
+    shape = program.shape
     if (
-        plan.rows > 1
-        or plan.optimizer_steps > 1
-        or plan.sequence_chunks > 1
+        shape.rows > 1
+        or shape.optimizer_steps > 1
+        or shape.sequence_chunks > 1
         or program.frozen_stages
     ):
         return None
     if not program.trains or program.ops & _OTHER:
         return None
-    if costs.pairs_save(plan):
+    if costs.pairs_save(shape):
         return None
     problem = _relaxed(program, costs, sizes, objective, split=split)
     return None if problem is None else bound_of(problem)
@@ -86,11 +86,11 @@ def _relaxed(
     program: Program, costs: Costs, sizes: Sizes | None, objective: Objective, *, split: bool | None
 ) -> SchedulingProblem | None:
     """A Problem that no program of this work and memory takes less than."""
-    plan = program.plan
+    shape = program.shape
     if split is None:
         split = not program.ops.isdisjoint({BACKWARD_INPUT, BACKWARD_WEIGHT})
     F, I, W, B, send, step = (
-        costs.of(op, plan).min(1)
+        costs.of(op, shape).min(1)
         for op in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, BACKWARD, SENDS[0], STEPS[0])
     )
     if split:  # a backward that is whole is an I with its W behind it
@@ -100,15 +100,15 @@ def _relaxed(
     least = Costs(F=_plain(F), I=_plain(I), W=_plain(W), B=_plain(B), send=_plain(send),
                   step=_plain(steps))  # fmt: skip
     try:
-        problem = problem_of(plan, least, objective=objective, split=split)
+        problem = problem_of(shape, least, objective=objective, split=split)
     except CostsError:  # they are all 0, or too large
         return None
     if sizes is None:
-        return replace(problem, room=(float(peak_in_flight(program).max()),) * plan.ranks)
+        return replace(problem, room=(float(peak_in_flight(program).max()),) * shape.ranks)
     ranks = held(program, sizes)
     most = max(float(own.bytes.max()) for own in ranks)
     room = tuple(most - _always(own) for own in ranks)
-    saved, tape = (sizes.each(name, plan).min(1) for name in ("saved", "deferred_wgrad"))
+    saved, tape = (sizes.each(name, shape).min(1) for name in ("saved", "deferred_wgrad"))
     # A whole backward keeps what was saved until its end, and never has a tape.
     return replace(
         problem, room=room, saved=_plain(saved), both=_plain(saved),

@@ -25,7 +25,7 @@ _WEIGHTS: Final = [k / 8 for k in range(9)]
 def crossing_bound(problem: SchedulingProblem) -> LowerBound:
     """The bound by what crosses behind the stage that sets the pace; of spans."""
     paths, lags = MicrobatchLatency.of(problem), MemoryLags.of(problem)
-    m, stages = problem.microbatches, problem.plan.stages
+    m, stages = problem.microbatches, problem.shape.stages
     best = LowerBound(0.0, "")
     if problem.objective != "span":
         return best
@@ -71,8 +71,8 @@ def options_of(
 ) -> Iterator[tuple[float, float]]:
     """How three microbatches can cross, the second between the first and the one that may come when
     that is back: what the second is late at least, and all three together."""
-    stages, turn = range(s, problem.plan.stages), paths.turn
-    loop = [problem.F[r] + turn[r] + problem.I[r] for r in range(problem.plan.stages)]
+    stages, turn = range(s, problem.shape.stages), paths.turn
+    loop = [problem.F[r] + turn[r] + problem.I[r] for r in range(problem.shape.stages)]
     for r in stages:
         for q in range(s, r + 1):
             x = max(away - turn[r] - turn[q], 0.0)
@@ -93,7 +93,7 @@ def _rest(
 ) -> float:
     """The least time from an F on, with that many microbatches left, to the end of the run."""
     rank = problem.rank_of[s]
-    left = replace(problem, plan=replace(problem.plan, microbatches=microbatches))
+    left = replace(problem, shape=replace(problem.shape, microbatches=microbatches))
     if s == 0:
         return closed_bound(left).value
     if len(problem.own[rank]) > 1:

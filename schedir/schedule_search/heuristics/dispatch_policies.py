@@ -18,8 +18,8 @@ def policies(problem: SchedulingProblem, random: Random) -> Iterator[DispatchPol
     `slack` balances idle time over the ranks, as the heuristic of arXiv 2401.10241 does, section
     3.1: a rank that has idled less than others may wait, and others run a W instead.
     """
-    m, P = problem.microbatches, problem.plan.ranks
-    several = problem.plan.stages > P
+    m, P = problem.microbatches, problem.shape.ranks
+    several = problem.shape.stages > P
     leads = _leads(problem)
     never = (m * len(max(problem.own, key=len)),) * P
     lags = (
@@ -48,7 +48,7 @@ def _leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
     As many as fit before the first gradient can come, or some more; all there are; or a number
     that grows with the stages behind.
     """
-    m, S = problem.microbatches, problem.plan.stages
+    m, S = problem.microbatches, problem.shape.stages
     fit = []
     comes = 0.0  # from the end of an F to the start of its I
     for stage in reversed(range(S)):
@@ -61,7 +61,7 @@ def _leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
     fit.reverse()
     found = [tuple(_whole(1 + alone + more, m) for alone, _ in fit) for more in (0, 1, 2, 3)]
     found.insert(2, (m,) * S)
-    if problem.plan.ranks < S:
+    if problem.shape.ranks < S:
         found += [tuple(_whole(1 + shared + more, m) for _, shared in fit) for more in (0, 1, 2, 3)]
     for slope in (1.0, 1.5, 2.0, 2.5, 3.0):
         found += [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from schedir.errors import ProgramError, UsageError
+from schedir.errors import SchedirError, UsageError
 from schedir.ir.isa.instructions import RECOMPUTE
 from schedir.ir.pipeline.stage_segments import ranks_meet
 from schedir.ir.program import Program
@@ -18,20 +18,20 @@ from schedir.schedules.schedule_expansion import expand_schedule
 def starts(
     problem: SchedulingProblem, given: Sequence[Schedule | Program]
 ) -> Iterator[tuple[str, Order]]:
-    """The orders of what is given, and of built-in schedules for this plan, that fit."""
+    """The orders of what is given, and of built-in schedules for this shape, that fit."""
     for each in given:
-        program = each if isinstance(each, Program) else expand_schedule(each, problem.plan)
+        program = each if isinstance(each, Program) else expand_schedule(each, problem.shape)
         if how := unlike(program):
             raise UsageError(f"{program.name} {how}", fields=["start"])
-        if program.plan != problem.plan:
+        if program.shape != problem.shape:
             raise UsageError(
-                f"{program.name} is of {program.plan}, not of {problem.plan}", fields=["start"]
+                f"{program.name} is of {program.shape}, not of {problem.shape}", fields=["start"]
             )
         yield from _complete(problem, program)
     for schedule in sorted(built_in().values(), key=takes_v):  # the plainest name of each first
         try:
-            program = expand_schedule(schedule, problem.plan)
-        except ProgramError:  # it is for other plans
+            program = expand_schedule(schedule, problem.shape)
+        except SchedirError:  # it is for other shapes
             continue
         yield from _complete(problem, program)
 

@@ -190,7 +190,7 @@ class LocalSearch:
             self.take(self._machine.length(order), order, "one by one")
         starts = [self._order_of(policy) for length, policy in self._pool if length < inf]
         pieces = self.problem.pieces
-        mean = sum(self.problem.work(rank) for rank in range(self.problem.plan.ranks)) / pieces
+        mean = sum(self.problem.work(rank) for rank in range(self.problem.shape.ranks)) / pieces
         vain = turn = 0
         while not self.proved and vain < _IN_VAIN:
             heat, turns = _ROUNDS[turn % len(_ROUNDS)]

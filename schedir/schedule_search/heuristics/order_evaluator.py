@@ -42,8 +42,8 @@ class OrderEvaluator:
         self._array = loops is not None
         run: tuple[Loop, ...] = loops or LOOPS
         self._times, self._dispatch, self._anneal = run
-        plan, m = problem.plan, problem.microbatches
-        P, S = plan.ranks, plan.stages
+        shape, m = problem.shape, problem.microbatches
+        P, S = shape.ranks, shape.stages
         none = (0.0,) * S
         grows = [both - saved for saved, both in zip(problem.saved, problem.both, strict=True)]
         leaves = [tape - saved for saved, tape in zip(problem.saved, problem.tape, strict=True)]
@@ -53,7 +53,7 @@ class OrderEvaluator:
                 later = sum(problem.saved[other] for other in own[k + 1 :])
                 kept[stage] = later + max(0.0, *(grows[other] for other in own))
         room = [min(most, MOST) for most in problem.ample]
-        shape = (P, S, m)
+        counts = (P, S, m)
         rank_of = self._ints(problem.rank_of)
         first = [0]
         for own in problem.own:
@@ -73,14 +73,14 @@ class OrderEvaluator:
         own_stages = self._ints([stage for own in problem.own for stage in own])
         begin = self._ints(first)
         self._given_policy = (
-            *shape, int(problem.split), rank_of, own_stages, begin,
+            *counts, int(problem.split), rank_of, own_stages, begin,
             starts, cost, hop, more, change, self._floats(room), self._floats(kept),
         )  # fmt: skip
         self._room_policy = (
             done, at, self._floats([0.0] * P), now, self._floats([0.0] * P),
             self._floats([0.0] * P), self._ints([0] * P), self._ints([0] * P), self._out,
         )  # fmt: skip
-        self._given_order = (*shape, rank_of, starts)
+        self._given_order = (*counts, rank_of, starts)
         self._rest = (
             cost, hop, self._floats(problem.tail), own_span, at, done, self._ints([0] * P), now,
             self._ints([0] * P), self._ints([0] * P), self._start, self._ints([0] * n),

@@ -50,7 +50,7 @@ class ProgramBuilder:
         """Whether messages are to fit into the limit, too."""
         kinds = ("activation", "gradient")
         return self._limit is not None and any(
-            self._sizes is not None and self._sizes.each(kind, self._problem.plan).any()
+            self._sizes is not None and self._sizes.each(kind, self._problem.shape).any()
             for kind in kinds
         )
 

@@ -13,13 +13,13 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from schedir.errors import ConfigError, PlanError, ProgramError, describe
+from schedir.errors import ConfigError, SchedirError, ShapeError, describe
 from schedir.io.files import read_text
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.io.toml_tables import MOST_BYTES, tables_of
 from schedir.ir.input_trust import most_of_a_file
-from schedir.ir.pipeline.pipeline_shape import PLAN
+from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS
 from schedir.ir.program import HEADER, TRAITS, Program
 from schedir.passes.pass_registry import OPTIONS, SECTION_OF
 from schedir.retired_names import RETIRED
@@ -80,8 +80,8 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
             }
         )
         frozen = getattr(config.pipeline, "frozen_stages", 0)
-        plan, most = config.pipeline.plan, most_of_a_file()
-        plan.require_room_lowered(trains=True, frozen_stages=frozen, most=most)
+        shape, most = config.pipeline.shape, most_of_a_file()
+        shape.require_room_lowered(trains=True, frozen_stages=frozen, most=most)
         return config
 
 
@@ -118,12 +118,12 @@ def _of_source(values: _Values, given: _Settings) -> _Values:
     by what it is for, where no setting says otherwise."""
     source = Source(values.get(("pipeline", "schedule"), PipelineConfig.schedule))
     said = {f.name: values[f.section, f.name] for f in HEADER if (f.section, f.name) in values}
-    usual = {f.name: getattr(PipelineConfig, f.name) for f in PLAN if f.required}
+    usual = {f.name: getattr(PipelineConfig, f.name) for f in SHAPE_FIELDS if f.required}
     request = Request(source, said, usual, lowers=True, contradicts=contradicts)
-    decided = {f.name: getattr(request.plan, f.name) for f in PLAN if f.in_config}
-    if request.plan.sequence_chunks > 1:
-        raise PlanError(
-            f"{source} splits each sequence into {request.plan.sequence_chunks} chunks, and "
+    decided = {f.name: getattr(request.shape, f.name) for f in SHAPE_FIELDS if f.in_config}
+    if request.shape.sequence_chunks > 1:
+        raise ShapeError(
+            f"{source} splits each sequence into {request.shape.sequence_chunks} chunks, and "
             "the GPT of a "
             "training run takes whole ones",
             fields=["schedule"],
@@ -172,7 +172,7 @@ def _blaming(path: str, given: _Settings) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except ProgramError as error:
+    except SchedirError as error:
         if not error.fields:
             raise
         named = {name: setting for (_, name), setting in given.items()}

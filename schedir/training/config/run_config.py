@@ -12,7 +12,7 @@ from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.cost.sizes import Sizes, bytes_of
 from schedir.ir.pipeline.field_schema import Field, FieldType
-from schedir.ir.pipeline.pipeline_shape import PLAN, PipelineShape
+from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.pipeline.stage_segments import NOBODY
 from schedir.ir.program import HEADER, TRAITS, Program
@@ -115,12 +115,12 @@ class PipelineConfig:
         require_known("buffer_sharing", self.buffer_sharing, known)
         for f in TRAITS:
             if f.in_config and f.section == "pipeline":
-                f.kind.settle(f.name, getattr(self, f.name), self.plan)  # refuses what cannot be
+                f.kind.settle(f.name, getattr(self, f.name), self.shape)  # refuses what cannot be
 
     @property
-    def plan(self) -> PipelineShape:
-        """The shape of the pipeline; raises PlanError if there is none such."""
-        return PipelineShape(**{f.name: getattr(self, f.name) for f in PLAN if f.in_config})
+    def shape(self) -> PipelineShape:
+        """The shape of the pipeline; raises ShapeError if there is none such."""
+        return PipelineShape(**{f.name: getattr(self, f.name) for f in SHAPE_FIELDS if f.in_config})
 
 
 def _with_memory(section: _Section) -> _Section:
@@ -264,7 +264,7 @@ class OutputConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A training run; raises ProgramError if its sections do not go together."""
+    """A training run; raises SchedirError if its sections do not go together."""
 
     model: ModelConfig = field(default_factory=GPTConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
@@ -349,7 +349,7 @@ class Config:
         )
         return segmentation_of(
             self.model.layers,
-            pipeline.plan,
+            pipeline.shape,
             pipeline.layers_per_stage,
             size=self.data.microbatch_size,
             layer=NOBODY * len(layer) if meets and pipeline.tp == 1 else layer,

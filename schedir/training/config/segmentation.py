@@ -41,7 +41,7 @@ class StageSegmentation:
 
 def segmentation_of(
     layers: int,
-    plan: PipelineShape,
+    shape: PipelineShape,
     division: Sequence[int] | None,
     *,
     size: int,
@@ -53,7 +53,7 @@ def segmentation_of(
     frozen_stages: int = 0,
     tied: bool = False,
 ) -> StageSegmentation:
-    """How a model is cut: `layers` on the whole stages of a plan, or on those of a program that is
+    """How a model is cut: `layers` on the whole stages of a shape, or on those of a program that is
     of pieces and says so (`meets`).
 
     `layer` has the letters in a layer of its `kind`, "" where nobody cuts it; `cut`, `chunks`,
@@ -75,7 +75,7 @@ def segmentation_of(
     size //= chunks
     if cut is None and not meets:
         return StageSegmentation(
-            split_layers(layers, plan.stages, division), (1,) * plan.stages, size
+            split_layers(layers, shape.stages, division), (1,) * shape.stages, size
         )
     where = "schedule" if meets else "stage_segments"
     if meets and cut is not None:
@@ -86,7 +86,7 @@ def segmentation_of(
             hint="whole stages, or kind gpt",
             fields=[where, "kind"],
         )
-    letters = letters_in(meets, plan.stages)
+    letters = letters_in(meets, shape.stages)
     hint = (
         f'stage_segments = "{LAYERS}"'
         if cut is not None
@@ -102,7 +102,7 @@ def segmentation_of(
         letters = tuple(layer * number for number in each)
     elif cut is not None:
         try:
-            letters = letters_of(cut, plan)
+            letters = letters_of(cut, shape)
         except UsageError as error:
             raise UsageError(error.fact, hint=hint, fields=error.fields) from error
     for stage, (own, number) in enumerate(zip(letters, each, strict=True)):

@@ -107,7 +107,7 @@ def mailboxes(
     program: Program, progress_model: ProgressModel, cuda: bool, told: list[Any]
 ) -> Sequence[Mailbox | StreamMailbox]:
     """A transport for each virtual rank, to all of which this is told."""
-    members = [members_of(program, rank) for rank in range(program.plan.ranks)]
+    members = [members_of(program, rank) for rank in range(program.shape.ranks)]
     if cuda:
         streams = StreamHub()
         streams.told = told
@@ -119,11 +119,11 @@ def mailboxes(
 
 def members_of(program: Program, rank: int) -> dict[Group, list[int]]:
     """Whom a rank meets, itself included."""
-    plan = program.plan
+    shape = program.shape
     return {
         "dp": [rank],
         "params": [rank],
         "tp": [rank],
-        "model": [*range(plan.ranks)],
-        **{ranks: [*ranks] for ranks in groups_of(program.summed, plan)},
+        "model": [*range(shape.ranks)],
+        **{ranks: [*ranks] for ranks in groups_of(program.summed, shape)},
     }
