@@ -145,8 +145,8 @@ def problem_of(
 
     Raises ShapeError for a shape with several holders of a stage, updates or segments; CostsError
     for costs per microbatch, those that are all 0 or too large to add up, those of other stages,
-    and `FB` that saves time; UsageError for a limit that is none, and for one within which no schedule
-    works.
+    and `FB` that saves time; UsageError for a limit that is none, and for one within which no
+    schedule works.
     """
     require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
     shape = shape.resolved()  # a schedule that a search starts from keeps to this shape

@@ -181,7 +181,7 @@ def test_more_in_flight_than_a_float_can_say_are_no_limit() -> None:
     )
 
 
-@pytest.mark.parametrize("plan, costs, in_flight", [
+@pytest.mark.parametrize("shape, costs, in_flight", [
     (PipelineShape(6, 7, 2, "vee"), Costs(send=2), 12),
     (PipelineShape(4, 12), Costs(F=(0.7, 1.3, 1, 0.9), send=2), 4),
     (PipelineShape(4, 8), Costs(send=1000), None),
