@@ -43,11 +43,11 @@ def launcher_options(model: TransformerSpec, choice: ParallelPlan) -> dict[str, 
     pipeline_parallel_first_stage_less_layers = 1
     pipeline_parallel_last_stage_less_layers = 1
     """
-    parts, plan = layers_of(model, choice), plan_of(choice)
+    parts, shape = layers_of(model, choice), plan_of(choice)
     return {
-        "megatron": "\n".join(_megatron(choice, parts, looped=plan.placement == "loop")),
+        "megatron": "\n".join(_megatron(choice, parts, looped=shape.placement == "loop")),
         "torchtitan": "\n".join(
-            _torchtitan(choice, parts, placed=plan.placement in ("loop", "vee"))
+            _torchtitan(choice, parts, placed=shape.placement in ("loop", "vee"))
         ),
     }
 

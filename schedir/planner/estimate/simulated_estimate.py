@@ -136,13 +136,13 @@ def program_of(
             )
         return whole
     require_host(cluster, choice)
-    plan, constants = plan_of(choice), of.constants
+    shape, constants = plan_of(choice), of.constants
     times = times_of(model, cluster, choice, constants)
     return plan_program(
         choice,
         tied=model.tied,
-        costs=costs_of(model, cluster, choice, plan, times, constants, of.states),
-        sizes=of.sizes(model, choice, plan, constants, of.states),
+        costs=costs_of(model, cluster, choice, shape, times, constants, of.states),
+        sizes=of.sizes(model, choice, shape, constants, of.states),
         memory_limit=(cluster.memory - constants.reserved) / (1 + constants.allocator_share),
         host_memory_limit=cluster.host_memory,
         **of.options,
@@ -193,12 +193,12 @@ def run_of(cluster: Cluster, choice: ParallelPlan, whole: Program, costs: Costs)
     """The predicted run of a choice's program."""
     if cluster.processors is None:
         return simulate(whole, costs, progress_model="per_edge")
-    plan = whole.shape
+    shape = whole.shape
     alone = {
         name: from_grid(grid(getattr(costs, name) or 0.0) / cluster.alone)
         for name in {row.cost for row in ROWS if row.cost and row.lane in WORK}
     }
-    each = cluster.processors * cluster.nodes * plan.ranks / choice.gpus  # of a replica's slice
+    each = cluster.processors * cluster.nodes * shape.ranks / choice.gpus  # of a replica's slice
     return on_processors(whole, replace(costs, **alone), each)
 
 
