@@ -138,8 +138,7 @@ RETIRED: Final = MappingProxyType(
 ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "schedir": {
-            "Plan": "PipelineShape", "PlanError": "ShapeError", "ProgramError": "SchedirError",
-            "Ties": "TiedWeights", "Word": "RankSchedule",
+            "Plan": "PipelineShape", "Ties": "TiedWeights", "Word": "RankSchedule",
             "bound": "lower_bound", "check_sequence": "check_program_sequence",
             "draft": "expand_schedule", "forwards": "evaluation_program",
             "frontier": "memory_frontier", "greedy": "greedy_schedule",

@@ -415,7 +415,7 @@ def _comments(args: argparse.Namespace, asked: _SearchRequest, found: SearchResu
     request, unit = asked.request, found.timeline.unit and f" {found.timeline.unit}"
     lines = [
         f"schedir {shlex.join(args.typed)}",
-        f"plan: {asked.shape}",
+        f"shape: {asked.shape}",
         f"costs: {format_costs((request.costs or Costs()).usual())}",
         f"limit: {asked.memory}",
         f"{asked.what}: {found.span:.6g}{unit}; {asked.proven(found)}",

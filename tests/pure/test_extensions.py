@@ -136,7 +136,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    return f"{request_of(args, args.source).plan.ranks}\\n"
+    return f"{request_of(args, args.source).shape.ranks}\\n"
 ''')],
         """
 from schedir.__main__ import main
