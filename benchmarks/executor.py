@@ -72,7 +72,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.torch_pipelining import Schedule
 from schedir.transports.gloo import GlooTransport
-from schedir.transports.json_collectives import Kinds
+from schedir.transports.json_collectives import RecordTypes
 from schedir.transports.shared_memory import SharedMemoryTransport
 from schedir.transports.transport import Transport
 
@@ -144,7 +144,9 @@ class Nowhere(GlooTransport):
     torch's "fake" backend ends each of its messages at once.
     """
 
-    def agree(self, facts: Mapping[str, str], tell: object = None, kinds: Kinds = ()) -> list[Any]:
+    def check_agreement(
+        self, facts: Mapping[str, str], tell: object = None, kinds: RecordTypes = ()
+    ) -> list[Any]:
         """As Processes.agree: no other process answers."""
         return [tell]
 
@@ -160,7 +162,7 @@ class Bench:
         program = schedir.compile(
             getattr(schedules, schedule), shape, progress_model="per_edge", overlap=True
         )
-        self.own, self.last = shape.stages_of[rank], shape.stages - 1
+        self.own, self.last = shape.stages_on_rank[rank], shape.stages - 1
         self.model, other = (MODELS[name](shape.stages, self.m) for _ in range(2))
         self.steps: dict[str, Callable[[], Any]] = {}
         models = [self.model, other]
@@ -169,7 +171,7 @@ class Bench:
             models.append(model)
             executor = Executor(
                 program, rank, {s: model.stages[s] for s in self.own}, transport(program),
-                loss=model.loss, boundary=Boundary(model.boundary), record=False,
+                loss=model.loss, boundary=Boundary(model.boundary), record_timestamps=False,
             )  # fmt: skip
             self.steps[ours] = partial(executor.step, list(model.inputs), list(model.targets))
         runtime = _PipelineScheduleRuntime(
@@ -261,14 +263,14 @@ def enter_fake_world(row: Row) -> None:
 
 def unnoted(executor: Executor) -> None:
     """`Running._run` without a black box."""
-    executor.under_way = True
+    executor.is_in_step = True
     try:
         for wait, run in executor.calls:
             if wait is not None:
                 wait()
             run()
     except Exception as error:
-        raise executor.state.failed(0, error) from error
+        raise executor.state.wrap_error(0, error) from error
 
 
 def box_costs(_: int, row: Row, pairs: int) -> list[float]:
@@ -279,18 +281,18 @@ def box_costs(_: int, row: Row, pairs: int) -> list[float]:
         getattr(schedules, row[1]), shape, progress_model="per_edge", overlap=True
     )
     executor = Executor(
-        program, RANK_ALONE, {s: model.stages[s] for s in shape.stages_of[RANK_ALONE]},
+        program, RANK_ALONE, {s: model.stages[s] for s in shape.stages_on_rank[RANK_ALONE]},
         Nowhere(program),
-        loss=model.loss, boundary=Boundary(model.boundary), record=False,
+        loss=model.loss, boundary=Boundary(model.boundary), record_timestamps=False,
     )  # fmt: skip
-    noted = executor._run
+    noted = executor._run_instructions
     took: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        executor.at = BlackBox(Path(folder, "0")).words
+        executor.progress = BlackBox(Path(folder, "0")).values
         for turn in range(WARM + pairs):
             own = []
             for run in (noted, partial(unnoted, executor))[:: 1 if turn % 2 else -1]:
-                executor._run = run  # type: ignore[method-assign]
+                executor._run_instructions = run  # type: ignore[method-assign]
                 began = thread_time()
                 executor.step(list(model.inputs), list(model.targets))
                 own.append(thread_time() - began)

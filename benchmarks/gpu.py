@@ -76,15 +76,15 @@ from schedir.errors import UsageError
 from schedir.ir.cost.sizes import Sizes
 from schedir.kernels.weight_gradient import accumulate_
 from schedir.models import gpt
-from schedir.predict.bubble_causes import exposed, ready_gaps
+from schedir.predict.bubble_causes import compute_exposed_share, find_ready_gaps
 from schedir.predict.calibrate import calibrate
-from schedir.predict.timeline import spans_of
+from schedir.predict.timeline import build_spans
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
-from schedir.runtime.executor import WARM
+from schedir.runtime.executor import WARM_UP_STEPS
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
-from schedir.runtime.recording.allocator_growth import times_asked
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
+from schedir.runtime.recording.allocator_growth import count_allocations
 from schedir.schedules import one_f_one_b
 from schedir.testing import tiny_model
 from schedir.transports.gpu_selection import require_gpus
@@ -310,7 +310,7 @@ def gpt_stage(config: gpt.GPTConfig, stage: int, stages: int) -> nn.Module:
     """A stage in bfloat16, with gradients in float32, on the GPU."""
     device = torch.device(DEVICE)
     module = gpt.build_stage(config, stage, stages, device=device, dtype=torch.bfloat16)
-    float32_gradients(module)
+    use_float32_gradients(module)
     return module
 
 
@@ -360,19 +360,19 @@ def allowed_rate(hidden: int, context: int, layers: int) -> float:
 
 def instruction_cost(microbatches: int = 256) -> float:
     """Microseconds of a Forward or Backward beyond what it runs, on one rank without a recorder."""
-    (stage,) = tiny_model.tiny_stages(1)
+    (stage,) = tiny_model.make_tiny_stages(1)
     stage.to(DEVICE)
-    inputs, targets = (x.to(DEVICE) for x in tiny_model.batch(microbatches))
+    inputs, targets = (x.to(DEVICE) for x in tiny_model.make_batch(microbatches))
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     program = compile(one_f_one_b, PipelineShape(1, microbatches))
     world = InProcessExecutor(
-        program, [stage], loss=tiny_model.loss, boundary=boundary, record=False
+        program, [stage], loss=tiny_model.squared_error, boundary=boundary, record_timestamps=False
     )
-    rank = world.ranks[0]
+    rank = world.executors[0]
 
     def plain() -> None:
         for x, target in zip(inputs, targets, strict=True):
-            tiny_model.loss(stage(x), target).backward()
+            tiny_model.squared_error(stage(x), target).backward()
 
     own = seconds(lambda: rank.step(inputs, targets)) - seconds(plain)
     return own / (2 * microbatches) * 1e6
@@ -455,18 +455,20 @@ def sleeping(microbatches: int, boundary: Boundary, cycles: int) -> InProcessExe
 def recorded(ranks: InProcessExecutor, step: Callable[[], object], steps: int) -> list[Timeline]:
     """Timelines of some steps, after two more."""
     found = []
-    for _ in range(WARM + steps):
+    for _ in range(WARM_UP_STEPS + steps):
         step()
         found.append(ranks.timeline())
-    return found[WARM:]
+    return found[WARM_UP_STEPS:]
 
 
 def of_ranks(name: str, runs: Sequence[Timeline]) -> Iterator[Figure]:
     """What Timelines of virtual ranks, at least two, tell."""
-    gaps = 1e6 * np.concatenate([ready_gaps(run) for run in runs])
+    gaps = 1e6 * np.concatenate([find_ready_gaps(run) for run in runs])
     yield Figure(f"{name}: gap, median", float(np.median(gaps)), "us", figures.GAP)
     yield Figure("  gap, 9 of 10 are less", float(np.percentile(gaps, 90)), "us")
-    yield Figure("  exposed transfers", 100 * median(map(exposed, runs)), "%", figures.EXPOSED)
+    yield Figure(
+        "  exposed transfers", 100 * median(map(compute_exposed_share, runs)), "%", figures.EXPOSED
+    )
     yield Figure("  step", 1e3 * median(run.span for run in runs), "ms")
     off = [
         schedir.simulate(
@@ -493,7 +495,7 @@ def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[F
         0, config.vocab, (2, microbatches, 1, config.context), device=DEVICE
     )
     sizes = measure_sizes(
-        stages, inputs[0], targets[0], loss=gpt.loss, boundary=boundary, state=12.0
+        stages, inputs[0], targets[0], loss=gpt.loss, boundary=boundary, optimizer_state=12.0
     )  # fmt: skip
     ranks = InProcessExecutor(
         program_of(microbatches, clip=True),
@@ -503,19 +505,19 @@ def of_a_gpt(config: gpt.GPTConfig, microbatches: int, steps: int) -> Iterator[F
         optimizer=lambda p: MainOptimizer(p, partial(torch.optim.AdamW, lr=1e-5, fused=True)),
     )
     scale = 1 / targets.numel()
-    for _ in range(WARM):
+    for _ in range(WARM_UP_STEPS):
         ranks.step(inputs, targets, scale)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     device = torch.device(DEVICE)
-    asked = times_asked(device)
+    asked = count_allocations(device)
     runs = recorded(ranks, partial(ranks.step, inputs, targets, scale), steps)
     held = torch.cuda.max_memory_allocated() - before
     yield from of_ranks("ranks of a GPT", runs)
     with host_waits() as waits:
         ranks.step(inputs, targets, scale)
     yield Figure("  host waits in a step", len(waits), "", figures.WAITS)
-    yield Figure("  device asked for memory, in all steps", times_asked(device) - asked, "")
+    yield Figure("  device asked for memory, in all steps", count_allocations(device) - asked, "")
     predicted = peak(ranks, sizes) + inputs.nbytes + targets.nbytes
     yield Figure("  peak memory", held / 2**30, "GiB")
     yield Figure(
@@ -527,12 +529,12 @@ def peak(ranks: InProcessExecutor, sizes: Sizes) -> float:
     """The most bytes that all ranks hold at once, in the order in which the host issues them: by
     that an allocator counts, whenever the GPU runs them."""
     offsets = ranks.program.offsets
-    turns = ranks.turns_of[ranks.program.digest].in_turn
+    turns = ranks.execution_orders[ranks.program.digest].round_robin_order
     at = np.array([offsets[rank] + index for rank, index in turns])
     turn = np.empty(len(at))
     turn[at] = np.arange(len(at))
-    spans = spans_of(ranks.program, turn, turn + 0.5)
-    return Timeline(ranks.program, spans, sizes=sizes).peak_together
+    spans = build_spans(ranks.program, turn, turn + 0.5)
+    return Timeline(ranks.program, spans, sizes=sizes).peak_over_all_ranks
 
 
 # ---------------------------------------------------------------- waits of the host

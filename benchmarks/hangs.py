@@ -37,11 +37,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.harness import fork_ranks, free_port, parse
 from schedir.checkpoints import dcp_storage
 from schedir.errors import SchedirError
-from schedir.ir.isa.instructions import ROWS, Lane, Opcode
+from schedir.ir.isa.instructions import INSTRUCTIONS, Lane, Opcode
 from schedir.training import trainer
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 from schedir.training.processes import process_world
-from schedir.training.train import program_of, run
+from schedir.training.train import build_program, run
 from tests.cpu import faulty
 
 assert trainer and process_world and torch._dynamo  # they load much, which processes share
@@ -152,19 +152,19 @@ def drawn(draw: random.Random, path: Path, folder: Path) -> tuple[list[str], Fau
     while True:
         sets = configuration(draw, folder)
         try:
-            config = read(str(path), [*sets, f"output.dir={str(folder / 'out')!r}"])
-            program = program_of(config)
+            config = read_config(str(path), [*sets, f"output.dir={str(folder / 'out')!r}"])
+            program = build_program(config)
         except SchedirError:
             continue
         saves = config.train.checkpoint_dir is not None
-        process = draw.randrange(config.world)
+        process = draw.randrange(config.world_size)
         stream = program.streams[process // program.tp % program.shape.ranks]
         ops = sorted({int(op) for op, _, _ in stream})
         op = -1 if saves and draw.random() < 0.2 else draw.choice(ops)
         if op < 0:
             return sets, Fault(process, draw.choice(KINDS), "save", 0, "before", draw.randint(1, 2))
         at = draw.choice([k for k, i in enumerate(stream) if i.op == op])
-        on_lane = ROWS[op].lane in (Lane.D2H, Lane.H2D, Lane.DISK, Lane.HOST)
+        on_lane = INSTRUCTIONS[op].lane in (Lane.D2H, Lane.H2D, Lane.DISK, Lane.HOST)
         when = draw.choice((*WHEN, "on the lane") if on_lane else WHEN)
         name = Opcode(op).name
         return sets, Fault(process, draw.choice(KINDS), name, at, when, draw.randint(1, STEPS - 1))
@@ -325,7 +325,7 @@ def main() -> None:
         path = folder / "run.toml"
         path.write_text(config)
         sets, fault = drawn(draw, path, folder)
-        processes = read(str(path), sets).world
+        processes = read_config(str(path), sets).world_size
         ends = start(sets, folder, processes, fault)
         happened = (folder / "at").exists()
         found = wrong(fault, ends, happened)

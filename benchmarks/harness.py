@@ -102,14 +102,14 @@ def on_ranks(
 ) -> list[Any]:
     """Run `work(rank, *args)` in forked processes of one Gloo world; return the results by rank.
 
-    A process that fails, hangs for `limit` seconds or dies raises RankError with its traceback.
+    A process that fails, hangs for `timeout` seconds or dies raises RankError with its traceback.
     """
     import torch._dynamo  # noqa: F401  # every optimizer loads it: once, before processes fork
 
-    from schedir.transports.local_processes import run
+    from schedir.transports.local_processes import run_processes
 
     context = multiprocessing.get_context("fork")
-    return run(_quiet, processes, work, *args, context=context, limit=limit)
+    return run_processes(_quiet, processes, work, *args, context=context, timeout=limit)
 
 
 def _quiet(rank: int, work: Callable[..., Any], *args: Any) -> Any:

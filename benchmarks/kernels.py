@@ -45,10 +45,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.harness import head, lacks, line, parse
 from schedir.kernels import backend_choice, cross_entropy, gelu, layer_norm, weight_gradient
 from schedir.models.attention import attention
-from schedir.models.attention_tiles import tiles_of
+from schedir.models.attention_tiles import compute_device_tiles
 from schedir.models.gpt import Layer
 from schedir.models.gpt_config import GPTConfig
-from schedir.predict.window_tiles import layer_flops
+from schedir.predict.window_tiles import count_layer_flops
 from schedir.tensor_parallel.vocab_parallel import fused_cross_entropy
 
 DEVICE = "cuda"
@@ -104,8 +104,10 @@ def bandwidth(options: argparse.Namespace) -> int:
     """Print the share of a copy's bandwidth that each kernel reaches; return the exit code."""
     if not torch.cuda.is_available():
         return lacks("needs a GPU, and torch sees none", options.smoke)
-    if not backend_choice.on_triton(torch.empty(0, device=DEVICE)):
-        return lacks(f"needs triton, and no {backend_choice.VARIABLE}=reference", options.smoke)
+    if not backend_choice.uses_triton(torch.empty(0, device=DEVICE)):
+        return lacks(
+            f"needs triton, and no {backend_choice.BACKEND_VARIABLE}=reference", options.smoke
+        )
     # Backwards are run again and again over the same activations.
     torch._functorch.config.donated_buffer = False
     copy = copied()
@@ -246,15 +248,17 @@ def liger_layer_norm() -> dict[str, Any]:
 
 def cross_entropies(T: int, k: int) -> Iterator[Work]:
     logits, targets = random(T, k), torch.arange(T, device=DEVICE) % k
-    parts = cross_entropy.statistics(logits, targets, 0).unsqueeze(0)
+    parts = cross_entropy.compute_statistics(logits, targets, 0).unsqueeze(0)
     rest = targets, parts, torch.ones((), device=DEVICE), 0, -1
-    ways = with_compiled(cross_entropy.statistics, cross_entropy.statistics_reference)
+    ways = with_compiled(
+        cross_entropy.compute_statistics, cross_entropy.compute_statistics_reference
+    )
     yield Work(
         "cross entropy, statistics",
         logits.nbytes,
         {key: partial(way, logits, targets, 0) for key, way in ways.items()},
     )
-    ways = with_compiled(cross_entropy.gradient_, cross_entropy.gradient_reference_)
+    ways = with_compiled(cross_entropy.write_gradient_, cross_entropy.write_gradient_reference_)
     each = {way: logits.clone() for way in ways}  # it is written over them
     yield Work(
         "cross entropy, gradient",
@@ -346,15 +350,15 @@ def _rows(length: int, windows: list[Window], options: Any) -> list[list[str]]:
         return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
     rows, hidden = [], options.heads * options.width
-    dense = layer_flops(tiles_of(length, *whole, device), hidden)
+    dense = count_layer_flops(compute_device_tiles(length, *whole, device), hidden)
     for window in windows:
-        found = tiles_of(length, *window, device)
+        found = compute_device_tiles(length, *window, device)
         rows.append(
             [
-                *map(str, (length, *window)), f"{found.visited} of {found.dense}",
+                *map(str, (length, *window)), f"{found.visited_count} of {found.dense_count}",
                 f"{found.speedup:.2f}", over("forward", whole, window),
                 over("both", whole, window), over("both", None, window),
-                f"{dense / layer_flops(found, hidden):.2f}", over("layer", None, window),
+                f"{dense / count_layer_flops(found, hidden):.2f}", over("layer", None, window),
             ]
         )  # fmt: skip
     return rows

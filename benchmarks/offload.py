@@ -62,7 +62,7 @@ from schedir.predict.calibrate import calibrate
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.recording.live_memory import LiveMemory
-from schedir.runtime.recording.measured_timeline import measured
+from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.transports.gloo import GlooTransport
 
 RANKS = 2
@@ -87,7 +87,7 @@ class Run:
     def __init__(self, config: gpt.GPTConfig, program: Program, rank: int) -> None:
         shape, m = program.shape, program.shape.microbatches
         self.stages, self.x, self.y = model(config, shape.stages, m)
-        own = [p for s in shape.stages_of[rank] for p in self.stages[s].parameters()]
+        own = [p for s in shape.stages_on_rank[rank] for p in self.stages[s].parameters()]
         self.transport = GlooTransport(program)
         self.executor = Executor(
             program, rank, self.stages, self.transport, loss=gpt.loss,
@@ -119,7 +119,7 @@ def slowed(
     rank: int, rounds: int, config: gpt.GPTConfig, rows: Sequence[tuple[str, Any, float]]
 ) -> None:
     """Predicted beside measured, and how well a step predicts another."""
-    saved = sizes(config, RANKS).of("saved", RANKS)
+    saved = sizes(config, RANKS).for_stages("saved", RANKS)
     for name, which, share in rows:
         schedule, shape = getattr(schedules, name), PipelineShape(RANKS, 8)
         plain = Run(config, compile(schedule, shape, progress_model="per_edge"), rank)
@@ -141,16 +141,16 @@ def slowed(
         )
         pair = free, slow = Run(config, program, rank), Run(config, program, rank)
         for each in pair:
-            each.executor.held.tiers.poisons = False
+            each.executor.resources.memory_tiers.poisons_sources = False
         for lane in (Lane.D2H, Lane.H2D):
-            slow.executor.held.lanes.bandwidth[lane] = bandwidth
+            slow.executor.resources.copy_lanes.bandwidth[lane] = bandwidth
         took: list[list[float]] = []  # freely and slowed, both measured; and both predicted
         for turn in range(WARM + rounds):
             spans = [0.0] * 4
             for each in pair if turn % 2 else pair[::-1]:
                 dist.barrier()
                 each.step()
-                timeline = measured(each.executor, each.transport)
+                timeline = gather_timeline(each.executor, each.transport)
                 if timeline is None:
                     continue
                 spans[pair.index(each)] = timeline.span
@@ -175,7 +175,7 @@ def slowed(
 
 def _costs(of: Run) -> Costs | None:
     """Those of the last step, on process 0."""
-    timeline = measured(of.executor, of.transport)
+    timeline = gather_timeline(of.executor, of.transport)
     return None if timeline is None else calibrate(timeline)
 
 
@@ -211,7 +211,7 @@ def fits(rank: int, rounds: int, m: int) -> None:
             with LiveMemory(run_.executor) as living:
                 run_.step()
             own = [float(loss) for loss in (losses[0], losses[-1]) if loss is not None]
-            dist.all_gather_object(lived, (living.most, own))
+            dist.all_gather_object(lived, (living.peak_bytes, own))
             first, last = next(each for _, each in lived if each)
             said = f"{max(one for one, _ in lived) / 1e6:.3f}, loss {first:.1f} to {last:.1f}"
         if not rank:
@@ -225,7 +225,7 @@ def beside_torch(rounds: int, config: gpt.GPTConfig, microbatches: Sequence[int]
             schedules.gpipe, PipelineShape(1, m), buffer_sharing="minimal", offload=[0]
         )
         own = [Run(config, program, 0) for _ in range(2)]
-        own[1].executor.held.tiers.poisons = False
+        own[1].executor.resources.memory_tiers.poisons_sources = False
         stages, x, y = model(config, 1, m)
         whole, scale = stages[0], own[0].scale
         adam = torch.optim.AdamW(whole.parameters(), lr=1e-4)

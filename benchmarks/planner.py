@@ -57,7 +57,7 @@ from schedir.planner.config_export import train_config as written
 from schedir.planner.estimate.simulated_estimate import simulate_plan
 from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
 from schedir.planner.plan_search import plan
-from schedir.planner.transformer.memory_estimate import ends_numbers, layer_numbers
+from schedir.planner.transformer.memory_estimate import count_end_params, count_layer_params
 from tests import published_runs as published
 from tests.published_runs import Run
 
@@ -148,7 +148,7 @@ def reached(run: Run) -> float:
     cluster = cluster_of(run.choice)
 
     def off(flops: float) -> float:
-        return simulated(run, replace(cluster, flops=flops)).step / run.seconds - 1
+        return simulated(run, replace(cluster, flops=flops)).step_time / run.seconds - 1
 
     before, now = cluster.flops, cluster.flops * (1 + off(cluster.flops))
     was, is_ = off(before), off(now)
@@ -164,7 +164,7 @@ def node() -> None:
     head("model", "GPUs", "batch", "b", "t", "d", "p", "vTrain, ms", "predicted", "")
     errors = []
     for run in runs:
-        at, told = run.choice, step(run).step
+        at, told = run.choice, step(run).step_time
         errors.append(told / run.seconds - 1)
         line(
             run.name, at.gpus, at.batch, at.microbatch_size, at.tp, at.dp, at.pp,
@@ -190,13 +190,16 @@ def sc21() -> None:
     which 2205.05198 tells first; then the parts of each predicted step."""
     runs = weak_scaling()
     prices = [simulated(run) for run in runs]
-    plain = [simulated(run, constants=SoftwareConstants(tensor_hidden=0)).step for run in runs]
+    plain = [
+        simulated(run, constants=SoftwareConstants(tensor_overlap_share=0)).step_time
+        for run in runs
+    ]
     head("model", "t", "p", "d", "v", "b", "m", "SC21, s", "predicted", "TFLOP/s", "predicted", "",
          "no sums hidden")  # fmt: skip
-    off = [price.step / run.seconds - 1 for run, price in zip(runs, prices, strict=True)]
+    off = [price.step_time / run.seconds - 1 for run, price in zip(runs, prices, strict=True)]
     bare = [seconds / run.seconds - 1 for run, seconds in zip(runs, plain, strict=True)]
     for k, run in enumerate(runs):
-        at, told = run.choice, prices[k].step
+        at, told = run.choice, prices[k].step_time
         line(
             run.name, at.tp, at.pp, at.dp, at.stages_per_rank, at.microbatch_size, at.microbatches,
             f"{run.seconds:.2f}", f"{told:.2f}",
@@ -207,7 +210,7 @@ def sc21() -> None:
     summed(bare, "with no sums hidden")
     head("model", *StepBreakdown._fields, "memory, GB")
     for run, price in zip(runs, prices, strict=True):
-        shares = (f"{part / price.step:.1%}" for part in price.parts)
+        shares = (f"{part / price.step_time:.1%}" for part in price.breakdown)
         line(run.name, *shares, f"{price.memory.total / 1e9:.0f}")
 
 
@@ -219,7 +222,7 @@ def left_out() -> None:
     errors = []
     for k, run in enumerate(runs):
         others = median(found[:k] + found[k + 1 :])
-        told = simulated(run, replace(cluster_of(run.choice), flops=others)).step
+        told = simulated(run, replace(cluster_of(run.choice), flops=others)).step_time
         errors.append(told / run.seconds - 1)
         line(run.name, f"{found[k] / 1e12:.0f}", f"{others / 1e12:.0f}", f"{errors[-1]:+.1%}")
     summed(errors, "the one left out")
@@ -238,7 +241,7 @@ def anchored() -> None:
         flops = reached(anchor)
         errors = []
         for run in runs:
-            told = simulated(run, replace(cluster_of(run.choice), flops=flops)).step
+            told = simulated(run, replace(cluster_of(run.choice), flops=flops)).step_time
             errors.append(told / run.seconds - 1)
         others = [abs(e) for e, run in zip(errors, runs, strict=True) if run is not anchor]
         means.append(fmean(others))
@@ -251,7 +254,7 @@ def regrets() -> None:
     head("model", "batch", "GPUs", "plans", "best", "ms", "chosen", "ms", "regret")
     lost = []
     for group in published.groups(published.one_node()):
-        told = [step(run).step for run in group]
+        told = [step(run).step_time for run in group]
         real = [run.seconds for run in group]
         best, chosen = group[real.index(min(real))], group[told.index(min(told))]
         lost.append(prediction_regret(told, real))
@@ -291,9 +294,9 @@ def memory() -> None:
             stages = model.layers  # as many, some of them whole at once: not in the table
             choice = ParallelPlan(dp=d, stages_per_rank=stages, schedule="looped_bfs", zero=level)
             of = planner.peak_memory(model, cluster, choice)
-            one = sum(layer_numbers(model))
-            whole = 2 * (level > 1) * (one + ends_numbers(model)[0])
-            whole += 2 * (level > 2) * (2 * one + ends_numbers(model)[0])
+            one = sum(count_layer_params(model))
+            whole = 2 * (level > 1) * (one + count_end_params(model)[0])
+            whole += 2 * (level > 2) * (2 * one + count_end_params(model)[0])
             each = (of.weights + of.gradients + of.optimizer - whole) / model.params
             digits = len(printed.partition(".")[2])
             same += abs(each * billions - float(printed)) <= 10.0**-digits
@@ -345,7 +348,7 @@ ONLY: dict[str, dict[str, Any]] = {
 
 def told(what: str, price: PlanEstimate) -> None:
     """A row of a plan."""
-    seconds = (f"{part:.2f}" for part in (price.step, *price.parts))
+    seconds = (f"{part:.2f}" for part in (price.step_time, *price.breakdown))
     also = f"{price.schedule}, {price.recompute}, ZeRO {price.zero}"
     also += ", sequence cut" * price.sequence_parallel
     fits = f"{price.memory.total / 1e9:.0f}" + " (too much)" * (not price.fits)
@@ -373,7 +376,7 @@ def large() -> None:
                 told(f"ours: {what}", best)
             except UsageError as error:
                 line(f"ours: {what}", error.fact, *[""] * (len(StepBreakdown._fields) + 4))
-        print(f"\n{ours[0].why}\n")
+        print(f"\n{ours[0].explanation}\n")
 
 
 # ------------------------------------------------------------ this machine
@@ -394,14 +397,16 @@ class Ran(NamedTuple):
 
 def train_all(texts: list[str], processes: int, steps: int) -> list[Ran]:
     """Train with one configuration after the other, each in processes of its own; what it took."""
-    from schedir.transports.local_processes import run
+    from schedir.transports.local_processes import run_processes
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([train_one.__module__])
     found = []
     began = time.perf_counter()
     for number, text in enumerate(texts):
-        ranks: list[Ran] = run(train_one, processes, text, steps, context=context, limit=600)
+        ranks: list[Ran] = run_processes(
+            train_one, processes, text, steps, context=context, timeout=600
+        )
         found.append(together(ranks))
         left = (time.perf_counter() - began) / (number + 1) * (len(texts) - number - 1)
         print(f"\r{number + 1} of {len(texts)} trained, {left:.0f} s left ", end="",
@@ -417,31 +422,33 @@ def train_one(_: int, text: str, steps: int) -> Ran:
     from schedir.models import gpt
     from schedir.models.gpt_config import GPTConfig
     from schedir.runtime.executor import Executor
-    from schedir.training.config.config_file import read
-    from schedir.training.optimizer import optimizer_of
-    from schedir.transports.registry import choose
+    from schedir.training.config.config_file import read_config
+    from schedir.training.optimizer import build_optimizer
+    from schedir.transports.registry import choose_transport
 
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(text)
         file.flush()
-        config = read(file.name)
+        config = read_config(file.name)
     torch.set_num_threads(config.train.threads)
     program, size, context = config.request.program, config.data.microbatch_size, HERE.sequence
-    transport = choose(config.train.transport, "cpu", program)(
-        program, config.train.timeout, message=4 * size * context * HERE.hidden // program.tp
+    transport = choose_transport(config.train.transport, "cpu", program)(
+        program,
+        config.train.timeout,
+        max_message_bytes=4 * size * context * HERE.hidden // program.tp,
     )
     tp, division = transport.tp_group, config.pipeline.layers_per_stage
     assert isinstance(config.model, GPTConfig), "the planner writes no other"
     stages = {
-        s: gpt.build_stage(config.model, s, program.shape.stages, tp=tp, division=division)
-        for s in program.shape.stages_of[transport.rank]
+        s: gpt.build_stage(config.model, s, program.shape.stages, tp=tp, layers_per_stage=division)
+        for s in program.shape.stages_on_rank[transport.rank]
     }
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     executor = Executor(
         program, transport.rank, stages, transport,
         loss=partial(gpt.loss, tp=tp), boundary=(size, context, HERE.hidden),
-        optimizer=optimizer_of(parameters, config.train), max_norm=config.train.clip_grad_norm,
-        record=False,
+        optimizer=build_optimizer(parameters, config.train), max_norm=config.train.clip_grad_norm,
+        record_timestamps=False,
     )  # fmt: skip
     draw = torch.Generator().manual_seed(transport.dp_rank)
     shape = (2, program.shape.microbatches, size, context)
@@ -493,10 +500,10 @@ def report(all_of: list[PlanEstimate], ran: list[Ran], processors: int) -> None:
          "measured, ms", "off", "spread", "worked, ms")  # fmt: skip
     line(*["---:"] * 4, *["---"] * 2, *["---:"] * 5)
     for one, took in zip(all_of, ran, strict=True):
-        line(*named(one), f"{1e3 * one.step:.0f}", f"{1e3 * took.step:.0f}",
-             f"{one.step / took.step - 1:+.0%}", f"{took.spread:.0%}",
+        line(*named(one), f"{1e3 * one.step_time:.0f}", f"{1e3 * took.step:.0f}",
+             f"{one.step_time / took.step - 1:+.0%}", f"{took.spread:.0%}",
              f"{1e3 * took.cpu / processors:.0f}")  # fmt: skip
-    errors = [abs(one.step / took.step - 1) for one, took in zip(all_of, ran, strict=True)]
+    errors = [abs(one.step_time / took.step - 1) for one, took in zip(all_of, ran, strict=True)]
     steps = [took.step for took in ran]
     mean = statistics.mean(errors)
     place = sorted(steps).index(steps[0]) + 1

@@ -34,12 +34,12 @@ from schedir import Costs, Timeline, schedules
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.models.gpt_config import GPTConfig
-from schedir.predict.calibrate import calibrate, completed
+from schedir.predict.calibrate import calibrate, fill_missing_backwards
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank_state import Call
-from schedir.runtime.recording.measured_timeline import measured
-from schedir.schedules.schedule_algebra import delay_for
+from schedir.runtime.recording.measured_timeline import gather_timeline
+from schedir.schedules.schedule_algebra import get_weight_delay_mark
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.laws import ZOO, shape_of
 
@@ -52,14 +52,14 @@ WARM, MICROBATCHES, GOAL = 5, 8, 0.03
 def program_of(name: str, ranks: int) -> Program:
     schedule = getattr(schedules, name)
     shape = shape_of(schedule, ranks, MICROBATCHES)
-    late = delay_for(schedule)
+    late = get_weight_delay_mark(schedule)
     shape = replace(shape, optimizer_steps=2, weight_delay=late) if late else shape
     return schedir.compile(schedule, shape, progress_model="per_edge", tied_weights=True)
 
 
 def trained(ranks: int) -> list[str]:
     """The schedules that train, 1F1B first."""
-    names = [n for n in ZOO if program_of(n, ranks).trains]
+    names = [n for n in ZOO if program_of(n, ranks).has_backward]
     return sorted(names, key=lambda n: n != BASE)
 
 
@@ -68,7 +68,7 @@ def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline],
     torch.manual_seed(rank)
     program = program_of(name, ranks)
     shape, transport = program.shape, SharedMemoryTransport(program)
-    stages = {s: gpt.build_stage(MODEL, s, shape.stages) for s in shape.stages_of[rank]}
+    stages = {s: gpt.build_stage(MODEL, s, shape.stages) for s in shape.stages_on_rank[rank]}
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     executor = Executor(
         program, rank, stages, transport, loss=gpt.loss,
@@ -80,7 +80,7 @@ def train(rank: int, name: str, ranks: int, steps: int) -> tuple[list[Timeline],
         batch = torch.randint(0, MODEL.vocab, (2, shape.microbatches, SIZE, MODEL.context))
         torch.distributed.barrier()
         executor.step(batch[0], batch[1], 1e-4)
-        timeline = measured(executor, transport)
+        timeline = gather_timeline(executor, transport)
         if step >= WARM and timeline is not None:
             timelines.append(timeline)
     return timelines, _recording(executor)
@@ -91,10 +91,10 @@ def _recording(executor: Executor, times: int = 200) -> float:
     executor.calls = [Call(None, lambda: None)] * len(executor.state.stream)
     took = [0.0, 0.0]
     for turn in range(2 * times):
-        executor.record = turn % 2 == 0
+        executor.record_timestamps = turn % 2 == 0
         began = process_time()
         for k in range(len(executor.calls)):
-            executor.call(k)
+            executor.run_instruction(k)
         took[turn % 2] += process_time() - began
     return (took[0] - took[1]) / times / len(executor.calls)
 
@@ -128,8 +128,10 @@ def rows(names: list[str], ranks: int, steps: int) -> Iterator[tuple[list[str], 
         earlier = mean(costs[:half])
         later = statistics.median(spans[half:])
         if name == BASE:
-            base = completed(earlier, program)
-        same = base is not None and program.shape.stages == ranks and program.shape.rows == 1
+            base = fill_missing_backwards(earlier, program)
+        same = (
+            base is not None and program.shape.stages == ranks and program.shape.placement_rows == 1
+        )
         yield (
             [
                 name,

@@ -176,7 +176,7 @@ def made(folder: Path) -> int:
 
 def saved(folder: Path) -> int:
     """The newest step that is saved."""
-    return CheckpointDirectory(folder / "saved").newest() or 0
+    return CheckpointDirectory(folder / "saved").find_newest_step() or 0
 
 
 def main() -> None:

@@ -50,12 +50,17 @@ from schedir import Costs, PipelineShape
 from schedir.analysis import numba_jit
 from schedir.errors import MemoryLimitError, SchedirError, UsageError
 from schedir.ir.isa.instructions import BACKWARD, FORWARD
-from schedir.schedule_search.cp_sat import EXACT, solve
+from schedir.schedule_search.cp_sat import PROOF_TOLERANCE, solve
 from schedir.schedule_search.problem import Objective, SchedulingProblem
-from schedir.schedule_search.rank_order import Order, codes_of, length, peaks
+from schedir.schedule_search.rank_order import (
+    Order,
+    compute_length,
+    compute_peaks,
+    order_of_program,
+)
 from schedir.schedule_search.search_results import SearchStep
-from schedir.schedules import built_in
-from schedir.schedules.schedule_algebra import placed_for
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_algebra import get_placement_mark
 from schedir.schedules.schedule_expansion import expand_schedule
 from tests.certified import FILE, Case, Row, cases, read
 from tests.laws import ZOO
@@ -85,7 +90,8 @@ def table5(options: Options) -> None:
             beside = "worse" if rate > paper + PRINTED / 2 else beside
             line(
                 row.model, row.shape.ranks, row.shape.microbatches, f"{limit}p", f"{paper:.2%}",
-                f"{rate:.3%}", f"{row.rate(found.bound):.3%}", beside, found.stopped, f"{took:.1f}",
+                f"{rate:.3%}", f"{row.rate(found.bound):.3%}", beside, found.stop_reason,
+                f"{took:.1f}",
             )  # fmt: skip
 
 
@@ -102,12 +108,16 @@ def families(ranks: int) -> Iterator[tuple[str, Costs]]:
 def best_of_zoo(shape: PipelineShape, costs: Costs, room: int) -> float:
     """The shortest span of the built-in schedules that hold no more than so many."""
     spans = []
-    for schedule in built_in().values():
+    for schedule in get_built_in_schedules().values():
         try:
             run = schedir.simulate(schedir.compile(schedule, shape, costs=costs), costs)
         except (MemoryLimitError, SchedirError):  # it is for other shapes
             continue
-        if run.program.trains and run.program.shape == shape and run.peak_in_flight.max() <= room:
+        if (
+            run.program.has_backward
+            and run.program.shape == shape
+            and run.peak_in_flight.max() <= room
+        ):
             spans.append(run.span)
     return min(spans)
 
@@ -125,11 +135,11 @@ def uneven(options: Options) -> None:
                     shape, costs, in_flight=room, seconds=options.seconds
                 )
                 took = process_time() - began
-                over.append(found.gap)
+                over.append(found.gap_to_bound)
                 zoo.append(best_of_zoo(shape, costs, room) / found.bound - 1)
                 line(
-                    f"{p} x {m}", room, name, f"{zoo[-1]:.2%}", f"{found.gap:.2%}",
-                    found.stopped, f"{took:.1f}",
+                    f"{p} x {m}", room, name, f"{zoo[-1]:.2%}", f"{found.gap_to_bound:.2%}",
+                    found.stop_reason, f"{took:.1f}",
                 )  # fmt: skip
     for name, gaps in (("zoo", zoo), ("found", over)):
         print(f"{name}: {sum(gaps) / len(gaps):.2%} in the mean, {max(gaps):.2%} at worst")
@@ -138,7 +148,7 @@ def uneven(options: Options) -> None:
 def time(options: Options) -> None:
     """How long a bound takes, a proof, a schedule within 1 % of the bound, and a first one."""
     try:
-        numba_jit.load()
+        numba_jit.enable_numba()
     except UsageError:
         print("numba: no\n")
     else:
@@ -169,8 +179,8 @@ def time(options: Options) -> None:
             ),
         )  # fmt: skip
         took, shown = process_time() - began, perf_counter() - clock
-        line(f"{what}: {found.stopped}", f"{p} x {m}", f"{took:.2f}", f"{shown:.2f}",
-             f"{found.gap:.2%}")  # fmt: skip
+        line(f"{what}: {found.stop_reason}", f"{p} x {m}", f"{took:.2f}", f"{shown:.2f}",
+             f"{found.gap_to_bound:.2%}")  # fmt: skip
         if seen:  # else the time was over before the first schedule
             line("its first schedule", f"{p} x {m}", f"{seen[0][0]:.2f}", "", f"{seen[0][1]:.2%}")
         close = [each for each in seen if each[1] <= 0.01]
@@ -200,15 +210,16 @@ def searched(case: Case, seconds: float) -> Result:
     began = process_time()
     found = schedir.search_schedule(
         case.shape, case.costs, case.sizes, case.limit,
-        in_flight=case.in_flight, objective=case.objective, split=case.split, seconds=seconds,
+        in_flight=case.in_flight, objective=case.objective, split_backward=case.split,
+        seconds=seconds,
     )  # fmt: skip
     took = process_time() - began
     # The trail is empty where the time was over before the search had an order of its own.
-    last = found.trail[-1] if found.trail else SearchStep(took, "none", found.span)
+    last = found.improvements[-1] if found.improvements else SearchStep(took, "none", found.span)
     taken = last.span
-    assert taken >= case.optimum * (1 - EXACT), case
-    assert found.bound <= case.optimum * (1 + EXACT), case
-    queued = found.span > taken * (1 + EXACT)
+    assert taken >= case.optimum * (1 - PROOF_TOLERANCE), case
+    assert found.bound <= case.optimum * (1 + PROOF_TOLERANCE), case
+    queued = found.span > taken * (1 + PROOF_TOLERANCE)
     slack = 1 - found.bound / case.optimum
     return Result(case, taken / case.optimum - 1, slack, queued, took, last.method)
 
@@ -233,8 +244,8 @@ def summary(results: list[Result]) -> Iterator[str]:
     for group, own in by_group.items():
         n = len(own)
         yield (
-            f"| {group} | {n} | {sum(r.excess <= EXACT for r in own)} "
-            f"| {max(r.excess for r in own):.2%} | {sum(r.slack <= EXACT for r in own)} "
+            f"| {group} | {n} | {sum(r.excess <= PROOF_TOLERANCE for r in own)} "
+            f"| {max(r.excess for r in own):.2%} | {sum(r.slack <= PROOF_TOLERANCE for r in own)} "
             f"| {sum(r.slack for r in own) / n:.2%} | {sum(r.seconds for r in own) / n:.2f} "
             f"| {sum(r.queued for r in own)} |"
         )
@@ -245,7 +256,7 @@ def certified(options: Options) -> None:
     results = []
     for case in [c for c in cases() if c.cells <= options.cells][:: options.every]:
         results.append(searched(case, options.seconds))
-        if results[-1].excess > EXACT:
+        if results[-1].excess > PROOF_TOLERANCE:
             print(f"{results[-1].excess:.3%} over: {case}, {results[-1].by}", flush=True)
     print("\n".join(summary(results)))
 
@@ -301,7 +312,7 @@ def beside_solver(path: Path, seconds: float) -> None:
         )
         took = process_time() - began
         # The trail is empty where the time was over before the search had an order of its own.
-        taken = found.trail[-1].span if found.trail else found.span
+        taken = found.improvements[-1].span if found.improvements else found.span
         over.append(taken / case.optimum - 1)
         line(
             f"{case.ranks} x {case.microbatches}", case.in_flight, row["costs"],
@@ -388,7 +399,7 @@ def of_the_zoo(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
     """The orders of the zoo that are for the shape; whole backwards are split where all are."""
     shape = problem.shape
     for name, schedule in ZOO.items():
-        placement, per_rank = placed_for(schedule)
+        placement, per_rank = get_placement_mark(schedule)
         if placement not in (None, shape.placement) or per_rank not in (
             None,
             shape.stages_per_rank,
@@ -398,14 +409,15 @@ def of_the_zoo(problem: SchedulingProblem) -> Iterator[tuple[str, Order]]:
             program = expand_schedule(schedule, shape)
         except SchedirError:
             continue
-        if not problem.split and any(
+        if not problem.split_backward and any(
             {*stream.op} - {FORWARD, BACKWARD} for stream in program.streams
         ):
             continue
-        order = codes_of(program, split=problem.split)
-        each = problem.microbatches * (2 + problem.split)
+        order = order_of_program(program, split_backward=problem.split_backward)
+        each = problem.microbatches * (2 + problem.split_backward)
         if all(
-            len(codes) == len(own) * each for codes, own in zip(order, problem.own, strict=True)
+            len(codes) == len(own) * each
+            for codes, own in zip(order, problem.stages_of_rank, strict=True)
         ):
             yield name, order
 
@@ -414,10 +426,13 @@ def shortest_of_zoo(problem: SchedulingProblem) -> tuple[float | None, str]:
     """The least that an order of the zoo takes which fits, and its name."""
     best, found = inf, ""
     for name, order in of_the_zoo(problem):
-        taken = length(problem, order)
+        taken = compute_length(problem, order)
         if taken is None or taken >= best:
             continue
-        if all(problem.fits(held, rank) for rank, held in enumerate(peaks(problem, order))):
+        if all(
+            problem.fits_on_rank(held, rank)
+            for rank, held in enumerate(compute_peaks(problem, order))
+        ):
             best, found = taken, name
     return (best, found) if found else (None, "")
 
@@ -439,8 +454,8 @@ def certify(options: Options) -> None:
         began = perf_counter()
         solved = solve(problem, options.seconds, workers=2)
         took = perf_counter() - began
-        print(f"{seed} {case}: {solved.value:.6g} {solved.proved} {took:.1f} s", file=sys.stderr)
-        if solved.proved:
+        print(f"{seed} {case}: {solved.value:.6g} {solved.is_proved} {took:.1f} s", file=sys.stderr)
+        if solved.is_proved:
             zoo, name = shortest_of_zoo(problem)
             out.writerow(replace(case, optimum=solved.value, zoo=zoo, schedule=name).line())
             file.flush()

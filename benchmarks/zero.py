@@ -14,7 +14,8 @@
   made since and autograd keeps; each storage once, as large as it is now.  Messages, the batch, and
   numbers of the step (losses, norms, flags) are left out.  What the prediction says is there behind
   the same instruction must be the same, to the byte.
-- `gathers`: for each schedule with several stages on a rank, and each number of stages that are
+- `count_unshards`: for each schedule with several stages on a rank,
+and each number of stages that are
   whole at once: the gathers of each rank with none ahead (the fewest that there can be) and with
   one run ahead (the default), and those of `_add_unshard_reshard` of torch.distributed.pipelining
   where its list holds no more stages at once; one number where the ranks are alike.  Beside them
@@ -51,18 +52,18 @@ if __name__ == "__main__":
 import schedir
 from benchmarks.harness import head, line, parse
 from schedir import Costs, PipelineShape, Program, Sizes, compile, schedules, simulate
-from schedir.analysis.memory.footprint import Footprint, held
-from schedir.analysis.memory.unshard_counts import gathers
-from schedir.commands.simulate import volume
+from schedir.analysis.memory.footprint import Footprint, compute_footprints
+from schedir.analysis.memory.unshard_counts import count_unshards
+from schedir.commands.simulate import count_sent_bytes
 from schedir.errors import ShapeError
-from schedir.ir.isa.instructions import BOUNDARY, Lane
+from schedir.ir.isa.instructions import BOUNDARY_VALUES, Lane
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
-from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.rank_state import Call
-from schedir.schedules.schedule_algebra import placed_for, takes_v
+from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run as run_in
@@ -70,7 +71,7 @@ from tests.cpu.spawn import run as run_in
 STEPS, BATCH, CONTEXT, HIDDEN, VOCAB = 5, 2, 8, 24, 31
 COSTS = Costs(F=1, I=1, W=1, send=0.05, unshard=0.5)
 Found = dict[tuple[int, int, str, str], list[tuple[int, torch.Tensor]]]
-_MESSAGES = {kind.name.lower() for kind in BOUNDARY} | {"handed_over"}
+_MESSAGES = {kind.name.lower() for kind in BOUNDARY_VALUES} | {"handed_over"}
 
 
 # ------------------------------------------------------------ bits
@@ -129,7 +130,7 @@ def stages_of(case: Case, own: Any, tp: Any) -> dict[int, nn.Module]:
     for s in own:
         stages[s] = gpt.build_stage(cfg, s, case.shape.stages, tp=tp)
         if case.half:
-            float32_gradients(stages[s].bfloat16())
+            use_float32_gradients(stages[s].bfloat16())
     return stages
 
 
@@ -143,7 +144,7 @@ def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
     )  # fmt: skip
     transport = GlooTransport(program)
     tp = transport.tp_group
-    stages = stages_of(case, program.shape.stages_of[transport.rank], tp)
+    stages = stages_of(case, program.shape.stages_on_rank[transport.rank], tp)
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     optimizer: Any
     if case.half:
@@ -159,7 +160,7 @@ def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
         boundary=Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16 if case.half else torch.float32),
         optimizer=optimizer,
         max_norm=0.05 if program.clip_grad_norm else None,
-        folder=case.folder,
+        spill_dir=case.folder,
     )
     m, numbers = case.shape.microbatches, torch.Generator().manual_seed(1)
     told: list[bytes] = []
@@ -167,7 +168,7 @@ def train(rank: int, case: Case, zero: int) -> tuple[list[bytes], Found]:
         x, y = torch.randint(0, VOCAB, (2, m * case.dp, BATCH, CONTEXT), generator=numbers)
         own = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
         total = executor.step(x[own], y[own], 1 / y.numel())
-        told += [t.numpy().tobytes() for t in (total, executor.norm) if t is not None]
+        told += [t.numpy().tobytes() for t in (total, executor.grad_norm) if t is not None]
     return told, kept(executor, optimizer, transport)
 
 
@@ -175,13 +176,17 @@ def kept(executor: Executor, optimizer: Any, transport: Any) -> Found:
     """What a process has of each parameter, its gradient and moments: from which number on."""
     found: Found = {}
     main = dict(
-        zip(getattr(optimizer, "parameters", ()), getattr(optimizer, "main", ()), strict=True)
+        zip(
+            getattr(optimizer, "parameters", ()),
+            getattr(optimizer, "main_parameters", ()),
+            strict=True,
+        )
     )
     state = getattr(optimizer, "inner", optimizer).state
     for s, stage in executor.stages.items():
         begins: dict[nn.Parameter, int] = {}
-        for bucket in stage.gradients.buckets if stage.weights is not None else ():
-            ranges = bucket.ranges(transport.dp_rank)
+        for bucket in stage.gradients.buckets if stage.sharded_parameters is not None else ():
+            ranges = bucket.list_shard_ranges(transport.dp_rank)
             begins |= {p: r[0] for p, r in zip(bucket.parameters, ranges, strict=True)}
         for name, p in stage.module.named_parameters():
             what = {
@@ -353,17 +358,36 @@ class Witness:
         if joined[k + 1]:  # the group is predicted as one
             return
         sent = [
-            slot for kind in BOUNDARY if kind in state.slots for slot in state.slots[kind].values
+            slot
+            for kind in BOUNDARY_VALUES
+            if kind in state.slot_tables
+            for slot in state.slot_tables[kind].values
         ]
-        sent += [tensor for _, tensor in state.sending.values()]
-        numbers = [state.norm, state.finite, state.loss_gradient, state.scale, state.verdict]
-        away = [] if state.held.states is None else state.held.states.away()
-        lived = self.alive.bytes(
-            [*tree_leaves(sent), *tree_leaves(state.buffers), *state.losses, *numbers, *away]
+        sent += [tensor for _, tensor in state.pending_sends.values()]
+        numbers = [
+            state.grad_norm,
+            state.finite_updates,
+            state.loss_gradient,
+            state.grad_scale,
+            state.is_update_finite,
+        ]
+        away = (
+            []
+            if state.resources.host_optimizer_state is None
+            else state.resources.host_optimizer_state.list_host_memory()
         )
-        at = int(np.flatnonzero(self.own.at <= k)[-1])
-        parts = {name: size for name, (_, size) in self.own.fixed.items()}
-        parts |= {name: float(size[at]) for name, (_, size) in self.own.kept.items()}
+        lived = self.alive.bytes(
+            [
+                *tree_leaves(sent),
+                *tree_leaves(state.receive_buffers),
+                *state.losses,
+                *numbers,
+                *away,
+            ]
+        )
+        at = int(np.flatnonzero(self.own.positions <= k)[-1])
+        parts = {name: size for name, (_, size) in self.own.static_memory.items()}
+        parts |= {name: float(size[at]) for name, (_, size) in self.own.dynamic_memory.items()}
         right = sum(size for name, size in parts.items() if name not in _MESSAGES)
         looks, beside, most = self.found
         beside += [(str(state.stream[k]), lived, right)] if lived != right else []
@@ -391,9 +415,10 @@ def measure(rank: int, row: ByteRow) -> Measured:
     make = partial(torch.optim.AdamW, lr=1e-2)
     sizes = measure_sizes(
         [gpt.build_stage(cfg, s, count) for s in range(count)], x[0], y[0], loss=gpt.loss,
-        boundary=boundary, state=make, dp=row.dp, zero=row.zero, replica=transport.dp_rank,
+        boundary=boundary, optimizer_state=make, dp=row.dp, zero=row.zero,
+        replica=transport.dp_rank,
     )  # fmt: skip
-    own = program.shape.stages_of[transport.rank]
+    own = program.shape.stages_on_rank[transport.rank]
     stages = {s: gpt.build_stage(cfg, s, count) for s in own}
     executor = Executor(
         program, transport.rank, stages, transport, loss=gpt.loss, boundary=boundary,
@@ -402,7 +427,7 @@ def measure(rank: int, row: ByteRow) -> Measured:
     executor.step(x, y, 1 / y.numel())
     gc.collect()
     with Alive([*before, x, y]) as alive:
-        witness = Witness(executor, held(program, sizes)[transport.rank], alive)
+        witness = Witness(executor, compute_footprints(program, sizes)[transport.rank], alive)
         executor.step(x, y, 1 / y.numel())
     return witness.found
 
@@ -462,7 +487,7 @@ def of_torch(program: Program, held: int) -> list[int]:
 
 def gather_rows(program: Program) -> Iterator[GatherRow]:
     """A row for each number of active stages that there can be."""
-    for active in range(1, max(map(len, program.shape.stages_of)) + 1):
+    for active in range(1, max(map(len, program.shape.stages_on_rank)) + 1):
         try:
             lowered = [
                 compile(program, dp=2, zero=3, unsharded_stages=active, unshard_prefetch=k)
@@ -470,7 +495,7 @@ def gather_rows(program: Program) -> Iterator[GatherRow]:
             ]
         except ShapeError:
             continue  # what runs as one uses more
-        few, ours = (gathers(one).times for one in lowered)
+        few, ours = (count_unshards(one).unshards for one in lowered)
         free = replace(COSTS, unshard=0)
         spans = [simulate(one, COSTS).span for one in lowered]
         spans.append(simulate(lowered[1], free).span)
@@ -492,8 +517,8 @@ def reductions(program: Program) -> list[str]:
     found = []
     for how in ("update_end", "each_backward"):
         lowered = compile(program, dp=4, zero=2, reduce_scatter_at=how)
-        sent = volume(lowered, Sizes(grads=1e9))[Lane.DP] / 1e9
-        found += [told(gathers(lowered).reductions), told([round(each, 1) for each in sent])]
+        sent = count_sent_bytes(lowered, Sizes(grads=1e9))[Lane.DP] / 1e9
+        found += [told(count_unshards(lowered).reductions), told([round(each, 1) for each in sent])]
     return found
 
 
@@ -504,8 +529,8 @@ def count_gathers(options: argparse.Namespace) -> int:
     drafts: dict[str, Program] = {}
     for name in schedules.__all__:
         schedule = getattr(schedules, name)
-        placement, v = placed_for(schedule)
-        v = v or (options.stages_per_rank if takes_v(schedule) else 1)
+        placement, v = get_placement_mark(schedule)
+        v = v or (options.stages_per_rank if has_free_v(schedule) else 1)
         if v == 1:
             continue  # its one stage is gathered once, and stays whole
         shape = PipelineShape(options.ranks, options.microbatches, v, placement or "loop")
@@ -516,7 +541,7 @@ def count_gathers(options: argparse.Namespace) -> int:
     print()
     head("schedule", "at the end", "sent, GB", "in turns", "sent, GB")
     for name, program in drafts.items():
-        if program.trains:
+        if program.has_backward:
             line(name, *reductions(program))
     return 0
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 from docs.pages import page, table
 from schedir import Costs, PipelineShape, compile, schedules, simulate, to_text
 from schedir.analysis.progress_models import MODEL_ROWS, MODELS
-from schedir.ir.isa.instructions import LANES, ROWS, VALUES, Value
-from schedir.ir.text_format import FORMAT
+from schedir.ir.isa.instructions import INSTRUCTIONS, LANES, VALUES, Value
+from schedir.ir.text_format import FORMAT_VERSION
 from schedir.schedules import one_f_one_b
-from schedir.schedules.schedule_algebra import placed_for
+from schedir.schedules.schedule_algebra import get_placement_mark
 
 FORWARD, SEND, GATHER = 1.45, 0.14, 0.12  # ms: of a layer, of a slice, of a boundary
 GATHERED = {"one_f_one_b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_v": 2, "interleaved": 4}
@@ -22,10 +22,10 @@ def gathers() -> str:
     rows = []
     for name, v in GATHERED.items():
         shape, time = (
-            PipelineShape(8, 64, v, placed_for(getattr(schedules, name))[0] or "loop"),
+            PipelineShape(8, 64, v, get_placement_mark(getattr(schedules, name))[0] or "loop"),
             FORWARD * 4 / v,
         )
-        crosses = [int(a != b) for a, b in pairwise(shape.rank_of.tolist())]
+        crosses = [int(a != b) for a, b in pairwise(shape.first_rank_per_stage.tolist())]
         ahead, back = (
             tuple(time + GATHER * one for one in some) for some in ([0, *crosses], [*crosses, 0])
         )
@@ -62,18 +62,18 @@ def blocks() -> dict[str, object]:
         return ", ".join(t.name.lower() for t in some) or "-"
 
     rows, values = [], []
-    for row in ROWS:
-        said = [row.op.name, f"`{row.text}`", row.lane.name.lower(), row.per.value or "rank"]
+    for row in INSTRUCTIONS:
+        said = [row.op.name, f"`{row.text}`", row.lane.name.lower(), row.scope.value or "rank"]
         rows.append([*said, *map(tokens, (row.needs, row.gives, row.frees)), row.cost or "-"])
     for value in VALUES:
-        said = [value.value.name, value.phrase, value.per.value or "rank"]
+        said = [value.value.name, value.phrase, value.scope.value or "rank"]
         values.append([*said, value.producer_rule.value, value.size or "-"])
     head = ["name", "text", "lane", "once per", "needs", "gives", "frees", "priced by"]
-    lanes = [[lane.lane.name.lower(), lane.doc, HOSTS[lane.host]] for lane in LANES]
-    rules = [[f"`{model.name}`", model.doc, model.who] for model in MODEL_ROWS]
+    lanes = [[lane.lane.name.lower(), lane.doc, HOSTS[lane.host_action]] for lane in LANES]
+    rules = [[f"`{model.name}`", model.description, model.transports] for model in MODEL_ROWS]
     return {
         "table": table(head, rows),
-        "lines": "\n".join(f"- **{row.op.name}**: {row.doc}" for row in ROWS),
+        "lines": "\n".join(f"- **{row.op.name}**: {row.doc}" for row in INSTRUCTIONS),
         "gathers": gathers(),
         "forward": FORWARD,
         "send": SEND,
@@ -83,7 +83,7 @@ def blocks() -> dict[str, object]:
         "rules": table(["model", "transfers", "used by"], rules),
         "models": ", ".join(f"`{m}`" for m in MODELS),
         "program": to_text(compile(one_f_one_b, PipelineShape(2, 8))),
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
     }
 
 

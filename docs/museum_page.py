@@ -13,8 +13,8 @@ from schedir.errors import (
     SchedirError,
     format_bytes,
 )
-from schedir.io.terminal import listed
-from schedir.viz.deadlock_diagram import standstill
+from schedir.io.terminal import join_words
+from schedir.viz.deadlock_diagram import draw_deadlock
 from tests.museum.cases import CHAPTERS, Case, cases
 
 
@@ -44,7 +44,7 @@ def picture(case: Case) -> str:
     """Where each rank stands."""
     found = shown(case)
     assert found is not None
-    return standstill(case.made(), found[1])
+    return draw_deadlock(case.made(), found[1])
 
 
 def _here(case: Case) -> str:
@@ -119,7 +119,8 @@ def under(case: Case, model: ProgressModel) -> str:
     sized = f" With `--eager-limit {limit}` it finishes everywhere."
     return (
         f"This is `{model}`{lazily}; {'otherwise ' * bool(lazily)}it is refused under "
-        f"{listed(refused)}, and finishes under {listed(fine)}.{sized * bool(case.activation)}"
+        f"{join_words(refused)}, and finishes under "
+        f"{join_words(fine)}.{sized * bool(case.activation)}"
     )
 
 

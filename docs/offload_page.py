@@ -16,7 +16,8 @@ def blocks() -> dict[str, object]:
         ("inputs that are kept to run again", "24 hd ci", 11, zi.intensity_of_checkpoints(2048)),
     ]
     intensities = "\n".join(
-        f"| {what} | {formula} | {number} | {zi.bandwidth_for(0.5, ait, PEAK) / 1e9:.3g} GB/s |"
+        f"| {what} | {formula} | {number} | {zi.required_bandwidth(0.5, ait, PEAK) / 1e9:.3g} "
+        "GB/s |"
         for what, formula, number, ait in rates
     )
     return {"intensities": intensities, "peak": f"{PEAK / 1e12:g}"}

@@ -17,7 +17,11 @@ from schedir import (
     simulate,
     viz,
 )
-from schedir.schedules.schedule_algebra import delay_for, placed_for, stages_per_rank_for
+from schedir.schedules.schedule_algebra import (
+    get_placement_mark,
+    get_stages_per_rank,
+    get_weight_delay_mark,
+)
 
 # In the order of the page: when to use each.
 WHEN = {
@@ -53,7 +57,7 @@ WHEN = {
 def usual_shape(name: str) -> tuple[str, int]:
     """Placement and stages per rank at which a schedule is shown."""
     schedule = getattr(schedules, name)
-    return str(placed_for(schedule)[0] or "loop"), stages_per_rank_for(schedule)
+    return str(get_placement_mark(schedule)[0] or "loop"), get_stages_per_rank(schedule)
 
 
 def run_of(
@@ -76,7 +80,7 @@ def run_of(
     """
     schedule = getattr(schedules, name)
     placement, usual = usual_shape(name)
-    delay = delay_for(schedule)
+    delay = get_weight_delay_mark(schedule)
     updates = 1 if delay is None else microbatches // ranks
     shape = PipelineShape(ranks, microbatches, v or usual, placement, updates, delay or 0)
     F, I, W = (c * ranks / shape.stages for c in costs)
@@ -91,9 +95,9 @@ def run_of(
 def figures(name: str, ranks: int, microbatches: int) -> tuple[float, float, float]:
     """Peak memory, and the bubble in both measures."""
     timeline = run_of(name, ranks, microbatches)
-    longest = int(timeline.own_span.argmax())
-    own = timeline.idle_in_own_span[longest] / timeline.own_span[longest]
-    peak = timeline.peak_in_flight.max() if timeline.program.trains else 0
+    longest = int(timeline.active_span.argmax())
+    own = timeline.idle_in_active_span[longest] / timeline.active_span[longest]
+    peak = timeline.peak_in_flight.max() if timeline.program.has_backward else 0
     return float(peak) * ranks / timeline.program.shape.stages, timeline.bubble, float(own)
 
 

@@ -87,8 +87,8 @@ FORMULAS = [
 def idle(formula: Formula, P: int, m: int) -> tuple[float, float]:
     """The time that the rank with the most of it idles, to the end of all and in its own span."""
     run = run_of(formula.name, P, m, v=formula.v)
-    longest = int(run.own_span.argmax())
-    return round(float(run.idle.max()), 9), round(float(run.idle_in_own_span[longest]), 9)
+    longest = int(run.active_span.argmax())
+    return round(float(run.idle.max()), 9), round(float(run.idle_in_active_span[longest]), 9)
 
 
 def formulas(P: int, m: int) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 from docs.pages import page, table
 from schedir import viz
-from schedir.models.attention_tiles import TILE
-from schedir.predict.window_tiles import Tiles, tiles
+from schedir.models.attention_tiles import TILE_SIZE
+from schedir.predict.window_tiles import Tiles, compute_tiles
 
 LENGTH, WINDOW, STRIDES = 1024, 256, (1, 64, 256)
 VIDEO: dict[str, Any] = {
@@ -19,8 +19,8 @@ VIDEO: dict[str, Any] = {
 
 
 def found(stride: int) -> Tiles:
-    tile = TILE["cpu"]
-    return tiles(LENGTH, WINDOW, stride, q_tile=tile, kv_tile=tile, causal=True)
+    tile = TILE_SIZE["cpu"]
+    return compute_tiles(LENGTH, WINDOW, stride, q_tile=tile, kv_tile=tile, causal=True)
 
 
 def blocks() -> dict[str, object]:
@@ -28,21 +28,21 @@ def blocks() -> dict[str, object]:
     rows = []
     for stride in STRIDES:
         one = found(stride)
-        numbers = (WINDOW, stride, one.visited, one.dense, one.partial)
+        numbers = (WINDOW, stride, one.visited_count, one.dense_count, one.partial_count)
         rows.append([*map(str, numbers), f"{one.speedup:.2f} x"])
     head = ["window", "stride", "tiles visited", "of", "masked in part", "at most"]
-    sliding, strided = tiles(stride=1, **VIDEO), tiles(stride=(16, 8, 8), **VIDEO)
+    sliding, strided = compute_tiles(stride=1, **VIDEO), compute_tiles(stride=(16, 8, 8), **VIDEO)
     usual = found(64)
     return {
         "table": table(head, rows),
-        "visited": usual.visited,
-        "dense": usual.dense,
+        "visited": usual.visited_count,
+        "dense": usual.dense_count,
         "speedup": f"{usual.speedup:.2f}",
-        "of": usual.of(10),
-        "sliding": f"{sliding.speedup_of_worst:.1f} x",
-        "strided": f"{strided.speedup_of_worst:.1f} x",
-        "pairs": f"{strided.speedup_of_pairs:.1f} x",
-        **TILE,
+        "of": usual.visited_by(10),
+        "sliding": f"{sliding.worst_tile_speedup:.1f} x",
+        "strided": f"{strided.worst_tile_speedup:.1f} x",
+        "pairs": f"{strided.pair_speedup:.1f} x",
+        **TILE_SIZE,
     }
 
 

@@ -13,7 +13,7 @@ whether the second sentence is the next.  There is no dropout.
 Which sentence each token is of, and which tokens are there at all, comes from the data: every stage
 is given both by name (`keywords` of a step), and nothing of it is sent.  The last stage returns two
 tensors, both of which the loss takes.  The embedding of the first stage is the head of the last.
-Tensor-parallel ranks can share each stage (`tp`), and the tokens, too (`sequence`).
+Tensor-parallel ranks can share each stage (`tp`), and the tokens, too (`sequence_parallel`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,24 @@ from torch.distributed import ProcessGroup
 
 from examples.training_loop import train
 from examples.transformer_blocks import WHERE, FeedForward, SelfAttention
-from schedir.models.language_model import IGNORE, EmbeddingAndHead, drawn, tied_copy
+from schedir.models.language_model import (
+    IGNORE_INDEX,
+    EmbeddingAndHead,
+    find_tied_weight,
+    make_normal_init,
+)
 from schedir.models.parameter_init import LayerParameters
 from schedir.models.partitioning import split_layers
 from schedir.runtime import Boundary
 from schedir.runtime.autograd import split_backward
 from schedir.tensor_parallel.layers import ColumnParallelLinear
-from schedir.tensor_parallel.mappings import first_token, own_tokens, seen_in_parts, shard, tp_size
+from schedir.tensor_parallel.mappings import (
+    get_first_token,
+    mark_sequence_parallel,
+    select_local_tokens,
+    shard,
+    tp_size,
+)
 from schedir.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 
 STAGES, MICROBATCHES, SIZE, STEPS = 4, 8, 2, 10
@@ -107,7 +118,7 @@ def build_stage(
 ) -> Stage:
     """Stage `stage` of `stages`, this rank's shard of it.
 
-    With `sequence` tensor-parallel ranks share the tokens, too: for a program that says
+    With `sequence_parallel` tensor-parallel ranks share the tokens, too: for a program that says
     `sequence yes`.  `division` is the number of layers of each stage (`split_layers`).
     """
     counts = split_layers(config.layers, stages, division)
@@ -128,10 +139,10 @@ def loss(found: Found, targets: Tensor, tp: ProcessGroup | None = None) -> Tenso
     of each, added: Devlin et al.'s loss (1810.04805, appendix A.2).
     """
     logits, follows = found
-    masked = vocab_parallel_cross_entropy(logits[:, 1:], targets[:, 1:], tp, IGNORE)
+    masked = vocab_parallel_cross_entropy(logits[:, 1:], targets[:, 1:], tp, IGNORE_INDEX)
     follow = F.cross_entropy(
-        follows.float(), targets[:, 0], ignore_index=IGNORE, reduction="sum"
-    ) / (targets[:, 0] != IGNORE).sum().clamp(min=1)
+        follows.float(), targets[:, 0], ignore_index=IGNORE_INDEX, reduction="sum"
+    ) / (targets[:, 0] != IGNORE_INDEX).sum().clamp(min=1)
     return masked + _masked(targets).sum() * follow
 
 
@@ -141,15 +152,15 @@ def count_tokens(targets: Tensor) -> int:
 
 
 def _masked(targets: Tensor) -> Tensor:
-    return targets[..., 1:] != IGNORE
+    return targets[..., 1:] != IGNORE_INDEX
 
 
 class Stage(nn.Module):
     """Consecutive layers of a BERT, with the embedding if first and the heads if last.
 
-    Maps (b, T, hidden) to (b, T, hidden), or with `sequence` (b, T/t, hidden) to the same, of the
-    rank's own tokens. The first stage takes tokens instead, int64 (b, T); the
-    last gives this rank's logits, (b, T, ceil(V/t)), and those of the next sentence, (b, 2).
+    Maps (b, T, hidden) to (b, T, hidden), or with `sequence_parallel` (b, T/t, hidden) to the same,
+    of the rank's own tokens. The first stage takes tokens instead, int64 (b, T); the last gives
+    this rank's logits, (b, T, ceil(V/t)), and those of the next sentence, (b, 2).
     `sentences`, int64 (b, T), says of which of two sentences each token is, and `mask`, bool
     (b, T), which tokens are there; without them all are, of the first.
     """
@@ -166,11 +177,11 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.tp, self.sequence = config, tp, sequence
-        self.embedding, head = EmbeddingAndHead.of(
-            config, first, last, tp, WHERE, sequence=sequence
+        self.embedding, head = EmbeddingAndHead.for_stage(
+            config, first, last, tp, WHERE, sequence_parallel=sequence
         )
         self.positions = self.sentences = self.norm = self.heads = None
-        seen = partial(seen_in_parts, group=tp, sequence=sequence)
+        seen = partial(mark_sequence_parallel, group=tp, sequence_parallel=sequence)
         if first:
             self.positions = seen(_table(config, "positions", config.context))
             self.sentences = seen(_table(config, "sentences", SENTENCES))
@@ -184,8 +195,8 @@ class Stage(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of the embedding, if another stage has one (`tied_copy`)."""
-        return tied_copy(self.config, self.embedding, self.head)
+        """This stage's copy of the embedding, if another stage has one (`find_tied_weight`)."""
+        return find_tied_weight(self.config, self.embedding, self.head)
 
     def forward(
         self, x: Tensor, *, sentences: Tensor | None = None, mask: Tensor | None = None
@@ -195,7 +206,7 @@ class Stage(nn.Module):
             raise ValueError(f"{length} tokens do not fit a context of {self.config.context}")
         if self.embedding is not None:
             assert self.positions is not None and self.sentences is not None
-            own = partial(own_tokens, group=self.tp, sequence=self.sequence)
+            own = partial(select_local_tokens, group=self.tp, sequence_parallel=self.sequence)
             of = torch.zeros_like(x) if sentences is None else sentences
             of = own(of.unsqueeze(-1)).squeeze(-1)
             sums = split_backward.embedding(of, self.sentences) + own(self.positions[:length])
@@ -249,29 +260,31 @@ class Heads(nn.Module):
         self.tp, self.sequence = tp, sequence
         weights = LayerParameters(config.seed, "heads", config.hidden, 1, tp, WHERE, sequence)
         self.token = _whole(weights, "token", config.hidden)
-        self.norm = weights.norm()
+        self.norm = weights.make_norm()
         self.bias = shard(torch.zeros(config.vocab, **WHERE), 0, tp, padded=True)
         self.pool = _whole(weights, "pool", config.hidden, own=False)
         self.follows = _whole(weights, "follows", SENTENCES, own=False)
 
     def forward(self, x: Tensor) -> Found:
         tokens = self.norm(F.gelu(self.token(x)))
-        first = first_token(x, self.tp, sequence=self.sequence)
+        first = get_first_token(x, self.tp, sequence_parallel=self.sequence)
         return tokens, self.follows(torch.tanh(self.pool(first)))
 
 
 def _whole(
     weights: LayerParameters, name: str, k: int, *, own: bool = True
 ) -> ColumnParallelLinear:
-    """(..., hidden) to (..., k), which each rank holds whole: for its `own` tokens, if they share
-    these, or else for what is the same on all."""
-    layer = weights._replace(tp=None, sequence=False).column(name, k)
-    return seen_in_parts(layer, weights.tp, sequence=weights.sequence, own=own)
+    """(..., hidden) to (..., k), which each rank holds whole: for its `has_local_tokens` tokens, if
+    they share these, or else for what is the same on all."""
+    layer = weights._replace(tp=None, sequence_parallel=False).make_column_linear(name, k)
+    return mark_sequence_parallel(
+        layer, weights.tp, sequence_parallel=weights.sequence_parallel, has_local_tokens=own
+    )
 
 
 def _table(config: BertConfig, name: str, rows: int) -> nn.Parameter:
     """A row for each place, or for each sentence."""
-    return shard(drawn(config.seed, name, rows, config.hidden, WHERE), 0, None)
+    return shard(make_normal_init(config.seed, name, rows, config.hidden, WHERE), 0, None)
 
 
 # ---------------------------------------------------------------- its data
@@ -294,8 +307,8 @@ def pair(
     config: BertConfig,
     numbers: np.random.Generator,
 ) -> Pair:
-    """A sequence as long as the text `own`, of its begin and what comes next in it, or, as often, a
-    begin of the text `other`; 5 tokens at least.
+    """A sequence as long as the text `has_local_tokens`, of its begin and what comes next in it,
+    or, as often, a begin of the text `other`; 5 tokens at least.
 
     Of the tokens of text 15 % are to be found, one at least: 80 % of them are masked, 10 % are
     other ones, and 10 % stay (1810.04805, appendix A.1).
@@ -311,7 +324,7 @@ def pair(
     sentences = ((at > first + 1) & (at < length + 3)).astype(np.int64)
     text = at[: length + 2][(at[: length + 2] > 0) & (at[: length + 2] != first + 1)]
     masked = numbers.choice(text, max(1, round(MASKED * length)), replace=False)
-    targets = np.full(len(own), IGNORE, np.int64)
+    targets = np.full(len(own), IGNORE_INDEX, np.int64)
     targets[masked], targets[0] = tokens[masked], is_other
     how = numbers.random(len(masked))
     tokens[masked[how < 0.8]] = config.mask

@@ -21,7 +21,7 @@ import schedir
 from schedir import Costs, PipelineShape
 from schedir.errors import SchedirError
 from schedir.schedules import gpipe, interleaved, one_f_one_b
-from schedir.training.run_results import make_folder
+from schedir.training.run_results import make_directory
 from schedir.training.train import run
 
 CONFIG = Path(__file__).with_name("demo.toml")
@@ -91,7 +91,7 @@ def main() -> int:
     folder = Path(*sys.argv[1:2] or ["demo-output"])
     began = perf_counter()
     try:
-        make_folder(str(folder))
+        make_directory(str(folder))
         predict(folder)
         many = train(
             "Interleaved 1F1B: 2 pipeline ranks x 2 tensor-parallel ranks, 4 processes",

@@ -3,7 +3,8 @@
     python examples/dropout.py
 
 What a stage draws from torch's generators is decided by the executor's seed, the step, the
-microbatch and the stage.  `layer` names a layer instead, so that it may lie in another stage too.
+microbatch and the stage.  `fork_layer_rng` names a layer instead, so that it may lie in another
+stage too.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Boundary, InProcessExecutor, run_sequential
-from schedir.runtime.autograd.random_streams import layer
+from schedir.runtime.autograd.random_streams import fork_layer_rng
 
 WIDTH = 16
 
@@ -25,7 +26,7 @@ class Block(nn.Module):
         self.number, self.inner = number, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        with layer(self.number):
+        with fork_layer_rng(self.number):
             return x + F.dropout(torch.tanh(self.inner(x)), 0.1, self.training)
 
 

@@ -17,7 +17,7 @@ which stages of the decoder take with what they make of the target, and pass on:
 tensors (`boundaries`).  So the gradient of the memory is summed up on the way back.  The tokens of
 the target, and which of the source are there, come from the data: every stage is given them by
 name.  The first stage, the last and the decoder's first share one weight (`tied_stages`).
-Tensor-parallel ranks can share each stage (`tp`), and the tokens, too (`sequence`).
+Tensor-parallel ranks can share each stage (`tp`), and the tokens, too (`sequence_parallel`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from torch.distributed import ProcessGroup
 
 from examples.training_loop import train
 from examples.transformer_blocks import WHERE, CrossAttention, FeedForward, SelfAttention
-from schedir.models.language_model import count_tokens, drawn, loss
+from schedir.models.language_model import count_tokens, loss, make_normal_init
 from schedir.models.parameter_init import LayerParameters
 from schedir.models.partitioning import split_layers
 from schedir.runtime import Boundary
-from schedir.tensor_parallel.mappings import own_tokens, seen_in_parts, tp_size
+from schedir.tensor_parallel.mappings import mark_sequence_parallel, select_local_tokens, tp_size
 from schedir.tensor_parallel.vocab_parallel import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -101,9 +101,9 @@ def build_stage(
 ) -> Stage:
     """Stage `stage` of `stages`, this rank's shard of it.
 
-    With `sequence` tensor-parallel ranks share the tokens of both sequences, too: for a program
-    that says `sequence yes`.  `division` is the number of layers of each stage, those of the
-    encoder first; a stage may have the encoder's end and the decoder's begin.
+    With `sequence_parallel` tensor-parallel ranks share the tokens of both sequences, too: for a
+    program that says `sequence yes`.  `division` is the number of layers of each stage, those of
+    the encoder first; a stage may have the encoder's end and the decoder's begin.
     """
     layers = layers_of(config, stages, division)
     ends = stage == 0, stage == stages - 1
@@ -136,8 +136,8 @@ class Stage(nn.Module):
     (b, S, hidden); those of the decoder (b, T, hidden) and the memory, (b, S, hidden); the last
     gives this rank's logits, (b, T, ceil(V/t)).  All are given `target`, int64 (b, T), by name, of
     which the stage takes the embedding that has the decoder's first layer; and `mask`, bool (b, S),
-    which tokens of the source are there, if not all are.  With `sequence` what passes between
-    stages is of the rank's own tokens of each, (b, S/t, hidden) and (b, T/t, hidden).
+    which tokens of the source are there, if not all are.  With `sequence_parallel` what passes
+    between stages is of the rank's own tokens of each, (b, S/t, hidden) and (b, T/t, hidden).
     """
 
     def __init__(
@@ -170,9 +170,11 @@ class Stage(nn.Module):
         )
         self.encoder_norm = self.norm = None
         if begin - 1 in layers:
-            self.encoder_norm = seen_in_parts(nn.LayerNorm(config.hidden, **WHERE), tp, **how)
+            self.encoder_norm = mark_sequence_parallel(
+                nn.LayerNorm(config.hidden, **WHERE), tp, **how
+            )
         if last:
-            self.norm = seen_in_parts(nn.LayerNorm(config.hidden, **WHERE), tp, **how)
+            self.norm = mark_sequence_parallel(nn.LayerNorm(config.hidden, **WHERE), tp, **how)
             self.head = VocabParallelHead(weights["head"], config.vocab, tp, **how)
 
     @property
@@ -216,7 +218,7 @@ class Stage(nn.Module):
     def _placed(self, x: Tensor, length: int) -> Tensor:
         """Embeddings of so many tokens, or the rank's own of them, times the root of their width,
         and where each is."""
-        where = own_tokens(waves(length, x), self.tp, sequence=self.sequence)
+        where = select_local_tokens(waves(length, x), self.tp, sequence_parallel=self.sequence)
         return x * math.sqrt(x.shape[-1]) + where
 
 
@@ -275,7 +277,9 @@ def _ends(
 
     def made(name: str) -> nn.Parameter:
         key = f"{name}.weight"
-        return shard_vocab(drawn(config.seed, key, config.vocab, config.hidden, WHERE), tp)
+        return shard_vocab(
+            make_normal_init(config.seed, key, config.vocab, config.hidden, WHERE), tp
+        )
 
     if config.tied:
         return dict.fromkeys(names, made("embedding")) if names else {}

@@ -50,7 +50,7 @@ class Stage(nn.Module):
 
 
 def summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The cross entropy of each next token, summed; `scale` makes the mean of it."""
+    """The cross entropy of each next token, summed; `grad_scale` makes the mean of it."""
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
 
 
@@ -80,17 +80,17 @@ def main() -> None:
     shape = PipelineShape(ranks=world, microbatches=MICROBATCHES, stages_per_rank=STAGES // world)
     program = schedir.compile(interleaved, shape, tied_weights=ties, clip_grad_norm=True)
     transport = GlooTransport(program)
-    own = {number: stages[number] for number in shape.stages_of[transport.rank]}
+    own = {number: stages[number] for number in shape.stages_on_rank[transport.rank]}
     weights = {p for stage in own.values() for p in stage.parameters()}
     executor = Executor(
         program, transport.rank, own, transport,
-        loss=summed_loss, boundary=Boundary((SIZE, CONTEXT, config.n_embd)), tied=ties,
+        loss=summed_loss, boundary=Boundary((SIZE, CONTEXT, config.n_embd)), tied_weights=ties,
         optimizer=torch.optim.AdamW(weights, lr=1e-3), max_norm=1.0, seed=1,
     )  # fmt: skip
 
     for step, sequences in enumerate(batches(Path(__file__).read_bytes())):
         mean = 1 / sequences[..., 1:].numel()
-        total = executor.step(sequences[..., :-1], sequences[..., 1:], scale=mean)
+        total = executor.step(sequences[..., :-1], sequences[..., 1:], grad_scale=mean)
         if total is not None:  # on the rank of the last stage
             print(f"step {step + 1:>2}  loss {float(total) * mean!r}", flush=True)
     dist.barrier()

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from schedir.errors import SchedirError
-from schedir.training.run_results import make_folder
+from schedir.training.run_results import make_directory
 from schedir.training.train import run
 
 CONFIG = Path(__file__).with_suffix(".toml")
@@ -23,7 +23,7 @@ CONFIG = Path(__file__).with_suffix(".toml")
 def main() -> int:
     folder = Path(*sys.argv[1:2] or ["recompute-output"])
     try:
-        make_folder(str(folder))
+        make_directory(str(folder))
     except SchedirError as error:
         print(error)
         return 2

@@ -169,7 +169,7 @@ def main() -> None:
 
     ranks = InProcessExecutor(PROGRAM, deepcopy(stages), loss=loss, boundary=BOUNDARY)
     print(f"virtual ranks        loss {float(ranks.step(cut(x), cut(y), keywords=KEYWORDS)):.4f}")
-    virtual = gradients(ranks.ranks[r].stages[r].module for r in range(RANKS))
+    virtual = gradients(ranks.executors[r].stages[r].module for r in range(RANKS))
     assert all(map(torch.equal, virtual, gradients(plain)))
 
     with socket.socket() as free:

@@ -100,12 +100,14 @@ def main(rank: int, how: str, folder: str = "") -> None:
     if how == "theirs":
         schedule = ScheduleInterleaved1F1B(own, MICROBATCHES, loss)
     else:
-        schedule = Schedule(own, MICROBATCHES, loss, schedule=interleaved, tied=tied, runtime=how)
+        schedule = Schedule(
+            own, MICROBATCHES, loss, schedule=interleaved, tied_weights=tied, runtime=how
+        )
 
     weights = {p for stage in own for p in stage.submod.parameters()}
     optimizer = torch.optim.AdamW(weights, lr=1e-3)
     text = torch.tensor([*Path(__file__).read_bytes()])
-    state = load(schedule, folder, optimizer=optimizer, names=in_model) if folder else None
+    state = load(schedule, folder, optimizer=optimizer, name_map=in_model) if folder else None
     first = state["step"] if state else 0
     for step in range(first, first + STEPS):
         begins = torch.randint(len(text) - CONTEXT - 1, (MICROBATCHES * SIZE, 1))
@@ -123,7 +125,7 @@ def main(rank: int, how: str, folder: str = "") -> None:
         optimizer.step()
         optimizer.zero_grad()
     if folder:
-        save(schedule, folder, step=first + STEPS, optimizer=optimizer, names=in_model)
+        save(schedule, folder, step=first + STEPS, optimizer=optimizer, name_map=in_model)
 
 
 def start(rank: int, how: str, meeting: str, *folder: str) -> None:

@@ -52,7 +52,7 @@ def train(
     shape = PipelineShape(ranks=world, microbatches=microbatches, stages_per_rank=stages // world)
     program = schedir.compile(interleaved, shape, tied_weights=tied, clip_grad_norm=True)
     transport = GlooTransport(program)
-    own = {s: build_stage(s, stages) for s in shape.stages_of[transport.rank]}
+    own = {s: build_stage(s, stages) for s in shape.stages_on_rank[transport.rank]}
     weights = {p for stage in own.values() for p in stage.parameters()}
     executor = Executor(
         program, transport.rank, own, transport, loss=loss, boundary=boundary,
@@ -61,7 +61,7 @@ def train(
     for step in range(steps):
         inputs, targets, keywords = batch(step)
         mean = 1 / count_tokens(targets)
-        total = executor.step(inputs, targets, scale=mean, keywords=keywords)
+        total = executor.step(inputs, targets, grad_scale=mean, keywords=keywords)
         if total is not None:  # on the rank of the last stage
             print(f"step {step + 1:>2}  loss {float(total) * mean!r}", flush=True)
     dist.barrier()

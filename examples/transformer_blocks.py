@@ -25,10 +25,10 @@ class SelfAttention(nn.Module):
     def __init__(self, weights: LayerParameters, heads: int, *, causal: bool) -> None:
         super().__init__()
         self.width, self.causal = weights.hidden // heads, causal
-        self.norm = weights.norm()
+        self.norm = weights.make_norm()
         # Rows in the order (head, q k v, width): a slice of them is whole heads.
-        self.qkv = weights.column("qkv", 3 * weights.hidden)
-        self.proj = weights.row("proj", weights.hidden)
+        self.qkv = weights.make_column_linear("qkv", 3 * weights.hidden)
+        self.proj = weights.make_row_linear("proj", weights.hidden)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = _heads(self.qkv(self.norm(x)), 3, self.width)
@@ -42,10 +42,10 @@ class CrossAttention(nn.Module):
     def __init__(self, weights: LayerParameters, heads: int) -> None:
         super().__init__()
         self.width = weights.hidden // heads
-        self.norm = weights.norm()
-        self.q = weights.column("q", weights.hidden)
-        self.kv = weights.column("kv", 2 * weights.hidden)  # rows (head, k v, width)
-        self.proj = weights.row("proj", weights.hidden)
+        self.norm = weights.make_norm()
+        self.q = weights.make_column_linear("q", weights.hidden)
+        self.kv = weights.make_column_linear("kv", 2 * weights.hidden)  # rows (head, k v, width)
+        self.proj = weights.make_row_linear("proj", weights.hidden)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
         (q,) = _heads(self.q(self.norm(x)), 1, self.width)
@@ -59,13 +59,13 @@ class FeedForward(nn.Module):
 
     def __init__(self, weights: LayerParameters) -> None:
         super().__init__()
-        self.norm = weights.norm()
-        self.up = weights.column("up", 4 * weights.hidden)
-        self.down = weights.row("down", 4 * weights.hidden)
+        self.norm = weights.make_norm()
+        self.up = weights.make_column_linear("up", 4 * weights.hidden)
+        self.down = weights.make_row_linear("down", 4 * weights.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.up.bias is not None
-        x = x + self.down(bias_gelu(self.up.product(self.norm(x)), self.up.bias))
+        x = x + self.down(bias_gelu(self.up.project(self.norm(x)), self.up.bias))
         return x
 
 

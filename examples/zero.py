@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 from schedir.errors import SchedirError, format_bytes
-from schedir.training.config.config_file import read
-from schedir.training.run_results import make_folder
+from schedir.training.config.config_file import read_config
+from schedir.training.run_results import make_directory
 from schedir.training.train import run
 
 CONFIG = Path(__file__).with_suffix(".toml")
-MEMORY = read(str(CONFIG)).memory
+MEMORY = read_config(str(CONFIG)).memory
 ZERO, AGAIN = "pipeline.zero=3", "memory.recompute=fit"
 REFUSED = {
     "Two replicas, each with all weights, gradients and the optimizer's state": [],
@@ -31,7 +31,7 @@ REFUSED = {
 def main() -> int:
     folder = Path(*sys.argv[1:2] or ["zero-output"])
     try:
-        make_folder(str(folder))
+        make_directory(str(folder))
     except SchedirError as error:
         print(error)
         return 2
@@ -51,7 +51,7 @@ def main() -> int:
         f"a replica held {format_bytes(counted)}, predicted {format_bytes(predicted)}, of "
         f"{MEMORY.memory_limit}"
     )
-    if max(predicted, counted) > (MEMORY.bytes or 0):
+    if max(predicted, counted) > (MEMORY.limit_bytes or 0):
         wrong.append("the limit was exceeded")
     for fact in wrong:
         print(f"FAILED: {fact}")

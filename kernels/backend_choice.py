@@ -10,7 +10,7 @@ from torch import Tensor
 
 from schedir.errors import UsageError
 
-VARIABLE = "SCHEDIR_KERNELS"
+BACKEND_VARIABLE = "SCHEDIR_KERNELS"
 
 
 @cache
@@ -19,13 +19,13 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def on_triton(tensor: Tensor) -> bool:
+def uses_triton(tensor: Tensor) -> bool:
     """Whether kernels take this tensor: it is on a GPU, and triton is there.
 
     SCHEDIR_KERNELS=reference keeps to plain torch.  Raises UsageError for any other value of
     it than that or `auto`.
     """
-    wish = os.environ.get(VARIABLE, "auto")
+    wish = os.environ.get(BACKEND_VARIABLE, "auto")
     if wish not in ("auto", "reference"):
-        raise UsageError(f"{VARIABLE} is {wish!r}", hint="auto or reference")
+        raise UsageError(f"{BACKEND_VARIABLE} is {wish!r}", hint="auto or reference")
     return tensor.is_cuda and wish == "auto" and has_triton()

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from schedir.kernels import launch_grid
 
-MOST, WARPS = 4096, 8
+MAX_BLOCK_COLUMNS, NUM_WARPS = 4096, 8
 
 
-def block(k: int) -> int:
+def choose_block_size(k: int) -> int:
     """Columns that a program takes at a time."""
-    return min(MOST, launch_grid.power_of_2(k))
+    return min(MAX_BLOCK_COLUMNS, launch_grid.next_power_of_2(k))
 
 
 @triton.jit
@@ -76,35 +76,48 @@ def gradient_kernel(
     tl.store(at, gradient.to(logits.dtype.element_ty), mask=columns < k)
 
 
-def statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+def compute_statistics(logits: Tensor, targets: Tensor, first_column: int) -> Tensor:
     n, k = logits.shape
     assert logits.stride(1) == 1 and targets.is_contiguous()
     out = torch.empty(3, n, dtype=torch.float32, device=logits.device)
     statistics_kernel[(n,)](
-        logits, targets, out, first, n, k, logits.stride(0), BLOCK=block(k), num_warps=WARPS
+        logits,
+        targets,
+        out,
+        first_column,
+        n,
+        k,
+        logits.stride(0),
+        BLOCK=choose_block_size(k),
+        num_warps=NUM_WARPS,
     )
     return out
 
 
-def gradient_(
-    logits: Tensor, targets: Tensor, parts: Tensor, dloss: Tensor, first: int, ignore: int
+def write_gradient_(
+    logits: Tensor,
+    targets: Tensor,
+    all_statistics: Tensor,
+    dloss: Tensor,
+    first_column: int,
+    ignore_index: int,
 ) -> Tensor:
     n, k = logits.shape
-    t = len(parts)
-    assert logits.stride(1) == 1 and targets.is_contiguous() and parts.is_contiguous()
-    gradient_kernel[(n, launch_grid.count(k, block(k)))](
+    t = len(all_statistics)
+    assert logits.stride(1) == 1 and targets.is_contiguous() and all_statistics.is_contiguous()
+    gradient_kernel[(n, launch_grid.count_blocks(k, choose_block_size(k)))](
         logits,
         targets,
-        parts,
+        all_statistics,
         dloss,
-        first,
-        ignore,
+        first_column,
+        ignore_index,
         n,
         k,
         logits.stride(0),
         t,
-        T=launch_grid.power_of_2(t),
-        BLOCK=block(k),
-        num_warps=WARPS,
+        T=launch_grid.next_power_of_2(t),
+        BLOCK=choose_block_size(k),
+        num_warps=NUM_WARPS,
     )
     return logits

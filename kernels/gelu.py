@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedir.kernels.backend_choice import on_triton
+from schedir.kernels.backend_choice import uses_triton
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     """gelu(x + bias), the exact one (with erf): (..., n) and (n,) to (..., n)."""
-    if on_triton(x):
+    if uses_triton(x):
         y: Tensor = _BiasGelu.apply(x, bias)  # type: ignore[no-untyped-call]
         return y
     return bias_gelu_reference(x, bias)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from schedir.kernels import launch_grid
 
-ROWS, COLUMNS, WARPS = 4, 512, 4  # the tile of a program
-REGISTERS = 64  # of a thread of a backward, at most: 8 programs fit a multiprocessor
-PROGRAMS = 2048  # of a backward: enough to fill a GPU, few enough that the last sum is small
+ROWS, COLUMNS, NUM_WARPS = 4, 512, 4  # the tile of a program
+MAX_REGISTERS = 64  # of a thread of a backward, at most: 8 programs fit a multiprocessor
+MAX_PROGRAMS = 2048  # of a backward: enough to fill a GPU, few enough that the last sum is small
 
 
 @triton.jit
@@ -62,22 +62,22 @@ def backward_kernel(
 def forward(x: Tensor, bias: Tensor) -> Tensor:
     x, n = x.contiguous(), x.shape[-1]
     y, rows = torch.empty_like(x), x.numel() // n
-    grid = launch_grid.count(rows, ROWS), launch_grid.count(n, COLUMNS)
-    forward_kernel[grid](x, bias, y, rows, n, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    grid = launch_grid.count_blocks(rows, ROWS), launch_grid.count_blocks(n, COLUMNS)
+    forward_kernel[grid](x, bias, y, rows, n, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS)
     return y
 
 
 def backward(
-    dy: Tensor, x: Tensor, bias: Tensor, programs: int = PROGRAMS
+    dy: Tensor, x: Tensor, bias: Tensor, max_programs: int = MAX_PROGRAMS
 ) -> tuple[Tensor, Tensor]:
     dy, x, n = dy.contiguous(), x.contiguous(), x.shape[-1]
     dx, rows = torch.empty_like(x), x.numel() // n
-    across = launch_grid.count(n, COLUMNS)
-    tiles = launch_grid.count(rows, ROWS)
+    across = launch_grid.count_blocks(n, COLUMNS)
+    tiles = launch_grid.count_blocks(rows, ROWS)
     each = ROWS * max(
-        1, launch_grid.count(tiles, max(1, programs // across))
+        1, launch_grid.count_blocks(tiles, max(1, max_programs // across))
     )  # there may be no rows
-    down = launch_grid.count(rows, each)
+    down = launch_grid.count_blocks(rows, each)
     dbias = torch.empty(down, n, dtype=torch.float32, device=x.device)
     backward_kernel[(down, across)](
         dy,
@@ -90,7 +90,7 @@ def backward(
         each,
         ROWS=ROWS,
         COLUMNS=COLUMNS,
-        num_warps=WARPS,
-        maxnreg=REGISTERS,
+        num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
     )
     return dx, dbias.sum(0).to(bias.dtype)

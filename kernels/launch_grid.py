@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 
-def count(n: int, size: int) -> int:
+def count_blocks(n: int, block_size: int) -> int:
     """How many blocks of a size hold n.
 
     >>> [count(n, 4) for n in (1, 4, 5)]
     [1, 1, 2]
     """
-    return -(-n // size)
+    return -(-n // block_size)
 
 
-def power_of_2(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     """The first that is n or more.
 
     >>> [power_of_2(n) for n in (1, 2, 3, 4, 5)]

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schedir.kernels.backend_choice import on_triton
+from schedir.kernels.backend_choice import uses_triton
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """h = x + residual and LayerNorm(h), of shape (..., n) all; weight and bias (n,)."""
-    if on_triton(x):
+    if uses_triton(x):
         h, y = _AddLayerNorm.apply(x, residual, weight, bias, eps)  # type: ignore[no-untyped-call]
         return h, y
     return add_layer_norm_reference(x, residual, weight, bias, eps)

@@ -21,45 +21,48 @@ from triton.runtime import driver
 
 from schedir.kernels import launch_grid
 
-LOAD = 16  # bytes that a thread loads at once
-MOST = 32 * 32 * LOAD  # bytes of a row that a backward takes in one tile: 32 warps, a whole block
-ROWS = 8  # of a program of a backward, at least: its sums are written, and read again, for each
-REGISTERS = 64  # of a thread of a backward, at most: 1024 of them fit a multiprocessor
+LOAD_BYTES = 16  # bytes that a thread loads at once
+MAX_TILE_BYTES = (
+    32 * 32 * LOAD_BYTES
+)  # bytes of a row that a backward takes in one tile: 32 warps, a whole block
+MIN_ROWS = 8  # of a program of a backward, at least: its sums are written, and read again, for each
+MAX_REGISTERS = 64  # of a thread of a backward, at most: 1024 of them fit a multiprocessor
 
 
-def warps(columns: int, size: int) -> int:
-    """Of a program that has so many numbers of a row, each of `size` bytes."""
-    return max(1, min(32, columns * size // (32 * LOAD)))
+def count_warps(columns: int, itemsize: int) -> int:
+    """Of a program that has so many numbers of a row, each of `itemsize` bytes."""
+    return max(1, min(32, columns * itemsize // (32 * LOAD_BYTES)))
 
 
 class Tiling(NamedTuple):
     """How a backward divides a row: tiles, columns of each, and the power of 2 that holds them."""
 
     tiles: int
-    width: int
-    columns: int
+    tile_width: int
+    padded_columns: int
     stages: int  # of its loop: with 3, the next row is fetched while one is computed
     warps: int
 
 
 @cache
-def tiling(n: int, size: int, shared: int) -> Tiling:
-    """For rows of n numbers of `size` bytes, where a block can have `shared` bytes."""
-    count = launch_grid.count(n * size, MOST)
-    width = 16 * launch_grid.count(launch_grid.count(n, count), 16)
-    columns = launch_grid.power_of_2(min(n, width))
-    stages = 3 if fetched(count, columns, size) <= shared else 1
-    return Tiling(count, width, columns, stages, warps(columns, size))
+def choose_tiling(n: int, itemsize: int, max_shared_bytes: int) -> Tiling:
+    """For rows of n numbers of `itemsize` bytes, where a block can have `max_shared_bytes`
+    bytes."""
+    count = launch_grid.count_blocks(n * itemsize, MAX_TILE_BYTES)
+    width = 16 * launch_grid.count_blocks(launch_grid.count_blocks(n, count), 16)
+    columns = launch_grid.next_power_of_2(min(n, width))
+    stages = 3 if count_shared_bytes(count, columns, itemsize) <= max_shared_bytes else 1
+    return Tiling(count, width, columns, stages, count_warps(columns, itemsize))
 
 
-def fetched(tiles: int, columns: int, size: int) -> int:
+def count_shared_bytes(tiles: int, columns: int, itemsize: int) -> int:
     """Bytes of shared memory, at most, where the next row is fetched while one is computed: three
     tensors of each tile, of two rows, and what the sums of a row take."""
-    return 2 * 3 * tiles * columns * size + 1024
+    return 2 * 3 * tiles * columns * itemsize + 1024
 
 
 @cache
-def device_limits(device: torch.device) -> tuple[int, int]:
+def get_device_limits(device: torch.device) -> tuple[int, int]:
     """Multiprocessors, and the shared memory that a block can have."""
     its = driver.active.utils.get_device_properties(device.index)
     return its["multiprocessor_count"], its["max_shared_mem"]
@@ -166,7 +169,7 @@ def forward(
     x, residual, n = x.contiguous(), residual.contiguous(), x.shape[-1]
     h, y, rows = torch.empty_like(x), torch.empty_like(x), x.numel() // n
     moments = torch.empty(2, rows, dtype=torch.float32, device=x.device)
-    columns = launch_grid.power_of_2(n)
+    columns = launch_grid.next_power_of_2(n)
     forward_kernel[(rows,)](
         x,
         residual,
@@ -179,7 +182,7 @@ def forward(
         n,
         eps,
         COLUMNS=columns,
-        num_warps=warps(columns, x.element_size()),
+        num_warps=count_warps(columns, x.element_size()),
     )
     return h, y, moments
 
@@ -192,15 +195,16 @@ def backward(
     moments: Tensor,
     limits: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; `limits`, if not those of the device, as `device_limits`."""
+    """Gradients of x, weight and bias; `limits`, if not those of the device, as
+    `get_device_limits`."""
     dh, dy, n = dh.contiguous(), dy.contiguous(), h.shape[-1]
     dx, rows = torch.empty_like(h), h.numel() // n
-    multiprocessors, shared = limits or device_limits(h.device)
-    by = tiling(n, h.element_size(), shared)
+    multiprocessors, shared = limits or get_device_limits(h.device)
+    by = choose_tiling(n, h.element_size(), shared)
     # As many programs as run at once, or fewer.
     programs = max(1, multiprocessors * (32 // by.warps) // by.tiles)
-    each = max(ROWS, launch_grid.count(rows, programs))
-    down = launch_grid.count(rows, each)
+    each = max(MIN_ROWS, launch_grid.count_blocks(rows, programs))
+    down = launch_grid.count_blocks(rows, each)
     parts = torch.empty(2, down, n, dtype=torch.float32, device=h.device)
     backward_kernel[(down, by.tiles)](
         dh,
@@ -212,13 +216,13 @@ def backward(
         parts,
         rows,
         n,
-        by.width,
+        by.tile_width,
         each,
         TILES=by.tiles,
-        COLUMNS=by.columns,
+        COLUMNS=by.padded_columns,
         STAGES=by.stages,
         num_warps=by.warps,
-        maxnreg=REGISTERS,
+        maxnreg=MAX_REGISTERS,
     )
     dweight, dbias = parts.sum(1).to(weight.dtype)
     return dx, dweight, dbias

@@ -9,22 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_HALVES = torch.bfloat16, torch.float16
+_HALF_DTYPES = torch.bfloat16, torch.float16
 
 
-def accumulate_(main: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    """`main` (k, n) += `dy` (T, k).T @ `x` (T, n), summed up in float32; main may be float32
+def accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    """`main_grad` (k, n) += `dy` (T, k).T @ `x` (T, n), summed up in float32; main may be float32
     where the others are bfloat16 or float16."""
-    if main.dtype == dy.dtype:
-        return main.add_(dy.t() @ x)
-    if dy.is_cuda and main.dtype == torch.float32 and dy.dtype in _HALVES:
+    if main_grad.dtype == dy.dtype:
+        return main_grad.add_(dy.t() @ x)
+    if dy.is_cuda and main_grad.dtype == torch.float32 and dy.dtype in _HALF_DTYPES:
         # cuBLAS takes a float32 addend and result. A torch that does not offer it (before 2.11)
         # says so: nothing slower takes its place unseen.
-        torch.ops.aten.addmm.dtype_out(main, dy.t(), x, torch.float32, out=main)
-        return main
-    return accumulate_reference_(main, dy, x)
+        torch.ops.aten.addmm.dtype_out(main_grad, dy.t(), x, torch.float32, out=main_grad)
+        return main_grad
+    return accumulate_reference_(main_grad, dy, x)
 
 
-def accumulate_reference_(main: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+def accumulate_reference_(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     """As `accumulate_`, in plain torch: the operands are cast first, and nothing is rounded."""
-    return main.add_(dy.to(main.dtype).t() @ x.to(main.dtype))
+    return main_grad.add_(dy.to(main_grad.dtype).t() @ x.to(main_grad.dtype))

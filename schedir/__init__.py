@@ -20,8 +20,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from schedir.ir.notebook_repr import register
-from schedir.retired_names import missing_attribute
+from schedir.ir.notebook_repr import register_renderer
+from schedir.retired_names import make_attribute_error
 
 if TYPE_CHECKING:
     from schedir import errors, schedules
@@ -67,7 +67,7 @@ __version__ = "0.1.0"
 
 # Where each name is defined: `module`, or `module:name`.  `__getattr__` imports a name when it is
 # first used, which keeps `import schedir` and `schedir --help` fast.
-_HOME: Final = {
+_LAZY_IMPORTS: Final = {
     "B": "schedules.schedule_algebra:B",
     "Cluster": "ir.cost.cluster:Cluster",
     "Costs": "ir.cost.costs:Costs",
@@ -125,13 +125,13 @@ _HOME: Final = {
 }
 
 # A notebook calls this when it first shows a program, because pictures take a while to import.
-register(lambda shown: str(import_module("schedir.viz.notebook").of(shown)))
+register_renderer(lambda shown: str(import_module("schedir.viz.notebook").of(shown)))
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise missing_attribute(__name__, name)
-    module_name, _, attribute = _HOME[name].partition(":")
+    if name not in _LAZY_IMPORTS:
+        raise make_attribute_error(__name__, name)
+    module_name, _, attribute = _LAZY_IMPORTS[name].partition(":")
     module = import_module(f"schedir.{module_name}")
     value = getattr(module, attribute) if attribute else module
     globals()[name] = value
@@ -141,7 +141,7 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     # `help(schedir)` imports every name of this list, and without torch it cannot import `runtime`.
     missing = {"runtime"} if find_spec("torch") is None else set()
-    return sorted({*globals(), *_HOME} - missing)
+    return sorted({*globals(), *_LAZY_IMPORTS} - missing)
 
 
 __all__ = [

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from schedir import __version__
-from schedir.commands import COMMANDS, module_of
-from schedir.commands.common.trust_options import add_trust
+from schedir.commands import COMMANDS, import_command
+from schedir.commands.common.trust_options import add_input_limits
 from schedir.errors import SchedirError, UsageError
 from schedir.extras import broken_package
-from schedir.ir.input_trust import MOST, input_limits
-from schedir.retired_names import NAMES, RETIRED
+from schedir.ir.input_trust import DEFAULT_MAX_INSTRUCTIONS, input_limits
+from schedir.retired_names import RENAMED_FIELDS, RETIRED_HINTS
 
-_ABOUT = "Pipeline schedules as programs: compile, check, predict, draw and run them."
-_START = f"""\
-{_ABOUT}
+_DESCRIPTION = "Pipeline schedules as programs: compile, check, predict, draw and run them."
+_START_HELP = f"""\
+{_DESCRIPTION}
 
   schedir check zb_v                    prove that a schedule is complete and finishes
   schedir draw interleaved zb_v         draw schedules on the terminal
@@ -37,7 +37,7 @@ _START = f"""\
 
 schedir --help lists all commands, and schedir COMMAND --help its options.
 """
-_EXIT = (
+_EXIT_CODES_HELP = (
     "exit code: 0 fine, 2 refused program or bad usage, 1 a bug of schedir or a rank that crashed, "
     "130 interrupted"
 )
@@ -53,14 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         argv = sys.argv[1:] if argv is None else argv
         if not argv:
-            return _say(_START)
-        args = _parser(argv).parse_args(argv, argparse.Namespace(typed=argv))
+            return _print_output(_START_HELP)
+        args = _build_parser(argv).parse_args(argv, argparse.Namespace(typed=argv))
         code_too = not args.no_code and None
-        most = MOST if args.most_instructions is None else args.most_instructions
-        with input_limits(instructions=most, code=code_too), _plain_warnings():
+        most = (
+            DEFAULT_MAX_INSTRUCTIONS if args.most_instructions is None else args.most_instructions
+        )
+        with input_limits(max_instructions=most, allow_code=code_too), _use_plain_warnings():
             said: str | int | tuple[str, int] = args.run(args)
         text, code = said if isinstance(said, tuple) else (said, 0)
-        return (_say(text) or code) if isinstance(text, str) else text
+        return (_print_output(text) or code) if isinstance(text, str) else text
     except SystemExit as end:  # --help
         return int(end.code or 0)
     except SchedirError as error:
@@ -84,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _plain_warnings() -> Iterator[None]:
+def _use_plain_warnings() -> Iterator[None]:
     """Print the warnings of schedir as a sentence, without the source line that raised them."""
     usual, own = warnings.formatwarning, str(Path(__file__).parent)
 
@@ -100,7 +102,7 @@ def _plain_warnings() -> Iterator[None]:
         warnings.formatwarning = usual
 
 
-def _say(text: str) -> int:
+def _print_output(text: str) -> int:
     """Write to standard output.  A reader that stops early (`| head`) is no error."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
@@ -117,67 +119,69 @@ def _say(text: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    more: Callable[[], str] | None = None  # returns help that takes long to make
+    extra_help: Callable[[], str] | None = None  # returns help that takes long to make
     examples = ""  # lines that follow the options
 
     def format_help(self) -> str:
         examples = f"\nexamples:\n{self.examples}" if self.examples else ""
-        return super().format_help() + examples + (self.more() if self.more else "")
+        return super().format_help() + examples + (self.extra_help() if self.extra_help else "")
 
-    command: _Parser | None = None  # of the command that was typed
+    command_parser: _Parser | None = None  # of the command that was typed
 
     def error(self, message: str) -> NoReturn:
-        parser = self.command or self
+        parser = self.command_parser or self
         unknown = message.startswith("unrecognized arguments: ")
         words = message.partition(": ")[2].split() if unknown else []
         names = [word.partition("=")[0] for word in words]
-        hints = [hint for name in names if (hint := parser.hint(name))]
+        hints = [hint for name in names if (hint := parser.suggest_option(name))]
         raise UsageError(message, hint=(*hints, f"see {parser.prog} --help")[0])
 
-    def hint(self, name: str) -> str:
+    def suggest_option(self, name: str) -> str:
         """Return what to write instead of an option that there is not, or an empty string."""
         if not name.startswith("--"):
             return ""
         own = self._option_string_actions
         if (action := own.get("-O")) is not None:
-            from schedir.commands.common.program_options import ALL
-            from schedir.io.command_line import FLAGS
+            from schedir.commands.common.program_options import PROGRAM_OPTIONS
+            from schedir.io.command_line import FIELDS_WITH_FLAGS
 
             field = name[2:].replace("-", "_")
-            field = NAMES.get(field, field)
-            if field in ALL and field not in FLAGS:
-                value = f"={kind.metavar}" if (kind := ALL[field].kind).metavar else ""
+            field = RENAMED_FIELDS.get(field, field)
+            if field in PROGRAM_OPTIONS and field not in FIELDS_WITH_FLAGS:
+                value = f"={kind.metavar}" if (kind := PROGRAM_OPTIONS[field].kind).metavar else ""
                 try:
                     action.const(field, f"{field}{value}")
                 except UsageError as error:
                     return str(error.fact)
                 return f"{name} is now -O {field}{value}"
-        hint = RETIRED.get(name, "")
+        hint = RETIRED_HINTS.get(name, "")
         if hint and any(word in own for word in hint.partition(" is now ")[2].split()):
             return hint
         near = get_close_matches(name, own, 1, cutoff=0.75)
         return f"did you mean {near[0]}?" if near else ""
 
 
-def _parser(argv: Sequence[str]) -> _Parser:
-    parser = _Parser(prog="schedir", description=_ABOUT, epilog=_EXIT, allow_abbrev=False)
+def _build_parser(argv: Sequence[str]) -> _Parser:
+    parser = _Parser(
+        prog="schedir", description=_DESCRIPTION, epilog=_EXIT_CODES_HELP, allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"schedir {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     asked = argv[0] if argv else ""
     if not asked.startswith("-") and asked not in ("", *COMMANDS):
         near = get_close_matches(asked, COMMANDS, 1)
         hint = f"did you mean schedir {near[0]}?" if near else "schedir --help lists them"
-        raise UsageError(f"no command {asked!r}", hint=RETIRED.get(f"schedir {asked}", hint))
+        raise UsageError(f"no command {asked!r}", hint=RETIRED_HINTS.get(f"schedir {asked}", hint))
     for name, about in COMMANDS.items():
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
         if name == asked:  # to import all commands would take longer than most commands run
-            command = module_of(name)
+            command = import_command(name)
             sub.set_defaults(run=command.run)
             command.arguments(sub)
-            add_trust(sub)
-            sub.more = getattr(command, "more", None)
+            add_input_limits(sub)
+            sub.extra_help = getattr(command, "more", None)
             sub.examples = getattr(command, "EXAMPLES", "")
-            parser.command = sub
+            parser.command_parser = sub
     return parser
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import isnan
 from numbers import Real
 
-_WIDE = 160  # characters of a line that are shown
+_MAX_LINE_WIDTH = 160  # characters of a line that are shown
 
 
 def format_bytes(size: float) -> str:
@@ -37,7 +37,7 @@ def format_bytes(size: float) -> str:
     return f"{size / 1000**power:.4g} {units[power]}"
 
 
-def in_words(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """An exception as its kind and, if it has any, the first line of its words.
 
     >>> in_words(ValueError("no\\nnever")), in_words(MemoryError())
@@ -65,16 +65,16 @@ class InstructionSite:
 class CycleWait:
     """One step of a cycle: an instruction at the head of its queue, and what it waits for.
 
-    `stands_at` is the index at which the queue of the needed instruction stands.
+    `current_index` is the index at which the queue of the needed instruction stands.
     """
 
     rank: int
     index: int
     instr: object
-    needs: object
-    needs_rank: int
-    needs_index: int
-    stands_at: int
+    needed_instr: object
+    needed_rank: int
+    needed_index: int
+    current_index: int
 
 
 class SchedirError(Exception):
@@ -102,7 +102,7 @@ class SchedirError(Exception):
         self.hint = hint
         self.fields = tuple(fields)
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """The body of the message, a line each, without the first and the hint."""
         width = max((len(str(s.instr)) for s in self.sites), default=0)
         return [
@@ -113,7 +113,7 @@ class SchedirError(Exception):
     def __str__(self) -> str:
         head = f"{self.program}: {self.fact}" if self.program else self.fact
         hint = [f"hint: {self.hint}"] if self.hint else []
-        return "\n".join([head, *(f"  {line}" for line in [*self.lines(), *hint])])
+        return "\n".join([head, *(f"  {line}" for line in [*self.format_lines(), *hint])])
 
 
 class UsageError(SchedirError):
@@ -150,7 +150,7 @@ def require_type(value: object, kind: type, example: str) -> None:
         )
 
 
-def number(value: object) -> float | None:
+def to_float(value: object) -> float | None:
     """A number, as numpy and fractions say it, too; None for anything else, for NaN, and for one
     that is too large for a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -162,15 +162,15 @@ def number(value: object) -> float | None:
     return None if isnan(found) else found
 
 
-def require_bool(value: object, what: str) -> bool:
+def require_bool(value: object, name: str) -> bool:
     """True or False, as numpy and 1 and 0 say it, too.  Raises UsageError for anything else."""
     if type(value).__name__ in ("bool", "bool_") or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    raise UsageError(f"{what} is True or False, not {describe(value)}", fields=[what])
+    raise UsageError(f"{name} is True or False, not {describe(value)}", fields=[name])
 
 
 class ConfigError(UsageError):
-    """A setting that cannot be used; `where` is its file, or the option that gave it.
+    """A setting that cannot be used; `location` is its file, or the option that gave it.
 
     `line` and `column` count from 1, and are 0 where the setting has no place of its own.
     """
@@ -179,15 +179,15 @@ class ConfigError(UsageError):
         self,
         fact: str,
         *,
-        where: str,
+        location: str,
         line: int = 0,
         column: int = 0,
         hint: str = "",
         fields: Sequence[str] = (),
     ) -> None:
-        place = f"{where}, line {line}, column {column}" if line else where
+        place = f"{location}, line {line}, column {column}" if line else location
         super().__init__(fact, program=place, hint=hint, fields=fields)
-        self.where = where
+        self.location = location
         self.line, self.column = line, column
 
 
@@ -215,7 +215,7 @@ class ScheduleError(SchedirError):
 class ParseError(SchedirError):
     """A program text that does not follow the grammar; `line` and `column` count from 1."""
 
-    place = "line {line}, column {column}"
+    location_format = "line {line}, column {column}"
 
     def __init__(
         self, fact: str, *, line: int, column: int, text: str = "", hint: str = ""
@@ -225,14 +225,18 @@ class ParseError(SchedirError):
         self.column = column
         self.text = text
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         if not self.text:
             return []
-        begin = max(self.column - 1 - _WIDE // 2, 0) if len(self.text) > _WIDE else 0
-        return [self.text[begin : begin + _WIDE], " " * (self.column - 1 - begin) + "^"]
+        begin = (
+            max(self.column - 1 - _MAX_LINE_WIDTH // 2, 0)
+            if len(self.text) > _MAX_LINE_WIDTH
+            else 0
+        )
+        return [self.text[begin : begin + _MAX_LINE_WIDTH], " " * (self.column - 1 - begin) + "^"]
 
     def __str__(self) -> str:
-        self.program = self.place.format(line=self.line, column=self.column)
+        self.program = self.location_format.format(line=self.line, column=self.column)
         return super().__str__()
 
 
@@ -246,7 +250,7 @@ class CsvCellError(ParseError):
     `line` is its row and `column` which cell of it, from 1.
     """
 
-    place = "row {line}, column {column}"
+    location_format = "row {line}, column {column}"
 
 
 class LoweringLevelError(SchedirError):
@@ -278,32 +282,38 @@ class SlotError(SchedirError):
 
 
 class MemoryLimitError(SchedirError):
-    """A rank that would hold more bytes on a tier than it may; `holds` says of what, how many."""
+    """A rank that would hold more bytes on a tier than it may; `live_values` says of what, how
+    many."""
 
     def __init__(
         self,
         *,
         program: str = "",
-        limit: float,
-        needs: float,
-        holds: Sequence[tuple[str, int, float]],
+        limit_bytes: float,
+        required_bytes: float,
+        live_values: Sequence[tuple[str, int, float]],
         site: InstructionSite,
         hint: str = "",
         tier: str = "device",
     ) -> None:
-        more = format_bytes(needs) + f" on the {tier}" * (tier != "device")
-        fact = f"rank {site.rank} would hold {more}, and may hold {format_bytes(limit)}"
+        more = format_bytes(required_bytes) + f" on the {tier}" * (tier != "device")
+        fact = f"rank {site.rank} would hold {more}, and may hold {format_bytes(limit_bytes)}"
         super().__init__(fact, program=program, sites=[site], hint=hint)
-        self.limit, self.needs, self.tier, self.holds = limit, needs, tier, tuple(holds)
+        self.limit_bytes, self.required_bytes, self.tier, self.live_values = (
+            limit_bytes,
+            required_bytes,
+            tier,
+            tuple(live_values),
+        )
 
-    def lines(self) -> list[str]:
-        width = max((len(name) for name, _, _ in self.holds), default=0)
-        most = max((len(str(number)) for _, number, _ in self.holds), default=0)
+    def format_lines(self) -> list[str]:
+        width = max((len(name) for name, _, _ in self.live_values), default=0)
+        most = max((len(str(number)) for _, number, _ in self.live_values), default=0)
         return [
-            *super().lines(),
+            *super().format_lines(),
             *(
                 f"  {name:<{width}}  {number:>{most}}  {format_bytes(size):>8}"
-                for name, number, size in self.holds
+                for name, number, size in self.live_values
             ),
         ]
 
@@ -322,29 +332,29 @@ class DeadlockError(SchedirError):
         program: str = "",
         progress_model: str,
         cycle: Sequence[CycleWait],
-        ran: int,
-        total: int,
+        executed_count: int,
+        instruction_count: int,
         window: Sequence[InstructionSite] = (),
         hint: str = "",
     ) -> None:
         super().__init__(fact, program=program, sites=window, hint=hint)
         self.progress_model = progress_model
         self.cycle = tuple(cycle)
-        self.ran = ran
-        self.total = total
+        self.executed_count = executed_count
+        self.instruction_count = instruction_count
         self.eager_limit: float | None = None
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         width = max(len(str(w.instr)) for w in self.cycle)
         chain = [
-            f"rank {w.rank} #{w.index:<3} {w.instr!s:<{width}}  needs {w.needs} from rank "
-            f"{w.needs_rank}, which is #{w.needs_index} there, and rank {w.needs_rank} stands "
-            f"at #{w.stands_at}"
+            f"rank {w.rank} #{w.index:<3} {w.instr!s:<{width}}  needs {w.needed_instr} from rank "
+            f"{w.needed_rank}, which is #{w.needed_index} there, and rank {w.needed_rank} stands "
+            f"at #{w.current_index}"
             for w in self.cycle
         ]
         if not self.sites:
             return chain
-        head = self.cycle[0].stands_at
+        head = self.cycle[0].current_index
         width = max(len(str(s.instr)) for s in self.sites)
         around = [
             f"{'>' if s.index == head else ' '} #{s.index:<3} {s.instr!s:<{width}}  {s.note}"

@@ -12,14 +12,14 @@ from importlib.util import find_spec
 from traceback import walk_tb
 from typing import Final, NamedTuple
 
-from schedir.errors import UsageError, in_words
+from schedir.errors import UsageError, describe_exception
 
 
 class Extra(NamedTuple):
     """The extra of `pip install 'schedir[...]'` that installs a package, and the lowest version."""
 
     name: str
-    lowest: str = ""  # such as `2.10`; empty if every version works
+    min_version: str = ""  # such as `2.10`; empty if every version works
 
 
 EXTRAS: Final = {
@@ -40,26 +40,29 @@ def install_command(package: str) -> str:
     return f"pip install 'schedir[{EXTRAS[package].name}]'"
 
 
-def require(package: str, feature: str, *, field: str = "", lowest: str = "") -> None:
+def require_package(package: str, feature: str, *, field: str = "", min_version: str = "") -> None:
     """Raise an error if an optional package is not installed. This does not import the package.
 
     Args:
         package: A package of `EXTRAS`.
         feature: What needs the package, as the subject of the error's sentence.
         field: The setting that needs the package, if there is one.
-        lowest: The lowest version that works, if the feature needs a later one than `EXTRAS` has.
+        min_version: The lowest version that works, if the feature needs a later one than `EXTRAS`
+        has.
 
     Raises:
         MissingPackageError: The package is not installed, or its version is too low.
     """
     spec = find_spec(package)
     if spec is None or spec.origin is None:  # no origin: only a folder of that name was found
-        raise _missing(package, f"{feature} needs {package}, which is not installed", field)
-    lowest = lowest or EXTRAS[package].lowest
-    found = _version(package)
-    if lowest and found and _numbers(found) < _numbers(lowest):
-        why = f"{feature} needs {package} {lowest} or later, and {found} is installed"
-        raise _missing(package, why, field)
+        raise _make_missing_error(
+            package, f"{feature} needs {package}, which is not installed", field
+        )
+    min_version = min_version or EXTRAS[package].min_version
+    found = _get_version(package)
+    if min_version and found and _parse_version(found) < _parse_version(min_version):
+        why = f"{feature} needs {package} {min_version} or later, and {found} is installed"
+        raise _make_missing_error(package, why, field)
 
 
 def broken_package(error: BaseException) -> MissingPackageError | None:
@@ -74,13 +77,15 @@ def broken_package(error: BaseException) -> MissingPackageError | None:
     for frame, _ in walk_tb(error.__traceback__):
         package = frame.f_globals.get("__name__", "")
         if package in EXTRAS and frame.f_code.co_name == "<module>":
-            return _missing(package, f"{package} cannot be imported: {in_words(error)}")
+            return _make_missing_error(
+                package, f"{package} cannot be imported: {describe_exception(error)}"
+            )
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
-        return _missing(error.name, f"this needs {error.name}, which is not installed")
+        return _make_missing_error(error.name, f"this needs {error.name}, which is not installed")
     return None
 
 
-def _version(package: str) -> str:
+def _get_version(package: str) -> str:
     """Return the version of an installed package, or an empty string if it has no metadata."""
     try:
         return version(package)
@@ -88,13 +93,13 @@ def _version(package: str) -> str:
         return ""
 
 
-def _missing(package: str, why: str, field: str = "") -> MissingPackageError:
+def _make_missing_error(package: str, reason: str, field: str = "") -> MissingPackageError:
     fields = [field] if field else []
-    error = MissingPackageError(why, hint=install_command(package), fields=fields)
+    error = MissingPackageError(reason, hint=install_command(package), fields=fields)
     error.name = package
     return error
 
 
-def _numbers(version: str) -> list[int]:
+def _parse_version(version: str) -> list[int]:
     """Return the major and the minor number of a version."""
     return [int(number) for number in re.findall(r"\d+", version)[:2]]

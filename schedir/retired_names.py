@@ -13,7 +13,7 @@ from typing import Final
 # (`section.name`), a value of a setting (`kind = bert`, or the suffix of a file in `source`), or an
 # option of `compile`, which is also a key in a `.sched` file (`open`).  The value is the hint of
 # the error: it names the replacement.
-_OPTIONS = {
+_RENAMED_OPTIONS = {
     "activations": "max-activations", "axis": "axis-label", "blocks": "blocking-hosts",
     "colours": "colors", "device-waits": "host-device-sync", "draft": "compute-only",
     "eager": "eager-limit", "evaluations": "max-evaluations", "flat": "no-repeat",
@@ -24,9 +24,9 @@ _OPTIONS = {
     "seconds": "time-limit", "start": "initial-schedules", "take": "select",
     "time": "time-range", "whole": "no-split-backward", "why": "explain-start",
 }  # fmt: skip
-_COMMANDS = {"best": "recommend", "show": "print", "where": "diagnose"}
+_RENAMED_COMMANDS = {"best": "recommend", "show": "print", "where": "diagnose"}
 # Fields and options of programs, in the text of a program, in Python and after `-O`.
-NAMES: Final = MappingProxyType(
+RENAMED_FIELDS: Final = MappingProxyType(
     {
         "active": "unsharded_stages", "ahead": "unshard_prefetch", "blocks": "blocking_hosts",
         "chunked": "chunks_per_microbatch", "chunks": "microbatch_chunks",
@@ -45,7 +45,7 @@ NAMES: Final = MappingProxyType(
 )  # fmt: skip
 
 # Instructions in the text of a program, and the costs that have their names.
-INSTRUCTIONS: Final = MappingProxyType(
+RENAMED_INSTRUCTIONS: Final = MappingProxyType(
     {
         "fetch": "reload_from_disk",
         "fetch_state": "read_state_from_disk",
@@ -68,18 +68,26 @@ INSTRUCTIONS: Final = MappingProxyType(
     }
 )
 # Costs that are not named as an instruction.
-COSTS: Final = MappingProxyType(
-    {**INSTRUCTIONS, "gather": "tp_gather", "scatter": "tp_scatter", "sum": "tp_reduce"}
+RENAMED_COSTS: Final = MappingProxyType(
+    {**RENAMED_INSTRUCTIONS, "gather": "tp_gather", "scatter": "tp_scatter", "sum": "tp_reduce"}
 )
 # Sizes.
-SIZES: Final = MappingProxyType(
+RENAMED_SIZES: Final = MappingProxyType(
     {"both": "saved_and_deferred", "tape": "deferred_wgrad", "weights": "model_states"}
 )
 # Kinds of static buffers in the text of a program.
-BUFFERS: Final = MappingProxyType({"full": "unsharded_params"})
+RENAMED_BUFFERS: Final = MappingProxyType({"full": "unsharded_params"})
+
+# Fields of a Cluster, and the keys of its file.
+RENAMED_CLUSTER_FIELDS: Final = MappingProxyType(
+    {
+        **{old: f"{old}_bandwidth" for old in ("disk", "dram", "hbm", "host", "network", "nvlink")},
+        "sms": "num_sms",
+    }
+)
 
 # Values of options, by the name of the option.
-VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+RENAMED_VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "buffer_sharing": {
             "enough": "latency_preserving", "fewest": "minimal", "own": "none",
@@ -100,7 +108,7 @@ VALUES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
 )  # fmt: skip
 
 # Settings of a configuration, with their sections.
-SETTINGS: Final = {
+RENAMED_SETTINGS: Final = {
     "data.documents": "data.packing", "data.held_out": "data.validation",
     "memory.folder": "memory.spill_dir", "output.folder": "output.dir",
     "output.replace": "output.overwrite", "pipeline.division": "pipeline.layers_per_stage",
@@ -108,7 +116,7 @@ SETTINGS: Final = {
     "train.every": "train.checkpoint_every", "train.grace": "train.shutdown_grace",
     "train.keep": "train.checkpoint_keep", "train.nonfinite": "train.on_nonfinite",
     **{
-        f"{section}.{old}": f"{section}.{NAMES[old]}"
+        f"{section}.{old}": f"{section}.{RENAMED_FIELDS[old]}"
         for section, names in {
             "memory": ("active", "ahead", "host_limit", "limit", "spill", "state_rooms",
                        "state_slots", "states"),
@@ -118,12 +126,12 @@ SETTINGS: Final = {
         for old in names
     },
 }  # fmt: skip
-RETIRED: Final = MappingProxyType(
+RETIRED_HINTS: Final = MappingProxyType(
     {
-        **{f"--{old}": f"--{old} is now --{new}" for old, new in _OPTIONS.items()},
-        **{f"schedir {old}": f"it is now schedir {new}" for old, new in _COMMANDS.items()},
+        **{f"--{old}": f"--{old} is now --{new}" for old, new in _RENAMED_OPTIONS.items()},
+        **{f"schedir {old}": f"it is now schedir {new}" for old, new in _RENAMED_COMMANDS.items()},
         "--ties": "--ties is now -O tied_weights=STAGES",
-        **{old: f"it is now {new}" for old, new in {**NAMES, **SETTINGS}.items()},
+        **{old: f"it is now {new}" for old, new in {**RENAMED_FIELDS, **RENAMED_SETTINGS}.items()},
         "open": "use one program with more microbatches, which accumulates their gradients",
         "kind = bert": "examples/bert.py trains it with schedir.runtime.Executor",
         "kind = encoder_decoder": "examples/encoder_decoder.py trains it with "
@@ -135,7 +143,7 @@ RETIRED: Final = MappingProxyType(
 )
 
 # Public names by module, and their successors.
-ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+RENAMED_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "schedir": {
             "Plan": "PipelineShape", "Ties": "TiedWeights", "Word": "RankSchedule",
@@ -178,24 +186,24 @@ ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
 )  # fmt: skip
 
 
-def current_value(name: str, value: str) -> str:
+def get_current_value(name: str, value: str) -> str:
     """Return the value of an option under its present name, from a file that may be older."""
-    return VALUES.get(name, {}).get(value, value)
+    return RENAMED_VALUES.get(name, {}).get(value, value)
 
 
-def renamed_value(name: str, value: object) -> str:
+def get_rename_hint(name: str, value: object) -> str:
     """Return a hint with the present name of a value that was renamed; else an empty string."""
-    new = VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+    new = RENAMED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
     return f"it is now {new}" if new else ""
 
 
-def missing_attribute(module: str, name: str) -> AttributeError | ImportError:
+def make_attribute_error(module: str, name: str) -> AttributeError | ImportError:
     """Return the error of a name that a module does not have.
 
     Of a name that was renamed it is an ImportError, which has the new name: `from module import
     name` would show another message than that of an AttributeError.
     """
     text = f"module {module!r} has no attribute {name!r}"
-    if new := ATTRIBUTES.get(module, {}).get(name):
+    if new := RENAMED_ATTRIBUTES.get(module, {}).get(name):
         return ImportError(f"{text}: it is now {new}", name=module)
     return AttributeError(text, name=name)

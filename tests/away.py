@@ -32,7 +32,7 @@ ALWAYS.when = -1
 
 def begin(host: Host) -> None:
     slots = host.machine.program.slots
-    for kind, number in slots[host.rank].said().items() if slots else ():
+    for kind, number in slots[host.rank].specified().items() if slots else ():
         host.room[kind] = [ALWAYS] * number
 
 

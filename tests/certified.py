@@ -11,7 +11,7 @@ from typing import Any
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.schedule_search.problem import Objective, SchedulingProblem, problem_of
+from schedir.schedule_search.problem import Objective, SchedulingProblem, make_problem
 
 FILE = Path(__file__).with_suffix(".csv")
 Row = tuple[float, ...]
@@ -66,9 +66,9 @@ class Case:
 
     @property
     def problem(self) -> SchedulingProblem:
-        return problem_of(
+        return make_problem(
             self.shape, self.costs, self.sizes, self.limit,
-            in_flight=self.in_flight, objective=self.objective, split=self.split,
+            in_flight=self.in_flight, objective=self.objective, split_backward=self.split,
         )  # fmt: skip
 
     @property
@@ -85,7 +85,7 @@ class Case:
         problem = self.problem
         return any(
             room < self.ranks * sum(problem.saved[s] for s in own)
-            for room, own in zip(problem.room, problem.own, strict=True)
+            for room, own in zip(problem.capacity, problem.stages_of_rank, strict=True)
         )
 
     def line(self) -> dict[str, str]:

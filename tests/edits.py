@@ -13,19 +13,19 @@ from itertools import pairwise
 
 import numpy as np
 
-from schedir.ir.isa.instructions import ROWS, Opcode
-from schedir.ir.program import JOINED, OP, STAGE, Program, Stream
+from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode
+from schedir.ir.program import JOINED_BIT, OP_SHIFT, STAGE_SHIFT, Program, Stream
 from schedir.ir.text_format import from_text
 
 Place = tuple[int, int]  # rank, index
 
 
 def op(word: int) -> Opcode:
-    return Opcode(word >> OP & 0xFF)
+    return Opcode(word >> OP_SHIFT & 0xFF)
 
 
 def stage(word: int) -> int:
-    return word >> STAGE & 0xFFFF
+    return word >> STAGE_SHIFT & 0xFFFF
 
 
 def mb(word: int) -> int:
@@ -33,16 +33,16 @@ def mb(word: int) -> int:
 
 
 def word(o: Opcode, s: int = 0, m: int = 0) -> int:
-    return int(o) << OP | s << STAGE | m
+    return int(o) << OP_SHIFT | s << STAGE_SHIFT | m
 
 
 def with_op(w: int, o: Opcode) -> int:
-    return w & ~(0xFF << OP) | int(o) << OP
+    return w & ~(0xFF << OP_SHIFT) | int(o) << OP_SHIFT
 
 
 def bare(w: int) -> int:
     """The word of an instruction, joined or not."""
-    return w & ~JOINED
+    return w & ~JOINED_BIT
 
 
 def written(*ranks: str, microbatches: int = 1, header: str = "") -> Program:
@@ -81,7 +81,7 @@ class Edit:
 
     def put(self, w: int) -> None:
         """Another instruction in the place of this one."""
-        self.own[self.at] = bare(w) | self.word & JOINED
+        self.own[self.at] = bare(w) | self.word & JOINED_BIT
 
     def places(self, *ops: Opcode) -> list[Place]:
         """Where these instructions stand, on any rank; all where none are named."""
@@ -98,15 +98,15 @@ class Edit:
 
     def partner(self, w: int) -> Place | None:
         """Where the other side of a transfer stands."""
-        row = ROWS[op(w)]
+        row = INSTRUCTIONS[op(w)]
         if row.partner is None or row.peer is None:
             return None
-        other = int(self.program.beside(row.peer)[stage(w)])
+        other = int(self.program.neighbor_stages(row.peer)[stage(w)])
         if other < 0:
             return None
         wanted, rank = (
             word(row.partner, other, mb(w)),
-            int(self.program.shape.rank_at(other, mb(w))),
+            int(self.program.shape.rank_of_stage(other, mb(w))),
         )
         return next(((rank, k) for k, x in enumerate(self.lists[rank]) if bare(x) == wanted), None)
 
@@ -114,20 +114,20 @@ class Edit:
 def pull(own: list[int], k: int) -> int:
     """Take the word at k out of its list; what is left of its group stays one."""
     w = own.pop(k)
-    if not w & JOINED and k < len(own):
+    if not w & JOINED_BIT and k < len(own):
         own[k] = bare(own[k])
     return bare(w)
 
 
 def push(own: list[int], k: int, w: int) -> None:
     """Put a word before index k; inside a group it becomes one of it."""
-    own.insert(k, bare(w) | (own[k] & JOINED if k < len(own) else 0))
+    own.insert(k, bare(w) | (own[k] & JOINED_BIT if k < len(own) else 0))
 
 
 def swap(own: list[int], j: int, k: int) -> None:
     """Two words change places; which places are joined stays."""
     a, b = own[j], own[k]
-    own[j], own[k] = bare(b) | a & JOINED, bare(a) | b & JOINED
+    own[j], own[k] = bare(b) | a & JOINED_BIT, bare(a) | b & JOINED_BIT
 
 
 def move(own: list[int], k: int, to: int) -> None:
@@ -157,7 +157,7 @@ def to_another_place(e: Edit, *ops: Opcode) -> bool | None:
 
 def groups(own: list[int]) -> list[range]:
     """The index ranges of groups of two and more."""
-    begins = [k for k, w in enumerate(own) if not w & JOINED] + [len(own)]
+    begins = [k for k, w in enumerate(own) if not w & JOINED_BIT] + [len(own)]
     return [range(a, b) for a, b in pairwise(begins) if b - a > 1]
 
 

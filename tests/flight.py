@@ -20,8 +20,8 @@ import numpy as np
 from schedir.analysis.dependency_graph import Graph
 from schedir.hang_diagnosis.flight_recorder import read_dumps
 from schedir.hang_diagnosis.wait_graph import DistributedJob
-from schedir.ir.instruction_index import NONE
-from schedir.ir.isa.instructions import ROWS, SENDS, TRANSFERS
+from schedir.ir.instruction_index import NO_POSITION
+from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS
 
 
 @dataclass
@@ -43,22 +43,25 @@ def stopped(graph: Graph, at: int | None, blocking_hosts: bool, kernels: bool = 
     """
     index, program = graph.index, graph.program
     total = len(index)
-    transfer = index.is_op(TRANSFERS).tolist()
+    transfer = index.is_op(TRANSFER_OPS).tolist()
     state = State(graph, [False] * total, [False] * total)
     issued, ended = state.issued, state.ended
     first = [k - (~index.joined[: k + 1])[::-1].argmax() for k in range(total)]
     joined = [[k for k in range(total) if first[k] == first[one]] for one in range(total)]
     meets = {k: m.tolist() for m in graph.collective_groups for k in m.tolist()}
     host = [*program.offsets[:-1].tolist()]
-    held = graph.host_waits if blocking_hosts else np.full((1, total), NONE)
+    held = graph.host_waits if blocking_hosts else np.full((1, total), NO_POSITION)
 
-    lane = [ROWS[op].lane == 0 and not moves for op, moves in zip(index.op, transfer, strict=True)]
+    lane = [
+        INSTRUCTIONS[op].lane == 0 and not moves
+        for op, moves in zip(index.op, transfer, strict=True)
+    ]
     owns = index.rank.tolist()
     computes = {r: [k for k in range(total) if lane[k] and owns[k] == r] for r in {*owns}}
     many = [sum(one < k for one in computes[owns[k]]) for k in range(total)]
 
     def over(positions: Any, but: Sequence[int]) -> bool:
-        return all(ended[k] for k in {*positions} - {NONE, *but})
+        return all(ended[k] for k in {*positions} - {NO_POSITION, *but})
 
     def ready(k: int) -> bool:
         """Whether all has ended that stands before an instruction and its group."""
@@ -66,7 +69,8 @@ def stopped(graph: Graph, at: int | None, blocking_hosts: bool, kernels: bool = 
         if kernels and transfer[k] and not over(computes[index.rank[k]][: many[k]], ()):
             return False
         return all(
-            over(graph.waits[:, g].tolist(), group) and over([graph.queue_predecessor[g]], group)
+            over(graph.local_waits[:, g].tolist(), group)
+            and over([graph.queue_predecessor[g]], group)
             for g in group
         )
 
@@ -82,7 +86,12 @@ def stopped(graph: Graph, at: int | None, blocking_hosts: bool, kernels: bool = 
             strict = graph.progress_model == "blocking_serial"
             if not over(held[:, group].reshape(-1).tolist(), group) or (strict and not ready(k)):
                 continue
-            if blocking_hosts and not transfer[k] and ROWS[index.op[k]].lane == 0 and not ready(k):
+            if (
+                blocking_hosts
+                and not transfer[k]
+                and INSTRUCTIONS[index.op[k]].lane == 0
+                and not ready(k)
+            ):
                 continue
             for one in group:
                 issued[one] = True
@@ -249,15 +258,15 @@ def _issued(
             end += 1
         batches: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
         for k in range(at, end):
-            if index.op[k] in TRANSFERS and state.issued[k]:
+            if index.op[k] in TRANSFER_OPS and state.issued[k]:
                 there = int(index.rank[graph.partner[k]])
-                sends = index.op[k] in SENDS
+                sends = index.op[k] in SEND_OPS
                 ends = (own, there) if sends else (there, own)
-                batches[layout(*ends, int(ROWS[index.op[k]].lane))].append(k)
+                batches[layout(*ends, int(INSTRUCTIONS[index.op[k]].lane))].append(k)
         for (name, members), batch in batches.items():
             sides = [
                 (
-                    "send" if index.op[k] in SENDS else "recv",
+                    "send" if index.op[k] in SEND_OPS else "recv",
                     ranks[int(index.rank[graph.partner[k]])],
                 )
                 for k in batch

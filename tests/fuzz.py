@@ -24,17 +24,17 @@ from typing import NamedTuple
 from zipfile import ZipFile
 
 import schedir
-from schedir.commands.common.schedule_options import read_costs, read_sizes
+from schedir.commands.common.schedule_options import parse_costs, parse_sizes
 from schedir.errors import SchedirError
 from schedir.hang_diagnosis.flight_recorder import read_dumps
 from schedir.hang_diagnosis.safe_unpickler import loads
 from schedir.io import torch_csv
 from schedir.io.cluster_file import load_cluster
-from schedir.io.source_loader import load
+from schedir.io.source_loader import load_source
 from schedir.io.terminal import format_error
 from schedir.io.timeline_file import load_timeline, save_timeline
 from schedir.traces.trace_import import read_run
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 from tests import kineto
 from tests.flight import Recorder
 
@@ -92,13 +92,14 @@ def readers(folder: Path) -> dict[str, Reader]:
         "program, .sched": Reader(_program, [p.encode() for p in programs]),
         "torch's CSV": Reader(
             lambda path: torch_csv.from_csv(path.read_bytes().decode("utf-8", "replace")),
-            [torch_csv.to_csv(plain, form).encode() for form in torch_csv.FORMS],
+            [torch_csv.to_csv(plain, form).encode() for form in torch_csv.CSV_FORMATS],
         ),
-        "configuration, TOML": Reader(lambda path: read(str(path)), [_CONFIG.encode()]),
+        "configuration, TOML": Reader(lambda path: read_config(str(path)), [_CONFIG.encode()]),
         "cluster, TOML": Reader(load_cluster, [_CLUSTER.encode()]),
-        "costs, @FILE": Reader(lambda path: read_costs(f"@{path}"), [text.encode()]),
+        "costs, @FILE": Reader(lambda path: parse_costs(f"@{path}"), [text.encode()]),
         "sizes, @FILE": Reader(
-            lambda path: read_sizes(f"@{path}"), [b"activation=16MB,saved=1.2GB:1GB,model_states=3"]
+            lambda path: parse_sizes(f"@{path}"),
+            [b"activation=16MB,saved=1.2GB:1GB,model_states=3"],
         ),
         "run, .timeline": Reader(load_timeline, [(folder / "right.timeline").read_bytes()]),
         "a run's header": Reader(
@@ -135,15 +136,15 @@ nodes = 2
 gpus_per_node = 8
 flops = "312TFLOP/s"
 memory = "80GB"
-hbm = "2039GB/s"
-nvlink = "300GB/s"
-network = "25GB/s"
+hbm_bandwidth = "2039GB/s"
+nvlink_bandwidth = "300GB/s"
+network_bandwidth = "25GB/s"
 latency = "5us"
 """
 
 
 def _program(path: Path) -> None:
-    found = load(str(path))
+    found = load_source(str(path))
     if isinstance(found, schedir.Program):
         schedir.check(found)
 

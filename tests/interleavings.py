@@ -7,16 +7,17 @@ from itertools import product
 from math import inf
 
 from schedir.schedule_search.problem import SchedulingProblem
-from schedir.schedule_search.rank_order import KINDS, F, I, W, length, peaks
+from schedir.schedule_search.rank_order import KINDS, F, I, W, compute_length, compute_peaks
 
 
 def orders_of(problem: SchedulingProblem, rank: int) -> Iterator[tuple[int, ...]]:
     """Every order of a rank's work: each kind ascends, F before I before W, and it fits.
 
-    What is held is judged by `peaks`, and ranks by themselves: an order of all of them may hang.
+    What is held is judged by `compute_peaks`, and ranks by themselves: an order of all of them may
+    hang.
     """
-    kinds = (F, I, W) if problem.split else (F, I)
-    stages = problem.own[rank]
+    kinds = (F, I, W) if problem.split_backward else (F, I)
+    stages = problem.stages_of_rank[rank]
     m = problem.microbatches
 
     def more(done: dict[int, int], codes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -33,7 +34,7 @@ def orders_of(problem: SchedulingProblem, rank: int) -> Iterator[tuple[int, ...]
     def fits(codes: tuple[int, ...]) -> bool:
         order: list[tuple[int, ...]] = [()] * problem.shape.ranks
         order[rank] = codes
-        return problem.fits(peaks(problem, order)[rank], rank)
+        return problem.fits_on_rank(compute_peaks(problem, order)[rank], rank)
 
     return more({KINDS * s + kind: 0 for s in stages for kind in kinds}, ())
 
@@ -41,5 +42,5 @@ def orders_of(problem: SchedulingProblem, rank: int) -> Iterator[tuple[int, ...]
 def shortest(problem: SchedulingProblem) -> float:
     """What the shortest order takes: of every order of every rank, with every other."""
     each = [list(orders_of(problem, rank)) for rank in range(problem.shape.ranks)]
-    taken = (length(problem, order) for order in product(*each))
+    taken = (compute_length(problem, order) for order in product(*each))
     return min((t for t in taken if t is not None), default=inf)

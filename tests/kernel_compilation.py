@@ -58,27 +58,27 @@ KINDS = {"bf16": "*bf16", "f32": "*fp32", "i64": "*i64", "i": "i32", "m": "i32",
 
 _WIDTHS = 1024, 2048, 4096, 8192, 12288, 16384  # of rows that are normalised
 _GELU = {"ROWS": gelu_triton.ROWS, "COLUMNS": gelu_triton.COLUMNS}
-_LOGITS = {"BLOCK": cross_entropy_triton.block(51200 // 8)}
+_LOGITS = {"BLOCK": cross_entropy_triton.choose_block_size(51200 // 8)}
 
 
 def _layer_norm(n: int) -> Iterator[Case]:
-    whole = launch_grid.power_of_2(n)
+    whole = launch_grid.next_power_of_2(n)
     yield Case(
         "layer_norm_triton",
         "forward_kernel",
         "bf16 bf16 bf16 bf16 bf16 bf16 f32 m m f",
         {"COLUMNS": whole},
-        layer_norm_triton.warps(whole, 2),
+        layer_norm_triton.count_warps(whole, 2),
         note=f"{n}",
     )
-    by = layer_norm_triton.tiling(n, 2, SHARED - RESERVED)
+    by = layer_norm_triton.choose_tiling(n, 2, SHARED - RESERVED)
     yield Case(
         "layer_norm_triton",
         "backward_kernel",
         "bf16 bf16 bf16 bf16 f32 bf16 f32 m m m i",
-        {"TILES": by.tiles, "COLUMNS": by.columns, "STAGES": by.stages},
+        {"TILES": by.tiles, "COLUMNS": by.padded_columns, "STAGES": by.stages},
         by.warps,
-        registers=layer_norm_triton.REGISTERS,
+        registers=layer_norm_triton.MAX_REGISTERS,
         spilled=0 if by.tiles == 1 else 16,  # 8 with triton 3.6
         note=f"{n}",
     )
@@ -93,14 +93,14 @@ CASES = (
         {"T": 8, **_LOGITS},
         8,
     ),
-    Case("gelu_triton", "forward_kernel", "bf16 bf16 bf16 m m", _GELU, gelu_triton.WARPS),
+    Case("gelu_triton", "forward_kernel", "bf16 bf16 bf16 m m", _GELU, gelu_triton.NUM_WARPS),
     Case(
         "gelu_triton",
         "backward_kernel",
         "bf16 bf16 bf16 bf16 f32 m m i",
         _GELU,
-        gelu_triton.WARPS,
-        registers=gelu_triton.REGISTERS,
+        gelu_triton.NUM_WARPS,
+        registers=gelu_triton.MAX_REGISTERS,
     ),
     *(case for n in _WIDTHS for case in _layer_norm(n)),
 )
@@ -119,7 +119,7 @@ class Compiled:
     @property
     def blocks(self) -> int:
         """How many of its blocks fit a multiprocessor of sm_90 at once."""
-        of_a_warp = launch_grid.count(32 * self.registers, GRANULE) * GRANULE
+        of_a_warp = launch_grid.count_blocks(32 * self.registers, GRANULE) * GRANULE
         return min(
             BLOCKS,
             WARPS // self.warps,

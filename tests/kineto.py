@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from schedir.io.profiler_range_names import mark_of
+from schedir.io.profiler_range_names import format_range_name
 from schedir.io.torch_csv import ACTIONS
-from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, TRANSFERS, Instr, Opcode
+from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, TRANSFER_OPS, Instr, Opcode
 from schedir.predict.timeline import Timeline
 
 MAIN, AUTOGRAD, LOADER = 100, 101, 102
@@ -35,7 +35,7 @@ def name_of(instrs: Sequence[Instr]) -> str:
 
     if len(instrs) == 1:
         return "PP:" + one(instrs[0])
-    kind = "BATCH_P2P" if instrs[0].op in TRANSFERS else "OVERLAP_F_B"
+    kind = "BATCH_P2P" if instrs[0].op in TRANSFER_OPS else "OVERLAP_F_B"
     return f"PP:({';'.join(map(one, instrs))}){kind}"
 
 
@@ -120,17 +120,22 @@ class _Rank:
             spans = run.spans[[lo + k for k in group]]
             start, end = (
                 since + round(f * unit * 1e9)
-                for f in (spans["start"].min() - run.begin, spans["end"].max() - run.begin)
+                for f in (
+                    spans["start"].min() - run.start_time,
+                    spans["end"].max() - run.start_time,
+                )
             )
             if rng.random() < 0.1:
                 self.add("user_annotation", "PP:0UNSHARD", MAIN, host, host + 5)
                 host += 6
-            if self.own and len(instrs) > 1 and instrs[0].op in TRANSFERS:
+            if self.own and len(instrs) > 1 and instrs[0].op in TRANSFER_OPS:
                 for k, instr in enumerate(instrs[:-1]):  # the last one launches the kernel
-                    self.add("user_annotation", mark_of(instr, k > 0), MAIN, host, host + 9)
+                    self.add(
+                        "user_annotation", format_range_name(instr, k > 0), MAIN, host, host + 9
+                    )
                     host += 10
                 instrs = instrs[-1:]
-                name = mark_of(instrs[0], True)
+                name = format_range_name(instrs[0], True)
             else:
                 name = name_of(instrs)
             length = rng.randint(60, 200)
@@ -148,11 +153,11 @@ class _Rank:
         def at() -> int:
             return rng.randint(first, last)
 
-        if instrs[0].op not in COMPUTE:
-            if instrs[0].op in TRANSFERS:
+        if instrs[0].op not in COMPUTE_OPS:
+            if instrs[0].op in TRANSFER_OPS:
                 self.launched("ncclDevKernel_SendRecv(x)", at(), MAIN, start, end)
             return
-        back = any(i.op in BACKWARDS for i in instrs)
+        back = any(i.op in BACKWARD_OPS for i in instrs)
         cuts = sorted(rng.randint(start, end) for _ in range(rng.choice([0, 2, 4])))
         for a, b in zip([start, *cuts[1::2]], [*cuts[::2], end], strict=True):
             self.launched("gemm", at(), AUTOGRAD if back and rng.random() < 0.8 else MAIN, a, b)

@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
     @property
     def own(self) -> list[float]:
-        own: list[float] = self.timeline.idle_in_own_span.tolist()
+        own: list[float] = self.timeline.idle_in_active_span.tolist()
         return own
 
     @property

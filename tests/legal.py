@@ -11,15 +11,15 @@ def too_early(timeline: Timeline, tolerance: float = 0.0) -> list[str]:
     """The instructions that begin before all that they wait for has ended, and those that end
     before they begin."""
     graph, spans = timeline.graph, timeline.spans
-    after: list[list[int]] = [[] for _ in range(graph.nodes)]
+    after: list[list[int]] = [[] for _ in range(graph.node_id_limit)]
     for source, target in graph.edges():
         for a, b in zip(source.tolist(), target.tolist(), strict=True):
             after[a].append(b)
-    begins = np.full(graph.nodes, np.inf)
-    over = np.full(graph.nodes, -np.inf)
+    begins = np.full(graph.node_id_limit, np.inf)
+    over = np.full(graph.node_id_limit, -np.inf)
     np.minimum.at(begins, graph.node, spans["start"])
     np.maximum.at(over, graph.node, spans["end"])
-    ready, found = np.full(graph.nodes, -np.inf), []
+    ready, found = np.full(graph.node_id_limit, -np.inf), []
     for node in graph.random_topological_order(0):
         over[node] = max(over[node], ready[node])  # of a group nothing else is known
         if begins[node] < ready[node] - tolerance:

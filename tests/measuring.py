@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import TRANSFERS, Lane
+from schedir.ir.isa.instructions import TRANSFER_OPS, Lane
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
-from schedir.predict.timeline import Timeline, spans_of
+from schedir.predict.timeline import Timeline, build_spans
 
 Floats = NDArray[np.float64]
 
@@ -37,28 +37,28 @@ def measured(
     its side, though it may be behind another one in its queue.
     """
     graph = Graph(program, progress_model, blocking_hosts=blocking_hosts)
-    true = walk(graph, costs)
-    assert true.done.all()
-    spans = spans_of(program, true.start, true.end)
+    true = compute_earliest_times(graph, costs)
+    assert true.is_done.all()
+    spans = build_spans(program, true.start, true.end)
     compute, own = spans["lane"] == Lane.COMPUTE, program.offsets[spans["rank"]]
     # When the compute lane of the rank is free, as the Stream comes to each instruction.
     free = np.where(compute, true.end, 0.0)
     for lo, hi in zip(program.offsets[:-1], program.offsets[1:], strict=True):
         free[lo:hi] = np.append(0.0, np.maximum.accumulate(free[lo:hi])[:-1])
-    looked = np.full(graph.nodes, -np.inf)
+    looked = np.full(graph.node_id_limit, -np.inf)
     for needs in graph.needs:
         late = (needs >= 0) & ~compute[needs] & (needs >= own)
         np.maximum.at(looked, graph.node[needs[late]], free[late] + host / 2 * compute[late])
     start, end = true.start.copy(), true.end.copy()
     end[~compute] = np.maximum(end, looked[graph.node])[~compute]
     if blocking_hosts:
-        posted = np.zeros(graph.nodes)
+        posted = np.zeros(graph.node_id_limit)
         np.maximum.at(posted, graph.node, free)
-        moves = np.isin(spans["op"], TRANSFERS)
+        moves = np.isin(spans["op"], TRANSFER_OPS)
         start[moves] = np.minimum(start, posted[graph.node])[moves]
     start[compute] += np.minimum(host, end - start)[compute]
     if clocks is not None:
-        begun, over = np.full(graph.nodes, -np.inf), np.full(graph.nodes, -np.inf)
+        begun, over = np.full(graph.node_id_limit, -np.inf), np.full(graph.node_id_limit, -np.inf)
         ahead = clocks[spans["rank"]]
         np.maximum.at(begun, graph.node, start + ahead)
         np.maximum.at(over, graph.node, end + ahead)
@@ -84,11 +84,11 @@ def slow_at_the_end(program: Program, times: float) -> Timeline:
     """
     timeline = simulate(program)
     spans, graph = timeline.spans.copy(), timeline.graph
-    after: list[list[int]] = [[] for _ in range(graph.nodes)]
+    after: list[list[int]] = [[] for _ in range(graph.node_id_limit)]
     for source, target in graph.edges():
         for a, b in zip(source.tolist(), target.tolist(), strict=True):
             after[a].append(b)
-    takes, ready = np.zeros(graph.nodes), np.zeros(graph.nodes)
+    takes, ready = np.zeros(graph.node_id_limit), np.zeros(graph.node_id_limit)
     slow = (spans["mb"] == program.shape.microbatches - 1) & (spans["lane"] == Lane.COMPUTE)
     np.maximum.at(takes, graph.node, (spans["end"] - spans["start"]) * np.where(slow, times, 1.0))
     for node in graph.random_topological_order(0):

@@ -18,20 +18,20 @@ from schedir import schedules
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
 from schedir.errors import SchedirError
-from schedir.ir.isa.instructions import OFF_COMPUTE, Value
+from schedir.ir.isa.instructions import OPS_OFF_COMPUTE_LANE, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.pipeline.placement import named_of
+from schedir.ir.pipeline.placement import find_named_placement
 from schedir.ir.pipeline.skip_connections import Skips
-from schedir.ir.pipeline.tied_weights import Tied, tied_stages
+from schedir.ir.pipeline.tied_weights import TiedStages, normalize_tied_stages
 from schedir.ir.program import Program
 from schedir.ir.text_format import to_text
 from schedir.passes.communication.transfer_overlap import (
-    early_gathers,
-    early_receives,
-    group_opposites,
+    group_opposite_transfers,
+    post_receives_early,
+    start_gathers_early,
 )
-from schedir.passes.memory.checkpoint_snapshots import snapshots
-from schedir.passes.pass_registry import LOWERING
+from schedir.passes.memory.checkpoint_snapshots import insert_snapshots
+from schedir.passes.pass_registry import LOWERING_PASSES
 from schedir.schedules import schedule_algebra
 from schedir.schedules.schedule_expansion import expand_schedule as drafted
 from schedir.testing import random_compute_program
@@ -105,13 +105,13 @@ def legal(
     )
     while pieces and not program.segment_boundaries:
         program = lowered(rng, pieces=True)
-    while (copies or away or stepped) and not program.trains:
+    while (copies or away or stepped) and not program.has_backward:
         program = lowered(rng)
     if copies:
-        program = snapshots(replace(program, checkpoint_snapshots=True))
+        program = insert_snapshots(replace(program, checkpoint_snapshots=True))
     if stepped and program.optimizer_placement == "device":
         program = on_host(program, rng)
-    if away and program.ops.isdisjoint(OFF_COMPUTE[Value.SAVED]):
+    if away and program.used_opcodes.isdisjoint(OPS_OFF_COMPUTE_LANE[Value.SAVED]):
         program = moved(program, rng)
     more = [rng.choice(VARIATIONS) for _ in range(rng.choice([0, 0, 0, 1, 2, 3]))]
     for name in [first, *more] if first else more:
@@ -121,13 +121,13 @@ def legal(
     return program
 
 
-def ties(shape: PipelineShape, rng: random.Random) -> Tied:
+def ties(shape: PipelineShape, rng: random.Random) -> TiedStages:
     """Nothing, first and last stage, or any."""
     ends = rng.choice([False, False, True])
     if shape.stages < 3 or rng.random() < 0.7:
-        return tied_stages(ends, shape)
+        return normalize_tied_stages(ends, shape)
     stages = range(shape.stages)
-    return tied_stages(
+    return normalize_tied_stages(
         [rng.sample(stages, rng.randint(2, 3)) for _ in range(rng.randint(1, 2))], shape
     )
 
@@ -158,7 +158,7 @@ def skips(shape: PipelineShape, rng: random.Random) -> Skips:
 
 def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[str, Any]:
     """Options that passes bring along; those of offload where values may be `away`."""
-    stages = max(map(len, program.shape.stages_of))
+    stages = max(map(len, program.shape.stages_on_rank))
     values = {
         "recompute": lambda s, m: rng.random() < 0.6,
         "recompute_at": "late",
@@ -174,7 +174,7 @@ def more(rng: random.Random, program: Program, *, away: bool = False) -> dict[st
     without |= {"optimizer_device_buffers"}  # `on_host` says how many
     without |= {"unsharded_stages", "unshard_prefetch"} if program.zero < 3 else set()
     without |= {"offload", "offload_to_disk"} if not away else set()
-    options = [o for each in LOWERING for o in each.options if o not in without]
+    options = [o for each in LOWERING_PASSES for o in each.option_names if o not in without]
     return {option: values.get(option, True) for option in options if rng.random() < 0.4}
 
 
@@ -202,7 +202,7 @@ def lowered(
         placement, v = getattr(schedule, "placed", (anywhere, None))
         v = v or (1 if isinstance(placement, tuple) else rng.choice([1, 1, 2, 3 if turns else 1]))
         if isinstance(placement, str):
-            v = max(v, named_of(placement).stages_per_rank)
+            v = max(v, find_named_placement(placement).stages_per_rank)
         tp, clip = 2 if pieces else rng.choice([1, 1, 2]), rng.random() < 0.5
         model = rng.choice(
             [model for model in MODELS if model != "torch_lazy"]
@@ -227,8 +227,8 @@ def lowered(
             continue  # nor a pass every draft
         if rng.random() < 0.4:
             ahead = rng.randint(1, 3)
-            program = early_gathers(group_opposites(program), ahead)
-            program = early_receives(program, model, ahead)
+            program = start_gathers_early(group_opposite_transfers(program), ahead)
+            program = post_receives_early(program, model, ahead)
         return program
 
 
@@ -253,7 +253,9 @@ def updating_where(rng: random.Random, states: str) -> Program:
                 else random_compute_program(shape, rng, split=rng.choice([0, 0.5, 1, 1]))
             )
             whole = replace(
-                check_draft(draft), tied_weights=tied_stages(tied, shape), clip_grad_norm=clip
+                check_draft(draft),
+                tied_weights=normalize_tied_stages(tied, shape),
+                clip_grad_norm=clip,
             )
             whole = replace(whole, optimizer_placement=states)
             whole = replace(whole, tp=2, sequence_parallel=True) if rng.random() < 0.3 else whole

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from schedir.ir.isa.instructions import (
-    BACKWARDS,
-    LATE,
-    RECEIVES,
-    ROWS,
-    SENDS,
-    SPLIT_CHANGES,
-    SPLITS,
-    WHOLES,
+    BACKWARD_INPUT_OPS,
+    BACKWARD_OPS,
+    BACKWARD_WEIGHT_OPS,
+    FULL_BACKWARD_OPS,
+    INSTRUCTIONS,
+    RECV_OPS,
+    SEND_OPS,
+    TP_SPLIT_OPS,
     Opcode,
     Scope,
 )
-from schedir.ir.program import ADDRESS, STAGE
+from schedir.ir.program import ADDRESS_MASK, STAGE_SHIFT
 from tests.edits import (
     Edit,
     at,
@@ -33,13 +33,13 @@ from tests.edits import (
 )
 
 O = Opcode
-(B,), (I,), (W,) = WHOLES, SPLITS, LATE
+(B,), (I,), (W,) = FULL_BACKWARD_OPS, BACKWARD_INPUT_OPS, BACKWARD_WEIGHT_OPS
 REDUCTIONS = (
     O.ReduceGrads, O.ReduceScatter, O.ReduceReplicatedStages, O.ReduceTied,
     O.ReduceSequenceParallelGrads, O.ReduceNorm,
 )  # fmt: skip
 TURNS = (O.Unshard, O.Reshard, O.ReduceScatter)
-PER_MB = tuple(row.op for row in ROWS if row.per is Scope.MICROBATCH)
+PER_MB = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH)
 CUTS = {O.TPScatterAct: (O.TPGatherAct, +1), O.TPScatterGrad: (O.TPGatherGrad, -1)}
 
 # ---------------------------------------------------------------- any instruction
@@ -60,7 +60,7 @@ def insert(e: Edit) -> None:
     """Any instruction, some of a stage or microbatch that is not there."""
     shape, o = e.program.shape, e.rng.choice([*Opcode])
     s, m = e.rng.randint(0, shape.stages), e.rng.randint(0, shape.microbatches)
-    per = ROWS[o].per
+    per = INSTRUCTIONS[o].per
     push(e.own, e.at, word(o, 0 if per is Scope.RANK else s, m if per is Scope.MICROBATCH else 0))
 
 
@@ -89,8 +89,8 @@ def move_anywhere(e: Edit) -> None:
 )
 def change_stage(e: Edit) -> None:
     shape = e.program.shape
-    new = e.rng.choice([*shape.stages_of[e.rank], *range(shape.stages + 1)])
-    e.put(e.word & ~(0xFFFF << STAGE) | new << STAGE)
+    new = e.rng.choice([*shape.stages_on_rank[e.rank], *range(shape.stages + 1)])
+    e.put(e.word & ~(0xFFFF << STAGE_SHIFT) | new << STAGE_SHIFT)
 
 
 @at(*PER_MB)
@@ -206,7 +206,7 @@ def add_r(e: Edit) -> None:
 # ---------------------------------------------------------------- transfers
 
 
-@at(*RECEIVES)
+@at(*RECV_OPS)
 def swap_receives(e: Edit) -> bool | None:
     same = [k for k in e.here(op(e.word)) if k != e.at]
     if not same:
@@ -215,20 +215,20 @@ def swap_receives(e: Edit) -> bool | None:
     return None
 
 
-@at(*RECEIVES)
+@at(*RECV_OPS)
 def early_receive(e: Edit) -> None:
     move(e.own, e.at, e.at - e.rng.randint(1, 4))
 
 
-@at(*SENDS)
+@at(*SEND_OPS)
 def late_send(e: Edit) -> None:
     move(e.own, e.at, e.at + 1 + e.rng.randint(1, 4))
 
 
-@at(*SENDS)
+@at(*SEND_OPS)
 def swap_pairs(e: Edit) -> bool | None:
     """Two sends change places, and so do their receives."""
-    k = e.rng.choice(e.here(*SENDS))
+    k = e.rng.choice(e.here(*SEND_OPS))
     one, two = e.partner(e.word), e.partner(e.own[k])
     if k == e.at or not one or not two or one[0] != two[0]:
         return False
@@ -237,7 +237,7 @@ def swap_pairs(e: Edit) -> bool | None:
     return None
 
 
-@at(*SENDS)
+@at(*SEND_OPS)
 def drop_pair(e: Edit) -> None:
     """A send and its receive."""
     if other := e.partner(pull(e.own, e.at)):
@@ -247,14 +247,18 @@ def drop_pair(e: Edit) -> None:
 @whole
 def phantom_pair(e: Edit) -> bool | None:
     """A send and its receive that nobody asked for, before or after all else."""
-    shape, send = e.program.shape, e.rng.choice(SENDS)
-    row, s, m = ROWS[send], e.rng.randrange(shape.stages), e.rng.randrange(shape.microbatches)
+    shape, send = e.program.shape, e.rng.choice(SEND_OPS)
+    row, s, m = (
+        INSTRUCTIONS[send],
+        e.rng.randrange(shape.stages),
+        e.rng.randrange(shape.microbatches),
+    )
     assert row.partner is not None and row.peer is not None
-    other = int(e.program.beside(row.peer)[s])
+    other = int(e.program.neighbor_stages(row.peer)[s])
     if other < 0:
         return False
     for there, o in ((s, send), (other, row.partner)):
-        own = e.lists[int(shape.rank_at(there, m))]
+        own = e.lists[int(shape.rank_of_stage(there, m))]
         push(own, e.rng.choice([0, len(own)]), word(o, there, m))
     return None
 
@@ -264,16 +268,16 @@ def drop_sharded_pair(e: Edit) -> None:
     """A scatter and its gather: the tensor is sent whole."""
     cut = pull(e.own, e.at)
     gather, hop = CUTS[op(cut)]
-    own = e.lists[int(e.program.shape.rank_at(stage(cut) + hop, mb(cut)))]
+    own = e.lists[int(e.program.shape.rank_of_stage(stage(cut) + hop, mb(cut)))]
     pull(own, [*map(bare, own)].index(word(gather, stage(cut) + hop, mb(cut))))
 
 
-@at(*SPLIT_CHANGES)
+@at(*TP_SPLIT_OPS)
 def drop_sharding(e: Edit) -> object:
     return pull(e.own, e.at)
 
 
-@at(*SPLIT_CHANGES)
+@at(*TP_SPLIT_OPS)
 def move_sharding(e: Edit) -> None:
     move(e.own, e.at, e.at + e.rng.choice([-4, -3, -2, -1, 2, 3, 4, 5]))
 
@@ -330,15 +334,15 @@ def change_update(e: Edit) -> bool | None:
     return None
 
 
-@at(*BACKWARDS)
+@at(*BACKWARD_OPS)
 def add_early(e: Edit) -> bool | None:
     """What adds to an update, and all of its microbatch since the step before, ahead of that."""
     steps = [k for k in e.here(O.OptimizerStep) if k < e.at]
     if not steps:
         return False
-    address = e.word & ADDRESS
+    address = e.word & ADDRESS_MASK
     for k in [k for k in e.here(*PER_MB) if steps[-1] < k <= e.at]:
-        if e.own[k] & ADDRESS == address:
+        if e.own[k] & ADDRESS_MASK == address:
             move(e.own, k, steps[-1])
             steps[-1] += 1
     return None

@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from schedir.ir.isa.instructions import COMPUTE, SENDS, TRANSFERS, Opcode
+from schedir.ir.isa.instructions import COMPUTE_OPS, SEND_OPS, TRANSFER_OPS, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.program import JOINED, Program
+from schedir.ir.program import JOINED_BIT, Program
 from schedir.ir.text_format import from_text, to_text
 from tests.edits import (
     MUTATIONS,
@@ -47,11 +47,11 @@ def ungroup(e: Edit) -> bool | None:
 @whole
 def ungroup_computes(e: Edit) -> bool | None:
     """Two computes that ran as one, one after the other."""
-    return _ungroup(e, *COMPUTE)
+    return _ungroup(e, *COMPUTE_OPS)
 
 
 def _ungroup(e: Edit, *ops: Opcode) -> bool | None:
-    joined = [(r, k) for r, k in e.places(*ops) if e.lists[r][k] & JOINED]
+    joined = [(r, k) for r, k in e.places(*ops) if e.lists[r][k] & JOINED_BIT]
     if not joined:
         return False
     r, k = e.rng.choice(joined)
@@ -71,31 +71,31 @@ def reorder_group(e: Edit) -> bool | None:
 
 @at()
 def join_any(e: Edit) -> None:
-    e.own[e.at] |= JOINED
+    e.own[e.at] |= JOINED_BIT
 
 
-@at(*COMPUTE)
+@at(*COMPUTE_OPS)
 def join_computes(e: Edit) -> bool | None:
-    return _join(e, *COMPUTE)
+    return _join(e, *COMPUTE_OPS)
 
 
-@at(*TRANSFERS)
+@at(*TRANSFER_OPS)
 def join_transfers(e: Edit) -> bool | None:
     """A group of neighbours on one rank; the other sides stay as they are."""
-    return _join(e, *TRANSFERS)
+    return _join(e, *TRANSFER_OPS)
 
 
 def _join(e: Edit, *ops: Opcode) -> bool | None:
     if not e.at or op(e.own[e.at - 1]) not in ops:
         return False
-    e.own[e.at] |= JOINED
+    e.own[e.at] |= JOINED_BIT
     return None
 
 
 @whole
 def join_both_sides(e: Edit) -> bool | None:
     """A group of neighbours whose partners are neighbours too."""
-    met = {p: e.partner(e.lists[p[0]][p[1]]) for p in e.places(*TRANSFERS)}
+    met = {p: e.partner(e.lists[p[0]][p[1]]) for p in e.places(*TRANSFER_OPS)}
     found = []
     for (r, k), two in met.items():
         one = met.get((r, k - 1))
@@ -104,36 +104,36 @@ def join_both_sides(e: Edit) -> bool | None:
     if not found:
         return False
     for r, k in e.rng.choice(found):
-        e.lists[r][k] |= JOINED
+        e.lists[r][k] |= JOINED_BIT
     return None
 
 
-@at(*TRANSFERS)
+@at(*TRANSFER_OPS)
 def join_next_transfer(e: Edit) -> bool | None:
     """A transfer moved into a group with the next one of its rank."""
-    later = [k for k in e.here(*TRANSFERS) if k > e.at]
+    later = [k for k in e.here(*TRANSFER_OPS) if k > e.at]
     if not later:
         return False
     move(e.own, e.at, later[0])
-    e.own[later[0]] |= JOINED
+    e.own[later[0]] |= JOINED_BIT
     return None
 
 
-@at(*SENDS)
+@at(*SEND_OPS)
 def cross_in_groups(e: Edit) -> bool | None:
     """Two messages between the same ranks, grouped on both, in either order on the second.
 
     The sooner send waits for the later one, and the later receive comes as the sooner one does.
     """
-    later = [k for k in e.here(*SENDS) if k > e.at]
+    later = [k for k in e.here(*SEND_OPS) if k > e.at]
     one, two = (e.partner(e.own[k]) for k in (e.at, later[0] if later else e.at))
     if not one or not two or one[0] != two[0] or one == two:
         return False
     move(e.own, e.at, later[0])
-    e.own[later[0]] |= JOINED
+    e.own[later[0]] |= JOINED_BIT
     other, (first, second) = e.lists[one[0]], sorted((one[1], two[1]))
     move(other, second, first + 1)
-    other[first + 1] |= JOINED
+    other[first + 1] |= JOINED_BIT
     if e.rng.random() < 0.5:
         swap(other, first, first + 1)
     return None
@@ -163,7 +163,7 @@ def lose_stream(e: Edit) -> object:
 @whole
 def crowd_placement(e: Edit) -> None:
     """A stage at another stage's place."""
-    place = e.program.shape.rank_of.tolist()
+    place = e.program.shape.first_rank_per_stage.tolist()
     place[e.rng.randrange(len(place))] = e.rng.randrange(e.program.shape.ranks)
     _replan(e, stages_per_rank=1, placement=tuple(place))
 
@@ -171,9 +171,9 @@ def crowd_placement(e: Edit) -> None:
 @whole
 def spell_placement(e: Edit) -> bool | None:
     """The same placement, stage by stage, where that says it all."""
-    if e.program.shape.rows > 1:
+    if e.program.shape.placement_rows > 1:
         return False
-    _replan(e, stages_per_rank=1, placement=tuple(e.program.shape.rank_of.tolist()))
+    _replan(e, stages_per_rank=1, placement=tuple(e.program.shape.first_rank_per_stage.tolist()))
     return None
 
 
@@ -259,8 +259,8 @@ def rename(e: Edit) -> None:
 def renumber(e: Edit) -> None:
     """The microbatches of each update, or row of holders, in another order, everywhere."""
     shape = e.program.shape
-    updates = range(0, shape.microbatches + 1, shape.per_update)
-    parts = pairwise(shape.parts if shape.rows > 1 else updates)
+    updates = range(0, shape.microbatches + 1, shape.microbatches_per_update)
+    parts = pairwise(shape.microbatch_row_offsets if shape.placement_rows > 1 else updates)
     to = [k for lo, hi in parts for k in e.rng.sample(range(lo, hi), hi - lo)]
     for r, k in e.places(*PER_MB):
         w = e.lists[r][k]
@@ -275,7 +275,9 @@ def run_order(e: Edit) -> bool | None:
         return False
     for own, host in zip(e.lists, machine.hosts, strict=True):
         entries = sorted(host.entries, key=lambda entry: entry.ended)
-        own[:] = [word(*i) | (JOINED if k else 0) for x in entries for k, i in enumerate(x.group)]
+        own[:] = [
+            word(*i) | (JOINED_BIT if k else 0) for x in entries for k, i in enumerate(x.group)
+        ]
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.program import STAGE
+from schedir.ir.program import STAGE_SHIFT
 from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, to_another_rank, word
 
 O = Opcode
@@ -46,8 +46,10 @@ def snapshot_on_another_rank(e: Edit) -> bool | None:
 
 @at(O.Snapshot)
 def snapshot_of_another_stage(e: Edit) -> None:
-    new = e.rng.choice([*e.program.shape.stages_of[e.rank], *range(e.program.shape.stages + 1)])
-    e.put(e.word & ~(0xFFFF << STAGE) | new << STAGE)
+    new = e.rng.choice(
+        [*e.program.shape.stages_on_rank[e.rank], *range(e.program.shape.stages + 1)]
+    )
+    e.put(e.word & ~(0xFFFF << STAGE_SHIFT) | new << STAGE_SHIFT)
 
 
 @at(O.Snapshot)

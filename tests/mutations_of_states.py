@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from schedir.analysis.memory.buffer_slots import KINDS, groups, minimum_slots
-from schedir.analysis.memory.buffer_slots import on_host as on_host_of
+from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_min_slots, number_groups
+from schedir.analysis.memory.buffer_slots import find_host_values as on_host_of
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import TIERS, Opcode, Value
-from schedir.ir.program import STAGE, Program, SlotCounts
-from schedir.passes.memory.cpu_optimizer_steps import host_steps
-from schedir.passes.memory.optimizer_state_offload import states
+from schedir.ir.program import STAGE_SHIFT, Program, SlotCounts
+from schedir.passes.memory.cpu_optimizer_steps import insert_host_steps
+from schedir.passes.memory.optimizer_state_offload import insert_state_offload
 from tests.edits import (
     MUTATIONS,
     Edit,
@@ -50,23 +50,28 @@ def on_host(program: Program, rng: random.Random) -> Program:
     ends = [own.pop() for own in e.lists]
     room, rooms = (rng.choice([None, 1, 2, 3]) for _ in range(2))
     there = e.program.optimizer_placement == "cpu_step"
-    e = Edit.of(host_steps(e.result()) if there else states(e.result(), room, rooms), rng)
+    e = Edit.of(
+        insert_host_steps(e.result()) if there else insert_state_offload(e.result(), room, rooms),
+        rng,
+    )
     for own, end in zip(e.lists, ends, strict=True):
         own.append(end)
     program = e.result()
     if there:
         return program
-    least = minimum_slots(program)[:, KINDS.index(Value.STATE)]
+    least = count_min_slots(program)[:, SLOT_KINDS.index(Value.STATE)]
     if rng.random() < 0.6:
         program = _told(program, "state", (least + rng.choice([0, 0, 1])).tolist())
     if rng.random() < 0.6 and program.optimizer_placement == "disk":
-        few = on_host_of(program, "state_host").peak(groups(InstructionIndex.of(program)))
+        few = on_host_of(program, "state_host").count_peak(
+            number_groups(InstructionIndex.from_program(program))
+        )
         program = _told(program, "state_host", (few + rng.choice([0, 0, 1])).tolist())
     return program
 
 
 def _told(program: Program, kind: str, counts: list[int]) -> Program:
-    slots = program.slots or [SlotCounts.unsaid()] * program.shape.ranks
+    slots = program.slots or [SlotCounts.unspecified()] * program.shape.ranks
     both = zip(slots, counts, strict=True)
     return program.with_slots([one._replace(**{kind: count}) for one, count in both])
 
@@ -109,7 +114,7 @@ def another_turn_of_state(e: Edit) -> None:
 @at(*TURNS)
 def turn_of_another_state(e: Edit) -> bool | None:
     others = [s for s in range(e.program.shape.stages + 1) if s != stage(e.word)]
-    e.put(e.word & ~(0xFFFF << STAGE) | e.rng.choice(others) << STAGE)
+    e.put(e.word & ~(0xFFFF << STAGE_SHIFT) | e.rng.choice(others) << STAGE_SHIFT)
     return None
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from schedir.ir.isa.instructions import COMPUTE, ROWS, Lane, Opcode, Scope
+from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, Lane, Opcode, Scope
 from tests.edits import MUTATIONS, Edit, at, mb, move, pull, push, stage, whole, with_op, word
 
 # Sums and, where ranks share the sequence, gathers.
-SUMS = tuple(row.op for row in ROWS if row.lane is Lane.TP and row.per is Scope.MICROBATCH)
+SUMS = tuple(
+    row.op for row in INSTRUCTIONS if row.lane is Lane.TP and row.scope is Scope.MICROBATCH
+)
 _BEFORE = {*MUTATIONS}
 
 
@@ -51,22 +53,22 @@ def sum_the_other(e: Edit) -> None:
     e.put(with_op(e.word, e.rng.choice([other for other in SUMS if other is not op])))
 
 
-@at(*COMPUTE)
+@at(*COMPUTE_OPS)
 def drop_piece(e: Edit) -> object:
     return pull(e.own, e.at)
 
 
-@at(*COMPUTE)
+@at(*COMPUTE_OPS)
 def double_piece(e: Edit) -> None:
     push(e.own, e.at + e.rng.randint(0, 3), e.word)
 
 
-@at(*COMPUTE)
+@at(*COMPUTE_OPS)
 def move_piece(e: Edit) -> None:
     move(e.own, e.at, e.at + e.rng.choice([-3, -2, -1, 1, 2, 3, 4]))
 
 
-@at(*COMPUTE)
+@at(*COMPUTE_OPS)
 def other_piece(e: Edit) -> None:
     """The piece beside it, or another chunk, in its place."""
     _beside(e)

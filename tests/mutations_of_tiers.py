@@ -5,10 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from schedir.analysis.memory.buffer_slots import KINDS, groups, minimum_slots, on_host
+from schedir.analysis.memory.buffer_slots import (
+    SLOT_KINDS,
+    count_min_slots,
+    find_host_values,
+    number_groups,
+)
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import Opcode, Value
-from schedir.ir.program import ADDRESS, JOINED, Program, SlotCounts
+from schedir.ir.program import ADDRESS_MASK, JOINED_BIT, Program, SlotCounts
 from tests.away import MOVED, ROOMS
 from tests.edits import (
     MUTATIONS,
@@ -50,8 +55,10 @@ def moved(program: Program, rng: random.Random) -> Program:
                 _away(own, made, rng)
     program = e.result()
     least = {
-        "saved": minimum_slots(program)[:, KINDS.index(Value.SAVED)],
-        "host": on_host(program).peak(groups(InstructionIndex.of(program))),
+        "saved": count_min_slots(program)[:, SLOT_KINDS.index(Value.SAVED)],
+        "host": find_host_values(program).count_peak(
+            number_groups(InstructionIndex.from_program(program))
+        ),
     }
     for tier, counts in least.items():
         if rng.random() < 0.5:
@@ -60,7 +67,7 @@ def moved(program: Program, rng: random.Random) -> Program:
 
 
 def _told(program: Program, tier: str, counts: list[int]) -> Program:
-    slots = program.slots or [SlotCounts.unsaid()] * program.shape.ranks
+    slots = program.slots or [SlotCounts.unspecified()] * program.shape.ranks
     both = zip(slots, counts, strict=True)
     return program.with_slots([one._replace(**{tier: count}) for one, count in both])
 
@@ -72,7 +79,7 @@ def _away(own: list[int], made: int, rng: random.Random) -> None:
     if len(users) < 2:
         return
     first = rng.randrange(len(users) - 1)
-    gaps = [k for k in range(users[first] + 1, users[first + 1] + 1) if not own[k] & JOINED]
+    gaps = [k for k in range(users[first] + 1, users[first + 1] + 1) if not own[k] & JOINED_BIT]
     if not gaps:
         return
     ops = rng.choice(WAYS)
@@ -84,7 +91,7 @@ def _away(own: list[int], made: int, rng: random.Random) -> None:
 
 
 def _uses(w: int, made: int) -> bool:
-    return op(w) in USES and w & ADDRESS == made & ADDRESS
+    return op(w) in USES and w & ADDRESS_MASK == made & ADDRESS_MASK
 
 
 def users(e: Edit) -> list[int]:
@@ -109,7 +116,7 @@ def swap_moves(e: Edit) -> bool | None:
 
 @at(*MOVED)
 def swap_moves_of_a_value(e: Edit) -> bool | None:
-    same = [k for k in e.here(*MOVED) if k != e.at and not (e.own[k] ^ e.word) & ADDRESS]
+    same = [k for k in e.here(*MOVED) if k != e.at and not (e.own[k] ^ e.word) & ADDRESS_MASK]
     if not same:
         return False
     swap(e.own, e.at, e.rng.choice(same))
@@ -138,7 +145,7 @@ def another_move(e: Edit) -> None:
 
 @at(*MOVED)
 def move_of_another_value(e: Edit) -> bool | None:
-    others = [e.own[k] for k in e.here(O.Forward) if (e.own[k] ^ e.word) & ADDRESS]
+    others = [e.own[k] for k in e.here(O.Forward) if (e.own[k] ^ e.word) & ADDRESS_MASK]
     if not others:
         return False
     e.put(with_op(e.rng.choice(others), op(e.word)))
@@ -186,8 +193,8 @@ def away_once_more(e: Edit) -> None:
 @at(O.OffloadToDisk)
 def stay_on_the_host(e: Edit) -> bool | None:
     """As right as before: nothing goes to the disk, if the host has room."""
-    back = [k for k in e.here(O.ReloadFromDisk) if not (e.own[k] ^ e.word) & ADDRESS]
-    told = e.program.slots[e.rank].said() if e.program.slots else {}
+    back = [k for k in e.here(O.ReloadFromDisk) if not (e.own[k] ^ e.word) & ADDRESS_MASK]
+    told = e.program.slots[e.rank].specified() if e.program.slots else {}
     if len(back) != 1 or "host" in told:
         return False
     for k in sorted((back[0], e.at), reverse=True):
@@ -200,7 +207,7 @@ def one_slot_less(e: Edit) -> bool | None:
     said = [
         (rank, tier, number - 1)
         for rank, slots in enumerate(e.program.slots)
-        for tier, number in slots.said().items()
+        for tier, number in slots.specified().items()
         if tier in ROOMS.values() and number
     ]
     if not said:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.program import ADDRESS
+from schedir.ir.program import ADDRESS_MASK
 from tests.edits import MUTATIONS, Edit, at, mb, move, op, pull, push, stage, swap, with_op, word
 from tests.mutations import REDUCTIONS, TURNS, B, I
 from tests.sharded import READS
@@ -105,7 +105,7 @@ def wrong_turn(e: Edit) -> None:
 
 @at(*TURNS)
 def turn_of_another_stage(e: Edit) -> None:
-    e.put(word(op(e.word), e.rng.choice(e.program.shape.stages_of[e.rank]), mb(e.word)))
+    e.put(word(op(e.word), e.rng.choice(e.program.shape.stages_on_rank[e.rank]), mb(e.word)))
     perhaps(e)
 
 
@@ -203,7 +203,7 @@ def add_behind_its_turn(e: Edit) -> bool | None:
         (
             k
             for k in e.here()
-            if k > e.at and k < later[0] and e.own[k] & ADDRESS == e.word & ADDRESS
+            if k > e.at and k < later[0] and e.own[k] & ADDRESS_MASK == e.word & ADDRESS_MASK
         ),
         reverse=True,
     ):  # its send, and W

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import ROWS, Instr, Lane, Opcode, Scope
+from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Lane, Opcode, Scope
 from schedir.ir.program import Program
 from tests.carried import met
 from tests.host import SENDING, TAKING
@@ -70,12 +70,12 @@ class Machine:
         return {self._queue(rank, self.lists[rank][k], len(group) > 1) for k in group}
 
     def _queue(self, rank: int, i: Instr, grouped: bool) -> object:
-        row = ROWS[i.op]
+        row = INSTRUCTIONS[i.op]
         if self.model == "blocking_serial":
             return "all"
         if not row.peer:
             return row.lane.name
-        peer = int(self.program.shape.rank_at(self._other(i), i.mb))
+        peer = int(self.program.shape.rank_of_stage(self._other(i), i.mb))
         if self.model == "per_edge":
             return (row.lane, peer, i.op in TAKING)
         if self.model == "per_direction":
@@ -212,7 +212,7 @@ class Machine:
             return []
 
         def all_of(*ops: Opcode) -> list[int]:
-            of_any = ROWS[i.op].per is Scope.RANK
+            of_any = INSTRUCTIONS[i.op].scope is Scope.RANK
             return [k for k, j in enumerate(own) if j.op in ops and (of_any or j.stage == i.stage)]
 
         def before(*ops: Opcode) -> list[int]:
@@ -302,7 +302,7 @@ class Machine:
         if not self.program.slots:
             return left
         # Each slot on the heap is named by the index that freed it, -1 if nobody ever used it.
-        heap = {kind: deque([-1] * n) for kind, n in self.program.slots[rank].said().items()}
+        heap = {kind: deque([-1] * n) for kind, n in self.program.slots[rank].specified().items()}
         fills, frees = defaultdict(list), defaultdict(list)
         for (kind, _, _), (fill, free) in (self.values(rank) | self._wholes(rank)).items():
             fills[fill].append(kind)
@@ -319,17 +319,17 @@ class Machine:
         return left
 
     def _partners(self, rank: int, i: Instr) -> list[tuple[int, int]]:
-        row = ROWS[i.op]
+        row = INSTRUCTIONS[i.op]
         if row.partner is None:
             return [(rank, self.where[rank, i])]
         if row.peer:
             stage = self._other(i)
-            peer = int(self.program.shape.rank_at(stage, i.mb))
+            peer = int(self.program.shape.rank_of_stage(stage, i.mb))
             other = (peer, self.where[peer, Instr(row.partner, stage, i.mb)])
             return [(rank, self.where[rank, i]), other]
         party = {*range(len(self.lists))}
         if i.op == O.ReduceTied:
-            own = [[*stages] for stages in self.program.shape.stages_of]
+            own = [[*stages] for stages in self.program.shape.stages_on_rank]
             party = met([{*tie} for tie in self.program.tied_weights], own, rank)
         return [
             (r, k)
@@ -343,7 +343,7 @@ class Machine:
 
     def _apart(self, partners: list[tuple[int, int]]) -> bool:
         """Whether one side of a message is in a group, and the other alone: they never meet."""
-        message = bool(ROWS[self.lists[partners[0][0]][partners[0][1]].op].peer)
+        message = bool(INSTRUCTIONS[self.lists[partners[0][0]][partners[0][1]].op].peer)
         return message and len({len(self._group_of(r, n)) > 1 for r, n in partners}) > 1
 
     def _leaves(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
@@ -370,10 +370,14 @@ class Machine:
             )
         if i.op == O.Recompute and self.costs.R is None:
             return self._cost(rank, Instr(O.Forward, i.stage, i.mb))
-        value: Any = getattr(self.costs.usual(), ROWS[i.op].cost) if ROWS[i.op].cost else 0.0
+        value: Any = (
+            getattr(self.costs.with_defaults(), INSTRUCTIONS[i.op].cost)
+            if INSTRUCTIONS[i.op].cost
+            else 0.0
+        )
         value = 0.0 if value is None else value
         if isinstance(value, tuple):
-            column = rank if ROWS[i.op].per is Scope.RANK else i.stage
+            column = rank if INSTRUCTIONS[i.op].scope is Scope.RANK else i.stage
             value = value[min(column, len(value) - 1)]  # one row is that of all stages
         return float(value[i.mb] if isinstance(value, tuple) else value)
 
@@ -382,7 +386,7 @@ class Machine:
         if (rank, group[0]) in self.ended:
             return False
         ends = []
-        if ROWS[self.lists[rank][group[0]].op].lane is Lane.COMPUTE and len(group) > 1:
+        if INSTRUCTIONS[self.lists[rank][group[0]].op].lane is Lane.COMPUTE and len(group) > 1:
             start = self._posted(rank, group)
             if start is None:
                 return False

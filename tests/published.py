@@ -31,7 +31,7 @@ class Row(NamedTuple):
     def rate(self, own_span: float) -> float:
         """The bubble rate of a schedule in which no rank takes longer than that."""
         costs = self.costs
-        work = sum(float(costs.of(op, self.shape)[0, 0]) for op in WORK)
+        work = sum(float(costs.for_opcode(op, self.shape)[0, 0]) for op in WORK)
         return 1 - self.shape.microbatches * work / own_span
 
 

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from schedir.ir.isa.instructions import ROWS, TIERS, VALUES, Instr, Lane, Opcode, Scope, Value
+from schedir.ir.isa.instructions import (
+    INSTRUCTIONS,
+    TIERS,
+    VALUES,
+    Instr,
+    Lane,
+    Opcode,
+    Scope,
+    Value,
+)
 from tests.carried import Slot, SlotValue
 from tests.sharded import OWN_VALUES as OF_PARTS
 
@@ -26,14 +35,14 @@ _LANES = {Lane.COMPUTE: "compute", Lane.TP: "gathers", Lane.DP: "reductions"}
 
 def computes(op: Opcode) -> bool:
     """Whether it can run as one with another."""
-    row = ROWS[op]
+    row = INSTRUCTIONS[op]
     cuts = (Opcode.TPScatterAct, Opcode.TPScatterGrad)
-    return row.lane is Lane.COMPUTE and row.per is Scope.MICROBATCH and op not in cuts
+    return row.lane is Lane.COMPUTE and row.scope is Scope.MICROBATCH and op not in cuts
 
 
 def address(host: Host, i: Instr) -> tuple[bool, bool, int]:
     """Whether it is once for a rank, or for a stage; and how many numbers there are."""
-    per = ROWS[i.op].per
+    per = INSTRUCTIONS[i.op].scope
     if per is Scope.OCCURRENCE:
         own = [j for j, _ in host.machine.lists[host.rank] if j[:2] == i[:2]]
         return False, True, len(own) if own[i.mb : i.mb + 1] == [i] else 0
@@ -43,10 +52,10 @@ def address(host: Host, i: Instr) -> tuple[bool, bool, int]:
 
 def issue(host: Host, i: Instr) -> None:
     """Takes what it needs, gives what it gives, and meets all ranks if it meets anybody."""
-    row = ROWS[i.op]
-    if row.per is Scope.OCCURRENCE and host.machine.updates > 1:
+    row = INSTRUCTIONS[i.op]
+    if row.scope is Scope.OCCURRENCE and host.machine.updates > 1:
         host.wrong(f"{i} with several updates")
-    if row.per is Scope.RANK:
+    if row.scope is Scope.RANK:
         host.ends(i.mb)
     host.queue(_LANES.get(row.lane, row.lane))
     for token in filter(lambda token: _there(host, token), row.needs):
@@ -67,7 +76,7 @@ def issue(host: Host, i: Instr) -> None:
 
 def beside(host: Host, i: Instr) -> None:
     """Of a known instruction, the values that are strange."""
-    row = ROWS[i.op]
+    row = INSTRUCTIONS[i.op]
     for token in row.needs:
         if token >= KNOWN_VALUES and _there(host, token):
             for slot in _slots(host, token, i):
@@ -79,7 +88,7 @@ def _there(host: Host, token: Value) -> bool:
     own = host.machine.lists[host.rank]
     if token < KNOWN_VALUES or token in OWN_VALUES:
         return token not in OWN_VALUES
-    return any(token in ROWS[i.op].gives for i, _ in own)
+    return any(token in INSTRUCTIONS[i.op].gives for i, _ in own)
 
 
 def _slots(host: Host, token: Value, i: Instr) -> list[Slot]:
@@ -87,9 +96,13 @@ def _slots(host: Host, token: Value, i: Instr) -> list[Slot]:
     if token is Value.GRAD:
         return host.final(i.mb)
     if token is Value.PARAMS:
-        version = host.machine.version(i.stage, i.mb) if ROWS[i.op].per is Scope.MICROBATCH else 0
+        version = (
+            host.machine.version(i.stage, i.mb)
+            if INSTRUCTIONS[i.op].scope is Scope.MICROBATCH
+            else 0
+        )
         return [("parameters", version)] * (version > 0)
-    per, name = VALUES[token].per, token.name.lower()
+    per, name = VALUES[token].scope, token.name.lower()
     return [(name, *{Scope.MICROBATCH: i[1:], Scope.STAGE: i[1:2], Scope.RANK: i[2:]}[per])]
 
 
@@ -98,7 +111,7 @@ def _changes(host: Host, slot: Slot, tiers: bool) -> list[tuple[str, str]]:
     if host.changes is None:
         host.changes = defaultdict(list)
         for i, _ in host.machine.lists[host.rank]:
-            for change in ROWS[i.op].changes:
+            for change in INSTRUCTIONS[i.op].changes:
                 for one in _slots(host, change.value, i):
                     place = one, change.before in TIERS
                     host.changes[place].append((change.before, change.after))
@@ -122,7 +135,7 @@ def _change(host: Host, i: Instr, token: Value, slot: Slot) -> None:
     value = host.look(*slot)
     state = {**value.state}
     moves = False
-    for change in ROWS[i.op].changes:
+    for change in INSTRUCTIONS[i.op].changes:
         if change.value is token:
             tiers = change.before in TIERS
             moves |= tiers
@@ -142,6 +155,6 @@ def kept(host: Host) -> set[Slot]:
         for token in Value
         if token >= KNOWN_VALUES
         and token is not Value.SNAPSHOT
-        and not any(token in row.frees for row in ROWS)
+        and not any(token in row.frees for row in INSTRUCTIONS)
     }
     return {slot for slot in host.slots if slot[0] in names}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from schedir.analysis.memory.buffer_slots import minimum_slots
+from schedir.analysis.memory.buffer_slots import count_min_slots
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
@@ -33,7 +33,7 @@ def with_slots(program: Program, rng: random.Random) -> Program:
     """The program with few slots on each rank, or, every third time, with one for each value."""
     if not rng.randrange(3):
         return replace(program, slots=())
-    few = minimum_slots(program)[:, :4].tolist()
+    few = count_min_slots(program)[:, :4].tolist()
     more = rng.randrange(1, 4)
     slots = tuple(SlotCounts(*(n + rng.randrange(more) for n in row)) for row in few)
     return replace(program, slots=slots)

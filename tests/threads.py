@@ -119,7 +119,7 @@ class Machine:
         self.blocks, self.replicas = blocking_hosts, replicas
         self.limit, self.sizes = limit, sizes
         self.random = None if seed is None else random.Random(seed)
-        self.holders: list[list[int]] = program.shape.holders.tolist()
+        self.holders: list[list[int]] = program.shape.replica_ranks.tolist()
         self.stages, self.microbatches = program.shape.stages, program.shape.microbatches
         self.updates = program.shape.optimizer_steps
         n, m = len(self.holders), self.microbatches
@@ -170,7 +170,7 @@ class Machine:
         name = {"grad": "gradient", "act": "activation"}.get(kind, "skip")
         if "skip" in kind:
             maker = i.stage if kind == "skip" else self.beginning(i.stage)
-        size = float(self.sizes.of(name, self.program.shape.stages)[maker])
+        size = float(self.sizes.for_stages(name, self.program.shape.stages)[maker])
         scatter = Opcode.TPScatterAct if kind == "act" else Opcode.TPScatterGrad
         cut = any((j.op, j.stage, j.mb) == (scatter, *i[1:]) for own in self.lists for j, _ in own)
         return size / (self.program.tp if cut else 1) <= self.limit

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from schedir.data.megatron_indexed_dataset import _HEADER, _MAGIC, _TYPES
-from schedir.data.tokenizer import _characters
+from schedir.data.megatron_indexed_dataset import _HEADER, _MAGIC, _TOKEN_DTYPES
+from schedir.data.tokenizer import _map_characters
 
 END = "<|endoftext|>"
 
@@ -24,7 +24,7 @@ def train(texts: Iterable[str], vocab: int) -> str:
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab, min_frequency=2, special_tokens=[END],
-        initial_alphabet=sorted(_characters()), show_progress=False,
+        initial_alphabet=sorted(_map_characters()), show_progress=False,
     )  # fmt: skip
     library.train_from_iterator(texts, trainer)
     return str(library.to_str())
@@ -32,14 +32,14 @@ def train(texts: Iterable[str], vocab: int) -> str:
 
 def decode(tokenizer_json: str, ids: Iterable[int]) -> bytes:
     """The bytes of tokens; the end of a document has none."""
-    told, bytes_of = json.loads(tokenizer_json), _characters()
+    told, bytes_of = json.loads(tokenizer_json), _map_characters()
     names = {number: name for name, number in told["model"]["vocab"].items()}
     return b"".join(bytes(bytes_of[c] for c in names[i]) for i in ids if names[i] != END)
 
 
 def write_index(path: Path, kind: np.dtype[Any], lengths: Sequence[int]) -> None:
     """Write the `.idx` of documents of so many tokens of a type, a sequence each."""
-    code = next(code for code, name in _TYPES.items() if np.dtype(name) == kind)
+    code = next(code for code, name in _TOKEN_DTYPES.items() if np.dtype(name) == kind)
     many = np.array(lengths, np.int64)
     head = np.zeros(1, _HEADER)
     head["magic"], head["version"], head["type"] = np.void(_MAGIC), 1, code

@@ -6,7 +6,7 @@ Importing this loads no matplotlib; the first use of a figure does, that of a pa
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from schedir.retired_names import missing_attribute
+from schedir.retired_names import make_attribute_error
 
 if TYPE_CHECKING:
     from schedir.viz.figures.figure_files import save
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from schedir.viz.style import Style
     from schedir.viz.terminal_chart import text_chart
 
-_HOME: Final = {
+_MODULE_BY_NAME: Final = {
     "Style": "style",
     "compare": "figures.gantt_chart",
     "memory_frontier": "figures.summary_charts",
@@ -53,6 +53,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise missing_attribute(__name__, name)
-    return getattr(import_module(f"schedir.viz.{_HOME[name]}"), name)
+    if name not in _MODULE_BY_NAME:
+        raise make_attribute_error(__name__, name)
+    return getattr(import_module(f"schedir.viz.{_MODULE_BY_NAME[name]}"), name)

@@ -6,7 +6,7 @@ import numpy as np
 
 from schedir.compiler.compile import compile
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import ROWS, Lane
+from schedir.ir.isa.instructions import INSTRUCTIONS, Lane
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.predict.simulate import simulate
@@ -14,7 +14,7 @@ from schedir.predict.timeline import Timeline
 from schedir.schedules.schedule_algebra import Schedule
 
 
-def chart(timeline: Timeline, unit: float = 1.0) -> str:
+def draw_timeline(timeline: Timeline, unit: float = 1.0) -> str:
     """One line per rank, one cell per `unit` of time on the compute lane.
 
     A cell has the letter and the microbatch of what starts in it, with a ' for each own stage
@@ -25,13 +25,13 @@ def chart(timeline: Timeline, unit: float = 1.0) -> str:
     shown = (spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"])
     columns = round(timeline.span / unit)
     cells = np.full((shape.ranks, columns), "..", dtype=object)
-    for s, second in zip(spans[shown], timeline.second_of_pair[shown], strict=True):
-        lo, hi = (round(float(s[k] - timeline.begin) / unit) for k in ("start", "end"))
+    for s, second in zip(spans[shown], timeline.is_second_of_pair[shown], strict=True):
+        lo, hi = (round(float(s[k] - timeline.start_time) / unit) for k in ("start", "end"))
         lo += second * (hi - lo) // 2
         cells[s["rank"], lo:hi] = "--"
         if lo < columns:
-            local = int(shape.local_of(s["stage"], s["rank"]))
-            label = f"{ROWS[s['op']].text}{s['mb']}{local * chr(39)}"
+            local = int(shape.local_stage(s["stage"], s["rank"]))
+            label = f"{INSTRUCTIONS[s['op']].text}{s['mb']}{local * chr(39)}"
             cells[s["rank"], lo] = label
     width = max(map(len, cells.flat), default=2)
     lines = [
@@ -41,7 +41,7 @@ def chart(timeline: Timeline, unit: float = 1.0) -> str:
     return "\n".join(lines)
 
 
-def timeline(
+def draw_schedule(
     schedule: Schedule,
     ranks: int,
     microbatches: int,
@@ -54,4 +54,4 @@ def timeline(
     given = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
     shape = PipelineShape(ranks, microbatches, placement=placement, **given)
     program = compile(schedule, shape, costs=costs)
-    return chart(simulate(program, costs))
+    return draw_timeline(simulate(program, costs))

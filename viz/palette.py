@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.ir.isa.instructions import (
-    COMPUTE,
+    COMPUTE_OPS,
+    INSTRUCTIONS,
     LANES,
     RECOMPUTE,
-    ROWS,
-    SENDS,
+    SEND_OPS,
     TIERS,
     Lane,
     Opcode,
@@ -32,16 +32,16 @@ class Tone(NamedTuple):
     """A hue, and the lightness (CIE L*, 0 black to 100 white) of its lightest and darkest shade."""
 
     hue: str
-    light: float
-    dark: float
+    lightest: float
+    darkest: float
 
 
 class Palette(NamedTuple):
     """The tones of F, R, B, I and W, the colour of each communication lane, and that of a step."""
 
     tones: dict[Opcode, Tone]
-    lanes: dict[Lane, str]
-    step: str = "#c8c8c8"
+    lane_colors: dict[Lane, str]
+    step_color: str = "#c8c8c8"
 
 
 TONES: Final = {
@@ -51,10 +51,10 @@ TONES: Final = {
     Opcode.BackwardWeight: Tone("#1b9e77", 49, 41),
     Opcode.Backward: Tone("#4b3b8f", 31, 15),
 }
-WIRES: Final = {row.lane: row.colour for row in LANES[1:]}
-DAY: Final = Palette(TONES, WIRES)
+LANE_COLORS: Final = {row.lane: row.color for row in LANES[1:]}
+LIGHT_PALETTE: Final = Palette(TONES, LANE_COLORS)
 # On a dark ground: the same hues in the same order, none as dark as the ground.
-NIGHT: Final = Palette(
+DARK_PALETTE: Final = Palette(
     {
         Opcode.Forward: Tone("#7cc4ee", 86, 77),
         Opcode.Recompute: Tone("#7cc4ee", 76, 69.5),
@@ -62,16 +62,16 @@ NIGHT: Final = Palette(
         Opcode.BackwardWeight: Tone("#1b9e77", 53, 45),
         Opcode.Backward: Tone("#6a55c2", 37, 27),
     },
-    WIRES
+    LANE_COLORS
     | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6", Lane.PARAMS: "#d98fb9"}
     | {Lane.D2H: "#b8935a", Lane.H2D: "#e3cb98", Lane.DISK: "#7d5f49", Lane.HOST: "#93b84a"},
 )
 # What a chart may be drawn in.  All but "bright" keep the bands of lightness.
 PALETTES: Final = {
-    "plain": DAY,
+    "plain": LIGHT_PALETTE,
     "grey": Palette(
-        {op: Tone("#808080", tone.light, tone.dark) for op, tone in TONES.items()},
-        WIRES
+        {op: Tone("#808080", tone.lightest, tone.darkest) for op, tone in TONES.items()},
+        LANE_COLORS
         | {Lane.ACT: "#8c8c8c", Lane.GRAD: "#3c3c3c", Lane.TP: "#b4b4b4", Lane.DP: "#1a1a1a"}
         | {Lane.PARAMS: "#646464", Lane.D2H: "#787878", Lane.H2D: "#b4b4b4", Lane.DISK: "#3c3c3c"}
         | {Lane.HOST: "#969696"},
@@ -85,20 +85,23 @@ PALETTES: Final = {
             Opcode.BackwardWeight: Tone("#009e73", 62, 52),
             Opcode.Backward: Tone("#d55e00", 58, 48),
         },
-        WIRES
+        LANE_COLORS
         | {Lane.ACT: "#0072b2", Lane.GRAD: "#cc79a7", Lane.TP: "#7a7a7a", Lane.DP: "#1a1a1a"}
         | {Lane.PARAMS: "#a6761d", Lane.D2H: "#5b4a1f", Lane.H2D: "#b39b5e", Lane.DISK: "#261c14"}
         | {Lane.HOST: "#3d6b00"},
     ),
 }
-HATCHED: Final = frozenset({RECOMPUTE})  # in the hue of F, and so hatched
-ACCENT: Final = "#c8005f"  # a critical path
-IDLE: Final = "#9a9a9a"  # the hatching of a bubble
-_WHOLE: Final = (89.0, 70.0)  # CIE L* of a rank's first and last stage while its weights are whole
-_LOST: Final = 95.0  # CIE L* from which on a box is not seen on white
+HATCHED_OPS: Final = frozenset({RECOMPUTE})  # in the hue of F, and so hatched
+ACCENT_COLOR: Final = "#c8005f"  # a critical path
+IDLE_COLOR: Final = "#9a9a9a"  # the hatching of a bubble
+_UNSHARDED_LIGHTNESS: Final = (
+    89.0,
+    70.0,
+)  # CIE L* of a rank's first and last stage while its weights are whole
+_OUTLINE_LIGHTNESS: Final = 95.0  # CIE L* from which on a box is not seen on white
 
 # What legends call them.
-NAMES: Final = {
+OP_NAMES: Final = {
     Opcode.Forward: "F forward",
     Opcode.Recompute: "R forward again",
     Opcode.Backward: "B backward",
@@ -107,11 +110,11 @@ NAMES: Final = {
     Opcode.OptimizerStep: "optimizer step",
 }
 LANE_NAMES: Final = {row.lane: row.label or row.doc for row in LANES[1:]}
-BOTH_WAYS: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)  # what comes in is paler than what goes out
-WHOLE: Final = "whole weights"
+TWO_WAY_LANES: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)  # what comes in is paler than what goes out
+UNSHARDED_LABEL: Final = "whole weights"
 
 # Why a rank is idle: in words, and a colour; what waits for others is warm, the ends are cool.
-CAUSES: Final = {
+IDLE_CAUSES: Final = {
     IdleCause.WARMUP: ("warmup", "#9ecae1"),
     IdleCause.COOLDOWN: ("cooldown", "#4292c6"),
     IdleCause.MESSAGE: ("message in flight", "#009e73"),
@@ -129,14 +132,14 @@ CAUSES: Final = {
 
 
 # What can be given a colour of its own, by the names that a person knows.
-KINDS: Final[dict[str, Opcode | Lane]] = {
-    **{ROWS[op].text: op for op in COMPUTE},
-    **{lane.name.lower(): lane for lane in WIRES},
+COLORED_KINDS: Final[dict[str, Opcode | Lane]] = {
+    **{INSTRUCTIONS[op].text: op for op in COMPUTE_OPS},
+    **{lane.name.lower(): lane for lane in LANE_COLORS},
     "step": Opcode.OptimizerStep,
 }
 
 
-def linear(colour: str | RGB) -> NDArray[np.float64]:
+def to_linear_light(colour: str | RGB) -> NDArray[np.float64]:
     """Linear light of an sRGB colour, "#rrggbb" or three numbers from 0 to 1; shape (3,)."""
     if isinstance(colour, str):
         c = np.array([int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)])
@@ -147,7 +150,7 @@ def linear(colour: str | RGB) -> NDArray[np.float64]:
 
 def luminance(colour: str | RGB) -> float:
     """Relative luminance, 0 black to 1 white."""
-    return float(linear(colour) @ (0.2126, 0.7152, 0.0722))
+    return float(to_linear_light(colour) @ (0.2126, 0.7152, 0.0722))
 
 
 def lightness(colour: str | RGB) -> float:
@@ -156,53 +159,60 @@ def lightness(colour: str | RGB) -> float:
     return 116 * y ** (1 / 3) - 16 if y > 216 / 24389 else y * 24389 / 27
 
 
-def at_lightness(hue: str, l_star: float) -> RGB:
+def mix_to_lightness(hue: str, l_star: float) -> RGB:
     """The hue, mixed with white or black until it has the lightness."""
-    want, base, y = ((l_star + 16) / 116) ** 3, linear(hue), luminance(hue)
+    want, base, y = ((l_star + 16) / 116) ** 3, to_linear_light(hue), luminance(hue)
     mixed = base * want / y if want <= y else 1 - (1 - base) * (1 - want) / (1 - y)
     r, g, b = np.where(mixed <= 0.0031308, mixed * 12.92, 1.055 * mixed ** (1 / 2.4) - 0.055)
     return float(r), float(g), float(b)
 
 
-def shade(op: Opcode, local: int, stages: int, palette: Palette = DAY) -> RGB:
-    """The colour of F, R, B, I or W on a rank's own stage number `local` of `stages`."""
+def choose_shade(
+    op: Opcode, local_stage: int, stages: int, palette: Palette = LIGHT_PALETTE
+) -> RGB:
+    """The colour of F, R, B, I or W on a rank's own stage number `local_stage` of `stages`."""
     tone = palette.tones[op]
-    part = local / (stages - 1) if stages > 1 else 0.5
-    return at_lightness(tone.hue, tone.light + (tone.dark - tone.light) * part)
+    part = local_stage / (stages - 1) if stages > 1 else 0.5
+    return mix_to_lightness(tone.hue, tone.lightest + (tone.darkest - tone.lightest) * part)
 
 
-def whole_shade(local: int, stages: int, palette: Palette = DAY) -> RGB:
-    """The colour of a rank's own stage number `local` of `stages` while its weights are whole: in
-    the hue of what gathers them."""
-    part = local / (stages - 1) if stages > 1 else 0.5
-    return at_lightness(palette.lanes[Lane.PARAMS], _WHOLE[0] + (_WHOLE[1] - _WHOLE[0]) * part)
+def choose_unsharded_shade(local_stage: int, stages: int, palette: Palette = LIGHT_PALETTE) -> RGB:
+    """The colour of a rank's own stage number `local_stage` of `stages` while its weights are
+    whole: in the hue of what gathers them."""
+    part = local_stage / (stages - 1) if stages > 1 else 0.5
+    return mix_to_lightness(
+        palette.lane_colors[Lane.PARAMS],
+        _UNSHARDED_LIGHTNESS[0] + (_UNSHARDED_LIGHTNESS[1] - _UNSHARDED_LIGHTNESS[0]) * part,
+    )
 
 
-def colour(op: int, local: int, stages: int, palette: Palette = DAY) -> str | RGB:
+def choose_box_color(
+    op: int, local_stage: int, stages: int, palette: Palette = LIGHT_PALETTE
+) -> str | RGB:
     """The colour of any instruction's box."""
     if op in palette.tones:
-        return shade(Opcode(op), local, stages, palette)
-    row = ROWS[op]
-    if row.lane not in palette.lanes:
-        return palette.step
-    base = palette.lanes[row.lane]
-    return received(base) if _comes_in(row) else base
+        return choose_shade(Opcode(op), local_stage, stages, palette)
+    row = INSTRUCTIONS[op]
+    if row.lane not in palette.lane_colors:
+        return palette.step_color
+    base = palette.lane_colors[row.lane]
+    return lighten_incoming(base) if _is_incoming(row) else base
 
 
-def _comes_in(row: Row) -> bool:
+def _is_incoming(row: Row) -> bool:
     """Whether something comes in on a lane on which something goes out, too."""
-    if row.lane not in BOTH_WAYS:
+    if row.lane not in TWO_WAY_LANES:
         return False
     if row.peer is not None:
-        return row.op not in SENDS
+        return row.op not in SEND_OPS
     return any(c.after in TIERS[: TIERS.index(c.before)] for c in row.changes if c.before in TIERS)
 
 
-def recoloured(palette: Palette, colours: Mapping[str, str]) -> Palette:
+def recolor(palette: Palette, colours: Mapping[str, str]) -> Palette:
     """The palette with other colours, "#rrggbb", for some of KINDS; shades lie around each."""
-    tones, lanes, step = {**palette.tones}, {**palette.lanes}, palette.step
+    tones, lanes, step = {**palette.tones}, {**palette.lane_colors}, palette.step_color
     for kind, hue in colours.items():
-        what = KINDS[kind]
+        what = COLORED_KINDS[kind]
         if isinstance(what, Lane):
             lanes[what] = hue
         elif what in tones:
@@ -214,24 +224,24 @@ def recoloured(palette: Palette, colours: Mapping[str, str]) -> Palette:
     return Palette(tones, lanes, step)
 
 
-def received(base: str) -> RGB:
+def lighten_incoming(outgoing_color: str) -> RGB:
     """What comes in is paler than what goes out."""
-    return at_lightness(base, (lightness(base) + 100) / 2)
+    return mix_to_lightness(outgoing_color, (lightness(outgoing_color) + 100) / 2)
 
 
-def written(colour: str | RGB) -> str:
+def format_hex(colour: str | RGB) -> str:
     """A colour as "#rrggbb"."""
     if isinstance(colour, str):
         return colour
     return "#" + "".join(f"{round(255 * min(max(part, 0.0), 1.0)):02x}" for part in colour)
 
 
-def outline(colour: str | RGB) -> str:
+def choose_outline(colour: str | RGB) -> str:
     """What a box is outlined in: white, as the paper is, or grey where it would be lost on that."""
-    return IDLE if lightness(written(colour)) > _LOST else "white"
+    return IDLE_COLOR if lightness(format_hex(colour)) > _OUTLINE_LIGHTNESS else "white"
 
 
-def ink(colour: str | RGB) -> str:
+def choose_text_color(colour: str | RGB) -> str:
     """Black or white, whichever reads better on the colour (WCAG contrast, at least 4.5)."""
     y = luminance(colour) + 0.05
     return "black" if y / 0.05 > 1.05 / y else "white"

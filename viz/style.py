@@ -10,13 +10,13 @@ from typing import Final, TypedDict
 
 from matplotlib.colors import is_color_like, to_hex
 
-from schedir.errors import UsageError, describe, number, require_type
+from schedir.errors import UsageError, describe, require_type, to_float
 from schedir.ir.isa.instructions import TIERS
 from schedir.viz.figures.overlays import OVERLAYS
-from schedir.viz.palette import KINDS, PALETTES, Palette, recoloured
+from schedir.viz.palette import COLORED_KINDS, PALETTES, Palette, recolor
 
-LEFT, RIGHT = 0.62, 0.12  # inches, beside the axes
-PAPER: Final = {"column": 3.35, "page": 7.0}  # inches of whole figures, as journals set them
+LEFT_MARGIN, RIGHT_MARGIN = 0.62, 0.12  # inches, beside the axes
+PAPER_WIDTHS: Final = {"column": 3.35, "page": 7.0}  # inches of whole figures, as journals set them
 
 
 class Style(TypedDict, total=False):
@@ -25,7 +25,7 @@ class Style(TypedDict, total=False):
     `width` is that of the axes in inches, or "column" or "page" for a figure as wide as those of
     a paper (3.35 and 7 inches); without it, wide enough for the labels, within bounds.
 
-    `show` names what there is besides boxes (`schedir.viz.figures.overlays.OVERLAYS`), between
+    `overlays` names what there is besides boxes (`schedir.viz.figures.overlays.OVERLAYS`), between
     commas or in a collection: "lanes", "arrows" for messages, "path" for the critical path,
     "in_flight" and "memory" for curves of them under each rank, and "phases" to shade warmup and
     cooldown.
@@ -34,11 +34,11 @@ class Style(TypedDict, total=False):
     on a grey print, "grey" is that print, "bright" is Okabe and Ito's.  `colours` has others for
     some of F, B, I, W, R, act, grad, tp, dp and step, as matplotlib knows them.
 
-    `limits` are bytes that a rank may hold on a tier, {"device": 40e9, "host": 256e9}: lines across
-    what it holds there.
+    `memory_limits` are bytes that a rank may hold on a tier, {"device": 40e9, "host": 256e9}: lines
+    across what it holds there.
 
-    `axis` is what stands under the time axis, or "none" for no numbers and no words.  `time` is
-    the part that is drawn, from and to, in the runs' unit from their begin.
+    `axis_label` is what stands under the time axis, or "none" for no numbers and no words.
+    `time_range` is the part that is drawn, from and to, in the runs' unit from their begin.
 
     >>> import schedir
     >>> paper = schedir.viz.Style(width="column", palette="grey", show="path", axis="time in ms")
@@ -61,34 +61,34 @@ class Style(TypedDict, total=False):
 class ResolvedStyle:
     """A Style as it is meant: each part has a value, and can be.
 
-    `width` is that of the axes in inches, None where it follows from the labels; `time` is as it
-    was given, for how long the runs take says whether it can be.
+    `width` is that of the axes in inches, None where it follows from the labels; `time_range` is as
+    it was given, for how long the runs take says whether it can be.
     """
 
-    show: frozenset[str]
+    overlays: frozenset[str]
     palette: Palette
-    axis: str | None
-    time: tuple[float, float] | None
+    axis_label: str | None
+    time_range: tuple[float, float] | None
     width: float | None
-    limits: Mapping[str, float]
+    memory_limits: Mapping[str, float]
 
 
-def look_of(style: Style) -> ResolvedStyle:
+def resolve_style(style: Style) -> ResolvedStyle:
     """What a Style means.  Raises UsageError for one that cannot be."""
     axis = style.get("axis")
     if axis is not None:
         require_type(axis, str, '"time in ms"')
     return ResolvedStyle(
-        _shown(style.get("show", "lanes")),
-        _palette(style),
+        _resolve_overlays(style.get("show", "lanes")),
+        _resolve_palette(style),
         axis,
         style.get("time"),
-        _width(style.get("width")),
-        _limits(style.get("limits", {})),
+        _resolve_width(style.get("width")),
+        _resolve_memory_limits(style.get("limits", {})),
     )
 
 
-def _shown(show: str | Collection[str]) -> frozenset[str]:
+def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
     """The overlays that are asked for, between commas or in a collection."""
     if isinstance(show, str):
         show = [mark.strip() for mark in show.split(",") if mark.strip()]
@@ -99,40 +99,44 @@ def _shown(show: str | Collection[str]) -> frozenset[str]:
     return frozenset(show)
 
 
-def _limits(given: object) -> Mapping[str, float]:
+def _resolve_memory_limits(value: object) -> Mapping[str, float]:
     """The limits that are asked for, by tier."""
-    require_type(given, Mapping, '{"device": 40e9}')
-    assert isinstance(given, Mapping)
-    for tier, limit in given.items():
+    require_type(value, Mapping, '{"device": 40e9}')
+    assert isinstance(value, Mapping)
+    for tier, limit in value.items():
         if tier not in TIERS:
             raise UsageError(f"limits are of {', '.join(TIERS)}, not {describe(tier)}")
-        size = number(limit)
+        size = to_float(limit)
         if size is None or not 0 < size < inf:
             raise UsageError(f"the limit of the {tier} is a number of bytes, not {describe(limit)}")
-    return given
+    return value
 
 
-def _width(given: object) -> float | None:
+def _resolve_width(value: object) -> float | None:
     """The width of the axes, in inches, if one is asked for."""
-    if isinstance(given, str) and given in PAPER:
-        return PAPER[given] - LEFT - RIGHT
-    if given is None:
+    if isinstance(value, str) and value in PAPER_WIDTHS:
+        return PAPER_WIDTHS[value] - LEFT_MARGIN - RIGHT_MARGIN
+    if value is None:
         return None
-    if isinstance(given, Real) and 0 < float(given) < inf:
-        return float(given)
-    raise UsageError(f"a width is a number of inches, or {' or '.join(PAPER)}: {describe(given)}")
+    if isinstance(value, Real) and 0 < float(value) < inf:
+        return float(value)
+    raise UsageError(
+        f"a width is a number of inches, or {' or '.join(PAPER_WIDTHS)}: {describe(value)}"
+    )
 
 
-def _palette(style: Style) -> Palette:
+def _resolve_palette(style: Style) -> Palette:
     """The palette that is asked for, with colours of its own for some kinds."""
     name, given, colours = style.get("palette", "plain"), {}, style.get("colours", {})
     if not isinstance(name, str) or name not in PALETTES:
         raise UsageError(f"a palette is {', '.join(PALETTES)}, not {describe(name)}")
     require_type(colours, Mapping, '{"F": "skyblue"}')
     for kind, colour in colours.items():
-        if kind not in KINDS:
-            raise UsageError(f"what has a colour is {', '.join(KINDS)}, not {describe(kind)}")
+        if kind not in COLORED_KINDS:
+            raise UsageError(
+                f"what has a colour is {', '.join(COLORED_KINDS)}, not {describe(kind)}"
+            )
         if not is_color_like(colour):
             raise UsageError(f"{kind} has no colour {describe(colour)}", hint="a name, or #4b3b8f")
         given[kind] = to_hex(colour)
-    return recoloured(PALETTES[name], given)
+    return recolor(PALETTES[name], given)

@@ -8,24 +8,24 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from schedir.analysis.memory.footprint import tiers_of
+from schedir.analysis.memory.footprint import find_used_tiers
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.isa.instructions import COMPUTE, ROWS, Lane
-from schedir.predict.timeline import Timeline, expect_runs
+from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, Lane
+from schedir.predict.timeline import Timeline, require_timelines
 from schedir.viz.layout import ChartRectangles
-from schedir.viz.palette import colour, ink, written
-from schedir.viz.time_bins import mixed, own_stage
+from schedir.viz.palette import choose_box_color, choose_text_color, format_hex
+from schedir.viz.time_bins import bin_timeline, find_local_stages
 
-Piece = tuple[str, str]  # text, and its style as rich writes it: "black on #7cc4ee", or ""
-Line = list[Piece]
+StyledText = tuple[str, str]  # text, and its style as rich writes it: "black on #7cc4ee", or ""
+StyledLine = list[StyledText]
 
-_RANKS: Final = 40  # that are shown at most; of more, evenly chosen ones
-_LINES: Final = 60  # at most, of a run that is cut into pieces
-_CUTS: Final = 6  # pieces at most
-_IDLE: Final = (".", "bright_black")
+_MAX_RANKS: Final = 40  # that are shown at most; of more, evenly chosen ones
+_MAX_LINES: Final = 60  # at most, of a run that is cut into pieces
+_MAX_ROWS: Final = 6  # pieces at most
+_IDLE_CELL: Final = (".", "bright_black")
 
 
-def text_chart(timeline: Timeline, width: int = 80) -> list[Line]:
+def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
     """The lines of a chart `width` characters wide, in pieces of one style each.
 
     Each box has its letter, microbatch and, where a rank has several stages, a ' for each own
@@ -45,23 +45,25 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[Line]:
     rank 0 F0 F1 ...I0 W0 F2 I1 W1 F3 I2 W2 I3 W3    7.7%     2
     rank 1 ...F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3    7.7%     2
     """
-    expect_runs([timeline])
-    every = ceil(timeline.ranks / _RANKS)
+    require_timelines([timeline])
+    every = ceil(timeline.ranks / _MAX_RANKS)
     ranks = range(0, timeline.ranks, every)
     name = len(f"rank {timeline.ranks - 1} ")
-    below = {tier: _most_on(timeline, tier) for tier in tiers_of(timeline.program)[1:]}
+    below = {
+        tier: _find_tier_peaks(timeline, tier) for tier in find_used_tiers(timeline.program)[1:]
+    }
     tiers = {tier: most for tier, most in below.items() if any(most)}
-    cut = _cut(timeline, len(ranks), max(width - name - 13 - 6 * len(tiers), 10))
-    rows = (_boxes if cut.boxes else _mixed)(timeline, ranks, cut.whole)
+    cut = _lay_out_columns(timeline, len(ranks), max(width - name - 13 - 6 * len(tiers), 10))
+    rows = (_draw_boxes if cut.has_boxes else _draw_binned)(timeline, ranks, cut.total_columns)
 
     shape, unit = timeline.program.shape, timeline.unit and f" {timeline.unit}"
     fact = f"{timeline.caption}: span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%}"
-    lines: list[Line] = [[(timeline.program.name, "bold"), (f", {fact}", "")]]
+    lines: list[StyledLine] = [[(timeline.program.name, "bold"), (f", {fact}", "")]]
     share = timeline.idle / (timeline.span or 1.0)
-    for piece in range(cut.pieces):
-        begin, last = piece * cut.columns, piece == cut.pieces - 1
+    for piece in range(cut.row_count):
+        begin, last = piece * cut.columns_per_row, piece == cut.row_count - 1
         if last:  # there the figures are
-            room = " " * (name + cut.whole - begin)
+            room = " " * (name + cut.total_columns - begin)
             names = "".join(f"{tier:>6}" for tier in ("held", *tiers))
             lines.append([(f"{room}   idle{names}", "bright_black")])
         elif piece:
@@ -71,73 +73,74 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[Line]:
             if last:
                 held = [timeline.peak_in_flight[rank], *(most[rank] for most in tiers.values())]
                 figures = f" {share[rank]:6.1%}{''.join(f'{each:6}' for each in held)}"
-            boxes = _joined(row[begin : begin + cut.columns])
+            boxes = _merge_cells(row[begin : begin + cut.columns_per_row])
             lines.append([(f"{f'rank {rank}':<{name}}", ""), *boxes, (figures, "")])
     if every > 1:
         lines.append([(f"one rank in {every} of {timeline.ranks} is shown", "bright_black")])
-    if not cut.boxes:
+    if not cut.has_boxes:
         lines.append([(f"{shape.microbatches} microbatches, mixed: what most of each column is",
                        "bright_black")])  # fmt: skip
     return lines
 
 
-def _most_on(timeline: Timeline, tier: str) -> list[int]:
+def _find_tier_peaks(timeline: Timeline, tier: str) -> list[int]:
     """Per rank, the most (stage, mb) of which a tier below the device has something at once."""
     each = replace(timeline, sizes=Sizes(saved=1, checkpoint=1))
-    return [round(float(curve.held.max())) for curve in each.memory_on(tier)]
+    return [round(float(curve.total.max())) for curve in each.memory_on(tier)]
 
 
 class _ColumnLayout(NamedTuple):
     """How a run is cut into pieces: columns of them all, columns of each, and how many.
 
-    Without `boxes` there is no room for them, and the one piece shows what is most of each column.
+    Without `has_boxes` there is no room for them, and the one piece shows what is most of each
+    column.
     """
 
-    whole: int
-    columns: int
-    pieces: int
-    boxes: bool
+    total_columns: int
+    columns_per_row: int
+    row_count: int
+    has_boxes: bool
 
 
-def _cut(timeline: Timeline, ranks: int, columns: int) -> _ColumnLayout:
+def _lay_out_columns(timeline: Timeline, rank_count: int, columns: int) -> _ColumnLayout:
     """How a run is cut into pieces of at most about so many columns, for so many lines each."""
-    label, narrow = _longest_label(timeline), ChartRectangles(timeline).narrow
+    label, narrow = _measure_longest_label(timeline), ChartRectangles(timeline).short_box_width
     need = timeline.span / narrow * (label + 1) if timeline.span else 0.0
-    need = min(need, float(_CUTS * columns + 1))  # ceil needs a finite number
+    need = min(need, float(_MAX_ROWS * columns + 1))  # ceil needs a finite number
     if need * label <= columns * (label + 1):  # without room between boxes, one piece does
         need = min(need, columns)
     pieces = max(1, ceil(need / columns))
-    if pieces > min(_CUTS, max(1, _LINES // (ranks + 1))):
-        return _ColumnLayout(columns, columns, 1, boxes=False)
+    if pieces > min(_MAX_ROWS, max(1, _MAX_LINES // (rank_count + 1))):
+        return _ColumnLayout(columns, columns, 1, has_boxes=False)
     whole = columns * pieces
     cells = int(whole * narrow / (timeline.span or 1.0) + 1e-9)
-    if cells and _even(timeline, narrow):
+    if cells and _has_even_boxes(timeline, narrow):
         # Boxes of one length are equally wide, and a short one is never cut in two.
         whole = round(timeline.span / narrow) * cells
         columns = ceil(whole / pieces / cells) * cells
-    return _ColumnLayout(whole, columns, pieces, boxes=True)
+    return _ColumnLayout(whole, columns, pieces, has_boxes=True)
 
 
-def _longest_label(timeline: Timeline) -> int:
+def _measure_longest_label(timeline: Timeline) -> int:
     shape = timeline.program.shape
     return 1 + len(str(shape.microbatches - 1)) + shape.stages_per_rank - 1
 
 
-def _even(timeline: Timeline, narrow: float) -> bool:
+def _has_even_boxes(timeline: Timeline, short_box_width: float) -> bool:
     """Whether boxes, and the whole run, take some times the narrowest one."""
     spans = timeline.spans[timeline.spans["lane"] == Lane.COMPUTE]
-    times = np.append(spans["end"] - spans["start"], timeline.span) / narrow
+    times = np.append(spans["end"] - spans["start"], timeline.span) / short_box_width
     return bool(np.abs(times - np.round(times)).max() < 1e-6)
 
 
-def _style(op: int, local: int, stages: int) -> str:
-    fill = colour(op, local, stages)
-    return f"{ink(fill)} on {written(fill)}"
+def _choose_style(op: int, local_stage: int, stages: int) -> str:
+    fill = choose_box_color(op, local_stage, stages)
+    return f"{choose_text_color(fill)} on {format_hex(fill)}"
 
 
-def _joined(cells: list[Piece]) -> Line:
+def _merge_cells(cells: list[StyledText]) -> StyledLine:
     """Neighbours of one style as one piece."""
-    line: Line = []
+    line: StyledLine = []
     for text, style in cells:
         if line and line[-1][1] == style:
             line[-1] = (line[-1][0] + text, style)
@@ -146,39 +149,39 @@ def _joined(cells: list[Piece]) -> Line:
     return line
 
 
-def _boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[Piece]]:
+def _draw_boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[StyledText]]:
     """A cell per column, in which each box has its label, then lines, then room."""
-    spans, second, local = timeline.spans, timeline.second_of_pair, own_stage(timeline)
+    spans, second, local = timeline.spans, timeline.is_second_of_pair, find_local_stages(timeline)
     scale = columns / (timeline.span or 1.0)
     stages = timeline.program.shape.stages_per_rank
     rows = []
     for rank in ranks:
-        row = [_IDLE] * columns
+        row = [_IDLE_CELL] * columns
         lo, hi = timeline.program.offsets[rank : rank + 2].tolist()
         for k in range(lo, hi):
             s = spans[k]
             if s["lane"] != Lane.COMPUTE or s["end"] <= s["start"]:
                 continue
-            a, b = (round(float(s[at] - timeline.begin) * scale) for at in ("start", "end"))
+            a, b = (round(float(s[at] - timeline.start_time) * scale) for at in ("start", "end"))
             if second[k]:
                 a += (b - a) // 2
-            text = ROWS[s["op"]].text
-            if s["op"] in COMPUTE:
+            text = INSTRUCTIONS[s["op"]].text
+            if s["op"] in COMPUTE_OPS:
                 text += f"{s['mb']}{chr(39) * int(local[k])}"
             text = f"{text[: b - a]:-<{max(b - a - 1, 0)}}"[: b - a]
-            style = _style(int(s["op"]), int(local[k]), stages)
+            style = _choose_style(int(s["op"]), int(local[k]), stages)
             cells = [(letter, style) for letter in text] + [(" ", "")] * (b - a - len(text))
             row[a:b] = cells
         rows.append(row[:columns])
     return rows
 
 
-def _mixed(timeline: Timeline, ranks: range, columns: int) -> list[list[Piece]]:
+def _draw_binned(timeline: Timeline, ranks: range, columns: int) -> list[list[StyledText]]:
     """A cell per column: the letter of what takes most of it."""
-    stages, (kinds, share) = timeline.program.shape.stages_per_rank, mixed(timeline, columns)
+    stages, (kinds, share) = timeline.program.shape.stages_per_rank, bin_timeline(timeline, columns)
     idle, top = 1 - share.sum(-1), share.argmax(-1)
-    table = [(ROWS[op].text[0], _style(op, local, stages)) for op, local in kinds]
+    table = [(INSTRUCTIONS[op].text[0], _choose_style(op, local, stages)) for op, local in kinds]
     return [
-        [_IDLE if idle[rank, c] > 0.5 else table[top[rank, c]] for c in range(columns)]
+        [_IDLE_CELL if idle[rank, c] > 0.5 else table[top[rank, c]] for c in range(columns)]
         for rank in ranks
     ]

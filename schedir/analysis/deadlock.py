@@ -18,32 +18,32 @@ from schedir.errors import (
     SchedirError,
 )
 from schedir.ir.dataflow import StaleRead
-from schedir.ir.instruction_index import NONE
+from schedir.ir.instruction_index import NO_POSITION
 from schedir.ir.isa.instructions import (
-    COMPUTE,
-    ROWS,
-    STEPS,
+    COMPUTE_OPS,
+    INSTRUCTIONS,
+    OPTIMIZER_STEP_OPS,
     TIERS,
     VALUES,
     ProducerRule,
     Value,
-    change_of,
-    changes,
-    producers,
+    find_change,
+    find_modifiers,
+    find_producers,
 )
 
-_BLOCKS = (
+_BLOCKING_HINT = (
     "a host that waits for what a compute needs, as on CPUs, issues nothing meanwhile, and over "
     "NCCL a message waits for what was issued before it: what others need must stand before"
 )
-_WAITS = (
+_DEVICE_SYNC_HINT = (
     "a host that waits for its whole device, as an allocation or the first use of a kernel may, "
     "waits for messages that were posted early: post them later (overlap=False), or let nothing be "
     "allocated in a step"
 )
 
 
-def misordered(graph: Graph) -> OrderError | None:
+def find_order_error(graph: Graph) -> OrderError | None:
     """The first instruction of a rank that uses a value before the same rank gives it.
 
     Each value is to be given earlier in the Stream, and not by what runs together with it: lanes
@@ -52,13 +52,15 @@ def misordered(graph: Graph) -> OrderError | None:
     """
     first = len(graph)
     needs_of = graph.needs
-    for stale in graph.flow.stale:
+    for stale in graph.flow.stale_reads:
         first = min(first, stale.needer)
-    giver, own = NONE, np.arange(len(graph), dtype=np.int32)
+    giver, own = NO_POSITION, np.arange(len(graph), dtype=np.int32)
     for needs in needs_of:
         wrong: NDArray[np.bool_] = needs > own
-        if graph.index.any_joined:
-            wrong |= (needs != NONE) & (graph.enter_leave[0][needs] == graph.enter_leave[0])
+        if graph.index.has_joined:
+            wrong |= (needs != NO_POSITION) & (
+                graph.entry_exit_nodes[0][needs] == graph.entry_exit_nodes[0]
+            )
         if graph.program.is_draft:  # there, a value may come from another rank
             wrong &= graph.index.rank[needs] == graph.index.rank
         if wrong.any() and wrong.argmax() < first:
@@ -66,11 +68,13 @@ def misordered(graph: Graph) -> OrderError | None:
             giver = int(needs[first])
     if first == len(graph):
         return None
-    if giver == NONE:
-        return _stale(graph, next(stale for stale in graph.flow.stale if stale.needer == first))
+    if giver == NO_POSITION:
+        return _make_stale_error(
+            graph, next(stale for stale in graph.flow.stale_reads if stale.needer == first)
+        )
     needer, gives = graph.index.locate(first), graph.index.locate(giver)
     instr, given = needer[2], gives[2]
-    token = graph.flow.token(first, giver)
+    token = graph.flow.find_value(first, giver)
     value = VALUES[token].phrase if token is not None else "the value"
     if giver > first:
         fact = f"{instr} needs {value}, which {given} gives only later"
@@ -80,23 +84,25 @@ def misordered(graph: Graph) -> OrderError | None:
         fact,
         program=graph.program.name,
         sites=[InstructionSite(*needer, "needs it here"), InstructionSite(*gives, "gives it")],
-        hint=_delay(graph) if token is Value.PARAMS else "",
+        hint=_suggest_weight_delay(graph) if token is Value.PARAMS else "",
     )
 
 
-def _stale(graph: Graph, stale: StaleRead) -> OrderError:
+def _make_stale_error(graph: Graph, stale: StaleRead) -> OrderError:
     """The error for a value that is no longer, or not now, what its reader wants."""
     needer, culprit = graph.index.locate(stale.needer), graph.index.locate(stale.culprit)
     instr, last = needer[2], culprit[2]
-    words, gone = VALUES[stale.token].phrase, stale.token in ROWS[last.op].frees
-    change = change_of(last.op, stale.token)
+    words, gone = VALUES[stale.value].phrase, stale.value in INSTRUCTIONS[last.op].frees
+    change = find_change(last.op, stale.value)
     how = "has used up" if gone else "has left unfit"
     if change is not None and not gone:
         way = "moved to the" if change.after in TIERS else "made a"
         how = f"has {way} {change.after}"
-    makers = [ROWS[op].text for op in producers(stale.token) or changes(stale.token)]
+    makers = [
+        INSTRUCTIONS[op].text for op in find_producers(stale.value) or find_modifiers(stale.value)
+    ]
     names = " or ".join(filter(None, [", ".join(makers[:-1]), makers[-1]]))
-    again = VALUES[stale.token].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL)
+    again = VALUES[stale.value].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL)
     return OrderError(
         f"{instr} needs {words}, which {last} {how}",
         program=graph.program.name,
@@ -108,14 +114,14 @@ def _stale(graph: Graph, stale: StaleRead) -> OrderError:
     )
 
 
-def _delay(graph: Graph) -> str:
+def _suggest_weight_delay(graph: Graph) -> str:
     """The least delay with which no instruction would use weights of a later step."""
     index = graph.index
-    stepped = np.cumsum(index.is_op(STEPS), dtype=np.int64)
+    stepped = np.cumsum(index.is_op(OPTIMIZER_STEP_OPS), dtype=np.int64)
     first = graph.program.offsets[index.rank]  # of the rank's Stream, where a count begins
     stepped -= np.append(0, stepped)[first]
-    at = np.flatnonzero(index.is_op(COMPUTE))
-    least = int((index.update(at) - stepped[at]).max(initial=0))
+    at = np.flatnonzero(index.is_op(COMPUTE_OPS))
+    least = int((index.find_updates(at) - stepped[at]).max(initial=0))
     return (
         f"weights that are older by {least} would be there: "
         f"-O weight_delay={least}, pipeline.weight_delay = {least} or "
@@ -123,66 +129,68 @@ def _delay(graph: Graph) -> str:
     )
 
 
-def deadlock(graph: Graph, walk: EarliestTimes) -> SchedirError:
+def explain_deadlock(graph: Graph, earliest_times: EarliestTimes) -> SchedirError:
     """The error that shows the shortest cycle among the ranks that wait.
 
     In a draft, which nobody has checked for order, it may be that of a rank with itself.
     """
     import networkx as nx
 
-    if graph.program.is_draft and (early := misordered(graph)):
+    if graph.program.is_draft and (early := find_order_error(graph)):
         return early
-    if len(graph.apart):
-        return _apart(graph)
-    finished = _finished(graph, walk)
+    if len(graph.mismatched_sends):
+        return _make_mismatch_error(graph)
+    finished = _is_finished(graph, earliest_times)
     waits = nx.DiGraph()
-    for head, needs in _unmet(graph, finished).items():
+    for head, needs in _find_unmet_waits(graph, finished).items():
         for one, needed in needs:
             waits.add_edge(head, one, needed=needed)
-    cycle = shortest_cycle(waits)
-    steps = steps_of(graph, waits, cycle)
+    cycle = find_shortest_cycle(waits)
+    steps = list_cycle_waits(graph, waits, cycle)
     ran = int(finished.sum())
     ranks = len({w.rank for w in steps})
     who = f"{ranks} ranks wait for each other" if ranks > 1 else "a rank waits for itself"
-    return circle(
+    return make_deadlock_error(
         graph,
         f"{who}; stopped after {ran} of {len(graph.program)} instructions",
         steps,
         ran,
-        _WAITS if graph.host_device_sync else _BLOCKS * graph.blocking_hosts,
+        _DEVICE_SYNC_HINT if graph.host_device_sync else _BLOCKING_HINT * graph.blocking_hosts,
     )
 
 
-def circle(graph: Graph, fact: str, steps: list[CycleWait], ran: int, hint: str) -> DeadlockError:
-    """The error for a circle of waits, when `ran` instructions had run or been issued."""
+def make_deadlock_error(
+    graph: Graph, fact: str, steps: list[CycleWait], num_executed: int, hint: str
+) -> DeadlockError:
+    """The error for a circle of waits, when `num_executed` instructions had run or been issued."""
     return DeadlockError(
         fact,
         program=graph.program.name,
         progress_model=graph.progress_model,
         cycle=steps,
-        ran=ran,
-        total=len(graph.program),
-        window=_window(graph, steps),
+        executed_count=num_executed,
+        instruction_count=len(graph.program),
+        window=_make_window(graph, steps),
         hint=hint,
     )
 
 
-def steps_of(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[CycleWait]:  # type: ignore[name-defined] # noqa: F821
+def list_cycle_waits(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[CycleWait]:  # type: ignore[name-defined] # noqa: F821
     """Who waits for what along a cycle of positions, of which each edge says what is `needed`."""
     steps, locate = [], graph.index.locate
     for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
         needs_rank, needs_at, needs = locate(waits.edges[a, b]["needed"])
-        steps.append(CycleWait(*locate(a), needs, needs_rank, needs_at, stands_at=locate(b)[1]))
+        steps.append(CycleWait(*locate(a), needs, needs_rank, needs_at, current_index=locate(b)[1]))
     return steps
 
 
-def _apart(graph: Graph) -> ChannelMismatchError:
+def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
     """The error for the first message whose ends choose different communicators."""
-    one, other = int(graph.apart[0]), int(graph.partner[graph.apart[0]])
+    one, other = int(graph.mismatched_sends[0]), int(graph.partner[graph.mismatched_sends[0]])
     sends, takes = graph.index.locate(one), graph.index.locate(other)
     of_group = "goes with both sends and receives, so by the communicator of all ranks"
     of_pair = "goes alone, so by the communicator of the two"
-    if grouped := graph.enter_leave[0][one] != graph.node[one]:
+    if grouped := graph.entry_exit_nodes[0][one] != graph.node[one]:
         notes = [of_group, of_pair]
     else:
         notes = [of_pair, of_group]
@@ -196,36 +204,40 @@ def _apart(graph: Graph) -> ChannelMismatchError:
     )
 
 
-def _finished(graph: Graph, walk: EarliestTimes) -> NDArray[np.bool_]:
+def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool_]:
     """Whether each instruction ends, and all that are issued with it."""
-    done = walk.done
-    if not graph.index.any_joined:
+    done = earliest_times.is_done
+    if not graph.index.has_joined:
         return done
-    finished = np.ones(graph.nodes, bool)
-    np.logical_and.at(finished, graph.enter_leave[1], done)
-    return np.asarray(finished[graph.enter_leave[1]])
+    finished = np.ones(graph.node_id_limit, bool)
+    np.logical_and.at(finished, graph.entry_exit_nodes[1], done)
+    return np.asarray(finished[graph.entry_exit_nodes[1]])
 
 
-def _heads(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, int]:
+def _find_queue_heads(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, int]:
     """By queue, the first instruction that never ends."""
     stuck = np.flatnonzero(~finished)
     queues, first = np.unique(graph.queue[stuck], return_index=True)
     return dict(zip(queues.tolist(), stuck[first].tolist(), strict=True))
 
 
-def _members(graph: Graph, head: int) -> NDArray[np.intp]:
+def _find_group_members(graph: Graph, head: int) -> NDArray[np.intp]:
     """All that a rank issues with an instruction: its group, or itself alone."""
-    enter, rank = graph.enter_leave[0], graph.index.rank
+    enter, rank = graph.entry_exit_nodes[0], graph.index.rank
     return np.flatnonzero((enter == enter[head]) & (rank == rank[head]))
 
 
-def _values(graph: Graph, finished: NDArray[np.bool_], members: NDArray[np.intp]) -> list[int]:
+def _find_unmet_values(
+    graph: Graph, finished: NDArray[np.bool_], members: NDArray[np.intp]
+) -> list[int]:
     """What some instructions wait for on their own rank, outside their queue."""
-    needed = graph.waits[:, members].reshape(-1).tolist()
-    return [n for n in needed if n != NONE and not finished[n]]
+    needed = graph.local_waits[:, members].reshape(-1).tolist()
+    return [n for n in needed if n != NO_POSITION and not finished[n]]
 
 
-def _unmet(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, list[tuple[int, int]]]:
+def _find_unmet_waits(
+    graph: Graph, finished: NDArray[np.bool_]
+) -> dict[int, list[tuple[int, int]]]:
     """By head, for which other heads it waits, and for which instructions in their queues: values
     not given, partners not there.
 
@@ -233,13 +245,13 @@ def _unmet(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, list[tuple[in
     two sides that are first in their queues, one that lacks something itself does not wait for
     the other.
     """
-    heads = _heads(graph, finished)
-    together = {head: _members(graph, head) for head in heads.values()}
+    heads = _find_queue_heads(graph, finished)
+    together = {head: _find_group_members(graph, head) for head in heads.values()}
     lacks: dict[int, set[int]] = {}
     there, ready = set[int](), set[int]()  # first in its queue; and it and its group lack nothing
     for head, members in together.items():
         own, first = {*members.tolist()}, [heads[queue] for queue in graph.queue[members].tolist()]
-        lacks[head] = ({*first} - own).union(_values(graph, finished, members))
+        lacks[head] = ({*first} - own).union(_find_unmet_values(graph, finished, members))
         there.update(one for one, at in zip(members.tolist(), first, strict=True) if at in own)
         ready.update([] if lacks[head] else members.tolist())
     unmet = {}
@@ -248,7 +260,7 @@ def _unmet(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, list[tuple[in
         for one in members.tolist():
             waits.update(np.flatnonzero((graph.node == graph.node[one]) & ~finished).tolist())
             sent = int(graph.partner[one])
-            if sent in graph.waits_for_nobody and not finished[sent]:
+            if sent in graph.eager_sends and not finished[sent]:
                 waits.add(sent)  # to be taken in, it must have been sent
         waits -= own | (there if lacks[head] else ready)
         waits |= lacks[head]  # its own, too: a slot that it would free itself
@@ -256,7 +268,7 @@ def _unmet(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, list[tuple[in
     return unmet
 
 
-def shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined] # noqa: F821
+def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined] # noqa: F821
     """The shortest cycle, the earliest if several are as short."""
     import networkx as nx
 
@@ -273,11 +285,11 @@ def shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined
     return best
 
 
-def _window(graph: Graph, steps: list[CycleWait]) -> list[InstructionSite]:
+def _make_window(graph: Graph, steps: list[CycleWait]) -> list[InstructionSite]:
     """What the second rank of the cycle has before the instruction that the first waits for."""
     first, second = steps[0], steps[1 % len(steps)]
-    stream = graph.program.streams[first.needs_rank]
-    lo, hi = first.stands_at, first.needs_index
+    stream = graph.program.streams[first.needed_rank]
+    lo, hi = first.current_index, first.needed_index
     shown = [i for i in range(max(0, lo - 2), min(len(stream), hi + 1)) if i <= lo + 2 or i >= hi]
     notes = {lo: "waits", hi: f"rank {first.rank} waits for this"}
     if lo == hi:

@@ -6,15 +6,15 @@ import math
 
 import numpy as np
 
-from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.memory.buffer_slots import message_sizes
+from schedir.analysis.memory.buffer_slots import compute_message_sizes
 from schedir.errors import format_bytes
-from schedir.ir.cost.sizes import EagerMessages, Sizes, bytes_of
-from schedir.ir.isa.instructions import SENDS
+from schedir.ir.cost.sizes import EagerMessages, Sizes, parse_bytes
+from schedir.ir.isa.instructions import SEND_OPS
 
 
-def least_limit(graph: Graph, sizes: Sizes) -> float | None:
+def find_min_eager_limit(graph: Graph, sizes: Sizes) -> float | None:
     """The least limit with which a program finishes that hangs: where messages of at most so many
     bytes wait for nobody.  None where it hangs even if no message waits.
 
@@ -25,18 +25,18 @@ def least_limit(graph: Graph, sizes: Sizes) -> float | None:
     def finishes(limit: float) -> bool:
         how = {"blocking_hosts": graph.blocking_hosts, "host_device_sync": graph.host_device_sync}
         return bool(
-            walk(
+            compute_earliest_times(
                 Graph(
                     graph.program,
                     graph.progress_model,
                     **how,
                     eager_messages=EagerMessages(limit, sizes),
                 )
-            ).done.all()
+            ).is_done.all()
         )
 
-    sent = graph.index.where_all(SENDS)
-    limits = np.unique(message_sizes(graph.program, sizes, sent)).tolist()
+    sent = graph.index.find_all_positions(SEND_OPS)
+    limits = np.unique(compute_message_sizes(graph.program, sizes, sent)).tolist()
     if not any(limits) or not finishes(limits[-1]):
         return None
     low, high = 0, len(limits) - 1
@@ -46,9 +46,9 @@ def least_limit(graph: Graph, sizes: Sizes) -> float | None:
     return float(limits[low])
 
 
-def finishes_where(limit: float) -> str:
+def describe_eager_limit(limit: float) -> str:
     """What is said of a program that hangs, but not with this limit; to the byte."""
     text = format_bytes(limit)
-    if bytes_of(text) != limit:
+    if parse_bytes(text) != limit:
         text = f"{math.ceil(limit)} B"
     return f"it finishes where messages of {text} wait for nobody"

@@ -12,8 +12,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from schedir.analysis.channels import communicators
-from schedir.analysis.deadlock import circle, shortest_cycle, steps_of
+from schedir.analysis.channels import find_communicators
+from schedir.analysis.deadlock import find_shortest_cycle, list_cycle_waits, make_deadlock_error
 from schedir.analysis.dependency_graph import Graph
 from schedir.errors import ChannelMismatchError, DeadlockError, InstructionSite, SchedirError
 
@@ -23,13 +23,13 @@ _HINT = (
 )
 
 
-def first_uses(graph: Graph) -> SchedirError | None:
+def find_first_use_error(graph: Graph) -> SchedirError | None:
     """The error for hosts that never come past the first use of a communicator, if there are such.
 
     `graph` is that of a program that is proven to end where all communicators are there.
     """
     index, ranks = graph.index, graph.program.shape.ranks
-    at, communicator = communicators(index, graph.partner, graph.rules)
+    at, communicator = find_communicators(index, graph.partner, graph.rules)
     key = communicator * ranks + index.rank[at]
     _, first = np.unique(key, return_index=True)
     uses: list[list[int]] = [[] for _ in range(ranks)]  # of each rank: positions, in its order
@@ -41,7 +41,7 @@ def first_uses(graph: Graph) -> SchedirError | None:
         parties[name[position]][rank] = position
     for one, members in parties.items():
         if one < 0 and len(members) < ranks:
-            return _never(graph, members)
+            return _make_absence_error(graph, members)
     passed, moved = [0] * ranks, True
 
     def stands(rank: int) -> int:
@@ -55,10 +55,14 @@ def first_uses(graph: Graph) -> SchedirError | None:
                     passed[rank] += 1
                 moved = True
     stuck = {rank: stands(rank) for rank in range(ranks) if stands(rank) < len(index)}
-    return _cycle(graph, stuck, {at: parties[name[at]] for at in stuck.values()}) if stuck else None
+    return (
+        _make_cycle_error(graph, stuck, {at: parties[name[at]] for at in stuck.values()})
+        if stuck
+        else None
+    )
 
 
-def _never(graph: Graph, members: dict[int, int]) -> ChannelMismatchError:
+def _make_absence_error(graph: Graph, members: dict[int, int]) -> ChannelMismatchError:
     """The error for a communicator of all ranks that some rank never uses."""
     away = next(r for r in range(graph.program.shape.ranks) if r not in members)
     first = graph.index.locate(min(members.values()))
@@ -71,21 +75,24 @@ def _never(graph: Graph, members: dict[int, int]) -> ChannelMismatchError:
     )
 
 
-def _cycle(graph: Graph, stuck: dict[int, int], uses: dict[int, dict[int, int]]) -> DeadlockError:
+def _make_cycle_error(
+    graph: Graph, stop_positions: dict[int, int], uses: dict[int, dict[int, int]]
+) -> DeadlockError:
     """The error for hosts that stand each at another communicator."""
     import networkx as nx
 
     waits = nx.DiGraph()
-    for position in stuck.values():
+    for position in stop_positions.values():
         for rank, needed in uses[position].items():
-            if stuck[rank] != needed:
-                waits.add_edge(position, stuck[rank], needed=needed)
-    steps = steps_of(graph, waits, shortest_cycle(waits))
+            if stop_positions[rank] != needed:
+                waits.add_edge(position, stop_positions[rank], needed=needed)
+    steps = list_cycle_waits(graph, waits, find_shortest_cycle(waits))
     begin = graph.program.offsets
     ran = sum(
-        stuck.get(rank, int(begin[rank + 1])) - int(begin[rank]) for rank in range(len(begin) - 1)
+        stop_positions.get(rank, int(begin[rank + 1])) - int(begin[rank])
+        for rank in range(len(begin) - 1)
     )
-    return circle(
+    return make_deadlock_error(
         graph,
         f"{len(steps)} hosts wait for each other, each to make a communicator at its first use; "
         f"{ran} of {len(graph.program)} instructions were issued",

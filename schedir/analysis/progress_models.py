@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, Literal, NamedTuple, get_args
 
 from schedir.errors import UsageError, describe
-from schedir.retired_names import renamed_value
+from schedir.retired_names import get_rename_hint
 
 ProgressModel = Literal[
     "per_edge", "per_pair", "per_direction", "per_device", "torch_lazy", "blocking_serial"
@@ -17,22 +17,23 @@ ProgressModel = Literal[
 
 
 class ModelRow(NamedTuple):
-    """How a rank's transfers are queued: apart from what else it does (`lanes`), for each rank
-    that it talks to (`peers`), for activations and gradients (`kinds`), and for sends and receives
-    (`ways`).  A channel, in which messages match by position, is a pair of ranks, or with `kinds`
-    each kind between them.  With `batches` a group that has both sends and receives is in a queue
-    of the rank's own, on a communicator of all ranks, and what is in no such group is issued alone.
-    `doc` says of transfers how they queue, `who` which transports behave so.
+    """How a rank's transfers are queued: apart from what else it does (`has_lane_queues`), for each
+    rank that it talks to (`has_peer_queues`), for activations and gradients (`has_kind_queues`),
+    and for sends and receives (`has_direction_queues`).  A channel, in which messages match by
+    position, is a pair of ranks, or with `has_kind_queues` each kind between them.  With
+    `has_batch_queues` a group that has both sends and receives is in a queue of the rank's own, on
+    a communicator of all ranks, and what is in no such group is issued alone.
+    `description` says of transfers how they queue, `transports` which transports behave so.
     """
 
     name: ProgressModel
-    lanes: bool
-    peers: bool
-    kinds: bool
-    ways: bool
-    batches: bool
-    doc: str
-    who: str
+    has_lane_queues: bool
+    has_peer_queues: bool
+    has_kind_queues: bool
+    has_direction_queues: bool
+    has_batch_queues: bool
+    description: str
+    transports: str
 
 
 MODEL_ROWS: Final[tuple[ModelRow, ...]] = (
@@ -79,12 +80,12 @@ def require_model(progress_model: ProgressModel) -> ProgressModel:
     if not isinstance(progress_model, str) or progress_model not in MODELS:
         raise UsageError(
             f"progress_model must be one of {', '.join(MODELS)}, not {describe(progress_model)}",
-            hint=renamed_value("progress_model", progress_model),
+            hint=get_rename_hint("progress_model", progress_model),
             fields=["progress_model"],
         )
     return progress_model
 
 
-def model_row(progress_model: ProgressModel) -> ModelRow:
+def get_model_row(progress_model: ProgressModel) -> ModelRow:
     """What a model promises."""
     return MODEL_ROWS[MODELS.index(require_model(progress_model))]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from schedir.extras import require
+from schedir.extras import require_package
 
 if TYPE_CHECKING:
     from schedir.checkpoints.async_saver import Saver
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from schedir.checkpoints.save_checkpoint import save
 
 __all__ = ["Saver", "load", "save"]
-_IN = {"Saver": "async_saver", "load": "load_checkpoint", "save": "save_checkpoint"}
+_EXPORT_MODULES = {"Saver": "async_saver", "load": "load_checkpoint", "save": "save_checkpoint"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _IN:
+    if name not in _EXPORT_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    require("torch", f"schedir.checkpoints.{name}")
-    return getattr(import_module(f"schedir.checkpoints.{_IN[name]}"), name)
+    require_package("torch", f"schedir.checkpoints.{name}")
+    return getattr(import_module(f"schedir.checkpoints.{_EXPORT_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -49,23 +49,23 @@ class _DigestedFile(RawIOBase):
         return memoryview(data).nbytes
 
 
-Writes = Mapping[str, tuple[TensorMeta, Sequence[TensorPiece]]]  # by tensor
+TensorsToWrite = Mapping[str, tuple[TensorMeta, Sequence[TensorPiece]]]  # by tensor
 
 
 def write(
-    folder: Path, process: int, tensors: Writes
+    directory: Path, process: int, tensors: TensorsToWrite
 ) -> tuple[list[StoredSlice], dict[str, ManifestFile]]:
     """Write boxes to a file of a process; returns where each lies, and the file with its digest."""
     pieces = [(name, piece) for name, (_, some) in tensors.items() for piece in some]
     if not pieces:
         return [], {}
     name, boxes = f"__{process}_0.distcp", []
-    with Path(folder / name).open("wb") as file:
+    with Path(directory / name).open("wb") as file:
         stream: Any = _DigestedFile(file)
         try:
             for tensor, piece in pieces:
                 begin = stream.size
-                torch.save(_on_the_host(piece.memory), stream)
+                torch.save(_copy_to_compact_storage(piece.memory), stream)
                 length = stream.size - begin
                 boxes.append(StoredSlice(tensor, piece.offset, piece.size, name, begin, length))
         except RuntimeError:
@@ -78,19 +78,19 @@ def write(
     return boxes, {name: ManifestFile(stream.size, stream.digest.hexdigest())}
 
 
-def _on_the_host(memory: Tensor) -> Tensor:
+def _copy_to_compact_storage(memory: Tensor) -> Tensor:
     """The numbers of a tensor in memory that has no others: `torch.save` writes all that it has."""
     tensor = memory.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def write_metadata(
-    folder: Path, tensors: Mapping[str, TensorMeta], boxes: Iterable[StoredSlice]
+    directory: Path, tensors: Mapping[str, TensorMeta], slices: Iterable[StoredSlice]
 ) -> dict[str, ManifestFile]:
     """Write what torch's own tools read: a pickle, which we never open; returns the file."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     results = []
-    for box in boxes:
+    for box in slices:
         chunks[box.tensor].append(
             ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
         )
@@ -102,40 +102,40 @@ def write_metadata(
         )
         for name, kind in tensors.items()
     }
-    FileSystemWriter(folder).finish(Metadata(kinds), [results])
-    data = (folder / ".metadata").read_bytes()
+    FileSystemWriter(directory).finish(Metadata(kinds), [results])
+    data = (directory / ".metadata").read_bytes()
     return {".metadata": ManifestFile(len(data), sha256(data).hexdigest())}
 
 
-def _common(piece: TensorPiece, box: StoredSlice) -> tuple[list[int], list[int]]:
+def _intersect(piece: TensorPiece, stored: StoredSlice) -> tuple[list[int], list[int]]:
     """Where the numbers begin that a piece and a stored box of its tensor have both, and how many
     there are in each dimension."""
-    each = [*zip(piece.offset, piece.size, box.offset, box.size, strict=True)]
+    each = [*zip(piece.offset, piece.size, stored.offset, stored.size, strict=True)]
     begin = [max(one, other) for one, _, other, _ in each]
     end = [min(one + n, other + length) for one, n, other, length in each]
     return begin, [max(0, high - low) for low, high in zip(begin, end, strict=True)]
 
 
 def read(
-    folder: Path, manifest: Manifest, wanted: Iterable[tuple[str, Sequence[TensorPiece]]]
+    directory: Path, manifest: Manifest, destinations: Iterable[tuple[str, Sequence[TensorPiece]]]
 ) -> None:
     """Read the numbers of pieces into their memory, of tensors by name, from the boxes that have
     them; numbers of another type are rounded."""
     pieces: dict[str, list[TensorPiece]] = {}
-    for name, some in wanted:
+    for name, some in destinations:
         pieces.setdefault(name, []).extend(some)
     files: dict[str, list[StoredSlice]] = {}
-    for box in manifest.boxes:
-        if any(prod(_common(piece, box)[1]) for piece in pieces.get(box.tensor, ())):
+    for box in manifest.slices:
+        if any(prod(_intersect(piece, box)[1]) for piece in pieces.get(box.tensor, ())):
             files.setdefault(box.file, []).append(box)
     for name, boxes in files.items():
-        with Path(folder / name).open("rb") as file:
+        with Path(directory / name).open("rb") as file:
             for box in boxes:
                 file.seek(box.begin)
                 data = BytesIO(file.read(box.length))
                 stored = torch.load(data, map_location="cpu", weights_only=True)
                 for piece in pieces[box.tensor]:
-                    begin, size = _common(piece, box)
+                    begin, size = _intersect(piece, box)
                     if prod(size):
                         source = _narrow(stored, box.offset, begin, size)
                         _narrow(piece.memory, piece.offset, begin, size).copy_(source)

@@ -16,16 +16,16 @@ from typing import BinaryIO, Final
 
 from schedir.checkpoints.manifest import IncompleteCheckpointError
 from schedir.errors import CheckpointError, format_bytes
-from schedir.io.files import is_disk_full, reason
+from schedir.io.files import describe_os_error, is_disk_full
 
 # Of what should be there.
-_DAMAGED: Final = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ELOOP)
-_PIECE: Final = 2**22  # bytes that are read at a time
-_THREADS: Final = 8
+_DAMAGE_ERRNOS: Final = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ELOOP)
+_READ_BYTES: Final = 2**22  # bytes that are read at a time
+_MAX_THREADS: Final = 8
 
 
 @contextmanager
-def opened(path: Path, step: int) -> Iterator[BinaryIO]:
+def open_regular_file(path: Path, step: int) -> Iterator[BinaryIO]:
     """An ordinary file of a checkpoint, to be read in this context.
 
     Raises CheckpointError where the system does not read it, and IncompleteCheckpointError where
@@ -42,7 +42,7 @@ def opened(path: Path, step: int) -> Iterator[BinaryIO]:
         with os.fdopen(os.open(path, flags), "rb") as found:
             yield found
     except OSError as error:
-        if error.errno not in _DAMAGED:
+        if error.errno not in _DAMAGE_ERRNOS:
             fact = f"cannot read {file} of {name}: {error.strerror}"
             raise CheckpointError(fact, step, file) from None
         missing = error.errno == errno.ENOENT
@@ -50,22 +50,22 @@ def opened(path: Path, step: int) -> Iterator[BinaryIO]:
         raise IncompleteCheckpointError(f"{name} is not whole: {file} {why}", step, file) from None
 
 
-def digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path, str]]:
+def compute_digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path, str]]:
     """The sha256 of each of some files of a checkpoint, which are about so large.
 
     Several are read side by side, large ones first.  When the one who asks has enough, none is read
-    on.  Raises what `opened` does.
+    on.  Raises what `open_regular_file` does.
     """
     stop = Event()
 
     def digest(path: Path) -> tuple[Path, str]:
-        found, buffer = sha256(), memoryview(bytearray(min(_PIECE, sizes[path] + 1)))
-        with opened(path, step) as file:
+        found, buffer = sha256(), memoryview(bytearray(min(_READ_BYTES, sizes[path] + 1)))
+        with open_regular_file(path, step) as file:
             while not stop.is_set() and (size := file.readinto(buffer)):  # type: ignore[attr-defined]
                 found.update(buffer[:size])
         return path, found.hexdigest()
 
-    threads = min(_THREADS, len(os.sched_getaffinity(0)), max(len(sizes), 1))
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), max(len(sizes), 1))
     with ThreadPoolExecutor(threads) as pool:
         largest = sorted(sizes, key=lambda path: -sizes[path])
         try:
@@ -77,46 +77,54 @@ def digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path, str]]:
 
 
 @contextmanager
-def writes(
-    doing: str, step: int | None = None, *, folder: Path | None = None, needed: int | None = None
+def translate_os_errors(
+    action: str,
+    step: int | None = None,
+    *,
+    directory: Path | None = None,
+    needed_bytes: int | None = None,
 ) -> Iterator[None]:
     """Turn an OSError in this context into a CheckpointError of one sentence.
 
     Args:
-        doing: What cannot be done, as in "cannot save step 3".
+        action: What cannot be done, as in "cannot save step 3".
         step: The step of the checkpoint.
-        folder: The folder that is written to. If its disk is full, the error has its free bytes.
-        needed: The number of bytes that this process writes, if it is known.
+        directory: The folder that is written to. If its disk is full, the error has its free bytes.
+        needed_bytes: The number of bytes that this process writes, if it is known.
 
     Raises:
         CheckpointError: An OSError was raised in this context.
     """
-    free = None if folder is None else _free(folder)
+    free = None if directory is None else _get_free_bytes(directory)
     try:
         yield
     except OSError as error:
         if not is_disk_full(error):
-            raise CheckpointError(f"cannot {doing}: {reason(error)}", step=step) from None
-        facts = [] if needed is None else [f"this process writes {format_bytes(needed)}"]
+            raise CheckpointError(
+                f"cannot {action}: {describe_os_error(error)}", step=step
+            ) from None
+        facts = (
+            [] if needed_bytes is None else [f"this process writes {format_bytes(needed_bytes)}"]
+        )
         facts += [] if free is None else [f"{format_bytes(free)} were free"]
         numbers = f": {' and '.join(facts)}" if facts else ""
         raise CheckpointError(
-            f"cannot {doing}: {reason(error)}{numbers}",
+            f"cannot {action}: {describe_os_error(error)}{numbers}",
             step=step,
             hint="remove files from this disk, or save to a folder on another disk",
         ) from None
 
 
-def _free(folder: Path) -> int | None:
+def _get_free_bytes(directory: Path) -> int | None:
     """Return the free bytes on the disk of a folder, or None if the system does not tell."""
     try:
-        disk = os.statvfs(folder)
+        disk = os.statvfs(directory)
     except OSError:
         return None
     return disk.f_bavail * disk.f_frsize
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Have a file, or the names in a folder, on the disk."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -125,5 +133,5 @@ def sync(path: Path) -> None:
         os.close(file)
 
 
-def tell(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -11,27 +11,32 @@ import torch
 
 from schedir.checkpoints import dcp_storage
 from schedir.checkpoints.checkpoint_directory import (
-    MANIFEST,
+    MANIFEST_NAME,
     CheckpointDirectory,
     LatestCheckpoint,
     Manifest,
 )
 from schedir.checkpoints.checkpoint_group import CheckpointGroup
 from schedir.checkpoints.load_plan import LoadPlan
-from schedir.checkpoints.local_state import Names, generators
-from schedir.checkpoints.manifest import several
-from schedir.checkpoints.state_exchange import kept_of, known_of, of_stages, say
+from schedir.checkpoints.local_state import NameMap, list_generator_shards
+from schedir.checkpoints.manifest import join_facts
+from schedir.checkpoints.state_exchange import (
+    add_stage_prefix,
+    gather_checkpoint_states,
+    get_checkpoint_state,
+    warn_once,
+)
 from schedir.errors import CheckpointError, describe
-from schedir.runtime.checkpoint_state import ITS_OWN, Checkpointable, RankCheckpointState
+from schedir.runtime.checkpoint_state import RUN_OPTIMIZER, Checkpointable, RankCheckpointState
 
 
 def load(
     run: Checkpointable,
-    folder: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
     *,
     step: int | None = None,
-    optimizer: Any = ITS_OWN,
-    names: Names = of_stages,
+    optimizer: Any = RUN_OPTIMIZER,
+    name_map: NameMap = add_stage_prefix,
 ) -> Mapping[str, Any] | None:
     """Be what a checkpoint says that `save` has written, whatever ranks, stages, replicas and
     slices wrote it: that of a `step`, or the newest whole one; all processes call this, between
@@ -59,93 +64,96 @@ def load(
     ...     print(load(run, folder))  # nothing has been saved there
     None
     """
-    place, (peers, kept) = CheckpointDirectory(folder), kept_of(run)
+    place, (peers, kept) = CheckpointDirectory(directory), get_checkpoint_state(run)
     which = "the newest checkpoint" if step is None else f"step {describe(step)}"
-    peers.expect_alike(lambda: f"loads {which}")
-    found = _found(peers, place, step)
-    for fact in found.passed:
-        say(peers, f"passed over: {fact}")
+    peers.require_same(lambda: f"loads {which}")
+    found = _find_verified(peers, place, step)
+    for fact in found.skip_reasons:
+        warn_once(peers, f"passed over: {fact}")
     if (manifest := found.manifest) is None:
         return None
-    _expect_state(manifest)
-    ranks, owns, _ = known_of(peers, kept, optimizer, names, saves=False)
+    _require_valid_state(manifest)
+    ranks, owns, _ = gather_checkpoint_states(peers, kept, optimizer, name_map, is_saving=False)
     wanted: list[LoadPlan] = []
 
     def expect() -> Any:
-        one = LoadPlan(manifest, owns, steps=any(rank.optimizer is not None for rank in ranks))
+        one = LoadPlan(
+            manifest, owns, has_optimizer=any(rank.optimizer is not None for rank in ranks)
+        )
         wanted.append(one)
-        each = ([*dict.fromkeys(facts)] for facts in (one.wrong, one.said))
-        return one.taken, *each, one.trained
+        each = ([*dict.fromkeys(facts)] for facts in (one.mismatches, one.warnings))
+        return one.used_names, *each, one.trained_names
 
-    told = peers.told(expect)
+    told = peers.gather_results(expect)
     (want,) = wanted
     wrong = [fact for _, facts, _, _ in told for fact in facts]
     if not wrong:
-        wrong += want.unread(name for taken, *_ in told for name in taken)
-        wrong += _one_for_two([trained for *_, trained in told])
+        wrong += want.find_unread(name for taken, *_ in told for name in taken)
+        wrong += _describe_untied_weights([trained for *_, trained in told])
     if wrong := [*dict.fromkeys(wrong)]:
         raise CheckpointError(
-            f"the checkpoint of step {manifest.step} does not fit: {several(wrong)}"
+            f"the checkpoint of step {manifest.step} does not fit: {join_facts(wrong)}"
         )
 
     def read() -> None:
-        for _, part in want.parts:
+        for _, part in want.shards:
             part.memory.detach().zero_()  # the rows with which a slice is padded stay so
         dcp_storage.read(
-            place.of(manifest.step),
+            place.locate_step(manifest.step),
             manifest,
-            [(n, part.cut.all(part.memory)) for n, part in want.parts],
+            [(n, part.spec.get_all_slices(part.memory)) for n, part in want.shards],
         )
-        for weight, kept in want.state:
-            weight.optimizer.state.pop(weight.stepped, None)
+        for weight, kept in want.optimizer_states:
+            weight.optimizer.state.pop(weight.optimized_tensor, None)
             if kept:
-                weight.optimizer.state[weight.stepped] = kept
+                weight.optimizer.state[weight.optimized_tensor] = kept
 
     for rank in ranks:
-        rank.is_read(True)  # until all is: nobody goes on with a part of it
+        rank.set_loading(True)  # until all is: nobody goes on with a part of it
     try:
         with torch.no_grad():
-            peers.told(read)
+            peers.gather_results(read)
     except CheckpointError as error:
         error.hint = error.hint or "make the executor anew: a part of its weights has been read"
         raise
     for rank in ranks:
-        rank.is_read(False)
-    _go_on(peers, ranks, place.of(manifest.step), manifest)
+        rank.set_loading(False)
+    _restore_run_state(peers, ranks, place.locate_step(manifest.step), manifest)
     for fact in dict.fromkeys(fact for _, _, facts, _ in told for fact in facts):
-        say(peers, fact)
+        warn_once(peers, fact)
     return {"step": manifest.step, "extra": manifest.state["extra"]}
 
 
-def _found(
-    peers: CheckpointGroup, folder: CheckpointDirectory, step: int | None
+def _find_verified(
+    peers: CheckpointGroup, directory: CheckpointDirectory, step: int | None
 ) -> LatestCheckpoint:
     """The checkpoint of a step, or the newest that is whole, if there are any, of which each
     process has verified its share of the files."""
-    found = folder.find(
-        lambda manifest: manifest.share(peers.number, peers.processes),
-        lambda text: peers.told(lambda: text),
+    found = directory.find_checkpoint(
+        lambda manifest: manifest.assign_files(peers.process, peers.processes),
+        lambda text: peers.gather_results(lambda: text),
         step=step,
     )
-    if found.manifest is None and found.passed:
+    if found.manifest is None and found.skip_reasons:
         raise CheckpointError(
-            f"of the checkpoints in {folder.given} none is whole: {several(found.passed)}",
+            f"of the checkpoints in {directory.path_text} none is whole: "
+            f"{join_facts(found.skip_reasons)}",
             hint="to begin at the first step, remove them or take another folder",
         )
     return found
 
 
-def _expect_state(manifest: Manifest) -> None:
+def _require_valid_state(manifest: Manifest) -> None:
     """Refuse a manifest whose state is none that `save` writes: no digest keeps it from that."""
     state = manifest.state
-    for key, is_sound in _STATE.items():
+    for key, is_sound in _STATE_CHECKS.items():
         if key not in state or not is_sound(state[key]):
             what = describe(state[key]) if key in state else "not there"
             raise CheckpointError(
                 f"the checkpoint of step {manifest.step} is none of a run: {key} of its state is "
                 f"{what}",
                 step=manifest.step,
-                file=MANIFEST,
+                file=MANIFEST_NAME,
             )
 
 
@@ -153,18 +161,18 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_scale(value: Any) -> bool:
+def _is_loss_scale(value: Any) -> bool:
     """Whether it is a scale, and for how many steps it has been good."""
     if type(value) is not list or len(value) != 2 or type(value[0]) not in (int, float):
         return False
     return 0 < value[0] < 2.0**128 and _is_count(value[1])
 
 
-_STATE: Final[Mapping[str, Callable[[Any], bool]]] = {
+_STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "next": _is_count,
     "seed": lambda seed: seed is None or type(seed) is int,
     "world": lambda world: type(world) is list and all(map(_is_count, world)),
-    "loss_scale": lambda scale: scale is None or _is_scale(scale),
+    "loss_scale": lambda scale: scale is None or _is_loss_scale(scale),
     "also": lambda also: type(also) is dict and all(type(of) is str for of in also.values()),
     "optimizers": lambda every: (
         type(every) is dict
@@ -174,10 +182,10 @@ _STATE: Final[Mapping[str, Callable[[Any], bool]]] = {
 }
 
 
-def _one_for_two(told: Sequence[Mapping[str, str]]) -> list[str]:
+def _describe_untied_weights(trained_names: Sequence[Mapping[str, str]]) -> list[str]:
     """What a checkpoint has once, and a run trains twice: a weight that was tied."""
     whose: dict[str, str] = {}
-    every = {name: stored for one in told for name, stored in one.items()}
+    every = {name: stored for one in trained_names for name, stored in one.items()}
     return [
         f"{whose[stored]} and {name} are one weight in it, and two here"
         for name, stored in every.items()
@@ -185,35 +193,37 @@ def _one_for_two(told: Sequence[Mapping[str, str]]) -> list[str]:
     ]
 
 
-def _go_on(
+def _restore_run_state(
     peers: CheckpointGroup,
     ranks: Sequence[RankCheckpointState],
-    folder: Path,
+    directory: Path,
     manifest: Manifest,
 ) -> None:
     """Let steps, draws and scale go on from what they were."""
     state = manifest.state
-    seed, trains = ranks[0].draws.seed, ranks[0].program.trains
+    seed, trains = ranks[0].random_streams.seed, ranks[0].program.has_backward
     for rank in ranks:
-        rank.draws.step = state["next"]
+        rank.random_streams.step = state["next"]
         scale, told = rank.loss_scale, state["loss_scale"]
         if scale is not None and told is not None:
             scale.value.fill_(told[0])
-            scale.good.fill_(told[1])
+            scale.good_steps.fill_(told[1])
     if seed != state["seed"]:
         if trains:
-            say(peers, f"modules draw by the seed {seed}, and drew by {state['seed']}")
-    elif seed is None and state["world"] == [*ranks[0].world]:
+            warn_once(peers, f"modules draw by the seed {seed}, and drew by {state['seed']}")
+    elif seed is None and state["world"] == [*ranks[0].world_shape]:
 
         def restore() -> None:
             """Let torch's generators be as they were."""
-            parts = generators(ranks[0], peers.number)
+            parts = list_generator_shards(ranks[0], peers.process)
             dcp_storage.read(
-                folder, manifest, [(one.name, one.cut.own(one.memory)) for one in parts]
+                directory,
+                manifest,
+                [(one.name, one.spec.get_local_slices(one.memory)) for one in parts],
             )
-            for generator, part in zip(ranks[0].draws.generators, parts, strict=True):
+            for generator, part in zip(ranks[0].random_streams.generators, parts, strict=True):
                 generator.set_state(part.memory)
 
-        peers.told(restore)
+        peers.gather_results(restore)
     elif seed is None and trains:
-        say(peers, "modules draw as they come (seed=None), others than in another world")
+        warn_once(peers, "modules draw as they come (seed=None), others than in another world")

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from schedir.errors import CheckpointError
 
-BYTES: Final = {
+DTYPE_BYTES: Final = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
@@ -21,13 +21,15 @@ BYTES: Final = {
 }  # of a number, by the names that torch has for types
 
 
-def several(facts: Sequence[str], most: int = 3) -> str:
+def join_facts(facts: Sequence[str], max_facts: int = 3) -> str:
     """Facts as one sentence: the first few, and how many more there are.
 
     >>> several(["one", "two", "three", "four", "five"])
     'one; two; three; and 2 more'
     """
-    return "; ".join([*facts[:most], *[f"and {len(facts) - most} more"] * (len(facts) > most)])
+    return "; ".join(
+        [*facts[:max_facts], *[f"and {len(facts) - max_facts} more"] * (len(facts) > max_facts)]
+    )
 
 
 class IncompleteCheckpointError(CheckpointError):
@@ -59,9 +61,9 @@ class TensorMeta(NamedTuple):
     dtype: str
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """How many it takes."""
-        return prod(self.shape) * BYTES[self.dtype]
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -70,25 +72,25 @@ class Manifest:
 
     `step` is how many steps have been made; `facts` are what was run, for people to read, and
     `state` what goes on from: the number of the next step, the scale of a loss, and what the caller
-    gave.  Both are JSON: a tuple becomes a list.  `when` it was finished is in seconds since 1970,
-    and `digest` is that of its lines; what has not been written has neither.
+    gave.  Both are JSON: a tuple becomes a list.  `finished_at` it was finished is in seconds since
+    1970, and `digest` is that of its lines; what has not been written has neither.
     """
 
     step: int
     files: Mapping[str, ManifestFile]
     tensors: Mapping[str, TensorMeta]
-    boxes: tuple[StoredSlice, ...]
+    slices: tuple[StoredSlice, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
-    when: int = field(default=0, compare=False)
+    finished_at: int = field(default=0, compare=False)
     digest: str = field(default="", compare=False)
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Those of all files."""
         return sum(file.size for file in self.files.values())
 
-    def share(self, process: int, processes: int) -> list[str]:
+    def assign_files(self, process: int, processes: int) -> list[str]:
         """The files that one of several processes verifies, so that each has about as many
         bytes."""
         largest = sorted(self.files, key=lambda name: (-self.files[name].size, name))

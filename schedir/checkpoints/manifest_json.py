@@ -22,7 +22,7 @@ from math import isfinite, prod
 from typing import Any, BinaryIO, Final
 
 from schedir.checkpoints.manifest import (
-    BYTES,
+    DTYPE_BYTES,
     IncompleteCheckpointError,
     Manifest,
     ManifestFile,
@@ -30,50 +30,50 @@ from schedir.checkpoints.manifest import (
     TensorMeta,
 )
 from schedir.errors import CheckpointError, describe, format_bytes
-from schedir.io.files import begin_of
+from schedir.io.files import read_prefix
 
-FORMAT: Final = 1
-MANIFEST: Final = "manifest.jsonl"
-MOST_BYTES: Final = 2**28  # of a manifest
-MOST_OF_A_LINE: Final = 2**22
-MOST_CORNERS: Final = 2**20  # of the boxes of a tensor: each has 2^n in n dimensions
-MOST_DIMENSIONS: Final = 8
-_DEEPEST = 50  # lists in lists
-_MOST_NUMBERS = 2**53  # of a tensor
-_LONGEST = 1000  # characters of a tensor's name
-_SEAL = b'{"sha256": "%s"}\n'
-_HEX = re.compile(r"[0-9a-f]{64}")
+FORMAT_VERSION: Final = 1
+MANIFEST_NAME: Final = "manifest.jsonl"
+MAX_BYTES: Final = 2**28  # of a manifest
+MAX_LINE_BYTES: Final = 2**22
+MAX_CORNERS: Final = 2**20  # of the boxes of a tensor: each has 2^n in n dimensions
+MAX_DIMENSIONS: Final = 8
+_MAX_DEPTH = 50  # lists in lists
+_MAX_INTEGER = 2**53  # of a tensor
+_MAX_NAME_LENGTH = 1000  # characters of a tensor's name
+_DIGEST_LINE = b'{"sha256": "%s"}\n'
+_SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
-def written(manifest: Manifest) -> Iterator[bytes]:
+def encode_manifest(manifest: Manifest) -> Iterator[bytes]:
     """The lines of a manifest.
 
-    Raises CheckpointError for one that `read` would refuse, as where a tensor lacks boxes because
-    a process did not tell of them.
+    Raises CheckpointError for one that `read_manifest` would refuse, as where a tensor lacks boxes
+    because a process did not tell of them.
     """
     reader, digest = _ManifestReader("it"), sha256()
     try:
-        for value in _values(manifest):
-            _require_plain(value)
+        for value in _iterate_records(manifest):
+            _require_json(value)
             line = json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-            reader.take(line)
+            reader.read_line(line)
             digest.update(line)
             yield line
     except _InvalidManifest as why:
         raise CheckpointError(
             f"what is to be saved of step {manifest.step} is not sound: {why}", step=manifest.step
         ) from None
-    yield _SEAL % digest.hexdigest().encode()
+    yield _DIGEST_LINE % digest.hexdigest().encode()
 
 
-def _values(manifest: Manifest) -> Iterator[dict[str, Any]]:
+def _iterate_records(manifest: Manifest) -> Iterator[dict[str, Any]]:
     """What each line says."""
     number = {name: k for k, name in enumerate(manifest.files)}
     of: dict[str, list[list[Any]]] = {name: [] for name in manifest.tensors}
-    for box in manifest.boxes:
+    for box in manifest.slices:
         of[box.tensor].append([number[box.file], box.begin, box.length, box.offset, box.size])
     yield {
-        "schedir_checkpoint": FORMAT, "step": manifest.step, "when": manifest.when,
+        "schedir_checkpoint": FORMAT_VERSION, "step": manifest.step, "when": manifest.finished_at,
         "facts": manifest.facts, "state": manifest.state,
     }  # fmt: skip
     for name, file in manifest.files.items():
@@ -82,33 +82,38 @@ def _values(manifest: Manifest) -> Iterator[dict[str, Any]]:
         yield {"tensor": name, "dtype": kind.dtype, "shape": kind.shape, "boxes": of[name]}
 
 
-def read(file: BinaryIO, what: str, *, tensors: bool = True) -> Manifest:
-    """The manifest that an open file has; `what` is the name of the checkpoint, for errors.
+def read_manifest(
+    file: BinaryIO, checkpoint_name: str, *, include_tensors: bool = True
+) -> Manifest:
+    """The manifest that an open file has; `checkpoint_name` is the name of the checkpoint, for
+    errors.
 
-    Without `tensors` it has its facts and files only, which is quick.  Raises
+    Without `include_tensors` it has its facts and files only, which is quick.  Raises
     IncompleteCheckpointError, and CheckpointError for one of another format.
     """
-    length = len(_SEAL % b"") + 64
-    data = begin_of(file, MOST_BYTES + length + 1)
+    length = len(_DIGEST_LINE % b"") + 64
+    data = read_prefix(file, MAX_BYTES + length + 1)
     try:
         if len(data) < length:
             raise _InvalidManifest("it is cut off")
-        if len(data) > MOST_BYTES + length:
-            raise _InvalidManifest(f"it has more than {format_bytes(MOST_BYTES)}")
+        if len(data) > MAX_BYTES + length:
+            raise _InvalidManifest(f"it has more than {format_bytes(MAX_BYTES)}")
         lines, seal = data[:-length], data[-length:]
         digest = sha256(lines).hexdigest()
-        if seal != _SEAL % digest.encode():
+        if seal != _DIGEST_LINE % digest.encode():
             raise _InvalidManifest(
                 "it is not as it was written: its last line is not the digest of the rest"
             )
-        reader = _ManifestReader(what)
+        reader = _ManifestReader(checkpoint_name)
         for line in BytesIO(lines):
-            if line.startswith(b'{"tensor"') and not tensors:
+            if line.startswith(b'{"tensor"') and not include_tensors:
                 break
-            reader.take(line)
-        return reader.manifest(digest)
+            reader.read_line(line)
+        return reader.build_manifest(digest)
     except _InvalidManifest as why:
-        raise IncompleteCheckpointError(f"{what} is not whole: its manifest: {why}") from None
+        raise IncompleteCheckpointError(
+            f"{checkpoint_name} is not whole: its manifest: {why}"
+        ) from None
 
 
 class _InvalidManifest(Exception):
@@ -116,140 +121,142 @@ class _InvalidManifest(Exception):
 
 
 class _ManifestReader:
-    """Reads the lines of a manifest one by one. Errors call the manifest `what`."""
+    """Reads the lines of a manifest one by one. Errors call the manifest `checkpoint_name`."""
 
-    def __init__(self, what: str) -> None:
-        self.what, self.line = what, 0
-        self.head: dict[str, Any] = {}
+    def __init__(self, checkpoint_name: str) -> None:
+        self.checkpoint_name, self.line_number = checkpoint_name, 0
+        self.header: dict[str, Any] = {}
         self.files: dict[str, ManifestFile] = {}
-        self.sizes: list[tuple[str, int]] = []
+        self.file_sizes: list[tuple[str, int]] = []
         self.tensors: dict[str, TensorMeta] = {}
-        self.boxes: list[StoredSlice] = []
+        self.slices: list[StoredSlice] = []
 
-    def manifest(self, digest: str) -> Manifest:
+    def build_manifest(self, digest: str) -> Manifest:
         """What has been taken."""
-        if not self.head:
+        if not self.header:
             raise _InvalidManifest("it is empty")
-        head = self.head
+        head = self.header
         return Manifest(
-            head["step"], self.files, self.tensors, tuple(self.boxes), head["facts"], head["state"],
+            head["step"], self.files, self.tensors, tuple(self.slices), head["facts"],
+            head["state"],
             head["when"], digest,
         )  # fmt: skip
 
-    def take(self, line: bytes) -> None:
+    def read_line(self, line: bytes) -> None:
         """Believe a line.  Raises _Unsound, and CheckpointError for another format."""
-        self.line += 1
+        self.line_number += 1
         try:
-            value = _object(line)
-            if not self.head:
-                self._head(value)
+            value = _parse_object(line)
+            if not self.header:
+                self._read_header(value)
             elif "file" in value:
-                self._file(value)
+                self._read_file_record(value)
             else:
-                self._tensor(value)
+                self._read_tensor_record(value)
         except _InvalidManifest as why:
-            raise _InvalidManifest(f"line {self.line}: {why}") from None
+            raise _InvalidManifest(f"line {self.line_number}: {why}") from None
 
-    def _head(self, value: dict[str, Any]) -> None:
+    def _read_header(self, value: dict[str, Any]) -> None:
         form = value.get("schedir_checkpoint")
         if type(form) is not int or form < 1:
             raise _InvalidManifest("it begins as no manifest of a checkpoint does")
-        if form != FORMAT:
+        if form != FORMAT_VERSION:
             raise CheckpointError(
-                f"{self.what} is of format {describe(form)}, and this schedir reads format {FORMAT}"
+                f"{self.checkpoint_name} is of format {describe(form)}, and this schedir reads "
+                f"format {FORMAT_VERSION}"
             )
-        _fields(value, "schedir_checkpoint", "step", "when", "facts", "state")
+        _require_fields(value, "schedir_checkpoint", "step", "when", "facts", "state")
         for key in ("step", "when"):
-            _require_whole(value[key], key)
+            _require_integer(value[key], key)
         for key in ("facts", "state"):
             if type(value[key]) is not dict:
                 raise _InvalidManifest(f"{key} are an object, not {describe(value[key])}")
-            _require_plain(value[key])
-        self.head = value
+            _require_json(value[key])
+        self.header = value
 
-    def _file(self, value: dict[str, Any]) -> None:
-        name, size, sha256 = _fields(value, "file", "size", "sha256")
+    def _read_file_record(self, value: dict[str, Any]) -> None:
+        name, size, sha256 = _require_fields(value, "file", "size", "sha256")
         if not is_file_name(name):
             raise _InvalidManifest(f"no file of a checkpoint is named {describe(name)}")
         if name in self.files:
             raise _InvalidManifest(f"the file {describe(name)} comes twice")
         if self.tensors:
             raise _InvalidManifest("files come before tensors")
-        _require_whole(size, "size")
-        if type(sha256) is not str or not _HEX.fullmatch(sha256):
+        _require_integer(size, "size")
+        if type(sha256) is not str or not _SHA256_PATTERN.fullmatch(sha256):
             raise _InvalidManifest(f"{describe(sha256)} is no sha256")
         self.files[name] = ManifestFile(size, sha256)
-        self.sizes.append((name, size))
+        self.file_sizes.append((name, size))
 
-    def _tensor(self, value: dict[str, Any]) -> None:
-        name, dtype, shape, boxes = _fields(value, "tensor", "dtype", "shape", "boxes")
-        if type(name) is not str or not 0 < len(name) <= _LONGEST or not name.isprintable():
+    def _read_tensor_record(self, value: dict[str, Any]) -> None:
+        name, dtype, shape, boxes = _require_fields(value, "tensor", "dtype", "shape", "boxes")
+        if type(name) is not str or not 0 < len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
             raise _InvalidManifest(f"no tensor is named {describe(name)}")
         if name in self.tensors:
             raise _InvalidManifest(f"the tensor {describe(name)} comes twice")
-        if type(dtype) is not str or dtype not in BYTES:
+        if type(dtype) is not str or dtype not in DTYPE_BYTES:
             raise _InvalidManifest(f"no numbers of a tensor are {describe(dtype)}")
-        if type(shape) is not list or len(shape) > MOST_DIMENSIONS:
-            raise _InvalidManifest(f"a shape is a list of at most {MOST_DIMENSIONS} numbers")
+        if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
+            raise _InvalidManifest(f"a shape is a list of at most {MAX_DIMENSIONS} numbers")
         for length in shape:
-            _require_whole(length, "a length")
-        if prod(shape) > _MOST_NUMBERS:
-            raise _InvalidManifest(f"{describe(name)} has more than {_MOST_NUMBERS} numbers")
-        if type(boxes) is not list or len(boxes) << len(shape) > MOST_CORNERS:
-            raise _InvalidManifest(f"boxes are a list of at most {MOST_CORNERS >> len(shape)}")
+            _require_integer(length, "a length")
+        if prod(shape) > _MAX_INTEGER:
+            raise _InvalidManifest(f"{describe(name)} has more than {_MAX_INTEGER} numbers")
+        if type(boxes) is not list or len(boxes) << len(shape) > MAX_CORNERS:
+            raise _InvalidManifest(f"boxes are a list of at most {MAX_CORNERS >> len(shape)}")
         kind = TensorMeta(tuple(shape), dtype)
-        own = [self._box(name, kind, box) for box in boxes]
-        if not _cover(kind.shape, own):
+        own = [self._read_slice(name, kind, box) for box in boxes]
+        if not _is_exact_cover(kind.shape, own):
             have, whole = sum(prod(box.size) for box in own), prod(shape)
             why = f"have {have} of its {whole} numbers" if have != whole else "overlap"
             raise _InvalidManifest(f"the boxes of {describe(name)} {why}")
         self.tensors[name] = kind
-        self.boxes += own
+        self.slices += own
 
-    def _box(self, name: str, kind: TensorMeta, value: Any) -> StoredSlice:
+    def _read_slice(self, name: str, meta: TensorMeta, value: Any) -> StoredSlice:
         if type(value) is not list or len(value) != 5:
             raise _InvalidManifest(
                 f"a box is [file, begin, length, offset, size], not {describe(value)}"
             )
         file, begin, length, offset, size = value
-        dimensions = len(kind.shape)
-        if type(file) is not int or not 0 <= file < len(self.sizes):
+        dimensions = len(meta.shape)
+        if type(file) is not int or not 0 <= file < len(self.file_sizes):
             raise _InvalidManifest(
                 f"a box of {describe(name)} is in file {describe(file)}: there is none"
             )
-        _require_whole(begin, "begin")
-        _require_whole(length, "length")
+        _require_integer(begin, "begin")
+        _require_integer(length, "length")
         for corner in (offset, size):
             if type(corner) is not list or len(corner) != dimensions:
                 raise _InvalidManifest(
                     f"a box of {describe(name)} has not its {dimensions} dimensions"
                 )
-        for at, long, whole in zip(offset, size, kind.shape, strict=True):
-            _require_whole(at, "offset")
-            _require_whole(long, "size")
+        for at, long, whole in zip(offset, size, meta.shape, strict=True):
+            _require_integer(at, "offset")
+            _require_integer(long, "size")
             if not long or at + long > whole:
                 raise _InvalidManifest(
                     f"a box of {describe(name)} goes from {at} to {at + long} of {whole}"
                 )
-        within, most = self.sizes[file]
-        if begin + length > most or length < prod(size) * BYTES[kind.dtype]:
+        within, most = self.file_sizes[file]
+        if begin + length > most or length < prod(size) * DTYPE_BYTES[meta.dtype]:
             raise _InvalidManifest(
                 f"a box of {describe(name)} cannot be bytes {begin} to {begin + length} of {within}"
             )
         return StoredSlice(name, tuple(offset), tuple(size), within, begin, length)
 
 
-def _cover(shape: tuple[int, ...], boxes: Sequence[StoredSlice]) -> bool:
+def _is_exact_cover(shape: tuple[int, ...], slices: Sequence[StoredSlice]) -> bool:
     """Whether boxes, which lie within a tensor, have each of its numbers once.
 
     They do if their indicators add up to that of the whole, and so do the mixed differences of
     these: 1 or -1 at the corners of a box, and 0 elsewhere.
     """
-    if len(boxes) == 1:
-        return boxes[0].size == shape
+    if len(slices) == 1:
+        return slices[0].size == shape
     sums: dict[int, int] = {}
     whole = [] if 0 in shape else [((0,) * len(shape), shape, -1)]
-    for offset, size, sign in (*((box.offset, box.size, 1) for box in boxes), *whole):
+    for offset, size, sign in (*((box.offset, box.size, 1) for box in slices), *whole):
         corners = [(0, sign)]
         for at, long, length in zip(offset, size, shape, strict=True):
             corners = [
@@ -267,19 +274,19 @@ def is_file_name(name: object) -> bool:
     return (
         isinstance(name, str)
         and name.isprintable()
-        and name not in ("", ".", "..", MANIFEST)
+        and name not in ("", ".", "..", MANIFEST_NAME)
         and "/" not in name
         and "\\" not in name
         and len(name.encode()) <= 255
     )
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _parse_object(line: bytes) -> dict[str, Any]:
     """What a line says.  Python's own reader takes NaN, and keys that come twice."""
-    if len(line) > MOST_OF_A_LINE or not line.endswith(b"\n"):
-        raise _InvalidManifest(f"it has more than {format_bytes(MOST_OF_A_LINE)}, or no end")
+    if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
+        raise _InvalidManifest(f"it has more than {format_bytes(MAX_LINE_BYTES)}, or no end")
     try:
-        value = _JSON.decode(line.decode("utf-8", "strict"))
+        value = _DECODER.decode(line.decode("utf-8", "strict"))
     except UnicodeDecodeError:
         raise _InvalidManifest("it is no UTF-8") from None
     except (ValueError, RecursionError):
@@ -289,21 +296,23 @@ def _object(line: bytes) -> dict[str, Any]:
     return value
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise _InvalidManifest("a key comes twice")
     return found
 
 
-def _refuse(word: str) -> float:
+def _reject_constant(word: str) -> float:
     raise _InvalidManifest(f"{word} is no number of JSON")
 
 
-_JSON = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_refuse)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant
+)
 
 
-def _fields(value: Mapping[str, Any], *keys: str) -> list[Any]:
+def _require_fields(value: Mapping[str, Any], *keys: str) -> list[Any]:
     """What an object has under these keys, which are all that it has."""
     if {*value} != {*keys}:
         raise _InvalidManifest(
@@ -312,15 +321,15 @@ def _fields(value: Mapping[str, Any], *keys: str) -> list[Any]:
     return [value[key] for key in keys]
 
 
-def _require_whole(value: object, what: str) -> None:
-    if type(value) is not int or not 0 <= value <= _MOST_NUMBERS:
-        raise _InvalidManifest(f"{what} is a whole number, not {describe(value)}")
+def _require_integer(value: object, name: str) -> None:
+    if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
+        raise _InvalidManifest(f"{name} is a whole number, not {describe(value)}")
 
 
-def _require_plain(value: object, depth: int = 0) -> None:
+def _require_json(value: object, depth: int = 0) -> None:
     """Refuse what JSON would not give back, but tuples, which become lists."""
-    if depth > _DEEPEST:
-        raise _InvalidManifest(f"it is nested more than {_DEEPEST} times")
+    if depth > _MAX_DEPTH:
+        raise _InvalidManifest(f"it is nested more than {_MAX_DEPTH} times")
     if isinstance(value, float) and not isfinite(value):
         raise _InvalidManifest(f"{value} is no number of JSON")
     if isinstance(value, Mapping):
@@ -332,4 +341,4 @@ def _require_plain(value: object, depth: int = 0) -> None:
             raise _InvalidManifest(f"{describe(value)} is nothing that JSON has")
         return
     for one in value:
-        _require_plain(one, depth + 1)
+        _require_json(one, depth + 1)

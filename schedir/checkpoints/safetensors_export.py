@@ -21,16 +21,16 @@ from torch import Tensor
 from schedir.checkpoints import dcp_storage
 from schedir.checkpoints.checkpoint_directory import Manifest, StoredSlice, TensorMeta
 from schedir.checkpoints.local_state import TensorPiece
-from schedir.checkpoints.manifest import BYTES
-from schedir.errors import CheckpointError, in_words
+from schedir.checkpoints.manifest import DTYPE_BYTES
+from schedir.errors import CheckpointError, describe_exception
 
-TYPES: Final = {
+SAFETENSORS_DTYPES: Final = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-_FLOATS: Final = ("float64", "float32", "float16", "bfloat16")
+_FLOAT_DTYPES: Final = ("float64", "float32", "float16", "bfloat16")
 
 
 class ExportedTensor(NamedTuple):
@@ -38,12 +38,12 @@ class ExportedTensor(NamedTuple):
     which it is made, and how."""
 
     name: str
-    kind: TensorMeta
-    stored: str
-    made: Callable[[Tensor], Tensor] = Tensor.contiguous
+    meta: TensorMeta
+    stored_name: str
+    convert: Callable[[Tensor], Tensor] = Tensor.contiguous
 
 
-def exported(manifest: Manifest, dtype: str | None = None) -> list[ExportedTensor]:
+def list_exported_tensors(manifest: Manifest, dtype: str | None = None) -> list[ExportedTensor]:
     """The weights and buffers of a checkpoint by their names in the whole model.
 
     With a `dtype`, as "float32", weights of other floating types become it: from their float32
@@ -57,11 +57,11 @@ def exported(manifest: Manifest, dtype: str | None = None) -> list[ExportedTenso
             continue
         if name in found:
             raise CheckpointError(f"a weight and a buffer are both called {name}")
-        if group == "weights" and dtype not in (None, kind.dtype) and kind.dtype in _FLOATS:
+        if group == "weights" and dtype not in (None, kind.dtype) and kind.dtype in _FLOAT_DTYPES:
             copy = f"main/{name}"
             stored = copy if copy in manifest.tensors else stored
             kind = TensorMeta(kind.shape, str(dtype))
-        if kind.dtype not in TYPES:
+        if kind.dtype not in SAFETENSORS_DTYPES:
             raise CheckpointError(f"{stored} is of {kind.dtype}, which safetensors does not have")
         found[name] = ExportedTensor(name, kind, stored)
     if not found:
@@ -69,9 +69,9 @@ def exported(manifest: Manifest, dtype: str | None = None) -> list[ExportedTenso
     return [*found.values()]
 
 
-def write(
-    to: Path,
-    folder: Path,
+def write_safetensors(
+    path: Path,
+    directory: Path,
     manifest: Manifest,
     tensors: Sequence[ExportedTensor],
     metadata: Mapping[str, str],
@@ -79,31 +79,31 @@ def write(
     """Write a file of tensors, made of the files of a checkpoint, which have been verified; returns
     its bytes.  Raises CheckpointError for what cannot be read, and for what cannot be said in the
     type that is wanted."""
-    boxes: dict[str, list[StoredSlice]] = {one.stored: [] for one in tensors}
-    for box in manifest.boxes:
+    boxes: dict[str, list[StoredSlice]] = {one.stored_name: [] for one in tensors}
+    for box in manifest.slices:
         if box.tensor in boxes:
             boxes[box.tensor].append(box)
     # The widest types first: so each tensor begins at a multiple of its type's bytes.
-    placed = sorted(tensors, key=lambda one: -BYTES[one.kind.dtype])
-    with to.open("wb") as file:
-        file.write(_header(placed, metadata))
+    placed = sorted(tensors, key=lambda one: -DTYPE_BYTES[one.meta.dtype])
+    with path.open("wb") as file:
+        file.write(_encode_header(placed, metadata))
         for one in placed:
-            own = replace(manifest, boxes=tuple(boxes[one.stored]))
-            file.write(_bytes(one, _read(folder, own, one.stored)))
+            own = replace(manifest, slices=tuple(boxes[one.stored_name]))
+            file.write(_encode_tensor(one, _read_tensor(directory, own, one.stored_name)))
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
 
 
-def _header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> bytes:
+def _encode_header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> bytes:
     """What is before the numbers: which tensor is where."""
     said: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for one in tensors:
-        end = at + one.kind.bytes
+        end = at + one.meta.nbytes
         said[one.name] = {
-            "dtype": TYPES[one.kind.dtype],
-            "shape": one.kind.shape,
+            "dtype": SAFETENSORS_DTYPES[one.meta.dtype],
+            "shape": one.meta.shape,
             "data_offsets": [at, end],
         }
         at = end
@@ -112,40 +112,42 @@ def _header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> b
     return len(text).to_bytes(8, "little") + text
 
 
-def _read(folder: Path, manifest: Manifest, name: str) -> Tensor:
+def _read_tensor(directory: Path, manifest: Manifest, name: str) -> Tensor:
     """A whole tensor of a checkpoint."""
     kind = manifest.tensors[name]
     memory = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
     piece = TensorPiece((0,) * len(kind.shape), kind.shape, memory)
     try:
-        dcp_storage.read(folder, manifest, [(name, [piece])])
+        dcp_storage.read(directory, manifest, [(name, [piece])])
     except (OSError, RuntimeError, ValueError, AssertionError, UnpicklingError) as error:
         raise CheckpointError(
-            f"cannot read {name} of step {manifest.step}: {in_words(error)}", step=manifest.step
+            f"cannot read {name} of step {manifest.step}: {describe_exception(error)}",
+            step=manifest.step,
         ) from None
     return memory
 
 
-def _bytes(one: ExportedTensor, value: Tensor) -> memoryview:
+def _encode_tensor(tensor: ExportedTensor, value: Tensor) -> memoryview:
     """The numbers of a tensor as they are in the file."""
-    made = value.to(getattr(torch, one.kind.dtype))
+    made = value.to(getattr(torch, tensor.meta.dtype))
     if made.dtype != value.dtype:
         over = sum(
             int((new.isinf() & old.isfinite()).sum())
-            for new, old in zip(_parts(made), _parts(value), strict=True)
+            for new, old in zip(_split_blocks(made), _split_blocks(value), strict=True)
         )
         if over:
             raise CheckpointError(
-                f"{over:,} of the numbers of {one.stored} are too large for {one.kind.dtype}",
+                f"{over:,} of the numbers of {tensor.stored_name} are too large for "
+                f"{tensor.meta.dtype}",
                 hint="--dtype float32 or bfloat16",
             )
-    made = one.made(made)
-    assert tuple(made.shape) == one.kind.shape, (one, made.shape)
+    made = tensor.convert(made)
+    assert tuple(made.shape) == tensor.meta.shape, (tensor, made.shape)
     numbers: Any = made.contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(numbers)
 
 
-def _parts(value: Tensor) -> tuple[Tensor, ...]:
+def _split_blocks(value: Tensor) -> tuple[Tensor, ...]:
     """The numbers of a tensor, so many at a time that what is asked of them takes little memory."""
     parts: tuple[Tensor, ...] = value.view(-1).split(2**20)
     return parts

@@ -21,30 +21,30 @@ from schedir.checkpoints.checkpoint_directory import (
     TensorMeta,
 )
 from schedir.checkpoints.checkpoint_group import CheckpointGroup
-from schedir.checkpoints.local_state import LocalState, Names, TensorPiece, generators
+from schedir.checkpoints.local_state import LocalState, NameMap, TensorPiece, list_generator_shards
 from schedir.checkpoints.state_exchange import (
-    kept_of,
-    known_of,
-    of_stages,
-    warn_of_buffers,
-    warn_of_left,
+    add_stage_prefix,
+    gather_checkpoint_states,
+    get_checkpoint_state,
+    warn_of_differing_buffers,
+    warn_of_unoptimized,
 )
 from schedir.errors import CheckpointError, describe
-from schedir.runtime.checkpoint_state import ITS_OWN, Checkpointable
+from schedir.runtime.checkpoint_state import RUN_OPTIMIZER, Checkpointable
 
 
 def save(
     run: Checkpointable,
-    folder: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
     *,
     step: int,
-    optimizer: Any = ITS_OWN,
-    names: Names = of_stages,
-    extra: Mapping[str, Any] | None = None,
+    optimizer: Any = RUN_OPTIMIZER,
+    name_map: NameMap = add_stage_prefix,
+    extra_state: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Write what a run is after `step` steps to a folder of its own in `folder`, and return that;
-    all processes call this, between steps.
+    """Write what a run is after `step` steps to a folder of its own in `directory`, and return
+    that; all processes call this, between steps.
 
     A run is an Executor, an InProcessExecutor, or a `schedir.torch_pipelining.Schedule`, which is
     told the `optimizer` of this process's stages: one, several in a list, or None for weights
@@ -52,10 +52,10 @@ def save(
 
     Saved are weights, float32 copies of a MainOptimizer, what optimizers keep of each weight,
     persistent buffers, the number of the next step, the scale of a loss, without a seed torch's
-    generators, and of the first process `extra`, which is JSON.  Options of optimizers, as a
-    learning rate, are the caller's.  `names` gives the name that a parameter or buffer of a stage
-    has in the whole model: that is how a run with other stages finds it.  Of the checkpoints in the
-    folder the newest `keep` stay, or all.
+    generators, and of the first process `extra_state`, which is JSON.  Options of optimizers, as a
+    learning rate, are the caller's.  `name_map` gives the name that a parameter or buffer of a
+    stage has in the whole model: that is how a run with other stages finds it.  Of the checkpoints
+    in the folder the newest `keep` stay, or all.
 
     A last update that is not validated (norm_check "after_step") is settled first.  Raises
     CheckpointError, in all processes, for what could not be saved right, and where one fails.
@@ -78,8 +78,10 @@ def save(
     >>> bool(one.step(x, x) == other.step(x, x))  # as if nothing had been between
     True
     """
-    taken = take(run, step=step, optimizer=optimizer, names=names, extra=extra)
-    return write(taken, folder, keep=keep)
+    taken = plan_save(
+        run, step=step, optimizer=optimizer, name_map=name_map, extra_state=extra_state
+    )
+    return write_checkpoint(taken, directory, keep=keep)
 
 
 @dataclass
@@ -92,48 +94,48 @@ class SavePlan:
     tensors: dict[str, tuple[TensorMeta, list[TensorPiece]]]
     state: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
-    stepped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    stepped_tensors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def take(
+def plan_save(
     run: Checkpointable,
     *,
     step: int,
-    optimizer: Any = ITS_OWN,
-    names: Names = of_stages,
-    extra: Mapping[str, Any] | None = None,
+    optimizer: Any = RUN_OPTIMIZER,
+    name_map: NameMap = add_stage_prefix,
+    extra_state: Mapping[str, Any] | None = None,
 ) -> SavePlan:
     """What a process is to write of a run after `step` steps, in the memory in which it is: the
     next step changes that.  All processes call this.  Raises as `save`."""
-    peers, kept = kept_of(run)
-    plain = _plain(peers, step, extra)
-    ranks, owns, known = known_of(peers, kept, optimizer, names, saves=True)
-    warn_of_buffers(peers, known)
-    warn_of_left(peers, known)
-    parts = [part for own in owns for part in own if part.writes]
+    peers, kept = get_checkpoint_state(run)
+    plain = _require_json_extra(peers, step, extra_state)
+    ranks, owns, known = gather_checkpoint_states(peers, kept, optimizer, name_map, is_saving=True)
+    warn_of_differing_buffers(peers, known)
+    warn_of_unoptimized(peers, known)
+    parts = [part for own in owns for part in own if part.should_write]
     stepped = {
         part.name: (k, weight.stage)
         for k, own in enumerate(owns)
         for weight in own.weights
         if weight.parameter.requires_grad
-        for part in weight.parts()
-        if part.writes
+        for part in weight.iterate_shards()
+        if part.should_write
     }
-    first, seed = ranks[0], ranks[0].draws.seed
+    first, seed = ranks[0], ranks[0].random_streams.seed
     if seed is None:
-        parts += generators(first, peers.number)
-    tensors = {part.name: (part.kind, part.cut.own(part.memory)) for part in parts}
+        parts += list_generator_shards(first, peers.process)
+    tensors = {part.name: (part.meta, part.spec.get_local_slices(part.memory)) for part in parts}
     program, scale = first.program, first.loss_scale
     optimizers: dict[str, dict[str, None]] = {}
     for one in known:
         for kind, weights in one.optimizers.items():
             optimizers.setdefault(kind, {}).update(dict.fromkeys(weights))
     told = {
-        "next": step if seed is None else first.draws.step,
+        "next": step if seed is None else first.random_streams.step,
         "seed": seed,
-        "world": [*first.world],
-        "loss_scale": scale and [float(scale.value), int(scale.good)],
-        "also": {name: of for one in known for name, of in one.also.items()},
+        "world": [*first.world_shape],
+        "loss_scale": scale and [float(scale.value), int(scale.good_steps)],
+        "also": {name: of for one in known for name, of in one.aliases.items()},
         "optimizers": {kind: [*weights] for kind, weights in optimizers.items()},
         "extra": plain,
     }
@@ -141,96 +143,119 @@ def take(
         "program": program.name,
         "plan": str(program.shape),
         "tp": first.tp,
-        "dp": first.share.replicas,
-        "zero": first.share.zero,
+        "dp": first.shard_spec.replicas,
+        "zero": first.shard_spec.zero,
         "torch": torch.__version__,
-        "options": _options(owns),
+        "options": _describe_options(owns),
     }
     return SavePlan(peers, step, tensors, told, facts, stepped)
 
 
-def write(
-    taken: SavePlan, folder: str | os.PathLike[str], *, keep: int | None = None, group: Any = None
+def write_checkpoint(
+    save_plan: SavePlan,
+    directory: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+    group: Any = None,
 ) -> Path:
-    """Write what has been taken; all processes call this, and tell each other by a `group` of
+    """Write what has been taken; all processes call this, and tell each other by a `param_group` of
     torch.distributed, that of the run unless given.  Returns and raises as `save`."""
-    peers = taken.peers if group is None or taken.peers.alone else CheckpointGroup(group)
-    place = CheckpointDirectory(folder)
+    peers = (
+        save_plan.peers
+        if group is None or save_plan.peers.is_single_process
+        else CheckpointGroup(group)
+    )
+    place = CheckpointDirectory(directory)
     with ExitStack() as stack:
 
         def begin() -> str:
-            stack.enter_context(_alone(place, taken.step))
-            at = place.begin(taken.step)
-            stack.callback(place.abandon, taken.step)  # which finds nothing of one that is whole
+            stack.enter_context(_lock_within_process(place, save_plan.step))
+            at = place.begin(save_plan.step)
+            stack.callback(
+                place.abandon, save_plan.step
+            )  # which finds nothing of one that is whole
             return str(at)
 
-        return _write(peers, place, Path(peers.first(begin)), taken, keep)
+        return _write_and_finish(peers, place, Path(peers.broadcast_result(begin)), save_plan, keep)
 
 
 @contextmanager
-def _alone(place: CheckpointDirectory, step: int) -> Iterator[None]:
+def _lock_within_process(directory: CheckpointDirectory, step: int) -> Iterator[None]:
     """Refuse a second writer of a folder in this process, as a Saver's thread: other processes are
     kept out by the folder's lock."""
-    key = os.path.realpath(place.path)
-    if (other := _writing.setdefault(key, own := [step])) is not own:
+    key = os.path.realpath(directory.path)
+    if (other := _steps_being_written.setdefault(key, own := [step])) is not own:
         raise CheckpointError(
-            f"step {other[0]} is being written to {place.given} by this process, and step {step} "
+            f"step {other[0]} is being written to {directory.path_text} by this process, and "
+            f"step {step} "
             "must wait for it",
             hint="saver.ended() before",
         )
     try:
         yield
     finally:
-        del _writing[key]
+        del _steps_being_written[key]
 
 
-_writing: dict[str, list[int]] = {}  # the steps that this process is writing, by folder
+_steps_being_written: dict[str, list[int]] = {}  # the steps that this process is writing, by folder
 
 
-def _write(
-    peers: CheckpointGroup, place: CheckpointDirectory, at: Path, taken: SavePlan, keep: int | None
+def _write_and_finish(
+    peers: CheckpointGroup,
+    directory: CheckpointDirectory,
+    path: Path,
+    save_plan: SavePlan,
+    keep: int | None,
 ) -> Path:
     def own() -> Any:
-        pieces = (piece for _, some in taken.tensors.values() for piece in some)
-        with place.writing(taken.step, sum(piece.memory.nbytes for piece in pieces)):
-            boxes, files = dcp_storage.write(at, peers.number, taken.tensors)
-        return {name: kind for name, (kind, _) in taken.tensors.items()}, boxes, files
+        pieces = (piece for _, some in save_plan.tensors.values() for piece in some)
+        with directory.translate_write_errors(
+            save_plan.step, sum(piece.memory.nbytes for piece in pieces)
+        ):
+            boxes, files = dcp_storage.write(path, peers.process, save_plan.tensors)
+        return {name: kind for name, (kind, _) in save_plan.tensors.items()}, boxes, files
 
-    told = peers.told(own, [StoredSlice, ManifestFile, TensorMeta])
+    told = peers.gather_results(own, [StoredSlice, ManifestFile, TensorMeta])
 
     def finish() -> str:
         tensors = {name: kind for kinds, _, _ in told for name, kind in kinds.items()}
         boxes = tuple(box for _, some, _ in told for box in some)
         files = {name: file for _, _, some in told for name, file in some.items()}
-        with place.writing(taken.step):
-            files |= dcp_storage.write_metadata(at, tensors, boxes)
-        manifest = Manifest(taken.step, files, tensors, boxes, taken.facts, taken.state)
-        return str(place.finish(manifest, keep))
+        with directory.translate_write_errors(save_plan.step):
+            files |= dcp_storage.write_metadata(path, tensors, boxes)
+        manifest = Manifest(save_plan.step, files, tensors, boxes, save_plan.facts, save_plan.state)
+        return str(directory.finish(manifest, keep))
 
-    return Path(peers.first(finish))
+    return Path(peers.broadcast_result(finish))
 
 
-def _plain(peers: CheckpointGroup, step: int, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def _require_json_extra(
+    peers: CheckpointGroup, step: int, extra_state: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """What the caller gave; refused in all processes where one's is no JSON, or of another step."""
 
     def plain() -> str:
-        if not isinstance(extra, Mapping | None):
-            raise CheckpointError(f"extra is {describe(extra)}, and no mapping")
+        if not isinstance(extra_state, Mapping | None):
+            raise CheckpointError(f"extra is {describe(extra_state)}, and no mapping")
         try:
-            json.dumps(dict(extra or {}))
+            json.dumps(dict(extra_state or {}))
         except (TypeError, ValueError):
-            raise CheckpointError(f"extra is {describe(extra)}, which JSON cannot say") from None
+            raise CheckpointError(
+                f"extra is {describe(extra_state)}, which JSON cannot say"
+            ) from None
         return f"saves step {describe(step)}"
 
-    peers.expect_alike(plain)
-    return dict(extra or {})
+    peers.require_same(plain)
+    return dict(extra_state or {})
 
 
-def _options(owns: Sequence[LocalState]) -> list[str]:
+def _describe_options(local_states: Sequence[LocalState]) -> list[str]:
     """The options with which weights of the first process are stepped."""
     groups = {
-        id(w.group): {k: v for k, v in w.group.items() if isinstance(v, bool | int | float | str)}
-        for own in owns
+        id(w.param_group): {
+            k: v for k, v in w.param_group.items() if isinstance(v, bool | int | float | str)
+        }
+        for own in local_states
         for w in own.weights
         if w.optimizer is not None
     }

@@ -13,13 +13,13 @@ from schedir.errors import CheckpointError
 from schedir.runtime.checkpoint_state import RankCheckpointState
 from schedir.runtime.parameters.mixed_precision import (
     MainOptimizer,
-    all_within,
-    innermost,
-    is_torchs,
+    find_optimizers,
+    is_torch_optimizer,
+    unwrap_optimizer,
 )
 
 
-def expect_savable(rank: RankCheckpointState) -> None:
+def require_savable(rank: RankCheckpointState) -> None:
     """Raise CheckpointError for a rank that has what is no tensor."""
     for s, stage in rank.stages.items():
         for name, module in stage.module.named_modules():
@@ -39,14 +39,14 @@ def expect_savable(rank: RankCheckpointState) -> None:
                     f"{name} of stage {s} is on the meta device, and has no numbers",
                     hint="module.to_empty(device=...) before",
                 )
-    _expect_known(rank.optimizer)
+    _require_known_optimizer(rank.optimizer)
 
 
-def _expect_known(optimizer: Any) -> None:
+def _require_known_optimizer(optimizer: Any) -> None:
     """Refuse an optimizer that may keep what nobody knows of."""
     hint = "an optimizer of torch's, or a MainOptimizer of one"
-    for one in () if optimizer is None else all_within(optimizer):
-        inner = innermost(one)
+    for one in () if optimizer is None else find_optimizers(optimizer):
+        inner = unwrap_optimizer(one)
         name = type(inner).__name__
         if not hasattr(inner, "param_groups"):
             others = [
@@ -56,21 +56,25 @@ def _expect_known(optimizer: Any) -> None:
             ]
             if others:
                 raise CheckpointError(f"what {name} keeps is not known", hint=hint)
-        elif not (is_torchs(inner) or getattr(inner, "elementwise", False)):
+        elif not (is_torch_optimizer(inner) or getattr(inner, "elementwise", False)):
             raise CheckpointError(
                 f"it is not known whether {name} steps each number by itself",
                 hint=f"if it does, and keeps nothing in its groups: {name}.elementwise = True",
             )
 
 
-def expect_cut(optimizer: Any, own: LocalState) -> None:
+def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
     """Raise CheckpointError for an optimizer that keeps other things than a number for each of a
     weight's, or one of all, or steps what no stage has."""
-    whose = {id(weight.stepped): weight for weight in own.weights if weight.optimizer is not None}
-    for one in () if optimizer is None else all_within(optimizer):
-        inner = innermost(one)
+    whose = {
+        id(weight.optimized_tensor): weight
+        for weight in local_state.weights
+        if weight.optimizer is not None
+    }
+    for one in () if optimizer is None else find_optimizers(optimizer):
+        inner = unwrap_optimizer(one)
         name = type(inner).__name__
-        for p in _stepped(inner):
+        for p in _iterate_trained_params(inner):
             if id(p) not in whose:
                 raise CheckpointError(f"{name} steps a parameter of {list(p.shape)} of no stage")
         for p, kept in getattr(inner, "state", {}).items():
@@ -91,6 +95,6 @@ def expect_cut(optimizer: Any, own: LocalState) -> None:
                     )
 
 
-def _stepped(optimizer: Any) -> Iterator[Tensor]:
+def _iterate_trained_params(optimizer: Any) -> Iterator[Tensor]:
     for group in getattr(optimizer, "param_groups", ()):
         yield from (p for p in group["params"] if p.requires_grad)

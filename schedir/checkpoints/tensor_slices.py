@@ -13,7 +13,7 @@ class TensorSlice(NamedTuple):
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    at: int
+    flat_offset: int
 
     @property
     def numel(self) -> int:
@@ -21,7 +21,7 @@ class TensorSlice(NamedTuple):
         return prod(self.size)
 
 
-def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[TensorSlice]:
+def split_range_into_slices(shape: Sequence[int], low: int, high: int) -> Iterator[TensorSlice]:
     """The fewest boxes that the numbers from `low` to `high` of a tensor are, one behind the other,
     in the order of its numbers: of n dimensions at most 2 n - 1.
 
@@ -38,8 +38,8 @@ def boxes(shape: Sequence[int], low: int, high: int) -> Iterator[TensorSlice]:
         at, rows = low - low_of_all, (high - low) // row
         if within or not rows:  # a part of a row
             end = min(row, high - index * row)
-            for box in boxes(shape[1:], within, end):
-                yield TensorSlice((index, *box.offset), (1, *box.size), at + box.at)
+            for box in split_range_into_slices(shape[1:], within, end):
+                yield TensorSlice((index, *box.offset), (1, *box.size), at + box.flat_offset)
             low = index * row + end
         else:
             yield TensorSlice((index, *(0 for _ in shape[1:])), (rows, *shape[1:]), at)

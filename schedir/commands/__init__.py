@@ -41,7 +41,7 @@ COMMANDS: Final = {
 }
 
 
-def module_of(command: str) -> ModuleType:
+def import_command(command: str) -> ModuleType:
     """Return the module of a command."""
     name = f"{command}_" if iskeyword(command) else command
     return import_module(f"{__name__}.{name}")

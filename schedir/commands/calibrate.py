@@ -14,7 +14,7 @@ The page docs/real-runs.md has more.
 """
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A run."""
     parser.add_argument("source", metavar="FILE.timeline", help="a run, most often a measured one")
     parser.add_argument(
@@ -25,12 +25,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """The costs, on one line."""
     from schedir.io.timeline_file import load_timeline
-    from schedir.predict.calibrate import calibrate, completed, format_costs
+    from schedir.predict.calibrate import calibrate, fill_missing_backwards, format_costs
 
     if not args.source.endswith(".timeline"):
         raise UsageError(f"a run's file ends in .timeline: {args.source} does not")
     timeline = load_timeline(args.source)
-    if timeline.doubt:  # beside the costs, which another command reads
-        print(f"{args.source}: {timeline.doubt}", file=sys.stderr)
+    if timeline.causality_warning:  # beside the costs, which another command reads
+        print(f"{args.source}: {timeline.causality_warning}", file=sys.stderr)
     costs = calibrate(timeline, per_microbatch=args.per_microbatch)
-    return f"{format_costs(completed(costs, timeline.program))}\n"
+    return f"{format_costs(fill_missing_backwards(costs, timeline.program))}\n"

@@ -8,11 +8,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands.common.schedule_options import count
+from schedir.commands.common.schedule_options import parse_count
 from schedir.errors import CheckpointError, UsageError, format_bytes
-from schedir.extras import require
-from schedir.io.files import atomic_write, reason
-from schedir.io.terminal import as_json, listed
+from schedir.extras import require_package
+from schedir.io.files import atomic_write, describe_os_error
+from schedir.io.terminal import format_json, join_words
 
 if TYPE_CHECKING:
     from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is done, with which folder."""
     actions = parser.add_subparsers(metavar="inspect|export", required=True, dest="action")
     about = "what checkpoints there are, and what one has"
     inspect = actions.add_parser("inspect", help=about, description=about, allow_abbrev=False)
-    _add_folder(inspect)
+    _add_directory_arguments(inspect)
     inspect.add_argument(
         "--verify", action="store_true", help="read all files, and compare their digests"
     )
     inspect.add_argument("--json", action="store_true", help="print JSON")
     about = "write the weights and buffers of a checkpoint, which is verified before"
     export = actions.add_parser("export", help=about, description=about, allow_abbrev=False)
-    _add_folder(export)
+    _add_directory_arguments(export)
     export.add_argument(
         "--to", metavar="PATH", required=True, help="a .safetensors; a folder, as transformers"
     )
@@ -46,14 +46,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--dtype",
         metavar="TYPE",
-        help=f"{listed(_DTYPES)}: of weights, from their float32 copies if any; else as stored",
+        help=f"{join_words(_DTYPES)}: of weights, from their float32 copies if any; else as stored",
     )
     export.add_argument("--replace", action="store_true", help="what is there under these names")
 
 
-def _add_folder(parser: argparse.ArgumentParser) -> None:
+def _add_directory_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="the folder of a run's checkpoints")
-    parser.add_argument("--step", type=count, metavar="N", help="the newest whole one unless told")
+    parser.add_argument(
+        "--step", type=parse_count, metavar="N", help="the newest whole one unless told"
+    )
 
 
 def run(args: argparse.Namespace) -> str | tuple[str, int]:
@@ -65,17 +67,17 @@ def _inspect(args: argparse.Namespace) -> tuple[str, int]:
     """What is there; verified, the exit code is 2 where something of it is not whole."""
     from schedir.commands.common import checkpoint_report
 
-    folder = _folder(args)
-    steps = folder.steps() if args.step is None else [args.step]
-    seen = [checkpoint_report.seen(folder, step, args.verify) for step in steps]
-    code = 2 * (args.verify and any(one.why for one in seen))
+    folder = _open_directory(args)
+    steps = folder.list_steps() if args.step is None else [args.step]
+    seen = [checkpoint_report.inspect_checkpoint(folder, step, args.verify) for step in steps]
+    code = 2 * (args.verify and any(one.problem for one in seen))
     if args.json:
-        return as_json(checkpoint_report.as_facts(seen, args.verify)), code
-    return checkpoint_report.in_words(seen, args.verify), code
+        return format_json(checkpoint_report.collect_facts(seen, args.verify)), code
+    return checkpoint_report.format_report(seen, args.verify), code
 
 
 def _export(args: argparse.Namespace) -> str:
-    require("torch", "schedir checkpoint export")
+    require_package("torch", "schedir checkpoint export")
     if args.dtype not in (None, *_DTYPES):
         raise UsageError(f"no type {args.dtype!r}", hint=" or ".join(_DTYPES), fields=["dtype"])
     if args.form not in (forms := ("safetensors", "transformers")):
@@ -84,19 +86,19 @@ def _export(args: argparse.Namespace) -> str:
     if not transformers and to.suffix != ".safetensors":
         raise UsageError(f"the file ends in .safetensors: {to} does not", fields=["to"])
     targets = [to / "model.safetensors", to / "config.json"] if transformers else [to]
-    _require_free(targets, args.replace)
-    folder = _folder(args)
-    manifest, passed = _whole(folder, args.step)
+    _require_absent(targets, args.replace)
+    folder = _open_directory(args)
+    manifest, passed = _find_complete_checkpoint(folder, args.step)
 
-    from schedir.checkpoints.safetensors_export import exported
-    from schedir.training.gpt2_export import as_gpt2
+    from schedir.checkpoints.safetensors_export import list_exported_tensors
+    from schedir.training.gpt2_export import convert_to_gpt2
 
-    tensors, config = exported(manifest, args.dtype), None
+    tensors, config = list_exported_tensors(manifest, args.dtype), None
     if transformers:
-        config, tensors = as_gpt2(manifest, tensors)
-    size = _write(targets, folder, manifest, tensors, config, args.replace)
-    types = listed(sorted({one.kind.dtype for one in tensors}))
-    copies = any(one.stored.startswith("main/") for one in tensors)
+        config, tensors = convert_to_gpt2(manifest, tensors)
+    size = _write_export(targets, folder, manifest, tensors, config, args.replace)
+    types = join_words(sorted({one.meta.dtype for one in tensors}))
+    copies = any(one.stored_name.startswith("main/") for one in tensors)
     said = "".join(f"passed over: {why}\n" for why in passed)
     said += f"wrote {to}: step {manifest.step}, {len(tensors)} tensors of {types}, "
     said += f"{format_bytes(size)}{', from the float32 copies' * copies}\n"
@@ -105,16 +107,16 @@ def _export(args: argparse.Namespace) -> str:
     return said
 
 
-def _write(
+def _write_export(
     targets: list[Path],
-    folder: CheckpointDirectory,
+    directory: CheckpointDirectory,
     manifest: Manifest,
     tensors: list[ExportedTensor],
     config: dict[str, Any] | None,
     replace: bool,
 ) -> int:
     """Write the file of tensors, and the configuration beside it, if any: both or none."""
-    from schedir.checkpoints.safetensors_export import write
+    from schedir.checkpoints.safetensors_export import write_safetensors
 
     metadata = {"step": str(manifest.step)}
     also = manifest.state.get("also")
@@ -126,56 +128,61 @@ def _write(
             targets[0].parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             paths = [stack.enter_context(atomic_write(target)) for target in targets]
-            size = write(paths[0], folder.of(manifest.step), manifest, tensors, metadata)
+            size = write_safetensors(
+                paths[0], directory.locate_step(manifest.step), manifest, tensors, metadata
+            )
             if config is not None:
                 paths[1].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            _require_free(targets, replace)  # it has taken a while
+            _require_absent(targets, replace)  # it has taken a while
         return size
     except OSError as error:
-        raise UsageError(f"cannot write {targets[0]}: {reason(error)}") from None
+        raise UsageError(f"cannot write {targets[0]}: {describe_os_error(error)}") from None
     finally:
         if made:
             with suppress(OSError):  # of a folder in which there is something
                 targets[0].parent.rmdir()
 
 
-def _folder(args: argparse.Namespace) -> CheckpointDirectory:
+def _open_directory(args: argparse.Namespace) -> CheckpointDirectory:
     """The folder that is named; raises CheckpointError if it, or a step, is not there."""
-    from schedir.checkpoints.checkpoint_directory import MANIFEST, CheckpointDirectory
+    from schedir.checkpoints.checkpoint_directory import MANIFEST_NAME, CheckpointDirectory
 
     folder = CheckpointDirectory(args.folder)
     if not folder.path.exists():
         raise CheckpointError(f"there is no folder {args.folder}")
-    steps = folder.steps()
+    steps = folder.list_steps()
     if steps and args.step in (None, *steps):
         return folder
     hint = ""
-    if (folder.path / MANIFEST).exists():
+    if (folder.path / MANIFEST_NAME).exists():
         hint = (
             f"it is a checkpoint itself: name the folder that it is in, {Path(args.folder).parent}"
         )
     elif steps:
         first = f"{len(steps) - 8} more, " if len(steps) > 8 else ""
-        hint = f"there are {first}{listed([str(step) for step in steps[-8:]])}"
+        hint = f"there are {first}{join_words([str(step) for step in steps[-8:]])}"
     what = "" if args.step is None else f" of step {args.step}"
     raise CheckpointError(f"there is no checkpoint{what} in {args.folder}", hint=hint)
 
 
-def _whole(folder: CheckpointDirectory, step: int | None) -> tuple[Manifest, tuple[str, ...]]:
+def _find_complete_checkpoint(
+    directory: CheckpointDirectory, step: int | None
+) -> tuple[Manifest, tuple[str, ...]]:
     """The checkpoint of a step, or the newest that is whole, verified; and what was passed over."""
-    from schedir.checkpoints.manifest import IncompleteCheckpointError, several
+    from schedir.checkpoints.manifest import IncompleteCheckpointError, join_facts
 
     if step is not None:
-        return folder.verify(step), ()
-    found = folder.find()
+        return directory.verify(step), ()
+    found = directory.find_checkpoint()
     if found.manifest is None:
         raise IncompleteCheckpointError(
-            f"of the checkpoints in {folder.given} none is whole", hint=several(found.passed)
+            f"of the checkpoints in {directory.path_text} none is whole",
+            hint=join_facts(found.skip_reasons),
         )
-    return found.manifest, found.passed
+    return found.manifest, found.skip_reasons
 
 
-def _require_free(paths: list[Path], replace: bool) -> None:
+def _require_absent(paths: list[Path], replace: bool) -> None:
     """Refuse to write over what is there."""
     for path in paths:
         if path.exists() and not replace:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from schedir.commands.common.schedule_options import add_shape, add_source, request_of
-from schedir.commands.print import write
+from schedir.commands.common.schedule_options import add_compile_options, add_source, make_request
+from schedir.commands.print import write_program
 
 EXAMPLES = """\
   schedir compile interleaved --ranks 4 --microbatches 8 -o interleaved.sched
@@ -16,15 +16,15 @@ The page docs/ir.md has more.
 """
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a source, and the file."""
     add_source(parser)
     parser.add_argument(
         "-o", dest="output", metavar="FILE.sched", required=True, help="write the program there"
     )
-    add_shape(parser)
+    add_compile_options(parser)
 
 
 def run(args: argparse.Namespace) -> str:
     """Return what was written."""
-    return write(request_of(args, args.source).program, args.output)
+    return write_program(make_request(args, args.source).program, args.output)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands.common.schedule_options import SOURCE, add_shape, request_of
+from schedir.commands.common.schedule_options import SOURCE_HELP, add_compile_options, make_request
 from schedir.errors import UsageError
-from schedir.io.terminal import as_json
+from schedir.io.terminal import format_json
 
 if TYPE_CHECKING:
     from schedir.hang_diagnosis.post_mortem import PostMortem
@@ -23,10 +23,10 @@ The page docs/hanging-run.md has more.
 """
 
 
-_ALONE = ("--json", "--no-code", "--max-instructions")  # options without --program
+_STANDALONE_OPTIONS = ("--json", "--no-code", "--max-instructions")  # options without --program
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Dumps, and the program that the job runs."""
     parser.add_argument(
         "dumps",
@@ -35,79 +35,89 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="dumps of torch's flight recorder, one for each rank: files, a folder, or a pattern; "
         "or the output folder of a run of schedir train, with its black boxes",
     )
-    parser.add_argument("--program", metavar="SCHEDULE", help=f"what the job runs: {SOURCE}")
+    parser.add_argument("--program", metavar="SCHEDULE", help=f"what the job runs: {SOURCE_HELP}")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_shape(parser)
+    add_compile_options(parser)
 
 
 def run(args: argparse.Namespace) -> str:
     """Who waits for whom, and which rank is the cause."""
     from schedir.hang_diagnosis import post_mortem
     from schedir.hang_diagnosis.flight_recorder import read_dumps
-    from schedir.hang_diagnosis.hang_report import job_lines, named_lines, program_lines
-    from schedir.hang_diagnosis.program_matching import match
-    from schedir.hang_diagnosis.rank_positions import judge
+    from schedir.hang_diagnosis.hang_report import (
+        describe_job,
+        describe_named_job,
+        describe_program,
+    )
+    from schedir.hang_diagnosis.program_matching import match_program
+    from schedir.hang_diagnosis.rank_positions import diagnose_copies
     from schedir.hang_diagnosis.wait_graph import DistributedJob
 
     given = [word for word in args.typed[1:] if word.startswith("-") and word != "-"]
     if args.program is None and (
-        extra := [word for word in given if word.partition("=")[0] not in _ALONE]
+        extra := [word for word in given if word.partition("=")[0] not in _STANDALONE_OPTIONS]
     ):
         raise UsageError(f"{extra[0]} needs --program", hint=f"--program SCHEDULE {extra[0]} ...")
-    if len(args.dumps) == 1 and (run := post_mortem.read(args.dumps[0])) is not None:
-        return _of_run(args, run)
+    if len(args.dumps) == 1 and (run := post_mortem.read_post_mortem(args.dumps[0])) is not None:
+        return _diagnose_run(args, run)
     dumps, passed = read_dumps(args.dumps)
     job = DistributedJob(dumps)
     if args.program is None:
-        verdicts, lines = [], job_lines(job)
+        verdicts, lines = [], describe_job(job)
     else:
-        program = _program(args, job)
-        copies = match(job, program)
-        loose = any(matched.loose for matched in copies)
-        verdicts = [] if loose else judge(program, copies, args.progress_model)
-        lines = named_lines(job, program, copies) if loose else program_lines(job, verdicts)
+        program = _load_program(args, job)
+        copies = match_program(job, program)
+        loose = any(matched.order_mismatch for matched in copies)
+        verdicts = [] if loose else diagnose_copies(program, copies, args.progress_model)
+        lines = (
+            describe_named_job(job, program, copies) if loose else describe_program(job, verdicts)
+        )
     if args.json:
-        return as_json(_facts(job, verdicts) | {"said": lines})
+        return format_json(_collect_facts(job, verdicts) | {"said": lines})
     if passed:
         lines.append(f"passed over {len(passed)} files whose names end in no rank")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _of_run(args: argparse.Namespace, run: PostMortem) -> str:
+def _diagnose_run(args: argparse.Namespace, post_mortem: PostMortem) -> str:
     """What black boxes say; the program is beside them."""
     if args.program is not None:
         raise UsageError(
-            f"{run.folder} has the black boxes of a run, which have their program",
+            f"{post_mortem.directory} has the black boxes of a run, which have their program",
             hint="leave out --program",
             fields=["program"],
         )
-    lines = [*run.lines()]
+    lines = [*post_mortem.to_lines()]
     if args.json:
-        return as_json(run.facts() | {"said": lines})
+        return format_json(post_mortem.to_dict() | {"said": lines})
     return "".join(f"{line}\n" for line in lines)
 
 
-def _program(args: argparse.Namespace, job: DistributedJob) -> Program:
+def _load_program(args: argparse.Namespace, job: DistributedJob) -> Program:
     """The program; a schedule is compiled for as many ranks as exchange messages."""
-    from schedir.hang_diagnosis.program_matching import circles
+    from schedir.hang_diagnosis.program_matching import find_communicating_ranks
     from schedir.io.source_loader import Source
     from schedir.ir.program import Program
 
-    if args.ranks is None and not isinstance(Source(args.program).found, Program):
-        args.ranks = max(map(len, circles(job)), default=None)
-    return request_of(args, args.program).program
+    if args.ranks is None and not isinstance(Source(args.program).schedule_or_program, Program):
+        args.ranks = max(map(len, find_communicating_ranks(job)), default=None)
+    return make_request(args, args.program).program
 
 
-def _facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[str, Any]:
+def _collect_facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[str, Any]:
     standing = [
         {
             "rank": rank,
             "file": one.path,
-            "ended": one.ended and str(one.ended),
-            "begun": one.begun and str(one.begun),
-            "since_ns": one.since,
+            "ended": one.last_done and str(one.last_done),
+            "begun": one.current_op and str(one.current_op),
+            "since_ns": one.current_since,
             "waits": [
-                {"operation": str(wait.op), "rank": wait.on, "why": wait.why.name.lower()}
+                {
+                    "operation": str(wait.op),
+                    "rank": wait.awaited_rank,
+                    "why": wait.reason.name.lower(),
+                }
                 for wait in job.waits[rank]
             ],
         }
@@ -118,12 +128,12 @@ def _facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[str, Any
         "no_dump": [*job.missing],
         "cycle": [wait.rank for wait in job.cycle],
         "roots": [*job.roots],
-        "copies": [_copy(verdict) for verdict in verdicts],
+        "copies": [_collect_copy_facts(verdict) for verdict in verdicts],
     }
 
 
-def _copy(verdict: ProgramVerdict) -> dict[str, Any]:
-    placed, matched = verdict.placed, verdict.matched
+def _collect_copy_facts(verdict: ProgramVerdict) -> dict[str, Any]:
+    placed, matched = verdict.positioned, verdict.matched
     locate = placed.graph.index.locate
 
     def at(position: int) -> dict[str, Any]:
@@ -132,19 +142,21 @@ def _copy(verdict: ProgramVerdict) -> dict[str, Any]:
 
     return {
         "program": placed.graph.program.name,
-        "model": verdict.model,
+        "model": verdict.progress_model,
         "ranks": matched.ranks,
         "whole_steps_before": matched.step,
         "stands": [
             {"rank": matched.ranks[place.rank]} | (
-                {"over": True} if place.at is None else at(place.at) | {"late": place.late}
+                {"over": True}
+                if place.position is None
+                else at(place.position) | {"late": place.is_late}
             )
-            for place in verdict.places
+            for place in verdict.positions
         ],
         "deadlock": verdict.is_deadlock,
-        "circle": [at(link.at) for link in verdict.circle],
+        "circle": [at(link.position) for link in verdict.cycle],
         "causes": [
-            {"kind": cause.kind.name.lower(), "at": [at(k) for k in cause.at]}
+            {"kind": cause.kind.name.lower(), "at": [at(k) for k in cause.positions]}
             for cause in verdict.causes
         ],
     }  # fmt: skip

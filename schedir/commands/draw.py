@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from schedir.commands.common.bound_report import bound_of_request, said_of
-from schedir.commands.common.chart_options import add_picture, in_letters, only_charts, save_chart
-from schedir.commands.common.schedule_options import add_shape, add_source, request_of
-from schedir.commands.common.timeline_facts import said_of_costs
+from schedir.commands.common.bound_report import describe_run_bound, find_lower_bound
+from schedir.commands.common.chart_options import (
+    add_chart_options,
+    format_text_chart,
+    require_no_chart_options,
+    save_chart,
+)
+from schedir.commands.common.schedule_options import add_compile_options, add_source, make_request
+from schedir.commands.common.timeline_facts import describe_costs
 from schedir.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,19 +29,19 @@ The page docs/pictures.md has more.
 """
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sources, where the picture goes, and what it shows."""
-    add_source(parser, several=True)
+    add_source(parser, allows_several=True)
     parser.add_argument(
         "-o", dest="output", metavar="FILE",
         help="html for a page of one run or two; png, svg or pdf for a picture; "
         "without it, letters on the terminal",
     )  # fmt: skip
-    add_picture(parser)
+    add_chart_options(parser)
     parser.add_argument(
         "--idle-map", dest="idle", action="store_true", help="why which rank is idle, in a map"
     )
-    add_shape(parser)
+    add_compile_options(parser)
 
 
 def run(args: argparse.Namespace) -> str:
@@ -45,22 +50,26 @@ def run(args: argparse.Namespace) -> str:
     if args.idle and (page or args.output is None):
         raise UsageError("a map of idle time is a picture", hint="-o FILE.png")
     if not page and args.output is not None:
-        from schedir.viz.figures.figure_files import suffix_of
+        from schedir.viz.figures.figure_files import require_figure_suffix
 
-        suffix_of(args.output, "" if args.idle else "FILE.html is a page of one run or two")
+        require_figure_suffix(
+            args.output, "" if args.idle else "FILE.html is a page of one run or two"
+        )
     if page or args.idle or args.output is None:
-        only_charts(args, "a page" if page else "a map of idle time" if args.idle else "letters")
-    requests = [request_of(args, source) for source in args.source]
+        require_no_chart_options(
+            args, "a page" if page else "a map of idle time" if args.idle else "letters"
+        )
+    requests = [make_request(args, source) for source in args.source]
     timelines = [request.timeline for request in requests]
     if args.output is None:
-        return "\n".join(map(_letters, requests)) + said_of_costs(requests)
+        return "\n".join(map(_format_text_chart, requests)) + describe_costs(requests)
     if page:
         from schedir.viz import save_html
 
         if len(timelines) > 2:
             raise UsageError(f"a page shows one run or two, not {len(timelines)}")
         if len(timelines) == 1 and timelines[0].kind == "measured":
-            timelines.insert(0, _expected(timelines[0]))
+            timelines.insert(0, _predict_measured_run(timelines[0]))
         save_html(args.output, *timelines)
     elif args.idle:
         from schedir.viz import idle_map, save
@@ -70,16 +79,16 @@ def run(args: argparse.Namespace) -> str:
         save(idle_map(timelines[0]), args.output)
     else:
         save_chart(args, requests)
-    return f"wrote {args.output}\n" + said_of_costs(requests)
+    return f"wrote {args.output}\n" + describe_costs(requests)
 
 
-def _letters(request: Request) -> str:
+def _format_text_chart(request: Request) -> str:
     """The run in letters, and below it how short any could be."""
-    said = said_of(request.timeline, bound_of_request(request))
-    return in_letters(request.timeline) + (f"{said}\n" if said else "")
+    said = describe_run_bound(request.timeline, find_lower_bound(request))
+    return format_text_chart(request.timeline) + (f"{said}\n" if said else "")
 
 
-def _expected(measured: Timeline) -> Timeline:
+def _predict_measured_run(measured: Timeline) -> Timeline:
     """The run that the mean times of a measured one predict."""
     from dataclasses import replace
 

@@ -13,23 +13,23 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from schedir.commands.common.plan_report import AT_LAST, facts, seconds
+from schedir.commands.common.plan_report import LAST_COLUMNS, collect_plan_facts, format_seconds
 from schedir.commands.common.plan_request import (
-    FIXED,
-    WORDS,
+    FIXED_OPTIONS,
+    NAME_OPTIONS,
     PlanRequest,
-    asked_of,
-    divided,
-    everything,
-    planned,
-    searched,
-    with_gpus,
+    find_plans,
+    improve_plan_schedules,
+    list_all_plans,
+    optimize_plan_divisions,
+    parse_plan_request,
+    resize_cluster,
 )
-from schedir.commands.common.schedule_options import count, number
+from schedir.commands.common.schedule_options import parse_count, parse_number
 from schedir.errors import SchedirError, UsageError
-from schedir.extras import require
-from schedir.io.files import atomic_write, expect_writable
-from schedir.io.terminal import as_json, table
+from schedir.extras import require_package
+from schedir.io.files import atomic_write, require_writable
+from schedir.io.terminal import format_json, format_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 # With "strong" scaling the batch is the same for each number of GPUs, with "weak" it grows.
 
 
-_MEANT = {"strong": "the same batch", "weak": "a batch that grows with the GPUs"}
+_SCALING_DESCRIPTIONS = {"strong": "the same batch", "weak": "a batch that grows with the GPUs"}
 
 
-def _scaled(args: argparse.Namespace) -> str:
+def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
     """Return a table for strong and one for weak scaling, and write the picture."""
     excluded = (
         (args.output, "-o"), (args.tradeoff, "--tradeoff"), (args.search, "--improve-schedules"),
@@ -55,51 +55,59 @@ def _scaled(args: argparse.Namespace) -> str:
     for option, name in excluded:
         if option:
             raise UsageError(f"{name} needs one number of GPUs, and --gpu-counts has several")
-    asked, refused = asked_of(args), list[str]()
-    found = {way: _plans(asked, args.scale, way, refused) for way in _MEANT}
+    asked, refused = parse_plan_request(args), list[str]()
+    found = {
+        way: _find_plan_per_gpu_count(asked, args.scale, way, refused)
+        for way in _SCALING_DESCRIPTIONS
+    }
     if args.picture is not None:
         from schedir.viz import plan_scaling, save
 
         save(plan_scaling(found["strong"], found["weak"]), args.picture)
     if args.json:
-        return as_json({way: [facts(plan) for plan in plans] for way, plans in found.items()}
+        return format_json({way: [collect_plan_facts(plan) for plan in plans] for way,
+            plans in found.items()}
                        | {"refused": refused})  # fmt: skip
-    lines = [f"{way}: {_MEANT[way]}\n{_table(plans)}" for way, plans in found.items() if plans]
+    lines = [
+        f"{way}: {_SCALING_DESCRIPTIONS[way]}\n{_format_scaling_table(plans)}"
+        for way, plans in found.items()
+        if plans
+    ]
     lines += [f"not {line}\n" for line in refused]
     return "".join(lines) + (f"wrote {args.picture}\n" if args.picture is not None else "")
 
 
-def _plans(
-    asked: PlanRequest, scale: Sequence[int], way: str, refused: list[str]
+def _find_plan_per_gpu_count(
+    request: PlanRequest, gpu_counts: Sequence[int], scaling: str, refusals: list[str]
 ) -> list[PlanEstimate]:
     """Return the best plan for each number of GPUs.
 
-    For each number without a plan, a line that says why is appended to `refused`.
+    For each number without a plan, a line that says why is appended to `refusals`.
     """
     found: list[PlanEstimate] = []
-    most = max(scale)
+    most = max(gpu_counts)
     first: SchedirError | None = None
-    for gpus in sorted({*scale}):
-        batch = asked.batch if way == "strong" else asked.batch * gpus / most
+    for gpus in sorted({*gpu_counts}):
+        batch = request.batch if scaling == "strong" else request.batch * gpus / most
         if batch != int(batch):
-            refused.append(f"{gpus:,} GPUs, {way}: {batch:.2f} sequences are no batch")
+            refusals.append(f"{gpus:,} GPUs, {scaling}: {batch:.2f} sequences are no batch")
             continue
-        here = replace(asked, cluster=with_gpus(asked.cluster, gpus), batch=int(batch))
+        here = replace(request, cluster=resize_cluster(request.cluster, gpus), batch=int(batch))
         try:
-            found += planned(here, 1)
+            found += find_plans(here, 1)
         except SchedirError as error:
             first = first or error
-            refused.append(f"{gpus:,} GPUs, {way}: {error.fact}")
+            refusals.append(f"{gpus:,} GPUs, {scaling}: {error.fact}")
     if not found and first is not None:
         raise first
     return found
 
 
-def _table(plans: Sequence[PlanEstimate]) -> str:
+def _format_scaling_table(plans: Sequence[PlanEstimate]) -> str:
     first = plans[0]
-    last = [(name, field) for name, field, usual in AT_LAST
+    last = [(name, field) for name, field, usual in LAST_COLUMNS
             if any(getattr(plan, field) != usual for plan in plans)]  # fmt: skip
-    return table(
+    return format_table(
         ["GPUs", "batch", "pp", "tp", "dp", "v", "b", "schedule", "recompute", "ZeRO",
          *(name for name, _ in last), "step",
          "TFLOP/s", "MFU", "of the first"],
@@ -109,8 +117,9 @@ def _table(plans: Sequence[PlanEstimate]) -> str:
                 str(plan.stages_per_rank), str(plan.microbatch_size), plan.schedule, plan.recompute,
                 str(plan.zero),
                 *(getattr(plan, field) for _, field in last),
-                seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
-                f"{plan.flops / first.flops:.0%}",
+                format_seconds(plan.step_time), f"{plan.flops_per_second / 1e12:.1f}",
+                f"{plan.mfu:.1%}",
+                f"{plan.flops_per_second / first.flops_per_second:.0%}",
             ]
             for plan in plans
         ],
@@ -122,11 +131,18 @@ def _table(plans: Sequence[PlanEstimate]) -> str:
 # Measure this machine, and write a cluster file of it.
 
 
-_OF_PLANS: Final = ("model", "layers", "batch", "cluster", "scale", "picture")  # not with --measure
-_OF_MEASURE: Final = ("processes", "device")  # only with --measure
+_PLANNING_OPTIONS: Final = (
+    "model",
+    "layers",
+    "batch",
+    "cluster",
+    "scale",
+    "picture",
+)  # not with --measure
+_MEASURING_OPTIONS: Final = ("processes", "device")  # only with --measure
 
 
-def add_measure(group: argparse._ArgumentGroup) -> None:
+def add_measure_options(group: argparse._ArgumentGroup) -> None:
     """Add `--measure` and the options that only it takes."""
     group.add_argument(
         "--measure",
@@ -134,13 +150,13 @@ def add_measure(group: argparse._ArgumentGroup) -> None:
         help="measure this machine, in about half a minute: -o here.toml is its cluster file",
     )
     group.add_argument(
-        "--processes", type=count, metavar="N",
+        "--processes", type=parse_count, metavar="N",
         help="how many train on it (one for each processor, or GPU)",
     )  # fmt: skip
     group.add_argument("--device", metavar="DEVICE", help="their device: cpu (default) or cuda")
 
 
-def measured(args: argparse.Namespace) -> str | None:
+def measure_cluster(args: argparse.Namespace) -> str | None:
     """Measure this machine, and write the cluster file.
 
     Returns:
@@ -151,11 +167,11 @@ def measured(args: argparse.Namespace) -> str | None:
             measured.
     """
     if not args.measure:
-        if said := [name for name in _OF_MEASURE if getattr(args, name) is not None]:
+        if said := [name for name in _MEASURING_OPTIONS if getattr(args, name) is not None]:
             raise UsageError(f"--{said[0]} is of --measure", hint="--measure -o here.toml",
                              fields=said)  # fmt: skip
         return None
-    if said := [name for name in _OF_PLANS if getattr(args, name) is not None]:
+    if said := [name for name in _PLANNING_OPTIONS if getattr(args, name) is not None]:
         raise UsageError(
             f"--measure plans nothing, and takes no --{said[0]}",
             hint="plan with the file that it writes: --cluster here.toml", fields=said,
@@ -163,16 +179,16 @@ def measured(args: argparse.Namespace) -> str | None:
     if args.output is None or Path(args.output).suffix != ".toml":
         raise UsageError("--measure writes a cluster file, FILE.toml, and nobody says where",
                          hint="-o here.toml", fields=["output"])  # fmt: skip
-    require("torch", "--measure")
+    require_package("torch", "--measure")
     from schedir.io.cluster_file import save_cluster
     from schedir.training.hardware_benchmark import measure
 
     with atomic_write(args.output) as temporary:  # fails here if the path cannot be written
         temporary.touch()
         found = measure(args.processes, args.device or "cpu", progress=True)
-        of = f"{found.cluster.gpus} process{'es' * (found.cluster.gpus > 1)}"
+        of = f"{found.cluster.gpu_count} process{'es' * (found.cluster.gpu_count > 1)}"
         about = f"Measured by schedir plan --measure, of {of} at the same time."
-        save_cluster(found.cluster, temporary, about=about, notes=found.notes)
+        save_cluster(found.cluster, temporary, comment=about, notes=found.notes)
     warnings = [f"warning: {one}" for one in found.warnings]
     return "".join(f"{line}\n" for line in (*found.table, *warnings, f"wrote {args.output}"))
 
@@ -186,18 +202,18 @@ The page docs/planner.md has more.
 """
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options: the model, the machines, what is fixed, and the output."""
     parser.description = (
         "Plan a training run. Find the parallel degrees, schedule, recomputation and ZeRO level "
         "with the shortest step on these machines, and print its time, memory and bottleneck."
     )
-    parser.add_argument("--batch", type=count, metavar="N", help="sequences of a step")
-    parser.add_argument("--top", type=count, default=10, metavar="N",
+    parser.add_argument("--batch", type=parse_count, metavar="N", help="sequences of a step")
+    parser.add_argument("--top", type=parse_count, default=10, metavar="N",
                         help="how many plans are told (10)")  # fmt: skip
     parser.add_argument(
         "--tokens",
-        type=number,
+        type=parse_number,
         metavar="N",
         help="how many are to be trained on, as 300e9: says how many days",
     )
@@ -214,21 +230,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         help="divide the layers of the best three as is shortest")  # fmt: skip
     parser.add_argument("--improve-schedules", dest="search", action="store_true",
                         help="search shorter schedules for the best three")  # fmt: skip
-    parser.add_argument("--time-limit", dest="seconds", type=number, default=10.0, metavar="S",
+    parser.add_argument("--time-limit", dest="seconds", type=parse_number, default=10.0,
+        metavar="S",
                         help="how long for each (10)")  # fmt: skip
-    parser.add_argument("--gpu-counts", dest="scale", type=_counts, metavar="GPUS",
+    parser.add_argument("--gpu-counts", dest="scale", type=_parse_counts, metavar="GPUS",
                         help="plan for each of these numbers of GPUs, as 256,512,1024: the same "
                         "batch (strong scaling), and one that grows with them (weak)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_output(parser.add_argument_group("what is written"))
     _add_model(parser.add_argument_group("the model"))
     _add_cluster(parser.add_argument_group("the machines"))
-    add_measure(parser.add_argument_group("measuring, instead of planning"))
+    add_measure_options(parser.add_argument_group("measuring, instead of planning"))
     group = parser.add_argument_group("what is fixed; 4,8 leaves both open")
-    for option, field, about in FIXED:
-        group.add_argument(f"--{option}", dest=field, type=_counts, metavar="N", help=about)
-    for option, field, about in WORDS:
-        group.add_argument(f"--{option}", dest=field, type=_words, metavar="NAMES", help=about)
+    for option, field, about in FIXED_OPTIONS:
+        group.add_argument(f"--{option}", dest=field, type=_parse_counts, metavar="N", help=about)
+    for option, field, about in NAME_OPTIONS:
+        group.add_argument(
+            f"--{option}", dest=field, type=_parse_names, metavar="NAMES", help=about
+        )
     group.add_argument(
         "--sequence-parallel", action=argparse.BooleanOptionalAction,
         help="whether norms and dropout are cut over the slices of tensor parallelism",
@@ -249,7 +268,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--select",
         dest="take",
-        type=count,
+        type=parse_count,
         default=1,
         metavar="N",
         help="the plan with this number instead of the first, also below the table",
@@ -279,7 +298,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
         ("experts", "feed-forward networks of a layer (1)"),
         ("active", "those that a token goes through (1)"),
     ):
-        group.add_argument(f"--{name}", type=count, metavar="N", help=about)
+        group.add_argument(f"--{name}", type=parse_count, metavar="N", help=about)
     group.add_argument("--gated", action="store_true", default=None,
                        help="a third matrix in the feed-forward network")  # fmt: skip
     group.add_argument("--untied", dest="tied", action="store_false", default=None,
@@ -293,23 +312,23 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         help="a name (a100, h100), or FILE.toml of a cluster of your own",
     )
     many: Any = group.add_mutually_exclusive_group()
-    many.add_argument("--nodes", type=count, metavar="N", help="how many of its nodes")
-    many.add_argument("--gpus", type=count, metavar="N", help="the same in GPUs")
+    many.add_argument("--nodes", type=parse_count, metavar="N", help="how many of its nodes")
+    many.add_argument("--gpus", type=parse_count, metavar="N", help="the same in GPUs")
 
 
 def more() -> str:
     """Return the names of models that `--model` knows, for `--help`."""
-    from schedir.planner.transformer.model_presets import MODELS
+    from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
-    rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODELS.items())
+    rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODEL_PRESETS.items())
     return f"\nmodels that have a name, and where their shape is printed\n{rows}"
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(map(count, text.split(",")))
+def _parse_counts(text: str) -> tuple[int, ...]:
+    return tuple(map(parse_count, text.split(",")))
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _parse_names(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(","))
 
 
@@ -318,18 +337,18 @@ def _words(text: str) -> tuple[str, ...]:
 
 def run(args: argparse.Namespace) -> str:
     """Return the best plans and the bottleneck of the first, and write the files."""
-    if (found := measured(args)) is not None:
+    if (found := measure_cluster(args)) is not None:
         return found
-    from schedir.commands.common.plan_report import as_told, in_words
+    from schedir.commands.common.plan_report import format_plans, format_plans_json
 
     if args.tradeoff and args.picture is None:
         raise UsageError("memory against time is a picture", hint="--picture FILE.svg")
     if args.output is not None and Path(args.output).suffix not in (".toml", ".sched"):
         raise UsageError(f"a plan is written to FILE.toml or FILE.sched: {args.output} is neither")
     if args.picture is not None:
-        from schedir.viz.figures.figure_files import suffix_of
+        from schedir.viz.figures.figure_files import require_figure_suffix
 
-        suffix_of(args.picture)  # a wrong suffix is an error before anything is planned
+        require_figure_suffix(args.picture)  # a wrong suffix is an error before anything is planned
     if args.top < 1:
         raise UsageError(f"--top says how many plans are told, from 1 on, not {args.top}")
     if args.tokens is not None and not 0 < args.tokens < inf:
@@ -345,98 +364,112 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError(f"{option} knows nothing of copies to the host: it goes without --offload",
                          fields=["offload"])  # fmt: skip
     if args.scale is not None:
-        return _scaled(args)
-    asked = asked_of(args)
+        return _plan_for_gpu_counts(args)
+    asked = parse_plan_request(args)
     if args.picture is not None:
-        expect_writable(args.picture)
-    with _writable(args.output) as path:
-        best = planned(asked, args.top)
-        best = divided(asked, best) if args.cut else best
-        plans, programs, note = searched(asked, best, args.seconds * args.search)
+        require_writable(args.picture)
+    with _open_output(args.output) as path:
+        best = find_plans(asked, args.top)
+        best = optimize_plan_divisions(asked, best) if args.cut else best
+        plans, programs, note = improve_plan_schedules(asked, best, args.seconds * args.search)
         if not 1 <= args.take <= len(plans):
             raise UsageError(f"there is no plan {args.take}: they are 1 to {len(plans)}",
                              fields=["take"])  # fmt: skip
         taken = plans[args.take - 1]
         if path is not None:
-            path.write_text(_file(args, asked, taken, programs.get(taken)), encoding="utf-8")
+            path.write_text(
+                _format_plan_file(args, asked, taken, programs.get(taken)), encoding="utf-8"
+            )
     if args.picture is not None:
-        _draw(args, asked, plans, taken)
+        _draw_plans(args, asked, plans, taken)
     if args.json:
-        return as_told(asked, plans)
-    return in_words(asked, plans, args.take, args.tokens) + note + _wrote(args)
+        return format_plans_json(asked, plans)
+    return format_plans(asked, plans, args.take, args.tokens) + note + _describe_written_files(args)
 
 
-def _writable(path: str | None) -> AbstractContextManager[Path | None]:
+def _open_output(path: str | None) -> AbstractContextManager[Path | None]:
     """Return a context with the file to write.  It fails before planning if that is impossible."""
-    return nullcontext() if path is None else _touched(path)
+    return nullcontext() if path is None else _touch_output(path)
 
 
 @contextmanager
-def _touched(path: str) -> Iterator[Path]:
+def _touch_output(path: str) -> Iterator[Path]:
     with atomic_write(path) as temporary:
         temporary.touch()
         yield temporary
 
 
-def _wrote(args: argparse.Namespace) -> str:
+def _describe_written_files(args: argparse.Namespace) -> str:
     return "".join(f"wrote {path}\n" for path in (args.output, args.picture) if path is not None)
 
 
-def _file(
-    args: argparse.Namespace, asked: PlanRequest, plan: PlanEstimate, own: Program | None
+def _format_plan_file(
+    args: argparse.Namespace,
+    request: PlanRequest,
+    plan: PlanEstimate,
+    searched_program: Program | None,
 ) -> str:
     """Return a plan as a configuration of `schedir train`, or as a program, with comments."""
-    from schedir.commands.common.plan_report import name_of
+    from schedir.commands.common.plan_report import describe_plan
     from schedir.errors import format_bytes
     from schedir.ir.text_format import to_text
     from schedir.planner import simulated_program, train_config
 
     lines = [
         f"schedir {shlex.join(args.typed)}",
-        f"{name_of(plan)}: a step takes {seconds(plan.step)} and holds "
+        f"{describe_plan(plan)}: a step takes {format_seconds(plan.step_time)} and holds "
         f"{format_bytes(plan.memory.total)}, as planned",
     ]
     comments = "".join(f"# {' '.join(line.split())}\n" for line in lines)
     if str(args.output).endswith(".toml"):
-        if own is not None:
+        if searched_program is not None:
             raise UsageError(
                 "a schedule that was searched is a program, and no name in a configuration",
                 hint="-o best.sched, which is a pipeline.schedule then", fields=["output"],
             )  # fmt: skip
         moves = (
-            simulated_program(asked.model, asked.cluster, plan) if plan.offload != "none" else None
+            simulated_program(request.model, request.cluster, plan)
+            if plan.offload != "none"
+            else None
         )
-        return comments + train_config(asked.model, plan, moves=moves)
-    comments += _simulated(asked, plan, own)
-    return comments + to_text(own or simulated_program(asked.model, asked.cluster, plan))
+        return comments + train_config(request.model, plan, offload_program=moves)
+    comments += _format_simulate_command(request, plan, searched_program)
+    return comments + to_text(
+        searched_program or simulated_program(request.model, request.cluster, plan)
+    )
 
 
-def _simulated(asked: PlanRequest, plan: PlanEstimate, own: Program | None) -> str:
+def _format_simulate_command(
+    request: PlanRequest, plan: PlanEstimate, searched_program: Program | None
+) -> str:
     """Return a comment with the command that simulates the program at the costs of the plan."""
-    from schedir.planner.config_export import plan_of
-    from schedir.planner.estimate.instruction_costs import costs_of, times_of
-    from schedir.planner.trainer_profile import trainer_for
+    from schedir.planner.config_export import build_pipeline_shape
+    from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
+    from schedir.planner.trainer_profile import get_trainer
     from schedir.predict.calibrate import format_costs
 
-    model, cluster = asked.model, asked.cluster
+    model, cluster = request.model, request.cluster
     if cluster.processors is not None:  # ranks share the memory bandwidth and caches of processors
         return ""
-    of = trainer_for(cluster)
-    times = times_of(model, cluster, plan, of.constants)
-    shape = plan_of(plan) if own is None else own.shape
-    costs = costs_of(model, cluster, plan, shape, times, of.constants, of.states)
+    of = get_trainer(cluster)
+    times = compute_stage_times(model, cluster, plan, of.constants)
+    shape = build_pipeline_shape(plan) if searched_program is None else searched_program.shape
+    costs = compute_costs(model, cluster, plan, shape, times, of.constants, of.state_bytes)
     return (
         "# in seconds: schedir simulate FILE --progress-model per_edge "
         f"--costs {format_costs(costs)}\n"
     )
 
 
-def _draw(
-    args: argparse.Namespace, asked: PlanRequest, plans: Sequence[PlanEstimate], taken: PlanEstimate
+def _draw_plans(
+    args: argparse.Namespace,
+    request: PlanRequest,
+    plans: Sequence[PlanEstimate],
+    selected_plan: PlanEstimate,
 ) -> None:
     from schedir.viz import plan_memory, plan_times, save
 
     if not args.tradeoff:
         save(plan_times(plans), args.picture)
         return
-    save(plan_memory(everything(asked), asked.cluster.memory, taken), args.picture)
+    save(plan_memory(list_all_plans(request), request.cluster.memory, selected_plan), args.picture)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from schedir.commands.common.chart_options import in_letters
-from schedir.commands.common.schedule_options import add_shape, add_source, request_of
+from schedir.commands.common.chart_options import format_text_chart
+from schedir.commands.common.schedule_options import add_compile_options, add_source, make_request
 from schedir.errors import SchedirError, UsageError
 from schedir.io.files import atomic_write
 from schedir.io.program_request import Request
-from schedir.io.terminal import coloured
+from schedir.io.terminal import color_program
 from schedir.ir.program import Program
 
 EXAMPLES = """\
@@ -21,7 +21,7 @@ The page docs/ir.md has more.
 """
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A source, and how to print it."""
     add_source(parser)
     parser.add_argument(
@@ -34,20 +34,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="compute only, before the lowering",
     )
     parser.add_argument("-o", dest="output", metavar="FILE.sched", help="write it there")
-    add_shape(parser)
+    add_compile_options(parser)
 
 
 def run(args: argparse.Namespace) -> str:
     """The text, folded unless told otherwise."""
     from schedir.ir.text_format import to_text
 
-    request = request_of(args, args.source)
+    request = make_request(args, args.source)
     if args.output is None:
-        return coloured(to_text(request.program, folded=not args.flat)) + _drawn(request)
-    return write(request.program, args.output, folded=not args.flat)
+        return color_program(to_text(request.program, folded=not args.flat)) + _draw_preview(
+            request
+        )
+    return write_program(request.program, args.output, folded=not args.flat)
 
 
-def write(program: Program, output: str, *, folded: bool = True) -> str:
+def write_program(program: Program, output: str, *, folded: bool = True) -> str:
     """Write the text of a program to a `.sched` file, and return the line that says so."""
     from schedir.ir.text_format import to_text
 
@@ -58,14 +60,14 @@ def write(program: Program, output: str, *, folded: bool = True) -> str:
     return f"wrote {output}\n"
 
 
-def _drawn(request: Request) -> str:
+def _draw_preview(request: Request) -> str:
     """On a terminal, what the program will do, if it can; as comments, so that all still parses."""
     if not sys.stdout.isatty():
         return ""
-    from schedir.analysis.memory.unshard_counts import in_parts
+    from schedir.analysis.memory.unshard_counts import describe_sharding
 
     try:
-        said = f"\n# {parts}" if (parts := in_parts(request.program)) else ""
-        return f"{said}\n" + in_letters(request.timeline, before="# ")
+        said = f"\n# {parts}" if (parts := describe_sharding(request.program)) else ""
+        return f"{said}\n" + format_text_chart(request.timeline, line_prefix="# ")
     except SchedirError:
         return ""  # what is wrong with it, `check` tells

@@ -7,23 +7,35 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands.common.bound_report import bound_of_request, to_gain
+from schedir.commands.common.bound_report import find_lower_bound, format_possible_gain
 from schedir.commands.common.schedule_options import (
-    SOURCE,
-    add_shape,
-    number,
-    request_of,
-    require_whole,
+    SOURCE_HELP,
+    add_compile_options,
+    make_request,
+    parse_number,
+    require_unsharded_stages,
 )
-from schedir.commands.common.schedule_ranking import ScheduleRanking, known, ranked
-from schedir.commands.common.timeline_facts import facts, filled_facts, said_of_costs
+from schedir.commands.common.schedule_ranking import (
+    ScheduleRanking,
+    list_built_in_schedules,
+    rank_schedules,
+)
+from schedir.commands.common.timeline_facts import (
+    collect_cost_facts,
+    collect_timeline_facts,
+    describe_costs,
+)
 from schedir.errors import format_bytes
-from schedir.io.terminal import as_json, table
+from schedir.io.terminal import format_json, format_table
 
 if TYPE_CHECKING:
     from schedir.io.program_request import Request
 
-EACH = (1, 2, 4)  # stages per rank that are tried of a schedule that takes v, unless some are said
+STAGES_PER_RANK_TRIED = (
+    1,
+    2,
+    4,
+)  # stages per rank that are tried of a schedule that takes v, unless some are said
 
 EXAMPLES = """\
   schedir recommend --ranks 8 --microbatches 32 --costs F=1,B=2
@@ -33,17 +45,17 @@ The page docs/which-schedule.md has more.
 """
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Further sources, and what may be held."""
     parser.description = (
         "Rank all built-in schedules, and yours, for one model and shape, the shortest first. "
         "Costs are per rank, as in `schedir compare`."
     )
-    parser.add_argument("source", metavar="SCHEDULE", nargs="*", help=f"ranked, too: {SOURCE}")
+    parser.add_argument("source", metavar="SCHEDULE", nargs="*", help=f"ranked, too: {SOURCE_HELP}")
     parser.add_argument(
         "--max-activations",
         dest="activations",
-        type=number,
+        type=parse_number,
         metavar="N",
         help="what a rank may hold, in activations of a whole rank: 1F1B holds one per rank",
     )
@@ -54,29 +66,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="none that splits backwards in I and W",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_shape(parser)
+    add_compile_options(parser)
 
 
 def run(args: argparse.Namespace) -> str:
     """A row per schedule that fits, and a line for each reason why another does not."""
-    found = _found(args)
+    found = _rank_candidates(args)
     if args.json:
-        return as_json([_row(request) for request in found.fit])
-    said = _ranked(found.fit) if found.fit else "none fits\n"
-    if found.over:
-        said += f"over the limit: {', '.join(found.over)}\n"
-    if found.split:
-        said += f"with split backwards: {', '.join(found.split)}\n"
-    for name, other in found.same.items():
+        return format_json([_collect_row(request) for request in found.fitting])
+    said = _format_ranking(found.fitting) if found.fitting else "none fits\n"
+    if found.over_limit:
+        said += f"over the limit: {', '.join(found.over_limit)}\n"
+    if found.with_split_backward:
+        said += f"with split backwards: {', '.join(found.with_split_backward)}\n"
+    for name, other in found.duplicates.items():
         said += f"the same program as {other}: {name}\n"
-    for fact in dict.fromkeys(error.fact for error in found.refused.values()):
-        names = [name for name, error in found.refused.items() if error.fact == fact]
+    for fact in dict.fromkeys(error.fact for error in found.refusals.values()):
+        names = [name for name, error in found.refusals.items() if error.fact == fact]
         said += f"not {', '.join(names)}: {fact}\n"
     # Of the first one: others have other stages, and so other numbers.
-    return said + said_of_costs(found.fit[:1])
+    return said + describe_costs(found.fitting[:1])
 
 
-def _found(args: argparse.Namespace) -> ScheduleRanking:
+def _rank_candidates(args: argparse.Namespace) -> ScheduleRanking:
     """What fits, of all candidates."""
 
     def over(request: Request) -> str:
@@ -84,68 +96,77 @@ def _found(args: argparse.Namespace) -> ScheduleRanking:
         few = args.activations is None or peak <= args.activations
         return "" if few else f"{peak:.6g} activations"
 
-    candidates = [*_candidates(args)]
-    require_whole(request for _, request in candidates)
-    found = ranked(candidates, over=over, whole=args.whole, said=args.source)
-    if found.refused and not (found.fit or found.over or found.split):
-        raise next(iter(found.refused.values()))
+    candidates = [*_list_candidates(args)]
+    require_unsharded_stages(request for _, request in candidates)
+    found = rank_schedules(
+        candidates, describe_excess=over, full_backward_only=args.whole, named_sources=args.source
+    )
+    if found.refusals and not (found.fitting or found.over_limit or found.with_split_backward):
+        raise next(iter(found.refusals.values()))
     return found
 
 
-def _candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
+def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
     """Names and requests: plain schedules first, then those that take v, once for each.
 
     Schedules that delay updates are another training, and are ranked for plans of several.
     """
-    from schedir.schedules.schedule_algebra import placed_for, takes_v
+    from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 
-    for name in (*known(delayed=args.optimizer_steps not in (None, 1)), *args.source):
-        request = request_of(args, name, share=True)
+    for name in (
+        *list_built_in_schedules(has_weight_delay=args.optimizer_steps not in (None, 1)),
+        *args.source,
+    ):
+        request = make_request(args, name, share=True)
         schedule = request.schedule
-        if schedule is None or not takes_v(schedule) or args.stages_per_rank is not None:
+        if schedule is None or not has_free_v(schedule) or args.stages_per_rank is not None:
             yield name, request
             continue
-        vee = placed_for(schedule)[0] is not None  # it has two stages per rank at least
-        for v in EACH[vee:]:
-            yield f"{name} x {v}", replace(request, said={**request.said, "stages_per_rank": v})
+        vee = get_placement_mark(schedule)[0] is not None  # it has two stages per rank at least
+        for v in STAGES_PER_RANK_TRIED[vee:]:
+            yield (
+                f"{name} x {v}",
+                replace(request, specified={**request.specified, "stages_per_rank": v}),
+            )
 
 
-def _row(request: Request) -> dict[str, Any]:
+def _collect_row(request: Request) -> dict[str, Any]:
     from schedir.ir.isa.instructions import BACKWARD_INPUT
 
     timeline = request.timeline
-    shape, ops = timeline.program.whole, timeline.program.ops
-    row = facts(timeline, bound_of_request(request)) | {
+    shape, ops = timeline.program.unsegmented_shape, timeline.program.used_opcodes
+    row = collect_timeline_facts(timeline, find_lower_bound(request)) | {
         "stages_per_rank": shape.stages_per_rank,  # of a schedule, however they are cut
         "peak_activations": timeline.peak_activations,
         "split_backwards": BACKWARD_INPUT in ops,
-        "parameters_held": shape.rows,
+        "parameters_held": shape.placement_rows,
     }
-    row |= filled_facts(request)
+    row |= collect_cost_facts(request)
     if timeline.sizes is not None:
         row["peak_memory"] = float(timeline.peak_memory.max())
     return row
 
 
-def _held(times: int) -> str:
-    return "parameters twice" if times == 2 else f"parameters {times} times"
+def _describe_parameter_copies(copies: int) -> str:
+    return "parameters twice" if copies == 2 else f"parameters {copies} times"
 
 
-def _ranked(requests: list[Request]) -> str:
-    rows = [_row(request) for request in requests]
+def _format_ranking(requests: list[Request]) -> str:
+    rows = [_collect_row(request) for request in requests]
     sized = ["peak memory"] * ("peak_memory" in rows[0])
-    return table(
+    return format_table(
         ["schedule", "stages per rank", "span", "bubble", "to gain", "peak activations", *sized,
          "needs"],
         [
             [
                 row["program"], str(row["stages_per_rank"]),
                 f"{row['span']:.6g} {row['unit']}".strip(),
-                f"{row['bubble']:.1%}", to_gain(row), f"{row['peak_activations']:.6g}",
+                f"{row['bubble']:.1%}", format_possible_gain(row), f"{row['peak_activations']:.6g}",
                 *(format_bytes(row["peak_memory"]) for _ in sized),
                 " and ".join(
                     ["split backwards"] * row["split_backwards"]
-                    + [_held(row["parameters_held"])] * (row["parameters_held"] > 1)
+                    + [_describe_parameter_copies(row["parameters_held"])]
+                    * (row["parameters_held"] > 1)
                 ) or "-",
             ]
             for row in rows

@@ -9,29 +9,33 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from schedir.commands.common.bound_report import in_words
+from schedir.commands.common.bound_report import describe_bound
 from schedir.commands.common.progress_line import ProgressLine
 from schedir.commands.common.schedule_options import (
-    PER_RANK,
-    RANKS,
-    add_problem,
-    count,
-    number,
-    shape_of,
+    DEFAULT_RANKS,
+    MICROBATCHES_PER_RANK,
+    add_search_options,
+    format_shape_options,
+    parse_count,
+    parse_number,
 )
-from schedir.commands.common.schedule_ranking import ScheduleRanking, on_the_plan, ranked
-from schedir.commands.common.timeline_facts import facts
+from schedir.commands.common.schedule_ranking import (
+    ScheduleRanking,
+    list_built_in_requests,
+    rank_schedules,
+)
+from schedir.commands.common.timeline_facts import collect_timeline_facts
 from schedir.errors import UsageError, format_bytes
 from schedir.io.files import atomic_write
-from schedir.io.terminal import as_json
+from schedir.io.terminal import format_json
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
-from schedir.ir.program import TRAITS
+from schedir.ir.program import ATTRIBUTE_FIELDS
 from schedir.ir.text_format import to_text
-from schedir.predict.possible_saving import at_most, gain_of
+from schedir.predict.possible_saving import compute_saving, describe_saving
 from schedir.predict.simulate import simulate
-from schedir.schedule_search.problem import whole_is_less
-from schedir.schedule_search.search_results import numba_in_words
+from schedir.schedule_search.problem import is_full_backward_cheaper
+from schedir.schedule_search.search_results import describe_numba
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,14 +46,14 @@ if TYPE_CHECKING:
     from schedir.schedule_search.search_results import SearchResult, SearchStep
     from schedir.schedules.schedule_algebra import Schedule
 
-INTERRUPTED = 130
-_STOPPED = {
+INTERRUPTED_EXIT_CODE = 130
+_STOP_REASONS = {
     "proved": "proved",
     "time": "the budget was used up",
     "no better": "nothing better to try",
     "interrupted": "interrupted, this is the best so far",
 }
-MOST = 3  # schedules of the zoo that are told beside
+MAX_COMPARED_SCHEDULES = 3  # schedules of the zoo that are told beside
 
 EXAMPLES = """\
   schedir search --ranks 4 --microbatches 8 --costs F=2,I=2,W=1 --max-in-flight 4 -o found.sched
@@ -59,7 +63,7 @@ The page docs/search.md has more.
 """
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is searched, within which memory, how long, and where it goes."""
     parser.description = (
         "Search for the shortest schedule within a memory limit, and prove a lower bound of all "
@@ -73,16 +77,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="search at every limit, for a table, and with -o FILE.svg a picture of it",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
-    what = add_problem(
+    what = add_search_options(
         parser,
-        costs="of a stage, as simulate takes them: F=1,I=1,W=1,send=0.1; F=1:1:2 per stage, or "
+        costs_help="of a stage, as simulate takes them: F=1,I=1,W=1,send=0.1; F=1:1:2 per "
+        "stage, or "
         "@FILE that says so",
     )
     what.add_argument("--costs-from", metavar="FILE.timeline",
                       help="instead of --costs the mean times of this run, and its shape unless "
                       "another is said")  # fmt: skip
     what.add_argument(
-        "--max-in-flight", dest="in_flight", type=_counts, metavar="N",
+        "--max-in-flight", dest="in_flight", type=_parse_counts, metavar="N",
         help="instead of --memory-limit: how many (stage, microbatch) a rank may hold, from F to "
         "W, or B; 8:8:7 per rank",
     )  # fmt: skip
@@ -96,12 +101,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="none that splits backwards in I and W",
     )
-    how.add_argument("--time-limit", dest="seconds", type=number, default=10.0, metavar="S",
+    how.add_argument("--time-limit", dest="seconds", type=parse_number, default=10.0, metavar="S",
                      help="how long at most (10)")  # fmt: skip
-    how.add_argument("--max-evaluations", dest="evaluations", type=count, metavar="N",
+    how.add_argument("--max-evaluations", dest="evaluations", type=parse_count, metavar="N",
                      help="how many schedules at most, after those it begins with: the same ones, "
                      "and so the same file, on any machine")  # fmt: skip
-    how.add_argument("--seed", type=count, default=0, metavar="N", help="of what is random in it")
+    how.add_argument(
+        "--seed", type=parse_count, default=0, metavar="N", help="of what is random in it"
+    )
     how.add_argument("--initial-schedules", dest="start", nargs="+", default=[], metavar="SCHEDULE",
                      help="begin with these, too: names, FILE.sched or FILE.timeline")  # fmt: skip
     how.add_argument("--bound", dest="prove", default="closed", metavar="HOW",
@@ -109,8 +116,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                      "needs schedir[solver], for small ones")  # fmt: skip
 
 
-def _counts(text: str) -> int | tuple[int, ...]:
-    return tuple(map(count, text.split(":"))) if ":" in text else count(text)
+def _parse_counts(text: str) -> int | tuple[int, ...]:
+    return tuple(map(parse_count, text.split(":"))) if ":" in text else parse_count(text)
 
 
 # ---------------------------------------------------------------- what is asked for
@@ -118,67 +125,72 @@ def _counts(text: str) -> int | tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _SearchRequest:
-    """For what a schedule is searched.  `run` is the one that the costs are of, if there is one."""
+    """For what a schedule is searched.  `costs_timeline` is the one that the costs are of, if there
+    is one."""
 
     shape: PipelineShape
     request: Request  # of this shape, and of costs, sizes and limit; its source is none
-    in_flight: int | tuple[int, ...] | None
-    whole: bool
-    own: bool
-    run: Timeline | None = None
+    max_in_flight: int | tuple[int, ...] | None
+    full_backward_only: bool
+    minimizes_active_span: bool
+    costs_timeline: Timeline | None = None
     notes: list[str] = field(default_factory=list)
 
-    def over(self, request: Request) -> str:
+    def describe_excess(self, request: Request) -> str:
         """How many a run holds, if they are more than may be in flight."""
-        if self.in_flight is None:
+        if self.max_in_flight is None:
             return ""
         peak = request.timeline.peak_in_flight
-        return f"{int(peak.max())} in flight" if (peak > self.in_flight).any() else ""
+        return f"{int(peak.max())} in flight" if (peak > self.max_in_flight).any() else ""
 
     @property
-    def what(self) -> str:
+    def objective_text(self) -> str:
         """What is to be short, in words."""
-        return "longest own span" if self.own else "span"
+        return "longest own span" if self.minimizes_active_span else "span"
 
     @property
-    def memory(self) -> str:
+    def memory_limit_text(self) -> str:
         """What a rank may hold."""
         if self.request.memory_limit is not None:
             return format_bytes(self.request.memory_limit)
-        if self.in_flight is None:
+        if self.max_in_flight is None:
             return "none"
-        each = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight,)
+        each = (
+            self.max_in_flight if isinstance(self.max_in_flight, tuple) else (self.max_in_flight,)
+        )
         return f"{':'.join(map(str, each))} in flight"
 
-    def proven(self, found: SearchResult) -> str:
+    def describe_result_bound(self, result: SearchResult) -> str:
         """How short any schedule can be."""
-        within = " within this memory" * (self.memory != "none")
-        unit = found.timeline.unit and f" {found.timeline.unit}"
-        kind = " with whole backwards" * self.whole
-        if not self.whole and whole_is_less(self.request.costs or Costs(), self.shape):
+        within = " within this memory" * (self.memory_limit_text != "none")
+        unit = result.timeline.unit and f" {result.timeline.unit}"
+        kind = " with whole backwards" * self.full_backward_only
+        if not self.full_backward_only and is_full_backward_cheaper(
+            self.request.costs or Costs(), self.shape
+        ):
             kind = " with split backwards"
-        return in_words(found.span, found.bound, unit, kind + within)
+        return describe_bound(result.span, result.bound, unit, kind + within)
 
-    def length(self, timeline: Timeline) -> float:
+    def compute_objective(self, timeline: Timeline) -> float:
         """What is to be short."""
-        return float(timeline.own_span.max()) if self.own else timeline.span
+        return float(timeline.active_span.max()) if self.minimizes_active_span else timeline.span
 
 
-def _asked(args: argparse.Namespace) -> _SearchRequest:
+def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
     """What the options say."""
     from schedir.io.program_request import Request
     from schedir.io.source_loader import Source
 
     said = {f.name: value for f in SHAPE_FIELDS if (value := getattr(args, f.name)) is not None}
-    ranks = said.get("ranks", RANKS)
-    usual: dict[str, Any] = {"ranks": ranks, "microbatches": PER_RANK * ranks}
+    ranks = said.get("ranks", DEFAULT_RANKS)
+    usual: dict[str, Any] = {"ranks": ranks, "microbatches": MICROBATCHES_PER_RANK * ranks}
     costs, run, notes = args.costs, None, list[str]()
     if args.costs_from is not None:
         if costs is not None:
             raise UsageError("--costs and --costs-from both say the costs: say one of the two")
-        run, costs, notes = _costs_of(args.costs_from, whole=args.whole)
+        run, costs, notes = _load_costs(args.costs_from, full_backward_only=args.whole)
         usual = {f.name: getattr(run.program.shape, f.name) for f in SHAPE_FIELDS}
-    shape = PipelineShape(**(usual | said)).resolved()
+    shape = PipelineShape(**(usual | said)).resolve_defaults()
     if isinstance(args.in_flight, tuple) and len(args.in_flight) != shape.ranks:
         raise UsageError(
             f"--max-in-flight has {len(args.in_flight)} numbers for {shape.ranks} ranks",
@@ -198,35 +210,41 @@ def _asked(args: argparse.Namespace) -> _SearchRequest:
     )
 
 
-def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
+def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Costs, list[str]]:
     """A run, its mean times, and what is to be said of these."""
-    from schedir.io.timeline_file import SUFFIX, load_timeline
+    from schedir.io.timeline_file import TIMELINE_SUFFIX, load_timeline
     from schedir.ir.isa.instructions import BACKWARD_INPUT
-    from schedir.predict.calibrate import SAID, calibrate, completed, missed_by, unexplained
-    from schedir.schedule_search.heuristics.initial_orders import unlike
+    from schedir.predict.calibrate import (
+        MIN_REPORTED_SHARE,
+        calibrate,
+        compute_prediction_error,
+        compute_unexplained_share,
+        fill_missing_backwards,
+    )
+    from schedir.schedule_search.heuristics.initial_orders import describe_unsearchable
 
-    if not source.endswith(SUFFIX):
-        raise UsageError(f"a run's file ends in {SUFFIX}: {source} does not")
+    if not source.endswith(TIMELINE_SUFFIX):
+        raise UsageError(f"a run's file ends in {TIMELINE_SUFFIX}: {source} does not")
     run = load_timeline(source)
     program, unit = run.program, run.unit and f" {run.unit}"
-    if how := unlike(program):
+    if how := describe_unsearchable(program):
         raise UsageError(f"{source} {how}")
-    costs = completed(calibrate(run), program)
+    costs = fill_missing_backwards(calibrate(run), program)
     again = simulate(
         program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
     )
-    missed = missed_by(again, run)
+    missed = compute_prediction_error(again, run)
     note = (
         f"costs: mean times of {source}, which holds {int(run.peak_in_flight.max())} in flight; at "
         f"these it takes {again.span:.6g}{unit} by simulation under {run.progress_model}, "
         f"{abs(missed):.1%} {'more' if missed > 0 else 'less'} than it took"
     )
-    if (lost := unexplained(again, run)) >= SAID:
+    if (lost := compute_unexplained_share(again, run)) >= MIN_REPORTED_SHARE:
         note += f"; {lost:.1%} of the ranks' time is unexplained and counts as work"
-    if BACKWARD_INPUT not in program.ops and not whole:
+    if BACKWARD_INPUT not in program.used_opcodes and not full_backward_only:
         note += "; its backwards are whole, and I and W are taken for half of one each"
-    notes = [note, *filter(None, [run.doubt])]
-    if words := " ".join(shape_of(program, told=TRAITS)):
+    notes = [note, *filter(None, [run.causality_warning])]
+    if words := " ".join(format_shape_options(program, listed_fields=ATTRIBUTE_FIELDS)):
         notes.append(
             f"without {words} of that run, which schedir print FILE --relower {words} adds"
         )
@@ -239,10 +257,10 @@ def _costs_of(source: str, *, whole: bool) -> tuple[Timeline, Costs, list[str]]:
 def run(args: argparse.Namespace) -> str | tuple[str, int]:
     """What was found, how short any can be, and what else there is."""
     if args.frontier:
-        return _frontier(args)
+        return _search_frontier(args)
     if args.output is not None and not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
-    asked = _asked(args)
+    asked = _parse_search_request(args)
     with nullcontext() if args.output is None else atomic_write(args.output) as path:
         if path is not None:
             path.touch()  # what cannot be written is not searched for
@@ -251,110 +269,132 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
         took = perf_counter() - began
         if path is not None:
             path.write_text(
-                _comments(args, asked, found) + to_text(found.program), encoding="utf-8"
+                _format_comments(args, asked, found) + to_text(found.program), encoding="utf-8"
             )
-    zoo = _beside(asked)
-    said = _json(asked, found, zoo) if args.json else _text(args, asked, found, zoo, took)
-    return (said, INTERRUPTED) if found.stopped == "interrupted" else said
+    zoo = _rank_built_in_schedules(asked)
+    said = (
+        _format_json(asked, found, zoo)
+        if args.json
+        else _format_text(args, asked, found, zoo, took)
+    )
+    return (said, INTERRUPTED_EXIT_CODE) if found.stop_reason == "interrupted" else said
 
 
-def _frontier(args: argparse.Namespace) -> str | tuple[str, int]:
-    from schedir.commands.common.frontier_report import FrontierRequest, require, told
+def _search_frontier(args: argparse.Namespace) -> str | tuple[str, int]:
+    from schedir.commands.common.frontier_report import (
+        FrontierRequest,
+        report_frontier,
+        require_frontier_options,
+    )
 
-    require(args)
-    asked = _asked(args)
-    unit = "" if asked.run is None else asked.run.unit
-    start = _start(args.start, asked)
-    said, complete = told(
+    require_frontier_options(args)
+    asked = _parse_search_request(args)
+    unit = "" if asked.costs_timeline is None else asked.costs_timeline.unit
+    start = _load_initial_schedules(args.start, asked)
+    said, complete = report_frontier(
         args, FrontierRequest(asked.shape, asked.request.costs, asked.request.sizes, start, unit)
     )
-    return said if complete else (said, INTERRUPTED)
+    return said if complete else (said, INTERRUPTED_EXIT_CODE)
 
 
-def _search(args: argparse.Namespace, asked: _SearchRequest) -> SearchResult:
+def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchResult:
     from schedir.schedule_search.search import search_schedule
 
-    progress, request, few = ProgressLine(), asked.request, asked.in_flight
+    progress, request, few = ProgressLine(), search_request.request, search_request.max_in_flight
 
     def report(step: SearchStep, bound: float) -> None:
-        gain = gain_of(step.span, bound)
+        gain = compute_saving(step.span, bound)
         progress.show(
             f"{step.span:.6g} since {step.seconds:.1f} s ({step.method}); none is shorter than "
-            f"{bound:.6g}: {at_most(gain)} to gain"
+            f"{bound:.6g}: {describe_saving(gain)} to gain"
         )
 
     try:
         found = search_schedule(
-            asked.shape, request.costs, request.sizes, request.memory_limit,
+            search_request.shape, request.costs, request.sizes, request.memory_limit,
             in_flight=few.__getitem__ if isinstance(few, tuple) else few,
             objective=args.objective,
-            split=not asked.whole,
+            split_backward=not search_request.full_backward_only,
             seconds=args.seconds,
             evaluations=args.evaluations,
             seed=args.seed,
-            start=_start(args.start, asked),
+            initial_schedules=_load_initial_schedules(args.start, search_request),
             prove=args.prove,
             report=report,
         )  # fmt: skip
     finally:
-        progress.done()
-    unit = "" if asked.run is None else asked.run.unit
+        progress.clear()
+    unit = "" if search_request.costs_timeline is None else search_request.costs_timeline.unit
     return replace(found, timeline=replace(found.timeline, unit=unit))
 
 
-def _start(sources: Sequence[str], asked: _SearchRequest) -> list[Schedule | Program]:
+def _load_initial_schedules(
+    sources: Sequence[str], search_request: _SearchRequest
+) -> list[Schedule | Program]:
     """With what the search begins, besides what it knows."""
     from schedir.io.source_loader import Source
 
     named: list[Schedule | Program] = []
     for source in sources:
-        request = replace(asked.request, source=Source(source), memory_limit=None)
+        request = replace(search_request.request, source=Source(source), memory_limit=None)
         named.append(request.program)
-    ran = asked.run
-    if ran is not None and ran.program.shape == asked.shape:
+    ran = search_request.costs_timeline
+    if ran is not None and ran.program.shape == search_request.shape:
         named.append(ran.program)
     return named
 
 
-def _beside(asked: _SearchRequest) -> ScheduleRanking:
+def _rank_built_in_schedules(search_request: _SearchRequest) -> ScheduleRanking:
     """The zoo at these costs, and the run's own program; under the model that it ran under."""
     from schedir.io.source_loader import Source
 
-    candidates, ran = [*on_the_plan(asked.request)], asked.run
-    if ran is not None and ran.program.shape == asked.shape:
+    candidates, ran = (
+        [*list_built_in_requests(search_request.request)],
+        search_request.costs_timeline,
+    )
+    if ran is not None and ran.program.shape == search_request.shape:
         name = ran.program.name
-        candidates.append((name, replace(asked.request, source=Source.of(ran.program, name))))
-    return ranked(candidates, over=asked.over, length=asked.length, whole=asked.whole)
+        candidates.append(
+            (name, replace(search_request.request, source=Source.from_loaded(ran.program, name)))
+        )
+    return rank_schedules(
+        candidates,
+        describe_excess=search_request.describe_excess,
+        compute_objective=search_request.compute_objective,
+        full_backward_only=search_request.full_backward_only,
+    )
 
 
 # ---------------------------------------------------------------- what is said
 
 
-def _text(
+def _format_text(
     args: argparse.Namespace,
-    asked: _SearchRequest,
-    found: SearchResult,
-    zoo: ScheduleRanking,
-    seconds: float,
+    search_request: _SearchRequest,
+    result: SearchResult,
+    ranking: ScheduleRanking,
+    elapsed_seconds: float,
 ) -> str:
-    timeline = found.timeline
+    timeline = result.timeline
     unit = timeline.unit and f" {timeline.unit}"
     lines = [
-        f"search: {asked.what} {found.span:.6g}{unit}, bubble {timeline.bubble:.1%}; "
-        f"{asked.proven(found)}",
-        f"why: {found.why}",
-        f"it holds {_held(timeline)}",
-        *_compared(asked, found, zoo),
-        *asked.notes,
-        f"{found.tried:,} schedules tried in {seconds:.1f} s: {_STOPPED[found.stopped]}",
-        f"searched {numba_in_words(found.numba)}",
+        f"search: {search_request.objective_text} {result.span:.6g}{unit}, bubble "
+        f"{timeline.bubble:.1%}; "
+        f"{search_request.describe_result_bound(result)}",
+        f"why: {result.explanation}",
+        f"it holds {_describe_memory(timeline)}",
+        *_describe_comparison(search_request, result, ranking),
+        *search_request.notes,
+        f"{result.num_evaluated:,} schedules tried in {elapsed_seconds:.1f} s: "
+        f"{_STOP_REASONS[result.stop_reason]}",
+        f"searched {describe_numba(result.numba)}",
     ]
     if args.output is not None:
         lines.append(f"wrote {args.output}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _held(timeline: Timeline) -> str:
+def _describe_memory(timeline: Timeline) -> str:
     """The most that a rank holds."""
     held = f"{int(timeline.peak_in_flight.max())} in flight"
     if timeline.sizes is not None:
@@ -362,64 +402,74 @@ def _held(timeline: Timeline) -> str:
     return held
 
 
-def _compared(asked: _SearchRequest, found: SearchResult, zoo: ScheduleRanking) -> list[str]:
+def _describe_comparison(
+    search_request: _SearchRequest, result: SearchResult, ranking: ScheduleRanking
+) -> list[str]:
     """The shortest of the zoo, and what of it is too large."""
-    unit = found.timeline.unit and f" {found.timeline.unit}"
-    fit = [request.timeline for request in zoo.fit]
-    told = [f"{t.program.name} {asked.length(t):.6g}{unit}" for t in fit[:MOST]]
-    where, ran = "", asked.run
+    unit = result.timeline.unit and f" {result.timeline.unit}"
+    fit = [request.timeline for request in ranking.fitting]
+    told = [
+        f"{t.program.name} {search_request.compute_objective(t):.6g}{unit}"
+        for t in fit[:MAX_COMPARED_SCHEDULES]
+    ]
+    where, ran = "", search_request.costs_timeline
     if ran is not None:
         how: dict[str, Any] = {
             "progress_model": ran.progress_model,
             "blocking_hosts": ran.blocking_hosts,
         }
-        again = simulate(found.program, asked.request.costs, **how)
+        again = simulate(result.program, search_request.request.costs, **how)
         where = f" under {ran.progress_model}, as it ran"
-        told.insert(0, f"search {asked.length(again):.6g}{unit}")
+        told.insert(0, f"search {search_request.compute_objective(again):.6g}{unit}")
     lines = [f"beside{where}: {', '.join(told) or 'none that is built in fits'}"]
-    over = ", ".join(f"{name} ({held})" for name, held in zoo.over.items())
+    over = ", ".join(f"{name} ({held})" for name, held in ranking.over_limit.items())
     return [*lines, f"do not fit: {over}"] if over else lines
 
 
-def _json(asked: _SearchRequest, found: SearchResult, zoo: ScheduleRanking) -> str:
-    return as_json(
-        facts(found.timeline)
+def _format_json(
+    search_request: _SearchRequest, result: SearchResult, ranking: ScheduleRanking
+) -> str:
+    return format_json(
+        collect_timeline_facts(result.timeline)
         | {
-            "objective": "own" if asked.own else "span",
-            "length": found.span,
-            "bound": found.bound,
-            "gap": found.gap,
-            "why": found.why,
-            "stopped": found.stopped,
-            "tried": found.tried,
-            "numba": found.numba,
-            "seed": found.seed,
-            "trail": [step._asdict() for step in found.trail],
-            "peak_in_flight": found.timeline.peak_in_flight.tolist(),
+            "objective": "own" if search_request.minimizes_active_span else "span",
+            "length": result.span,
+            "bound": result.bound,
+            "gap": result.gap_to_bound,
+            "why": result.explanation,
+            "stopped": result.stop_reason,
+            "tried": result.num_evaluated,
+            "numba": result.numba,
+            "seed": result.seed,
+            "trail": [step._asdict() for step in result.improvements],
+            "peak_in_flight": result.timeline.peak_in_flight.tolist(),
             "beside": [
-                {"program": t.program.name, "length": asked.length(t)}
-                for t in (request.timeline for request in zoo.fit)
+                {"program": t.program.name, "length": search_request.compute_objective(t)}
+                for t in (request.timeline for request in ranking.fitting)
             ],
-            "over": zoo.over,
+            "over": ranking.over_limit,
         }
     )
 
 
-def _comments(args: argparse.Namespace, asked: _SearchRequest, found: SearchResult) -> str:
+def _format_comments(
+    args: argparse.Namespace, search_request: _SearchRequest, result: SearchResult
+) -> str:
     """What stands above the program, as comments: of what it is the shortest.
 
     No time is told, so that the same search writes the same file.
     """
     from schedir.predict.calibrate import format_costs
 
-    request, unit = asked.request, found.timeline.unit and f" {found.timeline.unit}"
+    request, unit = search_request.request, result.timeline.unit and f" {result.timeline.unit}"
     lines = [
         f"schedir {shlex.join(args.typed)}",
-        f"shape: {asked.shape}",
-        f"costs: {format_costs((request.costs or Costs()).usual())}",
-        f"limit: {asked.memory}",
-        f"{asked.what}: {found.span:.6g}{unit}; {asked.proven(found)}",
-        f"bound: {found.bound:.6g}{unit}; {found.why}",
-        f"seed: {found.seed}; {_STOPPED[found.stopped]}",
+        f"shape: {search_request.shape}",
+        f"costs: {format_costs((request.costs or Costs()).with_defaults())}",
+        f"limit: {search_request.memory_limit_text}",
+        f"{search_request.objective_text}: {result.span:.6g}{unit}; "
+        f"{search_request.describe_result_bound(result)}",
+        f"bound: {result.bound:.6g}{unit}; {result.explanation}",
+        f"seed: {result.seed}; {_STOP_REASONS[result.stop_reason]}",
     ]
     return "".join(f"# {' '.join(line.split())}\n" for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from schedir.extras import require
+from schedir.extras import require_package
 
 EXAMPLES = """\
   schedir train examples/demo.toml
@@ -14,7 +14,7 @@ The page docs/training.md has more.
 """
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A configuration, and what to change in it."""
     parser.add_argument(
         "config",
@@ -29,11 +29,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def more() -> str:
     """The settings, by section."""
-    from schedir.training.config.settings_table import heading, settings
+    from schedir.training.config.settings_table import format_heading, list_settings
 
     lines = ["\nsettings, what they take, and their defaults:\n"]
-    for section, (_, own) in settings().items():
-        lines.append(f"\n{heading(section)}\n")
+    for section, (_, own) in list_settings().items():
+        lines.append(f"\n{format_heading(section)}\n")
         lines += [f"  {name:<16}  {takes:<52}  {default}".rstrip() + "\n"
                   for name, takes, default in own]  # fmt: skip
     return "".join(lines)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """One process, or one for every rank."""
     import json
 
-    require("torch", "schedir train")
+    require_package("torch", "schedir train")
     from schedir.training.train import run
 
     traced = [] if args.trace is None else [f"output.trace={json.dumps(args.trace)}"]

@@ -9,7 +9,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from schedir.analysis.memory.footprint import held, require_memory_limit
+from schedir.analysis.memory.footprint import compute_footprints, require_memory_limit
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import (
     CompletenessError,
@@ -18,28 +18,28 @@ from schedir.errors import (
     UsageError,
     describe,
     format_bytes,
-    number,
     require_bool,
     require_type,
+    to_float,
 )
 from schedir.ir.cost.costs import Costs
-from schedir.ir.cost.sizes import Sizes, ample, bytes_of
+from schedir.ir.cost.sizes import Sizes, add_tolerance, parse_bytes
 from schedir.ir.isa.instructions import RECOMPUTE
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
 from schedir.ir.pipeline.placement import Placement
 from schedir.ir.pipeline.tied_weights import TiedWeights
-from schedir.ir.program import TRAITS, Program
+from schedir.ir.program import ATTRIBUTE_FIELDS, Program
 from schedir.passes.memory.buffer_sharing import share_slots
-from schedir.passes.memory.offload_placement import DISK, HOST
-from schedir.passes.pass_registry import LOWERING, OPTIONS
-from schedir.passes.pass_types import Boundary, BufferSharing, Options, Pass
-from schedir.retired_names import RETIRED
+from schedir.passes.memory.offload_placement import DISK_TRIP, HOST_TRIP
+from schedir.passes.pass_registry import LOWERING_PASSES, PASS_OPTIONS
+from schedir.passes.pass_types import BoundaryLayout, BufferSharing, Options, Pass
+from schedir.retired_names import RETIRED_HINTS
 from schedir.schedules import find_schedule
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check, check_draft
 
-SIZES = "Sizes(activation=16e6, saved=1.2e9)"  # an example
+SIZES_EXAMPLE = "Sizes(activation=16e6, saved=1.2e9)"  # an example
 
 
 def compile(
@@ -60,14 +60,14 @@ def compile(
     tied_weights: bool | TiedWeights | Sequence[Sequence[int]] | None = None,
     clip_grad_norm: bool | None = None,
     skips: Sequence[tuple[int, int]] | None = None,
-    boundary: Boundary | None = None,
+    boundary: BoundaryLayout | None = None,
     overlap: bool = False,
     buffer_sharing: BufferSharing | None = None,
     sizes: Sizes | None = None,
     memory_limit: float | None = None,
     blocking_hosts: bool = False,
     debug: bool = False,
-    **more: Any,
+    **extra_options: Any,
 ) -> Program:
     """Compile a schedule into a program, and check it.
 
@@ -155,15 +155,15 @@ def compile(
     if costs is not None:
         require_type(costs, Costs, "Costs(F=1, B=2)")
     if sizes is not None:
-        require_type(sizes, Sizes, SIZES)
-    _require_known(more)
+        require_type(sizes, Sizes, SIZES_EXAMPLE)
+    _require_known_options(extra_options)
     fields = {
         "ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank,
         "placement": placement, "optimizer_steps": optimizer_steps, "weight_delay": weight_delay,
         "sequence_chunks": sequence_chunks,
     }  # fmt: skip
-    program = _drafted(
-        schedule, _shape_of(shape, {k: v for k, v in fields.items() if v is not None})
+    program = _to_draft(
+        schedule, _resolve_shape(shape, {k: v for k, v in fields.items() if v is not None})
     )
     traits: dict[str, Any] = {
         "tp": tp,
@@ -172,37 +172,42 @@ def compile(
         "clip_grad_norm": clip_grad_norm,
         "skips": skips,
     }
-    traits |= {f.name: more.pop(f.name) for f in TRAITS if f.name in more}
+    traits |= {
+        f.name: extra_options.pop(f.name) for f in ATTRIBUTE_FIELDS if f.name in extra_options
+    }
     program = replace(program, **{k: v for k, v in traits.items() if v is not None})
     program = lower(
-        _complete_draft(program), costs, progress_model,
+        _require_complete_draft(program), costs, progress_model,
         boundary=boundary, overlap=overlap, buffer_sharing=buffer_sharing, sizes=sizes,
         memory_limit=memory_limit, debug=debug,
-        **more,
+        **extra_options,
     )  # fmt: skip
     program = check(program, progress_model, blocking_hosts=blocking_hosts)
-    if (host := more.get("host_memory_limit")) is not None:
+    if (host := extra_options.get("host_memory_limit")) is not None:
         check_memory(program, sizes, host, "host")
     return program if memory_limit is None else check_memory(program, sizes, memory_limit)
 
 
-def _require_known(more: Mapping[str, Any], *, attributes: bool = True) -> None:
+def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool = True) -> None:
     """Refuse an option that `compile` does not have."""
-    own = {f.name for f in TRAITS} if attributes else set()
-    for option in more:
-        if option not in OPTIONS and option not in own:
+    own = {f.name for f in ATTRIBUTE_FIELDS} if attributes else set()
+    for option in extra_options:
+        if option not in PASS_OPTIONS and option not in own:
             parameters = [*signature(compile).parameters][1:-1]
-            known = [*parameters, *sorted({*OPTIONS, *(f.name for f in TRAITS)} - {*parameters})]
+            known = [
+                *parameters,
+                *sorted({*PASS_OPTIONS, *(f.name for f in ATTRIBUTE_FIELDS)} - {*parameters}),
+            ]
             near = get_close_matches(option, known, 1)
             others = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
             raise UsageError(
                 f"no option {option!r} of compile",
-                hint=RETIRED.get(option, others),
+                hint=RETIRED_HINTS.get(option, others),
                 fields=[option],
             )
 
 
-def _shape_of(shape: PipelineShape | None, fields: dict[str, Any]) -> PipelineShape | None:
+def _resolve_shape(shape: PipelineShape | None, fields: dict[str, Any]) -> PipelineShape | None:
     """Return the shape that is given, as one object or as its fields."""
     if not fields:
         return shape
@@ -222,7 +227,7 @@ def _shape_of(shape: PipelineShape | None, fields: dict[str, Any]) -> PipelineSh
     return PipelineShape(**fields)
 
 
-def _drafted(schedule: str | Schedule | Program, shape: PipelineShape | None) -> Program:
+def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -> Program:
     """Return the draft of a schedule, or a draft itself."""
     if isinstance(schedule, str):
         schedule = find_schedule(schedule)
@@ -237,18 +242,18 @@ def _drafted(schedule: str | Schedule | Program, shape: PipelineShape | None) ->
             hint="schedir.check(program) proves it",
         )
     if shape is not None:
-        given = (f.name for f in SHAPE_FIELDS if f.name not in shape.defaulted)
+        given = (f.name for f in SHAPE_FIELDS if f.name not in shape.default_fields)
         if any(getattr(shape, name) != getattr(schedule.shape, name) for name in given):
             raise UsageError(f"a draft has its own shape, {schedule.shape}, and is not for {shape}")
     return schedule
 
 
-def _complete_draft(program: Program) -> Program:
+def _require_complete_draft(program: Program) -> Program:
     """A complete draft; what is missing is often all stages of a rank but its first."""
     try:
         return check_draft(program)
     except CompletenessError as error:
-        first = [own[0] for own in program.shape.stages_of]
+        first = [own[0] for own in program.shape.stages_on_rank]
         said = {int(stage) for stream in program.streams for stage in set(stream.stage.tolist())}
         if program.shape.stages_per_rank > 1 and said <= {*first}:
             error.hint = (
@@ -271,30 +276,37 @@ def check_memory(
             "a limit in bytes needs the sizes of what is held",
             hint="--sizes activation=16MB,saved=1.2GB, or sizes=Sizes(...)",
         )
-    require_type(sizes, Sizes, SIZES)
-    bytes_ = _bytes(limit, "memory_limit" if tier == "device" else f"{tier}_memory_limit")
+    require_type(sizes, Sizes, SIZES_EXAMPLE)
+    bytes_ = _parse_byte_limit(
+        limit, "memory_limit" if tier == "device" else f"{tier}_memory_limit"
+    )
     try:
         return require_memory_limit(program, sizes, bytes_, tier)
     except MemoryLimitError as error:
         if tier == "host":
-            if program.ops.isdisjoint(HOST):
+            if program.used_opcodes.isdisjoint(HOST_TRIP):
                 error.hint = (
                     "optimizer_placement='device' leaves the optimizer's states on the device"
                 )
-            elif program.ops.isdisjoint(DISK):
+            elif program.used_opcodes.isdisjoint(DISK_TRIP):
                 error.hint = 'offload_to_disk="fit" moves on to the disk what does not fit'
             raise
         few = share_slots(program, "minimal")
-        most = max(own.bytes.max(initial=0.0) for own in held(few, sizes, late=True))
-        if most <= ample(bytes_):
+        most = max(
+            own.total_bytes.max(initial=0.0)
+            for own in compute_footprints(few, sizes, worst_case=True)
+        )
+        if most <= add_tolerance(bytes_):
             error.hint = (
                 f'with buffer_sharing="minimal" no rank holds more than {format_bytes(most)}'
             )
-        elif program.ops.isdisjoint((*HOST, RECOMPUTE)):
+        elif program.used_opcodes.isdisjoint((*HOST_TRIP, RECOMPUTE)):
             # One of what it holds it needs there.
-            number, size = next((own[1:] for own in error.holds if own[0] == "saved"), (0, 0.0))
+            number, size = next(
+                (own[1:] for own in error.live_values if own[0] == "saved"), (0, 0.0)
+            )
             rest = size * (number - 1) / max(number, 1)
-            if rest and error.needs - rest <= ample(bytes_):
+            if rest and error.required_bytes - rest <= add_tolerance(bytes_):
                 error.hint = (
                     f"{format_bytes(size)} of it is what forwards saved: offload='fit' moves "
                     "that to "
@@ -303,10 +315,10 @@ def check_memory(
         raise
 
 
-def _bytes(limit: object, name: str) -> float:
+def _parse_byte_limit(limit: object, name: str) -> float:
     """A limit as a number.  Raises UsageError for what is none."""
     try:
-        bytes_ = bytes_of(limit) if isinstance(limit, str) else number(limit)
+        bytes_ = parse_bytes(limit) if isinstance(limit, str) else to_float(limit)
     except ValueError:
         bytes_ = None
     if bytes_ is None or bytes_ < 0:
@@ -321,24 +333,24 @@ def lower(
     costs: Costs | None = None,
     progress_model: ProgressModel = "per_device",
     *,
-    boundary: Boundary | None = None,
+    boundary: BoundaryLayout | None = None,
     overlap: bool = False,
     buffer_sharing: BufferSharing | None = None,
     sizes: Sizes | None = None,
     memory_limit: float | None = None,
     debug: bool = False,
-    **more: Any,
+    **extra_options: Any,
 ) -> Program:
     """A complete draft with its transfers, reductions and step; the options are `compile`'s.
 
     Legal under every progress model as it is.  With `overlap` or `buffer_sharing` it is made for
     `progress_model`, and to be checked.
     """
-    _require_known(more, attributes=False)
-    if (host := more.get("host_memory_limit")) is not None:
-        more["host_memory_limit"] = _bytes(host, "host_memory_limit")
+    _require_known_options(extra_options, attributes=False)
+    if (host := extra_options.get("host_memory_limit")) is not None:
+        extra_options["host_memory_limit"] = _parse_byte_limit(host, "host_memory_limit")
     if memory_limit is not None:
-        memory_limit = _bytes(memory_limit, "memory_limit")
+        memory_limit = _parse_byte_limit(memory_limit, "memory_limit")
     if boundary == "replicated" and program.sequence_parallel:
         raise UsageError(
             "boundary is 'replicated', and tensor-parallel ranks share the sequence: what passes "
@@ -348,41 +360,51 @@ def lower(
         )
     boundary = boundary or ("sharded" if program.sequence_parallel else "replicated")
     # Passes read what is said more than once.
-    more = {k: tuple(v) if isinstance(v, Iterator) else v for k, v in more.items()}
+    extra_options = {
+        k: tuple(v) if isinstance(v, Iterator) else v for k, v in extra_options.items()
+    }
     options = Options(
-        costs, progress_model, boundary, overlap, buffer_sharing, more, sizes, memory_limit
+        costs, progress_model, boundary, overlap, buffer_sharing, extra_options, sizes, memory_limit
     )
-    program.shape.require_room_lowered(trains=program.trains, frozen_stages=program.frozen_stages)
-    return _fold(program, LOWERING, options, debug=debug)
+    program.shape.require_lowered_limit(
+        has_backward=program.has_backward, frozen_stages=program.frozen_stages
+    )
+    return _apply_passes(program, LOWERING_PASSES, options, debug=debug)
 
 
-def finish(program: Program) -> Program:
+def finish_lowering(program: Program) -> Program:
     """A program with its transfers, and now with its reductions and step, and with its gathers of
     weights.
 
     Those that reduce the stages' gradients, and gathers, may be there already.
     """
-    return _fold(program, [p for p in LOWERING if p.part in ("ends", "memory")], Options())
+    return _apply_passes(
+        program, [p for p in LOWERING_PASSES if p.phase in ("ends", "memory")], Options()
+    )
 
 
-def _rest(passes: Sequence[Pass], options: Options, program: Program, **more: Any) -> Program:
+def _apply_remaining_passes(
+    passes: Sequence[Pass], options: Options, program: Program, **extra_options: Any
+) -> Program:
     """A program after the passes behind one, with some options said in another way."""
-    said = {**options.more, **more}
-    return _fold(program, passes, replace(options, more=said) if more else options)
+    said = {**options.extra_options, **extra_options}
+    return _apply_passes(
+        program, passes, replace(options, extra_options=said) if extra_options else options
+    )
 
 
-def _fold(
+def _apply_passes(
     program: Program, passes: Sequence[Pass], options: Options, *, debug: bool = False
 ) -> Program:
     """A program after some passes, each of which is asked whether it is wanted."""
     for k, each in enumerate(passes):
-        if each.wanted(program, options):
-            rest = partial(_rest, passes[k + 1 :], options)
-            lowered = each.lower(program, replace(options, rest=rest))
+        if each.should_run(program, options):
+            rest = partial(_apply_remaining_passes, passes[k + 1 :], options)
+            lowered = each.lower(program, replace(options, run_later_passes=rest))
             if lowered is not program:
-                program.forget()
+                program.clear_cache()
             program = lowered
-        whole = all(later.part in ("memory", "better") for later in passes[k + 1 :])
+        whole = all(later.phase in ("memory", "better") for later in passes[k + 1 :])
         if debug and whole:
-            check(program, options.progress_model if each.part == "better" else "blocking_serial")
+            check(program, options.progress_model if each.phase == "better" else "blocking_serial")
     return program

@@ -7,10 +7,10 @@ from dataclasses import replace
 from schedir.analysis.progress_models import ProgressModel
 from schedir.compiler.compile import lower
 from schedir.errors import require_type
-from schedir.ir.isa.instructions import FORM_CHANGES, FORWARD
-from schedir.ir.program import FIELDS, Program, Stream, is_op
-from schedir.ir.stream import JOINED
-from schedir.passes.pass_types import Boundary, BufferSharing
+from schedir.ir.isa.instructions import FORM_CHANGE_OPS, FORWARD
+from schedir.ir.program import WORD_DTYPE, Program, Stream, is_op
+from schedir.ir.stream import JOINED_BIT
+from schedir.passes.pass_types import BoundaryLayout, BufferSharing
 
 
 def evaluation_program(
@@ -33,8 +33,8 @@ def evaluation_program(
     require_type(program, Program, "schedir.compile(schedule, shape)")
     streams = []
     for stream in program.streams:
-        words = stream.words[is_op(stream.words.view(FIELDS)["op"], (FORWARD,))]
-        streams.append(Stream(words & ~JOINED))
+        words = stream.words[is_op(stream.words.view(WORD_DTYPE)["op"], (FORWARD,))]
+        streams.append(Stream(words & ~JOINED_BIT))
     draft = Program(
         f"forwards of {program.name}",
         replace(program.shape, optimizer_steps=1, weight_delay=0),
@@ -48,8 +48,8 @@ def evaluation_program(
         chunks_per_microbatch=program.chunks_per_microbatch,
         sequence_parallel=program.sequence_parallel,
     )
-    scattered = not program.ops.isdisjoint(FORM_CHANGES)
-    boundary: Boundary | None = None if scattered or program.tp == 1 else "sharded"
+    scattered = not program.used_opcodes.isdisjoint(FORM_CHANGE_OPS)
+    boundary: BoundaryLayout | None = None if scattered or program.tp == 1 else "sharded"
     return lower(
         draft,
         None,

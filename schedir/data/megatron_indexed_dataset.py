@@ -27,7 +27,14 @@ _MAGIC: Final = b"MMIDIDX\0\0"
 _HEADER: Final = np.dtype(
     [("magic", "V9"), ("version", "<u8"), ("type", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
 )
-_TYPES: Final = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+_TOKEN_DTYPES: Final = {
+    1: "u1",
+    2: "i1",
+    3: "<i2",
+    4: "<i4",
+    5: "<i8",
+    8: "<u2",
+}  # 6 and 7 are floats
 
 
 class Documents(NamedTuple):
@@ -37,7 +44,7 @@ class Documents(NamedTuple):
     ends: NDArray[np.int64] | None = None
 
 
-def read(path: Path) -> Documents:
+def read_indexed_dataset(path: Path) -> Documents:
     """Return the documents of a `.bin` with an `.idx` beside it, memory-mapped.
 
     Raises UsageError if the `.idx` is damaged, has another format, or does not fit its `.bin`.
@@ -58,7 +65,7 @@ def read(path: Path) -> Documents:
     sequences, bounds, code = int(head["sequences"]), int(head["bounds"]), int(head["type"])
     if head["version"] != 1:
         raise refuse(f"is of version {head['version']}, and not 1")
-    if code not in _TYPES:
+    if code not in _TOKEN_DTYPES:
         raise refuse(f"says that its tokens are of type {code}, which is no whole number's")
     needs = _HEADER.itemsize + 12 * sequences + 8 * bounds
     if len(raw) < needs:
@@ -66,7 +73,7 @@ def read(path: Path) -> Documents:
             f"is cut off: {sequences} sequences and {bounds} bounds of documents take {needs} "
             f"bytes, and it has {len(raw)}"
         )
-    kind, at = np.dtype(_TYPES[code]), _HEADER.itemsize
+    kind, at = np.dtype(_TOKEN_DTYPES[code]), _HEADER.itemsize
     lengths = raw[at : at + 4 * sequences].view("<i4").astype(np.int64)
     begins = raw[at + 4 * sequences : at + 12 * sequences].view("<i8")
     firsts = raw[at + 12 * sequences : needs].view("<i8").astype(np.int64)

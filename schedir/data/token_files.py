@@ -15,10 +15,10 @@ import numpy as np
 
 from schedir.data.token_windows import Tokens
 from schedir.errors import UsageError
-from schedir.retired_names import RETIRED
+from schedir.retired_names import RETIRED_HINTS
 
 
-def load(source: str | Path | Sequence[str | Path] | None = None) -> Tokens:
+def load_tokens(source: str | Path | Sequence[str | Path] | None = None) -> Tokens:
     """Return a stream of tokens, memory-mapped if it is in one file.
 
     `source` is None for the Python source of this interpreter's standard library (some 10 to 30
@@ -27,19 +27,19 @@ def load(source: str | Path | Sequence[str | Path] | None = None) -> Tokens:
     or cannot be read, and for a `.bin` of odd size.
     """
     if source is None:
-        return python_sources(Path(sysconfig.get_path("stdlib")))
-    paths = find(source)
+        return load_python_sources(Path(sysconfig.get_path("stdlib")))
+    paths = find_files(source)
     bins = [path for path in paths if path.suffix == ".bin"]
     if not bins:
-        texts = [_map(path, "u1") for path in paths]
+        texts = [_memory_map(path, "u1") for path in paths]
         return texts[0] if len(texts) == 1 else np.concatenate(texts)
     if len(paths) > 1:
         other = next(path for path in paths if path != bins[0])
         raise UsageError(f"a .bin of tokens comes alone: {bins[0]} does not go with {other}")
-    return _map(bins[0], "<u2")
+    return _memory_map(bins[0], "<u2")
 
 
-def python_sources(root: Path) -> Tokens:
+def load_python_sources(root: Path) -> Tokens:
     """The `.py` files under `root` without installed packages, joined in order of their paths.
 
     Joined once, into a file in the cache folder ($XDG_CACHE_HOME/schedir) named after `root` and
@@ -49,17 +49,17 @@ def python_sources(root: Path) -> Tokens:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "schedir"
     cache = folder / f"python-{platform.python_version()}-{place}.txt"
     if not cache.exists():
-        _join(python_files(root), cache)
-    return _map(cache, "u1")
+        _join_files(find_python_files(root), cache)
+    return _memory_map(cache, "u1")
 
 
-def python_files(root: Path) -> list[Path]:
+def find_python_files(root: Path) -> list[Path]:
     """The `.py` files under `root` without installed packages, in order of their paths."""
     installed = {"site-packages", "dist-packages"}
     return sorted(p for p in root.rglob("*.py") if not installed & {*p.relative_to(root).parts})
 
 
-def find(sources: str | Path | Sequence[str | Path]) -> list[Path]:
+def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
     """Return the files that paths and globs name, in that order; those of one glob are sorted.
 
     Raises UsageError if a path or a glob names no file, or a `.jsonl`.
@@ -76,7 +76,9 @@ def find(sources: str | Path | Sequence[str | Path]) -> list[Path]:
             raise UsageError(f"there is no file {name:.200}, and as a pattern it matches none")
         if lines := [path for path in files if path.suffix == ".jsonl"]:
             raise UsageError(
-                f"{lines[0]} is no text file", hint=RETIRED["source = .jsonl"], fields=["source"]
+                f"{lines[0]} is no text file",
+                hint=RETIRED_HINTS["source = .jsonl"],
+                fields=["source"],
             )
         found += files
     if not found:
@@ -84,7 +86,7 @@ def find(sources: str | Path | Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def _map(path: Path, dtype: str) -> Tokens:
+def _memory_map(path: Path, dtype: str) -> Tokens:
     try:
         size, width = path.stat().st_size, np.dtype(dtype).itemsize
         if size % width:
@@ -97,7 +99,7 @@ def _map(path: Path, dtype: str) -> Tokens:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _join(paths: Iterable[Path], target: Path) -> None:
+def _join_files(paths: Iterable[Path], target: Path) -> None:
     """Write the files one after the other to `target`, which appears whole or not at all."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -19,21 +19,21 @@ class WindowBatch(NamedTuple):
     """Where the tokens of some windows stand in the stream, int64 (n, context + 1), and whether
     each but the first counts as the target of the one before it, bool (n, context)."""
 
-    at: NDArray[np.int64]
-    counts: NDArray[np.bool_]
+    positions: NDArray[np.int64]
+    is_target: NDArray[np.bool_]
 
 
 class TokenWindows(Protocol):
     """The windows of a stream, by number."""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """How a stream is cut, in words."""
         ...
 
     def __len__(self) -> int: ...
 
-    def find(self, numbers: NDArray[np.int64]) -> WindowBatch:
+    def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
         """Where windows stand."""
         ...
 
@@ -48,24 +48,24 @@ class ConcatenatedWindows:
     [[4, 5, 6, 7, 8]]
     """
 
-    def __init__(self, tokens: int, context: int, where: str = "the corpus") -> None:
+    def __init__(self, tokens: int, context: int, source: str = "the corpus") -> None:
         if tokens < context + 1:
             raise UsageError(
-                f"{where} has {tokens} tokens, fewer than context + 1 = {context + 1}",
+                f"{source} has {tokens} tokens, fewer than context + 1 = {context + 1}",
                 fields=["context"],
             )
-        self.context, self.number = context, (tokens - 1) // context
+        self.context, self.window_count = context, (tokens - 1) // context
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"in windows of {self.context}"
 
     def __len__(self) -> int:
-        return self.number
+        return self.window_count
 
-    def find(self, numbers: NDArray[np.int64]) -> WindowBatch:
-        at = numbers[:, None] * self.context + np.arange(self.context + 1)
-        return WindowBatch(at, np.ones((len(numbers), self.context), bool))
+    def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
+        at = indices[:, None] * self.context + np.arange(self.context + 1)
+        return WindowBatch(at, np.ones((len(indices), self.context), bool))
 
 
 class PackedWindows:
@@ -81,39 +81,39 @@ class PackedWindows:
     Raises UsageError for documents that have no targets.
     """
 
-    def __init__(self, ends: NDArray[np.int64], context: int, where: str = "the corpus") -> None:
+    def __init__(self, ends: NDArray[np.int64], context: int, source: str = "the corpus") -> None:
         self.context, self.ends = context, ends
-        begins, lengths = _cut(ends, context)
+        begins, lengths = _split_documents(ends, context)
         if not len(begins):
-            raise UsageError(f"{where} has no document of two tokens or more", fields=["source"])
+            raise UsageError(f"{source} has no document of two tokens or more", fields=["source"])
         order = np.argsort(-lengths, kind="stable")
-        of = np.array(_best_fit(lengths[order].tolist(), context + 1), np.int64)
+        of = np.array(_pack_best_fit(lengths[order].tolist(), context + 1), np.int64)
         order = order[np.argsort(of, kind="stable")]
         self.begins, self.lengths = begins[order], lengths[order]
-        self.firsts = np.concatenate([[0], np.cumsum(np.bincount(of))])
+        self.first_segments = np.concatenate([[0], np.cumsum(np.bincount(of))])
 
     @cached_property
-    def told(self) -> str:
+    def description(self) -> str:
         digest = blake2b(self.ends.astype("<i8").tobytes(), digest_size=8).hexdigest()
         return (
             f"{len(self.ends)} documents ({digest}) packed into {len(self)} windows of "
-            f"{self.context}, {100 * self.full:.1f} % full"
+            f"{self.context}, {100 * self.fill_ratio:.1f} % full"
         )
 
     @property
-    def full(self) -> float:
+    def fill_ratio(self) -> float:
         """Which share of the windows is tokens, and no padding."""
         return float(self.lengths.sum() / (len(self) * (self.context + 1)))
 
     def __len__(self) -> int:
-        return len(self.firsts) - 1
+        return len(self.first_segments) - 1
 
-    def find(self, numbers: NDArray[np.int64]) -> WindowBatch:
-        at = np.empty((len(numbers), self.context + 1), np.int64)
-        counts = np.zeros((len(numbers), self.context), bool)
-        for row, number in enumerate(numbers):
+    def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
+        at = np.empty((len(indices), self.context + 1), np.int64)
+        counts = np.zeros((len(indices), self.context), bool)
+        for row, number in enumerate(indices):
             filled = 0
-            for k in range(self.firsts[number], self.firsts[number + 1]):
+            for k in range(self.first_segments[number], self.first_segments[number + 1]):
                 begin, length = self.begins[k], self.lengths[k]
                 at[row, filled : filled + length] = np.arange(begin, begin + length)
                 counts[row, filled : filled + length - 1] = True
@@ -122,7 +122,9 @@ class PackedWindows:
         return WindowBatch(at, counts)
 
 
-def _cut(ends: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _split_documents(
+    ends: NDArray[np.int64], context: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where each piece of a document begins, and how many tokens it has: at most context + 1."""
     begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
     targets = ends - begins - 1
@@ -132,7 +134,7 @@ def _cut(ends: NDArray[np.int64], context: int) -> tuple[NDArray[np.int64], NDAr
     return at, np.minimum(np.repeat(ends, pieces) - at, context + 1)
 
 
-def _best_fit(lengths: list[int], size: int) -> list[int]:
+def _pack_best_fit(lengths: list[int], size: int) -> list[int]:
     """In which window of that size each length goes; the lengths descend."""
     rooms: dict[int, list[int]] = {}  # by room that is left, the windows
     left: list[int] = []  # the rooms, ascending

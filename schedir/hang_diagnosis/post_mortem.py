@@ -17,203 +17,229 @@ from typing import Any, Final
 from schedir.errors import SchedirError, UsageError
 from schedir.hang_diagnosis.stall_cause import ProcessLayout, StallCause, StalledRun, StallKind
 from schedir.io.black_box import (
-    FOLDER,
-    PROGRAM,
-    SINCE,
-    VERDICT,
+    BLACK_BOX_DIRECTORY,
+    POSITION_TIME_FIELD,
+    PROGRAM_FILE,
+    VERDICT_FILE,
     BlackBoxField,
     BlackBoxSnapshot,
     ProcessPhase,
-    boxes,
-    place,
+    compute_namespace_id,
+    read_black_boxes,
 )
-from schedir.io.files import opened, path_of, read_text
+from schedir.io.files import open_regular_file, read_text, require_path
 from schedir.ir.program import Program
 
-MOST: Final = 2**20  # processes of a run
-MOVES: Final = 1.0  # seconds in which a process has begun something, if a run goes on
-TOGETHER: Final = 0.5  # seconds in which processes end that are ended by one
+MAX_PROCESSES: Final = 2**20  # processes of a run
+PROGRESS_SECONDS: Final = 1.0  # seconds in which a process has begun something, if a run goes on
+SAME_END_SECONDS: Final = 0.5  # seconds in which processes end that are ended by one
 
 
 @dataclass(frozen=True)
 class PostMortem:
     """The boxes of one run, and its program and the words of its launcher, if they are there."""
 
-    folder: Path
-    seen: Mapping[int, BlackBoxSnapshot]
+    directory: Path
+    snapshots: Mapping[int, BlackBoxSnapshot]
     program: Program | None = None
     verdict: str = ""
 
     @cached_property
-    def standstill(self) -> StalledRun:
+    def stalled_run(self) -> StalledRun:
         """Who waits for whom; processes without a box may be on other machines."""
-        return StalledRun(self.seen, self.shape, self.program)
+        return StalledRun(self.snapshots, self.layout, self.program)
 
     @property
-    def shape(self) -> ProcessLayout:
+    def layout(self) -> ProcessLayout:
         """How many processes there are, and how."""
-        return ProcessLayout.of_box(next(iter(self.seen.values())))
+        return ProcessLayout.from_snapshot(next(iter(self.snapshots.values())))
 
     @property
-    def absent(self) -> list[int]:
+    def processes_without_box(self) -> list[int]:
         """Processes that have no box here."""
-        one = next(iter(self.seen.values()))
-        return [p for p in range(one[BlackBoxField.WORLD]) if p not in self.seen]
+        one = next(iter(self.snapshots.values()))
+        return [p for p in range(one[BlackBoxField.WORLD_SIZE]) if p not in self.snapshots]
 
     @cached_property
-    def stood(self) -> float:
+    def stalled_seconds(self) -> float:
         """For how many seconds no process has begun anything."""
-        alive = [one for one in self.seen.values() if one.state in ("runs", "unknown")]
-        return min((one.seconds for one in alive), default=0.0)
+        alive = [one for one in self.snapshots.values() if one.state in ("runs", "unknown")]
+        return min((one.seconds_at_position for one in alive), default=0.0)
 
     @cached_property
     def cause(self) -> StallCause | None:
         """Who keeps the others, or has ended them; None of a run that goes on, or that somebody has
         ended as a whole."""
-        own = [one for one in self.seen.values() if one.state != "unknown"]
-        beats = [one[BlackBoxField.BEAT] for one in own if one.is_dead]
-        if len(beats) == len(self.seen) > 1 and max(beats) - min(beats) < TOGETHER * 1e9:
+        own = [one for one in self.snapshots.values() if one.state != "unknown"]
+        beats = [one[BlackBoxField.HEARTBEAT] for one in own if one.is_dead]
+        if (
+            len(beats) == len(self.snapshots) > 1
+            and max(beats) - min(beats) < SAME_END_SECONDS * 1e9
+        ):
             return None
         name = "" if self.program is None else f"{self.program.name}: "
-        found = self.standstill.blame()
+        found = self.stalled_run.find_cause()
         if found is None or found.kind in (StallKind.SAID, StallKind.DIED):
             return found
-        if found.kind is StallKind.BUSY and self.stood < MOVES:
+        if found.kind is StallKind.BUSY and self.stalled_seconds < PROGRESS_SECONDS:
             return None
-        return self.standstill.blame(f"{name}nothing has moved for {self.stood:.1f} s")
+        return self.stalled_run.find_cause(
+            f"{name}nothing has moved for {self.stalled_seconds:.1f} s"
+        )
 
     @property
-    def said(self) -> str:
+    def message(self) -> str:
         """What the launcher has said, or whoever gave up first; "" where nobody has."""
-        spoke = [one for one in self.seen.values() if one.gave_up and one.said]
-        first = min(spoke, key=lambda one: one[BlackBoxField.FAILED], default=None)
-        return self.verdict or ("" if first is None else first.said)
+        spoke = [one for one in self.snapshots.values() if one.has_failed and one.reason]
+        first = min(spoke, key=lambda one: one[BlackBoxField.FAILURE_TIME], default=None)
+        return self.verdict or ("" if first is None else first.reason)
 
-    def lines(self) -> Iterator[str]:
+    def to_lines(self) -> Iterator[str]:
         """The answer, then where each process stands."""
-        cause, still = self.cause, self.standstill
-        if self.said:
-            yield from self.said.splitlines()
-            if "\n  process" in self.said:
+        cause, still = self.cause, self.stalled_run
+        if self.message:
+            yield from self.message.splitlines()
+            if "\n  process" in self.message:
                 return
         elif cause is not None:
             yield from str(cause).splitlines()
         else:
-            yield self._nobody()
-        if self.said or cause is None:
-            yield from (f"  {line}" for line in still.lines())
-        if self.absent:
-            many = ", ".join(map(str, self.absent[:16])) + ", ..." * (len(self.absent) > 16)
-            yield f"no box here of {len(self.absent)} processes: {many}"
-        if any(one.state == "unknown" for one in self.seen.values()):
+            yield self._describe_no_cause()
+        if self.message or cause is None:
+            yield from (f"  {line}" for line in still.describe_processes())
+        if self.processes_without_box:
+            many = ", ".join(map(str, self.processes_without_box[:16])) + ", ..." * (
+                len(self.processes_without_box) > 16
+            )
+            yield f"no box here of {len(self.processes_without_box)} processes: {many}"
+        if any(one.state == "unknown" for one in self.snapshots.values()):
             yield ("these are of another machine, or of before this one was started: whether the "
                    "processes live is not known")  # fmt: skip
 
-    def _nobody(self) -> str:
-        every = self.seen.values()
+    def _describe_no_cause(self) -> str:
+        every = self.snapshots.values()
         many = f"all {len(every)} processes" if len(every) > 1 else "the process"
         if all(one.state == "gone" for one in every):
             ago = (
-                max(one.now for one in every) - max(one[BlackBoxField.BEAT] for one in every)
+                max(one.read_time for one in every)
+                - max(one[BlackBoxField.HEARTBEAT] for one in every)
             ) / 1e9
             return f"nobody is to blame: {many} ended at once, {ago:.1f} s ago"
-        if self.stood < MOVES:
-            return f"the run goes on: something has begun {self.stood:.2f} s ago"
-        return f"nothing has moved for {self.stood:.1f} s, and each process waits for another"
+        if self.stalled_seconds < PROGRESS_SECONDS:
+            return f"the run goes on: something has begun {self.stalled_seconds:.2f} s ago"
+        return (
+            f"nothing has moved for {self.stalled_seconds:.1f} s, and each process waits for "
+            "another"
+        )
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The same for a program to read."""
-        still, cause = self.standstill, self.cause
+        still, cause = self.stalled_run, self.cause
         return {
             "processes": [
                 {
                     "process": process,
-                    "name": still.shape.name(process),
+                    "name": still.layout.name_process(process),
                     "state": one.state,
-                    "ended_well": bool(one[BlackBoxField.ENDED]),
+                    "ended_well": bool(one[BlackBoxField.HAS_ENDED]),
                     "phase": one.phase.name.lower(),
-                    "step": one[BlackBoxField.DEVICE] or one[BlackBoxField.STEP],
-                    "at": one.at if one.phase is ProcessPhase.STEP else None,
-                    "where": still.where(process),
-                    "seconds": one.seconds,
-                    "waits": [wait._asdict() for wait in still.waits[process]],
-                    "said": one.said,
+                    "step": one[BlackBoxField.DEVICE_STEP] or one[BlackBoxField.STEP],
+                    "at": one.position if one.phase is ProcessPhase.STEP else None,
+                    "where": still.describe_location(process),
+                    "seconds": one.seconds_at_position,
+                    "waits": [wait._asdict() for wait in still.waits_of[process]],
+                    "said": one.reason,
                 }
-                for process, one in self.seen.items()
+                for process, one in self.snapshots.items()
             ],
-            "no_box": self.absent,
+            "no_box": self.processes_without_box,
             "cause": None if cause is None else {
                 "process": cause.process,
                 "kind": cause.kind.name.lower(),
-                "sure": cause.sure,
+                "sure": cause.is_certain,
             },
         }  # fmt: skip
 
 
-def read(given: str) -> PostMortem | None:
+def read_post_mortem(path: str) -> PostMortem | None:
     """The boxes of the newest run in a folder, or in the one for them in it; None where there are
     none.  Raises UsageError for what no run has written."""
-    for folder in (path_of(given) / FOLDER, path_of(given)):
-        if os.path.isdir(folder) and (all_of := boxes(folder)):
-            return _left(folder, all_of)
+    for folder in (require_path(path) / BLACK_BOX_DIRECTORY, require_path(path)):
+        if os.path.isdir(folder) and (all_of := read_black_boxes(folder)):
+            return _make_post_mortem(folder, all_of)
     return None
 
 
-def _left(folder: Path, all_of: Mapping[int, BlackBoxSnapshot]) -> PostMortem:
-    here = {p: one for p, one in all_of.items() if one[BlackBoxField.PLACE] == place()}
-    newest = max((here or all_of).values(), key=lambda one: one[BlackBoxField.BORN])
+def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnapshot]) -> PostMortem:
+    here = {
+        p: one
+        for p, one in all_snapshots.items()
+        if one[BlackBoxField.NAMESPACE_ID] == compute_namespace_id()
+    }
+    newest = max((here or all_snapshots).values(), key=lambda one: one[BlackBoxField.START_TIME])
     ticks = os.sysconf("SC_CLK_TCK")
-    began = newest[BlackBoxField.BORN] / ticks * 1e9
+    began = newest[BlackBoxField.START_TIME] / ticks * 1e9
 
     def belongs(one: BlackBoxSnapshot) -> bool:
         """Whether it is of the newest's run, which may have several starters."""
         told = [
             one[w] == newest[w]
-            for w in (BlackBoxField.PLACE, BlackBoxField.WORLD, BlackBoxField.TP, BlackBoxField.DP)
+            for w in (
+                BlackBoxField.NAMESPACE_ID,
+                BlackBoxField.WORLD_SIZE,
+                BlackBoxField.TP,
+                BlackBoxField.DP,
+            )
         ]
         return all(told) and (
-            one[BlackBoxField.RUN] == newest[BlackBoxField.RUN] or one[BlackBoxField.BEAT] > began
+            one[BlackBoxField.RUN_ID] == newest[BlackBoxField.RUN_ID]
+            or one[BlackBoxField.HEARTBEAT] > began
         )
 
-    seen = {p: one for p, one in sorted(all_of.items()) if belongs(one)}
-    world = newest[BlackBoxField.WORLD]
-    shape = ProcessLayout.of_box(newest)
-    if not (len(seen) <= world <= MOST and shape.ranks * shape.tp * shape.dp == world
+    seen = {p: one for p, one in sorted(all_snapshots.items()) if belongs(one)}
+    world = newest[BlackBoxField.WORLD_SIZE]
+    shape = ProcessLayout.from_snapshot(newest)
+    if not (len(seen) <= world <= MAX_PROCESSES and shape.ranks * shape.tp * shape.dp == world
             and 0 <= min(seen) <= max(seen) < world):  # fmt: skip
-        raise UsageError(f"the boxes in {folder} are of no run of {world} processes")
+        raise UsageError(f"the boxes in {directory} are of no run of {world} processes")
     if not here:  # another clock: it stopped with the last of them
         last = max(
-            max(one[w] for w in (BlackBoxField.BEAT, BlackBoxField.ENTERED, SINCE))
+            max(
+                one[w]
+                for w in (BlackBoxField.HEARTBEAT, BlackBoxField.PHASE_TIME, POSITION_TIME_FIELD)
+            )
             for one in seen.values()
         )
-        seen = {p: replace(one, now=last) for p, one in seen.items()}
-    program = program_of(folder)
-    if program is not None and ProcessLayout.of(program) != shape:
+        seen = {p: replace(one, read_time=last) for p, one in seen.items()}
+    program = load_program(directory)
+    if program is not None and ProcessLayout.from_program(program) != shape:
         program = None
-    return PostMortem(folder, seen, program, verdict_of(folder, newest[BlackBoxField.RUN]))
+    return PostMortem(
+        directory, seen, program, read_verdict(directory, newest[BlackBoxField.RUN_ID])
+    )
 
 
-def program_of(folder: Path) -> Program | None:
+def load_program(directory: Path) -> Program | None:
     """What the processes run, if one has left it beside their boxes."""
     from schedir.ir.text_format import from_text
 
     try:
-        return from_text(read_text(folder / PROGRAM))
+        return from_text(read_text(directory / PROGRAM_FILE))
     except SchedirError:
         return None
 
 
-def leave_verdict(folder: Path, run: int, text: str) -> None:
+def write_verdict(directory: Path, run: int, text: str) -> None:
     """Leave what a launcher has said of the end of its run, for who reads the boxes later."""
     with suppress(OSError):
-        if folder.is_dir():
-            (folder / VERDICT).write_text(f"{run}\n{text}")
+        if directory.is_dir():
+            (directory / VERDICT_FILE).write_text(f"{run}\n{text}")
 
 
-def verdict_of(folder: Path, run: int) -> str:
-    """What `leave_verdict` has left of this run, "" where it has not."""
+def read_verdict(directory: Path, run: int) -> str:
+    """What `write_verdict` has left of this run, "" where it has not."""
     try:
-        with opened(folder / VERDICT) as file:
+        with open_regular_file(directory / VERDICT_FILE) as file:
             head, _, text = file.read(2**16).decode(errors="replace").partition("\n")
     except UsageError:
         return ""

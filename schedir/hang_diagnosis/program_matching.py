@@ -26,17 +26,17 @@ from schedir.hang_diagnosis.flight_recorder import (
     RecordedOperation,
 )
 from schedir.hang_diagnosis.wait_graph import DistributedJob
-from schedir.ir.isa.instructions import ROWS, SENDS, TRANSFERS, Lane
+from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS, Lane
 from schedir.ir.program import Program
 
 # Of these are shapes, votes and objects, and no activation.
-_WHOLE: Final = {"int", "long", "byte", "char", "short", "bool"}
+_INTEGER_DTYPES: Final = {"int", "long", "byte", "char", "short", "bool"}
 
 
-def is_small_talk(op: RecordedOperation) -> bool:
+def is_control_message(op: RecordedOperation) -> bool:
     """Whether a message is no activation: of whole numbers, or of one number, as torch sends before
     the first step to open its communicators."""
-    return bool({*op.dtypes} & _WHOLE) or sum(map(prod, op.sizes)) <= 1
+    return bool({*op.dtypes} & _INTEGER_DTYPES) or sum(map(prod, op.sizes)) <= 1
 
 
 @dataclass(frozen=True)
@@ -44,40 +44,42 @@ class MatchedProgram:
     """A copy of the program: which rank of the job runs which of its ranks, and how far each is.
 
     `step` is the step that all this is of, from 0, or None where the recordings cannot say which.
-    `issued`, `started` and `ended` have an entry per instruction, by position, and are true of
-    transfers; what has started is known only where ranks record it.
-    `left_out` messages are no transfers, but shapes, objects, or one number.  `apart` has, for each
-    rank and process group, the transfers that it carries.  `names` has the position of each
-    message, by the rank of the job and its number there.  Of the ranks in `counted` only counters
-    tell the place in the step, which other messages, lost by now, would have moved.
+    `issued_mask`, `started_mask` and `ended_mask` have an entry per instruction, by position, and
+    are true of transfers; what has started is known only where ranks record it.
+    `num_ignored` messages are no transfers, but shapes, objects, or one number.
+    `transfers_per_group` has, for each rank and process group, the transfers that it carries.
+    `position_of_message` has the position of each message, by the rank of the job and its number
+    there.  Of the ranks in `counter_ranks` only counters tell the place in the step, which other
+    messages, lost by now, would have moved.
 
-    `loose` is not empty where a rank has another order than its Stream, and tells where.  Then
-    its sends, and what it receives from each rank, go as the program says, and are named by that.
+    `order_mismatch` is not empty where a rank has another order than its Stream, and tells where.
+    Then its sends, and what it receives from each rank, go as the program says, and are named by
+    that.
     """
 
     ranks: tuple[int, ...]
     step: int | None
-    issued: NDArray[np.bool_]
-    started: NDArray[np.bool_]
-    ended: NDArray[np.bool_]
-    dumped: tuple[bool, ...]
-    left_out: int
-    apart: tuple[NDArray[np.int32], ...]
-    names: Mapping[tuple[int, int], int]
-    counted: tuple[int, ...]
-    loose: str = ""
+    issued_mask: NDArray[np.bool_]
+    started_mask: NDArray[np.bool_]
+    ended_mask: NDArray[np.bool_]
+    has_dump: tuple[bool, ...]
+    num_ignored: int
+    transfers_per_group: tuple[NDArray[np.int32], ...]
+    position_of_message: Mapping[tuple[int, int], int]
+    counter_ranks: tuple[int, ...]
+    order_mismatch: str = ""
 
 
-def match(job: DistributedJob, program: Program) -> list[MatchedProgram]:
+def match_program(job: DistributedJob, program: Program) -> list[MatchedProgram]:
     """Each copy of the program that the job runs, as tensor- and data-parallel ranks have them.
 
     Raises UsageError where the recordings cannot be of this program.
     """
-    graph = Graph.of(program)
-    return [_match(job, graph, ranks) for ranks in _pipelines(job, program)]
+    graph = Graph.from_program(program)
+    return [_match_copy(job, graph, ranks) for ranks in _find_pipelines(job, program)]
 
 
-def circles(job: DistributedJob) -> list[tuple[int, ...]]:
+def find_communicating_ranks(job: DistributedJob) -> list[tuple[int, ...]]:
     """The ranks that exchange messages with each other, directly or not, ascending."""
     circle: dict[int, set[int]] = {}
     for rank, dump in job.dumps.items():
@@ -87,25 +89,26 @@ def circles(job: DistributedJob) -> list[tuple[int, ...]]:
     return sorted({tuple(sorted(one)) for one in circle.values()})
 
 
-def _pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
+def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
     """The ranks that exchange messages, a copy each, in the order of the program's ranks.
 
     That is the order of a process group of just these ranks, if their messages go in one.
     """
-    many, found = program.shape.ranks, circles(job)
+    many, found = program.shape.ranks, find_communicating_ranks(job)
     if not found and many > 1:
         raise UsageError(
             "no message between ranks is recorded, only collectives",
             hint="leave out --program; torch's Gloo records no messages, NCCL does",
         )
     used = {op.group for dump in job.dumps.values() for op in dump.ops if op.is_message}
-    whole = [g.ranks for g in sorted(used) if g.known and len(g.ranks) == many]
+    whole = [g.ranks for g in sorted(used) if g.has_ranks and len(g.ranks) == many]
     copies = []
     for ranks in found:
         around = [own for own in whole if {*ranks} <= {*own}]
         if not around and len(ranks) != many:
             raise UsageError(
-                f"messages go between {len(ranks)} ranks ({_some(ranks)}), and {program.name} is "
+                f"messages go between {len(ranks)} ranks ({_abbreviate_ranks(ranks)}), and "
+                f"{program.name} is "
                 f"for {many}",
                 fields=["ranks"],
             )
@@ -113,32 +116,35 @@ def _pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
     return [*dict.fromkeys(copies)]
 
 
-def _some(ranks: Sequence[int]) -> str:
+def _abbreviate_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
 
 
-def _match(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> MatchedProgram:
-    carriers = _carriers(job, ranks)
+def _match_copy(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> MatchedProgram:
+    carriers = _find_carriers(job, ranks)
     records = [
         _RecordedRank(graph, own, ranks, job.dumps[rank], carriers)
         for own, rank in enumerate(ranks)
         if rank in job.dumps
     ]
-    runs = [run for record in records for run in record.runs]
-    left_out = sum(record.left_out for record in records)
+    runs = [run for record in records for run in record.sequences]
+    left_out = sum(record.num_ignored for record in records)
     if left_out and not runs:
         raise UsageError(
-            f"all {left_out} messages of ranks {_some(ranks)} are of whole numbers, or of one "
+            f"all {left_out} messages of ranks {_abbreviate_ranks(ranks)} are of whole "
+            "numbers, or of one "
             "number, as torch sends shapes and objects: none is a transfer",
             hint="leave out --program",
         )
-    known = all(run.steps is not None for run in runs)
-    steps = [(run.steps or 0) + run.open_step for run in runs]
+    known = all(run.previous_steps is not None for run in runs)
+    steps = [(run.previous_steps or 0) + run.open_step for run in runs]
     steps += [0 for record in records if record.has_unused_groups]
     step = min(steps, default=0)
     issued, started, ended = np.zeros((3, len(graph)), bool)
     for run in runs:
-        run.mark(step - (run.steps or 0) if known else run.open_step, issued, started, ended)
+        run.mark_step(
+            step - (run.previous_steps or 0) if known else run.open_step, issued, started, ended
+        )
     return MatchedProgram(
         ranks,
         step if known else None,
@@ -147,25 +153,25 @@ def _match(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> Matched
         ended,
         tuple(rank in job.dumps for rank in ranks),
         left_out,
-        tuple(run.turns for run in runs),
+        tuple(run.transfers for run in runs),
         {
             (record.dump.rank, number): at
             for record in records
-            for number, (_, at) in record.turn.items()
+            for number, (_, at) in record.position_of_message.items()
         },
-        tuple(r.dump.rank for r in records if not all(run.fits for run in r.runs)),
-        next((record.loose for record in records if record.loose), ""),
+        tuple(r.dump.rank for r in records if not all(run.is_unique_fit for run in r.sequences)),
+        next((record.order_mismatch for record in records if record.order_mismatch), ""),
     )
 
 
-def _carriers(
+def _find_carriers(
     job: DistributedJob, ranks: tuple[int, ...]
 ) -> dict[tuple[int, int], list[RecordedGroup]]:
     """From whom to whom, the process groups that carry messages, the first to be used first."""
     found: dict[tuple[int, int], dict[RecordedGroup, None]] = defaultdict(dict)
     for rank in ranks:
         for op in job.dumps[rank].ops if rank in job.dumps else ():
-            if op.is_message and not is_small_talk(op):
+            if op.is_message and not is_control_message(op):
                 ends = (rank, op.peer) if op.kind == "send" else (op.peer, rank)
                 found[ends][op.group] = None
     return defaultdict(list, {ends: [*groups] for ends, groups in found.items()})
@@ -175,49 +181,55 @@ def _carriers(
 class TransferSequence:
     """The messages of a rank in one process group, as turns of its transfers there.
 
-    `turns` are the positions of these transfers in a step.  `numbers` has the turn of each message,
-    counted on from step to step, from the step of the first one on; `steps` is how many whole steps
-    were before that one, None if nobody knows, and `before` how many turns of it.  What is recorded
-    fits there alone, or else the counters say so.
+    `transfers` are the positions of these transfers in a step.  `transfer_numbers` has the turn of
+    each message, counted on from step to step, from the step of the first one on; `previous_steps`
+    is how many whole steps were before that one, None if nobody knows, and `previous_transfers` how
+    many turns of it.  What is recorded fits there alone, or else the counters say so.
     """
 
-    turns: NDArray[np.int32]
-    numbers: list[int]
+    transfers: NDArray[np.int32]
+    transfer_numbers: list[int]
     ops: list[RecordedOperation]
-    steps: int | None = 0
-    before: int = 0
-    fits: bool = True
+    previous_steps: int | None = 0
+    previous_transfers: int = 0
+    is_unique_fit: bool = True
 
-    def named(self) -> Iterator[tuple[int, int, int]]:
+    def list_positions(self) -> Iterator[tuple[int, int, int]]:
         """The number of each message, its step, if that is known, and its position."""
-        for number, op in zip(self.numbers, self.ops, strict=True):
-            step, turn = divmod(number, len(self.turns))
-            yield op.number, step + (self.steps or 0), int(self.turns[turn])
+        for number, op in zip(self.transfer_numbers, self.ops, strict=True):
+            step, turn = divmod(number, len(self.transfers))
+            yield op.number, step + (self.previous_steps or 0), int(self.transfers[turn])
 
     @property
     def open_step(self) -> int:
         """The step, from that of the first message on, of the first one that has not ended, or of
         the next."""
-        open_ = [n for n, op in zip(self.numbers, self.ops, strict=True) if not op.ended]
-        return min(open_, default=self.before + len(self.ops)) // len(self.turns)
+        open_ = [n for n, op in zip(self.transfer_numbers, self.ops, strict=True) if not op.is_done]
+        return min(open_, default=self.previous_transfers + len(self.ops)) // len(self.transfers)
 
-    def mark(
+    def mark_step(
         self,
         step: int,
-        issued: NDArray[np.bool_],
-        started: NDArray[np.bool_],
-        ended: NDArray[np.bool_],
+        issued_mask: NDArray[np.bool_],
+        started_mask: NDArray[np.bool_],
+        ended_mask: NDArray[np.bool_],
     ) -> None:
         """Note what is issued, what has started and what has ended of a step, counted from that of
         the first message on."""
         # Older than what is kept: all of a step that was before, or the beginning of the first.
-        older = self.turns[: self.before if step == 0 else len(self.turns) * (step < 0)]
-        issued[older] = started[older] = ended[older] = True
-        for number, op in zip(self.numbers, self.ops, strict=True):
-            of, turn = divmod(number, len(self.turns))
+        older = self.transfers[
+            : self.previous_transfers if step == 0 else len(self.transfers) * (step < 0)
+        ]
+        issued_mask[older] = started_mask[older] = ended_mask[older] = True
+        for number, op in zip(self.transfer_numbers, self.ops, strict=True):
+            of, turn = divmod(number, len(self.transfers))
             if of == step:
-                at = self.turns[turn]
-                issued[at], started[at], ended[at] = True, op.state != "issued", op.ended
+                at = self.transfers[turn]
+                issued_mask[at], started_mask[at], ended_mask[at] = (
+                    True,
+                    op.state != "issued",
+                    op.is_done,
+                )
 
 
 class _StepMismatch(Exception):
@@ -234,52 +246,55 @@ class _Direction(NamedTuple):
 class _RecordedRank:
     """A rank of the program, whose transfers a dump has recorded.
 
-    `turn` has the step and the position of each message, by its number in the dump.  `loose` says
-    where the rank has another order than its Stream; then `runs` are all sends, and the receives
-    from each rank.  Raises UsageError for messages that do not go so, either.
+    `position_of_message` has the step and the position of each message, by its number in the dump.
+    `order_mismatch` says where the rank has another order than its Stream; then `sequences` are all
+    sends, and the receives from each rank.  Raises UsageError for messages that do not go so,
+    either.
     """
 
     def __init__(
         self,
         graph: Graph,
-        own: int,
+        program_rank: int,
         ranks: tuple[int, ...],
         dump: FlightRecorderDump,
         carriers: Mapping[tuple[int, int], list[RecordedGroup]],
     ) -> None:
         self.graph, self.ranks, self.dump, self.carriers = graph, ranks, dump, carriers
-        self.unsure = False  # whether a way is in a process group that nobody can tell
-        self.own = {rank: k for k, rank in enumerate(ranks)}
+        self.has_ambiguous_group = False  # whether a way is in a process group that nobody can tell
+        self.program_rank_of = {rank: k for k, rank in enumerate(ranks)}
         index = graph.index
-        lo, hi = graph.program.offsets[own : own + 2].tolist()
-        at = lo + np.flatnonzero(np.isin(index.op[lo:hi], TRANSFERS))
+        lo, hi = graph.program.offsets[program_rank : program_rank + 2].tolist()
+        at = lo + np.flatnonzero(np.isin(index.op[lo:hi], TRANSFER_OPS))
         peers = index.rank[graph.partner[at]].tolist()
-        self.ways = {
-            k: _Direction("send" if op in SENDS else "recv", peer)
+        self.directions = {
+            k: _Direction("send" if op in SEND_OPS else "recv", peer)
             for k, op, peer in zip(at.tolist(), index.op[at].tolist(), peers, strict=True)
         }
         messages = [op for op in dump.ops if op.is_message and op.peer in ranks]
-        self.messages = [op for op in messages if not is_small_talk(op)]
-        self.left_out = len(messages) - len(self.messages)
-        self.loose = ""
+        self.messages = [op for op in messages if not is_control_message(op)]
+        self.num_ignored = len(messages) - len(self.messages)
+        self.order_mismatch = ""
         try:
-            self.runs = self._runs()
+            self.sequences = self._split_sequences()
         except _StepMismatch as other:
-            self.loose = str(other)
-            self.runs = self._runs()
-        self.turn = {number: (step, k) for run in self.runs for number, step, k in run.named()}
-        if self.loose:
-            self._check_causes()
-        if not dump.lost:
-            self._check_steps()
+            self.order_mismatch = str(other)
+            self.sequences = self._split_sequences()
+        self.position_of_message = {
+            number: (step, k) for run in self.sequences for number, step, k in run.list_positions()
+        }
+        if self.order_mismatch:
+            self._require_causality()
+        if not dump.num_lost:
+            self._require_step_order()
 
     @property
     def has_unused_groups(self) -> bool:
         """Whether the rank has not used all of its process groups yet."""
-        used = sum(len(run.turns) for run in self.runs)
-        return not self.dump.lost and used < len(self.ways)
+        used = sum(len(run.transfers) for run in self.sequences)
+        return not self.dump.num_lost and used < len(self.directions)
 
-    def _runs(self) -> list[TransferSequence]:
+    def _split_sequences(self) -> list[TransferSequence]:
         """The messages by process group, each as turns of the transfers that go there.
 
         Where a group each carries activations and gradients one way, the group that is used first
@@ -289,98 +304,102 @@ class _RecordedRank:
             list
         )
         for op in self.messages:
-            ops[op.group, self._line(self._way(op))].append(op)
+            ops[op.group, self._queue_of(self._direction_of(op))].append(op)
         lanes: dict[_Direction, list[Lane]] = defaultdict(list)
         turns: dict[tuple[RecordedGroup, _Direction | None], list[int]] = defaultdict(list)
-        for at, way in self.ways.items():
-            known, lane = lanes[way], ROWS[self.graph.index.op[at]].lane
+        for at, way in self.directions.items():
+            known, lane = lanes[way], INSTRUCTIONS[self.graph.index.op[at]].lane
             if lane not in known:
                 known.append(lane)
-            groups = self._groups(way)
+            groups = self._find_groups(way)
             which = known.index(lane) if len(groups) > 1 else 0
             if which < len(groups):
-                turns[groups[which], self._line(way)].append(at)
-        return [self._run(own, turns[key]) for key, own in ops.items()]
+                turns[groups[which], self._queue_of(way)].append(at)
+        return [self._make_sequence(own, turns[key]) for key, own in ops.items()]
 
-    def _way(self, op: RecordedOperation) -> _Direction:
-        return _Direction(op.kind, self.own[op.peer])
+    def _direction_of(self, op: RecordedOperation) -> _Direction:
+        return _Direction(op.kind, self.program_rank_of[op.peer])
 
-    def _line(self, way: _Direction) -> _Direction | None:
+    def _queue_of(self, direction: _Direction) -> _Direction | None:
         """In what line a message waits for its turn."""
-        if not self.loose:
+        if not self.order_mismatch:
             return None
-        return way if way.kind == "recv" else _Direction(way.kind, -1)
+        return direction if direction.kind == "recv" else _Direction(direction.kind, -1)
 
-    def _groups(self, way: _Direction) -> list[RecordedGroup]:
+    def _find_groups(self, direction: _Direction) -> list[RecordedGroup]:
         """The process groups that carry one way, the first to be used first.
 
         Where both ends have lost what went there, the only group that both are in.
         """
-        rank, there = self.dump.rank, self.ranks[way.peer]
-        groups = self.carriers[(rank, there) if way.kind == "send" else (there, rank)]
-        if groups or not self.dump.lost:
+        rank, there = self.dump.rank, self.ranks[direction.peer]
+        groups = self.carriers[(rank, there) if direction.kind == "send" else (there, rank)]
+        if groups or not self.dump.num_lost:
             return groups
         used = {group for one in self.carriers.values() for group in one}
         both = [group for group in self.dump.groups if {rank, there} <= {*group.ranks}]
-        both = [group for group in both if group in used or group.about != "default_pg"]
-        self.unsure |= len(both) != 1
+        both = [group for group in both if group in used or group.description != "default_pg"]
+        self.has_ambiguous_group |= len(both) != 1
         return both[:1]
 
-    def _check_steps(self) -> None:
+    def _require_step_order(self) -> None:
         """Raise UsageError for a message of a step before which a rank has not issued all of the
         last one, by the program: the rank has other messages than that, or more of them."""
-        many = len(self.ways)
+        many = len(self.directions)
         for number, op in enumerate(self.messages):
-            step, at = self.turn[op.number]
+            step, at = self.position_of_message[op.number]
             if step > number // many:
                 instr = self.graph.index.locate(at)[2]
-                raise self._of_another(
+                raise self._make_program_error(
                     f"message {number + 1} of rank {self.dump.rank} would be {instr} of step "
                     f"{step}, counted from 0, before all {many} messages of the step before"
                 )
 
-    def _check_causes(self) -> None:
+    def _require_causality(self) -> None:
         """Raise UsageError for a receive that comes after a send of what was computed with it, or
         later, by the program."""
         index, many, needs = self.graph.index, len(self.graph), self.graph.needs
         computed = -1
         for number, op in enumerate(self.messages):
-            if op.number not in self.turn:
+            if op.number not in self.position_of_message:
                 continue
-            step, at = self.turn[op.number]
+            step, at = self.position_of_message[op.number]
             if op.kind == "send":
                 computed = max(computed, step * many + int(needs[:, at].max()))
                 continue
             used = np.flatnonzero((needs == at).any(0))
             if used.size and step * many + int(used[0]) <= computed:
                 named = f"message {number + 1} of rank {self.dump.rank} would be"
-                raise self._of_another(f"{named} {index.locate(at)[2]}, too late for its use")
+                raise self._make_program_error(
+                    f"{named} {index.locate(at)[2]}, too late for its use"
+                )
 
-    def _run(self, ops: list[RecordedOperation], turns: list[int]) -> TransferSequence:
-        positions, many, lost = np.array(turns, np.int32), len(turns), self.dump.lost
+    def _make_sequence(
+        self, ops: list[RecordedOperation], transfers: list[int]
+    ) -> TransferSequence:
+        positions, many, lost = np.array(transfers, np.int32), len(transfers), self.dump.num_lost
         if not lost:
-            numbers = self._numbers(ops, turns, 0)
+            numbers = self._number_messages(ops, transfers, 0)
             if len(numbers) < len(ops):
-                raise self._foreign(ops, turns, len(numbers))
+                raise self._make_mismatch_error(ops, transfers, len(numbers))
             return TransferSequence(positions, numbers, ops)
-        if ops[0].batch and ops[0].ended:
+        if ops[0].batch and ops[0].is_done:
             # Of a batch a part may be lost, and nothing says in which order it was.
             ops = [op for op in ops if op.batch != ops[0].batch] or ops
         rank, larger = self.dump.rank, "a larger TORCH_FR_BUFFER_SIZE keeps more"
-        if not ops[0].ended:
+        if not ops[0].is_done:
             raise UsageError(
                 f"rank {rank} has lost the first {lost} entries of its buffer, and the oldest "
                 f"message that is left in {ops[0].group} has not ended: where it stands may be "
                 "lost, too",
                 hint=f"leave out --program; {larger}",
             )
-        fits = self._places(ops, turns)
+        fits = self._find_fitting_places(ops, transfers)
         if not fits:
-            raise self._foreign(ops, turns, None)
-        if not self.loose and self._counts(ops[0].group):
-            steps, place = divmod(ops[0].logical - 1 - ops[0].collectives, many)
+            raise self._make_mismatch_error(ops, transfers, None)
+        if not self.order_mismatch and self._has_usable_counters(ops[0].group):
+            steps, place = divmod(ops[0].logical_number - 1 - ops[0].collective_number, many)
             if place in fits:
-                numbers = self._numbers(ops, turns, place)
+                numbers = self._number_messages(ops, transfers, place)
                 return TransferSequence(positions, numbers, ops, steps, place, len(fits) == 1)
         if len(fits) > 1:
             raise UsageError(
@@ -388,43 +407,53 @@ class _RecordedRank:
                 f"fits {len(fits)} places in a step of {self.graph.program.name}",
                 hint=larger,
             )
-        return TransferSequence(positions, self._numbers(ops, turns, fits[0]), ops, None, fits[0])
+        return TransferSequence(
+            positions, self._number_messages(ops, transfers, fits[0]), ops, None, fits[0]
+        )
 
-    def _places(self, ops: list[RecordedOperation], turns: list[int]) -> list[int]:
+    def _find_fitting_places(self, ops: list[RecordedOperation], transfers: list[int]) -> list[int]:
         """The places in a step at which the first message may be, so that all others fit.
 
         Places from which transfers go the same ways are asked about once, as there may be many:
         all of a process group that carries one way.
         """
-        ways = [self.ways[at] for at in turns]
+        ways = [self.directions[at] for at in transfers]
         fits: dict[tuple[_Direction, ...], bool] = {}
-        followed = [(*ways[place:], *ways[:place]) for place in range(len(turns))]
+        followed = [(*ways[place:], *ways[:place]) for place in range(len(transfers))]
         for place, follow in enumerate(followed):
             if follow not in fits:
-                fits[follow] = len(self._numbers(ops, turns, place)) == len(ops)
+                fits[follow] = len(self._number_messages(ops, transfers, place)) == len(ops)
         return [place for place, follow in enumerate(followed) if fits[follow]]
 
     @cached_property
-    def _by_group(self) -> dict[RecordedGroup, list[RecordedOperation]]:
+    def _ops_by_group(self) -> dict[RecordedGroup, list[RecordedOperation]]:
         found: dict[RecordedGroup, list[RecordedOperation]] = defaultdict(list)
         for op in self.dump.ops:
             found[op.group].append(op)
         return found
 
-    def _counts(self, group: RecordedGroup) -> bool:
+    def _has_usable_counters(self, group: RecordedGroup) -> bool:
         """Whether the counters of a process group say how many transfers were before.
 
         They do if each message and each collective counts as one, and all messages are transfers.
         """
-        ops = self._by_group[group]
+        ops = self._ops_by_group[group]
         steady = all(
-            b.logical == a.logical + 1 and b.collectives == a.collectives + (not b.is_message)
+            b.logical_number == a.logical_number + 1
+            and b.collective_number == a.collective_number + (not b.is_message)
             for a, b in pairwise(ops)
         )
-        talk = any(is_small_talk(op) for op in ops if op.is_message)
-        return not self.unsure and steady and not talk and ops[0].logical > ops[0].collectives
+        talk = any(is_control_message(op) for op in ops if op.is_message)
+        return (
+            not self.has_ambiguous_group
+            and steady
+            and not talk
+            and ops[0].logical_number > ops[0].collective_number
+        )
 
-    def _numbers(self, ops: list[RecordedOperation], turns: list[int], place: int) -> list[int]:
+    def _number_messages(
+        self, ops: list[RecordedOperation], transfers: list[int], place: int
+    ) -> list[int]:
         """Which turn each message is, if the first of all is at a place in the step; they end
         before the first one that is none.
 
@@ -438,27 +467,30 @@ class _RecordedRank:
                 end = at + 1
                 while op.batch and end < len(ops) and ops[end].batch == op.batch:
                     end += 1
-                for turn in range(place + at, place + end) if turns else ():
-                    free[self.ways[turns[turn % len(turns)]]].append(turn)
-            if not free[self._way(op)]:
+                for turn in range(place + at, place + end) if transfers else ():
+                    free[self.directions[transfers[turn % len(transfers)]]].append(turn)
+            if not free[self._direction_of(op)]:
                 break
-            numbers.append(free[self._way(op)].popleft())
+            numbers.append(free[self._direction_of(op)].popleft())
         return numbers
 
-    def _foreign(
-        self, ops: list[RecordedOperation], turns: list[int], at: int | None
+    def _make_mismatch_error(
+        self, ops: list[RecordedOperation], transfers: list[int], position: int | None
     ) -> UsageError | _StepMismatch:
         rank = self.dump.rank
-        if at is None:
+        if position is None:
             fact = f"what rank {rank} has recorded in {ops[0].group} is nowhere in a step"
-        elif turns:
-            instr = self.graph.index.locate(turns[at % len(turns)])[2]
-            fact = f"message {at + 1} of rank {rank} in {ops[at].group} is a {ops[at]}, not {instr}"
+        elif transfers:
+            instr = self.graph.index.locate(transfers[position % len(transfers)])[2]
+            fact = (
+                f"message {position + 1} of rank {rank} in {ops[position].group} is a "
+                f"{ops[position]}, not {instr}"
+            )
         else:
-            fact = f"rank {rank} has a {ops[at]} in {ops[at].group}"
-        return self._of_another(fact) if self.loose else _StepMismatch(fact)
+            fact = f"rank {rank} has a {ops[position]} in {ops[position].group}"
+        return self._make_program_error(fact) if self.order_mismatch else _StepMismatch(fact)
 
-    def _of_another(self, fact: str) -> UsageError:
+    def _make_program_error(self, fact: str) -> UsageError:
         return UsageError(
             f"the dumps are not of {self.graph.program.name}: {fact}",
             hint="the program is to have the transfers that ran; "

@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Final
 
 from schedir.errors import TraceError
 
-MOST: Final = 2**23  # opcodes in a file; each makes at most one value
+MAX_OPCODES: Final = 2**23  # opcodes in a file; each makes at most one value
 # fmt: off
-_ALLOWED: Final = frozenset({
+_ALLOWED_OPCODES: Final = frozenset({
     "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2",
     "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "EMPTY_LIST", "APPEND",
     "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_DICT", "SETITEM",
@@ -26,7 +26,7 @@ _ALLOWED: Final = frozenset({
 })
 # fmt: on
 # What the opcodes would do that pickles of other values most likely contain.
-_DOES: Final = {
+_OPCODE_EFFECTS: Final = {
     **dict.fromkeys(("GLOBAL", "INST", "STACK_GLOBAL"), "imports what it names"),
     **dict.fromkeys(("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ"), "calls what it names"),
     "BUILD": "sets attributes",
@@ -35,12 +35,12 @@ _DOES: Final = {
 }
 
 
-def loads(data: bytes, where: str = "") -> Any:
+def loads(data: bytes, path: str = "") -> Any:
     """Return the value of a pickle that contains plain values only.
 
     Args:
         data: The pickle.
-        where: The name of its file, for errors.
+        path: The name of its file, for errors.
 
     Raises:
         TraceError: The pickle is damaged, cut off or too large, or contains other values.
@@ -58,16 +58,16 @@ def loads(data: bytes, where: str = "") -> Any:
         _check_opcodes(file)
     except ValueError:  # `pickletools` cannot read a number, a text or an opcode
         fact = f"the pickle is cut off or damaged at byte {file.tell()} of {len(data)}"
-        raise TraceError(fact, program=where) from None
+        raise TraceError(fact, program=path) from None
     except _RefusedPickle as refused:
-        raise TraceError(str(refused), program=where) from None
+        raise TraceError(str(refused), program=path) from None
     try:
         return _SafeUnpickler(io.BytesIO(data)).load()
     except _RefusedPickle as refused:
-        raise TraceError(str(refused), program=where) from None
+        raise TraceError(str(refused), program=path) from None
     except (pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError):
         fact = f"the pickle of {len(data)} bytes is damaged"
-        raise TraceError(fact, program=where) from None
+        raise TraceError(fact, program=path) from None
 
 
 class _RefusedPickle(Exception):
@@ -76,12 +76,14 @@ class _RefusedPickle(Exception):
 
 def _check_opcodes(file: io.BytesIO) -> None:
     for count, (opcode, _, at) in enumerate(pickletools.genops(file)):
-        if count >= MOST:
-            raise _RefusedPickle(f"the pickle has more than {MOST} values, and no dump is so large")
-        if opcode.name in _DOES:
-            does = f"{_DOES[opcode.name]}, and nothing of a dump is ever run"
+        if count >= MAX_OPCODES:
+            raise _RefusedPickle(
+                f"the pickle has more than {MAX_OPCODES} values, and no dump is so large"
+            )
+        if opcode.name in _OPCODE_EFFECTS:
+            does = f"{_OPCODE_EFFECTS[opcode.name]}, and nothing of a dump is ever run"
             raise _RefusedPickle(f"byte {at} of the pickle {does}")
-        if opcode.name not in _ALLOWED:
+        if opcode.name not in _ALLOWED_OPCODES:
             code = ord(opcode.code)
             raise _RefusedPickle(
                 f"byte {at} of the pickle has the opcode {code:#04x}, which no plain value needs"
@@ -103,12 +105,12 @@ class _SafeUnpickler(pickle._Unpickler):
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
+        self._set_items([key, value])
 
     def load_setitems(self) -> None:
-        self._set(self.pop_mark())
+        self._set_items(self.pop_mark())
 
-    def _set(self, items: list[Any]) -> None:
+    def _set_items(self, items: list[Any]) -> None:
         """Set items of the dict on the stack.
 
         Keys must be text: Python crashes when it hashes a deeply nested tuple.

@@ -21,14 +21,14 @@ import numpy as np
 
 from schedir.analysis.dependency_graph import Graph
 from schedir.io.black_box import BlackBoxField, BlackBoxSnapshot, ProcessPhase
-from schedir.ir.instruction_index import NONE
-from schedir.ir.isa.instructions import ROWS, SENDS, TRANSFERS, Instr, Lane
-from schedir.ir.pipeline.process_mesh import mesh_of, process_name
+from schedir.ir.instruction_index import NO_POSITION
+from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS, Instr, Lane
+from schedir.ir.pipeline.process_mesh import describe_process, make_process_mesh
 from schedir.ir.program import Program
 
-SHOWN: Final = 16  # processes that are told one by one
-SLOW: Final = 0.5  # of the time that others wait: who has moved since may do so again
-ASLEEP: Final = 1.5  # seconds without a sign of a watchdog that is awake ten times in one
+MAX_SHOWN: Final = 16  # processes that are told one by one
+SLOW_SHARE: Final = 0.5  # of the time that others wait: who has moved since may do so again
+SILENT_SECONDS: Final = 1.5  # seconds without a sign of a watchdog that is awake ten times in one
 
 
 class StallKind(IntEnum):
@@ -50,41 +50,42 @@ class ProcessLayout(NamedTuple):
     dp: int
 
     @classmethod
-    def of(cls, program: Program) -> ProcessLayout:
+    def from_program(cls, program: Program) -> ProcessLayout:
         """That of a program."""
         return cls(program.shape.ranks, program.tp, program.dp)
 
     @classmethod
-    def of_box(cls, seen: BlackBoxSnapshot) -> ProcessLayout:
+    def from_snapshot(cls, snapshot: BlackBoxSnapshot) -> ProcessLayout:
         """That of the run of a process."""
-        tp, dp = max(seen[BlackBoxField.TP], 1), max(seen[BlackBoxField.DP], 1)
-        return cls(max(seen[BlackBoxField.WORLD] // (tp * dp), 1), tp, dp)
+        tp, dp = max(snapshot[BlackBoxField.TP], 1), max(snapshot[BlackBoxField.DP], 1)
+        return cls(max(snapshot[BlackBoxField.WORLD_SIZE] // (tp * dp), 1), tp, dp)
 
-    def name(self, process: int) -> str:
+    def name_process(self, process: int) -> str:
         """A process as every message names it."""
-        return process_name(process, *self)
+        return describe_process(process, *self)
 
 
 class WaitingProcess(NamedTuple):
     """A process that waits for another, and for which instruction there, if that is known."""
 
     process: int
-    on: int
+    awaited_process: int
     instr: str = ""
 
 
 class StallCause(NamedTuple):
     """Who keeps the others: the process, what is the matter with it, and all that wait.
 
-    `sure` is False where another may as well be the cause; `said` is what the process has said.
+    `is_certain` is False where another may as well be the cause; `message` is what the process has
+    said.
     """
 
     process: int
     kind: StallKind
     fact: str
-    sure: bool
+    is_certain: bool
     lines: tuple[str, ...]
-    said: str = ""
+    message: str = ""
 
     def __str__(self) -> str:
         return "\n".join([self.fact, *(f"  {line}" for line in self.lines)])
@@ -93,233 +94,256 @@ class StallCause(NamedTuple):
 class StalledRun:
     """Processes of a run by their boxes, and the program that they run, if it is known.
 
-    `missing` are processes of this machine that have left no box, `unheard` those of others of
+    `missing` are processes of this machine that have left no box, `unreachable` those of others of
     which nothing is known: they may have gone with all that could tell of them.
     """
 
     def __init__(
         self,
-        seen: Mapping[int, BlackBoxSnapshot],
-        shape: ProcessLayout,
+        snapshots: Mapping[int, BlackBoxSnapshot],
+        layout: ProcessLayout,
         program: Program | None = None,
         missing: Sequence[int] = (),
-        unheard: Sequence[int] = (),
+        unreachable: Sequence[int] = (),
     ) -> None:
-        self.seen, self.shape, self.program = dict(sorted(seen.items())), shape, program
-        self.missing, self.unheard = (*missing,), (*unheard,)
-        self.mesh = mesh_of(shape.ranks, shape.tp, shape.dp)
-        self.graph = None if program is None else Graph.of(program, "per_edge")
-        self.waits = {process: self._waits(process) for process in self.seen}
-        self.waited = {wait.on for waits in self.waits.values() for wait in waits}
+        self.snapshots, self.layout, self.program = dict(sorted(snapshots.items())), layout, program
+        self.missing, self.unreachable = (*missing,), (*unreachable,)
+        self.mesh = make_process_mesh(layout.ranks, layout.tp, layout.dp)
+        self.graph = None if program is None else Graph.from_program(program, "per_edge")
+        self.waits_of = {process: self._find_waits(process) for process in self.snapshots}
+        self.awaited = {wait.awaited_process for waits in self.waits_of.values() for wait in waits}
 
     # ------------------------------------------------------------ who waits for whom
 
-    def _place(self, process: int) -> tuple[int, int, int]:
+    def _coordinates_of(self, process: int) -> tuple[int, int, int]:
         replica, rank, slice_ = np.unravel_index(process, self.mesh.shape)
         return int(replica), int(rank), int(slice_)
 
-    def _instr(self, process: int) -> tuple[int, Instr] | None:
+    def _current_instruction(self, process: int) -> tuple[int, Instr] | None:
         """Where a process stands in its Stream, if it does."""
-        one = self.seen[process]
+        one = self.snapshots[process]
         if self.program is None or one.phase is not ProcessPhase.STEP:
             return None
-        stream, at = self.program.streams[self._place(process)[1]], one.at
+        stream, at = self.program.streams[self._coordinates_of(process)[1]], one.position
         return (at, stream[at]) if 0 <= at < len(stream) else None
 
-    def _waits(self, process: int) -> list[WaitingProcess]:
-        own = self.seen[process]
-        if own.state in ("gone", "stopped") or own.gave_up:
+    def _find_waits(self, process: int) -> list[WaitingProcess]:
+        own = self.snapshots[process]
+        if own.state in ("gone", "stopped") or own.has_failed:
             return []
-        return [*self._by_graph(process)] or [*self._by_phase(process)]
+        return [*self._find_graph_waits(process)] or [*self._find_phase_waits(process)]
 
-    def _by_graph(self, process: int) -> Iterator[WaitingProcess]:
+    def _find_graph_waits(self, process: int) -> Iterator[WaitingProcess]:
         """What the instruction needs at which a process stands, that is not there."""
-        own, graph = self.seen[process], self.graph
+        own, graph = self.snapshots[process], self.graph
         if graph is None or self.program is None or own.phase is not ProcessPhase.STEP:
             return
-        lo, hi = self.program.offsets[self._place(process)[1] :][:2].tolist()
-        at = lo + max(own.at, 0)
+        lo, hi = self.program.offsets[self._coordinates_of(process)[1] :][:2].tolist()
+        at = lo + max(own.position, 0)
         if at < hi:
-            needs = {int(n) for n in graph.waits[:, at] if n != NONE}
-            if graph.index.op[at] in SENDS:  # into memory that is free when a step has ended
-                for member, there in self._meets(process, at):
-                    other = self.seen.get(member)
-                    if other is not None and other[BlackBoxField.TURN] < own[BlackBoxField.TURN]:
-                        yield WaitingProcess(process, member, self._name(there))
+            needs = {int(n) for n in graph.local_waits[:, at] if n != NO_POSITION}
+            if graph.index.op[at] in SEND_OPS:  # into memory that is free when a step has ended
+                for member, there in self._find_participants(process, at):
+                    other = self.snapshots.get(member)
+                    if (
+                        other is not None
+                        and other[BlackBoxField.PHASE_COUNT] < own[BlackBoxField.PHASE_COUNT]
+                    ):
+                        yield WaitingProcess(process, member, self._name_instruction(there))
         else:  # what it has sent is on its way
-            needs = {k for k in range(lo, hi) if graph.index.op[k] in SENDS}
+            needs = {k for k in range(lo, hi) if graph.index.op[k] in SEND_OPS}
         for need in sorted(needs):
-            for member, there in self._meets(process, need):
-                if not self._has_come(member, there, own[BlackBoxField.TURN]):
-                    yield WaitingProcess(process, member, self._name(there))
+            for member, there in self._find_participants(process, need):
+                if not self._has_passed(member, there, own[BlackBoxField.PHASE_COUNT]):
+                    yield WaitingProcess(process, member, self._name_instruction(there))
 
-    def _meets(self, process: int, at: int) -> Iterator[tuple[int, int]]:
+    def _find_participants(self, process: int, position: int) -> Iterator[tuple[int, int]]:
         """Who else has a part in what a process has begun, and where in the program that is."""
         graph = self.graph
         assert graph is not None
-        replica, rank, slice_ = self._place(process)
-        row = ROWS[graph.index.op[at]]
-        if row.op in TRANSFERS:
-            there = int(graph.partner[at])
-            if there != NONE:
+        replica, rank, slice_ = self._coordinates_of(process)
+        row = INSTRUCTIONS[graph.index.op[position]]
+        if row.op in TRANSFER_OPS:
+            there = int(graph.partner[position])
+            if there != NO_POSITION:
                 yield int(self.mesh[replica, graph.index.rank[there], slice_]), there
         elif row.group:
-            members = next(m for m in graph.collective_groups if at in m)
-            slices = range(self.shape.tp) if row.group == "model" else [slice_]
+            members = next(m for m in graph.collective_groups if position in m)
+            slices = range(self.layout.tp) if row.group == "model" else [slice_]
             for there in members.tolist():
                 for other in slices:
                     yield int(self.mesh[replica, graph.index.rank[there], other]), there
         elif row.lane is Lane.TP:
-            yield from ((int(other), at) for other in self.mesh[replica, rank])
+            yield from ((int(other), position) for other in self.mesh[replica, rank])
         elif row.lane in (Lane.DP, Lane.PARAMS):
-            yield from ((int(other), at) for other in self.mesh[:, rank, slice_])
+            yield from ((int(other), position) for other in self.mesh[:, rank, slice_])
 
-    def _has_come(self, process: int, at: int, turn: int) -> bool:
+    def _has_passed(self, process: int, position: int, occurrence: int) -> bool:
         """Whether a process has passed an instruction, in the step of a turn."""
-        if (one := self.seen.get(process)) is None:
-            return process not in (*self.missing, *self.unheard)
-        if one[BlackBoxField.TURN] != turn:
-            return one[BlackBoxField.TURN] > turn
+        if (one := self.snapshots.get(process)) is None:
+            return process not in (*self.missing, *self.unreachable)
+        if one[BlackBoxField.PHASE_COUNT] != occurrence:
+            return one[BlackBoxField.PHASE_COUNT] > occurrence
         assert self.graph is not None
-        _, index, instr = self.graph.index.locate(at)
-        return one.head(ROWS[instr.op].lane) > index
+        _, index, instr = self.graph.index.locate(position)
+        return one.find_lane_position(INSTRUCTIONS[instr.op].lane) > index
 
-    def _by_phase(self, process: int) -> Iterator[WaitingProcess]:
+    def _find_phase_waits(self, process: int) -> Iterator[WaitingProcess]:
         """Who is behind a process that may be in a collective with it, or not in that."""
-        own = self.seen[process]
-        replica, rank, _ = self._place(process)
-        in_step = own.phase is ProcessPhase.STEP and self._instr(process) is not None
-        near = [int(p) for p in self.mesh[replica, rank]] if in_step else [*self.seen]
-        waits = bool(own[BlackBoxField.WAITS])
+        own = self.snapshots[process]
+        replica, rank, _ = self._coordinates_of(process)
+        in_step = own.phase is ProcessPhase.STEP and self._current_instruction(process) is not None
+        near = [int(p) for p in self.mesh[replica, rank]] if in_step else [*self.snapshots]
+        waits = bool(own[BlackBoxField.IS_WAITING])
         for other in near:
-            one = self.seen.get(other)
+            one = self.snapshots.get(other)
             if one is None or other == process:
                 continue
-            behind = (one[BlackBoxField.TURN], one.at) < (own[BlackBoxField.TURN], own.at)
+            behind = (one[BlackBoxField.PHASE_COUNT], one.position) < (
+                own[BlackBoxField.PHASE_COUNT],
+                own.position,
+            )
             same = (
-                one[BlackBoxField.TURN] == own[BlackBoxField.TURN] and not one[BlackBoxField.WAITS]
+                one[BlackBoxField.PHASE_COUNT] == own[BlackBoxField.PHASE_COUNT]
+                and not one[BlackBoxField.IS_WAITING]
             )
             if waits and (behind or same):
                 yield WaitingProcess(process, other)
         if waits and not in_step:
-            yield from (WaitingProcess(process, other) for other in (*self.missing, *self.unheard))
+            yield from (
+                WaitingProcess(process, other) for other in (*self.missing, *self.unreachable)
+            )
 
-    def _name(self, at: int) -> str:
+    def _name_instruction(self, position: int) -> str:
         assert self.graph is not None
-        _, index, instr = self.graph.index.locate(at)
+        _, index, instr = self.graph.index.locate(position)
         return f"#{index} {instr}"
 
     # ------------------------------------------------------------ who is to blame
 
-    def kind(self, process: int) -> StallKind:
+    def classify(self, process: int) -> StallKind:
         """What is the matter with a process, if it waits for nobody."""
-        if process not in self.seen:
-            return StallKind.UNHEARD if process in self.unheard else StallKind.MISSING
-        one = self.seen[process]
-        if one.gave_up and one.said:
+        if process not in self.snapshots:
+            return StallKind.UNHEARD if process in self.unreachable else StallKind.MISSING
+        one = self.snapshots[process]
+        if one.has_failed and one.reason:
             return StallKind.SAID
         if one.is_dead:
             return StallKind.DIED
         return StallKind.STOPPED if one.state == "stopped" else StallKind.BUSY
 
-    def roots(self) -> list[int]:
+    def find_roots(self) -> list[int]:
         """The processes that wait for nobody, and have not gone because of others."""
         found = [
-            p for p, waits in self.waits.items()
-            if not waits and not (self.kind(p) is StallKind.BUSY and self._is_over(p))
+            p for p, waits in self.waits_of.items()
+            if not waits and not (self.classify(p) is StallKind.BUSY and self._has_ended(p))
         ]  # fmt: skip
-        return [*found, *self.missing, *(p for p in self.unheard if p in self.waited)]
+        return [*found, *self.missing, *(p for p in self.unreachable if p in self.awaited)]
 
-    def _is_over(self, process: int) -> bool:
-        one = self.seen[process]
-        return one.gave_up or bool(one[BlackBoxField.ENDED]) or one.state == "gone"
+    def _has_ended(self, process: int) -> bool:
+        one = self.snapshots[process]
+        return one.has_failed or bool(one[BlackBoxField.HAS_ENDED]) or one.state == "gone"
 
-    def blame(self, why: str = "") -> StallCause | None:
-        """Who keeps the others, for a reader who was told `why` it is asked; None if nobody does.
+    def find_cause(self, reason: str = "") -> StallCause | None:
+        """Who keeps the others, for a reader who was told `reason` it is asked; None if nobody
+        does.
 
         Of several it is the one of which most is known, then who is furthest behind.
         """
-        roots = self.roots()
+        roots = self.find_roots()
         if not roots:
             return None
-        roots.sort(key=self._order)
-        first, kind = roots[0], self.kind(roots[0])
-        alike = [p for p in roots if self._order(p)[:2] == self._order(first)[:2]]
+        roots.sort(key=self._sort_key)
+        first, kind = roots[0], self.classify(roots[0])
+        alike = [p for p in roots if self._sort_key(p)[:2] == self._sort_key(first)[:2]]
         sure = len(alike) == 1 or kind < StallKind.MISSING
-        fact = f"{why}: " if why else ""
-        fact += f"{self.shape.name(first)} {self._matter(first, kind)}"
+        fact = f"{reason}: " if reason else ""
+        fact += f"{self.layout.name_process(first)} {self._describe_problem(first, kind)}"
         if not sure:
-            fact += f"; or it may be {', '.join(self.shape.name(p) for p in alike[1:4])}"
-        said = self.seen[first].said if first in self.seen else ""
-        return StallCause(first, kind, fact, sure, (*self.lines(first),), said)
+            fact += f"; or it may be {', '.join(self.layout.name_process(p) for p in alike[1:4])}"
+        said = self.snapshots[first].reason if first in self.snapshots else ""
+        return StallCause(first, kind, fact, sure, (*self.describe_processes(first),), said)
 
-    def _order(self, process: int) -> tuple[int, bool, int, int, float]:
-        one, kind = self.seen.get(process), self.kind(process)
+    def _sort_key(self, process: int) -> tuple[int, bool, int, int, float]:
+        one, kind = self.snapshots.get(process), self.classify(process)
         if one is None:
-            return kind, process not in self.waited, 0, 0, 0.0
+            return kind, process not in self.awaited, 0, 0, 0.0
         if kind in (StallKind.SAID, StallKind.DIED):  # who did first
-            when = BlackBoxField.FAILED if kind is StallKind.SAID else BlackBoxField.BEAT
-            return kind, False, 0, 0, one[when] - one.now
-        turn = one[BlackBoxField.TURN] + bool(one[BlackBoxField.WAITS])
-        return kind, process not in self.waited, turn, one.at, -one.seconds
+            when = BlackBoxField.FAILURE_TIME if kind is StallKind.SAID else BlackBoxField.HEARTBEAT
+            return kind, False, 0, 0, one[when] - one.read_time
+        turn = one[BlackBoxField.PHASE_COUNT] + bool(one[BlackBoxField.IS_WAITING])
+        return kind, process not in self.awaited, turn, one.position, -one.seconds_at_position
 
-    def _matter(self, process: int, kind: StallKind) -> str:
+    def _describe_problem(self, process: int, kind: StallKind) -> str:
         if kind is StallKind.MISSING:
             return "has not begun: it has left no black box"
         if kind is StallKind.UNHEARD:
             return "is waited for, and nothing is heard of it from its machine"
-        one, where = self.seen[process], self.where(process)
+        one, where = self.snapshots[process], self.describe_location(process)
         if kind is StallKind.SAID:
             return f"has given up, {where}"
         if kind is StallKind.DIED:
             return f"has died without a word, {where}"
         if kind is StallKind.STOPPED:
-            return f"is stopped, {where}, for {one.seconds:.1f} s"
+            return f"is stopped, {where}, for {one.seconds_at_position:.1f} s"
         slow = "is slow, or has only just come to stand"
-        does = slow if self.moves(process) else "does not go on"
-        if one.silent > ASLEEP and one.phase > ProcessPhase.START:
+        does = slow if self.is_slow(process) else "does not go on"
+        if one.heartbeat_age > SILENT_SECONDS and one.phase > ProcessPhase.START:
             does += " (and lets no Python run)"
-        return f"waits for nobody, and {does}: {where}, for {one.seconds:.1f} s"
+        return f"waits for nobody, and {does}: {where}, for {one.seconds_at_position:.1f} s"
 
-    def moves(self, process: int) -> bool:
+    def is_slow(self, process: int) -> bool:
         """Whether a process at work has moved while others waited for it: it may be only slow."""
-        if self.kind(process) is not StallKind.BUSY:
+        if self.classify(process) is not StallKind.BUSY:
             return False
-        waits = (wait for own in self.waits.values() for wait in own if wait.on == process)
-        waited = max((self.seen[wait.process].seconds for wait in waits), default=0.0)
-        return self.seen[process].seconds < SLOW * waited
+        waits = (
+            wait
+            for own in self.waits_of.values()
+            for wait in own
+            if wait.awaited_process == process
+        )
+        waited = max(
+            (self.snapshots[wait.process].seconds_at_position for wait in waits), default=0.0
+        )
+        return self.snapshots[process].seconds_at_position < SLOW_SHARE * waited
 
-    def _doing(self, process: int) -> str:
+    def _describe_activity(self, process: int) -> str:
         """What a process is at."""
-        one, found = self.seen[process], self._instr(process)
-        return one.doing if found is None else f"{one.doing} at #{found[0]} {found[1]}"
+        one, found = self.snapshots[process], self._current_instruction(process)
+        return one.activity if found is None else f"{one.activity} at #{found[0]} {found[1]}"
 
-    def where(self, process: int) -> str:
+    def describe_location(self, process: int) -> str:
         """What a process is at, and where in the code."""
-        one, text = self.seen[process], self._doing(process)
+        one, text = self.snapshots[process], self._describe_activity(process)
         if self.program is None and one.phase is ProcessPhase.STEP:
-            text += f" at #{one.at}"
+            text += f" at #{one.position}"
         return f"{text}, {one.note}" if one.note else text
 
-    def lines(self, but: int = -1) -> list[str]:
+    def describe_processes(self, excluded: int = -1) -> list[str]:
         """All processes but one, and for whom they wait."""
-        rest = [p for p in self.seen if p != but]
-        names = {p: self.shape.name(p) for p in rest[:SHOWN]}
+        rest = [p for p in self.snapshots if p != excluded]
+        names = {p: self.layout.name_process(p) for p in rest[:MAX_SHOWN]}
         width = max(map(len, names.values()), default=0)
-        lines = [f"{name:<{width}}  {self._stands(process)}" for process, name in names.items()]
-        return lines + [f"... and {len(rest) - SHOWN} more processes"] * (len(rest) > SHOWN)
+        lines = [
+            f"{name:<{width}}  {self._describe_state(process)}" for process, name in names.items()
+        ]
+        return lines + [f"... and {len(rest) - MAX_SHOWN} more processes"] * (len(rest) > MAX_SHOWN)
 
-    def _stands(self, process: int) -> str:
-        text, kind, waits = self._doing(process), self.kind(process), self.waits[process]
+    def _describe_state(self, process: int) -> str:
+        text, kind, waits = (
+            self._describe_activity(process),
+            self.classify(process),
+            self.waits_of[process],
+        )
         if kind is StallKind.DIED:
             return f"{text}, has died"
         if kind is StallKind.STOPPED:
             return f"{text}, is stopped"
-        if self._is_over(process):
-            return f"{text}, has {'given up' if self.seen[process].gave_up else 'ended'}"
+        if self._has_ended(process):
+            return f"{text}, has {'given up' if self.snapshots[process].has_failed else 'ended'}"
         if not waits:
             return text
-        many = [*dict.fromkeys(wait.on for wait in waits)]
+        many = [*dict.fromkeys(wait.awaited_process for wait in waits)]
         for_whom = " and ".join(f"process {p}" for p in many[:4]) + " and more" * (len(many) > 4)
         what = next((f" to come to {wait.instr}" for wait in waits if wait.instr), "")
         return f"{text}, waits for {for_whom}{what}"

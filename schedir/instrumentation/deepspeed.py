@@ -18,15 +18,15 @@ from warnings import warn
 from schedir.errors import ExecutionError
 from schedir.instrumentation.profiler_ranges import (
     FunctionPatches,
-    mark,
-    posting,
-    profiling,
-    reducing,
+    is_profiling,
+    make_instruction_range,
+    make_posting_range,
+    open_reduction_ranges,
 )
 
 PACKAGE: Final = "deepspeed"
-ROOT: Final = PACKAGE
-KNOWN: Final = "0.19.8"
+ROOT_MODULE: Final = PACKAGE
+SUPPORTED_VERSION: Final = "0.19.8"
 _MODULE: Final = "deepspeed.runtime.pipe.engine"
 
 _ACTIONS: Final = {
@@ -37,76 +37,80 @@ _ACTIONS: Final = {
     "SendGrad": "SEND_B",
     "RecvGrad": "RECV_B",
 }
-_COMMIT: Final = "CommitP2P"
-_KNOWN: Final = ("TrainSchedule", "InferenceSchedule", "DualPipeVSchedule")
-_MAP: Final = "_INSTRUCTION_MAP"
+_COMMIT_KIND: Final = "CommitP2P"
+_KNOWN_SCHEDULES: Final = ("TrainSchedule", "InferenceSchedule", "DualPipeVSchedule")
+_MAP_ATTRIBUTE: Final = "_INSTRUCTION_MAP"
 
 
-def patch(patches: FunctionPatches) -> None:
+def add_patches(patches: FunctionPatches) -> None:
     """Plan what is put around DeepSpeed's functions.  Raises UsageError where one is not there."""
-    patches.around(import_module(_MODULE).PipelineEngine, "_exec_schedule", _exec_schedule)
+    patches.wrap_function(import_module(_MODULE).PipelineEngine, "_exec_schedule", _run_schedule)
 
 
-def _exec_schedule(original: Any, engine: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
-    if not profiling():
+def _run_schedule(original: Any, engine: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
+    if not is_profiling():
         return original(engine, schedule, *args, **kwargs)
-    if type(schedule).__name__ not in _KNOWN:
+    if type(schedule).__name__ not in _KNOWN_SCHEDULES:
         kind = type(schedule).__name__
-        warn(f"{kind} is not one of {', '.join(_KNOWN)}: it is not marked", stacklevel=3)
+        warn(f"{kind} is not one of {', '.join(_KNOWN_SCHEDULES)}: it is not marked", stacklevel=3)
         return original(engine, schedule, *args, **kwargs)
     step = _DeepSpeedStep(
-        schedule, queues=any(kind.__name__ == _COMMIT for kind in engine._INSTRUCTION_MAP)
+        schedule,
+        queues_messages=any(kind.__name__ == _COMMIT_KIND for kind in engine._INSTRUCTION_MAP),
     )
-    own = vars(engine).get(_MAP)
-    marked = {k: partial(step.run, k.__name__, run) for k, run in engine._INSTRUCTION_MAP.items()}
-    setattr(engine, _MAP, marked)  # this engine's, for as long as the step lasts
+    own = vars(engine).get(_MAP_ATTRIBUTE)
+    marked = {
+        k: partial(step.run_instruction, k.__name__, run)
+        for k, run in engine._INSTRUCTION_MAP.items()
+    }
+    setattr(engine, _MAP_ATTRIBUTE, marked)  # this engine's, for as long as the step lasts
     try:
         return original(engine, schedule, *args, **kwargs)
     finally:
-        delattr(engine, _MAP) if own is None else setattr(engine, _MAP, own)
+        delattr(engine, _MAP_ATTRIBUTE) if own is None else setattr(engine, _MAP_ATTRIBUTE, own)
 
 
 class _DeepSpeedStep:
     """A step under a profiler: how many of each kind have run, and which messages are queued."""
 
-    def __init__(self, schedule: Any, queues: bool) -> None:
+    def __init__(self, schedule: Any, queues_messages: bool) -> None:
         self.schedule = schedule
-        self.queues = queues
-        self.queued: list[str] = []
-        self.counted: Counter[tuple[str, int]] = Counter()
-        self.buffers = schedule.num_pipe_buffers()
+        self.queues_messages = queues_messages
+        self.queued_actions: list[str] = []
+        self.counts: Counter[tuple[str, int]] = Counter()
+        self.num_buffers = schedule.num_pipe_buffers()
         # By phase; in the second, stages come back to the ranks that they began on.
         both = schedule.stage_id, 2 * schedule.stages - 1 - schedule.stage_id
-        self.stages = both if queues else both[:1]
+        self.stage_of_phase = both if queues_messages else both[:1]
 
-    def run(self, kind: str, original: Any, engine: Any, **kwargs: Any) -> Any:
+    def run_instruction(self, kind: str, original: Any, engine: Any, **kwargs: Any) -> Any:
         """Run an instruction in its range."""
-        with self.range(kind, kwargs):
+        with self.make_range(kind, kwargs):
             return original(engine, **kwargs)
 
-    def range(self, kind: str, given: dict[str, Any]) -> Any:
+    def make_range(self, kind: str, arguments: dict[str, Any]) -> Any:
         """The range of an instruction; what loads, or only queues, has none."""
         if kind in _ACTIONS:
-            action = self.action(kind, given["buffer_id"], given.get("phase", 0))
-            if not self.queues or not kind.startswith(("Send", "Recv")):
-                return mark(action)
-            self.queued.append(action)
-        elif kind == _COMMIT and self.queued:
-            queued, self.queued = self.queued, []
-            return posting(queued)
+            action = self.name_next_action(kind, arguments["buffer_id"], arguments.get("phase", 0))
+            if not self.queues_messages or not kind.startswith(("Send", "Recv")):
+                return make_instruction_range(action)
+            self.queued_actions.append(action)
+        elif kind == _COMMIT_KIND and self.queued_actions:
+            queued, self.queued_actions = self.queued_actions, []
+            return make_posting_range(queued)
         elif kind == "ReduceGrads":
-            return reducing(self.stages)
+            return open_reduction_ranges(self.stage_of_phase)
         elif kind == "OptimizerStep":
-            return mark("STEP")
+            return make_instruction_range("STEP")
         return nullcontext()
 
-    def action(self, kind: str, buffer: int, phase: int) -> str:
+    def name_next_action(self, kind: str, buffer: int, phase: int) -> str:
         """What the next instruction of a kind is called, if it works on its buffer."""
-        mb = self.counted[kind, phase]
-        self.counted[kind, phase] += 1
-        if (phase * self.schedule.micro_batches + mb) % self.buffers != buffer:
+        mb = self.counts[kind, phase]
+        self.counts[kind, phase] += 1
+        if (phase * self.schedule.micro_batches + mb) % self.num_buffers != buffer:
             raise ExecutionError(
                 f"DeepSpeed runs {kind} on buffer {buffer}, which is not that of microbatch {mb}",
                 hint="this version orders microbatches otherwise: run without schedir.instrument",
             )
-        return f"{self.stages[phase]}{_ACTIONS[kind]}{mb}"
+        return f"{self.stage_of_phase[phase]}{_ACTIONS[kind]}{mb}"

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Final
 
-from schedir.errors import UsageError, in_words
+from schedir.errors import UsageError, describe_exception
 
 # By the name it is asked for, the module that marks a trainer, and imports it only then.  There,
 # ROOT is what must be installed, and KNOWN the versions that it is for.
@@ -28,28 +28,28 @@ class _InstrumentedTrainer:
     patches: Any
 
 
-_MARKED: dict[str, _InstrumentedTrainer] = {}
+_INSTRUMENTED: dict[str, _InstrumentedTrainer] = {}
 
 
 @dataclass(repr=False)
 class Instrumented:
     """What was instrumented: `undo()`, or the end of a `with`, takes it away again.
 
-    `trainers` are the packages and versions that are marked, `left` why others are not, by name.
+    `trainers` are the packages and versions that are marked, `skipped` why others are not, by name.
     """
 
     trainers: dict[str, str] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
     _names: list[str] = field(default_factory=list)
 
     def undo(self) -> None:
         """Take the ranges away, unless another call still wants them.  Does nothing twice."""
         while self._names:
             name = self._names.pop()
-            patches = _MARKED[name].patches
+            patches = _INSTRUMENTED[name].patches
             patches.__exit__()
             if not patches.users:
-                del _MARKED[name]
+                del _INSTRUMENTED[name]
 
     def __enter__(self) -> Instrumented:
         return self
@@ -64,7 +64,7 @@ class Instrumented:
 
     def __str__(self) -> str:
         marked = ", ".join(f"{name} {version}" for name, version in self.trainers.items())
-        return "; ".join([f"instrumented {marked or 'nothing'}", *self.left.values()])
+        return "; ".join([f"instrumented {marked or 'nothing'}", *self.skipped.values()])
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -100,7 +100,7 @@ def instrument(*trainers: str) -> Instrumented:
     done, ready, missing = Instrumented(), {}, {}
     for name in dict.fromkeys(trainers or _MARKERS):
         try:
-            ready[name] = _MARKED.get(name) or _marked(name)
+            ready[name] = _INSTRUMENTED.get(name) or _prepare_trainer(name)
         except UsageError as error:
             missing[name] = error
     if trainers and missing:
@@ -109,37 +109,37 @@ def instrument(*trainers: str) -> Instrumented:
             hint="; ".join(filter(None, (error.hint for error in missing.values()))),
             fields=[*missing],
         )
-    done.left.update({name: error.fact for name, error in missing.items()})
+    done.skipped.update({name: error.fact for name, error in missing.items()})
     for name, marked in ready.items():
-        _MARKED[name] = marked
+        _INSTRUMENTED[name] = marked
         marked.patches.__enter__()
         done.trainers[marked.package] = marked.version
         done._names.append(name)
     return done
 
 
-def _marked(name: str) -> _InstrumentedTrainer:
+def _prepare_trainer(name: str) -> _InstrumentedTrainer:
     """A trainer with all that is to be put around its functions, which are all there."""
     from schedir.instrumentation.profiler_ranges import FunctionPatches
 
     marker: Any = import_module(_MARKERS[name])
     package, patches = marker.PACKAGE, FunctionPatches()
-    if not _installed(marker.ROOT):
+    if not _is_installed(marker.ROOT_MODULE):
         raise UsageError(f"{package} is not installed", hint=f"pip install {package}")
     try:
-        version = str(import_module(marker.ROOT).__version__)
-        marker.patch(patches)
+        version = str(import_module(marker.ROOT_MODULE).__version__)
+        marker.add_patches(patches)
     except UsageError as error:
         raise UsageError(
             f"{package} {version} cannot be marked: {error.fact}",
-            hint=f"{package} {marker.KNOWN} can",
+            hint=f"{package} {marker.SUPPORTED_VERSION} can",
         ) from None
     except Exception as error:  # whatever its import may raise
-        raise UsageError(f"{package} cannot be imported: {in_words(error)}") from None
+        raise UsageError(f"{package} cannot be imported: {describe_exception(error)}") from None
     return _InstrumentedTrainer(package, version, patches)
 
 
-def _installed(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # of what it lies in

@@ -26,27 +26,27 @@ from schedir.errors import ExecutionError, UsageError
 from schedir.instrumentation.profiler_ranges import (
     FunctionPatches,
     PostedMessages,
-    mark,
-    posted,
-    posting,
-    profiling,
-    reducing,
+    is_profiling,
+    make_instruction_range,
+    make_posting_range,
+    open_reduction_ranges,
+    wrap_works,
 )
 
 PACKAGE: Final = "megatron-core"
-ROOT: Final = "megatron.core"
-KNOWN: Final = "0.16.1"
+ROOT_MODULE: Final = "megatron.core"
+SUPPORTED_VERSION: Final = "0.16.1"
 _MODULE: Final = "megatron.core.pipeline_parallel.schedules"
 
-_AT: Final = "_schedir_at"  # which stage and microbatch a tensor is of
-_ALONE: Final = "forward_backward_no_pipelining"
+_POSITION_ATTRIBUTE: Final = "_schedir_at"  # which stage and microbatch a tensor is of
+_NO_PIPELINING: Final = "forward_backward_no_pipelining"
 _SCHEDULES: Final = (
-    _ALONE,
+    _NO_PIPELINING,
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
 # Settings under which it computes or sends elsewhere.
-_ELSEWHERE: Final = (
+_UNSUPPORTED_SETTINGS: Final = (
     "overlap_moe_expert_parallel_comm",
     "hybrid_context_parallel",
     "use_ring_exchange_p2p",
@@ -68,32 +68,32 @@ class _MegatronStep:
     activations: Iterator[_MessageStage]
     gradients: Iterator[_MessageStage]
 
-    def message(self, place: str, tensor: Any) -> str:
+    def name_message(self, direction: str, tensor: Any) -> str:
         """What a message is called that `_p2p_ops` knows by the parameter `tensor_{place}`."""
-        if place.startswith("recv"):
-            at = next(self.activations if place == "recv_prev" else self.gradients, None)
+        if direction.startswith("recv"):
+            at = next(self.activations if direction == "recv_prev" else self.gradients, None)
             if at is None:
                 raise ExecutionError("Megatron receives more than its schedule has", hint=_HINT)
-            setattr(tensor, _AT, at)
-            return f"{at.stage}{'RECV_F' if place == 'recv_prev' else 'RECV_B'}{at.mb}"
-        at = _known(tensor)
-        return f"{at.stage}{'SEND_F' if place == 'send_next' else 'SEND_B'}{at.mb}"
+            setattr(tensor, _POSITION_ATTRIBUTE, at)
+            return f"{at.stage}{'RECV_F' if direction == 'recv_prev' else 'RECV_B'}{at.mb}"
+        at = _read_tag(tensor)
+        return f"{at.stage}{'SEND_F' if direction == 'send_next' else 'SEND_B'}{at.mb}"
 
 
-_STEP: ContextVar[_MegatronStep | None] = ContextVar("schedir.megatron", default=None)
+_CURRENT_STEP: ContextVar[_MegatronStep | None] = ContextVar("schedir.megatron", default=None)
 
 
-def patch(patches: FunctionPatches) -> None:
+def add_patches(patches: FunctionPatches) -> None:
     """Plan what is put around Megatron's functions.  Raises UsageError where one is not there."""
     schedules: Any = import_module(_MODULE)
     messages: Any = import_module("megatron.core.pipeline_parallel.p2p_communication")
     within = FunctionPatches()
-    within.around(schedules, "forward_step", _forward)
-    within.around(schedules, "backward_step", _backward)
-    within.around(messages, "_batched_p2p_ops", _batched)
-    within.around(messages, "_p2p_ops", _one_by_one)
+    within.wrap_function(schedules, "forward_step", _run_forward)
+    within.wrap_function(schedules, "backward_step", _run_backward)
+    within.wrap_function(messages, "_batched_p2p_ops", _post_batch)
+    within.wrap_function(messages, "_p2p_ops", _post_one_by_one)
     for name in _SCHEDULES:
-        patches.around(schedules, name, partial(_schedule, schedules, within))
+        patches.wrap_function(schedules, name, partial(_run_schedule, schedules, within))
     for name in ("get_model_config", "get_schedule_table"):
         if not hasattr(schedules, name):
             raise UsageError(f"{_MODULE} has no {name}")
@@ -101,18 +101,18 @@ def patch(patches: FunctionPatches) -> None:
         raise UsageError(f"{_MODULE}.forward_step takes no vp_stage or no current_microbatch")
 
 
-def _schedule(
-    schedules: Any, within: FunctionPatches, original: Any, *args: Any, **kwargs: Any
+def _run_schedule(
+    schedules: Any, step_patches: FunctionPatches, original: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if not profiling():
+    if not is_profiling():
         return original(*args, **kwargs)
     given = signature(original).bind(*args, **kwargs).arguments
     model = given["model"] if isinstance(given["model"], list) else [given["model"]]
     config = schedules.get_model_config(model[0])
-    if set_ := [name for name in _ELSEWHERE if getattr(config, name, False)]:
+    if set_ := [name for name in _UNSUPPORTED_SETTINGS if getattr(config, name, False)]:
         warn(f"steps of Megatron with {', '.join(set_)} are not marked", stacklevel=3)
         return original(*args, **kwargs)
-    rank, ranks = _place(schedules, original, given)
+    rank, ranks = _pipeline_position(schedules, original, given)
     chunks, table = len(model), [(mb, 0) for mb in range(given["num_microbatches"])]
     if chunks > 1:
         group = config.microbatch_group_size_per_vp_stage
@@ -135,22 +135,22 @@ def _schedule(
         ),
     )
     stages = range(rank, ranks * chunks, ranks)
-    token, finalize = _STEP.set(step), config.finalize_model_grads_func
+    token, finalize = _CURRENT_STEP.set(step), config.finalize_model_grads_func
     if finalize is not None:
-        config.finalize_model_grads_func = partial(_finalize, finalize, stages)
+        config.finalize_model_grads_func = partial(_reduce_gradients, finalize, stages)
     try:
-        with within:
+        with step_patches:
             return original(*args, **kwargs)
     finally:
         config.finalize_model_grads_func = finalize
-        _STEP.reset(token)
+        _CURRENT_STEP.reset(token)
 
 
-def _place(schedules: Any, original: Any, given: dict[str, Any]) -> tuple[int, int]:
+def _pipeline_position(schedules: Any, original: Any, arguments: dict[str, Any]) -> tuple[int, int]:
     """The rank in the pipeline, and the number of ranks."""
-    if original.__name__ == _ALONE:
+    if original.__name__ == _NO_PIPELINING:
         return 0, 1
-    communicator = given.get("p2p_communicator")
+    communicator = arguments.get("p2p_communicator")
     if communicator is None:
         group = schedules.parallel_state.get_pipeline_model_parallel_group()
     else:
@@ -158,62 +158,62 @@ def _place(schedules: Any, original: Any, given: dict[str, Any]) -> tuple[int, i
     return group.rank(), group.size()
 
 
-def _forward(original: Any, *args: Any, **kwargs: Any) -> Any:
-    step = _STEP.get()
+def _run_forward(original: Any, *args: Any, **kwargs: Any) -> Any:
+    step = _CURRENT_STEP.get()
     if step is None:
         return original(*args, **kwargs)
     given = signature(original).bind(*args, **kwargs).arguments
     at = _MessageStage(
         (given.get("vp_stage") or 0) * step.ranks + step.rank, given["current_microbatch"]
     )
-    _confirm(given["input_tensor"], at)
-    with mark(f"{at.stage}F{at.mb}"):
+    _require_tag(given["input_tensor"], at)
+    with make_instruction_range(f"{at.stage}F{at.mb}"):
         result = original(*args, **kwargs)
-    _name(result[0], at)
+    _tag_tensors(result[0], at)
     return result
 
 
-def _backward(original: Any, *args: Any, **kwargs: Any) -> Any:
-    if _STEP.get() is None:
+def _run_backward(original: Any, *args: Any, **kwargs: Any) -> Any:
+    if _CURRENT_STEP.get() is None:
         return original(*args, **kwargs)
     given = signature(original).bind(*args, **kwargs).arguments
-    at = _known(given["output_tensor"])
-    _confirm(given["output_tensor_grad"], at)
-    with mark(f"{at.stage}B{at.mb}"):
+    at = _read_tag(given["output_tensor"])
+    _require_tag(given["output_tensor_grad"], at)
+    with make_instruction_range(f"{at.stage}B{at.mb}"):
         gradient = original(*args, **kwargs)
-    _name(gradient, at)
+    _tag_tensors(gradient, at)
     return gradient
 
 
-def _finalize(original: Any, stages: range, *args: Any, **kwargs: Any) -> Any:
+def _reduce_gradients(original: Any, stages: range, *args: Any, **kwargs: Any) -> Any:
     """Reduce the gradients of all the rank's stages, in one call."""
-    with reducing(stages):
+    with open_reduction_ranges(stages):
         return original(*args, **kwargs)
 
 
 # ---------------------------------------------------------------- messages
 
 
-def _batched(original: Any, **kwargs: Any) -> Any:
+def _post_batch(original: Any, **kwargs: Any) -> Any:
     """Post messages as one."""
-    step = _STEP.get()
-    actions = _actions(step, kwargs)
+    step = _CURRENT_STEP.get()
+    actions = _name_messages(step, kwargs)
     if not actions:
         return original(**kwargs)
-    with posting([*actions.values()]):
+    with make_posting_range([*actions.values()]):
         works = original(**kwargs)
-    return posted(works, [*actions.values()])
+    return wrap_works(works, [*actions.values()])
 
 
-def _one_by_one(original: Any, **kwargs: Any) -> Any:
+def _post_one_by_one(original: Any, **kwargs: Any) -> Any:
     """Post messages one after the other, in an order that `_p2p_ops` knows."""
-    actions = _actions(_STEP.get(), kwargs)
+    actions = _name_messages(_CURRENT_STEP.get(), kwargs)
     if not actions:
         return original(**kwargs)
     names = {id(kwargs[f"tensor_{place}"]): action for place, action in actions.items()}
 
     def marked(function: Any, tensor: Any, **rest: Any) -> Any:
-        with mark(names.pop(id(tensor))):
+        with make_instruction_range(names.pop(id(tensor))):
             return function(tensor, **rest)
 
     own = _Distributed(
@@ -233,12 +233,12 @@ class _Distributed(SimpleNamespace):
         return getattr(distributed, name)
 
 
-def _actions(step: _MegatronStep | None, given: dict[str, Any]) -> dict[str, str]:
+def _name_messages(step: _MegatronStep | None, arguments: dict[str, Any]) -> dict[str, str]:
     """What the messages of a call are called, by their place, in the order of its parameters."""
     places = ("send_prev", "recv_prev", "send_next", "recv_next")
-    tensors = {place: given[f"tensor_{place}"] for place in places} if step else {}
+    tensors = {place: arguments[f"tensor_{place}"] for place in places} if step else {}
     return {
-        place: step.message(place, tensor)
+        place: step.name_message(place, tensor)
         for place, tensor in tensors.items()
         if step is not None and tensor is not None
     }
@@ -247,30 +247,31 @@ def _actions(step: _MegatronStep | None, given: dict[str, Any]) -> dict[str, str
 # ---------------------------------------------------------------- what tensors carry
 
 
-def _tensors(value: Any) -> list[Any]:
+def _list_tensors(value: Any) -> list[Any]:
     return [one for one in (value if isinstance(value, list) else [value]) if one is not None]
 
 
-def _name(value: Any, at: _MessageStage) -> None:
-    for tensor in _tensors(value):
-        setattr(tensor, _AT, at)
+def _tag_tensors(value: Any, position: _MessageStage) -> None:
+    for tensor in _list_tensors(value):
+        setattr(tensor, _POSITION_ATTRIBUTE, position)
 
 
-def _known(value: Any) -> _MessageStage:
+def _read_tag(value: Any) -> _MessageStage:
     """Which stage and microbatch a tensor is of that a forward or backward has returned."""
-    found = [getattr(tensor, _AT, None) for tensor in _tensors(value)]
+    found = [getattr(tensor, _POSITION_ATTRIBUTE, None) for tensor in _list_tensors(value)]
     if not found or not isinstance(found[0], _MessageStage):
         raise ExecutionError("Megatron hands on a tensor that no forward_step returned", hint=_HINT)
     return found[0]
 
 
-def _confirm(value: Any, at: _MessageStage) -> None:
+def _require_tag(value: Any, position: _MessageStage) -> None:
     """Raise ExecutionError where what was received is not what a forward or backward takes."""
-    for tensor in _tensors(value):
-        found = getattr(tensor, _AT, at)
-        if found != at:
+    for tensor in _list_tensors(value):
+        found = getattr(tensor, _POSITION_ATTRIBUTE, position)
+        if found != position:
             raise ExecutionError(
-                f"Megatron computes {at.stage}.{at.mb} (stage and microbatch) with what was "
+                f"Megatron computes {position.stage}.{position.mb} (stage and microbatch) with "
+                "what was "
                 f"received for {found.stage}.{found.mb}",
                 hint=_HINT,
             )

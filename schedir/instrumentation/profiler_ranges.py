@@ -27,31 +27,31 @@ from torch.profiler import record_function
 from schedir.errors import UsageError
 
 
-def profiling() -> bool:
+def is_profiling() -> bool:
     """Whether a profiler of this process runs.  Asked once at the start of a step."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def mark(action: str) -> record_function:
+def make_instruction_range(action: str) -> record_function:
     """The range of an action."""
     return record_function(f"PP:{action}")
 
 
-def posting(actions: Sequence[str]) -> record_function:
+def make_posting_range(actions: Sequence[str]) -> record_function:
     """The range in which messages are posted, as one where they are several."""
-    return mark(_together(actions, "BATCH_P2P"))
+    return make_instruction_range(_join_actions(actions, "BATCH_P2P"))
 
 
-def _together(actions: Sequence[str], kind: str) -> str:
+def _join_actions(actions: Sequence[str], kind: str) -> str:
     once = list(dict.fromkeys(actions))  # tensors of one boundary are one message
     return once[0] if len(once) == 1 else f"({';'.join(once)}){kind}"
 
 
-def reducing(stages: Iterable[int]) -> ExitStack:
+def open_reduction_ranges(stages: Iterable[int]) -> ExitStack:
     """The range of one call that reduces the gradients of several stages: one of each stage."""
     with ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(mark(f"{stage}REDUCE_GRAD"))
+            stack.enter_context(make_instruction_range(f"{stage}REDUCE_GRAD"))
         return stack.pop_all()
 
 
@@ -60,11 +60,11 @@ class PostedMessages:
 
     def __init__(self, works: Sequence[Any], actions: Sequence[str]) -> None:
         self.works = works
-        name = _together(actions, "WAIT")
+        name = _join_actions(actions, "WAIT")
         self.name = name if ";" in name else re.sub("(?=SEND|RECV)", "WAIT_", name)
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        with mark(self.name):
+        with make_instruction_range(self.name):
             return [work.wait(*args, **kwargs) for work in self.works][-1]
 
     def is_completed(self) -> bool:
@@ -74,7 +74,7 @@ class PostedMessages:
         return getattr(self.works[-1], name)
 
 
-def posted(works: Sequence[Any], actions: Sequence[str]) -> list[PostedMessages]:
+def wrap_works(works: Sequence[Any], actions: Sequence[str]) -> list[PostedMessages]:
     """The works of messages, one of each message, or one of all where a batch has one work."""
     if len(works) != len(actions):
         return [PostedMessages(works, actions)] if works else []
@@ -91,44 +91,44 @@ class FunctionPatches:
     """
 
     def __init__(self) -> None:
-        self.users = 0
-        self._wanted: list[tuple[Any, str, Callable[..., Any]]] = []
-        self._placed: list[tuple[Any, str, Any, Any]] = []
+        self.num_users = 0
+        self._planned: list[tuple[Any, str, Callable[..., Any]]] = []
+        self._installed: list[tuple[Any, str, Any, Any]] = []
         self._lock = Lock()
 
-    def around(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    def wrap_function(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Plan that `ours(original, *args)` is called where `owner.name(*args)` is.
 
         Raises UsageError where `owner` itself has no such function.
         """
         if not callable(vars(owner).get(name)):
             raise UsageError(f"{owner.__name__} has no {name}")
-        self._wanted.append((owner, name, ours))
+        self._planned.append((owner, name, wrapper))
 
     def __enter__(self) -> None:
         with self._lock:
-            self.users += 1
-            if self.users > 1:
+            self.num_users += 1
+            if self.num_users > 1:
                 return
-            for owner, name, ours in self._wanted:
+            for owner, name, ours in self._planned:
                 original = vars(owner)[name]
-                called = self._around(original, ours)
-                self._placed.append((owner, name, original, called))
+                called = self._make_wrapper(original, ours)
+                self._installed.append((owner, name, original, called))
                 setattr(owner, name, called)
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self.users -= 1
-            while self._placed and not self.users:
-                owner, name, original, called = self._placed.pop()
+            self.num_users -= 1
+            while self._installed and not self.num_users:
+                owner, name, original, called = self._installed.pop()
                 if vars(owner).get(name) is called:  # or others have come on top, and stay
                     setattr(owner, name, original)
 
-    def _around(self, original: Any, ours: Callable[..., Any]) -> Any:
+    def _make_wrapper(self, original: Any, wrapper: Callable[..., Any]) -> Any:
         @wraps(original)
         def called(*args: Any, **kwargs: Any) -> Any:
-            if not self.users:
+            if not self.num_users:
                 return original(*args, **kwargs)
-            return ours(original, *args, **kwargs)
+            return wrapper(original, *args, **kwargs)
 
         return called

@@ -19,139 +19,150 @@ from torch.profiler import record_function
 
 from schedir.instrumentation.profiler_ranges import (
     FunctionPatches,
-    mark,
-    posted,
-    posting,
-    profiling,
+    is_profiling,
+    make_instruction_range,
+    make_posting_range,
+    wrap_works,
 )
 
 PACKAGE: Final = "torch"
-ROOT: Final = PACKAGE
-KNOWN: Final = "2.13"
+ROOT_MODULE: Final = PACKAGE
+SUPPORTED_VERSION: Final = "2.13"
 _MODULE: Final = "torch.distributed.pipelining.schedules"
 
-_BACKWARDS: Final = {
+_BACKWARD_METHODS: Final = {
     "backward_one_chunk": "B",
     "backward_weight_one_chunk": "W",
     "perform_reduce_grad": "REDUCE_GRAD",
 }
-_MESSAGES: Final = {
+_MESSAGE_METHODS: Final = {
     "get_fwd_send_ops": "SEND_F",
     "get_fwd_recv_ops": "RECV_F",
     "get_bwd_send_ops": "SEND_B",
     "get_bwd_recv_ops": "RECV_B",
 }
-_ACTION: Final = "_schedir_action"  # what a P2POp of a step is to be called
+_ACTION_ATTRIBUTE: Final = "_schedir_action"  # what a P2POp of a step is to be called
 
 
 @dataclass
 class _TorchStep:
     """A step under a profiler: of which schedule, and whether that marks its actions itself."""
 
-    marked: bool
+    is_marked: bool
     has_loss: bool
-    open: record_function | None = None  # a forward that ends when its loss is there
+    open_forward: record_function | None = None  # a forward that ends when its loss is there
 
-    def mark(self, stage: Any, action: str, chunk: object) -> Any:
-        self.close()
-        return mark(f"{stage.stage_index}{action}{chunk}")
+    def make_range(self, stage: Any, action: str, chunk: object) -> Any:
+        self.close_forward()
+        return make_instruction_range(f"{stage.stage_index}{action}{chunk}")
 
-    def close(self) -> None:
-        if self.open is not None:
-            self.open.__exit__(None, None, None)
-            self.open = None
-
-
-_STEP: ContextVar[_TorchStep | None] = ContextVar("schedir.torch_pipelining", default=None)
+    def close_forward(self) -> None:
+        if self.open_forward is not None:
+            self.open_forward.__exit__(None, None, None)
+            self.open_forward = None
 
 
-def patch(patches: FunctionPatches) -> None:
+_CURRENT_STEP: ContextVar[_TorchStep | None] = ContextVar("schedir.torch_pipelining", default=None)
+
+
+def add_patches(patches: FunctionPatches) -> None:
     """Plan what is put around torch's functions.  Raises UsageError where one is not there."""
     schedules: Any = import_module(_MODULE)
     stage = import_module("torch.distributed.pipelining.stage")._PipelineStageBase
     runtime = schedules._PipelineScheduleRuntime
     within = FunctionPatches()
-    within.around(schedules._PipelineSchedule, "_maybe_compute_loss", _loss)
-    within.around(schedules, "_batch_p2p", _batch)
-    within.around(stage, "forward_one_chunk", _forward)
-    for name, action in _BACKWARDS.items():
-        within.around(stage, name, partial(_backward, action))
-    for name, action in _MESSAGES.items():
-        within.around(stage, name, partial(_ops, action))
+    within.wrap_function(schedules._PipelineSchedule, "_maybe_compute_loss", _compute_loss)
+    within.wrap_function(schedules, "_batch_p2p", _post_batch)
+    within.wrap_function(stage, "forward_one_chunk", _run_forward)
+    for name, action in _BACKWARD_METHODS.items():
+        within.wrap_function(stage, name, partial(_run_backward, action))
+    for name, action in _MESSAGE_METHODS.items():
+        within.wrap_function(stage, name, partial(_name_ops, action))
     for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-        patches.around(kind, "step", partial(_step, runtime, within))
+        patches.wrap_function(kind, "step", partial(_run_step, runtime, within))
 
 
-def _step(
-    runtime: type, within: FunctionPatches, original: Any, schedule: Any, *args: Any, **kwargs: Any
+def _run_step(
+    runtime: type,
+    step_patches: FunctionPatches,
+    original: Any,
+    schedule: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    if not profiling():
+    if not is_profiling():
         return original(schedule, *args, **kwargs)
     # A schedule within another's forward or loss, as a teacher's, is a part of that.
-    inside = _STEP.get() is not None
+    inside = _CURRENT_STEP.get() is not None
     step = (
         None if inside else _TorchStep(isinstance(schedule, runtime), schedule._loss_fn is not None)
     )
-    token = _STEP.set(step)
+    token = _CURRENT_STEP.set(step)
     try:
-        with within:
+        with step_patches:
             return original(schedule, *args, **kwargs)
     finally:
         if step is not None:
-            step.close()
-        _STEP.reset(token)
+            step.close_forward()
+        _CURRENT_STEP.reset(token)
 
 
-def _ops(action: str, original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
+def _name_ops(action: str, original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
     """The operations of a message, each with the message's name."""
     ops = original(stage, *args, **kwargs)
-    if _STEP.get() is not None:
+    if _CURRENT_STEP.get() is not None:
         for op in ops:
-            setattr(op, _ACTION, f"{stage.stage_index}{action}{_chunk(args, kwargs)}")
+            setattr(
+                op,
+                _ACTION_ATTRIBUTE,
+                f"{stage.stage_index}{action}{_read_microbatch(args, kwargs)}",
+            )
     return ops
 
 
-def _batch(original: Any, ops: Any, *args: Any, **kwargs: Any) -> Any:
+def _post_batch(original: Any, ops: Any, *args: Any, **kwargs: Any) -> Any:
     """Post messages.  Others than a stage's, as those before the first step, have no name."""
-    step = _STEP.get()
-    actions = [] if step is None else [getattr(op, _ACTION, "") for op in ops]
+    step = _CURRENT_STEP.get()
+    actions = [] if step is None else [getattr(op, _ACTION_ATTRIBUTE, "") for op in ops]
     if step is None or not all(actions) or not actions:
         return original(ops, *args, **kwargs)
-    with nullcontext() if step.marked else posting(actions):
+    with nullcontext() if step.is_marked else make_posting_range(actions):
         works = original(ops, *args, **kwargs)
-    return posted(works, actions)
+    return wrap_works(works, actions)
 
 
-def _forward(original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
-    step = _STEP.get()
-    if step is None or step.marked:
+def _run_forward(original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
+    step = _CURRENT_STEP.get()
+    if step is None or step.is_marked:
         return original(stage, *args, **kwargs)
-    forward = step.mark(stage, "F", _chunk(args, kwargs))
+    forward = step.make_range(stage, "F", _read_microbatch(args, kwargs))
     if stage.is_last and step.has_loss:
-        step.open = forward.__enter__()
+        step.open_forward = forward.__enter__()
         return original(stage, *args, **kwargs)
     with forward:
         return original(stage, *args, **kwargs)
 
 
-def _loss(original: Any, schedule: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
+def _compute_loss(original: Any, schedule: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
     loss = original(schedule, stage, *args, **kwargs)
-    if (step := _STEP.get()) is not None and stage.is_last:
-        step.close()
+    if (step := _CURRENT_STEP.get()) is not None and stage.is_last:
+        step.close_forward()
     return loss
 
 
-def _backward(action: str, original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_backward(action: str, original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
     """A backward, half of one, or what is done with gradients after all; nothing in `eval`."""
-    step = _STEP.get()
-    if step is None or step.marked or not stage.has_backward:
+    step = _CURRENT_STEP.get()
+    if step is None or step.is_marked or not stage.has_backward:
         return original(stage, *args, **kwargs)
     if action == "B" and not (args[2] if len(args) > 2 else kwargs.get("full_backward", True)):
         action = "I"
-    with step.mark(stage, action, "" if action == "REDUCE_GRAD" else _chunk(args, kwargs)):
+    with step.make_range(
+        stage, action, "" if action == "REDUCE_GRAD" else _read_microbatch(args, kwargs)
+    ):
         return original(stage, *args, **kwargs)
 
 
-def _chunk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _read_microbatch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The microbatch, which is the first parameter of a stage's methods after itself."""
     return int(args[0] if args else next(v for k, v in kwargs.items() if k.endswith("chunk_id")))

@@ -11,12 +11,13 @@ from types import MappingProxyType
 
 from schedir.errors import ConfigError, UsageError, describe, require_type
 from schedir.io.files import atomic_write, read_text
-from schedir.io.toml_tables import MOST_BYTES, tables_of
+from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml
 from schedir.ir.cost.cluster import Cluster
-from schedir.ir.cost.units import text_of
+from schedir.ir.cost.units import format_cluster_field
+from schedir.retired_names import RENAMED_CLUSTER_FIELDS
 
-_NAMES = [f.name for f in fields(Cluster)]
-_REQUIRED = [f.name for f in fields(Cluster) if f.default is MISSING]
+_FIELD_NAMES = [f.name for f in fields(Cluster)]
+_REQUIRED_FIELDS = [f.name for f in fields(Cluster) if f.default is MISSING]
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -28,50 +29,54 @@ def load_cluster(path: str | Path) -> Cluster:
     >>> from tempfile import TemporaryDirectory
     >>> from schedir import load_cluster
     >>> text = 'nodes = 2\\ngpus_per_node = 8\\nflops = "312TFLOP/s"\\nmemory = "80GB"\\n'
-    >>> text += 'hbm = "2039GB/s"\\nnvlink = "300GB/s"\\nnetwork = "25GB/s"\\n'
+    >>> text += 'hbm_bandwidth = "2039GB/s"\\nnvlink = "300GB/s"\\nnetwork = "25GB/s"\\n'
     >>> with TemporaryDirectory() as folder:
     ...     _ = Path(folder, "cluster.toml").write_text(text)
     ...     load_cluster(f"{folder}/cluster.toml").gpus
     16
     """
-    text = read_text(path, MOST_BYTES)
-    table = tables_of(text, str(path))
+    text = read_text(path, MAX_TOML_BYTES)
+    table = parse_toml(text, str(path))
     for name, value in table.items():
-        if name not in _NAMES:
-            near = get_close_matches(name, _NAMES, 1)
-            raise _refused(
+        if name not in _FIELD_NAMES:
+            renamed = [new for old, new in RENAMED_CLUSTER_FIELDS.items() if old == name]
+            near = renamed or get_close_matches(name, _FIELD_NAMES, 1)
+            raise _make_setting_error(
                 f"a cluster has no {describe(name)}", name, path, text,
-                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_NAMES)}",
+                hint=f"did you mean {near[0]!r}?"
+                if near else f"there are {', '.join(_FIELD_NAMES)}",
             )  # fmt: skip
         if not isinstance(value, str | int | float) or isinstance(value, bool):
-            raise _refused(f"{name} is a number or a text, not {describe(value)}", name, path, text)
-    if missing := [name for name in _REQUIRED if name not in table]:
-        raise _refused(f"says nothing of {', '.join(missing)}", missing[0], path, text)
+            raise _make_setting_error(
+                f"{name} is a number or a text, not {describe(value)}", name, path, text
+            )
+    if missing := [name for name in _REQUIRED_FIELDS if name not in table]:
+        raise _make_setting_error(f"says nothing of {', '.join(missing)}", missing[0], path, text)
     try:
         return Cluster(**table)
     except UsageError as error:
         fact = error.fact.removeprefix("cluster: ")
-        raise _refused(fact, error.fields[0], path, text, error.hint) from None
+        raise _make_setting_error(fact, error.fields[0], path, text, error.hint) from None
 
 
 def save_cluster(
     cluster: Cluster,
     path: str | Path,
     *,
-    about: str = "",
+    comment: str = "",
     notes: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a Cluster as a TOML file that `load_cluster` reads, whole or not at all.
 
-    What it has by default is left out.  `about` stands at the top as a comment, line by line, and
+    What it has by default is left out.  `comment` stands at the top as a comment, line by line, and
     `notes` beside the fields that they are of.  Raises UsageError for a file that cannot be
     written, and for a note of no field.
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
     >>> from schedir import Cluster, load_cluster, save_cluster
-    >>> node = Cluster(nodes=1, gpus_per_node=8, flops="252TFLOP/s", memory="80GB", hbm="1.7TB/s",
-    ...                nvlink="232GB/s", network="24GB/s", latency="5us")
+    >>> node = Cluster(nodes=1, gpus_per_node=8, flops="252TFLOP/s", memory="80GB", hbm_bandwidth="1.7TB/s",
+    ...                nvlink_bandwidth="232GB/s", network_bandwidth="24GB/s", latency="5us")
     >>> with TemporaryDirectory() as folder:
     ...     save_cluster(node, f"{folder}/node.toml", notes={"flops": "of 312"})
     ...     print(Path(f"{folder}/node.toml").read_text().splitlines()[2])
@@ -80,22 +85,26 @@ def save_cluster(
     True
     """
     require_type(cluster, Cluster, "schedir.load_cluster(path)")
-    if unknown := sorted({*notes} - {*_NAMES}):
+    if unknown := sorted({*notes} - {*_FIELD_NAMES}):
         raise UsageError(f"a cluster has no {describe(unknown[0])}", fields=["notes"])
-    lines = [f"# {line}".rstrip() for line in about.splitlines()]
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     for f in fields(Cluster):
         value = getattr(cluster, f.name)
         if value != f.default:
             note = " ".join(notes.get(f.name, "").split())
-            lines.append(f"{f.name} = {text_of(f.name, value)}{note and f'  # {note}'}")
+            lines.append(
+                f"{f.name} = {format_cluster_field(f.name, value)}{note and f'  # {note}'}"
+            )
     with atomic_write(path) as temporary:
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _refused(fact: str, name: str, path: str | Path, text: str, hint: str = "") -> ConfigError:
+def _make_setting_error(
+    fact: str, name: str, path: str | Path, text: str, hint: str = ""
+) -> ConfigError:
     """The refusal of a setting, and where it stands."""
     line, column = 0, 0
     if found := re.search(rf"^[ \t\[]*[\"']?({re.escape(name)})\b", text, re.M):
         line = text.count("\n", 0, found.start(1)) + 1
         column = found.start(1) - text.rfind("\n", 0, found.start(1))
-    return ConfigError(fact, where=str(path), line=line, column=column, hint=hint, fields=[name])
+    return ConfigError(fact, location=str(path), line=line, column=column, hint=hint, fields=[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 # Fields with an option of their own.  All others are given as `-O NAME=VALUE`.
-FLAGS: Final = ("ranks", "microbatches", "stages_per_rank", "placement")
+FIELDS_WITH_FLAGS: Final = ("ranks", "microbatches", "stages_per_rank", "placement")
 
 
 def option_words(name: str, value: str = "") -> list[str]:
@@ -19,7 +19,7 @@ def option_words(name: str, value: str = "") -> list[str]:
         >>> option_words("stages_per_rank", "2"), option_words("zero", "3"), option_words("overlap")
         (['--stages-per-rank', '2'], ['-O', 'zero=3'], ['-O', 'overlap'])
     """
-    if name in FLAGS:
+    if name in FIELDS_WITH_FLAGS:
         return ["--" + name.replace("_", "-"), *([value] if value else [])]
     return ["-O", name if value in ("", "yes") else f"{name}={value}"]
 

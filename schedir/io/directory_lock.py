@@ -9,7 +9,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system may say
+_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system may say
 
 
 class LockHeldError(Exception):
@@ -29,11 +29,11 @@ class DirectoryLock:
         self._file = -1
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether it is held here, by the file that has its name."""
-        return self._file >= 0 and self._is_named()
+        return self._file >= 0 and self._is_at_path()
 
-    def take(self) -> str:
+    def acquire(self) -> str:
         """Take it.  Returns what the file system says if it has no locks, and "" where it has.
 
         Raises LockHeldError if another process has it, and OSError.
@@ -43,7 +43,7 @@ class DirectoryLock:
             self._file = os.open(self.path, flags, 0o666)
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_named():
+                if self._is_at_path():
                     os.ftruncate(self._file, 0)
                     own = f"process {os.getpid()} on {socket.gethostname()}\n"
                     os.write(self._file, own.encode())
@@ -53,16 +53,16 @@ class DirectoryLock:
                     owner = os.pread(self._file, 200, 0).decode(errors="replace").strip()
                     self._close()
                     raise LockHeldError(owner if owner.isprintable() else "") from None
-                if error.errno in _NO_LOCKS:
+                if error.errno in _UNSUPPORTED_ERRNOS:
                     return error.strerror or "no locks"
                 self._close()
                 raise
             self._close()  # it was removed by who had it before
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Let others have it.  Its file is removed before, so that it is nobody else's."""
         with suppress(OSError):
-            if self._is_named():
+            if self._is_at_path():
                 self.path.unlink()
         self._close()
 
@@ -71,7 +71,7 @@ class DirectoryLock:
             os.close(self._file)
         self._file = -1
 
-    def _is_named(self) -> bool:
+    def _is_at_path(self) -> bool:
         """Whether the open file is the one that has the name."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file))

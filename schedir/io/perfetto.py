@@ -15,22 +15,25 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.memory.footprint import tiers_of
+from schedir.analysis.memory.footprint import find_used_tiers
 from schedir.errors import UsageError
-from schedir.io.terminal import finite
+from schedir.io.terminal import replace_nonfinite
 from schedir.ir.dataflow import Dataflow
-from schedir.ir.isa.instructions import LANES, SENDS, TIERS, TRANSFERS, Lane, Value
+from schedir.ir.isa.instructions import LANES, SEND_OPS, TIERS, TRANSFER_OPS, Lane, Value
 from schedir.predict.bubble_causes import IdleCause, idleness
-from schedir.predict.timeline import Timeline, expect_runs
+from schedir.predict.timeline import Timeline, require_timelines
 
 Event = dict[str, Any]
 
-MICROSECONDS: Final = {"s": 1e6, "": 1e3}  # of a unit; a unit of costs is shown as a millisecond
-_MOST: Final = 2**53  # nanoseconds: what a float tells apart
-_IDLE: Final = "idle"
+MICROSECONDS_PER_UNIT: Final = {
+    "s": 1e6,
+    "": 1e3,
+}  # of a unit; a unit of costs is shown as a millisecond
+_MAX_NANOSECONDS: Final = 2**53  # nanoseconds: what a float tells apart
+_IDLE_TRACK: Final = "idle"
 
 
-def text(timeline: Timeline) -> str:
+def to_json(timeline: Timeline) -> str:
     """The whole trace: JSON, one event per line.
 
     A rank is a process, and its lanes are threads: compute, idle (the cause of every idle
@@ -39,35 +42,37 @@ def text(timeline: Timeline) -> str:
 
     Raises UsageError for a run that is too long to be told in nanoseconds.
     """
-    expect_runs([timeline])
+    require_timelines([timeline])
     facts = {
         "program": timeline.program.name,
         "digest": timeline.program.digest,
         "kind": timeline.kind,
-        "doubt": timeline.doubt,
+        "doubt": timeline.causality_warning,
         "model": timeline.progress_model,
         "unit": timeline.unit,
-        "microseconds_per_unit": _scale(timeline),
+        "microseconds_per_unit": _find_time_scale(timeline),
     }
-    lines = ",\n".join(_json(event) for event in events(timeline))
-    return f'{{"displayTimeUnit":"ms","otherData":{_json(facts)},"traceEvents":[\n{lines}\n]}}\n'
+    lines = ",\n".join(_dump_json(event) for event in generate_events(timeline))
+    return (
+        f'{{"displayTimeUnit":"ms","otherData":{_dump_json(facts)},"traceEvents":[\n{lines}\n]}}\n'
+    )
 
 
-def _json(value: object) -> str:
-    return json.dumps(finite(value), separators=(",", ":"), allow_nan=False)
+def _dump_json(value: object) -> str:
+    return json.dumps(replace_nonfinite(value), separators=(",", ":"), allow_nan=False)
 
 
-def _scale(timeline: Timeline) -> float:
-    return MICROSECONDS.get(timeline.unit, MICROSECONDS[""])
+def _find_time_scale(timeline: Timeline) -> float:
+    return MICROSECONDS_PER_UNIT.get(timeline.unit, MICROSECONDS_PER_UNIT[""])
 
 
-def events(timeline: Timeline) -> Iterator[Event]:
+def generate_events(timeline: Timeline) -> Iterator[Event]:
     """All events: names first, then slices, arrows and counters."""
     sheet = _Tracks(timeline)
-    yield from sheet.names()
-    yield from sheet.slices()
-    yield from sheet.arrows()
-    yield from sheet.counters()
+    yield from sheet.name_events()
+    yield from sheet.slice_events()
+    yield from sheet.arrow_events()
+    yield from sheet.counter_events()
 
 
 class _Tracks:
@@ -76,26 +81,29 @@ class _Tracks:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, spans = timeline, timeline.spans
         self.idle = idleness(timeline)
-        self.start, self.end = self._ns(spans["start"]), self._ns(spans["end"])
-        self.second = timeline.second_of_pair  # shown with the first
+        self.start, self.end = (
+            self._to_nanoseconds(spans["start"]),
+            self._to_nanoseconds(spans["end"]),
+        )
+        self.second_of_pair = timeline.is_second_of_pair  # shown with the first
         # Threads have a number of their own across all ranks, which is no rank's.
-        self.thread: dict[tuple[int, str], int] = {}
-        self.on = self._place()
+        self.thread_ids: dict[tuple[int, str], int] = {}
+        self.span_threads = self._assign_spans()
         for rank in np.unique(self.idle["rank"]).tolist():
-            self._number(rank, _IDLE)
+            self._assign_thread_id(rank, _IDLE_TRACK)
 
-    def _ns(self, times: NDArray[np.float64]) -> NDArray[np.int64]:
+    def _to_nanoseconds(self, times: NDArray[np.float64]) -> NDArray[np.int64]:
         """Rounded alike everywhere, so that what did not overlap still does not."""
         with np.errstate(over="ignore"):
-            since = (times - self.timeline.begin) * (1e3 * _scale(self.timeline))
-        if len(since) and not since.max() < _MOST:
+            since = (times - self.timeline.start_time) * (1e3 * _find_time_scale(self.timeline))
+        if len(since) and not since.max() < _MAX_NANOSECONDS:
             raise UsageError(f"{self.timeline.program.name} is too long to be told in nanoseconds")
         return np.rint(since).astype(np.int64)
 
-    def _number(self, rank: int, name: str) -> int:
-        return self.thread.setdefault((rank, name), self.timeline.ranks + len(self.thread))
+    def _assign_thread_id(self, rank: int, name: str) -> int:
+        return self.thread_ids.setdefault((rank, name), self.timeline.ranks + len(self.thread_ids))
 
-    def _place(self) -> list[int]:
+    def _assign_spans(self) -> list[int]:
         """The thread of each span: the first of its lane's that is free again."""
         spans = self.timeline.spans
         free: dict[tuple[int, str], list[int]] = defaultdict(list)  # when each thread is
@@ -104,24 +112,24 @@ class _Tracks:
         columns = (spans["rank"], spans["lane"], spans["op"], self.start, self.end)
         rows = zip(order.tolist(), *(c[order].tolist() for c in columns), strict=True)
         for at, rank, lane, op, start, end in rows:
-            if self.second[at]:
+            if self.second_of_pair[at]:
                 continue
             name = Lane(lane).name.lower()
-            if op in TRANSFERS:
-                name += " out" if op in SENDS else " in"
+            if op in TRANSFER_OPS:
+                name += " out" if op in SEND_OPS else " in"
             threads = free[rank, name]
             k = next((k for k, since in enumerate(threads) if since <= start), len(threads))
             threads[k : k + 1] = [end]
-            on[at] = self._number(rank, f"{name} {k + 1}" if k else name)
+            on[at] = self._assign_thread_id(rank, f"{name} {k + 1}" if k else name)
         return on
 
     # ------------------------------------------------------------ events
 
-    def names(self) -> Iterator[Event]:
+    def name_events(self) -> Iterator[Event]:
         """Ranks in order; in each, compute first, then what it waits for, then its messages."""
         first, *others = LANES
-        ways = ((row.lane.name.lower(), row.wire) for row in others)
-        order = [first.lane.name.lower(), _IDLE]
+        ways = ((row.lane.name.lower(), row.has_messages) for row in others)
+        order = [first.lane.name.lower(), _IDLE_TRACK]
         order += [
             f"{lane}{way}" for lane, wire in ways for way in ([" in", " out"] if wire else [""])
         ]
@@ -136,47 +144,47 @@ class _Tracks:
         for rank in range(self.timeline.ranks):
             yield about("process_name", rank, None, name=f"rank {rank}")
             yield about("process_sort_index", rank, None, sort_index=rank)
-            own = sorted((name for r, name in self.thread if r == rank), key=place)
+            own = sorted((name for r, name in self.thread_ids if r == rank), key=place)
             for k, name in enumerate(own):
-                yield about("thread_name", rank, self.thread[rank, name], name=name)
-                yield about("thread_sort_index", rank, self.thread[rank, name], sort_index=k)
+                yield about("thread_name", rank, self.thread_ids[rank, name], name=name)
+                yield about("thread_sort_index", rank, self.thread_ids[rank, name], sort_index=k)
 
-    def slices(self) -> Iterator[Event]:
+    def slice_events(self) -> Iterator[Event]:
         """What runs, and what each rank waits for."""
         timeline = self.timeline
         offsets = timeline.program.offsets.tolist()
         names = [str(i) for s in timeline.program.streams for i in s]
         ranks = timeline.spans["rank"].tolist()
-        second, joint = self.second.tolist(), [*self.second[1:].tolist(), False]
+        second, joint = self.second_of_pair.tolist(), [*self.second_of_pair[1:].tolist(), False]
         for at, (start, end) in enumerate(zip(self.start.tolist(), self.end.tolist(), strict=True)):
             if second[at]:
                 continue
             name = f"{names[at]} & {names[at + 1]}" if joint[at] else names[at]
             index = at - offsets[ranks[at]]
-            yield _slice(ranks[at], self.on[at], name, start, end, {"index": index})
+            yield _make_slice(ranks[at], self.span_threads[at], name, start, end, {"index": index})
         idle = self.idle
         columns = (idle["rank"], idle["cause"], idle["awaits"])
-        times = (self._ns(idle["start"]), self._ns(idle["end"]))
+        times = (self._to_nanoseconds(idle["start"]), self._to_nanoseconds(idle["end"]))
         for rank, cause, awaits, start, end in zip(
             *(c.tolist() for c in (*columns, *times)), strict=True
         ):
             why = {} if awaits < 0 else {"awaits": f"{names[awaits]} on rank {ranks[awaits]}"}
-            thread = self.thread[rank, _IDLE]
-            yield _slice(rank, thread, IdleCause(cause).name.lower(), start, end, why)
+            thread = self.thread_ids[rank, _IDLE_TRACK]
+            yield _make_slice(rank, thread, IdleCause(cause).name.lower(), start, end, why)
 
-    def arrows(self) -> Iterator[Event]:
+    def arrow_events(self) -> Iterator[Event]:
         """From every send to its receive."""
         partner = self.timeline.graph.partner
         op, rank = self.timeline.spans["op"], self.timeline.spans["rank"].tolist()
-        for at in np.flatnonzero(np.isin(op, SENDS) & (partner >= 0)).tolist():
+        for at in np.flatnonzero(np.isin(op, SEND_OPS) & (partner >= 0)).tolist():
             to = int(partner[at])
             both = {"cat": "message", "name": "message", "id": at}
-            start = {"pid": rank[at], "tid": self.on[at], "ts": self.start[at] / 1e3}
-            end = {"pid": rank[to], "tid": self.on[to], "ts": self.start[to] / 1e3}
+            start = {"pid": rank[at], "tid": self.span_threads[at], "ts": self.start[at] / 1e3}
+            end = {"pid": rank[to], "tid": self.span_threads[to], "ts": self.start[to] / 1e3}
             yield {"ph": "s", **both, **start}
             yield {"ph": "f", "bp": "e", **both, **end}
 
-    def counters(self) -> Iterator[Event]:
+    def counter_events(self) -> Iterator[Event]:
         """How many (stage, microbatch) each rank holds, and of how many stages the weights are
         whole, where they are gathered; where sizes are known, also bytes, on each tier."""
 
@@ -184,34 +192,38 @@ class _Tracks:
             return {"ph": "C", "name": name, "pid": rank, "ts": at / 1e3, "args": args}
 
         for rank in range(self.timeline.ranks):
-            times, counts = self.timeline.in_flight(rank)
-            for at, count in zip(self._ns(times).tolist(), counts.tolist(), strict=True):
+            times, counts = self.timeline.count_in_flight(rank)
+            for at, count in zip(
+                self._to_nanoseconds(times).tolist(), counts.tolist(), strict=True
+            ):
                 yield counter("in flight", rank, at, microbatches=count)
-        yield from self._whole(counter)
-        for tier in tiers_of(self.timeline.program) if self.timeline.sizes else ():
+        yield from self._unsharded_events(counter)
+        for tier in find_used_tiers(self.timeline.program) if self.timeline.sizes else ():
             name = "bytes" if tier == TIERS[0] else f"bytes on {tier}"
             for rank, curve in enumerate(self.timeline.memory_on(tier)):
-                columns = zip(*(part.tolist() for part in curve.kinds.values()), strict=True)
-                for at, sizes in zip(self._ns(curve.times).tolist(), columns, strict=True):
-                    yield counter(name, rank, at, **dict(zip(curve.kinds, sizes, strict=True)))
+                columns = zip(*(part.tolist() for part in curve.by_kind.values()), strict=True)
+                for at, sizes in zip(
+                    self._to_nanoseconds(curve.times).tolist(), columns, strict=True
+                ):
+                    yield counter(name, rank, at, **dict(zip(curve.by_kind, sizes, strict=True)))
 
-    def _whole(self, counter: Callable[..., Event]) -> Iterator[Event]:
+    def _unsharded_events(self, make_counter: Callable[..., Event]) -> Iterator[Event]:
         """Of how many stages of each rank the weights are whole, from their Unshard on."""
         if self.timeline.program.is_draft:
             return
-        lives = Dataflow.of(self.timeline.program).lives(Value.UNSHARDED_PARAMS)
+        lives = Dataflow.from_program(self.timeline.program).find_lifetimes(Value.UNSHARDED_PARAMS)
         for rank in range(self.timeline.ranks):
-            own = lives.of(rank)
-            at = np.concatenate([self.start[lives.fill[own]], self.end[lives.freed[own]]])
+            own = lives.get_rank_slice(rank)
+            at = np.concatenate([self.start[lives.filled_at[own]], self.end[lives.freed_at[own]]])
             change = np.repeat([1, -1], len(at) // 2)
             times, last = np.unique(np.sort(at), return_index=True)
             order = np.argsort(at, kind="stable")
             held = np.cumsum(change[order])[np.append(last[1:], len(at)) - 1] if len(at) else at
             for when, stages in zip(times.tolist(), held.tolist(), strict=True):
-                yield counter("whole weights", rank, when, stages=stages)
+                yield make_counter("whole weights", rank, when, stages=stages)
 
 
-def _slice(pid: int, tid: int, name: str, start: int, end: int, args: Event) -> Event:
+def _make_slice(pid: int, tid: int, name: str, start: int, end: int, args: Event) -> Event:
     return {
         "ph": "X", "name": name, "pid": pid, "tid": tid,
         "ts": start / 1e3, "dur": (end - start) / 1e3, "args": args,

@@ -12,64 +12,77 @@ from typing import Any, TypeVar
 
 from schedir.analysis.progress_models import MODELS, ProgressModel, require_model
 from schedir.compiler.compile import check_memory, compile
-from schedir.compiler.relower import compute_of, fitting, options_of
+from schedir.compiler.relower import adapt_options, extract_compute, infer_options
 from schedir.errors import ShapeError, UsageError
 from schedir.io.command_line import option_name
 from schedir.io.source_loader import Source
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.costs import Costs
-from schedir.ir.cost.per_stage_values import cut
+from schedir.ir.cost.per_stage_values import redistribute_stages
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import RECOMPUTE
 from schedir.ir.pipeline.field_schema import Field
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
-from schedir.ir.pipeline.stage_segments import UnsegmentedShape, whole_of
-from schedir.ir.program import FIELDS, HEADER, TRAITS, Program
+from schedir.ir.pipeline.stage_segments import UnsegmentedShape, merge_segments
+from schedir.ir.program import ATTRIBUTE_FIELDS, HEADER_FIELDS, WORD_DTYPE, Program
 from schedir.passes.memory.buffer_sharing import share_slots
-from schedir.passes.memory.offload_placement import DISK, HOST
+from schedir.passes.memory.offload_placement import DISK_TRIP, HOST_TRIP
 from schedir.passes.pass_types import BufferSharing
-from schedir.passes.splitting.stage_segmentation import SHARED, over_stages, split_costs
-from schedir.predict.calibrate import calibrate, completed
+from schedir.passes.splitting.stage_segmentation import (
+    SHARED_FIELDS,
+    divide_over_stages,
+    split_costs,
+)
+from schedir.predict.calibrate import calibrate, fill_missing_backwards
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
-from schedir.schedules import built_in
-from schedir.schedules.schedule_algebra import Schedule, placed_for, shape_for, takes_v
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_algebra import (
+    Schedule,
+    apply_schedule_defaults,
+    get_placement_mark,
+    has_free_v,
+)
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check
 
 
-def _contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
-    return UsageError(f"{source} has {field.name} {has}, not {said}", fields=[field.name])
+def _make_conflict_error(source: str, field: Field, actual: str, specified: str) -> UsageError:
+    return UsageError(f"{source} has {field.name} {actual}, not {specified}", fields=[field.name])
 
 
 @dataclass(frozen=True)
 class Request:
     """A source, and how its program is wanted.  Each property is found when it is first asked for.
 
-    `said` are the fields of the shape and the program that somebody said, by name; what nobody said
-    the source decides, or `usual`, which has at least `ranks` and `microbatches`.  `costs`, `sizes`
-    and `progress_model` are those of a prediction, `overlap`, `buffer_sharing`, `memory_limit`,
-    `blocking_hosts` and `more` as `compile` takes them; None is what nobody said.  `draft` asks for
-    the compute only.
+    `specified` are the fields of the shape and the program that somebody said, by name; what nobody
+    said the source decides, or `defaults`, which has at least `ranks` and `microbatches`.
+    `fill_costs`,
+    `sizes` and `progress_model` are those of a prediction, `overlap`, `buffer_sharing`,
+    `memory_limit`,
+    `blocking_hosts` and `compile_options` as `compile` takes them; None is what nobody said.
+    `compute_only` asks for the compute only.
 
     A program in a file is taken as it is, and what contradicts it is refused, by
-    `contradicts(source, field, has, said)`.  With `lowers` a draft in a file is lowered, with the
-    traits that are said, and values of a lowered program share the slots that are asked for.  With
+    `contradicts(source, field, has, said)`.  With `lower_drafts` a draft in a file is lowered, with
+    the traits that are said, and values of a lowered program share the slots that are asked for.
+    With
     `relower` any program in a file is a draft to be lowered, of its compute alone: as it was
     lowered where nobody says otherwise, but for `overlap`.  Of a run that is a prediction, at the
-    run's mean times unless there are `costs`.
+    run's mean times unless there are `fill_costs`.
 
     A `cluster` fills costs that nobody told, for this shape, in seconds.
 
-    `share` is for comparing schedules of one model: costs and sizes are a rank's, or those of any
-    number of stages, and are spread evenly over the stages of the shape; only schedules that take
+    `for_comparison` is for comparing schedules of one model: costs and sizes are a rank's, or those
+    of any number of stages, and are spread evenly over the stages of the shape; only schedules that
+    take
     `v`, or are for several, have several.  What is frozen is said in parts of which there are as
     many as ranks, then, and so is what is cut.
     """
 
     source: Source
-    said: Mapping[str, Any]
-    usual: Mapping[str, Any]
+    specified: Mapping[str, Any]
+    defaults: Mapping[str, Any]
     costs: Costs | None = None
     cluster: Cluster | None = None
     sizes: Sizes | None = None
@@ -78,12 +91,14 @@ class Request:
     overlap: bool = False
     buffer_sharing: BufferSharing | None = None
     memory_limit: float | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
+    compile_options: Mapping[str, Any] = field(default_factory=dict)
     draft: bool = False
-    lowers: bool = False
+    lower_drafts: bool = False
     relower: bool = False
-    share: bool = False
-    contradicts: Callable[[str, Field, str, str], UsageError] = field(default=_contradicts)
+    for_comparison: bool = False
+    make_conflict_error: Callable[[str, Field, str, str], UsageError] = field(
+        default=_make_conflict_error
+    )
 
     def __post_init__(self) -> None:
         if self.progress_model is not None:
@@ -92,14 +107,14 @@ class Request:
     # ------------------------------------------------------------ what is resolved
 
     @property
-    def run(self) -> Timeline | None:
+    def source_timeline(self) -> Timeline | None:
         """The run in a file, if the source is one."""
-        return self.source.run
+        return self.source.timeline
 
     @property
     def schedule(self) -> Schedule | None:
         """The schedule, if the source is one."""
-        found = self.source.found
+        found = self.source.schedule_or_program
         return None if isinstance(found, Program) else found
 
     @cached_property
@@ -108,11 +123,11 @@ class Request:
 
         Raises ShapeError for one that cannot be, UsageError for one that contradicts a file.
         """
-        found = self.source.found
+        found = self.source.schedule_or_program
         if isinstance(found, Program):
-            self._agree(found)
+            self._require_consistent_source(found)
             return found.shape
-        return self._plan_for(found)
+        return self._find_shape(found)
 
     @property
     def traits(self) -> dict[str, Any]:
@@ -120,14 +135,16 @@ class Request:
 
         Raises ShapeError where schedules are compared, and what is frozen is no number of stages.
         """
-        said = {f.name: self.said[f.name] for f in TRAITS if f.name in self.said}
-        if self.share and said.get("frozen_stages"):
-            said["frozen_stages"] = self._frozen(said["frozen_stages"], self.shape)
+        said = {
+            f.name: self.specified[f.name] for f in ATTRIBUTE_FIELDS if f.name in self.specified
+        }
+        if self.for_comparison and said.get("frozen_stages"):
+            said["frozen_stages"] = self._count_frozen_stages(said["frozen_stages"], self.shape)
         return said
 
-    def _frozen(self, parts: int, own: PipelineShape) -> int:
+    def _count_frozen_stages(self, parts: int, segmented_shape: PipelineShape) -> int:
         """How many stages of a program are frozen, where of each rank's part so many are."""
-        shape, pieces, _ = self._whole_of(own)
+        shape, pieces, _ = self._find_unsegmented_shape(segmented_shape)
         frozen, rest = divmod(parts * shape.stages, shape.ranks)
         if rest:
             raise ShapeError(
@@ -143,44 +160,48 @@ class Request:
 
         Raises a SchedirError for one that is wrong.
         """
-        shape, found, how = self.shape, self.source.found, dict[str, Any]()
+        shape, found, how = self.shape, self.source.schedule_or_program, dict[str, Any]()
         if not isinstance(found, Program):
             if not self.draft:  # refuse what is too large before the schedule is called
                 # A schedule may have no backwards: of built-in ones all but `forward_only` have.
-                training = [s for name, s in built_in().items() if name != "forward_only"]
+                training = [
+                    s for name, s in get_built_in_schedules().items() if name != "forward_only"
+                ]
                 trains = getattr(found, "func", found) in training
-                shape.require_room_lowered(trains=trains and not self.said.get("frozen_stages"))
+                shape.require_lowered_limit(
+                    has_backward=trains and not self.specified.get("frozen_stages")
+                )
             found = expand_schedule(found, shape)
         elif self.relower:
-            again = replace(compute_of(found), **self.traits)
-            how, found = options_of(found, self._model, again), again
-        elif not self.lowers:
+            again = replace(extract_compute(found), **self.traits)
+            how, found = infer_options(found, self._resolved_progress_model, again), again
+        elif not self.lower_drafts:
             return (
                 found
                 if self.memory_limit is None
-                else self._within(check(found, self.proven_model))
+                else self._check_memory_limit(check(found, self.proven_progress_model))
             )
         elif not found.is_draft:
-            for name in self.more:
+            for name in self.compile_options:
                 raise UsageError(
                     f"{self.source} has its transfers: {name} is for what is compiled",
                     fields=[name],
                 )
-            return self._within(self._with_slots(found))
+            return self._check_memory_limit(self._share_buffers(found))
         found = replace(found, **self.traits)
         if self.draft:
-            self._require_compute()
+            self._require_compute_only()
             return found
-        how |= {"overlap": self.overlap, **self.more}
-        if self.share:  # schedules of other numbers of stages
-            how = fitting(how | self._cut, found.shape)
+        how |= {"overlap": self.overlap, **self.compile_options}
+        if self.for_comparison:  # schedules of other numbers of stages
+            how = adapt_options(how | self._segment_options, found.shape)
         if self.buffer_sharing is not None:
             how["buffer_sharing"] = self.buffer_sharing
         return compile(
             found,
-            progress_model=self._model,
+            progress_model=self._resolved_progress_model,
             blocking_hosts=self.blocking_hosts
-            or (self.run is not None and self.run.blocking_hosts),
+            or (self.source_timeline is not None and self.source_timeline.blocking_hosts),
             costs=self.stage_costs,
             sizes=self._stage_sizes,
             memory_limit=self.memory_limit,
@@ -188,27 +209,27 @@ class Request:
         )
 
     @property
-    def given(self) -> Costs | None:
+    def specified_costs(self) -> Costs | None:
         """Costs of stages, those told and those that a cluster fills; None where there are none."""
         return None if self.costs is None and self.cluster is None else self.stage_costs
 
     @property
-    def filled(self) -> Costs:
+    def cluster_costs(self) -> Costs:
         """The costs that the cluster fills."""
-        told = self._per_stage(self.costs or Costs()).told
-        own = self.stage_costs.told if self.cluster is not None else {}
+        told = self._split_over_stages(self.costs or Costs()).specified
+        own = self.stage_costs.specified if self.cluster is not None else {}
         return Costs(**{name: cost for name, cost in own.items() if name not in told})
 
     @cached_property
     def timeline(self) -> Timeline:
         """The predicted run of the program, which is checked, or the run in a file.
 
-        With `costs` it is the prediction of the program of a run, in the unit of that.
+        With `fill_costs` it is the prediction of the program of a run, in the unit of that.
         """
-        found = self.run
+        found = self.source_timeline
         if found is None:
-            costs, sizes = self.run_costs, self._stage_sizes
-            model, blocks = self._model, self.blocking_hosts
+            costs, sizes = self.program_costs, self._stage_sizes
+            model, blocks = self._resolved_progress_model, self.blocking_hosts
             run = simulate(
                 self.program, costs, progress_model=model, sizes=sizes, blocking_hosts=blocks
             )
@@ -219,7 +240,7 @@ class Request:
                 "programs and schedules",
                 fields=["cluster"],
             )
-        if self.progress_model not in (None, found.progress_model) and not self.share:
+        if self.progress_model not in (None, found.progress_model) and not self.for_comparison:
             raise UsageError(
                 f"{self.source} ran under {found.progress_model}, not {self.progress_model}",
                 fields=["progress_model"],
@@ -228,10 +249,10 @@ class Request:
             raise UsageError(
                 f"{self.source} ran on hosts that do not block", fields=["blocking_hosts"]
             )
-        self._agree(found.program)
+        self._require_consistent_source(found.program)
         sizes = self._stage_sizes or found.sizes
         program = self.program if self.relower else found.program
-        given = self.priced
+        given = self.prediction_costs
         if self.memory_limit is not None:
             check_memory(program, sizes, self.memory_limit)
         if given is not None:
@@ -245,28 +266,32 @@ class Request:
         return replace(found, sizes=sizes)
 
     @cached_property
-    def priced(self) -> Costs | None:
+    def prediction_costs(self) -> Costs | None:
         """The costs of each stage at which `timeline` is predicted; None for a run as it is."""
-        found = self.run
+        found = self.source_timeline
         if found is None:
-            return self.run_costs
-        given = None if self.share else self.costs
+            return self.program_costs
+        given = None if self.for_comparison else self.costs
         if given is None and self.relower:
-            given = completed(calibrate(found), found.program)
+            given = fill_missing_backwards(calibrate(found), found.program)
         return given
 
     @property
-    def _model(self) -> ProgressModel:
+    def _resolved_progress_model(self) -> ProgressModel:
         """The progress model that is said, else that of a run that is lowered anew, or device."""
-        own = self.run.progress_model if self.relower and self.run is not None else "per_device"
+        own = (
+            self.source_timeline.progress_model
+            if self.relower and self.source_timeline is not None
+            else "per_device"
+        )
         return self.progress_model or own
 
     @property
-    def proven_model(self) -> ProgressModel:
+    def proven_progress_model(self) -> ProgressModel:
         """The progress model that is said, else device, or that of a run whose program it is."""
         proven = (
-            {proof.progress_model for proof in self.run.program.proofs}
-            if self.run
+            {proof.progress_model for proof in self.source_timeline.program.proofs}
+            if self.source_timeline
             else {"per_device"}
         )
         own = [model for model in MODELS if model in proven]
@@ -274,44 +299,54 @@ class Request:
 
     # ------------------------------------------------------------ how
 
-    def _plan_for(self, schedule: Schedule) -> PipelineShape:
+    def _find_shape(self, schedule: Schedule) -> PipelineShape:
         """Return the shape that the user gives, with the defaults of the schedule.
 
-        A comparison (`share`) ignores stages per rank that a schedule cannot have.
+        A comparison (`for_comparison`) ignores stages per rank that a schedule cannot have.
         """
-        values = dict(self.usual) | dict(self.said)
-        mark, fixed = placed_for(schedule)
+        values = dict(self.defaults) | dict(self.specified)
+        mark, fixed = get_placement_mark(schedule)
         loop = (values.get("placement") or mark or "loop") == "loop"
-        if self.share and (fixed or (loop and not takes_v(schedule))):
+        if self.for_comparison and (fixed or (loop and not has_free_v(schedule))):
             values.pop("stages_per_rank", None)
         given = PipelineShape(**{f.name: values[f.name] for f in SHAPE_FIELDS if f.name in values})
-        return shape_for(schedule, given).resolved()
+        return apply_schedule_defaults(schedule, given).resolve_defaults()
 
-    def _agree(self, program: Program) -> None:
+    def _require_consistent_source(self, program: Program) -> None:
         """Refuse what contradicts the program in a file."""
-        for f in HEADER:
-            free = (self.relower or (self.lowers and program.is_draft)) and not f.of_plan
-            split = self.share and f.name in ("stages_per_rank", "placement")
-            if f.name not in self.said or free or split:
+        for f in HEADER_FIELDS:
+            free = (
+                self.relower or (self.lower_drafts and program.is_draft)
+            ) and not f.is_shape_field
+            split = self.for_comparison and f.name in ("stages_per_rank", "placement")
+            if f.name not in self.specified or free or split:
                 continue
-            said, found = f.kind.settle(f.name, self.said[f.name], program.shape), f.of(program)
-            if self.share and f.name == "microbatches":  # whole ones, as schedules have them
-                found = program.whole.microbatches
-            of_parts = self.share and f.name == "frozen_stages"
-            if (self._frozen(said, program.shape) if of_parts else said) != found:
-                has, said = (f.kind.show(value, program.shape) for value in (found, said))
-                raise self.contradicts(self.source, f, has, said)
-        if not (self.lowers or self.relower):
+            said, found = (
+                f.field_type.resolve(f.name, self.specified[f.name], program.shape),
+                f.get_value(program),
+            )
+            if (
+                self.for_comparison and f.name == "microbatches"
+            ):  # whole ones, as schedules have them
+                found = program.unsegmented_shape.microbatches
+            of_parts = self.for_comparison and f.name == "frozen_stages"
+            if (self._count_frozen_stages(said, program.shape) if of_parts else said) != found:
+                has, said = (f.field_type.to_text(value, program.shape) for value in (found, said))
+                raise self.make_conflict_error(self.source, f, has, said)
+        if not (self.lower_drafts or self.relower):
             own = [name for name in ("draft", "overlap", "buffer_sharing") if getattr(self, name)]
-            for name in (*own, *self.more):
+            for name in (*own, *self.compile_options):
                 option = "--compute-only" if name == "draft" else option_name(name)
                 raise UsageError(
                     f"{self.source} is a program: {option} is for schedules", fields=[name]
                 )
 
-    def _require_compute(self) -> None:
+    def _require_compute_only(self) -> None:
         """Refuse, of a draft, what says how it is lowered."""
-        for name in (*(n for n in ("overlap", "buffer_sharing") if getattr(self, n)), *self.more):
+        for name in (
+            *(n for n in ("overlap", "buffer_sharing") if getattr(self, n)),
+            *self.compile_options,
+        ):
             raise UsageError(
                 f"a draft is what is computed, before it is lowered: {option_name(name)} is "
                 "for what is lowered",
@@ -319,15 +354,17 @@ class Request:
                 fields=[name],
             )
 
-    def _with_slots(self, program: Program) -> Program:
+    def _share_buffers(self, program: Program) -> Program:
         """A lowered program, checked, whose values share the slots that are asked for."""
-        program = check(program, self._model, blocking_hosts=self.blocking_hosts)
+        program = check(program, self._resolved_progress_model, blocking_hosts=self.blocking_hosts)
         if self.buffer_sharing is None:
             return program
-        program = share_slots(program, self.buffer_sharing, self.stage_costs, self._model)
-        return check(program, self._model, blocking_hosts=self.blocking_hosts)
+        program = share_slots(
+            program, self.buffer_sharing, self.stage_costs, self._resolved_progress_model
+        )
+        return check(program, self._resolved_progress_model, blocking_hosts=self.blocking_hosts)
 
-    def _within(self, program: Program) -> Program:
+    def _check_memory_limit(self, program: Program) -> Program:
         """A checked program, within the limit if there is one."""
         return (
             program
@@ -338,24 +375,24 @@ class Request:
     @cached_property
     def stage_costs(self) -> Costs:
         """The costs of a prediction, those of each stage; of moves as if nothing was recomputed."""
-        return self._priced(())
+        return self._fill_costs(())
 
     @cached_property
-    def run_costs(self) -> Costs:
+    def program_costs(self) -> Costs:
         """The same for the program: what is recomputed moves its checkpoint."""
         program = self.program
-        if self.cluster is None or not {RECOMPUTE, HOST.there} <= program.ops:
+        if self.cluster is None or not {RECOMPUTE, HOST_TRIP.offload_op} <= program.used_opcodes:
             return self.stage_costs
         at = program.op == RECOMPUTE
-        stage, mb = (program.words.view(FIELDS)[name][at].tolist() for name in ("stage", "mb"))
-        return self._priced([*zip(stage, mb, strict=True)])
+        stage, mb = (program.words.view(WORD_DTYPE)[name][at].tolist() for name in ("stage", "mb"))
+        return self._fill_costs([*zip(stage, mb, strict=True)])
 
-    def _priced(self, recomputed: Collection[tuple[int, int]]) -> Costs:
+    def _fill_costs(self, recomputed: Collection[tuple[int, int]]) -> Costs:
         costs = self.costs or Costs()
         if self.cluster is None:
-            return self._per_stage(costs.usual())
-        found, told = self.source.found, self._whole
-        finer = {"stage_segments", "microbatch_chunks"} & self.more.keys()
+            return self._split_over_stages(costs.with_defaults())
+        found, told = self.source.schedule_or_program, self._unsegmented_shape
+        finer = {"stage_segments", "microbatch_chunks"} & self.compile_options.keys()
         if told.shape != self.shape:
             finer |= (
                 {"chunks_per_microbatch"}
@@ -368,63 +405,75 @@ class Request:
                 hint="tell costs of pieces, sum among them",
                 fields=["cluster", *finer],
             )
-        costs = self._per_stage(costs)
+        costs = self._split_over_stages(costs)
         groups: dict[str, Any] = {"tp": 1, "dp": 1, "zero": 0, "checkpoint_snapshots": False}
         groups |= {"optimizer_placement": "device"}
-        for f in TRAITS:
+        for f in ATTRIBUTE_FIELDS:
             if f.name in groups:
-                own = f.of(found) if isinstance(found, Program) else groups[f.name]
-                groups[f.name] = self.said.get(f.name, own)
-        ops = found.ops if isinstance(found, Program) else frozenset[int]()
-        for name, op in (("offload", HOST.there), ("offload_to_disk", DISK.there)):
-            groups[name] = self.more.get(name) is not None or op in ops
-        return self.cluster.costs(
+                own = f.get_value(found) if isinstance(found, Program) else groups[f.name]
+                groups[f.name] = self.specified.get(f.name, own)
+        ops = found.used_opcodes if isinstance(found, Program) else frozenset[int]()
+        for name, op in (
+            ("offload", HOST_TRIP.offload_op),
+            ("offload_to_disk", DISK_TRIP.offload_op),
+        ):
+            groups[name] = self.compile_options.get(name) is not None or op in ops
+        return self.cluster.fill_costs(
             self.shape, self._stage_sizes, costs, **groups, recomputed=recomputed
         )
 
     @property
     def _stage_sizes(self) -> Sizes | None:
-        return self.sizes and self._per_stage(self.sizes)
+        return self.sizes and self._split_over_stages(self.sizes)
 
-    def _per_stage(self, each: _Each) -> _Each:
+    def _split_over_stages(self, values: _CostsOrSizes) -> _CostsOrSizes:
         """Costs or sizes of a microbatch on a rank as those on one of its stages."""
-        if not self.share:
-            return each
-        shape, pieces, chunks = self._whole
+        if not self.for_comparison:
+            return values
+        shape, pieces, chunks = self._unsegmented_shape
         pieces, chunks = (
-            self._cut.get("stage_segments", pieces),
-            chunks * self.more.get("microbatch_chunks", 1),
+            self._segment_options.get("stage_segments", pieces),
+            chunks * self.compile_options.get("microbatch_chunks", 1),
         )
-        shared = {k: c for k in SHARED if (c := getattr(each, k, None)) is not None}
-        each = replace(each, **{k: cut(c, shape.ranks, shape.stages) for k, c in shared.items()})
-        return split_costs(each, pieces, shape, chunks=chunks)
+        shared = {k: c for k in SHARED_FIELDS if (c := getattr(values, k, None)) is not None}
+        values = replace(
+            values,
+            **{k: redistribute_stages(c, shape.ranks, shape.stages) for k, c in shared.items()},
+        )
+        return split_costs(values, pieces, shape, chunks=chunks)
 
     @property
-    def _whole(self) -> UnsegmentedShape:
-        return self._whole_of(self.shape)
+    def _unsegmented_shape(self) -> UnsegmentedShape:
+        return self._find_unsegmented_shape(self.shape)
 
-    def _whole_of(self, shape: PipelineShape) -> UnsegmentedShape:
+    def _find_unsegmented_shape(self, shape: PipelineShape) -> UnsegmentedShape:
         """What a shape's stages and microbatches are pieces and chunks of, as a program in a file
         says, or somebody of it, or of a schedule."""
-        found = self.source.found if isinstance(self.source.found, Program) else Program
+        found = (
+            self.source.schedule_or_program
+            if isinstance(self.source.schedule_or_program, Program)
+            else Program
+        )
         meets, chunked = (
-            f.kind.settle(f.name, self.said.get(f.name, getattr(found, f.name)), shape)
-            for f in TRAITS
+            f.field_type.resolve(f.name, self.specified.get(f.name, getattr(found, f.name)), shape)
+            for f in ATTRIBUTE_FIELDS
             if f.name in ("segment_boundaries", "chunks_per_microbatch")
         )
-        return whole_of(shape, meets, chunked)
+        return merge_segments(shape, meets, chunked)
 
     @property
-    def _cut(self) -> dict[str, Any]:
+    def _segment_options(self) -> dict[str, Any]:
         """Of schedules that are compared the pieces of stages: what is said is a rank's."""
-        said, shape = self.more.get("stage_segments"), self.shape
-        if said is not None and max(self._whole.pieces) > 1:
+        said, shape = self.compile_options.get("stage_segments"), self.shape
+        if said is not None and max(self._unsegmented_shape.segments_per_stage) > 1:
             raise UsageError(
                 "stages are pieces already, and are not cut again", fields=["stage_segments"]
             )
         return (
-            {} if said is None else {"stage_segments": over_stages(said, shape.ranks, shape.stages)}
+            {}
+            if said is None
+            else {"stage_segments": divide_over_stages(said, shape.ranks, shape.stages)}
         )
 
 
-_Each = TypeVar("_Each", Costs, Sizes)
+_CostsOrSizes = TypeVar("_CostsOrSizes", Costs, Sizes)

@@ -12,51 +12,52 @@ from traceback import extract_tb
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
-from schedir.errors import SchedirError, UsageError, in_words
-from schedir.io.files import opened, read_text
-from schedir.io.timeline_file import SUFFIX, load_timeline
-from schedir.ir.input_trust import require_trust
+from schedir.errors import SchedirError, UsageError, describe_exception
+from schedir.io.files import open_regular_file, read_text
+from schedir.io.timeline_file import TIMELINE_SUFFIX, load_timeline
+from schedir.ir.input_trust import require_code_allowed
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text
 from schedir.predict.timeline import Timeline
-from schedir.schedules import built_in, nearest_schedules
+from schedir.schedules import get_built_in_schedules, suggest_schedules
 from schedir.schedules.schedule_algebra import Schedule
 
 if TYPE_CHECKING:
     from typing import Self
 
 # So named, a person's random.py hides nobody's random.
-_PREFIX = "schedir_file_"
+_MODULE_PREFIX = "schedir_file_"
 
 
 class Source(str):
-    """What a person names, as `load` takes it; it is loaded once, when it is first asked for."""
+    """What a person names, as `load_source` takes it; it is loaded once, when it is first asked
+    for."""
 
     def __new__(cls, name: str) -> Self:
         return name if isinstance(name, cls) else super().__new__(cls, name)
 
     @classmethod
-    def of(cls, found: Schedule | Program, name: str) -> Self:
+    def from_loaded(cls, found: Schedule | Program, name: str) -> Self:
         """What is there already, called so."""
         source = cls(name)
         vars(source)["found"] = found
         return source
 
     @cached_property
-    def run(self) -> Timeline | None:
+    def timeline(self) -> Timeline | None:
         """The run that it is, if it is one; raises what `load_timeline` does."""
-        return load_timeline(self) if self.endswith(SUFFIX) else None
+        return load_timeline(self) if self.endswith(TIMELINE_SUFFIX) else None
 
     @cached_property
-    def found(self) -> Schedule | Program:
-        """The schedule, or the Program, of a run its; raises what `load` does."""
-        return load(self) if self.run is None else self.run.program
+    def schedule_or_program(self) -> Schedule | Program:
+        """The schedule, or the Program, of a run its; raises what `load_source` does."""
+        return load_source(self) if self.timeline is None else self.timeline.program
 
     def __reduce__(self) -> tuple[type[Source], tuple[str]]:
         return Source, (str(self),)  # who takes a copy loads it anew
 
 
-def load(source: str) -> Schedule | Program:
+def load_source(source: str) -> Schedule | Program:
     """A built-in schedule by its name, the schedule `file.py:function`, or the Program in
     `file.sched`, or that of the run in `file.timeline`.
 
@@ -65,31 +66,31 @@ def load(source: str) -> Schedule | Program:
     ParseError for a file that is no program, TraceError for one that is no run.
     """
     if source.endswith(")") and "(" in source:
-        return _with_options(source)
+        return _bind_options(source)
     path, colon, name = source.rpartition(":")
     if colon and path.endswith(".py"):
-        return _function(path, name)
+        return _load_function(path, name)
     if source.endswith(".sched"):
-        return _program(source)
-    if source.endswith(SUFFIX):
+        return _load_program(source)
+    if source.endswith(TIMELINE_SUFFIX):
         return load_timeline(source).program
     if source.endswith(".py"):
         raise UsageError(f"{source} is a file: say which function of it", hint=f"{source}:NAME")
-    known = built_in()
+    known = get_built_in_schedules()
     if source not in known:
         raise UsageError(
             f"no built-in schedule {source!r}, and it names no file.py:function and no file.sched",
             hint=f"schedir import {source} makes a program of torch's CSV"
             if source.endswith(".csv")
-            else nearest_schedules(source, [*known]),
+            else suggest_schedules(source, [*known]),
         )
     return known[source]
 
 
-def _with_options(source: str) -> Schedule:
+def _bind_options(source: str) -> Schedule:
     """The schedule of `NAME(option=value, ...)`, with these options bound."""
     name, _, inside = source.partition("(")
-    schedule = load(name.strip())
+    schedule = load_source(name.strip())
     if isinstance(schedule, Program):
         raise UsageError(f"{name} is a program: options in brackets are for schedules")
     given = {}
@@ -100,7 +101,7 @@ def _with_options(source: str) -> Schedule:
         for option in call.keywords:
             if option.arg is None:
                 raise ValueError
-            given[option.arg] = _literal(name, option.arg, option.value)
+            given[option.arg] = _parse_literal(name, option.arg, option.value)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UsageError(
             f"the options of {source!r:.200} cannot be read",
@@ -108,12 +109,12 @@ def _with_options(source: str) -> Schedule:
         ) from None
     takes = list(signature(schedule).parameters)[3:]  # rank, ranks and microbatches come first
     if wrong := [option for option in given if option not in takes]:
-        hint = nearest_schedules(wrong[0], takes) if takes else "it has none"
+        hint = suggest_schedules(wrong[0], takes) if takes else "it has none"
         raise UsageError(f"{name} has no option {wrong[0]!r}", hint=hint)
     return partial(schedule, **given)
 
 
-def _literal(name: str, option: str, value: ast.expr) -> object:
+def _parse_literal(name: str, option: str, value: ast.expr) -> object:
     """What is written as a value: a number, text in quotes, True, False, None, a list of such."""
     try:
         return ast.literal_eval(value)
@@ -128,7 +129,7 @@ def _literal(name: str, option: str, value: ast.expr) -> object:
         ) from None
 
 
-def _program(path: str) -> Program:
+def _load_program(path: str) -> Program:
     text = read_text(path)
     try:
         return from_text(text)
@@ -137,24 +138,24 @@ def _program(path: str) -> Program:
         raise
 
 
-def _function(path: str, name: str) -> Schedule:
-    module = _module(path)
+def _load_function(path: str, name: str) -> Schedule:
+    module = _load_module(path)
     value = getattr(module, name, None)
     if not callable(value):
         own = [k for k, v in vars(module).items() if isinstance(v, FunctionType)]
         raise UsageError(
             f"{path} has no function {name!r}",
-            hint=nearest_schedules(name, own) if own else "it has none",
+            hint=suggest_schedules(name, own) if own else "it has none",
         )
     schedule: Schedule = value
     return schedule
 
 
-def _module(path: str) -> ModuleType:
+def _load_module(path: str) -> ModuleType:
     """A person's file, run as `python file.py` would find its neighbours."""
-    opened(path).close()  # refuses what is no ordinary file
-    require_trust(path)
-    name = _PREFIX + Path(path).stem
+    open_regular_file(path).close()  # refuses what is no ordinary file
+    require_code_allowed(path)
+    name = _MODULE_PREFIX + Path(path).stem
     spec = spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
@@ -165,15 +166,15 @@ def _module(path: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit, too
-        raise UsageError(f"{path} cannot be imported: {in_words(error)}") from error
+        raise UsageError(f"{path} cannot be imported: {describe_exception(error)}") from error
     finally:
         sys.path.pop(0)
     return module
 
 
-def origin(error: BaseException) -> str:
+def find_error_origin(error: BaseException) -> str:
     """Where in a person's file an error came from, as "file:line: text", or nothing."""
-    files = {m.__file__ for name, m in list(sys.modules.items()) if name.startswith(_PREFIX)}
+    files = {m.__file__ for name, m in list(sys.modules.items()) if name.startswith(_MODULE_PREFIX)}
     frames, cause = [], error.__cause__
     while cause:  # a StopIteration in a generator is the cause of a RuntimeError
         frames += [f for f in extract_tb(cause.__traceback__) if f.filename in files]

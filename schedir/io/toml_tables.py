@@ -8,37 +8,39 @@ from typing import Any, Final
 
 from schedir.errors import ConfigError
 
-MOST_BYTES: Final = 2**18  # of a text: no configuration of a person is so long
-MOST_DOTS: Final = 1000  # of a line: of a key with n dots tomllib makes n keys, the longest of n
+MAX_TOML_BYTES: Final = 2**18  # of a text: no configuration of a person is so long
+MAX_DOTS_PER_LINE: Final = (
+    1000  # of a line: of a key with n dots tomllib makes n keys, the longest of n
+)
 
 
-def tables_of(text: str, where: str) -> dict[str, Any]:
-    """What a text in TOML says.  Raises ConfigError, of the file `where`, with line and column
+def parse_toml(text: str, location: str) -> dict[str, Any]:
+    """What a text in TOML says.  Raises ConfigError, of the file `location`, with line and column
     where they are known."""
     for number, line in enumerate(text.split("\n"), 1):
-        if line.count(".") > MOST_DOTS:
+        if line.count(".") > MAX_DOTS_PER_LINE:
             raise ConfigError(
-                f"is not read: a line has more than {MOST_DOTS} dots",
-                where=where, line=number, column=1, hint="a list may have several lines",
+                f"is not read: a line has more than {MAX_DOTS_PER_LINE} dots",
+                location=location, line=number, column=1, hint="a list may have several lines",
             )  # fmt: skip
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise _refused(text, where, str(error)) from None
+        raise _make_toml_error(text, location, str(error)) from None
     except RecursionError:
-        raise ConfigError("is not read: it is nested too deeply", where=where) from None
+        raise ConfigError("is not read: it is nested too deeply", location=location) from None
     except ValueError:  # of Python's int, for numbers of thousands of digits
-        raise ConfigError("is not read: a number has too many digits", where=where) from None
+        raise ConfigError("is not read: a number has too many digits", location=location) from None
 
 
-def _refused(text: str, where: str, message: str) -> ConfigError:
+def _make_toml_error(text: str, location: str, message: str) -> ConfigError:
     """tomllib's refusal, with its place as numbers."""
     found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)
     fact, line, column = found.groups() if found else (message, None, None)
     lines = text.split("\n")
     return ConfigError(
         f"is not TOML: {fact[0].lower()}{fact[1:]}",
-        where=where,
+        location=location,
         line=int(line or len(lines)),
         column=int(column or len(lines[-1]) + 1),
     )

@@ -6,41 +6,44 @@ from collections.abc import Collection
 
 from schedir.errors import GroupError, InstructionSite, UsageError
 from schedir.ir.isa.instructions import (
-    BACKWARDS,
-    COMPUTE,
+    BACKWARD_OPS,
+    COMPUTE_OPS,
     FORWARD,
+    INSTRUCTIONS,
     RECOMPUTE,
-    REDUCES,
-    ROWS,
-    TRANSFERS,
+    REDUCTION_OPS,
+    TRANSFER_OPS,
     Opcode,
     Scope,
     Value,
-    changes,
+    find_modifiers,
 )
-from schedir.ir.pipeline.stage_segments import ranks_meet
-from schedir.ir.program import FIELDS, JOINED, Program, is_op
+from schedir.ir.pipeline.stage_segments import has_tp_collectives
+from schedir.ir.program import JOINED_BIT, WORD_DTYPE, Program, is_op
 
-_MOVES = {op for op in changes(Value.SAVED) if op not in COMPUTE}
-_IN_TURNS = tuple(op for op in REDUCES if ROWS[op].per is Scope.OCCURRENCE)
+_OFFLOAD_OPS = {op for op in find_modifiers(Value.SAVED) if op not in COMPUTE_OPS}
+_PER_OCCURRENCE_REDUCES = tuple(
+    op for op in REDUCTION_OPS if INSTRUCTIONS[op].scope is Scope.OCCURRENCE
+)
 
 
-def require_torch_has_it(
-    program: Program, *, computes: bool, actions: Collection[Opcode] = ()
+def require_torch_support(
+    program: Program, *, compute_only: bool, supported_ops: Collection[Opcode] = ()
 ) -> None:
     """Refuse a program that torch's schedules cannot express.
 
     Args:
         program: The program.
-        computes: Whether only its computes are exported, and torch adds the transfers.
-        actions: The instructions for which torch has an action.
+        compute_only: Whether only its computes are exported, and torch adds the transfers.
+        supported_ops: The instructions for which torch has an action.
 
     Raises:
         UsageError: The program has something that torch's schedules cannot do.
     """
-    if program.shape.rows > 1:
+    if program.shape.placement_rows > 1:
         raise UsageError(
-            f"{program.name} has {program.shape.rows} holders of each stage, and torch's schedules "
+            f"{program.name} has {program.shape.placement_rows} holders of each stage, and "
+            "torch's schedules "
             "have one",
             program=program.name,
         )
@@ -55,14 +58,14 @@ def require_torch_has_it(
             f"{program.name} has skips, and stages of torch's schedules pass on to neighbours only",
             program=program.name,
         )
-    if RECOMPUTE in program.ops:
+    if RECOMPUTE in program.used_opcodes:
         raise UsageError(
             f"{program.name} has R, and torch's runtime recomputes within backwards only",
             program=program.name,
             hint="leave recompute out, and run what is in these stages under "
             "torch.utils.checkpoint",
         )
-    if not program.ops.isdisjoint(_MOVES):
+    if not program.used_opcodes.isdisjoint(_OFFLOAD_OPS):
         raise UsageError(
             f"{program.name} offloads what forwards saved, for which schedules of torch, and what "
             "stands in the place of one, have no action",
@@ -70,23 +73,30 @@ def require_torch_has_it(
             hint="schedir.runtime.Executor runs it; or leave offload out, and run what is in these "
             "stages under torch.autograd.graph.save_on_cpu",
         )
-    if ranks_meet(program.segment_boundaries):
+    if has_tp_collectives(program.segment_boundaries):
         raise UsageError(
             f"{program.name} sums what pieces of its stages pass on, for which torch's schedules "
             "have no action",
             program=program.name,
             hint="leave cut out, or tp where the modules of pieces sum by themselves",
         )
-    strange = sorted(op for op in program.ops if not ROWS[op].in_torch and op not in actions)
+    strange = sorted(
+        op
+        for op in program.used_opcodes
+        if not INSTRUCTIONS[op].is_implicit_in_torch and op not in supported_ops
+    )
     if strange:
-        text = ROWS[strange[0]].text
+        text = INSTRUCTIONS[strange[0]].text
         raise UsageError(
             f"{program.name} has {text}, for which torch's schedules have no action",
             program=program.name,
             hint="compile it without",
         )
-    fields = program.words.view(FIELDS)
-    if not computes and (is_op(fields["op"], _IN_TURNS) & (fields["mb"] > 0)).any():
+    fields = program.words.view(WORD_DTYPE)
+    if (
+        not compute_only
+        and (is_op(fields["op"], _PER_OCCURRENCE_REDUCES) & (fields["mb"] > 0)).any()
+    ):
         raise UsageError(
             f"{program.name} reduces gradients in turns, and torch's schedules reduce them once",
             program=program.name,
@@ -94,14 +104,14 @@ def require_torch_has_it(
         )
 
 
-def require_pair(program: Program, rank: int, index: int) -> None:
+def require_torch_pair(program: Program, rank: int, index: int) -> None:
     """Refuse what torch cannot run as one: it has pairs of a forward and a backward only."""
     stream = program.streams[rank]
     both = [stream[k].op for k in range(max(index - 1, 0), index + 1)]
-    alone = not stream.words[max(index - 1, 0)] & JOINED
-    if alone and FORWARD in both and any(op in BACKWARDS for op in both):
+    alone = not stream.words[max(index - 1, 0)] & JOINED_BIT
+    if alone and FORWARD in both and any(op in BACKWARD_OPS for op in both):
         return
-    transfers = all(op in TRANSFERS for op in both)
+    transfers = all(op in TRANSFER_OPS for op in both)
     raise GroupError(
         "torch issues each transfer by itself"
         if transfers

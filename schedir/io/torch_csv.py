@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from schedir.analysis.memory.unshard_counts import gathers
+from schedir.analysis.memory.unshard_counts import count_unshards
 from schedir.errors import (
     CompletenessError,
     CsvCellError,
@@ -30,20 +30,36 @@ from schedir.errors import (
     UsageError,
     require_type,
 )
-from schedir.io.torch_compatibility import require_pair, require_torch_has_it
-from schedir.io.torch_unshard import RESHARD, UNSHARD, for_torch
-from schedir.ir.cost.zero_states import CUT_FROM
-from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, FORWARD, ROWS, TRANSFERS, Opcode, Scope
+from schedir.io.torch_compatibility import require_torch_pair, require_torch_support
+from schedir.io.torch_unshard import RESHARD, UNSHARD, fit_unshards_to_torch
+from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
+from schedir.ir.isa.instructions import (
+    BACKWARD_OPS,
+    COMPUTE_OPS,
+    FORWARD,
+    INSTRUCTIONS,
+    TRANSFER_OPS,
+    Opcode,
+    Scope,
+)
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, PipelineShape
-from schedir.ir.pipeline.placement import PLACEMENTS
-from schedir.ir.program import JOINED, OP, OPS, STAGE, Program, SlotCounts, Stream
+from schedir.ir.pipeline.placement import NAMED_PLACEMENTS
+from schedir.ir.program import (
+    JOINED_BIT,
+    OP_SHIFT,
+    OPCODES,
+    STAGE_SHIFT,
+    Program,
+    SlotCounts,
+    Stream,
+)
 
 __all__ = ["from_csv", "to_csv"]
 
 # The forms: compute only is the same in all versions.  The other is named by torch's version, for
 # its actions change: REDUCE_GRAD, without which it does not scale gradients, came late in 2025
 # (pytorch PR 166449), and waits are being added (194121, 196725).
-FORMS: Final = ("torch", "torch-2.13")
+CSV_FORMATS: Final = ("torch", "torch-2.13")
 
 _O = Opcode
 ACTIONS: Final = {
@@ -57,13 +73,13 @@ ACTIONS: Final = {
     "RECV_B": _O.RecvGrad,
     "REDUCE_GRAD": _O.ReduceGrads,
 }
-_TEXT: Final = {op: action for action, op in ACTIONS.items()}
+_ACTION_TEXTS: Final = {op: action for action, op in ACTIONS.items()}
 # With ZeRO gradients are reduced to parts, and with zero 3 weights are in parts, too.
-_REDUCED: Final = {_O.ReduceScatter: "REDUCE_GRAD"}
-_PARTS: Final = _REDUCED | {_O.Unshard: UNSHARD, _O.Reshard: RESHARD}
+_SHARDED_REDUCE_ACTIONS: Final = {_O.ReduceScatter: "REDUCE_GRAD"}
+_SHARDED_ACTIONS: Final = _SHARDED_REDUCE_ACTIONS | {_O.Unshard: UNSHARD, _O.Reshard: RESHARD}
 # Read over, unless they are asked for: shards of weights, which torch writes for any stages; and
 # waits, which each of ours has in it.  The value says whether the action has a microbatch.
-READ_OVER: Final = {
+IGNORED_ACTIONS: Final = {
     UNSHARD: False,
     RESHARD: False,
     "WAIT_SEND_F": True,
@@ -71,20 +87,23 @@ READ_OVER: Final = {
     "WAIT_REDUCE_GRAD": False,
 }
 # Of every action: its word without stage and microbatch, and whether it has a microbatch.
-_KINDS: Final[dict[str, tuple[int | None, bool]]] = {
-    **{action: (int(op) << OP, ROWS[op].per is Scope.MICROBATCH) for action, op in ACTIONS.items()},
-    **{action: (None, each) for action, each in READ_OVER.items()},
+_ACTION_WORDS: Final[dict[str, tuple[int | None, bool]]] = {
+    **{
+        action: (int(op) << OP_SHIFT, INSTRUCTIONS[op].scope is Scope.MICROBATCH)
+        for action, op in ACTIONS.items()
+    },
+    **{action: (None, each) for action, each in IGNORED_ACTIONS.items()},
 }
-PAIR: Final = "OVERLAP_F_B"
-_MISSING: Final = "is the row of a rank missing?"
-_CELL = re.compile(r"(\d+)([A-Za-z_]+)(\d*)", re.ASCII)
-_CELLS = re.compile(r"\(([^()]*)\)(\w*)")
+PAIR_ACTION: Final = "OVERLAP_F_B"
+_MISSING_ROW_HINT: Final = "is the row of a rank missing?"
+_ACTION_PATTERN = re.compile(r"(\d+)([A-Za-z_]+)(\d*)", re.ASCII)
+_PAIR_PATTERN = re.compile(r"\(([^()]*)\)(\w*)")
 
 # ---------------------------------------------------------------- program to CSV
 
 
-def to_csv(program: Program, to: str = "torch") -> str:
-    """A program as a CSV of torch.distributed.pipelining; `to` is one of FORMS.
+def to_csv(program: Program, csv_format: str = "torch") -> str:
+    """A program as a CSV of torch.distributed.pipelining; `csv_format` is one of FORMS.
 
     "torch" is compute only: torch lowers it as it loads it, and adds what FSDP needs.  Any
     version reads it.  "torch-2.13" has the program's own transfers and reductions, to be loaded
@@ -106,7 +125,7 @@ def to_csv(program: Program, to: str = "torch") -> str:
     1F0,1B0,1F1,1B1
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
-    if not program.trains:
+    if not program.has_backward:
         raise CompletenessError("torch loads no schedule without a backward", program=program.name)
     if program.frozen_stages:
         raise UsageError(
@@ -116,41 +135,56 @@ def to_csv(program: Program, to: str = "torch") -> str:
             program=program.name,
             hint="leave frozen out: torch runs a backward of a frozen stage, too",
         )
-    return "".join(",".join(row) + "\n" for row in cells(program, to))
+    return "".join(",".join(row) + "\n" for row in format_cells(program, csv_format))
 
 
-def cells(program: Program, to: str = "torch") -> list[list[str]]:
+def format_cells(program: Program, csv_format: str = "torch") -> list[list[str]]:
     """The cells of each rank's row, as `to_csv` has them; also of a program without a backward,
     which torch's runtime runs, though it does not load it.  Raises what `to_csv` does."""
-    if to not in FORMS:
-        raise UsageError(f"no form {to!r} to export to", hint=f"there are {', '.join(FORMS)}")
-    if to != "torch" and program.is_draft and program.shape.ranks > 1:
+    if csv_format not in CSV_FORMATS:
+        raise UsageError(
+            f"no form {csv_format!r} to export to", hint=f"there are {', '.join(CSV_FORMATS)}"
+        )
+    if csv_format != "torch" and program.is_draft and program.shape.ranks > 1:
         raise LoweringLevelError(
-            f"a draft has no transfers, but {to!r} is the form with them",
+            f"a draft has no transfers, but {csv_format!r} is the form with them",
             program=program.name,
             hint="export to 'torch', or lower the draft",
         )
-    require_torch_has_it(program, computes=to == "torch", actions=(*_TEXT, *_PARTS))
-    words = _TEXT | (_PARTS if program.zero == CUT_FROM["params"] else _REDUCED)
-    action = {int(op): text for op, text in words.items() if to != "torch" or op in COMPUTE}
+    require_torch_support(
+        program,
+        compute_only=csv_format == "torch",
+        supported_ops=(*_ACTION_TEXTS, *_SHARDED_ACTIONS),
+    )
+    words = _ACTION_TEXTS | (
+        _SHARDED_ACTIONS
+        if program.zero == SHARDED_FROM_LEVEL["params"]
+        else _SHARDED_REDUCE_ACTIONS
+    )
+    action = {
+        int(op): text for op, text in words.items() if csv_format != "torch" or op in COMPUTE_OPS
+    }
     rows = []
     for rank, stream in enumerate(program.streams):
         row: list[str] = []
         for index, word in enumerate(stream.words.tolist()):
-            op = word >> OP & 0xFF
+            op = word >> OP_SHIFT & 0xFF
             if op not in action:
                 continue
-            mb = word & 0xFFFFFFFF if _KINDS[action[op]][1] else ""
-            cell = f"{word >> STAGE & 0xFFFF}{action[op]}{mb}"
-            if word & JOINED:
-                require_pair(program, rank, index)
-                row[-1] = f"({row[-1]};{cell}){PAIR}"
+            mb = word & 0xFFFFFFFF if _ACTION_WORDS[action[op]][1] else ""
+            cell = f"{word >> STAGE_SHIFT & 0xFFFF}{action[op]}{mb}"
+            if word & JOINED_BIT:
+                require_torch_pair(program, rank, index)
+                row[-1] = f"({row[-1]};{cell}){PAIR_ACTION}"
             else:
                 row.append(cell)
         rows.append(row)
     if UNSHARD not in action.values():
         return rows
-    return [for_torch(row, most) for row, most in zip(rows, gathers(program).whole, strict=True)]
+    return [
+        fit_unshards_to_torch(row, most)
+        for row, most in zip(rows, count_unshards(program).max_unsharded, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------- CSV to program
@@ -163,7 +197,7 @@ class _CellLocation(NamedTuple):
     column: int
     text: str
 
-    def error(self, fact: str, hint: str = "") -> CsvCellError:
+    def make_error(self, fact: str, hint: str = "") -> CsvCellError:
         return CsvCellError(fact, line=self.row, column=self.column, hint=hint)
 
 
@@ -173,16 +207,16 @@ def from_csv(
     """The program that such a CSV says, of either form: a draft if it has no transfers.
 
     Ranks, stages, microbatches and the placement are inferred: a file that was cut off after some
-    rows is one of fewer ranks, unless its transfers or its placement tell, or `ranks` does.  Where
-    there are no transfers, reductions are left out too: `schedir.compile` puts all of them where
-    they belong.  UNSHARD and RESHARD are read over, for torch writes them whether stages are
+    rows is one of fewer ranks, unless its transfers or its placement tell, or `rank_words` does.
+    Where there are no transfers, reductions are left out too: `schedir.compile` puts all of them
+    where they belong.  UNSHARD and RESHARD are read over, for torch writes them whether stages are
     sharded or not; with `zero` 3 they are the program's Unshard and Reshard.  With 1 to 3
     REDUCE_GRAD leaves parts.  Waits are read over.  Whether the program is right is for `check` to
     say.
 
     Raises CsvCellError with row and column for what is no action, a stage on two ranks or on none,
     a message to or from a stage that is not there, a microbatch that not every stage has, and
-    another number of rows than `ranks`; ShapeError where the shape cannot be.
+    another number of rows than `rank_words`; ShapeError where the shape cannot be.
 
     >>> from schedir import compile, torch_csv
     >>> draft = torch_csv.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", name="mine")
@@ -192,29 +226,35 @@ def from_csv(
     require_type(text, str, 'Path("mine.csv").read_text()')
     if ranks is not None:
         require_type(ranks, Integral, "4")
-    reader = _CsvReader(_PARTS if zero == CUT_FROM["params"] else _REDUCED if zero else {})
-    rows = _rows(text)
+    reader = _CsvReader(
+        _SHARDED_ACTIONS
+        if zero == SHARDED_FROM_LEVEL["params"]
+        else _SHARDED_REDUCE_ACTIONS
+        if zero
+        else {}
+    )
+    rows = _parse_rows(text)
     if ranks is not None and len(rows) != ranks:
         at = _CellLocation(min(len(rows), ranks) + 1, 1, "")
         has = "row" if len(rows) == 1 else "rows"
         why = f"rank {len(rows)} has none"
         if len(rows) > ranks:
             why = f"row {ranks + 1} is of no rank"
-        raise at.error(f"there are {len(rows)} {has} for {ranks} ranks: {why}")
+        raise at.make_error(f"there are {len(rows)} {has} for {ranks} ranks: {why}")
     for row, cells in enumerate(rows, 1):
-        reader.rank(row, cells)
-    shape = reader.shape()
-    words = [np.array(words, np.int64) for words in reader.ranks]
-    lowered = TRANSFERS if shape.ranks > 1 else (*TRANSFERS, *_PARTS)
-    if not any(np.isin(w >> OP & 0xFF, lowered).any() for w in words):
-        words = [w[np.isin(w >> OP & 0xFF, COMPUTE)] for w in words]
+        reader.read_rank(row, cells)
+    shape = reader.infer_shape()
+    words = [np.array(words, np.int64) for words in reader.rank_words]
+    lowered = TRANSFER_OPS if shape.ranks > 1 else (*TRANSFER_OPS, *_SHARDED_ACTIONS)
+    if not any(np.isin(w >> OP_SHIFT & 0xFF, lowered).any() for w in words):
+        words = [w[np.isin(w >> OP_SHIFT & 0xFF, COMPUTE_OPS)] for w in words]
     program = Program(name, shape, tuple(map(Stream, words)), zero=zero or 0)
-    whole = gathers(program).whole
-    slots = [SlotCounts.unsaid()._replace(unsharded_params=most) for most in whole]
+    whole = count_unshards(program).max_unsharded
+    slots = [SlotCounts.unspecified()._replace(unsharded_params=most) for most in whole]
     return program.with_slots(slots) if any(whole) else program
 
 
-def _rows(text: str) -> list[list[str]]:
+def _parse_rows(text: str) -> list[list[str]]:
     reader = csv.reader(StringIO(text.removeprefix("\ufeff"), newline=""))
     rows: list[list[str]] = []
     try:
@@ -231,128 +271,141 @@ def _rows(text: str) -> list[list[str]]:
 class _CsvReader:
     """What was read so far."""
 
-    def __init__(self, parts: Mapping[Opcode, str]) -> None:
-        self.parts = {action: int(op) << OP for op, action in parts.items()}
-        self.turns = Counter[int]()  # of what comes several times for a stage
-        self.ranks: list[list[int]] = []
-        self.holder: dict[int, _CellLocation] = {}  # where each stage is first named
-        self.other: dict[int, _CellLocation] = {}  # where a message goes to or comes from it
-        self.most, self.most_at = -1, _CellLocation(1, 1, "")  # the largest microbatch
+    def __init__(self, sharded_actions: Mapping[Opcode, str]) -> None:
+        self.sharded_actions = {
+            action: int(op) << OP_SHIFT for op, action in sharded_actions.items()
+        }
+        self.occurrences = Counter[int]()  # of what comes several times for a stage
+        self.rank_words: list[list[int]] = []
+        self.stage_cells: dict[int, _CellLocation] = {}  # where each stage is first named
+        self.peer_cells: dict[int, _CellLocation] = {}  # where a message goes to or comes from it
+        self.max_microbatch, self.max_microbatch_cell = (
+            -1,
+            _CellLocation(1, 1, ""),
+        )  # the largest microbatch
 
-    def rank(self, row: int, cells: list[str]) -> None:
-        self.ranks.append([])
+    def read_rank(self, row: int, cells: list[str]) -> None:
+        self.rank_words.append([])
         for column, cell in enumerate(cells, 1):
             cell = cell.strip()
             if cell:
-                self.cell(_CellLocation(row, column, cell))
+                self.read_cell(_CellLocation(row, column, cell))
         if not any(map(str.strip, cells)):
-            raise _CellLocation(row, 1, "").error(f"rank {row - 1} has nothing to do")
+            raise _CellLocation(row, 1, "").make_error(f"rank {row - 1} has nothing to do")
 
-    def cell(self, at: _CellLocation) -> None:
-        words = self.ranks[-1]
-        pair = _CELLS.fullmatch(at.text) if at.text[0] == "(" else None
+    def read_cell(self, location: _CellLocation) -> None:
+        words = self.rank_words[-1]
+        pair = _PAIR_PATTERN.fullmatch(location.text) if location.text[0] == "(" else None
         if not pair:
-            word = self.action(at, at.text)
+            word = self.parse_action(location, location.text)
             if word is not None:
                 words.append(word)
             return
         parts = [part.strip() for part in pair[1].split(";")]
-        both = [self.action(at, part) for part in parts]
-        ops = [OPS[word >> OP & 0xFF] for word in both if word is not None]
+        both = [self.parse_action(location, part) for part in parts]
+        ops = [OPCODES[word >> OP_SHIFT & 0xFF] for word in both if word is not None]
         if not (
-            pair[2] == PAIR
+            pair[2] == PAIR_ACTION
             and len(ops) == len(both) == 2
             and FORWARD in ops
-            and any(op in BACKWARDS for op in ops)
+            and any(op in BACKWARD_OPS for op in ops)
         ):
-            raise at.error(
-                f"{_short(at.text)} is not two actions that run as one",
-                hint=f"a forward and a backward do: (0F7;7B3){PAIR}",
+            raise location.make_error(
+                f"{_shorten(location.text)} is not two actions that run as one",
+                hint=f"a forward and a backward do: (0F7;7B3){PAIR_ACTION}",
             )
         first, second = both
         assert first is not None and second is not None
-        words += [first, second | JOINED]
+        words += [first, second | JOINED_BIT]
 
-    def action(self, at: _CellLocation, text: str) -> int | None:
+    def parse_action(self, location: _CellLocation, text: str) -> int | None:
         """The word of an action, or nothing for one that is read over."""
-        found = _CELL.fullmatch(text)
+        found = _ACTION_PATTERN.fullmatch(text)
         kind = found[2] if found else ""
-        if not found or kind not in _KINDS:
-            near = get_close_matches(kind[:40], list(_KINDS), 1)
-            raise at.error(
-                f"{_short(text)} is no action like 0F0 or 3SEND_B1",
+        if not found or kind not in _ACTION_WORDS:
+            near = get_close_matches(kind[:40], list(_ACTION_WORDS), 1)
+            raise location.make_error(
+                f"{_shorten(text)} is no action like 0F0 or 3SEND_B1",
                 hint=f"did you mean {near[0]}?" if near else "",
             )
-        word, each = _KINDS[kind]
-        word = self.parts.get(kind, word)
+        word, each = _ACTION_WORDS[kind]
+        word = self.sharded_actions.get(kind, word)
         if each != bool(found[3]):
             right = f"{found[1][:9]}{kind}{'0' * each}"
             why = "a microbatch" if each else "no microbatch"
-            raise at.error(f"{kind} has {why}, as in {right}: not {_short(text)}")
+            raise location.make_error(f"{kind} has {why}, as in {right}: not {_shorten(text)}")
         stage, mb = int(found[1][:10]), int(found[3][:10] or 0)
         if len(found[1]) > 9 or stage >= MAX_STAGES:
-            raise at.error(f"{_short(text)}: at most {MAX_STAGES} stages are allowed")
+            raise location.make_error(f"{_shorten(text)}: at most {MAX_STAGES} stages are allowed")
         if len(found[3]) > 9 or mb >= MAX_MICROBATCHES:
-            raise at.error(f"{_short(text)}: at most {MAX_MICROBATCHES} microbatches are allowed")
-        held = self.holder.setdefault(stage, at)
-        if held.row != at.row:
-            raise at.error(
-                f"{_short(text)} is on rank {at.row - 1}, but stage {stage} is on rank "
-                f"{held.row - 1}: {_short(held.text)} in row {held.row}, column {held.column}"
+            raise location.make_error(
+                f"{_shorten(text)}: at most {MAX_MICROBATCHES} microbatches are allowed"
             )
-        if word is not None and (hop := ROWS[word >> OP & 0xFF].peer):
-            self.other.setdefault(stage + (1 if hop.ahead else -1), at)  # torch knows neighbours
-        if each and mb > self.most:
-            self.most, self.most_at = mb, at
+        held = self.stage_cells.setdefault(stage, location)
+        if held.row != location.row:
+            raise location.make_error(
+                f"{_shorten(text)} is on rank {location.row - 1}, but stage {stage} is on rank "
+                f"{held.row - 1}: {_shorten(held.text)} in row {held.row}, column {held.column}"
+            )
+        if word is not None and (hop := INSTRUCTIONS[word >> OP_SHIFT & 0xFF].peer):
+            self.peer_cells.setdefault(
+                stage + (1 if hop.is_downstream else -1), location
+            )  # torch knows neighbours
+        if each and mb > self.max_microbatch:
+            self.max_microbatch, self.max_microbatch_cell = mb, location
         if word is None:
             return None
-        word |= stage << STAGE
-        if kind in self.parts:
-            mb, self.turns[word] = self.turns[word], self.turns[word] + 1
+        word |= stage << STAGE_SHIFT
+        if kind in self.sharded_actions:
+            mb, self.occurrences[word] = self.occurrences[word], self.occurrences[word] + 1
         return word | mb
 
-    def shape(self) -> PipelineShape:
+    def infer_shape(self) -> PipelineShape:
         """The smallest shape in which all cells have their place; every one must be filled."""
-        last = max(self.holder)
+        last = max(self.stage_cells)
         for stage in range(last):
-            if stage not in self.holder:
-                at = self.holder[last]
-                raise at.error(
-                    f"{_short(at.text)} names stage {last}, but no row has stage {stage}", _MISSING
+            if stage not in self.stage_cells:
+                at = self.stage_cells[last]
+                raise at.make_error(
+                    f"{_shorten(at.text)} names stage {last}, but no row has stage {stage}",
+                    _MISSING_ROW_HINT,
                 )
-        for stage, at in sorted(self.other.items()):
-            if stage not in self.holder:
-                raise at.error(
-                    f"{_short(at.text)} is to or from stage {stage}, but no row has that",
-                    _MISSING if stage > last else "",
+        for stage, at in sorted(self.peer_cells.items()):
+            if stage not in self.stage_cells:
+                raise at.make_error(
+                    f"{_shorten(at.text)} is to or from stage {stage}, but no row has that",
+                    _MISSING_ROW_HINT if stage > last else "",
                 )
-        words = np.concatenate([np.array(w, np.int64) for w in self.ranks])
-        forward = words[words >> OP & 0xFF == FORWARD]
-        count = np.bincount(forward >> STAGE & 0xFFFF, minlength=last + 1)
-        m = max(self.most + 1, 1)
+        words = np.concatenate([np.array(w, np.int64) for w in self.rank_words])
+        forward = words[words >> OP_SHIFT & 0xFF == FORWARD]
+        count = np.bincount(forward >> STAGE_SHIFT & 0xFFFF, minlength=last + 1)
+        m = max(self.max_microbatch + 1, 1)
         if (count < m).any():
             stage = int((count < m).argmax())
-            raise self.most_at.error(
-                f"{_short(self.most_at.text)} names microbatch {self.most}, so that there are {m}, "
+            raise self.max_microbatch_cell.make_error(
+                f"{_shorten(self.max_microbatch_cell.text)} names microbatch "
+                f"{self.max_microbatch}, so that there are {m}, "
                 f"but stage {stage} runs only {count[stage]} forward"
-                if self.most >= 0
+                if self.max_microbatch >= 0
                 else "no cell has a microbatch"
             )
-        return placed(len(self.ranks), m, [self.holder[s].row - 1 for s in range(last + 1)])
+        return find_shape(
+            len(self.rank_words), m, [self.stage_cells[s].row - 1 for s in range(last + 1)]
+        )
 
 
-def placed(ranks: int, m: int, rank_of: list[int]) -> PipelineShape:
+def find_shape(ranks: int, microbatches: int, stage_ranks: list[int]) -> PipelineShape:
     """The shape of a map from stage to rank, by the name of its placement where it has one."""
-    v = len(rank_of) // ranks
-    for name, named in PLACEMENTS.items():
-        fits = len(named.rows) == 1 and v * ranks == len(rank_of)
+    v = len(stage_ranks) // ranks
+    for name, named in NAMED_PLACEMENTS.items():
+        fits = len(named.rows) == 1 and v * ranks == len(stage_ranks)
         if fits and (v > 1 or name == "loop"):
-            shape = PipelineShape(ranks, m, v, name)
-            if shape.rank_of.tolist() == rank_of:
+            shape = PipelineShape(ranks, microbatches, v, name)
+            if shape.first_rank_per_stage.tolist() == stage_ranks:
                 return shape
-    return PipelineShape(ranks, m, placement=tuple(rank_of))
+    return PipelineShape(ranks, microbatches, placement=tuple(stage_ranks))
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     """A cell as an error shows it."""
     return repr(text if len(text) <= 40 else text[:40] + "...")

@@ -3,7 +3,7 @@
 A value has a chain of instructions along the Stream of its rank: one makes it, some may change it,
 some read it, one frees it.  Everything that asks for a part of such a chain asks here: the
 dependency graph, slots, memory, and the explaining of errors.  What is known of a kind of value is
-its row in `VALUES`, what an instruction does with it is the instruction's row in `ROWS`.
+its row in `VALUES`, what an instruction does with it is the instruction's row in `INSTRUCTIONS`.
 
 The giver of a value is the nearest instruction that gives it and stands earlier in the Stream.
 Where each value is made once and changed at most once, that is a look-up in a table: the change if
@@ -20,10 +20,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
+from schedir.ir.instruction_index import NO_POSITION, InstructionIndex, Positions
 from schedir.ir.isa.instructions import (
+    INSTRUCTIONS,
     LOCAL_HANDOVER,
-    ROWS,
     VALUES,
     Lane,
     Opcode,
@@ -32,11 +32,11 @@ from schedir.ir.isa.instructions import (
     Row,
     Scope,
     Value,
-    chain,
-    change_of,
-    changes,
-    form_changes,
-    producers,
+    find_change,
+    find_form_changes,
+    find_modifiers,
+    find_possible_givers,
+    find_producers,
 )
 from schedir.ir.isa.table_validation import require_tables
 from schedir.ir.program import Program
@@ -47,12 +47,12 @@ require_tables()
 Keys = NDArray[np.int64]
 
 # Who frees a value, and at which stage: what is handed over is freed by its taker.
-FREERS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
-    token: [(row.op, None) for row in ROWS if token in row.frees]
+FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
+    token: [(row.op, None) for row in INSTRUCTIONS if token in row.frees]
     + [
-        (row.op, hop.back)
+        (row.op, hop.opposite)
         for taken, (made, hop) in LOCAL_HANDOVER.items()
-        for row in ROWS
+        for row in INSTRUCTIONS
         if made is token and taken in row.frees
     ]
     for token in Value
@@ -64,42 +64,43 @@ class StaleRead(NamedTuple):
 
     needer: int
     culprit: int
-    token: Value
+    value: Value
 
 
 class ValueLives(NamedTuple):
     """Values of one kind, by where they are filled and freed.
 
-    `fill` has the position that fills each value, rank by rank and along each Stream, `freed`
-    the position that frees it, and `free` the latter in order.  Rank r has the values from
+    `filled_at` has the position that fills each value, rank by rank and along each Stream,
+    `freed_at` the position that frees it, and `sorted_freed_at` the latter in order.  Rank r has
+    the values from
     `first[r]` to `first[r + 1]`.
     """
 
-    fill: Positions
-    freed: Positions
-    free: Positions
-    first: NDArray[np.intp]
+    filled_at: Positions
+    freed_at: Positions
+    sorted_freed_at: Positions
+    rank_offsets: NDArray[np.intp]
 
-    def of(self, rank: int) -> slice:
+    def get_rank_slice(self, rank: int) -> slice:
         """Where a rank's values are."""
-        return slice(self.first[rank], self.first[rank + 1])
+        return slice(self.rank_offsets[rank], self.rank_offsets[rank + 1])
 
-    def peak(self, group: Positions) -> NDArray[np.int64]:
+    def count_peak(self, groups: Positions) -> NDArray[np.int64]:
         """The most values that overlap along each Stream: the fewest slots there can be.
 
-        `group` numbers the groups of instructions that are issued as one: what one of them
+        `groups` numbers the groups of instructions that are issued as one: what one of them
         frees is not free for another.
         """
-        fills = group[self.fill]
-        alive = np.arange(1, len(fills) + 1) - np.searchsorted(group[self.free], fills)
-        return self.most(alive)
+        fills = groups[self.filled_at]
+        alive = np.arange(1, len(fills) + 1) - np.searchsorted(groups[self.sorted_freed_at], fills)
+        return self.max_per_rank(alive)
 
-    def most(self, each: NDArray[Any]) -> NDArray[Any]:
-        """The largest of each rank's numbers, or 0; `each` has one for each fill."""
-        most = np.zeros(len(self.first) - 1, each.dtype)
-        here = np.flatnonzero(np.diff(self.first))
+    def max_per_rank(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The largest of each rank's numbers, or 0; `values` has one for each fill."""
+        most = np.zeros(len(self.rank_offsets) - 1, values.dtype)
+        here = np.flatnonzero(np.diff(self.rank_offsets))
         if len(here):
-            most[here] = np.maximum.reduceat(each, self.first[here])
+            most[here] = np.maximum.reduceat(values, self.rank_offsets[here])
         return most
 
 
@@ -108,15 +109,15 @@ class ValueStates(NamedTuple):
 
     `begin` and `end` are the positions of the two, `tier` is where the value lies (an index into
     TIERS), `form` which field of Sizes tells its bytes (an index into `ValueChains.forms`, NO_FORM
-    for that of the token).  `made` says that the value begins here, `over` that it ends.
+    for that of the token).  `is_created` says that the value begins here, `is_freed` that it ends.
     """
 
     begin: Positions
     end: Positions
     tier: NDArray[np.int64]
     form: NDArray[np.int64]
-    made: NDArray[np.bool_]
-    over: NDArray[np.bool_]
+    is_created: NDArray[np.bool_]
+    is_freed: NDArray[np.bool_]
 
 
 class Dataflow:
@@ -124,18 +125,18 @@ class Dataflow:
 
     def __init__(self, index: InstructionIndex) -> None:
         self.index = index
-        self._stale: list[StaleRead] = []  # what `needs` finds on its way
+        self._stale_reads: list[StaleRead] = []  # what `givers` finds on its way
         self._chains: dict[Value, ValueChains | None] = {}
 
     @classmethod
-    def of(cls, program: Program) -> Dataflow:
+    def from_program(cls, program: Program) -> Dataflow:
         """The flow of a program, which is made once."""
-        return program.derived("flow", lambda twin: cls(InstructionIndex.of(twin)))
+        return program.cached("flow", lambda twin: cls(InstructionIndex.from_program(twin)))
 
     # ------------------------------------------------------------ who gives what
 
     @cached_property
-    def needs(self) -> NDArray[np.int32]:
+    def givers(self) -> NDArray[np.int32]:
         """For each instruction, who gives the values that it needs, shape (k, n).
 
         Positions, or -1 for what is there from the start.  Row k is for the k-th of `Row.needs`;
@@ -143,226 +144,262 @@ class Dataflow:
         makes a value again, who has let go of it.
         """
         found: list[tuple[int, Positions, Positions]] = []
-        for row, needer in self.index.rows():
-            needed = self._needed(row)
+        for row, needer in self.index.iterate_rows():
+            needed = self._get_needed_values(row)
             more = len(needed)
             for k, token in enumerate(needed):
-                first, *others = self._givers(row, token, needer)
+                first, *others = self._find_givers(row, token, needer)
                 found.append((k, needer, first))
                 for giver in others:
                     found.append((more, needer, giver))
                     more += 1
             for token in (token for token in row.gives if token not in row.needs):
-                if VALUES[token].producer_rule is ProducerRule.LATEST and self.index.program.has(
+                if VALUES[
                     token
-                ):
-                    found.append((more, needer, self._freed_before(token, needer)))
+                ].producer_rule is ProducerRule.LATEST and self.index.program.uses_value(token):
+                    found.append((more, needer, self._find_prior_frees(token, needer)))
                     more += 1
-        needs = np.full((max([2, *(k + 1 for k, _, _ in found)]), len(self.index)), NONE, np.int32)
+        needs = np.full(
+            (max([2, *(k + 1 for k, _, _ in found)]), len(self.index)), NO_POSITION, np.int32
+        )
         for k, needer, giver in found:
             needs[k, needer] = giver
         return needs
 
     @property
-    def stale(self) -> list[StaleRead]:
+    def stale_reads(self) -> list[StaleRead]:
         """Who needs a value that is not there as it is needed, and will not be."""
-        return self._stale if self.needs.size else []
+        return self._stale_reads if self.givers.size else []
 
-    def token(self, needer: int, giver: int) -> Value | None:
+    def find_value(self, needer: int, giver: int) -> Value | None:
         """Which value of a giver's an instruction needs; None if it is none."""
-        row = ROWS[int(self.index.op[needer])]
-        given = ROWS[int(self.index.op[giver])].gives
-        for k, token in enumerate(self._needed(row)):
-            if int(self.needs[k, needer]) == giver:
+        row = INSTRUCTIONS[int(self.index.op[needer])]
+        given = INSTRUCTIONS[int(self.index.op[giver])].gives
+        for k, token in enumerate(self._get_needed_values(row)):
+            if int(self.givers[k, needer]) == giver:
                 return token
         return next((token for token in row.needs if token in given), None)
 
-    def _needed(self, row: Row) -> list[Value]:
+    def _get_needed_values(self, row: Row) -> list[Value]:
         """Of the values that a row needs those that the program has."""
-        return [token for token in row.needs if self.index.program.has(token)]
+        return [token for token in row.needs if self.index.program.uses_value(token)]
 
-    def _givers(self, row: Row, token: Value, needer: Positions) -> Iterator[Positions]:
+    def _find_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Who gives a value to each of some instructions of a row, by lane if on several."""
-        found = VALUES[token].producer_rule
+        found = VALUES[value].producer_rule
         if found is ProducerRule.ALL:
-            yield from self._last(row, token, needer)
+            yield from self._find_last_givers(row, value, needer)
         elif found is ProducerRule.VERSION:
-            yield self._of_version(row, token, needer)
+            yield self._find_version_givers(row, value, needer)
         elif found is ProducerRule.LATEST_OR_START:
-            given = self.index.where_all(chain(row.op, token))
-            yield self._earlier(self._keys(token, given), given, self._keys(token, needer), needer)
-        elif (chains := self.chains(token)) is not None:
-            yield self._nearest(chains, row, token, needer)
+            given = self.index.find_all_positions(find_possible_givers(row.op, value))
+            yield self._find_latest_before(
+                self._compute_keys(value, given), given, self._compute_keys(value, needer), needer
+            )
+        elif (chains := self.get_chains(value)) is not None:
+            yield self._find_nearest_givers(chains, row, value, needer)
         else:
-            yield self._once(row, token, needer)
+            yield self._find_single_givers(row, value, needer)
 
-    def _once(self, row: Row, token: Value, needer: Positions) -> Positions:
+    def _find_single_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
         """Of values made once: the last in the chain that is there."""
-        giver = self._first(chain(row.op, token), self.index.key[needer])
-        if token in LOCAL_HANDOVER:
-            made, hop = LOCAL_HANDOVER[token]
-            lacks = np.flatnonzero(giver == NONE)
-            other = self.index.beside(hop, needer[lacks])
-            giver[lacks] = self._first(producers(made), other)
+        giver = self._find_first_present(
+            find_possible_givers(row.op, value), self.index.key[needer]
+        )
+        if value in LOCAL_HANDOVER:
+            made, hop = LOCAL_HANDOVER[value]
+            lacks = np.flatnonzero(giver == NO_POSITION)
+            other = self.index.find_neighbor_keys(hop, needer[lacks])
+            giver[lacks] = self._find_first_present(find_producers(made), other)
         return giver
 
-    def _first(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
+    def _find_first_present(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
         """Positions of the first of `ops` that is there, by key."""
-        tables = [op for op in ops if op in self.index.at]
+        tables = [op for op in ops if op in self.index.position_by_key]
         if not tables:
-            return np.full(len(key), NONE, np.int32)
-        giver = self.index.where(tables[0], key)
+            return np.full(len(key), NO_POSITION, np.int32)
+        giver = self.index.find_positions(tables[0], key)
         for op in tables[1:]:
-            giver = np.where(giver == NONE, self.index.where(op, key), giver)
+            giver = np.where(giver == NO_POSITION, self.index.find_positions(op, key), giver)
         return giver
 
-    def _of_version(self, row: Row, token: Value, needer: Positions) -> Positions:
+    def _find_version_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
         """Of weights: what changes their version, else what makes it; -1 for those from the start,
         as those of a frozen stage always are.
 
         The instruction with number u makes version u + 1, and changes version u.
         """
         index, shape = self.index, self.index.program.shape
-        changed = [op for op in chain(row.op, token) if op in index.at and token in ROWS[op].needs]
+        changed = [
+            op
+            for op in find_possible_givers(row.op, value)
+            if op in index.position_by_key and value in INSTRUCTIONS[op].needs
+        ]
         if shape.optimizer_steps == 1 and not changed:
-            return np.full(len(needer), NONE, np.int32)
+            return np.full(len(needer), NO_POSITION, np.int32)
         version = (
-            shape.version(index.stage[needer], index.mb[needer])
-            if row.per is Scope.MICROBATCH
-            else index.update(needer)
+            shape.weight_version(index.stage[needer], index.mb[needer])
+            if row.scope is Scope.MICROBATCH
+            else index.find_updates(needer)
         )
         changes = np.full(len(needer), True)
-        if row.per is not Scope.RANK:
+        if row.scope is not Scope.RANK:
             changes = index.stage[needer] >= index.program.frozen_stages
-        giver = np.full(len(needer), NONE, np.int32)
-        for op in chain(row.op, token):
+        giver = np.full(len(needer), NO_POSITION, np.int32)
+        for op in find_possible_givers(row.op, value):
             time = version if op in changed else version - 1
-            key = np.where((time >= 0) & changes, index.keys(ROWS[op].per, needer, time), NONE)
-            giver = np.where(giver == NONE, index.where(op, key.astype(np.int32)), giver)
+            key = np.where(
+                (time >= 0) & changes,
+                index.compute_keys(INSTRUCTIONS[op].scope, needer, time),
+                NO_POSITION,
+            )
+            giver = np.where(
+                giver == NO_POSITION, index.find_positions(op, key.astype(np.int32)), giver
+            )
         return giver
 
-    def _last(self, row: Row, token: Value, needer: Positions) -> Iterator[Positions]:
+    def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Of what many give: the last of a stage's, or of all of a rank's, on each lane."""
         index = self.index
-        ops = chain(row.op, token)
-        per = row.per
+        ops = find_possible_givers(row.op, value)
+        per = row.scope
         if (
             row.needs_all_stages
-            or row.group == "tied"
-            or any(ROWS[op].per is Scope.RANK for op in ops)
+            or row.group == "tied_weights"
+            or any(INSTRUCTIONS[op].scope is Scope.RANK for op in ops)
         ):
             per = Scope.RANK  # what a rank gives, it gives to each of its stages
-        for lane in sorted({ROWS[op].lane for op in ops if op in index.at}) or [row.lane]:
-            gives = index.where_all(op for op in ops if ROWS[op].lane is lane)
-            if row.group == "tied":  # all copies of the rank
-                tied = [s for stages in index.program.summed for s in stages]
+        for lane in sorted(
+            {INSTRUCTIONS[op].lane for op in ops if op in index.position_by_key}
+        ) or [row.lane]:
+            gives = index.find_all_positions(op for op in ops if INSTRUCTIONS[op].lane is lane)
+            if row.group == "tied_weights":  # all copies of the rank
+                tied = [s for stages in index.program.trained_ties for s in stages]
                 gives = gives[np.isin(index.stage[gives], tied)]
-            last = np.full(index.size[per], NONE, np.int32)
-            last[index.keys(per, gives)] = gives
-            key = index.keys(per, needer)
+            last = np.full(index.key_count[per], NO_POSITION, np.int32)
+            last[index.compute_keys(per, gives)] = gives
+            key = index.compute_keys(per, needer)
             found = last[key]
             if per is Scope.STAGE:
-                found = np.maximum(found, self._of_copies(ops, lane, needer))
-            if row.per is Scope.OCCURRENCE:  # of each turn but the last what is there by then
-                final = np.full(index.size[per], NONE, np.int32)
+                found = np.maximum(found, self._find_tied_sums(ops, lane, needer))
+            if row.scope is Scope.OCCURRENCE:  # of each turn but the last what is there by then
+                final = np.full(index.key_count[per], NO_POSITION, np.int32)
                 final[key] = needer
-                near = self._earlier(index.keys(per, gives), gives, key, needer)
-                early = (final[key] != needer) & (near != NONE)
+                near = self._find_latest_before(index.compute_keys(per, gives), gives, key, needer)
+                early = (final[key] != needer) & (near != NO_POSITION)
                 found[early] = near[early]
-                before = self._earlier(key, needer, key, needer)  # the turn before
-                again = (before != NONE) & (found < before)
-                self._stale += map(
-                    StaleRead, needer[again], before[again], [token] * int(again.sum())
+                before = self._find_latest_before(key, needer, key, needer)  # the turn before
+                again = (before != NO_POSITION) & (found < before)
+                self._stale_reads += map(
+                    StaleRead, needer[again], before[again], [value] * int(again.sum())
                 )
             yield found
 
-    def _of_copies(self, ops: tuple[Opcode, ...], lane: Lane, needer: Positions) -> Positions:
+    def _find_tied_sums(self, ops: tuple[Opcode, ...], lane: Lane, needer: Positions) -> Positions:
         """What sums the copies of tied weights, which stands for one of a rank's and changes all:
         of each needer whose stage has a copy; -1 for others."""
         index = self.index
-        last = np.full(index.size[Scope.RANK], NONE, np.int32)
-        sums = index.where_all(
-            op for op in ops if ROWS[op].group == "tied" and ROWS[op].lane is lane
+        last = np.full(index.key_count[Scope.RANK], NO_POSITION, np.int32)
+        sums = index.find_all_positions(
+            op
+            for op in ops
+            if INSTRUCTIONS[op].group == "tied_weights" and INSTRUCTIONS[op].lane is lane
         )
-        last[index.keys(Scope.RANK, sums)] = sums
-        tied = [s for stages in index.program.summed for s in stages]
-        found = last[index.keys(Scope.RANK, needer)]
-        return np.where(np.isin(index.stage[needer], tied), found, np.int32(NONE))
+        last[index.compute_keys(Scope.RANK, sums)] = sums
+        tied = [s for stages in index.program.trained_ties for s in stages]
+        found = last[index.compute_keys(Scope.RANK, needer)]
+        return np.where(np.isin(index.stage[needer], tied), found, np.int32(NO_POSITION))
 
-    def _freed_before(self, token: Value, needer: Positions) -> Positions:
+    def _find_prior_frees(self, value: Value, needer: Positions) -> Positions:
         """Who has let go of a value that is made again, last before it is; -1 for the first."""
-        freers = self.index.where_all(op for op, _ in FREERS[token])
-        key = self._keys(token, freers)
-        return self._earlier(key, freers, self._keys(token, needer), needer)
+        freers = self.index.find_all_positions(op for op, _ in FREEING_OPS[value])
+        key = self._compute_keys(value, freers)
+        return self._find_latest_before(key, freers, self._compute_keys(value, needer), needer)
 
     @staticmethod
-    def _earlier(giver: Keys, given: Positions, key: Keys, needer: Positions) -> Positions:
+    def _find_latest_before(
+        giver_keys: Keys, givers: Positions, needer_keys: Keys, needers: Positions
+    ) -> Positions:
         """Of givers, by their keys, the last that stands before each needer; -1 where none does."""
-        span = max(int(given.max(initial=0)), int(needer.max(initial=0))) + 1
-        order = giver * span + given
+        span = max(int(givers.max(initial=0)), int(needers.max(initial=0))) + 1
+        order = giver_keys * span + givers
         sort = np.argsort(order)
-        event = np.searchsorted(order[sort], key * span + needer) - 1
+        event = np.searchsorted(order[sort], needer_keys * span + needers) - 1
         near = np.append(sort, 0)[event]  # -1 is the one that is put behind
-        if not len(given):
-            return np.full(len(needer), NONE, np.int32)
-        fits = (event >= 0) & (giver[near] == key)
-        return np.where(fits, given[near], NONE).astype(np.int32)
+        if not len(givers):
+            return np.full(len(needers), NO_POSITION, np.int32)
+        fits = (event >= 0) & (giver_keys[near] == needer_keys)
+        return np.where(fits, givers[near], NO_POSITION).astype(np.int32)
 
-    def _nearest(self, chains: ValueChains, row: Row, token: Value, needer: Positions) -> Positions:
+    def _find_nearest_givers(
+        self, chains: ValueChains, row: Row, value: Value, needer: Positions
+    ) -> Positions:
         """Of what is made again, or changes its state: the nearest earlier giver."""
-        giver, stale = chains.givers(self._keys(token, needer), needer, change_of(row.op, token))
-        self._stale += [StaleRead(who, culprit, token) for who, culprit in stale]
+        giver, stale = chains.find_givers(
+            self._compute_keys(value, needer), needer, find_change(row.op, value)
+        )
+        self._stale_reads += [StaleRead(who, culprit, value) for who, culprit in stale]
         return giver
 
     # ------------------------------------------------------------ how long it lives
 
-    def chains(self, token: Value) -> ValueChains | None:
+    def get_chains(self, value: Value) -> ValueChains | None:
         """The chains of a token's values; None where the table of instructions is enough."""
-        if token not in self._chains:
-            self._chains[token] = self._chained(token) if self._needs_chains(token) else None
-        return self._chains[token]
+        if value not in self._chains:
+            self._chains[value] = self._build_chains(value) if self._needs_chains(value) else None
+        return self._chains[value]
 
-    def _needs_chains(self, token: Value) -> bool:
-        if VALUES[token].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL):
+    def _needs_chains(self, value: Value) -> bool:
+        if VALUES[value].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL):
             return True
         # Changes of form are in the order of the tables, wherever they stand.
-        forms = form_changes(token)
-        changed = [op for op in changes(token) if op in self.index.at and op not in forms]
-        if VALUES[token].producer_rule is not ProducerRule.ONCE or not changed:
+        forms = find_form_changes(value)
+        changed = [
+            op
+            for op in find_modifiers(value)
+            if op in self.index.position_by_key and op not in forms
+        ]
+        if VALUES[value].producer_rule is not ProducerRule.ONCE or not changed:
             return False
-        often = np.sum([self.index.at[op] != NONE for op in changed], 0)
-        return bool((often > 1).any()) or any(change_of(op, token) for op in changed)
+        often = np.sum([self.index.position_by_key[op] != NO_POSITION for op in changed], 0)
+        return bool((often > 1).any()) or any(find_change(op, value) for op in changed)
 
-    def _chained(self, token: Value) -> ValueChains:
+    def _build_chains(self, value: Value) -> ValueChains:
         parts = []
-        for op in (*producers(token), *changes(token)):
+        for op in (*find_producers(value), *find_modifiers(value)):
             at = self.index.positions.get(op)
             if at is not None:
-                change = change_of(op, token)
+                change = find_change(op, value)
                 parts.append(
-                    ChainMember(at, self._keys(token, at), True, op in producers(token), change)
+                    ChainMember(
+                        at, self._compute_keys(value, at), True, op in find_producers(value), change
+                    )
                 )
-        for op, hop in FREERS[token]:
+        for op, hop in FREEING_OPS[value]:
             at = self.index.positions.get(op)
             if at is not None:
-                key = self._keys(token, at, hop and hop.back)
+                key = self._compute_keys(value, at, hop and hop.opposite)
                 parts.append(ChainMember(at, key, False, False, None))
-        lies = self.index.program.lies(token)
-        return ValueChains.of(
-            parts, collected=VALUES[token].producer_rule is ProducerRule.ALL, lies=lies
+        lies = self.index.program.initial_tier(value)
+        return ValueChains.from_members(
+            parts, accumulated=VALUES[value].producer_rule is ProducerRule.ALL, initial_tier=lies
         )
 
-    def _keys(self, token: Value, at: Positions, hop: PeerRule | None = None) -> Keys:
+    def _compute_keys(
+        self, value: Value, positions: Positions, peer_rule: PeerRule | None = None
+    ) -> Keys:
         """Which value of a token's each of some instructions touches; of another stage's, a hop
         from its own.
         """
-        if hop is not None:
-            return self.index.beside(hop, at).astype(np.int64)
-        if VALUES[token].per is Scope.MICROBATCH:
-            return self.index.key[at].astype(np.int64)
-        return self.index.keys(VALUES[token].per, at, np.zeros(len(at), np.int64))
+        if peer_rule is not None:
+            return self.index.find_neighbor_keys(peer_rule, positions).astype(np.int64)
+        if VALUES[value].scope is Scope.MICROBATCH:
+            return self.index.key[positions].astype(np.int64)
+        return self.index.compute_keys(
+            VALUES[value].scope, positions, np.zeros(len(positions), np.int64)
+        )
 
-    def lives(self, token: Value, tier: int = 0) -> ValueLives:
+    def find_lifetimes(self, value: Value, tier: int = 0) -> ValueLives:
         """Where the values of a kind are filled on a tier and freed; without those never freed,
         and none of a kind that takes no memory of its own.
 
@@ -370,37 +407,37 @@ class Dataflow:
         of them fills.
         """
         index = self.index
-        chains = self.chains(token)
-        if not index.program.holds(token) or (tier and chains is None):
+        chains = self.get_chains(value)
+        if not index.program.takes_memory(value) or (tier and chains is None):
             none = np.empty(0, np.int32)
             return ValueLives(none, none, none, np.zeros(len(index.program.offsets), np.intp))
         if chains is not None:
-            fill, freed = chains.on_tier(tier)
+            fill, freed = chains.find_tier_intervals(tier)
         else:
-            fill = index.where_all(producers(token))
-            freed = self._freed(token, fill)
-        own = freed != NONE
+            fill = index.find_all_positions(find_producers(value))
+            freed = self._find_frees(value, fill)
+        own = freed != NO_POSITION
         own[own] = index.rank[freed[own]] == index.rank[fill[own]]
         fill, freed = fill[own], freed[own]
         first = np.searchsorted(fill, index.program.offsets)
         return ValueLives(fill, freed, np.sort(freed), first)
 
-    def _freed(self, token: Value, fill: Positions) -> Positions:
+    def _find_frees(self, value: Value, fill: Positions) -> Positions:
         """Who frees each value that is made once, by where it is filled."""
         index = self.index
-        freed = np.full(len(fill), NONE, np.int32)
-        for op, hop in FREERS[token]:
-            if op in index.at:
-                key = index.key[fill] if hop is None else index.beside(hop, fill)
-                found = index.where(op, key)
-                freed = np.where(freed == NONE, found, freed)
+        freed = np.full(len(fill), NO_POSITION, np.int32)
+        for op, hop in FREEING_OPS[value]:
+            if op in index.position_by_key:
+                key = index.key[fill] if hop is None else index.find_neighbor_keys(hop, fill)
+                found = index.find_positions(op, key)
+                freed = np.where(freed == NO_POSITION, found, freed)
         return freed
 
-    def states(self, token: Value) -> ValueStates:
+    def find_states(self, value: Value) -> ValueStates:
         """What the values of a kind are, piece by piece, in the order of `begin`."""
-        chains = self.chains(token)
+        chains = self.get_chains(value)
         if chains is not None:
-            return ValueStates(*chains.pieces())
-        lives = self.lives(token)
-        whole, none = np.ones(len(lives.fill), bool), np.zeros(len(lives.fill), np.int64)
-        return ValueStates(lives.fill, lives.freed, none, none + NO_FORM, whole, whole)
+            return ValueStates(*chains.find_state_intervals())
+        lives = self.find_lifetimes(value)
+        whole, none = np.ones(len(lives.filled_at), bool), np.zeros(len(lives.filled_at), np.int64)
+        return ValueStates(lives.filled_at, lives.freed_at, none, none + NO_FORM, whole, whole)

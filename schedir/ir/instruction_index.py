@@ -9,14 +9,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.isa.instructions import ROWS, Instr, Opcode, PeerRule, Row, Scope
-from schedir.ir.program import FIELDS, Program, is_op, unpack
+from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Opcode, PeerRule, Row, Scope
+from schedir.ir.program import WORD_DTYPE, Program, is_op, unpack
 
 Positions = NDArray[np.int32]
 
-NONE: Final = -1
-_COUNTED: Final = np.array([row.per is Scope.MICROBATCH for row in ROWS])
-_TURNS: Final = np.array([row.per is Scope.OCCURRENCE for row in ROWS])
+NO_POSITION: Final = -1
+_IS_PER_MICROBATCH: Final = np.array([row.scope is Scope.MICROBATCH for row in INSTRUCTIONS])
+_IS_PER_OCCURRENCE: Final = np.array([row.scope is Scope.OCCURRENCE for row in INSTRUCTIONS])
 _EMPTY: Final = np.empty(0, np.int32)
 
 
@@ -28,15 +28,15 @@ class InstructionIndex:
     (for its holder in row k of them k*stages + the stage), or the rank (`Row.per`); the latter for
     update or turn 0, then all of them for update 1, and so on.  `positions[op]` has where an opcode
     stands, ascending, and `at[op]` the position of each key, -1 where there is none.  What is out
-    of range is not `valid`, and in neither.  `all_valid` says that nothing is out of range, and
-    `once` that nothing in range is there twice.  Of `program` only what is no matter of slots may
-    be asked: programs that differ in these have one Index.
+    of range is not `valid`, and in neither.  `is_all_valid` says that nothing is out of range, and
+    `has_no_duplicates` that nothing in range is there twice.  Of `program` only what is no matter
+    of slots may be asked: programs that differ in these have one Index.
     """
 
     def __init__(self, program: Program) -> None:
         self.program, shape = program, program.shape
         self._rank: Positions | None = None
-        fields = program.words.view(FIELDS)  # no copy
+        fields = program.words.view(WORD_DTYPE)  # no copy
         self.op: NDArray[np.uint8] = fields["op"].copy()
         self.stage: NDArray[np.uint16] = fields["stage"]
         self.mb: NDArray[np.uint32] = fields["mb"]
@@ -46,112 +46,114 @@ class InstructionIndex:
         np.add(self.key, self.mb, out=self.key, casting="unsafe")
         self.key[~self.valid] = 0
         order = np.argsort(self.op, kind="stable").astype(np.int32)
-        ends = np.cumsum(np.bincount(self.op, minlength=len(ROWS))).tolist()
+        ends = np.cumsum(np.bincount(self.op, minlength=len(INSTRUCTIONS))).tolist()
         found = [
             (row, order[begin:end])
-            for row, begin, end in zip(ROWS, [0, *ends], ends, strict=False)
+            for row, begin, end in zip(INSTRUCTIONS, [0, *ends], ends, strict=False)
             if begin < end
         ]
-        turns = [self.mb[at] for row, at in found if row.per is Scope.OCCURRENCE]
+        turns = [self.mb[at] for row, at in found if row.scope is Scope.OCCURRENCE]
         # Of a stage: no more than there are instructions for them, and the first in any case.
         most = max((int(mb.max()) + 1 for mb in turns), default=0)
-        self.turns = max(1, min(sum(map(len, turns)), most))
-        self.size = {
+        self.occurrences = max(1, min(sum(map(len, turns)), most))
+        self.key_count = {
             Scope.MICROBATCH: shape.stages * shape.microbatches,
-            Scope.STAGE: shape.holders.size * shape.optimizer_steps,
+            Scope.STAGE: shape.replica_ranks.size * shape.optimizer_steps,
             Scope.RANK: shape.ranks * shape.optimizer_steps,
-            Scope.OCCURRENCE: shape.holders.size * self.turns,
+            Scope.OCCURRENCE: shape.replica_ranks.size * self.occurrences,
         }
         for row, here in found:
-            if row.per is not Scope.MICROBATCH:
-                times = self.turns if row.per is Scope.OCCURRENCE else shape.optimizer_steps
+            if row.scope is not Scope.MICROBATCH:
+                times = self.occurrences if row.scope is Scope.OCCURRENCE else shape.optimizer_steps
                 self.valid[here] = (self.stage[here] < shape.stages) & (self.mb[here] < times)
                 here = here[self.valid[here]]
-                self.key[here] = self.keys(row.per, here, self.mb[here])
-        self.all_valid = bool(self.valid.all())
-        if not self.all_valid:
+                self.key[here] = self.compute_keys(row.scope, here, self.mb[here])
+        self.is_all_valid = bool(self.valid.all())
+        if not self.is_all_valid:
             found = [(row, at[self.valid[at]]) for row, at in found]
         self.positions: dict[Opcode, Positions] = {row.op: at for row, at in found if len(at)}
         # All tables lie in one, each with an entry before and behind it that says NONE.
         begins, total = np.zeros(256, np.int64), 1
         for op in self.positions:
             begins[op] = total
-            total += self.size[ROWS[op].per] + 1
-        table = np.full(total, NONE, np.int32)
+            total += self.key_count[INSTRUCTIONS[op].scope] + 1
+        table = np.full(total, NO_POSITION, np.int32)
         cell = begins[self.op]
         cell += self.key
         own = np.arange(len(self), dtype=np.int32)
-        if not self.all_valid:
+        if not self.is_all_valid:
             cell, own = cell[self.valid], own[self.valid]
         table[cell] = own
-        self.once = bool((table[cell] == own).all())
+        self.has_no_duplicates = bool((table[cell] == own).all())
         self._tables = {
-            op: table[begins[op] - 1 : begins[op] + self.size[ROWS[op].per] + 1]
+            op: table[begins[op] - 1 : begins[op] + self.key_count[INSTRUCTIONS[op].scope] + 1]
             for op in self.positions
         }
-        self.at = {op: table[1:-1] for op, table in self._tables.items()}
+        self.position_by_key = {op: table[1:-1] for op, table in self._tables.items()}
 
     def __len__(self) -> int:
         return len(self.op)
 
     @classmethod
-    def of(cls, program: Program) -> InstructionIndex:
+    def from_program(cls, program: Program) -> InstructionIndex:
         """The index of a program, which is made once."""
-        return program.derived("index", cls)
+        return program.cached("index", cls)
 
-    def rows(self) -> Iterator[tuple[Row, Positions]]:
+    def iterate_rows(self) -> Iterator[tuple[Row, Positions]]:
         """The rows of which there are instructions in range, and where these stand."""
-        return ((ROWS[op], at) for op, at in self.positions.items())
+        return ((INSTRUCTIONS[op], at) for op, at in self.positions.items())
 
-    def where_all(self, ops: Iterable[Opcode]) -> Positions:
+    def find_all_positions(self, ops: Iterable[Opcode]) -> Positions:
         """Where any of some opcodes stands, ascending."""
         found = [self.positions[op] for op in ops if op in self.positions]
         return found[0] if len(found) == 1 else np.sort(np.concatenate([_EMPTY, *found]))
 
-    def keys(
-        self, per: Scope, at: NDArray[Any], time: NDArray[Any] | None = None
+    def compute_keys(
+        self, scope: Scope, positions: NDArray[Any], number: NDArray[Any] | None = None
     ) -> NDArray[np.int64]:
-        """The key of what some instructions' stage, or rank (`per`), has the given times.
+        """The key of what some instructions' stage, or rank (`scope`), has the given times.
 
-        `time` is the update or the turn; without it, it is the update of each instruction.
+        `number` is the update or the turn; without it, it is the update of each instruction.
         """
         shape = self.program.shape
         key: NDArray[np.int64]
-        if per is Scope.RANK:
-            key, each = self.rank[at].astype(np.int64), shape.ranks
+        if scope is Scope.RANK:
+            key, each = self.rank[positions].astype(np.int64), shape.ranks
         else:
-            key, each = self.stage[at].astype(np.int64), shape.holders.size
-            if shape.rows > 1:
-                key += shape.stages * shape.row_of(key, self.rank[at])
-        if time is not None:
-            key += np.asarray(time, np.int64) * each
+            key, each = self.stage[positions].astype(np.int64), shape.replica_ranks.size
+            if shape.placement_rows > 1:
+                key += shape.stages * shape.replica_row_of_stage(key, self.rank[positions])
+        if number is not None:
+            key += np.asarray(number, np.int64) * each
         elif shape.optimizer_steps > 1:
-            key += self.update(at) * each
+            key += self.find_updates(positions) * each
         return key
 
-    def update(self, at: NDArray[Any]) -> NDArray[np.int64]:
+    def find_updates(self, positions: NDArray[Any]) -> NDArray[np.int64]:
         """The update that each of some instructions is for."""
-        mb = self.mb[at].astype(np.int64)
-        op, each = self.op[at], self.program.shape.per_update
+        mb = self.mb[positions].astype(np.int64)
+        op, each = self.op[positions], self.program.shape.microbatches_per_update
         # Turns are of the only update.
-        update: NDArray[np.int64] = np.where(_COUNTED[op], mb // each, np.where(_TURNS[op], 0, mb))
+        update: NDArray[np.int64] = np.where(
+            _IS_PER_MICROBATCH[op], mb // each, np.where(_IS_PER_OCCURRENCE[op], 0, mb)
+        )
         return update
 
-    def beside(self, hop: PeerRule, at: NDArray[Any]) -> Positions:
+    def find_neighbor_keys(self, peer_rule: PeerRule, positions: NDArray[Any]) -> Positions:
         """The keys of some instructions' microbatches, of which they are, at the stage that is a
         hop from theirs; less than 0 where there is none.
         """
-        there = self.program.beside(hop)
+        there = self.program.neighbor_stages(peer_rule)
         shift = (there - np.arange(len(there))) * self.program.shape.microbatches
         shift[there < 0] = -(2**30)  # more than any key
-        return np.asarray(self.key[at] + shift.astype(np.int32)[self.stage[at]])
+        return np.asarray(self.key[positions] + shift.astype(np.int32)[self.stage[positions]])
 
     def is_op(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
         """Whether each instruction is one of `ops`."""
         return is_op(self.op, tuple(ops))
 
     @cached_property
-    def any_joined(self) -> bool:
+    def has_joined(self) -> bool:
         """Whether any instruction is issued together with the one before it."""
         return bool(self.joined.any())
 
@@ -166,21 +168,23 @@ class InstructionIndex:
             self._rank = rank
         return rank
 
-    def where(self, op: Opcode, key: NDArray[np.int32]) -> Positions:
+    def find_positions(self, op: Opcode, key: NDArray[np.int32]) -> Positions:
         """Positions of `op` at the given keys; -1 where there is none, or no such key."""
         table = self._tables.get(op)
         if table is None:
-            return np.full(len(key), NONE, np.int32)
+            return np.full(len(key), NO_POSITION, np.int32)
         return table.take(key + 1, mode="clip")
 
-    def messages(self) -> Positions:
+    def find_message_numbers(self) -> Positions:
         """The number of each transfer's message in `Program.order`; -1 where there is none."""
-        number = np.full(len(self), NONE, np.int32)
-        for send, numbers in self.program.order.items():
-            for row in (ROWS[send], ROWS[ROWS[send].partner or send]):
+        number = np.full(len(self), NO_POSITION, np.int32)
+        for send, numbers in self.program.message_order.items():
+            for row in (INSTRUCTIONS[send], INSTRUCTIONS[INSTRUCTIONS[send].partner or send]):
                 at = np.flatnonzero(self.op == row.op)
                 assert row.peer is not None
-                number[at] = numbers[self.key[at] if row.op is send else self.beside(row.peer, at)]
+                number[at] = numbers[
+                    self.key[at] if row.op is send else self.find_neighbor_keys(row.peer, at)
+                ]
         return number
 
     def locate(self, position: int) -> tuple[int, int, Instr]:

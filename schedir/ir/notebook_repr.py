@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
-_DRAW: list[Callable[[object], str]] = [lambda shown: f"<pre>{escape(repr(shown))}</pre>"]
+_RENDERERS: list[Callable[[object], str]] = [lambda shown: f"<pre>{escape(repr(shown))}</pre>"]
 
 
-def register(draw: Callable[[object], str]) -> None:
-    """From now on `draw` makes the HTML of Programs and Timelines."""
-    _DRAW[:] = [draw]
+def register_renderer(render: Callable[[object], str]) -> None:
+    """From now on `render` makes the HTML of Programs and Timelines."""
+    _RENDERERS[:] = [render]
 
 
-def html(shown: object) -> str:
+def render_html(value: object) -> str:
     """The HTML of an object."""
-    return _DRAW[0](shown)
+    return _RENDERERS[0](value)

@@ -14,40 +14,40 @@ from numpy.typing import NDArray
 
 from schedir.errors import ShapeError, describe
 from schedir.ir.cost.sizes import EagerMessages
-from schedir.ir.cost.zero_states import CUT_FROM, is_cut
+from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL, is_sharded
 from schedir.ir.isa.instructions import (
-    ADDS,
-    ADDS_TO_WEIGHTS,
-    BOUNDARY,
-    COMPUTE,
-    OF_TRAINED,
-    OFF_COMPUTE,
-    ROWS,
+    BOUNDARY_VALUES,
+    COMPUTE_OPS,
+    GRAD_ADDING_OPS,
+    GRAD_ADDING_OPS_BY_WEIGHT,
+    INSTRUCTIONS,
+    NON_COMPUTE_USERS,
+    OPS_OFF_COMPUTE_LANE,
     TIERS,
+    TRAINED_STAGE_OPS,
     TRAINING_VALUES,
-    USERS,
     VALUES,
     Instr,
     Opcode,
     PeerRule,
     Value,
 )
-from schedir.ir.notebook_repr import html
+from schedir.ir.notebook_repr import render_html
 from schedir.ir.pipeline import program_attributes
-from schedir.ir.pipeline.field_schema import fields_of
+from schedir.ir.pipeline.field_schema import collect_fields
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
-from schedir.ir.pipeline.skip_connections import Skips, beside
-from schedir.ir.pipeline.slot_counts import ON_HOST as ON_HOST
-from schedir.ir.pipeline.slot_counts import OWN as OWN
+from schedir.ir.pipeline.skip_connections import Skips, find_neighbor_stages
+from schedir.ir.pipeline.slot_counts import HOST_SLOT_VALUES as HOST_SLOT_VALUES
+from schedir.ir.pipeline.slot_counts import UNSHARED_SLOTS as UNSHARED_SLOTS
 from schedir.ir.pipeline.slot_counts import SlotCounts as SlotCounts
-from schedir.ir.pipeline.stage_segments import pieces_in, whole_of
-from schedir.ir.pipeline.tied_weights import Tied
-from schedir.ir.stream import ADDRESS as ADDRESS
-from schedir.ir.stream import FIELDS as FIELDS
-from schedir.ir.stream import JOINED as JOINED
-from schedir.ir.stream import OP as OP
-from schedir.ir.stream import OPS as OPS
-from schedir.ir.stream import STAGE as STAGE
+from schedir.ir.pipeline.stage_segments import count_segments, merge_segments
+from schedir.ir.pipeline.tied_weights import TiedStages
+from schedir.ir.stream import ADDRESS_MASK as ADDRESS_MASK
+from schedir.ir.stream import JOINED_BIT as JOINED_BIT
+from schedir.ir.stream import OP_SHIFT as OP_SHIFT
+from schedir.ir.stream import OPCODES as OPCODES
+from schedir.ir.stream import STAGE_SHIFT as STAGE_SHIFT
+from schedir.ir.stream import WORD_DTYPE as WORD_DTYPE
 from schedir.ir.stream import Stream as Stream
 from schedir.ir.stream import StreamSlices as StreamSlices
 from schedir.ir.stream import Words as Words
@@ -58,9 +58,11 @@ from schedir.ir.stream import unpack as unpack
 if TYPE_CHECKING:
     from typing import Self
 
-Order = Mapping[Opcode, NDArray[np.int32]]
+MessageOrder = Mapping[Opcode, NDArray[np.int32]]
 
-_LARGE: Final = 2**22  # instructions of a program with which nothing is kept that is made of it
+_MAX_CACHED_INSTRUCTIONS: Final = (
+    2**22
+)  # instructions of a program with which nothing is kept that is made of it
 _T = TypeVar("_T")
 
 
@@ -114,7 +116,8 @@ class Program:
         sequence_parallel: Whether tensor-parallel ranks also split the tokens (arXiv 2205.05198).
             Each sends its part, and gradients of weights that all ranks have are summed.
         slots: The numbers of static buffers of each rank; empty where each value has its own.
-        order: The numbers of messages in the order of the lowering, for each kind of send by
+        message_order: The numbers of messages in the order of the lowering, for each kind of send
+        by
             stage * microbatches + mb, -1 where there is none.  It is a hint that makes `check`
             faster, and `check` verifies it.  A pass need not update it.
 
@@ -142,26 +145,32 @@ class Program:
     streams: tuple[Stream, ...]
     tp: int = field(default=1, metadata=program_attributes.TP)
     dp: int = field(default=1, metadata=program_attributes.DP)
-    tied_weights: Tied = field(default=(), metadata=program_attributes.TIED)
-    clip_grad_norm: bool = field(default=False, metadata=program_attributes.CLIP)
-    frozen_stages: int = field(default=0, metadata=program_attributes.FROZEN)
+    tied_weights: TiedStages = field(default=(), metadata=program_attributes.TIED_WEIGHTS)
+    clip_grad_norm: bool = field(default=False, metadata=program_attributes.CLIP_GRAD_NORM)
+    frozen_stages: int = field(default=0, metadata=program_attributes.FROZEN_STAGES)
     skips: Skips = field(default=(), metadata=program_attributes.SKIPS)
-    norm_check: str = field(default="before_step", metadata=program_attributes.VALIDATE)
+    norm_check: str = field(default="before_step", metadata=program_attributes.NORM_CHECK)
     zero: int = field(default=0, metadata=program_attributes.ZERO)
-    reduce_scatter_at: str = field(default="update_end", metadata=program_attributes.REDUCE)
-    checkpoint_snapshots: bool = field(default=False, metadata=program_attributes.SNAPSHOTS)
-    optimizer_placement: str = field(default="device", metadata=program_attributes.STATES)
-    segment_boundaries: str = field(default="", metadata=program_attributes.MEETS)
-    chunks_per_microbatch: int = field(default=1, metadata=program_attributes.CHUNKED)
-    sequence_parallel: bool = field(default=False, metadata=program_attributes.SEQUENCE)
+    reduce_scatter_at: str = field(
+        default="update_end", metadata=program_attributes.REDUCE_SCATTER_AT
+    )
+    checkpoint_snapshots: bool = field(
+        default=False, metadata=program_attributes.CHECKPOINT_SNAPSHOTS
+    )
+    optimizer_placement: str = field(
+        default="device", metadata=program_attributes.OPTIMIZER_PLACEMENT
+    )
+    segment_boundaries: str = field(default="", metadata=program_attributes.SEGMENT_BOUNDARIES)
+    chunks_per_microbatch: int = field(default=1, metadata=program_attributes.CHUNKS_PER_MICROBATCH)
+    sequence_parallel: bool = field(default=False, metadata=program_attributes.SEQUENCE_PARALLEL)
     slots: tuple[SlotCounts, ...] = ()
-    order: Mapping[Opcode, NDArray[np.int32]] = field(
+    message_order: Mapping[Opcode, NDArray[np.int32]] = field(
         default_factory=dict, repr=False, compare=False
     )
     words: Words = field(init=False, repr=False, compare=False)
     offsets: Words = field(init=False, repr=False, compare=False)
     proofs: set[Proof] = field(init=False, default_factory=set, repr=False, compare=False)
-    _derived: dict[object, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+    _cache: dict[object, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         name = self.name
@@ -174,12 +183,12 @@ class Program:
                 f"a program's name has no space around it: {name!r} has", fields=["name"]
             )
         # A schedule that is expanded on the shape of a program keeps to that shape.
-        object.__setattr__(self, "shape", self.shape.resolved())
-        for f in TRAITS:
-            value = f.kind.settle(f.name, getattr(self, f.name), self.shape)
+        object.__setattr__(self, "shape", self.shape.resolve_defaults())
+        for f in ATTRIBUTE_FIELDS:
+            value = f.field_type.resolve(f.name, getattr(self, f.name), self.shape)
             object.__setattr__(self, f.name, value)
-        told = {name: getattr(self, name) for name in program_attributes.TOGETHER}
-        program_attributes.require_together(self.shape, **told)
+        told = {name: getattr(self, name) for name in program_attributes.COMPATIBILITY_FIELDS}
+        program_attributes.require_compatible(self.shape, **told)
         try:
             slots = tuple(SlotCounts(*map(index, counts)) for counts in self.slots)
         except TypeError:
@@ -192,10 +201,10 @@ class Program:
             raise ShapeError(
                 f"slots are given for {len(slots)} of {self.shape.ranks} ranks", fields=["slots"]
             )
-        if any(not 0 <= count < 2**31 for counts in slots for count in counts.said().values()):
+        if any(not 0 <= count < 2**31 for counts in slots for count in counts.specified().values()):
             raise ShapeError("the number of slots is a whole number from 0 on", fields=["slots"])
         object.__setattr__(self, "slots", slots)
-        streams = StreamSlices.of(self.streams)
+        streams = StreamSlices.from_streams(self.streams)
         object.__setattr__(self, "streams", streams)
         object.__setattr__(self, "words", streams.words)
         object.__setattr__(self, "offsets", streams.offsets)
@@ -213,106 +222,112 @@ class Program:
         return f"<{kind} {self.name}: {self.shape.ranks} ranks, {len(self)} instructions>"
 
     def _repr_html_(self) -> str:
-        return html(self)
+        return render_html(self)
 
     @property
     def shares_slots(self) -> bool:
         """Whether values that cross boundaries share slots: else each has one of its own."""
-        across = SlotCounts._fields[: len(BOUNDARY)]
-        return any(not {*across}.isdisjoint(slots.said()) for slots in self.slots)
+        across = SlotCounts._fields[: len(BOUNDARY_VALUES)]
+        return any(not {*across}.isdisjoint(slots.specified()) for slots in self.slots)
 
     def with_slots(self, slots: Sequence[SlotCounts]) -> Self:
         """The same Streams with other numbers of slots: who gives what stays known."""
         made = replace(self, slots=tuple(slots))
-        kept = {what: it for what, it in self._derived.items() if what in ("index", "flow")}
-        made._derived.update(kept)
+        kept = {what: it for what, it in self._cache.items() if what in ("index", "flow")}
+        made._cache.update(kept)
         return made
 
-    def derived(self, what: object, make: Callable[[Self], _T]) -> _T:
+    def cached(self, key: object, make: Callable[[Self], _T]) -> _T:
         """What is made of the program once, and then kept with it, if it is not too large.
 
         It is made of a twin, which has the same Streams and proofs, and what is derived so far.  So
         the program holds it, and it does not hold the program: both go when nobody uses them.
         What is derived of the twin meanwhile stays with the twin, and is kept, too.
         """
-        if what in (known := self._derived):
-            found: _T = known[what]
+        if key in (known := self._cache):
+            found: _T = known[key]
             return found
         twin = object.__new__(type(self))
-        vars(twin).update(vars(self) | {"_derived": dict(known), "_is_twin": True})
+        vars(twin).update(vars(self) | {"_cache": dict(known), "_is_twin": True})
         made = make(twin)
-        if "_is_twin" in vars(self) or len(self) <= _LARGE:
-            known.update(twin._derived | {what: made})
+        if "_is_twin" in vars(self) or len(self) <= _MAX_CACHED_INSTRUCTIONS:
+            known.update(twin._cache | {key: made})
         return made
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Let go of what is derived: of a program that only another one is made of."""
-        self._derived.clear()
+        self._cache.clear()
 
-    def beside(self, hop: PeerRule) -> NDArray[np.int32]:
+    def neighbor_stages(self, peer_rule: PeerRule) -> NDArray[np.int32]:
         """The stage that is a hop from each, shape (stages,); -1 where there is none."""
-        return beside(hop, self.shape.stages, self.skips)
+        return find_neighbor_stages(peer_rule, self.shape.stages, self.skips)
 
-    def other(self, token: Value, stage: int) -> int:
+    def peer_stage(self, value: Value, stage: int) -> int:
         """The stage that gives a stage a value, or takes it from it; -1 where there is none."""
-        across = VALUES[token].peer
+        across = VALUES[value].peer
         assert across is not None
-        other = int(self.beside(across)[stage])
-        return other if other >= (self.frozen_stages if token in TRAINING_VALUES else 0) else -1
+        other = int(self.neighbor_stages(across)[stage])
+        return other if other >= (self.frozen_stages if value in TRAINING_VALUES else 0) else -1
 
-    def peer(self, i: Instr) -> int:
+    def peer_rank(self, instr: Instr) -> int:
         """The rank at the other side of a message."""
-        hop = ROWS[i.op].peer
+        hop = INSTRUCTIONS[instr.op].peer
         assert hop is not None
-        return int(self.shape.rank_at(self.beside(hop)[i.stage], i.mb))
+        return int(self.shape.rank_of_stage(self.neighbor_stages(hop)[instr.stage], instr.mb))
 
-    def has(self, token: Value) -> bool:
+    def uses_value(self, value: Value) -> bool:
         """Return whether the program can have values of this kind.
 
         A boundary value needs a stage on its other side, a value of a trait needs the trait, and
         an optional value needs an instruction that uses it.
         """
-        if VALUES[token].optional and self.ops.isdisjoint(USERS[token]):
+        if VALUES[value].is_optional and self.used_opcodes.isdisjoint(NON_COMPUTE_USERS[value]):
             return False
-        across, trait = VALUES[token].peer, VALUES[token].attribute
+        across, trait = VALUES[value].peer, VALUES[value].program_attribute
         if trait:
-            said, only = getattr(self, trait), VALUES[token].attribute_values
+            said, only = getattr(self, trait), VALUES[value].attribute_values
             return said in only if only else bool(said != getattr(type(self), trait))
-        return across is None or bool((self.beside(across) >= 0).any())
+        return across is None or bool((self.neighbor_stages(across) >= 0).any())
 
-    def lies(self, token: Value) -> str:
+    def initial_tier(self, value: Value) -> str:
         """On which of TIERS a value lies from the start on; "" if it is made."""
-        row = VALUES[token]
-        said = getattr(self, row.attribute) if row.initial_tier else ""
+        row = VALUES[value]
+        said = getattr(self, row.program_attribute) if row.initial_tier else ""
         return said if said in TIERS else row.initial_tier
 
-    def holds(self, token: Value) -> bool:
+    def takes_memory(self, value: Value) -> bool:
         """Whether values of this kind take memory of their own.
 
         What is whole all the time does not: weights and gradients, up to the level of ZeRO from
         which on replicas have parts of them.
         """
-        size = VALUES[token].size
-        whole = size in CUT_FROM and not is_cut(size, self.zero) and not VALUES[token].initial_tier
-        return self.has(token) and size != "" and not whole
+        size = VALUES[value].size
+        whole = (
+            size in SHARDED_FROM_LEVEL
+            and not is_sharded(size, self.zero)
+            and not VALUES[value].initial_tier
+        )
+        return self.uses_value(value) and size != "" and not whole
 
-    def in_slots(self, token: Value) -> bool:
+    def has_static_buffers(self, value: Value) -> bool:
         """Whether how many slots a kind has is a choice here: of what crosses boundaries, and of
         what is touched off the compute lane."""
-        return token in BOUNDARY or any(op in self.ops for op in OFF_COMPUTE[token])
+        return value in BOUNDARY_VALUES or any(
+            op in self.used_opcodes for op in OPS_OFF_COMPUTE_LANE[value]
+        )
 
     @property
     def op(self) -> NDArray[np.uint8]:
         """The opcode of each instruction, one rank behind the other."""
-        return np.asarray(self.words.view(FIELDS)["op"])
+        return np.asarray(self.words.view(WORD_DTYPE)["op"])
 
     @property
     def joined(self) -> NDArray[np.bool_]:
         """Whether each instruction is issued together with the one before it."""
-        return self.words.view(FIELDS)["joined"].astype(bool)
+        return self.words.view(WORD_DTYPE)["joined"].astype(bool)
 
     @cached_property
-    def ops(self) -> frozenset[int]:
+    def used_opcodes(self) -> frozenset[int]:
         """The opcodes that there are."""
         # Some at a time: bincount makes eight bytes of each.
         parts = (self.op[at : at + 2**16] for at in range(0, len(self), 2**16))
@@ -321,43 +336,43 @@ class Program:
     @property
     def is_draft(self) -> bool:
         """Whether there is compute only: no transfers, reductions or steps yet."""
-        return self.ops <= {*COMPUTE}
+        return self.used_opcodes <= {*COMPUTE_OPS}
 
     @property
-    def trains(self) -> bool:
+    def has_backward(self) -> bool:
         """Whether there is any backward; a program without one evaluates."""
-        return not self.ops.isdisjoint(ADDS)
+        return not self.used_opcodes.isdisjoint(GRAD_ADDING_OPS)
 
     @property
-    def pieces(self) -> tuple[int, ...]:
+    def segments_per_stage(self) -> tuple[int, ...]:
         """In how many pieces each whole stage is: these are stages of the program."""
-        return pieces_in(self.segment_boundaries, self.shape.stages)
+        return count_segments(self.segment_boundaries, self.shape.stages)
 
     @cached_property
-    def whole(self) -> PipelineShape:
+    def unsegmented_shape(self) -> PipelineShape:
         """The shape of the stages and the microbatches of which its own are pieces and chunks."""
-        return whole_of(self.shape, self.segment_boundaries, self.chunks_per_microbatch).shape
+        return merge_segments(self.shape, self.segment_boundaries, self.chunks_per_microbatch).shape
 
-    def first_of(self, op: int) -> int:
+    def first_stage(self, op: int) -> int:
         """The first stage that an instruction can be of: of backwards, of messages with gradients
         and of what reduces them, the first that is trained."""
-        return self.frozen_stages if op in OF_TRAINED else 0
+        return self.frozen_stages if op in TRAINED_STAGE_OPS else 0
 
     @property
-    def summed(self) -> Tied:
+    def trained_ties(self) -> TiedStages:
         """Of what is `tied` what is trained, and so summed: not copies that are all frozen."""
         return tuple(stages for stages in self.tied_weights if stages[0] >= self.frozen_stages)
 
     @property
-    def ascending(self) -> bool:
+    def reduces_in_microbatch_order(self) -> bool:
         """Whether each stage adds to every gradient in ascending microbatch order.
 
         Several holders of a stage have a sum each, and to add these is another order.
         """
-        if self.shape.rows > 1:
+        if self.shape.placement_rows > 1:
             return False
         for s in self.streams:
-            for ops in ADDS_TO_WEIGHTS:
+            for ops in GRAD_ADDING_OPS_BY_WEIGHT:
                 at = np.flatnonzero(is_op(s.op, ops))
                 at = at[np.argsort(s.stage[at], kind="stable")]
                 same = s.stage[at][1:] == s.stage[at][:-1]
@@ -369,8 +384,17 @@ class Program:
     def digest(self) -> str:
         """sha256 of all that decides how the program runs; its name does not."""
         # What came later stands behind, and only where it is of use: other digests stay.
-        first = [item for f in HEADER if f.digest for item in f.digest(f.of(self), self.shape)]
-        later = [(f.name, f.of(self)) for f in HEADER if not (f.digest or f.is_default(self))]
+        first = [
+            item
+            for f in HEADER_FIELDS
+            if f.digest
+            for item in f.digest(f.get_value(self), self.shape)
+        ]
+        later = [
+            (f.name, f.get_value(self))
+            for f in HEADER_FIELDS
+            if not (f.digest or f.is_default(self))
+        ]
         sha = hashlib.sha256(repr((*first, self.slots, *later)).encode())
         for s in self.streams:
             sha.update(len(s).to_bytes(8, "little"))
@@ -378,5 +402,8 @@ class Program:
         return sha.hexdigest()
 
 
-TRAITS: Final = fields_of(Program, of_plan=False)
-HEADER: Final = (*SHAPE_FIELDS, *TRAITS)  # all that is said of a program beside its instructions
+ATTRIBUTE_FIELDS: Final = collect_fields(Program, is_shape=False)
+HEADER_FIELDS: Final = (
+    *SHAPE_FIELDS,
+    *ATTRIBUTE_FIELDS,
+)  # all that is said of a program beside its instructions

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 Words = NDArray[np.int64]
 
 # An instruction in one word: joined (bit 56), op (48..55), stage (32..47), microbatch (0..31).
-JOINED: Final = 1 << 56
-OP, STAGE = 48, 32
-_FIELDS = [("mb", "u4"), ("stage", "u2"), ("op", "u1"), ("joined", "u1")]
-FIELDS: Final = np.dtype(_FIELDS if sys.byteorder == "little" else _FIELDS[::-1])
-ADDRESS: Final = (1 << OP) - 1
-OPS: Final = tuple(Opcode)
+JOINED_BIT: Final = 1 << 56
+OP_SHIFT, STAGE_SHIFT = 48, 32
+_WORD_FIELDS = [("mb", "u4"), ("stage", "u2"), ("op", "u1"), ("joined", "u1")]
+WORD_DTYPE: Final = np.dtype(_WORD_FIELDS if sys.byteorder == "little" else _WORD_FIELDS[::-1])
+ADDRESS_MASK: Final = (1 << OP_SHIFT) - 1
+OPCODES: Final = tuple(Opcode)
 
 
 def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
     """Words of instructions given as equally long arrays (or numbers)."""
     o, s, m = (np.asarray(x, np.int64) for x in (op, stage, mb))
-    return np.atleast_1d(o << OP | s << STAGE | m)
+    return np.atleast_1d(o << OP_SHIFT | s << STAGE_SHIFT | m)
 
 
 @cache
-def _table(ops: tuple[int, ...]) -> NDArray[np.bool_]:
+def _make_op_mask(ops: tuple[int, ...]) -> NDArray[np.bool_]:
     table = np.zeros(256, bool)
     table[[*ops]] = True
     return table
@@ -42,13 +42,13 @@ def _table(ops: tuple[int, ...]) -> NDArray[np.bool_]:
 
 def is_op(op: NDArray[Any], ops: tuple[int, ...]) -> NDArray[np.bool_]:
     """Whether each of an array of opcodes is one of `ops`."""
-    found: NDArray[np.bool_] = _table(ops)[op]
+    found: NDArray[np.bool_] = _make_op_mask(ops)[op]
     return found
 
 
 def unpack(word: int) -> Instr:
     """The instruction in a word, whether it is joined or not."""
-    return Instr(OPS[word >> OP & 0xFF], word >> STAGE & 0xFFFF, word & 0xFFFFFFFF)
+    return Instr(OPCODES[word >> OP_SHIFT & 0xFF], word >> STAGE_SHIFT & 0xFFFF, word & 0xFFFFFFFF)
 
 
 class Stream(Sequence[Instr]):
@@ -73,7 +73,7 @@ class Stream(Sequence[Instr]):
         self.words = words
 
     @classmethod
-    def of(cls, instrs: Iterable[Instr]) -> Self:
+    def from_instructions(cls, instrs: Iterable[Instr]) -> Self:
         """A Stream of the given instructions, none of them joined."""
         table = np.array([tuple(i) for i in instrs], np.int64).reshape(-1, 3)
         return cls(pack(table[:, 0], table[:, 1], table[:, 2]))
@@ -81,12 +81,12 @@ class Stream(Sequence[Instr]):
     @property
     def op(self) -> Words:
         """The opcode of each instruction."""
-        return self.words >> OP & 0xFF
+        return self.words >> OP_SHIFT & 0xFF
 
     @property
     def stage(self) -> Words:
         """The stage of each instruction."""
-        return self.words >> STAGE & 0xFFFF
+        return self.words >> STAGE_SHIFT & 0xFFFF
 
     @property
     def mb(self) -> Words:
@@ -96,7 +96,7 @@ class Stream(Sequence[Instr]):
     @property
     def joined(self) -> NDArray[np.bool_]:
         """Whether each instruction is issued together with the one before it."""
-        return np.asarray(self.words & JOINED, bool)
+        return np.asarray(self.words & JOINED_BIT, bool)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Arrays are pickled and copied as writable ones, and Streams are not.
@@ -118,7 +118,7 @@ class Stream(Sequence[Instr]):
         for op, stage, mb in zip(
             self.op.tolist(), self.stage.tolist(), self.mb.tolist(), strict=True
         ):
-            yield Instr(OPS[op], stage, mb)
+            yield Instr(OPCODES[op], stage, mb)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and np.array_equal(self.words, other.words)
@@ -141,7 +141,7 @@ class StreamSlices(tuple[Stream, ...]):
     offsets: Words
 
     @classmethod
-    def at(cls, words: Words, offsets: Words) -> Self:
+    def from_words(cls, words: Words, offsets: Words) -> Self:
         """Cut an array of words, which is taken over as it is."""
         words.flags.writeable = False
         cut = cls(Stream(words[lo:hi]) for lo, hi in pairwise(offsets.tolist()))
@@ -149,10 +149,10 @@ class StreamSlices(tuple[Stream, ...]):
         return cut
 
     @classmethod
-    def of(cls, streams: Iterable[Stream]) -> Self:
+    def from_streams(cls, streams: Iterable[Stream]) -> Self:
         """Streams as they are, if they are cut from one array; else copied into one."""
         if isinstance(streams, cls):
             return streams
         parts = [stream.words for stream in streams]
         words = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
-        return cls.at(words, np.cumsum([0, *map(len, parts)]))
+        return cls.from_words(words, np.cumsum([0, *map(len, parts)]))

@@ -28,16 +28,32 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedir.errors import ParseError, ShapeError, require_type
-from schedir.ir.input_trust import RAISED, most_of_a_file
-from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, BY_TEXT, ROWS, Scope
+from schedir.ir.input_trust import RAISE_LIMIT_HINT, get_max_file_instructions
+from schedir.ir.isa.instructions import INSTRUCTIONS, NEIGHBOR_VALUES, OPCODE_BY_TEXT, Scope
 from schedir.ir.pipeline.field_schema import Field
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
-from schedir.ir.program import HEADER, JOINED, OP, OWN, STAGE, Program, SlotCounts, Stream, Words
-from schedir.retired_names import BUFFERS, INSTRUCTIONS, NAMES, RETIRED, current_value
+from schedir.ir.program import (
+    HEADER_FIELDS,
+    JOINED_BIT,
+    OP_SHIFT,
+    STAGE_SHIFT,
+    UNSHARED_SLOTS,
+    Program,
+    SlotCounts,
+    Stream,
+    Words,
+)
+from schedir.retired_names import (
+    RENAMED_BUFFERS,
+    RENAMED_FIELDS,
+    RENAMED_INSTRUCTIONS,
+    RETIRED_HINTS,
+    get_current_value,
+)
 
-FORMAT = 1
-_KEYS = {f.name: f for f in HEADER}
-_SPARE = 1000  # instructions beyond what the shape has room for
+FORMAT_VERSION = 1
+_FIELD_BY_NAME = {f.name: f for f in HEADER_FIELDS}
+_EXTRA_INSTRUCTIONS = 1000  # instructions beyond what the shape has room for
 
 # ---------------------------------------------------------------- program to text
 
@@ -59,35 +75,42 @@ def to_text(program: Program, folded: bool = True) -> str:
       step
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
-    lines = [f"schedir {FORMAT}", f"program {program.name}", *_header_lines(program)]
+    lines = [f"schedir {FORMAT_VERSION}", f"program {program.name}", *_format_header(program)]
     period = 8 * program.shape.stages if folded else 0
     for rank, stream in enumerate(program.streams):
-        has = program.slots[rank].said() if rank < len(program.slots) else {}
+        has = program.slots[rank].specified() if rank < len(program.slots) else {}
         lines += ["", "  ".join([f"rank {rank}", *(f"{kind} {n}" for kind, n in has.items())])]
-        lines += [f"  {line}" for line in _lines(stream.words, period)]
+        lines += [f"  {line}" for line in _format_stream(stream.words, period)]
     return "\n".join(lines) + "\n"
 
 
-def _header_lines(program: Program) -> Iterator[str]:
+def _format_header(program: Program) -> Iterator[str]:
     """A line of the fields that all texts have, then one of those that few have, and again."""
-    for (_, always), fields in groupby(HEADER, lambda f: (f.of_plan, f.always)):
-        shown = [f for f in fields if always or not _KEYS[f.beside or f.name].is_default(program)]
-        line = "  ".join(f.show(program) for f in shown)
+    for (_, always), fields in groupby(
+        HEADER_FIELDS, lambda f: (f.is_shape_field, f.is_always_shown)
+    ):
+        shown = [
+            f
+            for f in fields
+            if always or not _FIELD_BY_NAME[f.shown_with or f.name].is_default(program)
+        ]
+        line = "  ".join(f.to_text(program) for f in shown)
         if "optimizer_steps" in [f.name for f in shown]:
             line += (
-                f"  # microbatch k is of update k // {program.shape.per_update} = u, on weights "
+                f"  # microbatch k is of update k // {program.shape.microbatches_per_update} = "
+                "u, on weights "
                 "after max(u - weight_delay, 0)"
             )
         if line:
             yield line
 
 
-def _lines(words: Words, period: int) -> Iterator[str]:
-    for times, body, steps in _fold(words, period):
+def _format_stream(words: Words, period: int) -> Iterator[str]:
+    for times, body, steps in _fold_repeats(words, period):
         parts: list[str] = []
         for word, step in zip(body.tolist(), steps.tolist(), strict=True):
-            one = _instr(word, step)
-            if word & JOINED and parts:
+            one = _format_instruction(word, step)
+            if word & JOINED_BIT and parts:
                 parts[-1] += f" & {one}"
             else:
                 parts.append(one)
@@ -95,23 +118,23 @@ def _lines(words: Words, period: int) -> Iterator[str]:
         yield text if times == 1 else f"{times} x  {text}"
 
 
-def _instr(word: int, step: int) -> str:
-    row, mb = ROWS[word >> OP & 0xFF], word & 0xFFFFFFFF
-    where = [] if row.per is Scope.RANK else [str(word >> STAGE & 0xFFFF)]
-    if row.per is Scope.MICROBATCH or mb or step:  # update 0 is left out
+def _format_instruction(word: int, step: int) -> str:
+    row, mb = INSTRUCTIONS[word >> OP_SHIFT & 0xFF], word & 0xFFFFFFFF
+    where = [] if row.scope is Scope.RANK else [str(word >> STAGE_SHIFT & 0xFFFF)]
+    if row.scope is Scope.MICROBATCH or mb or step:  # update 0 is left out
         sign = "" if not step else "+" if step > 0 else "-"
         size = "" if abs(step) <= 1 else str(abs(step))
         where.append(f"{mb}{sign}{size}")
     return f"{row.text} {'.'.join(where)}".rstrip()
 
 
-def _fold(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
+def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
     """Cut into runs: (times, the first turn, how its microbatches step).
 
     Greedy: at each place the run that saves most, the shorter turn if two save the same.
     """
-    head, mb = words >> STAGE, words & 0xFFFFFFFF
-    joined = (words & JOINED) != 0
+    head, mb = words >> STAGE_SHIFT, words & 0xFFFFFFFF
+    joined = (words & JOINED_BIT) != 0
     i, n = 0, len(words)
     while i < n:
         best, turn = 1, 1
@@ -127,7 +150,7 @@ def _fold(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
         for k in turns.tolist():
             if i + 2 * k < n and joined[i + k]:
                 continue
-            times = _turns(head, mb, i, k)
+            times = _count_repeats(head, mb, i, k)
             if times > 1 and i + times * k < n and joined[i + times * k]:
                 times -= 1
             if (times - 1) * k > saved:
@@ -138,7 +161,7 @@ def _fold(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
         i += best * turn
 
 
-def _turns(head: Words, mb: Words, i: int, k: int) -> int:
+def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
     """How often the k instructions from i on repeat, their microbatches stepping evenly."""
     if not np.array_equal(head[i : i + k], head[i + k : i + 2 * k]):
         return 1
@@ -167,30 +190,32 @@ class _Line(NamedTuple):
     number: int
     text: str
 
-    def error(self, fact: str, at: int = 0, hint: str = "") -> ParseError:
-        return ParseError(fact, line=self.number, column=at + 1, text=self.text, hint=hint)
+    def make_error(self, fact: str, column: int = 0, hint: str = "") -> ParseError:
+        return ParseError(fact, line=self.number, column=column + 1, text=self.text, hint=hint)
 
 
-_NAME = re.compile(r"\s*(program)\b\s*(.*)")
-_PAIR = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
+_NAME_PATTERN = re.compile(r"\s*(program)\b\s*(.*)")
+_PAIR_PATTERN = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
 # Slots are said of the kinds that there are, in their order; of neighbours' of all or none.
-_ALWAYS = SlotCounts._fields[: len(BETWEEN_NEIGHBOURS)]
-_MORE = SlotCounts._fields[len(BETWEEN_NEIGHBOURS) :]
-_SLOTS = "".join(rf"\s+{kind}\s+(\d{{1,9}})" for kind in _ALWAYS)
-_SLOTS = rf"(?:{_SLOTS})?" + "".join(rf"(?:\s+{kind}\s+(\d{{1,9}}))?" for kind in _MORE)
-_RANK = re.compile(rf"rank\s+(\d{{1,9}}){_SLOTS}\s*$", re.ASCII)
-_TIMES = re.compile(r"\s*(\d{1,9})\s+x\s", re.ASCII)
-_INSTR = re.compile(
+_NEIGHBOR_SLOTS = SlotCounts._fields[: len(NEIGHBOR_VALUES)]
+_OPTIONAL_SLOTS = SlotCounts._fields[len(NEIGHBOR_VALUES) :]
+_SLOTS_PATTERN = "".join(rf"\s+{kind}\s+(\d{{1,9}})" for kind in _NEIGHBOR_SLOTS)
+_SLOTS_PATTERN = rf"(?:{_SLOTS_PATTERN})?" + "".join(
+    rf"(?:\s+{kind}\s+(\d{{1,9}}))?" for kind in _OPTIONAL_SLOTS
+)
+_RANK_PATTERN = re.compile(rf"rank\s+(\d{{1,9}}){_SLOTS_PATTERN}\s*$", re.ASCII)
+_REPEAT_PATTERN = re.compile(r"\s*(\d{1,9})\s+x\s", re.ASCII)
+_INSTRUCTION_PATTERN = re.compile(
     r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,10})(?:\.(\d{1,10}))?([+-]\d{0,9})?)?\s*$", re.ASCII
 )
-_Found = dict[str, tuple[Any, _Line, int]]  # by key, its value and where that stands
+_HeaderValues = dict[str, tuple[Any, _Line, int]]  # by key, its value and where that stands
 
 
-def from_text(text: str, most: int | None = None) -> Program:
+def from_text(text: str, max_instructions: int | None = None) -> Program:
     """Return the Program of a text.
 
-    The program may have at most `most` instructions after its repetitions are unfolded. The default
-    is 10^7, or the limit that `input_limits` sets.
+    The program may have at most `max_instructions` instructions after its repetitions are unfolded.
+    The default is 10^7, or the limit that `input_limits` sets.
 
     Raises ParseError with line and column where the text does not follow the grammar, or its
     shape cannot be; whether the program is right is for `check` to say.
@@ -215,157 +240,186 @@ def from_text(text: str, most: int | None = None) -> Program:
     ]
     if not lines or lines[0].text.split()[:1] != ["schedir"]:
         first = lines[0] if lines else _Line(1, "")
-        raise first.error(f"a program begins with 'schedir {FORMAT}'")
-    if lines[0].text.split()[1:] != [str(FORMAT)]:
-        raise lines[0].error(f"this reads format {FORMAT}, not {lines[0].text[8:]!r}", 8)
+        raise first.make_error(f"a program begins with 'schedir {FORMAT_VERSION}'")
+    if lines[0].text.split()[1:] != [str(FORMAT_VERSION)]:
+        raise lines[0].make_error(
+            f"this reads format {FORMAT_VERSION}, not {lines[0].text[8:]!r}", 8
+        )
     begin = next((k for k, line in enumerate(lines) if line.text.startswith("rank ")), len(lines))
-    found = _header(lines[1:begin], lines[0])
+    found = _parse_header(lines[1:begin], lines[0])
     header = {key: value for key, (value, _, _) in found.items()}
     name = header.pop("program")
     try:
         shape = PipelineShape(
             **{f.name: header.pop(f.name) for f in SHAPE_FIELDS if f.name in header}
         )
-        shape.require_room(most_of_a_file())
-        traits = {name: _KEYS[name].kind.settle(name, said, shape) for name, said in header.items()}
+        shape.require_instruction_limit(get_max_file_instructions())
+        traits = {
+            name: _FIELD_BY_NAME[name].field_type.resolve(name, said, shape)
+            for name, said in header.items()
+        }
     except ShapeError as error:
-        raise _at_field(error, found, "ranks") from None
-    room = 4 * shape.room + _SPARE  # what is a little wrong is best said of the whole
-    hint = RAISED if most is None and room > most_of_a_file() else ""
-    most = min(most_of_a_file() if most is None else most, room)
-    streams, slots = _streams(lines[begin:], shape.ranks, lines[-1], most, hint)
+        raise _locate_error(error, found, "ranks") from None
+    room = (
+        4 * shape.max_instructions + _EXTRA_INSTRUCTIONS
+    )  # what is a little wrong is best said of the whole
+    hint = (
+        RAISE_LIMIT_HINT if max_instructions is None and room > get_max_file_instructions() else ""
+    )
+    max_instructions = min(
+        get_max_file_instructions() if max_instructions is None else max_instructions, room
+    )
+    streams, slots = _parse_streams(lines[begin:], shape.ranks, lines[-1], max_instructions, hint)
     try:
         return Program(name, shape, streams, **traits, slots=slots)
     except ShapeError as error:
-        raise _at_field(error, found, "program") from None
+        raise _locate_error(error, found, "program") from None
 
 
-def _at_field(error: ShapeError, found: _Found, otherwise: str) -> ParseError:
+def _locate_error(error: ShapeError, found: _HeaderValues, default_key: str) -> ParseError:
     """A refusal of the header's values, at the first of the fields that it speaks of."""
-    key = next((name for name in error.fields if name in found), otherwise)
+    key = next((name for name in error.fields if name in found), default_key)
     _, line, at = found[key]
-    return line.error(error.fact, at, error.hint)
+    return line.make_error(error.fact, at, error.hint)
 
 
-def _header(lines: list[_Line], first: _Line) -> _Found:
+def _parse_header(lines: list[_Line], first_line: _Line) -> _HeaderValues:
     """What the header gives: the value of each key, and where that stands."""
-    found: _Found = {}
+    found: _HeaderValues = {}
     for line in lines:
-        name = _NAME.match(line.text)
-        for pair in [name] if name else _PAIR.finditer(line.text):
+        name = _NAME_PATTERN.match(line.text)
+        for pair in [name] if name else _PAIR_PATTERN.finditer(line.text):
             key, value = pair.groups()
-            if key not in _KEYS and NAMES.get(key) in _KEYS:  # a file may be older than the name
-                key = NAMES[key]
-            if key not in (*_KEYS, "program"):
-                near = get_close_matches(key, [*_KEYS, "program", "rank"], 1)
-                hint = RETIRED.get(key, f"did you mean {near[0]!r}?" if near else "")
-                raise line.error(f"no key {key!r}", pair.start(1), hint)
+            if (
+                key not in _FIELD_BY_NAME and RENAMED_FIELDS.get(key) in _FIELD_BY_NAME
+            ):  # a file may be older than the name
+                key = RENAMED_FIELDS[key]
+            if key not in (*_FIELD_BY_NAME, "program"):
+                near = get_close_matches(key, [*_FIELD_BY_NAME, "program", "rank"], 1)
+                hint = RETIRED_HINTS.get(key, f"did you mean {near[0]!r}?" if near else "")
+                raise line.make_error(f"no key {key!r}", pair.start(1), hint)
             if key in found:
-                raise line.error(f"{key} is given twice", pair.start(1))
+                raise line.make_error(f"{key} is given twice", pair.start(1))
             if not value:
-                raise line.error(f"{key} has no value", pair.start(1))
+                raise line.make_error(f"{key} has no value", pair.start(1))
             if key == "program" and not name:  # whose name is the rest of a line
-                raise line.error("program begins a line of its own", pair.start(1))
+                raise line.make_error("program begins a line of its own", pair.start(1))
             at = pair.start(2)
-            found[key] = (value if name else _value(line, at, _KEYS[key], value), line, at)
-    for key in ("program", *(f.name for f in HEADER if f.required)):
+            found[key] = (
+                value if name else _parse_value(line, at, _FIELD_BY_NAME[key], value),
+                line,
+                at,
+            )
+    for key in ("program", *(f.name for f in HEADER_FIELDS if f.is_required)):
         if key not in found:
-            raise (lines[-1] if lines else first).error(f"the header gives no {key!r}")
+            raise (lines[-1] if lines else first_line).make_error(f"the header gives no {key!r}")
     return found
 
 
-def _value(line: _Line, at: int, field: Field, text: str) -> object:
+def _parse_value(line: _Line, column: int, field: Field, text: str) -> object:
     try:
-        return field.kind.read(current_value(field.name, text))
+        return field.field_type.from_text(get_current_value(field.name, text))
     except ValueError:
         if re.fullmatch(r"[+-]?[0-9]{19,}", text):
-            raise line.error(f"{field.name} has too many digits: {text[:18]}...", at) from None
-        raise line.error(f"{field.name} {field.kind.takes}, not {text!r}", at) from None
+            raise line.make_error(
+                f"{field.name} has too many digits: {text[:18]}...", column
+            ) from None
+        raise line.make_error(
+            f"{field.name} {field.field_type.requirement}, not {text!r}", column
+        ) from None
 
 
-def _streams(
-    lines: list[_Line], ranks: int, last: _Line, most: int, hint: str
+def _parse_streams(
+    lines: list[_Line], ranks: int, last_line: _Line, max_instructions: int, hint: str
 ) -> tuple[tuple[Stream, ...], tuple[SlotCounts, ...]]:
     streams: list[list[Words]] = []
     slots: list[SlotCounts] = []
-    left = most
+    left = max_instructions
     for line in lines:
         if not line.text[0].isspace():
-            text = re.sub(r"[a-z_]+", lambda kind: BUFFERS.get(kind[0], kind[0]), line.text)
-            found = _RANK.match(text)
+            text = re.sub(r"[a-z_]+", lambda kind: RENAMED_BUFFERS.get(kind[0], kind[0]), line.text)
+            found = _RANK_PATTERN.match(text)
             if not found:
-                form = "  ".join(["rank N", *(f"{kind} N" for kind in _ALWAYS)])
-                raise line.error(
+                form = "  ".join(["rank N", *(f"{kind} N" for kind in _NEIGHBOR_SLOTS)])
+                raise line.make_error(
                     f"expected 'rank N' or {form!r}, or an instruction indented under one"
                 )
             if int(found[1]) != len(streams):
-                raise line.error(f"expected rank {len(streams)}, not {found[1]}", found.start(1))
+                raise line.make_error(
+                    f"expected rank {len(streams)}, not {found[1]}", found.start(1)
+                )
             if len(streams) == ranks:
-                raise line.error(f"the header says {ranks} ranks", found.start(1))
-            told = SlotCounts(*(OWN if n is None else int(n) for n in found.groups()[1:]))
-            if streams and (told == SlotCounts.unsaid()) is (len(slots) > 0):
-                raise line.error("slots are said of all ranks or of none", found.end(1))
-            if told != SlotCounts.unsaid():
+                raise line.make_error(f"the header says {ranks} ranks", found.start(1))
+            told = SlotCounts(
+                *(UNSHARED_SLOTS if n is None else int(n) for n in found.groups()[1:])
+            )
+            if streams and (told == SlotCounts.unspecified()) is (len(slots) > 0):
+                raise line.make_error("slots are said of all ranks or of none", found.end(1))
+            if told != SlotCounts.unspecified():
                 slots.append(told)
             streams.append([])
         else:
-            streams[-1].append(_unfold(line, left, most, hint))
+            streams[-1].append(_parse_line(line, left, max_instructions, hint))
             left -= len(streams[-1][-1])
     if len(streams) != ranks:
-        raise last.error(f"the header says {ranks} ranks, but there are {len(streams)}")
+        raise last_line.make_error(f"the header says {ranks} ranks, but there are {len(streams)}")
     empty = np.empty(0, np.int64)
     return tuple(Stream(np.concatenate([empty, *parts])) for parts in streams), tuple(slots)
 
 
-def _unfold(line: _Line, left: int, most: int, hint: str) -> Words:
-    found = _TIMES.match(line.text)
+def _parse_line(line: _Line, remaining: int, max_instructions: int, hint: str) -> Words:
+    found = _REPEAT_PATTERN.match(line.text)
     times, at = (int(found[1]), found.end()) if found else (1, 0)
     if times < 1:
-        raise line.error("a line is repeated at least once", found.start(1) if found else 0)
+        raise line.make_error("a line is repeated at least once", found.start(1) if found else 0)
     turn, steps = list[int](), list[int]()
     for part in re.finditer(r"([;&]?)([^;&]*)", line.text[at:]):
         if not part[0]:
             continue
         if (ahead := part[1] and not turn) or not part[2].strip():
             missing = part.start() if ahead else part.end()
-            raise line.error("an instruction is missing here", at + missing)
-        word, step = _read(line, at + part.start(2), part[2])
+            raise line.make_error("an instruction is missing here", at + missing)
+        word, step = _parse_instruction(line, at + part.start(2), part[2])
         if part[1] == "&":
-            word |= JOINED
+            word |= JOINED_BIT
         turn.append(word)
         steps.append(step)
-    if times * len(turn) > left:
-        fact = f"the program unfolds to more than the {most} instructions that it may have"
-        raise line.error(fact, hint=hint)
+    if times * len(turn) > remaining:
+        fact = (
+            f"the program unfolds to more than the {max_instructions} instructions that it may have"
+        )
+        raise line.make_error(fact, hint=hint)
     for word, step in zip(turn, steps, strict=True):
         end = (word & 0xFFFFFFFF) + step * (times - 1)
         if not 0 <= end < 2**32:
-            raise line.error(f"microbatches run to {end}")
+            raise line.make_error(f"microbatches run to {end}")
     words = np.array(turn, np.int64) + np.arange(times)[:, None] * np.array(steps, np.int64)
     return words.reshape(-1)
 
 
-def _read(line: _Line, at: int, part: str) -> tuple[int, int]:
+def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
     """One instruction: its word and how its microbatch steps."""
-    at += len(part) - len(part.lstrip())
-    found = _INSTR.match(part)
-    name = INSTRUCTIONS.get(found[1], found[1]) if found else part.strip()  # of an older file, too
-    if not found or name not in BY_TEXT:
-        near = get_close_matches(name, list(BY_TEXT), 1)
-        raise line.error(
-            f"no instruction {part.strip()!r}", at, f"did you mean {near[0]!r}?" if near else ""
+    column += len(part) - len(part.lstrip())
+    found = _INSTRUCTION_PATTERN.match(part)
+    name = (
+        RENAMED_INSTRUCTIONS.get(found[1], found[1]) if found else part.strip()
+    )  # of an older file, too
+    if not found or name not in OPCODE_BY_TEXT:
+        near = get_close_matches(name, list(OPCODE_BY_TEXT), 1)
+        raise line.make_error(
+            f"no instruction {part.strip()!r}", column, f"did you mean {near[0]!r}?" if near else ""
         )
-    op = BY_TEXT[name]
-    per = ROWS[op].per
+    op = OPCODE_BY_TEXT[name]
+    per = INSTRUCTIONS[op].scope
     numbers = [int(n) for n in found.group(2, 3) if n is not None]
     full = 1 if per is Scope.RANK else 2
     least = full - (per is not Scope.MICROBATCH and not found[4])  # update 0 is left out
     if not least <= len(numbers) <= full:
         want = f"{name} {per.value}".strip()
-        raise line.error(f"{name} is written {want!r}, not {part.strip()!r}", at)
+        raise line.make_error(f"{name} is written {want!r}, not {part.strip()!r}", column)
     stage, mb = [0] * (per is Scope.RANK) + numbers + [0] * (full - len(numbers))
     if stage > 0xFFFF or mb > 0xFFFFFFFF:
-        raise line.error(f"{part.strip()!r} is out of every range", at)
+        raise line.make_error(f"{part.strip()!r} is out of every range", column)
     sign = found[4] or ""
     step = 0 if not sign else int(sign[1:] or 1) * (1 if sign[0] == "+" else -1)
-    return int(op) << OP | stage << STAGE | mb, step
+    return int(op) << OP_SHIFT | stage << STAGE_SHIFT | mb, step

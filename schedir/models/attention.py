@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedir.errors import UsageError
-from schedir.kernels.backend_choice import on_triton
-from schedir.models.attention_tiles import TILE, tiles_of
+from schedir.kernels.backend_choice import uses_triton
+from schedir.models.attention_tiles import TILE_SIZE, compute_device_tiles
 
-_NARROWEST: Final = 16  # heads that FlexAttention takes on a GPU
-_KEPT: Final = 32  # lengths and windows whose masks are kept
+_MIN_FLEX_WIDTH: Final = 16  # heads that FlexAttention takes on a GPU
+_MASK_CACHE_SIZE: Final = 32  # lengths and windows whose masks are kept
 
 
 def attention(
@@ -55,21 +55,23 @@ def attention(
         )
         return whole
     if not dropout and q.device.type == "cpu":
-        cuts = _cuts(length, *window, q.dtype)
+        cuts = _build_query_tiles(length, *window, q.dtype)
         tiled: Tensor = _TiledAttention.apply(q, k, v, cuts)  # type: ignore[no-untyped-call]
         return tiled
-    if not dropout and width >= _NARROWEST and on_triton(q):
-        tiles = block_mask(length, *window, q.device)
-        skipping: Tensor = _flex()(q, k, v, block_mask=tiles, enable_gqa=grouped)
+    if not dropout and width >= _MIN_FLEX_WIDTH and uses_triton(q):
+        tiles = build_block_mask(length, *window, q.device)
+        skipping: Tensor = _compile_flex_attention()(q, k, v, block_mask=tiles, enable_gqa=grouped)
         return skipping
-    mask = mask_of(length, *window, q.device)
+    mask = build_window_mask(length, *window, q.device)
     masked: Tensor = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped
     )
     return masked
 
 
-def mask_of(length: int, window: int, stride: int, device: torch.device | str = "cpu") -> Tensor:
+def build_window_mask(
+    length: int, window: int, stride: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Which keys each query sees, bool (T, T).
 
     >>> mask_of(6, 4, 2).int().tolist()[3:]
@@ -92,15 +94,17 @@ class _QueryTile(NamedTuple):
     mask: Tensor | None
 
 
-@lru_cache(_KEPT)
-def _cuts(length: int, window: int, stride: int, dtype: torch.dtype) -> tuple[_QueryTile, ...]:
+@lru_cache(_MASK_CACHE_SIZE)
+def _build_query_tiles(
+    length: int, window: int, stride: int, dtype: torch.dtype
+) -> tuple[_QueryTile, ...]:
     """All tiles of queries.  Those with the same mask share it."""
-    (axis,) = tiles_of(length, window, stride).axes
-    (start, _), tile = axis.axis.seen, axis.q_tile
+    (axis,) = compute_device_tiles(length, window, stride).axes
+    (start, _), tile = axis.axis.visible_keys, axis.q_tile
     masks: dict[bytes, Tensor] = {}
     given = []
     for first, (low, high) in zip(
-        range(0, length, tile), (axis.visited * axis.kv_tile).tolist(), strict=True
+        range(0, length, tile), (axis.visited_ranges * axis.kv_tile).tolist(), strict=True
     ):
         given.append((range(first, min(first + tile, length)), range(low, min(high, length))))
     # Keys before a tile of which its windows cut none: what such tiles mask is a part of one mask.
@@ -133,73 +137,74 @@ class _TiledAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cuts: tuple[_QueryTile, ...]) -> Tensor:
-        q, k, v = map(_dense_rows, (q, k, v))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[_QueryTile, ...]) -> Tensor:
+        q, k, v = map(_to_dense_rows, (q, k, v))
         b, heads, length, width = q.shape
         out = q.new_empty(b, length, heads, width).transpose(1, 2)  # as that lays it out
-        sums = q.new_empty(b, length, heads, dtype=_longer(q.dtype)).transpose(1, 2)
-        for queries, keys, mask in cuts:
-            own = q[:, :, queries], *(_spread(x[:, :, keys], heads) for x in (k, v))
-            out[:, :, queries], sums[:, :, queries] = _FORWARD(
+        sums = q.new_empty(b, length, heads, dtype=_accumulation_dtype(q.dtype)).transpose(1, 2)
+        for queries, keys, mask in tiles:
+            own = q[:, :, queries], *(_repeat_heads(x[:, :, keys], heads) for x in (k, v))
+            out[:, :, queries], sums[:, :, queries] = _FLASH_FORWARD(
                 *own, 0.0, mask is None, attn_mask=mask
             )
         ctx.save_for_backward(q, k, v, out, sums)
-        ctx.cuts = cuts
+        ctx.cuts = tiles
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
-        grad = _dense_rows(grad)
-        dq, long = torch.empty_like(q), _longer(q.dtype)
+        grad = _to_dense_rows(grad)
+        dq, long = torch.empty_like(q), _accumulation_dtype(q.dtype)
         dk, dv = (torch.zeros_like(x, dtype=long) for x in (k, v))
         for queries, keys, mask in ctx.cuts:
-            dq[:, :, queries], dk_part, dv_part = _BACKWARD(
+            dq[:, :, queries], dk_part, dv_part = _FLASH_BACKWARD(
                 *(grad[:, :, queries], q[:, :, queries]),
-                *(_spread(x[:, :, keys], q.shape[1]) for x in (k, v)),
+                *(_repeat_heads(x[:, :, keys], q.shape[1]) for x in (k, v)),
                 *(out[:, :, queries], sums[:, :, queries], 0.0, mask is None),
                 attn_mask=mask,
             )
-            dk[:, :, keys] += _gathered(dk_part, k.shape[1], long)
-            dv[:, :, keys] += _gathered(dv_part, k.shape[1], long)
+            dk[:, :, keys] += _sum_shared_heads(dk_part, k.shape[1], long)
+            dv[:, :, keys] += _sum_shared_heads(dv_part, k.shape[1], long)
         return dq, dk.to(k.dtype), dv.to(v.dtype), None
 
 
-_FORWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_FLASH_FORWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _spread(x: Tensor, heads: int) -> Tensor:
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Heads of keys or values, each as often as queries share it."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _gathered(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+def _sum_shared_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """Gradients of so many heads: the sums over the queries that share each."""
     return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2, dtype=dtype)
 
 
-def _dense_rows(x: Tensor) -> Tensor:
+def _to_dense_rows(x: Tensor) -> Tensor:
     """What those take: the numbers of a head one behind the other."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _longer(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
 # ---------------------------------------------------------------- on GPUs
 
 
-@lru_cache(_KEPT)
-def block_mask(length: int, window: int, stride: int, device: torch.device) -> Any:
-    """FlexAttention's BlockMask of a window, of the tiles that `tiles_of` tells for a GPU."""
+@lru_cache(_MASK_CACHE_SIZE)
+def build_block_mask(length: int, window: int, stride: int, device: torch.device) -> Any:
+    """FlexAttention's BlockMask of a window, of the tiles that `compute_device_tiles` tells for a
+    GPU."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    found = tiles_of(length, window, stride, "cuda")
-    tile, grid = TILE["cuda"], torch.from_numpy(found.grid)
-    first = torch.from_numpy(found.axes[0].axis.seen[0]).to(device)
+    found = compute_device_tiles(length, window, stride, "cuda")
+    tile, grid = TILE_SIZE["cuda"], torch.from_numpy(found.grid)
+    first = torch.from_numpy(found.axes[0].axis.visible_keys[0]).to(device)
 
     def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         # Of a tensor, and no numbers: so all windows are compiled at once.
@@ -222,7 +227,7 @@ def block_mask(length: int, window: int, stride: int, device: torch.device) -> A
 
 
 @lru_cache(1)
-def _flex() -> Any:
+def _compile_flex_attention() -> Any:
     """FlexAttention, compiled, for it is only then that it skips anything."""
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from schedir.predict.window_tiles import Tiles, tiles
+from schedir.predict.window_tiles import Tiles, compute_tiles
 
 # Queries and keys of a tile.  On CPUs: small enough for caches, and to cut little that is not seen;
 # on GPUs FlexAttention's own.
-TILE: Final = {"cpu": 64, "cuda": 128}
+TILE_SIZE: Final = {"cpu": 64, "cuda": 128}
 
 
-def tiles_of(length: int, window: int, stride: int, device: str = "cpu") -> Tiles:
+def compute_device_tiles(length: int, window: int, stride: int, device: str = "cpu") -> Tiles:
     """The tiles that are computed on such a device, without dropout.
 
     >>> found = tiles_of(1024, 256, 64)
     >>> found.visited, found.dense
     (58, 136)
     """
-    tile = TILE[device]
-    return tiles(length, window, stride, q_tile=tile, kv_tile=tile, causal=True)
+    tile = TILE_SIZE[device]
+    return compute_tiles(length, window, stride, q_tile=tile, kv_tile=tile, causal=True)

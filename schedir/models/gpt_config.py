@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from schedir.errors import UsageError
-from schedir.ir.pipeline.stage_segments import ENTERS, LEAVES
-from schedir.models.partitioning import expect_positive
+from schedir.ir.pipeline.stage_segments import ENTRY_COLLECTIVE, EXIT_COLLECTIVE
+from schedir.models.partitioning import require_positive
 from schedir.models.partitioning import split_heads as split_heads
 from schedir.models.partitioning import split_layers as split_layers
-from schedir.models.window_config import Each, expect_windows
+from schedir.models.window_config import PerLayer, require_windows
 
 # Where tensor-parallel ranks meet in a layer: around its attention, and its feed-forward.
-LAYER: Final = 2 * (ENTERS + LEAVES)
+LAYER_BOUNDARIES: Final = 2 * (ENTRY_COLLECTIVE + EXIT_COLLECTIVE)
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class GPTConfig:
     tied: bool = True
     seed: int = 0
     dropout: float = 0.0
-    window: Each = 0
-    stride: Each = 1
+    window: PerLayer = 0
+    stride: PerLayer = 1
 
     def __post_init__(self) -> None:
-        expect_positive(self, "vocab", "layers", "hidden", "heads", "context")
+        require_positive(self, "vocab", "layers", "hidden", "heads", "context")
         if self.hidden % self.heads:
             raise UsageError(
                 f"hidden {self.hidden} is no multiple of heads {self.heads}",
@@ -55,10 +55,10 @@ class GPTConfig:
                 f"dropout is {self.dropout:g}; it must be at least 0 and below 1",
                 fields=["dropout"],
             )
-        expect_windows(self)
+        require_windows(self)
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """How many numbers the model has; a tied weight counts once."""
         layer = 12 * self.hidden**2 + 13 * self.hidden
         ends = self.vocab * (2 - self.tied) + self.context + 2

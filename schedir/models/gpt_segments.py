@@ -23,38 +23,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from schedir.errors import ModelError
-from schedir.ir.pipeline.stage_segments import ENTERS, LEAVES
+from schedir.ir.pipeline.stage_segments import ENTRY_COLLECTIVE, EXIT_COLLECTIVE
 from schedir.models.gpt import Layer, Stage
-from schedir.models.gpt_config import LAYER
-from schedir.models.partial_module import part_of
+from schedir.models.gpt_config import LAYER_BOUNDARIES
+from schedir.models.partial_module import select_submodules
 from schedir.runtime.boundaries.boundary import Boundary
 
-Given = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 class _SegmentStep(NamedTuple):
     """Something that a piece computes of what it is given, and the parameters that it takes."""
 
-    names: list[str]
-    run: Callable[..., Given]
+    parameter_names: list[str]
+    run: Callable[..., Tensors]
 
 
 class StageSegment(Stage):
     """A piece of a stage: it has some of its parameters, and computes what they are for."""
 
     def __init__(self, stage: Stage, steps: list[_SegmentStep]) -> None:
-        vars(self).update(vars(part_of(stage, [name for step in steps for name in step.names])))
+        vars(self).update(
+            vars(
+                select_submodules(stage, [name for step in steps for name in step.parameter_names])
+            )
+        )
         self.steps = steps
 
-    def forward(self, *given: Tensor) -> Any:
+    def forward(self, *inputs: Tensor) -> Any:
         """One tensor, or what is summed and the residual stream."""
         for step in self.steps:
-            given = step.run(self, *given)
-        return given if len(given) > 1 else given[0]
+            inputs = step.run(self, *inputs)
+        return inputs if len(inputs) > 1 else inputs[0]
 
 
-def pieces(stage: Stage) -> list[nn.Module]:
-    """The pieces of a stage, in order: stages of a program whose `cut` says so many.
+def split_stage(stage: Stage) -> list[nn.Module]:
+    """The pieces of a stage, in order: stages of a program whose `segments_per_stage` says so many.
 
     They share its parameters, and draw what it draws for dropout.  With one tensor-parallel rank
     they are as right: nothing is summed.  Raises ModelError for a stage that is the whole model,
@@ -80,35 +84,35 @@ def pieces(stage: Stage) -> list[nn.Module]:
             "pieces of one stage",
             hint="two stages, or a model that is not tied",
         )
-    found = [[_SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _begin)]]
+    found = [[_SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
     for number in stage.layers:
         own = _LayerSegments(number)
-        found[-1].append(own.step(own.enter, "attention_norm"))
-        found.append([own.step(own.attend, "qkv", "proj.weight")])
-        found.append([own.step(own.between, "proj.bias", "mlp_norm")])
-        found.append([own.step(own.feed, "up", "down.weight")])
-        found.append([own.step(own.add, "down.bias")])
-    found[-1].append(_SegmentStep(["norm", "head"] * (stage.head is not None), _end))
+        found[-1].append(own.make_step(own.normalize, "attention_norm"))
+        found.append([own.make_step(own.attend, "qkv", "proj.weight")])
+        found.append([own.make_step(own.add_attention, "proj.bias", "mlp_norm")])
+        found.append([own.make_step(own.feed_forward, "up", "down.weight")])
+        found.append([own.make_step(own.add_feed_forward, "down.bias")])
+    found[-1].append(_SegmentStep(["norm", "head"] * (stage.head is not None), _apply_head))
     return [StageSegment(stage, steps) for steps in found]
 
 
-def cut_of(layers: Iterable[int]) -> tuple[int, ...]:
+def count_segments(layers: Iterable[int]) -> tuple[int, ...]:
     """How many pieces stages of so many layers have, as `compile(..., stage_segments=...)` takes
     it."""
-    return tuple(len(LAYER) * number + 1 for number in layers)
+    return tuple(len(LAYER_BOUNDARIES) * number + 1 for number in layers)
 
 
-def boundaries(
-    cut: Sequence[int],
+def build_boundaries(
+    segments_per_stage: Sequence[int],
     boundary: Boundary | Sequence[int],
     frozen_stages: int = 0,
-    share: int = 1,
+    tp_size: int = 1,
 ) -> dict[int, Any]:
     """What passes behind each piece of stages that are cut so: a boundary of the stages, or two.
 
     Of the first stage behind `frozen_stages` ones the residual stream depends on nothing that is
     trained, and has no gradient, until its attention adds to it.  Where so many tensor-parallel
-    ranks `share` the sequence, the boundary of the stages is of a rank's own tokens; of what is
+    ranks `tp_size` the sequence, the boundary of the stages is of a rank's own tokens; of what is
     summed a piece gives or takes all of them.
 
     >>> from schedir.models.gpt_segments import boundaries
@@ -120,63 +124,65 @@ def boundaries(
     >>> str(boundaries((5,), (8, 64), share=2)[0][0])
     '[8, 64] of torch.float32, taken as [16, 64]'
     """
-    one, found = Boundary.of(boundary), list[Any]()
+    one, found = Boundary.from_shape(boundary), list[Any]()
     many = len(one.shape) - 2
-    all_tokens = tuple(share * n if k == many else n for k, n in enumerate(one.shape))
+    all_tokens = tuple(tp_size * n if k == many else n for k, n in enumerate(one.shape))
     met = {
-        ENTERS: replace(one, taken=all_tokens),
-        LEAVES: replace(one, shape=all_tokens, taken=one.shape),
+        ENTRY_COLLECTIVE: replace(one, received_shape=all_tokens),
+        EXIT_COLLECTIVE: replace(one, shape=all_tokens, received_shape=one.shape),
     }
-    for stage, number in enumerate(cut):
+    for stage, number in enumerate(segments_per_stage):
         stream = [one] * (number - 1)
         if frozen_stages and stage == frozen_stages:
-            stream[:2] = [replace(one, grad=False) for _ in stream[:2]]
-        found += [(met[LAYER[k % len(LAYER)]], own) for k, own in enumerate(stream)] + [one]
+            stream[:2] = [replace(one, requires_grad=False) for _ in stream[:2]]
+        found += [
+            (met[LAYER_BOUNDARIES[k % len(LAYER_BOUNDARIES)]], own) for k, own in enumerate(stream)
+        ] + [one]
     return dict(enumerate(found[:-1]))
 
 
-def _begin(stage: Stage, x: Tensor) -> Given:
-    return (stage.begin(x),)
+def _embed(stage: Stage, x: Tensor) -> Tensors:
+    return (stage.embed(x),)
 
 
-def _end(stage: Stage, x: Tensor) -> Given:
-    return (stage.end(x),)
+def _apply_head(stage: Stage, x: Tensor) -> Tensors:
+    return (stage.apply_head(x),)
 
 
 class _LayerSegments:
     """What pieces compute of the layer of a number."""
 
-    def __init__(self, number: str) -> None:
-        self.number = number
+    def __init__(self, layer_key: str) -> None:
+        self.layer_key = layer_key
 
-    def step(self, run: Callable[..., Given], *names: str) -> _SegmentStep:
-        return _SegmentStep([f"layers.{self.number}.{name}" for name in names], run)
+    def make_step(self, run: Callable[..., Tensors], *names: str) -> _SegmentStep:
+        return _SegmentStep([f"layers.{self.layer_key}.{name}" for name in names], run)
 
-    def of(self, stage: Stage) -> Layer:
-        found = stage.layers[self.number]
+    def get_layer(self, stage: Stage) -> Layer:
+        found = stage.layers[self.layer_key]
         assert isinstance(found, Layer)
         return found
 
-    def enter(self, stage: Stage, x: Tensor) -> Given:
-        return self.of(stage).attention_norm(x), x
+    def normalize(self, stage: Stage, x: Tensor) -> Tensors:
+        return self.get_layer(stage).attention_norm(x), x
 
-    def attend(self, stage: Stage, normed: Tensor, x: Tensor) -> Given:
-        layer = self.of(stage)
-        return layer.proj.part(layer.heads(layer.qkv.entered(normed))), x
+    def attend(self, stage: Stage, normed: Tensor, x: Tensor) -> Tensors:
+        layer = self.get_layer(stage)
+        return layer.proj.project_partial(layer.attend(layer.qkv.forward_local(normed))), x
 
-    def between(self, stage: Stage, part: Tensor, x: Tensor) -> Given:
-        layer = self.of(stage)
-        with layer.drawing():
-            x, normed = layer.between(layer.proj.with_bias(part), x)
+    def add_attention(self, stage: Stage, part: Tensor, x: Tensor) -> Tensors:
+        layer = self.get_layer(stage)
+        with layer.use_dropout_stream():
+            x, normed = layer.add_attention(layer.proj.add_bias(part), x)
         return normed, x
 
-    def feed(self, stage: Stage, normed: Tensor, x: Tensor) -> Given:
-        layer = self.of(stage)
-        return layer.down.part(layer.widened(layer.up.entered_product(normed))), x
+    def feed_forward(self, stage: Stage, normed: Tensor, x: Tensor) -> Tensors:
+        layer = self.get_layer(stage)
+        return layer.down.project_partial(layer.activate(layer.up.project_local(normed))), x
 
-    def add(self, stage: Stage, part: Tensor, x: Tensor) -> Given:
-        layer = self.of(stage)
-        with layer.drawing():
-            if layer.share:  # what `between` has drawn
-                F.dropout(x.detach(), layer.share)
-            return (layer.add(layer.down.with_bias(part), x),)
+    def add_feed_forward(self, stage: Stage, part: Tensor, x: Tensor) -> Tensors:
+        layer = self.get_layer(stage)
+        with layer.use_dropout_stream():
+            if layer.dropout_rate:  # what `add_attention` has drawn
+                F.dropout(x.detach(), layer.dropout_rate)
+            return (layer.add_feed_forward(layer.down.add_bias(part), x),)

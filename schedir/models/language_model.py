@@ -16,8 +16,8 @@ from schedir.tensor_parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,
 )
 
-IGNORE = -1  # a target that counts neither in the loss nor in `count_tokens`
-STD = 0.02
+IGNORE_INDEX = -1  # a target that counts neither in the loss nor in `count_tokens`
+INIT_STD = 0.02
 
 
 class ParameterPlacement(TypedDict):
@@ -40,14 +40,20 @@ class TokenModelConfig(Protocol):
     def seed(self) -> int: ...
 
 
-def drawn(
-    seed: int, name: str, k: int, n: int, where: ParameterPlacement, dim: int = 0, std: float = STD
+def make_normal_init(
+    seed: int,
+    name: str,
+    k: int,
+    n: int,
+    placement: ParameterPlacement,
+    dim: int = 0,
+    std: float = INIT_STD,
 ) -> SlicedInit:
     """The parameter `name`, (k, n), normal(0, std), which tensor-parallel ranks share along `dim`.
 
     What it is depends on the seed and the name alone.
     """
-    return SlicedInit(f"{seed} {name}", torch.Size((k, n)), dim, std, **where)
+    return SlicedInit(f"{seed} {name}", torch.Size((k, n)), dim, std, **placement)
 
 
 class EmbeddingAndHead(NamedTuple):
@@ -57,33 +63,35 @@ class EmbeddingAndHead(NamedTuple):
     head: VocabParallelHead | None
 
     @classmethod
-    def of(
+    def for_stage(
         cls,
         config: TokenModelConfig,
-        first: bool,
-        last: bool,
+        is_first: bool,
+        is_last: bool,
         tp: ProcessGroup | None,
-        where: ParameterPlacement,
+        placement: ParameterPlacement,
         *,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> EmbeddingAndHead:
         """This rank's shards of them; where they are tied, they share one Parameter, or have
         copies of it if they are in two stages."""
 
         def weight(name: str) -> nn.Parameter:
-            return shard_vocab(drawn(config.seed, name, config.vocab, config.hidden, where), tp)
+            return shard_vocab(
+                make_normal_init(config.seed, name, config.vocab, config.hidden, placement), tp
+            )
 
-        shared = weight("embedding.weight") if first or (last and config.tied) else None
-        own = shared if config.tied else weight("head.weight") if last else None
+        shared = weight("embedding.weight") if is_first or (is_last and config.tied) else None
+        own = shared if config.tied else weight("head.weight") if is_last else None
         embedding = head = None
-        if first and shared is not None:
-            embedding = VocabParallelEmbedding(shared, tp, sequence=sequence)
-        if last and own is not None:
-            head = VocabParallelHead(own, config.vocab, tp, sequence=sequence)
+        if is_first and shared is not None:
+            embedding = VocabParallelEmbedding(shared, tp, sequence_parallel=sequence_parallel)
+        if is_last and own is not None:
+            head = VocabParallelHead(own, config.vocab, tp, sequence_parallel=sequence_parallel)
         return cls(embedding, head)
 
 
-def tied_copy(
+def find_tied_weight(
     config: TokenModelConfig,
     embedding: VocabParallelEmbedding | None,
     head: VocabParallelHead | None,
@@ -102,9 +110,9 @@ def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Ten
 
     `logits` (b, T, V/t) are this rank's, as the last stage returns them; `targets` int64 (b, T).
     """
-    return vocab_parallel_cross_entropy(logits, targets, tp, IGNORE)
+    return vocab_parallel_cross_entropy(logits, targets, tp, IGNORE_INDEX)
 
 
 def count_tokens(targets: Tensor) -> int:
     """How many targets count: divide the summed loss by it for the mean."""
-    return int((targets != IGNORE).sum())
+    return int((targets != IGNORE_INDEX).sum())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from schedir.errors import UsageError
-from schedir.models.partitioning import expect_positive
-from schedir.models.window_config import Each, expect_windows
+from schedir.models.partitioning import require_positive
+from schedir.models.window_config import PerLayer, require_windows
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ class LlamaConfig:
     eps: float = 1e-5
     tied: bool = False
     seed: int = 0
-    window: Each = 0
-    stride: Each = 1
+    window: PerLayer = 0
+    stride: PerLayer = 1
 
     def __post_init__(self) -> None:
-        expect_positive(self, "vocab", "layers", "hidden", "heads", "context")
+        require_positive(self, "vocab", "layers", "hidden", "heads", "context")
         for name in ("kv_heads", "feed_forward"):
             if getattr(self, name) is not None:
-                expect_positive(self, name)
+                require_positive(self, name)
         if self.hidden % (2 * self.heads):
             raise UsageError(
                 f"hidden {self.hidden} is no multiple of twice the heads, {2 * self.heads}: "
                 "positions turn pairs of a head's numbers",
                 fields=["hidden", "heads"],
             )
-        if self.heads % self.groups:
+        if self.heads % self.kv_groups:
             raise UsageError(
-                f"{self.heads} heads cannot share {self.groups} heads of keys and values evenly",
+                f"{self.heads} heads cannot share {self.kv_groups} heads of keys and values evenly",
                 fields=["heads", "kv_heads"],
             )
         for name in ("theta", "eps"):
@@ -64,21 +64,21 @@ class LlamaConfig:
                 raise UsageError(
                     f"{name} is {getattr(self, name):g}; it must be above 0", fields=[name]
                 )
-        expect_windows(self)
+        require_windows(self)
 
     @property
-    def groups(self) -> int:
+    def kv_groups(self) -> int:
         """Heads of keys and values, each with the queries that share it."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
-    def width(self) -> int:
+    def ffn_width(self) -> int:
         """The feed-forward width."""
         return -(-self.hidden // 3) * 8 if self.feed_forward is None else self.feed_forward
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """How many numbers the model has; a tied weight counts once."""
-        shared = self.hidden * self.groups // self.heads
-        layer = self.hidden * (2 * self.hidden + 2 * shared + 3 * self.width + 2)
+        shared = self.hidden * self.kv_groups // self.heads
+        layer = self.hidden * (2 * self.hidden + 2 * shared + 3 * self.ffn_width + 2)
         return self.layers * layer + self.hidden * (self.vocab * (2 - self.tied) + 1)

@@ -14,7 +14,7 @@ from schedir.errors import ModelError
 M = TypeVar("M", bound=nn.Module)
 
 
-def part_of(module: M, names: Iterable[str]) -> M:
+def select_submodules(module: M, names: Iterable[str]) -> M:
     """A module like another, with those of its submodules and parameters that are named: the very
     same, under the same names.  What is not named is None there, or missing in a ModuleDict.
 
@@ -42,7 +42,7 @@ def part_of(module: M, names: Iterable[str]) -> M:
         if name in module._parameters:
             part._parameters[name] = module._parameters[name]
         elif (own := module._modules.get(name)) is not None:
-            part._modules[name] = own if "" in below else part_of(own, below)
+            part._modules[name] = own if "" in below else select_submodules(own, below)
         else:
             raise ModelError(f"{type(module).__name__} has no parameter or submodule {name!r}")
     return part

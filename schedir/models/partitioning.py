@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schedir.errors import UsageError, describe
-from schedir.ir.cost.number_parsing import MOST_LAYERS, MOST_WIDTH
+from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_WIDTH
 
 
-def expect_positive(config: object, *names: str) -> None:
+def require_positive(config: object, *names: str) -> None:
     """Raise UsageError for a field of a configuration that is not 1 or more, or is too large.
 
-    A field with "layers" in its name is at most `MOST_LAYERS`, and any other at most `MOST_WIDTH`.
+    A field with "layers" in its name is at most `MAX_LAYERS`, and any other at most `MAX_WIDTH`.
     """
     for name in names:
-        value, most = getattr(config, name), MOST_LAYERS if "layers" in name else MOST_WIDTH
+        value, most = getattr(config, name), MAX_LAYERS if "layers" in name else MAX_WIDTH
         if value < 1:
             raise UsageError(f"{name} is {describe(value)}; it must be 1 or more", fields=[name])
         if value > most:
@@ -23,12 +23,14 @@ def expect_positive(config: object, *names: str) -> None:
             )
 
 
-def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Layers per stage: the same for all, or `given`, which may be uneven.
+def split_layers(
+    layers: int, stages: int, layers_per_stage: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Layers per stage: the same for all, or `layers_per_stage`, which may be uneven.
 
     Only the first and the last stage of several may have no layer: they hold the embedding and
-    the head. Raises UsageError if `given` does not fit, or if there is none and the layers cannot
-    be divided.
+    the head. Raises UsageError if `layers_per_stage` does not fit, or if there is none and the
+    layers cannot be divided.
 
     >>> split_layers(8, 4)
     (2, 2, 2, 2)
@@ -39,7 +41,7 @@ def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -
     if stages < 1:
         raise UsageError(f"{stages} stages; there must be 1 or more", fields=cut)
     each, over = divmod(layers, stages)
-    if given is None:
+    if layers_per_stage is None:
         if not each:
             raise UsageError(f"{layers} layers do not fill {stages} stages", fields=cut)
         if over:
@@ -50,26 +52,27 @@ def split_layers(layers: int, stages: int, given: Sequence[int] | None = None) -
                 fields=cut,
             )
         return (each,) * stages
-    if len(given) != stages or sum(given) != layers:
+    if len(layers_per_stage) != stages or sum(layers_per_stage) != layers:
         raise UsageError(
-            f"layers_per_stage {tuple(given)} is not one of {layers} layers on {stages} stages",
+            f"layers_per_stage {tuple(layers_per_stage)} is not one of {layers} layers on "
+            f"{stages} stages",
             fields=["layers_per_stage", *cut],
         )
-    if min(given) < 0 or 0 in given[1:-1]:
+    if min(layers_per_stage) < 0 or 0 in layers_per_stage[1:-1]:
         raise UsageError(
-            f"layers_per_stage {tuple(given)} leaves a stage with nothing to do",
+            f"layers_per_stage {tuple(layers_per_stage)} leaves a stage with nothing to do",
             fields=["layers_per_stage"],
         )
-    return tuple(given)
+    return tuple(layers_per_stage)
 
 
-def split_heads(heads: int, tp: int, what: str = "heads", field: str = "heads") -> int:
-    """Heads per tensor-parallel rank, of all kinds or of those that `what` says.
+def split_heads(heads: int, tp: int, subject: str = "heads", field: str = "heads") -> int:
+    """Heads per tensor-parallel rank, of all kinds or of those that `subject` says.
 
     Raises UsageError if they cannot be shared evenly.
     """
     if heads % tp:
-        raise UsageError(f"tp {tp} does not divide {heads} {what}", fields=["tp", field])
+        raise UsageError(f"tp {tp} does not divide {heads} {subject}", fields=["tp", field])
     return heads // tp
 
 

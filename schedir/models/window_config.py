@@ -6,7 +6,7 @@ from typing import Protocol
 
 from schedir.errors import UsageError, describe
 
-Each = int | tuple[int, ...]
+PerLayer = int | tuple[int, ...]
 
 
 class WindowedModelConfig(Protocol):
@@ -18,12 +18,12 @@ class WindowedModelConfig(Protocol):
     @property
     def context(self) -> int: ...
     @property
-    def window(self) -> Each: ...
+    def window(self) -> PerLayer: ...
     @property
-    def stride(self) -> Each: ...
+    def stride(self) -> PerLayer: ...
 
 
-def expect_windows(config: WindowedModelConfig) -> None:
+def require_windows(config: WindowedModelConfig) -> None:
     """Raise UsageError for windows and strides that are none, or do not fit the layers."""
     for name, least in (("window", 0), ("stride", 1)):
         given = getattr(config, name)
@@ -39,7 +39,7 @@ def expect_windows(config: WindowedModelConfig) -> None:
                 f"{name} is {describe(wrong[0])}; it must be a whole number of {least} or more",
                 fields=[name],
             )
-    pairs = _pairs(config)
+    pairs = _list_windows(config)
     for layer, (window, stride) in enumerate(pairs):
         if 0 < window < stride:
             raise UsageError(
@@ -55,7 +55,7 @@ def expect_windows(config: WindowedModelConfig) -> None:
         )
 
 
-def windows_of(config: WindowedModelConfig) -> tuple[tuple[int, int] | None, ...]:
+def get_windows(config: WindowedModelConfig) -> tuple[tuple[int, int] | None, ...]:
     """Window and stride of each layer; None of those that see all, as with a window that is no
     shorter than the context.
 
@@ -65,11 +65,11 @@ def windows_of(config: WindowedModelConfig) -> tuple[tuple[int, int] | None, ...
     """
     return tuple(
         (window, stride) if 0 < window < config.context else None
-        for window, stride in _pairs(config)
+        for window, stride in _list_windows(config)
     )
 
 
-def _pairs(config: WindowedModelConfig) -> list[tuple[int, int]]:
+def _list_windows(config: WindowedModelConfig) -> list[tuple[int, int]]:
     """Window and stride of each layer, as they are said."""
     windows, strides = (
         given if isinstance(given, tuple) else (given,) * config.layers

@@ -14,66 +14,71 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError, describe
-from schedir.ir.cost.number_parsing import whole
+from schedir.ir.cost.number_parsing import parse_integer
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.program import STAGE, Words
+from schedir.ir.program import STAGE_SHIFT, Words
 
-Which = str | Iterable[int] | Iterable[tuple[int, int]] | Callable[[int, int], bool]
+Selection = str | Iterable[int] | Iterable[tuple[int, int]] | Callable[[int, int], bool]
 
-WORDS: Final = ("all", "half", "fit")
-_HOW: Final = (
+SELECTION_KEYWORDS: Final = ("all", "half", "fit")
+_ALLOWED_SELECTIONS: Final = (
     '"all", "half", "fit", stages as [0, 1], pairs as [(0, 3)], or what says it of (stage, mb)'
 )
 
 
-def fits(which: object) -> bool:
+def is_fit(selection: object) -> bool:
     """Whether limits choose."""
-    return isinstance(which, str) and which == "fit"
+    return isinstance(selection, str) and selection == "fit"
 
 
-def by_word(which: object) -> bool:
+def is_keyword(selection: object) -> bool:
     """Whether a word says it, and nothing names stages or microbatches."""
-    return isinstance(which, str) and which in WORDS
+    return isinstance(selection, str) and selection in SELECTION_KEYWORDS
 
 
-def meant(which: Which, option: str, addresses: Words, shape: PipelineShape) -> NDArray[np.bool_]:
+def select_addresses(
+    selection: Selection, option: str, addresses: Words, shape: PipelineShape
+) -> NDArray[np.bool_]:
     """Which of some addresses an option means, of those that it can mean; not for "fit".
 
     Raises UsageError for what says nothing, and for stages and microbatches that are not there.
     """
-    stage, mb = stages_of(addresses)
-    if callable(which):
+    stage, mb = split_addresses(addresses)
+    if callable(selection):
         each = zip(stage.tolist(), mb.tolist(), strict=True)
-        return np.array([bool(which(*one)) for one in each], bool)
-    if isinstance(which, str):
-        if which == "all":
+        return np.array([bool(selection(*one)) for one in each], bool)
+    if isinstance(selection, str):
+        if selection == "all":
             return np.ones(len(addresses), bool)
-        if which == "half":
+        if selection == "half":
             return np.asarray(mb % 2 == 0)
-    named = pairs(which, option, shape)
+    named = find_named_pairs(selection, option, shape)
     return np.array([(s,) in named or (s, m) in named
                      for s, m in zip(stage.tolist(), mb.tolist(), strict=True)], bool)  # fmt: skip
 
 
-def pairs(which: Which, option: str, shape: PipelineShape) -> set[tuple[int, ...]]:
+def find_named_pairs(
+    selection: Selection, option: str, shape: PipelineShape
+) -> set[tuple[int, ...]]:
     """The stages and the pairs of (stage, microbatch) that are named."""
-    if isinstance(which, bytes):
-        raise _not_said(which, option)
-    if isinstance(which, str):
+    if isinstance(selection, bytes):
+        raise _make_selection_error(selection, option)
+    if isinstance(selection, str):
         try:
-            which = read(which)
+            selection = parse_selection(selection)
         except ValueError:
-            raise _not_said(which, option) from None
-        assert not isinstance(which, str)
+            raise _make_selection_error(selection, option) from None
+        assert not isinstance(selection, str)
     try:
-        named = {(_number(one),) if not isinstance(one, tuple | list) else (*map(_number, one),)
-                 for one in which}  # type: ignore[union-attr]  # fmt: skip
+        named = {(_require_integer(one),) if not isinstance(one,
+            tuple | list) else (*map(_require_integer, one),)
+                 for one in selection}  # type: ignore[union-attr]  # fmt: skip
     except (TypeError, ValueError):
-        raise _not_said(which, option) from None
+        raise _make_selection_error(selection, option) from None
     for one in named:
         if len(one) not in (1, 2):
-            raise _not_said(which, option)
+            raise _make_selection_error(selection, option)
         there = (("stage", shape.stages), ("microbatch", shape.microbatches))
         for number, (what, most) in zip(one, there, strict=False):
             if not 0 <= number < most:
@@ -84,30 +89,32 @@ def pairs(which: Which, option: str, shape: PipelineShape) -> set[tuple[int, ...
     return named
 
 
-def _number(value: Any) -> int:
+def _require_integer(value: Any) -> int:
     """A whole number.  Raises TypeError for all else: also for 1.5, and for yes and no."""
     if isinstance(value, bool):
         raise TypeError
     return index(value)
 
 
-def stages_of(addresses: Words) -> tuple[Words, Words]:
+def split_addresses(addresses: Words) -> tuple[Words, Words]:
     """The stage and the microbatch of each of some addresses."""
-    return addresses >> STAGE & 0xFFFF, addresses & 0xFFFFFFFF
+    return addresses >> STAGE_SHIFT & 0xFFFF, addresses & 0xFFFFFFFF
 
 
-def _not_said(which: object, option: str) -> UsageError:
-    return UsageError(f"{option} is {_HOW}, not {describe(which)}", fields=[option])
+def _make_selection_error(selection: object, option: str) -> UsageError:
+    return UsageError(
+        f"{option} is {_ALLOWED_SELECTIONS}, not {describe(selection)}", fields=[option]
+    )
 
 
-def read(text: str) -> Any:
+def parse_selection(text: str) -> Any:
     """`all`, `half`, `fit`, or stages and microbatches of stages: `0,1.3`."""
-    if text in WORDS:
+    if text in SELECTION_KEYWORDS:
         return text
     found: list[Any] = []
     for part in text.split(","):
         try:
-            numbers = tuple(map(whole, part.split(".")))
+            numbers = tuple(map(parse_integer, part.split(".")))
         except ValueError:
             numbers = ()
         if len(numbers) not in (1, 2):
@@ -116,6 +123,6 @@ def read(text: str) -> Any:
     return tuple(found)
 
 
-def kind(takes: str) -> FieldType:
+def make_selection_type(requirement: str) -> FieldType:
     """The kind of an option that says which."""
-    return FieldType(takes, read, str, metavar="WHAT")
+    return FieldType(requirement, parse_selection, str, metavar="WHAT")

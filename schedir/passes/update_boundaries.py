@@ -12,61 +12,67 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.memory.buffer_slots import groups
-from schedir.ir.instruction_index import NONE, InstructionIndex
-from schedir.ir.isa.instructions import COMPUTE, ROWS, Scope
+from schedir.analysis.memory.buffer_slots import number_groups
+from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
+from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, Scope
 from schedir.ir.program import Program
 
-Ends = NDArray[np.int64]  # positions that the ends come behind, shape (updates - 1, ranks)
-_ENDS: Final = tuple(row.op for row in ROWS if row.per is not Scope.MICROBATCH)
+UpdateEnds = NDArray[np.int64]  # positions that the ends come behind, shape (updates - 1, ranks)
+_NON_MICROBATCH_OPS: Final = tuple(
+    row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH
+)
 
 
-def meets(program: Program) -> bool:
+def has_update_barriers(program: Program) -> bool:
     """Whether ranks meet at the ends of updates before the last."""
     return (
         program.shape.optimizer_steps > 1
-        and program.trains
-        and bool(program.summed or program.clip_grad_norm)
+        and program.has_backward
+        and bool(program.trained_ties or program.clip_grad_norm)
     )
 
 
-def places(program: Program) -> Ends:
+def find_update_ends(program: Program) -> UpdateEnds:
     """Where in its Stream each rank ends each update, the last one too: the positions that the
     ends come before, shape (updates, ranks)."""
     final = program.offsets[1:]
     if program.shape.optimizer_steps == 1:
         return final[None]
-    ends = together(Graph.of(program)) if meets(program) else apart(program)
+    ends = (
+        find_joint_ends(Graph.from_program(program))
+        if has_update_barriers(program)
+        else find_separate_ends(program)
+    )
     if (joined := program.joined).any():
         last = np.flatnonzero(np.append(~joined[1:], True))
         ends = last[np.searchsorted(last, ends)]
     return np.concatenate([ends + 1, final[None]])
 
 
-def apart(program: Program) -> Ends:
+def find_separate_ends(program: Program) -> UpdateEnds:
     """Where a rank ends its updates alone: ahead of the first compute after its last of the update.
 
     What it made is sent first, for others may need it to come to their own end.  A rank that only
     runs forwards may be through with an update before it is with an earlier one, and with all of
     them long before the last: it ends them in turn, and in its own Stream.
     """
-    index = InstructionIndex.of(program)
-    computes = np.append(np.flatnonzero(index.is_op(COMPUTE)), len(index))
-    ahead = computes[np.searchsorted(computes, _last(index), side="right")]
+    index = InstructionIndex.from_program(program)
+    computes = np.append(np.flatnonzero(index.is_op(COMPUTE_OPS)), len(index))
+    ahead = computes[np.searchsorted(computes, _find_last_work(index), side="right")]
     ends = np.minimum(ahead, program.offsets[1:]) - 1
     return np.asarray(np.maximum.accumulate(ends, axis=0), np.int64)
 
 
-def together(graph: Graph) -> Ends:
+def find_joint_ends(graph: Graph) -> UpdateEnds:
     """Where ranks that meet end their updates: as soon as nothing that is needed stands behind.
 
     Of a draft it is values that are needed, and else also the other side of each message.
     """
     values, rank = graph.needs if graph.program.is_draft else graph.partner[None], graph.index.rank
-    needer, which = np.nonzero(((values != NONE) & (rank[values] != rank)).T)
+    needer, which = np.nonzero(((values != NO_POSITION) & (rank[values] != rank)).T)
     giver, last = values[which, needer], np.append(~graph.index.joined[1:], True)
-    whole = np.flatnonzero(last)[groups(graph.index) - 1]  # the last of what runs together
-    ends, done = whole[_last(graph.index)], graph.program.offsets[:-1] - 1
+    whole = np.flatnonzero(last)[number_groups(graph.index) - 1]  # the last of what runs together
+    ends, done = whole[_find_last_work(graph.index)], graph.program.offsets[:-1] - 1
     for end in ends:
         np.maximum(end, done, out=end)
         while (end > done).any():
@@ -77,11 +83,11 @@ def together(graph: Graph) -> Ends:
     return ends
 
 
-def _last(index: InstructionIndex) -> Ends:
+def _find_last_work(index: InstructionIndex) -> UpdateEnds:
     """Where each rank last works on each update before the last: a rank that trains adds to it, or
     does what ends it, and one with frozen stages only runs forwards."""
     shape = index.program.shape
-    at = np.flatnonzero(index.is_op(COMPUTE + _ENDS))
+    at = np.flatnonzero(index.is_op(COMPUTE_OPS + _NON_MICROBATCH_OPS))
     last = np.zeros((shape.optimizer_steps, shape.ranks), np.int64)
-    np.maximum.at(last, (index.update(at), index.rank[at]), at)
+    np.maximum.at(last, (index.find_updates(at), index.rank[at]), at)
     return last[:-1]

@@ -20,7 +20,7 @@ from schedir.planner.transformer.layer_time import embedding_time, head_time, la
 from schedir.planner.transformer.memory_estimate import peak_memory
 from schedir.planner.transformer.model_presets import load_model
 from schedir.planner.transformer.transformer_spec import TransformerSpec
-from schedir.retired_names import missing_attribute
+from schedir.retired_names import make_attribute_error
 
 __all__ = [
     "GpuMemory",
@@ -53,4 +53,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    raise missing_attribute(__name__, name)
+    raise make_attribute_error(__name__, name)

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError, format_bytes
 from schedir.ir.cost.cluster import Cluster
-from schedir.planner.estimate.schedule_formulas import family
+from schedir.planner.estimate.schedule_formulas import get_formulas
 from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate, StepBreakdown
 from schedir.planner.plan_table import PlanTable
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-_LESS = 0.01  # of a step: what is less than that is no reason
+_MIN_DIFFERENCE = 0.01  # of a step: what is less than that is no reason
 
 
-def in_short(choice: ParallelPlan) -> str:
+def describe_plan(plan: ParallelPlan) -> str:
     """A choice in a few words.
 
     >>> from schedir.planner import ParallelPlan
@@ -26,103 +26,126 @@ def in_short(choice: ParallelPlan) -> str:
     ...     zero=1))
     'pp 4 tp 8 dp 2 microbatch_size 1 zb_v, without recomputation, zero 1'
     """
-    many = family(choice.schedule).stages == "many" and choice.stages_per_rank > 1
-    told = [f"pp {choice.pp} tp {choice.tp} dp {choice.dp}"]
-    told += [f"cp {choice.cp}"] * (choice.cp > 1) + [f"ep {choice.ep}"] * (choice.ep > 1)
-    told += [f"microbatch_size {choice.microbatch_size} {choice.schedule}"]
-    told += [f"stages_per_rank {choice.stages_per_rank}"] * many
-    again = choice.recompute
+    many = get_formulas(plan.schedule).stages_per_rank == "many" and plan.stages_per_rank > 1
+    told = [f"pp {plan.pp} tp {plan.tp} dp {plan.dp}"]
+    told += [f"cp {plan.cp}"] * (plan.cp > 1) + [f"ep {plan.ep}"] * (plan.ep > 1)
+    told += [f"microbatch_size {plan.microbatch_size} {plan.schedule}"]
+    told += [f"stages_per_rank {plan.stages_per_rank}"] * many
+    again = plan.recompute
     rest = "without recomputation" if again == "none" else f"with {again} recomputation"
-    rest += f", zero {choice.zero}" * (choice.zero > 0)
-    rest += ", sequence cut over slices" * choice.sequence_parallel
-    rest += ", activations offloaded" * (choice.offload != "none")
-    rest += ", states on the host" * (choice.optimizer_placement != "device")
+    rest += f", zero {plan.zero}" * (plan.zero > 0)
+    rest += ", sequence cut over slices" * plan.sequence_parallel
+    rest += ", activations offloaded" * (plan.offload != "none")
+    rest += ", states on the host" * (plan.optimizer_placement != "device")
     return f"{' '.join(told)}, {rest}"
 
 
-def nothing_fits(
-    model: TransformerSpec, cluster: Cluster, found: PlanTable, *, offload: bool = False
+def no_fit_error(
+    model: TransformerSpec, cluster: Cluster, plan_table: PlanTable, *, offload: bool = False
 ) -> UsageError:
     """The refusal where no plan has room, with the one that takes the least; where one could also
     `offload`, of those that do not."""
-    least = found.at(model, cluster, int(found.total.argmin()))
+    least = plan_table.estimate_at(model, cluster, int(plan_table.total_memory.argmin()))
     return UsageError(
-        f"none of {len(found.plans)} plans fits into {format_bytes(cluster.memory)} a GPU"
+        f"none of {len(plan_table.plans)} plans fits into {format_bytes(cluster.memory)} a GPU"
         f"{', and none that offloads was found that does' * offload}: the least "
         f"holds {format_bytes(least.memory.total)}{' without' * offload}",
-        hint=f"that is {in_short(least)}",
+        hint=f"that is {describe_plan(least)}",
         fields=["memory"],
     )
 
 
-def alone(cluster: Cluster, one: PlanEstimate) -> PlanEstimate:
+def attach_bottleneck(cluster: Cluster, estimate: PlanEstimate) -> PlanEstimate:
     """A plan with its largest part beside what the model asks for, where no others are known."""
-    over = one.memory.total - cluster.memory
+    over = estimate.memory.total - cluster.memory
     if over > 0:
-        return replace(one, bound="memory", why=f"memory: it does not fit by {format_bytes(over)}")
-    largest = max(StepBreakdown._fields[1:], key=lambda name: getattr(one.parts, name))
-    part = getattr(one.parts, largest)
-    if part <= 0:
-        return replace(one, bound="compute", why="compute: there is nothing else")
-    return replace(one, bound=largest, why=f"{largest}: {part:.4g} s of {one.step:.4g} s")
-
-
-def among(
-    model: TransformerSpec, cluster: Cluster, one: PlanEstimate, at: int, found: PlanTable
-) -> PlanEstimate:
-    """A plan with what all others say of it, of which it is number `at`; times in closed form.
-
-    Where another one that fits is faster, `bound` is the part that it has most less of.  Else it is
-    "memory", if faster ones do not fit: `why` tells of the one that needs least more.  Else it is
-    the largest part that another plan has less of.
-    """
-    fits = found.total <= cluster.memory
-    mine, own = found.step[at], found.parts[:, at]
-    faster = found.step < mine * (1 - _LESS)
-    if (better := faster & fits).any():
-        return _beside(model, cluster, one, own, found, _fastest(found, better))
-    if faster.any():
-        near = int(np.where(faster, found.total, np.inf).argmin())
-        other = found.at(model, cluster, near)
         return replace(
-            one,
-            bound="memory",
-            why=f"memory: the next faster plan, {in_short(other)}, takes {_takes(other, mine)} and "
+            estimate,
+            bottleneck="memory",
+            explanation=f"memory: it does not fit by {format_bytes(over)}",
+        )
+    largest = max(StepBreakdown._fields[1:], key=lambda name: getattr(estimate.breakdown, name))
+    part = getattr(estimate.breakdown, largest)
+    if part <= 0:
+        return replace(estimate, bottleneck="compute", explanation="compute: there is nothing else")
+    return replace(
+        estimate,
+        bottleneck=largest,
+        explanation=f"{largest}: {part:.4g} s of {estimate.step_time:.4g} s",
+    )
+
+
+def attach_relative_bottleneck(
+    model: TransformerSpec,
+    cluster: Cluster,
+    estimate: PlanEstimate,
+    index: int,
+    plan_table: PlanTable,
+) -> PlanEstimate:
+    """A plan with what all others say of it, of which it is number `index`; times in closed form.
+
+    Where another one that fits is faster, `bottleneck` is the part that it has most less of.  Else
+    it is "memory", if faster ones do not fit: `explanation` tells of the one that needs least more.
+    Else it is the largest part that another plan has less of.
+    """
+    fits = plan_table.total_memory <= cluster.memory
+    mine, own = plan_table.step_times[index], plan_table.breakdowns[:, index]
+    faster = plan_table.step_times < mine * (1 - _MIN_DIFFERENCE)
+    if (better := faster & fits).any():
+        return _attach_difference(
+            model, cluster, estimate, own, plan_table, _find_fastest(plan_table, better)
+        )
+    if faster.any():
+        near = int(np.where(faster, plan_table.total_memory, np.inf).argmin())
+        other = plan_table.estimate_at(model, cluster, near)
+        return replace(
+            estimate,
+            bottleneck="memory",
+            explanation=f"memory: the next faster plan, {describe_plan(other)}, takes "
+            f"{_describe_step_time(other, mine)} and "
             f"does not fit by {format_bytes(other.memory.total - cluster.memory)}",
         )
     for part in np.argsort(-own).tolist():
-        less = fits & (found.parts[part] < own[part] - _LESS * mine)
+        less = fits & (plan_table.breakdowns[part] < own[part] - _MIN_DIFFERENCE * mine)
         if part != 0 and less.any():
-            return _beside(model, cluster, one, own, found, _fastest(found, less), part)
-    return replace(one, bound="compute", why="compute: no plan has less of anything else")
+            return _attach_difference(
+                model, cluster, estimate, own, plan_table, _find_fastest(plan_table, less), part
+            )
+    return replace(
+        estimate, bottleneck="compute", explanation="compute: no plan has less of anything else"
+    )
 
 
-def _fastest(found: PlanTable, which: NDArray[np.bool_]) -> int:
-    return int(np.where(which, found.step, np.inf).argmin())
+def _find_fastest(plan_table: PlanTable, mask: NDArray[np.bool_]) -> int:
+    return int(np.where(mask, plan_table.step_times, np.inf).argmin())
 
 
-def _beside(
+def _attach_difference(
     model: TransformerSpec,
     cluster: Cluster,
-    one: PlanEstimate,
-    own: Any,
-    found: PlanTable,
-    at: int,
-    part: int | None = None,
+    estimate: PlanEstimate,
+    breakdown: Any,
+    plan_table: PlanTable,
+    other_index: int,
+    part_index: int | None = None,
 ) -> PlanEstimate:
     """A plan beside another one: what that has less of, most if no part is told."""
-    other = found.at(model, cluster, at)
-    differences = own - np.array(other.parts)
-    part = int(differences.argmax()) if part is None else part
-    name = StepBreakdown._fields[part]
-    text = f"{name}: {in_short(other)}, has {differences[part]:.4g} s less of it"
-    if other.step >= own.sum():
+    other = plan_table.estimate_at(model, cluster, other_index)
+    differences = breakdown - np.array(other.breakdown)
+    part_index = int(differences.argmax()) if part_index is None else part_index
+    name = StepBreakdown._fields[part_index]
+    text = f"{name}: {describe_plan(other)}, has {differences[part_index]:.4g} s less of it"
+    if other.step_time >= breakdown.sum():
         worst = int(differences.argmin())
         text += f", and {-differences[worst]:.4g} s more of {StepBreakdown._fields[worst]}"
-    return replace(one, bound=name, why=f"{text}: it takes {_takes(other, float(own.sum()))}")
+    return replace(
+        estimate,
+        bottleneck=name,
+        explanation=f"{text}: it takes {_describe_step_time(other, float(breakdown.sum()))}",
+    )
 
 
-def _takes(other: PlanEstimate, mine: float) -> str:
+def _describe_step_time(other: PlanEstimate, step_time: float) -> str:
     """How long another plan takes, beside this one."""
-    change = other.step / mine - 1
-    return f"{other.step:.4g} s, {abs(change):.1%} {'more' if change > 0 else 'less'}"
+    change = other.step_time / step_time - 1
+    return f"{other.step_time:.4g} s, {abs(change):.1%} {'more' if change > 0 else 'less'}"

@@ -10,28 +10,28 @@ from schedir.compiler.compile import compile
 from schedir.errors import UsageError
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
-from schedir.ir.cost.zero_states import CUT_FROM
+from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.passes.memory.offload_placement import HOST
-from schedir.passes.selection import stages_of
+from schedir.passes.memory.offload_placement import HOST_TRIP
+from schedir.passes.selection import split_addresses
 from schedir.planner.parallel_plan import ParallelPlan
-from schedir.planner.transformer.layer_division import layers_of
+from schedir.planner.transformer.layer_division import get_layers_per_stage
 from schedir.planner.transformer.transformer_spec import TransformerSpec
-from schedir.schedules.schedule_algebra import placed_for, takes_v
+from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 from schedir.schedules.schedule_expansion import expand_schedule
 
-_KEPT: Final = 16  # programs that are kept: choices differ in sizes more often than in these
-_LARGE: Final = 2**18  # instructions of one that is not
+_CACHE_SIZE: Final = 16  # programs that are kept: choices differ in sizes more often than in these
+_MAX_CACHED_INSTRUCTIONS: Final = 2**18  # instructions of one that is not
 # Options with which `schedir train` compiles for processes on processors.
-ON_PROCESSORS: Final[dict[str, Any]] = {
+CPU_COMPILE_OPTIONS: Final[dict[str, Any]] = {
     "overlap": True,
     "buffer_sharing": None,
     "blocking_hosts": True,
 }
 
 
-def plan_of(choice: ParallelPlan) -> PipelineShape:
+def build_pipeline_shape(plan: ParallelPlan) -> PipelineShape:
     """The shape of a choice's pipeline, with the placement that its schedule is made for.
 
     Raises UsageError for a schedule that is none, or takes another number of stages to a rank;
@@ -41,29 +41,27 @@ def plan_of(choice: ParallelPlan) -> PipelineShape:
     >>> plan_of(ParallelPlan(pp=4, microbatches=8, stages_per_rank=2, schedule="zb_v"))
     PipelineShape(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
     """
-    source = Source(choice.schedule)
-    if isinstance(source.found, Program):
+    source = Source(plan.schedule)
+    if isinstance(source.schedule_or_program, Program):
         said = {
-            "ranks": choice.pp,
-            "microbatches": choice.microbatches,
-            "stages_per_rank": choice.stages_per_rank,
+            "ranks": plan.pp,
+            "microbatches": plan.microbatches,
+            "stages_per_rank": plan.stages_per_rank,
         }
-        return Request(source, said, usual={}).shape
-    placement, own = placed_for(source.found)
-    own = own or (None if takes_v(source.found) else 1)
-    if own not in (None, choice.stages_per_rank):
+        return Request(source, said, defaults={}).shape
+    placement, own = get_placement_mark(source.schedule_or_program)
+    own = own or (None if has_free_v(source.schedule_or_program) else 1)
+    if own not in (None, plan.stages_per_rank):
         raise UsageError(
-            f"{choice.schedule} has {own} stage{'s' * (own > 1)} to a rank, not "
-            f"{choice.stages_per_rank}",
+            f"{plan.schedule} has {own} stage{'s' * (own > 1)} to a rank, not "
+            f"{plan.stages_per_rank}",
             hint=f"v={own}",
             fields=["stages_per_rank", "schedule"],
         )
-    return PipelineShape(
-        choice.pp, choice.microbatches, choice.stages_per_rank, placement or "loop"
-    )
+    return PipelineShape(plan.pp, plan.microbatches, plan.stages_per_rank, placement or "loop")
 
 
-def plan_program(choice: ParallelPlan, *, tied: bool = True, **options: Any) -> Program:
+def plan_program(plan: ParallelPlan, *, tied_weights: bool = True, **options: Any) -> Program:
     """The checked program of a choice, its messages, reductions and recomputation in it.
 
     A replica's step, as `schedir.compile` makes it of the schedule: with scatters and gathers at
@@ -73,79 +71,81 @@ def plan_program(choice: ParallelPlan, *, tied: bool = True, **options: Any) -> 
     "selective" shows in what backwards take.  Which microbatches `offload` "fit" moves their
     sizes and a limit decide, which are `options` then, with costs: `program_for` finds these.
     Parts of a sequence (`cp`) are replicas to what sums gradients.  The norm of gradients is
-    taken, as trainers do that clip.  `tied` says that the head shares the embedding's weight;
+    taken, as trainers do that clip.  `tied_weights` says that the head shares the embedding's
+    weight;
     `options` are those of `compile`; unless told, messages have a queue for each directed edge,
     and the fewest buffers.
 
-    Raises what `plan_of` does, and a SchedirError for a schedule that does not work so.
+    Raises what `build_pipeline_shape` does, and a SchedirError for a schedule that does not work
+    so.
 
     >>> from schedir.planner import ParallelPlan, plan_program
     >>> plan_program(ParallelPlan(pp=4, tp=2, dp=2, microbatches=8, zero=1, schedule="one_f_one_b"))
     <program one_f_one_b: 4 ranks, 278 instructions>
     """
-    shape = ParallelPlan(pp=choice.pp, tp=choice.tp, dp=choice.dp * choice.cp,
-                         stages_per_rank=choice.stages_per_rank, microbatches=choice.microbatches,
-                   schedule=choice.schedule, zero=choice.zero, recompute=choice.recompute,
-                   sequence_parallel=choice.sequence_parallel, offload=choice.offload,
-                   optimizer_placement=choice.optimizer_placement)  # fmt: skip
-    large = 6 * choice.stages * choice.microbatches > _LARGE
-    large = large or options not in ({}, ON_PROCESSORS)
-    if large or choice.schedule.endswith((".sched", ")")) or ":" in choice.schedule:
-        return _made(choice, tied=tied, options=options)
-    return _known(shape, tied=tied, **options)
+    shape = ParallelPlan(pp=plan.pp, tp=plan.tp, dp=plan.dp * plan.cp,
+                         stages_per_rank=plan.stages_per_rank, microbatches=plan.microbatches,
+                   schedule=plan.schedule, zero=plan.zero, recompute=plan.recompute,
+                   sequence_parallel=plan.sequence_parallel, offload=plan.offload,
+                   optimizer_placement=plan.optimizer_placement)  # fmt: skip
+    large = 6 * plan.stages * plan.microbatches > _MAX_CACHED_INSTRUCTIONS
+    large = large or options not in ({}, CPU_COMPILE_OPTIONS)
+    if large or plan.schedule.endswith((".sched", ")")) or ":" in plan.schedule:
+        return _build_program(plan, tied_weights=tied_weights, options=options)
+    return _build_program_cached(shape, tied_weights=tied_weights, **options)
 
 
-@lru_cache(_KEPT)
-def _known(choice: ParallelPlan, *, tied: bool, **options: Any) -> Program:
-    return _made(choice, tied=tied, options=options)
+@lru_cache(_CACHE_SIZE)
+def _build_program_cached(plan: ParallelPlan, *, tied_weights: bool, **options: Any) -> Program:
+    return _build_program(plan, tied_weights=tied_weights, options=options)
 
 
-def _made(choice: ParallelPlan, *, tied: bool, options: dict[str, Any]) -> Program:
-    found, shape = Source(choice.schedule).found, plan_of(choice)
+def _build_program(plan: ParallelPlan, *, tied_weights: bool, options: dict[str, Any]) -> Program:
+    found, shape = Source(plan.schedule).schedule_or_program, build_pipeline_shape(plan)
     if isinstance(found, Program) and not found.is_draft:
-        if choice.offloads:
+        if plan.has_offload:
             raise UsageError(
-                f"{choice.schedule} is a program, which says itself what it offloads",
+                f"{plan.schedule} is a program, which says itself what it offloads",
                 fields=["offload", "optimizer_placement", "schedule"],
             )
-        said = {"tp": choice.tp, "dp": choice.dp, "zero": choice.zero, "tied_weights": tied}
-        said["sequence_parallel"] = choice.sequence_parallel and choice.tp > 1
-        return Request(Source(choice.schedule), said, usual={}, progress_model="per_edge").program
+        said = {"tp": plan.tp, "dp": plan.dp, "zero": plan.zero, "tied_weights": tied_weights}
+        said["sequence_parallel"] = plan.sequence_parallel and plan.tp > 1
+        return Request(Source(plan.schedule), said, defaults={}, progress_model="per_edge").program
     drafted = found if isinstance(found, Program) else expand_schedule(found, shape)
-    return lowered(drafted, choice, tied=tied, **options)
+    return lower_draft(drafted, plan, tied_weights=tied_weights, **options)
 
 
-def lowered(
-    drafted: Program, choice: ParallelPlan, *, tied: bool = True, **options: Any
+def lower_draft(
+    draft: Program, plan: ParallelPlan, *, tied_weights: bool = True, **options: Any
 ) -> Program:
     """The program that a choice has with the compute of a draft, as `plan_program` says."""
     how: dict[str, Any] = {
         "progress_model": "per_edge",
         "buffer_sharing": "minimal",
-        "sequence_parallel": choice.sequence_parallel and choice.tp > 1,
+        "sequence_parallel": plan.sequence_parallel and plan.tp > 1,
     }
-    if choice.recompute == "full":
+    if plan.recompute == "full":
         how["recompute"] = "all"
-    if _by_turns(choice):
+    if _reduces_each_backward(plan):
         how["reduce_scatter_at"] = "each_backward"
-    if choice.offload != "none":
-        how["offload"] = choice.offload
-    if choice.optimizer_placement != "device":
-        how["optimizer_placement"] = choice.optimizer_placement
-    how |= {"tied_weights": tied, "clip_grad_norm": True, "zero": choice.zero}
-    return compile(drafted, None, choice.tp, choice.dp * choice.cp, **(how | options))
+    if plan.offload != "none":
+        how["offload"] = plan.offload
+    if plan.optimizer_placement != "device":
+        how["optimizer_placement"] = plan.optimizer_placement
+    how |= {"tied_weights": tied_weights, "clip_grad_norm": True, "zero": plan.zero}
+    return compile(draft, None, plan.tp, plan.dp * plan.cp, **(how | options))
 
 
-def _by_turns(choice: ParallelPlan) -> bool:
+def _reduces_each_backward(plan: ParallelPlan) -> bool:
     """Whether gradients are summed behind each run of a stage's backwards: where they are in parts,
     and of many stages, so that few whole ones are there at once."""
-    return choice.zero >= CUT_FROM["grads"] and choice.stages_per_rank > 2
+    return plan.zero >= SHARDED_FROM_LEVEL["grads"] and plan.stages_per_rank > 2
 
 
 # ---------------------------------------------------------------- for `schedir train`
 
 # What the trainer's GPT does not have: a field of Model or of Choice, what it has, and why.
-_WITHOUT: Final = (
+_UNSUPPORTED_FIELDS: Final = (
     ("kv_heads", "heads", "a GPT's attention has keys and values of each head's own"),
     ("gated", False, "a GPT's feed-forward network has two matrices"),
     ("experts", 1, "its layers have one feed-forward network"),
@@ -156,15 +156,15 @@ _WITHOUT: Final = (
 
 def train_config(
     model: TransformerSpec,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     *,
-    moves: Program | None = None,
-    **train: str | int | float,
+    offload_program: Program | None = None,
+    **train_settings: str | int | float,
 ) -> str:
     """A configuration in TOML with which `schedir train` runs a choice, its division included.
 
-    `train` are further settings of its section [train]: steps=100, device="cuda".  Of one that
-    offloads, `moves` is the `program_for` it, which says what.
+    `train_settings` are further settings of its section [train]: steps=100, device="cuda".  Of one
+    that offloads, `offload_program` is the `program_for` it, which says what.
 
     Raises UsageError for what that trainer cannot do, saying what; and what `plan_program` raises.
 
@@ -198,36 +198,36 @@ def train_config(
     steps = 20
     <BLANKLINE>
     """
-    parts = layers_of(model, choice)
-    _require_trainable(model, choice, parts, moves)
+    parts = get_layers_per_stage(model, plan)
+    _require_trainable(model, plan, parts, offload_program)
     tables: dict[str, dict[str, Any]] = {
         "model": {
             "vocab": model.vocab, "layers": model.layers, "hidden": model.hidden,
             "heads": model.heads, "context": model.sequence, "tied": model.tied,
         },
         "pipeline": {
-            "schedule": choice.schedule, "ranks": choice.pp, "microbatches": choice.microbatches,
-            "stages_per_rank": choice.stages_per_rank, "tp": choice.tp, "dp": choice.dp,
+            "schedule": plan.schedule, "ranks": plan.pp, "microbatches": plan.microbatches,
+            "stages_per_rank": plan.stages_per_rank, "tp": plan.tp, "dp": plan.dp,
         },
         "memory": {},
-        "data": {"microbatch_size": choice.microbatch_size},
-        "train": train,
+        "data": {"microbatch_size": plan.microbatch_size},
+        "train": train_settings,
     }  # fmt: skip
     if len({*parts}) > 1:
         tables["pipeline"]["layers_per_stage"] = list(parts)
-    if choice.zero:
-        tables["pipeline"]["zero"] = choice.zero
-    if choice.sequence_parallel and choice.tp > 1:
+    if plan.zero:
+        tables["pipeline"]["zero"] = plan.zero
+    if plan.sequence_parallel and plan.tp > 1:
         tables["pipeline"]["sequence_parallel"] = True
-    if _by_turns(choice):
+    if _reduces_each_backward(plan):
         tables["pipeline"]["reduce_scatter_at"] = "each_backward"
-    if choice.recompute == "full":
+    if plan.recompute == "full":
         tables["memory"]["recompute"] = "all"
-    if moves is not None and (said := _offloaded(moves)):
+    if offload_program is not None and (said := _format_offload(offload_program)):
         tables["memory"]["offload"] = said
-    if choice.optimizer_placement != "device":
-        tables["memory"]["optimizer_placement"] = choice.optimizer_placement
-    many = f"{choice.gpus} process{'es' * (choice.gpus > 1)}"
+    if plan.optimizer_placement != "device":
+        tables["memory"]["optimizer_placement"] = plan.optimizer_placement
+    many = f"{plan.gpus} process{'es' * (plan.gpus > 1)}"
     text = [f"# {many}: schedir train FILE"]
     for name, table in tables.items():
         if table:
@@ -235,9 +235,9 @@ def train_config(
     return "\n".join([*text, ""])
 
 
-def _offloaded(program: Program) -> str:
+def _format_offload(program: Program) -> str:
     """What a program offloads, as an option says it: stages, and microbatches of stages."""
-    stage, mb = stages_of(program.words[program.op == HOST[0]])
+    stage, mb = split_addresses(program.words[program.op == HOST_TRIP[0]])
     each, m = [*zip(stage.tolist(), mb.tolist(), strict=True)], program.shape.microbatches
     whole = {s for s in {*stage.tolist()} if sum(s == one for one, _ in each) == m}
     return ",".join([*map(str, sorted(whole)), *(f"{s}.{k}" for s, k in sorted(each)
@@ -245,39 +245,46 @@ def _offloaded(program: Program) -> str:
 
 
 def _require_trainable(
-    model: TransformerSpec, choice: ParallelPlan, parts: tuple[int, ...], moves: Program | None
+    model: TransformerSpec,
+    plan: ParallelPlan,
+    layers_per_stage: tuple[int, ...],
+    offload_program: Program | None,
 ) -> None:
     """Raise UsageError for what `schedir train` cannot do."""
-    if 0 in parts[1:-1]:
-        raise _cannot("layers_per_stage", list(parts), "a stage between the ends has nothing to do")
+    if 0 in layers_per_stage[1:-1]:
+        raise _unsupported_error(
+            "layers_per_stage", list(layers_per_stage), "a stage between the ends has nothing to do"
+        )
     if model.ffn != 4 * model.hidden:
-        raise _cannot("ffn", model.ffn, f"a GPT's feed-forward network is 4 x {model.hidden} wide")
-    if model.heads % choice.tp:
+        raise _unsupported_error(
+            "ffn", model.ffn, f"a GPT's feed-forward network is 4 x {model.hidden} wide"
+        )
+    if model.heads % plan.tp:
         raise UsageError(
-            f"tp {choice.tp} does not divide {model.heads} heads", fields=["tp", "heads"]
+            f"tp {plan.tp} does not divide {model.heads} heads", fields=["tp", "heads"]
         )
-    for name, usual, why in _WITHOUT:
-        value = getattr(model if hasattr(model, name) else choice, name)
+    for name, usual, why in _UNSUPPORTED_FIELDS:
+        value = getattr(model if hasattr(model, name) else plan, name)
         if value != (model.heads if usual == "heads" else usual):
-            raise _cannot(name, value, why)
-    if choice.rank_order != "tp-pp-dp" and min(choice.pp, choice.dp) > 1:
-        raise _cannot(
-            "rank_order", choice.rank_order, "its replicas are numbered behind the ranks of each"
+            raise _unsupported_error(name, value, why)
+    if plan.rank_order != "tp-pp-dp" and min(plan.pp, plan.dp) > 1:
+        raise _unsupported_error(
+            "rank_order", plan.rank_order, "its replicas are numbered behind the ranks of each"
         )
-    if choice.offload != "none" and moves is None:
+    if plan.offload != "none" and offload_program is None:
         raise UsageError(
             "which microbatches are offloaded a program says, and nobody gives it",
             hint="config(model, choice, moves=program_for(model, cluster, choice))",
             fields=["offload"],
         )
-    if choice.recompute == "selective":
-        raise _cannot("recompute", "selective", "its attention keeps no scores to spare")
+    if plan.recompute == "selective":
+        raise _unsupported_error("recompute", "selective", "its attention keeps no scores to spare")
 
 
-def _cannot(name: str, value: object, why: str) -> UsageError:
+def _unsupported_error(name: str, value: object, reason: str) -> UsageError:
     llama = name in ("ffn", "kv_heads", "gated")
     return UsageError(
-        f"schedir train cannot run {name} {json.dumps(value)}: {why}",
+        f"schedir train cannot run {name} {json.dumps(value)}: {reason}",
         hint='a [model] of your own with kind = "llama" can have it' if llama else "",
         fields=[name],
     )

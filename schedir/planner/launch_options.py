@@ -6,16 +6,16 @@ import json
 from itertools import groupby
 from typing import Final
 
-from schedir.planner.config_export import plan_of
+from schedir.planner.config_export import build_pipeline_shape
 from schedir.planner.parallel_plan import ParallelPlan
-from schedir.planner.transformer.layer_division import layers_of
+from schedir.planner.transformer.layer_division import get_layers_per_stage
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-_FOLDED: Final = 3  # stages that are alike, from which on they are written once
-_LAYERS: Final = "pipeline_parallel_module_fqns_per_model_part"
+_MIN_FOLDED_STAGES: Final = 3  # stages that are alike, from which on they are written once
+_TORCHTITAN_LAYERS_FIELD: Final = "pipeline_parallel_module_fqns_per_model_part"
 
 
-def launcher_options(model: TransformerSpec, choice: ParallelPlan) -> dict[str, str]:
+def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, str]:
     """The layers of each stage of a choice, as Megatron-LM and torchtitan are told them, by their
     names; what they cannot be told is said behind a #.
 
@@ -25,7 +25,7 @@ def launcher_options(model: TransformerSpec, choice: ParallelPlan) -> dict[str, 
     guide, "Custom Pipeline Model Parallel Layout").  torchtitan: fields of
     `config.parallelism` (torchtitan/config/parallelism.py and distributed/pipeline_parallel.py).
 
-    Raises what `layers_of` and `plan_of` do.
+    Raises what `get_layers_per_stage` and `build_pipeline_shape` do.
 
     >>> from schedir.planner import ParallelPlan, TransformerSpec, launcher_options
     >>> model = TransformerSpec(layers=7, hidden=64, heads=4, vocab=256, sequence=64)
@@ -43,11 +43,11 @@ def launcher_options(model: TransformerSpec, choice: ParallelPlan) -> dict[str, 
     pipeline_parallel_first_stage_less_layers = 1
     pipeline_parallel_last_stage_less_layers = 1
     """
-    parts, shape = layers_of(model, choice), plan_of(choice)
+    parts, shape = get_layers_per_stage(model, plan), build_pipeline_shape(plan)
     return {
-        "megatron": "\n".join(_megatron(choice, parts, looped=shape.placement == "loop")),
+        "megatron": "\n".join(_format_megatron(plan, parts, is_loop=shape.placement == "loop")),
         "torchtitan": "\n".join(
-            _torchtitan(choice, parts, placed=shape.placement in ("loop", "vee"))
+            _format_torchtitan(plan, parts, is_supported=shape.placement in ("loop", "vee"))
         ),
     }
 
@@ -55,98 +55,103 @@ def launcher_options(model: TransformerSpec, choice: ParallelPlan) -> dict[str, 
 # ---------------------------------------------------------------- Megatron-LM
 
 
-def _megatron(choice: ParallelPlan, parts: tuple[int, ...], *, looped: bool) -> list[str]:
-    if not looped:
-        return [f"# it puts stages on ranks in a loop, and {choice.schedule} does not"]
-    found = [f"--pipeline-model-parallel-size {choice.pp}"]
-    short = _ends(choice, parts)
+def _format_megatron(
+    plan: ParallelPlan, layers_per_stage: tuple[int, ...], *, is_loop: bool
+) -> list[str]:
+    if not is_loop:
+        return [f"# it puts stages on ranks in a loop, and {plan.schedule} does not"]
+    found = [f"--pipeline-model-parallel-size {plan.pp}"]
+    short = _format_end_options(plan, layers_per_stage)
     if short is None:
-        return [*found, _layout(parts)]
-    virtual = [f"--num-virtual-stages-per-pipeline-rank {choice.stages_per_rank}"] * (
-        choice.stages_per_rank > 1
+        return [*found, _format_layout(layers_per_stage)]
+    virtual = [f"--num-virtual-stages-per-pipeline-rank {plan.stages_per_rank}"] * (
+        plan.stages_per_rank > 1
     )
     found += virtual
     if not short:
         return found
     lines = "2 lines" if virtual else "line"
     other = f"# or, in place of the last {lines}, where there is such an option:"
-    return [*found, short, other, _layout(parts)]
+    return [*found, short, other, _format_layout(layers_per_stage)]
 
 
-def _ends(choice: ParallelPlan, parts: tuple[int, ...]) -> str | None:
+def _format_end_options(plan: ParallelPlan, layers_per_stage: tuple[int, ...]) -> str | None:
     """The options for the first rank and the last, where all others are alike and stages of a rank
     are, too; nothing where all ranks are alike, and None where this cannot say it."""
-    ranks = [{*parts[rank :: choice.pp]} for rank in range(choice.pp)]
+    ranks = [{*layers_per_stage[rank :: plan.pp]} for rank in range(plan.pp)]
     if any(len(each) > 1 for each in ranks):
         return None
-    each = [parts[rank] * choice.stages_per_rank for rank in range(choice.pp)]
+    each = [layers_per_stage[rank] * plan.stages_per_rank for rank in range(plan.pp)]
     if not all(each):
         return None
     for first, last in ((0, 0), (0, 1), (1, 0), (1, 1)):
         inner = each[first : len(each) - last]
-        if first + last > choice.pp or len({*inner}) > 1:
+        if first + last > plan.pp or len({*inner}) > 1:
             continue
         said = [f"--decoder-first-pipeline-num-layers {each[0]}"] * first
         return " ".join(said + [f"--decoder-last-pipeline-num-layers {each[-1]}"] * last)
     return None
 
 
-def _layout(parts: tuple[int, ...]) -> str:
+def _format_layout(layers_per_stage: tuple[int, ...]) -> str:
     """Stages as letters: E is the embedding, t a layer, L the head with its loss."""
-    inner = [_letters(n) for n in parts]
+    inner = [_format_layer_letters(n) for n in layers_per_stage]
     inner[0], inner[-1] = "E" + inner[0], inner[-1] + "L"
     text = ""
     for one, alike in groupby(inner[:-1]):
         n = len([*alike])
-        text += f"({one}|)*{n}" if n >= _FOLDED and one else f"{one}|" * n
+        text += f"({one}|)*{n}" if n >= _MIN_FOLDED_STAGES and one else f"{one}|" * n
     return f'--pipeline-model-parallel-layout "{text}{inner[-1]}"'
 
 
-def _letters(layers: int) -> str:
+def _format_layer_letters(layers: int) -> str:
     return "t" * layers if layers < 2 else f"t*{layers}"
 
 
 # ---------------------------------------------------------------- torchtitan
 
 
-def _torchtitan(choice: ParallelPlan, parts: tuple[int, ...], *, placed: bool) -> list[str]:
-    if not placed:
-        return [
-            f"# it puts stages on ranks in a loop, or two down and up, not as {choice.schedule}"
-        ]
-    found = [f"pipeline_parallel_degree = {choice.pp}"]
-    if (less := _less(parts)) is not None:
-        whole = sum(parts) + sum(less)
-        each = -(-whole // len(parts))
-        if choice.stages_per_rank > 2 and -(-whole // each) == len(parts):
+def _format_torchtitan(
+    plan: ParallelPlan, layers_per_stage: tuple[int, ...], *, is_supported: bool
+) -> list[str]:
+    if not is_supported:
+        return [f"# it puts stages on ranks in a loop, or two down and up, not as {plan.schedule}"]
+    found = [f"pipeline_parallel_degree = {plan.pp}"]
+    if (less := _count_removed_layers(layers_per_stage)) is not None:
+        whole = sum(layers_per_stage) + sum(less)
+        each = -(-whole // len(layers_per_stage))
+        if plan.stages_per_rank > 2 and -(-whole // each) == len(layers_per_stage):
             found.append(f"pipeline_parallel_layers_per_stage = {each}")
-        if choice.stages_per_rank <= 2 or len(found) > 1:
+        if plan.stages_per_rank <= 2 or len(found) > 1:
             found.append(f"pipeline_parallel_first_stage_less_layers = {less[0]}")
             return [*found, f"pipeline_parallel_last_stage_less_layers = {less[1]}"]
     names, layer = [], 0
-    for n in parts:
+    for n in layers_per_stage:
         names.append([f"layers.{k}" for k in range(layer, layer + n)])
         layer += n
     names[0].insert(0, "tok_embeddings")
     names[-1] += ["norm", "lm_head"]
-    older = _LAYERS.removeprefix("pipeline_parallel_")
+    older = _TORCHTITAN_LAYERS_FIELD.removeprefix("pipeline_parallel_")
     return [
         *found,
-        f"{_LAYERS} = {json.dumps(names)}",
+        f"{_TORCHTITAN_LAYERS_FIELD} = {json.dumps(names)}",
         f'# in older versions {older}, with "output" in the place of "lm_head"',
     ]
 
 
-def _less(parts: tuple[int, ...]) -> tuple[int, int] | None:
+def _count_removed_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int] | None:
     """How many layers less the first and the last stage have, where this says all: torchtitan
     counts these as layers, gives each stage as many of all, and the first ones one more."""
-    stages = len(parts)
+    stages = len(layers_per_stage)
     if stages < 2:
         return None
-    for each in sorted({n - k for n in parts for k in (0, 1)}, reverse=True):
+    for each in sorted({n - k for n in layers_per_stage for k in (0, 1)}, reverse=True):
         for more in range(stages):
             made = [each + (stage < more) for stage in range(stages)]
-            first, last = made[0] - parts[0], made[-1] - parts[-1]
-            if made[1:-1] == [*parts[1:-1]] and 0 <= min(first, last) <= max(first, last) <= each:
+            first, last = made[0] - layers_per_stage[0], made[-1] - layers_per_stage[-1]
+            if (
+                made[1:-1] == [*layers_per_stage[1:-1]]
+                and 0 <= min(first, last) <= max(first, last) <= each
+            ):
                 return first, last
     return None

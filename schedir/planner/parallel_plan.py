@@ -6,14 +6,14 @@ from dataclasses import dataclass, fields
 from typing import Final, Literal, NamedTuple, get_args
 
 from schedir.errors import UsageError, describe
-from schedir.ir.cost.number_parsing import MOST_LAYERS, MOST_SEQUENCES
-from schedir.ir.cost.zero_states import LEVELS
+from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_SEQUENCES
+from schedir.ir.cost.zero_states import ZERO_LEVEL_COUNT
 from schedir.predict.activation_bytes import Recompute
-from schedir.retired_names import renamed_value
+from schedir.retired_names import get_rename_hint
 
 Attention = Literal["softmax", "flash"]
-Order = Literal["tp-pp-dp", "tp-dp-pp"]
-Offload = Literal["none", "fit"]
+RankOrder = Literal["tp-pp-dp", "tp-dp-pp"]
+OffloadMode = Literal["none", "fit"]
 StatePlacement = Literal["device", "host"]
 
 
@@ -71,19 +71,19 @@ class ParallelPlan:
     ep: int = 1
     layers_per_stage: tuple[int, ...] = ()
     attention: Attention = "softmax"
-    rank_order: Order = "tp-pp-dp"
-    offload: Offload = "none"
+    rank_order: RankOrder = "tp-pp-dp"
+    offload: OffloadMode = "none"
     optimizer_placement: StatePlacement = "device"
 
     def __post_init__(self) -> None:
-        words_of = {"recompute": Recompute, "attention": Attention, "rank_order": Order,
-                    "offload": Offload, "optimizer_placement": StatePlacement}  # fmt: skip
+        words_of = {"recompute": Recompute, "attention": Attention, "rank_order": RankOrder,
+                    "offload": OffloadMode, "optimizer_placement": StatePlacement}  # fmt: skip
         for name, words in ((name, get_args(kind)) for name, kind in words_of.items()):
             if getattr(self, name) not in words:
                 value = getattr(self, name)
                 raise UsageError(
                     f"plan: {name} is {' or '.join(words)}, not {describe(value)}",
-                    hint=renamed_value(name, value),
+                    hint=get_rename_hint(name, value),
                     fields=[name],
                 )
         for f in fields(ParallelPlan):
@@ -95,26 +95,26 @@ class ParallelPlan:
                     )
             elif isinstance(f.default, int):
                 least = 0 if name == "zero" else 1
-                if not _whole(value, least):
+                if not _is_integer(value, least):
                     raise UsageError(
                         f"plan: {name} is a whole number from {least} on, not {describe(value)}",
                         fields=[name],
                     )
-                if value > MOST_SEQUENCES:
+                if value > MAX_SEQUENCES:
                     raise UsageError(
-                        f"plan: {name} is {describe(value)}; it must be at most {MOST_SEQUENCES}",
+                        f"plan: {name} is {describe(value)}; it must be at most {MAX_SEQUENCES}",
                         fields=[name],
                     )
-        if self.zero >= LEVELS:
+        if self.zero >= ZERO_LEVEL_COUNT:
             raise UsageError(
-                f"plan: zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {self.zero}",
+                f"plan: zero is a level of ZeRO, from 0 to {ZERO_LEVEL_COUNT - 1}, not {self.zero}",
                 fields=["zero"],
             )
         if isinstance(self.layers_per_stage, list):
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
         parts = self.layers_per_stage
         if not isinstance(parts, tuple) or not all(
-            _whole(each, 0) and each <= MOST_LAYERS for each in parts
+            _is_integer(each, 0) and each <= MAX_LAYERS for each in parts
         ):
             raise UsageError(
                 f"plan: layers_per_stage are the layers of each stage, not {describe(parts)}",
@@ -138,14 +138,14 @@ class ParallelPlan:
         return self.pp * self.stages_per_rank
 
     @property
-    def offloads(self) -> bool:
+    def has_offload(self) -> bool:
         """Whether anything goes to the host and comes back."""
         return self.offload != "none" or self.optimizer_placement != "device"
 
 
-def _whole(value: object, least: int) -> bool:
-    """Return whether `value` is a whole number from `least` on."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_integer(value: object, min_value: int) -> bool:
+    """Return whether `value` is a whole number from `min_value` on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= min_value
 
 
 class PhaseTimes(NamedTuple):
@@ -162,9 +162,9 @@ class PhaseTimes(NamedTuple):
         """The whole backward, with what runs again."""
         return self.I + self.W + self.R
 
-    def plus(self, other: PhaseTimes, times: float = 1.0) -> PhaseTimes:
+    def plus(self, other: PhaseTimes, count: float = 1.0) -> PhaseTimes:
         """The sum with another, so many times."""
-        return PhaseTimes(*(a + times * b for a, b in zip(self, other, strict=True)))
+        return PhaseTimes(*(a + count * b for a, b in zip(self, other, strict=True)))
 
 
 class StageTimes(NamedTuple):
@@ -172,16 +172,16 @@ class StageTimes(NamedTuple):
     hides."""
 
     compute: PhaseTimes = PhaseTimes()
-    tensor: PhaseTimes = PhaseTimes()
+    tensor_parallel: PhaseTimes = PhaseTimes()
 
     @property
     def total(self) -> PhaseTimes:
         """Both."""
-        return self.compute.plus(self.tensor)
+        return self.compute.plus(self.tensor_parallel)
 
-    def plus(self, other: StageTimes, times: float = 1.0) -> StageTimes:
+    def plus(self, other: StageTimes, count: float = 1.0) -> StageTimes:
         """The sum with another, so many times."""
-        return StageTimes(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
+        return StageTimes(*(a.plus(b, count) for a, b in zip(self, other, strict=True)))
 
 
 class StepBreakdown(NamedTuple):
@@ -194,12 +194,12 @@ class StepBreakdown(NamedTuple):
 
     compute: float  # of the model, as if it were all there is
     recompute: float  # what runs again
-    tensor: float  # collectives inside of layers, as far as they are not hidden
+    tensor_parallel: float  # collectives inside of layers, as far as they are not hidden
     transfers: float  # messages between stages, as far as they are waited for
     bubble: float  # waiting for other stages
-    data: float  # sums over replicas, gathers of ZeRO, as far as they are not hidden
+    data_parallel: float  # sums over replicas, gathers of ZeRO, as far as they are not hidden
     optimizer: float  # norms and updates
-    host: float = 0.0  # copies to the host's memory and back, as far as they are waited for
+    host_copies: float = 0.0  # copies to the host's memory and back, as far as they are waited for
 
 
 class GpuMemory(NamedTuple):
@@ -239,7 +239,7 @@ class HostMemory(NamedTuple):
         return sum(self)
 
 
-NOWHERE: Final = HostMemory()  # of what has all on its GPU
+NO_HOST_MEMORY: Final = HostMemory()  # of what has all on its GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,17 +247,18 @@ class PlanEstimate(ParallelPlan):
     """A plan, and estimates of its step time and memory.
 
     Attributes:
-        step: Seconds of a step, the sum of `parts`.
-        parts: Seconds of each part of the step.
+        step_time: Seconds of a step, the sum of `breakdown`.
+        breakdown: Seconds of each part of the step.
         memory: Bytes on the fullest GPU, by what they hold.
-        flops: Operations of the model per second on one GPU.
-        mfu: `flops` as a share of the peak in the GPU's data sheet.
-        bound: The largest part that another plan could reduce, or "memory".
-        why: A sentence that explains `bound`.
-        exact: Whether the step was simulated as a program; else a closed form gives its time.
+        flops_per_second: Operations of the model per second on one GPU.
+        mfu: `flops_per_second` as a share of the peak in the GPU's data sheet.
+        bottleneck: The largest part that another plan could reduce, or "memory".
+        explanation: A sentence that explains `bottleneck`.
+        is_simulated: Whether the step was simulated as a program; else a closed form gives its
+        time.
         fits: Whether the plan fits in the memory of the GPUs and their hosts.
-        host: Bytes on the host.
-        beside: With an offload, how the plan compares with the best plan without one.
+        host_memory: Bytes on the host.
+        offload_comparison: With an offload, how the plan compares with the best plan without one.
 
     Example:
         >>> from schedir import planner
@@ -268,14 +269,14 @@ class PlanEstimate(ParallelPlan):
         (True, False, 16)
     """
 
-    step: float
-    parts: StepBreakdown
+    step_time: float
+    breakdown: StepBreakdown
     memory: GpuMemory
-    flops: float
+    flops_per_second: float
     mfu: float
-    bound: str = ""
-    why: str = ""
+    bottleneck: str = ""
+    explanation: str = ""
     exact: bool = False
     fits: bool = True
-    host: HostMemory = NOWHERE
-    beside: str = ""
+    host_memory: HostMemory = NO_HOST_MEMORY
+    offload_comparison: str = ""

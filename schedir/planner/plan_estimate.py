@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner.parallel_plan import (
-    NOWHERE,
+    NO_HOST_MEMORY,
     GpuMemory,
     HostMemory,
     ParallelPlan,
@@ -16,26 +16,27 @@ from schedir.planner.parallel_plan import (
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
-def plain(choice: ParallelPlan) -> ParallelPlan:
+def strip_estimates(plan: ParallelPlan) -> ParallelPlan:
     """The choice alone, without what is said of its time and memory."""
-    return ParallelPlan(**{f.name: getattr(choice, f.name) for f in fields(ParallelPlan)})
+    return ParallelPlan(**{f.name: getattr(plan, f.name) for f in fields(ParallelPlan)})
 
 
-def priced(
+def attach_estimates(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
-    parts: StepBreakdown,
+    plan: ParallelPlan,
+    breakdown: StepBreakdown,
     memory: GpuMemory,
     *,
-    exact: bool = False,
-    host: HostMemory = NOWHERE,
+    is_simulated: bool = False,
+    host_memory: HostMemory = NO_HOST_MEMORY,
 ) -> PlanEstimate:
     """A choice with its step, what a GPU does of the model in it, and whether it fits."""
-    step = sum(parts)
-    flops = model.flops(choice.batch) / step / choice.gpus
+    step = sum(breakdown)
+    flops = model.count_flops(plan.batch) / step / plan.gpus
     return PlanEstimate(
-        **vars(plain(choice)), step=step, parts=parts, memory=memory, flops=flops,
-        mfu=flops / cluster.roof, exact=exact, host=host,
-        fits=memory.total <= cluster.memory and host.total <= (cluster.host_memory or 0.0),
+        **vars(strip_estimates(plan)), step_time=step, breakdown=breakdown, memory=memory,
+        flops_per_second=flops,
+        mfu=flops / cluster.peak_flops, exact=is_simulated, host_memory=host_memory,
+        fits=memory.total <= cluster.memory and host_memory.total <= (cluster.host_memory or 0.0),
     )  # fmt: skip

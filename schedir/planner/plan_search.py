@@ -8,36 +8,44 @@ import numpy as np
 
 from schedir.errors import UsageError, describe, require_bool, require_type
 from schedir.ir.cost.cluster import Cluster
-from schedir.planner.bottleneck import alone, among, nothing_fits
-from schedir.planner.estimate.offload_plans import beside, for_states_alone, offloaded
-from schedir.planner.estimate.schedule_formulas import FAMILIES, SCHEDULES, family
+from schedir.planner.bottleneck import attach_bottleneck, attach_relative_bottleneck, no_fit_error
+from schedir.planner.estimate.offload_plans import (
+    attach_offload_comparison,
+    mask_state_offload_plans,
+    simulate_offload_plans,
+)
+from schedir.planner.estimate.schedule_formulas import (
+    DEFAULT_SCHEDULES,
+    SCHEDULE_FORMULAS,
+    get_formulas,
+)
 from schedir.planner.estimate.simulated_estimate import require_host
 from schedir.planner.estimate.simulated_estimate import simulate_plan as simulated
 from schedir.planner.hardware.software_constants import SoftwareConstants
-from schedir.planner.parallel_plan import Attention, Order, ParallelPlan, PlanEstimate
-from schedir.planner.plan_columns import PlanColumns, simulated_only
-from schedir.planner.plan_enumeration import asked, choices, leaves_node
-from schedir.planner.plan_estimate import plain
-from schedir.planner.plan_table import PlanTable, closed_form
-from schedir.planner.transformer.layer_division import layers_of
-from schedir.planner.transformer.layer_ops import refuse_uneven
-from schedir.planner.transformer.memory_estimate import StateBytes, states_for
+from schedir.planner.parallel_plan import Attention, ParallelPlan, PlanEstimate, RankOrder
+from schedir.planner.plan_columns import PlanColumns, simulation_only_error
+from schedir.planner.plan_enumeration import build_field_filter, enumerate_plans, warn_cross_node_tp
+from schedir.planner.plan_estimate import strip_estimates
+from schedir.planner.plan_table import PlanTable, estimate_closed_form
+from schedir.planner.transformer.layer_division import get_layers_per_stage
+from schedir.planner.transformer.layer_ops import require_even_division
+from schedir.planner.transformer.memory_estimate import StateBytes, get_state_bytes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.activation_bytes import Recompute
 
-FINALISTS: Final = 32  # that are simulated
+MAX_SIMULATED_PLANS: Final = 32  # that are simulated
 
-Some = int | tuple[int, ...] | None
+IntFilter = int | tuple[int, ...] | None
 
 
 def estimate_step(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     *,
     exact: bool = True,
     constants: SoftwareConstants | None = None,
-    states: StateBytes | None = None,
+    state_bytes: StateBytes | None = None,
 ) -> PlanEstimate:
     """What a step of one choice takes and holds, also of one that does not fit.
 
@@ -52,17 +60,24 @@ def estimate_step(
     >>> found.fits, found.step == sum(found.parts), 0.3 < found.mfu < 0.6
     (True, True, True)
     """
-    _expect(model, cluster)
-    _refuse(model, cluster, choice)
-    if choice.tp > cluster.gpus_per_node:
-        leaves_node(choice.tp, cluster, stacklevel=2)
-    if states is not None:
-        require_type(states, StateBytes, "StateBytes(), the bytes of each parameter's states")
-    constants, states = constants or SoftwareConstants(), states or states_for(cluster)
+    _require_types(model, cluster)
+    _require_valid_plan(model, cluster, plan)
+    if plan.tp > cluster.gpus_per_node:
+        warn_cross_node_tp(plan.tp, cluster, stacklevel=2)
+    if state_bytes is not None:
+        require_type(state_bytes, StateBytes, "StateBytes(), the bytes of each parameter's states")
+    constants, state_bytes = (
+        constants or SoftwareConstants(),
+        state_bytes or get_state_bytes(cluster),
+    )
     if exact:
-        return alone(cluster, simulated(model, cluster, choice, constants, states=states))
-    found = closed_form(model, cluster, PlanColumns.of(choice), constants, states)
-    return alone(cluster, found.at(model, cluster, 0))
+        return attach_bottleneck(
+            cluster, simulated(model, cluster, plan, constants, state_bytes=state_bytes)
+        )
+    found = estimate_closed_form(
+        model, cluster, PlanColumns.from_plan(plan), constants, state_bytes
+    )
+    return attach_bottleneck(cluster, found.estimate_at(model, cluster, 0))
 
 
 def plan(
@@ -71,27 +86,27 @@ def plan(
     batch: int,
     *,
     top: int = 20,
-    schedules: str | tuple[str, ...] = SCHEDULES,
+    schedules: str | tuple[str, ...] = DEFAULT_SCHEDULES,
     exact: bool = True,
-    pp: Some = None,
-    tp: Some = None,
-    dp: Some = None,
-    stages_per_rank: Some = None,
-    microbatch_size: Some = None,
-    cp: Some = 1,
-    ep: Some = 1,
+    pp: IntFilter = None,
+    tp: IntFilter = None,
+    dp: IntFilter = None,
+    stages_per_rank: IntFilter = None,
+    microbatch_size: IntFilter = None,
+    cp: IntFilter = 1,
+    ep: IntFilter = 1,
     recompute: str | tuple[str, ...] | None = None,
-    zero: Some = None,
+    zero: IntFilter = None,
     sequence_parallel: bool | None = None,
     attention: Attention = "softmax",
-    rank_order: Order = "tp-pp-dp",
+    rank_order: RankOrder = "tp-pp-dp",
     offload: bool = False,
     constants: SoftwareConstants | None = None,
-    states: StateBytes | None = None,
+    state_bytes: StateBytes | None = None,
 ) -> list[PlanEstimate]:
     """The `top` plans that fit into the cluster's memory, the fastest first.
 
-    All plans are priced in closed form, and with `exact` the best of them once more as programs.
+    All plans are priced in closed form, and with `simulate` the best of them once more as programs.
     A degree, a level or a word, or several of them, leave only plans that have one of these.
 
     With `offload` there are also plans that do not fit but with the memory of their hosts, to which
@@ -100,7 +115,7 @@ def plan(
     `PlanEstimate.beside` compares them with plans without.
 
     Raises UsageError where there is no plan, or none fits; with `offload` also where the cluster
-    does not tell `host` and `host_memory`, and without `exact`.
+    does not tell `host` and `host_memory`, and without `simulate`.
 
     >>> from schedir import planner
     >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
@@ -112,57 +127,69 @@ def plan(
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise UsageError(f"top is a number of plans, not {describe(top)}", fields=["top"])
-    _expect(model, cluster)
+    _require_types(model, cluster)
     if require_bool(offload, "offload"):
         require_host(cluster)
         if not exact:
-            raise simulated_only()
-    if states is not None:
-        require_type(states, StateBytes, "StateBytes(), the bytes of each parameter's states")
-    constants, states = constants or SoftwareConstants(), states or states_for(cluster)
+            raise simulation_only_error()
+    if state_bytes is not None:
+        require_type(state_bytes, StateBytes, "StateBytes(), the bytes of each parameter's states")
+    constants, state_bytes = (
+        constants or SoftwareConstants(),
+        state_bytes or get_state_bytes(cluster),
+    )
     found = all_plans(
-        model, cluster, batch, constants=constants, states=states, schedules=schedules, pp=pp,
+        model, cluster, batch, constants=constants, state_bytes=state_bytes, schedules=schedules,
+        pp=pp,
         tp=tp,
         dp=dp, stages_per_rank=stages_per_rank, microbatch_size=microbatch_size, cp=cp, ep=ep,
         recompute=recompute, zero=zero,
         sequence_parallel=sequence_parallel, attention=attention, rank_order=rank_order,
         offload=offload,
     )  # fmt: skip
-    usual = ~for_states_alone(found) if offload else np.ones(len(found.plans), bool)
-    fits = usual & (found.total <= cluster.memory)
+    usual = ~mask_state_offload_plans(found) if offload else np.ones(len(found.plans), bool)
+    fits = usual & (found.total_memory <= cluster.memory)
     if not fits.any() and not offload:
-        raise nothing_fits(model, cluster, found)
-    ranked = np.lexsort((found.total, found.step))
+        raise no_fit_error(model, cluster, found)
+    ranked = np.lexsort((found.total_memory, found.step_times))
     ranked = ranked[fits[ranked]]
     if not exact:
-        first = [(found.at(model, cluster, at), at) for at in ranked[:top].tolist()]
-        return [among(model, cluster, one, at, found) for one, at in first]
+        first = [(found.estimate_at(model, cluster, at), at) for at in ranked[:top].tolist()]
+        return [attach_relative_bottleneck(model, cluster, one, at, found) for one, at in first]
     tried: list[tuple[PlanEstimate, int]] = []
     for at in ranked.tolist():  # some may hold a little more as programs
-        if len(tried) >= FINALISTS and sum(one.fits for one, _ in tried) >= top:
+        if len(tried) >= MAX_SIMULATED_PLANS and sum(one.fits for one, _ in tried) >= top:
             break
-        one = plain(found.at(model, cluster, at))
-        tried.append((simulated(model, cluster, one, constants, states=states), at))
-    found = found.told(tried)
-    tried = sorted((pair for pair in tried if pair[0].fits), key=lambda x: _plainest_first(x[0]))
-    others = found.take(usual)
+        one = strip_estimates(found.estimate_at(model, cluster, at))
+        tried.append((simulated(model, cluster, one, constants, state_bytes=state_bytes), at))
+    found = found.with_simulations(tried)
+    tried = sorted((pair for pair in tried if pair[0].fits), key=lambda x: _sort_key(x[0]))
+    others = found.select(usual)
     place = np.cumsum(usual) - 1
-    best = [among(model, cluster, one, int(place[at]), others) for one, at in tried[:top]]
+    best = [
+        attach_relative_bottleneck(model, cluster, one, int(place[at]), others)
+        for one, at in tried[:top]
+    ]
     if offload:
-        steps = [one.step for one in best]
-        best += offloaded(model, cluster, found, max(top, FINALISTS), constants, states, steps)
-        least = others.at(model, cluster, int(others.total.argmin()))
-        best = beside(sorted(best, key=_plainest_first), least)
+        steps = [one.step_time for one in best]
+        best += simulate_offload_plans(
+            model, cluster, found, max(top, MAX_SIMULATED_PLANS), constants, state_bytes, steps
+        )
+        least = others.estimate_at(model, cluster, int(others.total_memory.argmin()))
+        best = attach_offload_comparison(sorted(best, key=_sort_key), least)
     if not best:
-        raise nothing_fits(model, cluster, others, offload=offload)
+        raise no_fit_error(model, cluster, others, offload=offload)
     return best[:top]
 
 
-def _plainest_first(one: PlanEstimate) -> tuple[float, bool, int, int]:
+def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
     """What plans are sorted by: of those that take as long, but for rounding, the plainest first,
     since a prediction knows nothing of what more instructions cost to be issued."""
-    own, again = [*FAMILIES].index(one.schedule), get_args(Recompute).index(one.recompute)
-    return float(f"{one.step:.6g}"), one.offloads, own, again
+    own, again = (
+        [*SCHEDULE_FORMULAS].index(estimate.schedule),
+        get_args(Recompute).index(estimate.recompute),
+    )
+    return float(f"{estimate.step_time:.6g}"), estimate.has_offload, own, again
 
 
 def all_plans(
@@ -171,11 +198,11 @@ def all_plans(
     batch: int,
     *,
     constants: SoftwareConstants | None = None,
-    states: StateBytes | None = None,
-    **which: Any,
+    state_bytes: StateBytes | None = None,
+    **filters: Any,
 ) -> PlanTable:
     """All plans that `plan` chooses from, also those that do not fit, in closed form and in no
-    order; `which` are those that it takes.
+    order; `filters` are those that it takes.
 
     Raises UsageError where there is none.
 
@@ -185,42 +212,46 @@ def all_plans(
     >>> len(found.plans) == len(found.step) == len(found.total) > 1000
     True
     """
-    _expect(model, cluster)
-    plans = choices(model, cluster, batch, asked(**which))
-    states = states or states_for(cluster)
-    return closed_form(model, cluster, plans, constants or SoftwareConstants(), states)
+    _require_types(model, cluster)
+    plans = enumerate_plans(model, cluster, batch, build_field_filter(**filters))
+    state_bytes = state_bytes or get_state_bytes(cluster)
+    return estimate_closed_form(
+        model, cluster, plans, constants or SoftwareConstants(), state_bytes
+    )
 
 
-def _expect(model: TransformerSpec, cluster: Cluster) -> None:
+def _require_types(model: TransformerSpec, cluster: Cluster) -> None:
     require_type(model, TransformerSpec, 'planner.load_model("gpt-22b")')
     require_type(cluster, Cluster, 'planner.cluster("a100", nodes=8)')
 
 
-def _refuse(model: TransformerSpec, cluster: Cluster, choice: ParallelPlan) -> None:
+def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: ParallelPlan) -> None:
     """Raise UsageError for a choice that cannot be."""
-    own = family(choice.schedule)
-    want = {"one": (1, 1), "two": (2, 2), "many": (1, model.layers)}[own.stages]
-    if not want[0] <= choice.stages_per_rank <= want[1]:
+    own = get_formulas(plan.schedule)
+    want = {"one": (1, 1), "two": (2, 2), "many": (1, model.layers)}[own.stages_per_rank]
+    if not want[0] <= plan.stages_per_rank <= want[1]:
         raise UsageError(
-            f"{choice.schedule} has {want[0]} stage{'s' * (want[0] > 1)} per rank, not "
-            f"{choice.stages_per_rank}",
+            f"{plan.schedule} has {want[0]} stage{'s' * (want[0] > 1)} per rank, not "
+            f"{plan.stages_per_rank}",
             fields=["stages_per_rank", "schedule"],
         )
-    if choice.gpus != cluster.gpus:
+    if plan.gpus != cluster.gpu_count:
         raise UsageError(
-            f"pp {choice.pp} x tp {choice.tp} x dp {choice.dp} x cp {choice.cp} = "
-            f"{choice.gpus} are not "
-            f"the {cluster.gpus} GPUs of {cluster.nodes} x {cluster.gpus_per_node}",
+            f"pp {plan.pp} x tp {plan.tp} x dp {plan.dp} x cp {plan.cp} = "
+            f"{plan.gpus} are not "
+            f"the {cluster.gpu_count} GPUs of {cluster.nodes} x {cluster.gpus_per_node}",
             fields=["pp", "tp", "dp", "cp"],
         )
-    least = int(own.least(choice.pp))
-    if choice.microbatches < least or (
-        own.grouped and choice.stages_per_rank > 1 and choice.microbatches % choice.pp
+    least = int(own.min_microbatches(plan.pp))
+    if plan.microbatches < least or (
+        own.needs_multiple_of_ranks and plan.stages_per_rank > 1 and plan.microbatches % plan.pp
     ):
-        takes = f"a multiple of pp {choice.pp}" if own.grouped else f"at least {least}"
+        takes = (
+            f"a multiple of pp {plan.pp}" if own.needs_multiple_of_ranks else f"at least {least}"
+        )
         raise UsageError(
-            f"{choice.schedule} takes {takes} microbatches, not {choice.microbatches}",
+            f"{plan.schedule} takes {takes} microbatches, not {plan.microbatches}",
             fields=["microbatches", "schedule"],
         )
-    layers_of(model, choice)
-    refuse_uneven(model, choice)
+    get_layers_per_stage(model, plan)
+    require_even_division(model, plan)

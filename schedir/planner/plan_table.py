@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.ir.cost.cluster import Cluster
-from schedir.planner.estimate.closed_form import parts
+from schedir.planner.estimate.closed_form import estimate_breakdowns
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import GpuMemory, PlanEstimate, StepBreakdown
 from schedir.planner.plan_columns import Floats, PlanColumns
-from schedir.planner.plan_estimate import priced
-from schedir.planner.transformer.memory_estimate import StateBytes, held
+from schedir.planner.plan_estimate import attach_estimates
+from schedir.planner.transformer.memory_estimate import StateBytes, estimate_memory
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
@@ -22,43 +22,43 @@ class PlanTable(NamedTuple):
     for each field of `StepBreakdown` and `GpuMemory`; and the sums of these."""
 
     plans: PlanColumns
-    parts: Floats
+    breakdowns: Floats
     memory: Floats
-    step: Floats
-    total: Floats
+    step_times: Floats
+    total_memory: Floats
 
-    def at(self, model: TransformerSpec, cluster: Cluster, number: int) -> PlanEstimate:
+    def estimate_at(self, model: TransformerSpec, cluster: Cluster, index: int) -> PlanEstimate:
         """One of them."""
-        return priced(
-            model, cluster, self.plans.choice(model, number),
-            StepBreakdown(*self.parts[:, number].tolist()), GpuMemory(*self.memory[:,
-                                                                                   number].tolist()),
+        return attach_estimates(
+            model, cluster, self.plans.plan_at(model, index),
+            StepBreakdown(*self.breakdowns[:, index].tolist()), GpuMemory(*self.memory[:,
+                                                                                   index].tolist()),
         )  # fmt: skip
 
-    def take(self, which: NDArray[np.bool_]) -> PlanTable:
+    def select(self, mask: NDArray[np.bool_]) -> PlanTable:
         """Some of them."""
-        arrays = (each[..., which] for each in self[1:])
-        return PlanTable(self.plans.take(which), *arrays)
+        arrays = (each[..., mask] for each in self[1:])
+        return PlanTable(self.plans.select(mask), *arrays)
 
-    def told(self, finalists: list[tuple[PlanEstimate, int]]) -> PlanTable:
+    def with_simulations(self, finalists: list[tuple[PlanEstimate, int]]) -> PlanTable:
         """The same, with what simulations tell of some of them, each with its number."""
-        parts, memory = self.parts.copy(), self.memory.copy()
+        parts, memory = self.breakdowns.copy(), self.memory.copy()
         for one, at in finalists:
-            parts[:, at], memory[:, at] = one.parts, one.memory
+            parts[:, at], memory[:, at] = one.breakdown, one.memory
         return PlanTable(self.plans, parts, memory, parts.sum(axis=0), memory.sum(axis=0))
 
 
-def closed_form(
+def estimate_closed_form(
     model: TransformerSpec,
     cluster: Cluster,
     plans: PlanColumns,
     constants: SoftwareConstants,
-    states: StateBytes,
+    state_bytes: StateBytes,
 ) -> PlanTable:
     """The closed form of all plans."""
-    shares = plans.shares(model)
-    holds = held(model, plans, shares, constants, states)
-    found = parts(model, cluster, plans, shares, holds, constants, states)
+    shares = plans.compute_shares(model)
+    holds = estimate_memory(model, plans, shares, constants, state_bytes)
+    found = estimate_breakdowns(model, cluster, plans, shares, holds, constants, state_bytes)
     fullest = holds.memory.sum(axis=0).argmax(axis=1)
     memory = holds.memory[:, np.arange(len(plans)), fullest]
     return PlanTable(plans, found, memory, found.sum(axis=0), memory.sum(axis=0))

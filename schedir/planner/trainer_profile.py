@@ -11,12 +11,12 @@ import numpy as np
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.planner.config_export import ON_PROCESSORS
+from schedir.planner.config_export import CPU_COMPILE_OPTIONS
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import ParallelPlan
-from schedir.planner.transformer.layer_division import layers_of
-from schedir.planner.transformer.memory_estimate import ADAM_32, StateBytes, states_for
-from schedir.planner.transformer.stage_bytes import numbers_of, sizes
+from schedir.planner.transformer.layer_division import get_layers_per_stage
+from schedir.planner.transformer.memory_estimate import ADAM_32, StateBytes, get_state_bytes
+from schedir.planner.transformer.stage_bytes import compute_sizes, count_stage_params
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 # ---------------------------------------------------------------- sizes of the GPT
@@ -24,20 +24,20 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 # The exact number of bytes that the GPT of `schedir train` holds on a CPU.
 
 
-_ITEM = 4  # bytes of a number
+_FLOAT_BYTES = 4  # bytes of a number
 # Bytes of a token in the head: the index of its logit, whether it counts, and whether its logit is
 # in this rank's slice of the vocabulary.
-_PICKED = 10
+_TARGET_BYTES = 10
 # Bytes of a token in a slice of the embedding: its row, and, if saved, whether the slice has it.
-_FOUND, _FOUND_LATE = 9, 8
+_LOOKUP_BYTES, _DEFERRED_LOOKUP_BYTES = 9, 8
 
 
-def own_sizes(
+def compute_trainer_sizes(
     model: TransformerSpec,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     shape: PipelineShape,
     constants: SoftwareConstants | None = None,
-    states: StateBytes = ADAM_32,
+    state_bytes: StateBytes = ADAM_32,
 ) -> Sizes:
     """Return the sizes of each stage of a choice: its weights, and what it saves of a microbatch.
 
@@ -49,23 +49,23 @@ def own_sizes(
     gradient of its output.  `measure_sizes` measures the same (tests/cpu/test_own_sizes.py); with
     ZeRO it also counts the padding of buckets.
     """
-    layers, t = np.array(layers_of(model, choice), float), choice.tp
-    tokens = float(choice.microbatch_size * model.sequence)
-    wide = _ITEM * tokens * model.hidden
-    logits = _ITEM * tokens * -(-model.vocab // t)
+    layers, t = np.array(get_layers_per_stage(model, plan), float), plan.tp
+    tokens = float(plan.microbatch_size * model.sequence)
+    wide = _FLOAT_BYTES * tokens * model.hidden
+    logits = _FLOAT_BYTES * tokens * -(-model.vocab // t)
     products = wide * (4 + 12 / t)
-    saved = layers * (products + _ITEM * tokens * (4 + model.heads // t))
-    saved[0] += _FOUND * tokens * (t > 1)
-    saved[-1] += 2 * wide + logits + (2 * _ITEM + _PICKED) * tokens
+    saved = layers * (products + _FLOAT_BYTES * tokens * (4 + model.heads // t))
+    saved[0] += _LOOKUP_BYTES * tokens * (t > 1)
+    saved[-1] += 2 * wide + logits + (2 * _FLOAT_BYTES + _TARGET_BYTES) * tokens
     tape = layers * products
-    tape[0] += wide + _FOUND_LATE * tokens * (t > 1)
+    tape[0] += wide + _DEFERRED_LOOKUP_BYTES * tokens * (t > 1)
     tape[-1] += wide + logits
     both = saved + wide
     both[-1] = max(saved[-1], tape[-1])
     checkpoint = np.full(len(layers), wide)
     checkpoint[0] = 0.0  # the input of the first stage is the tokens, which are not counted
-    numbers = numbers_of(model, choice, shape).all
-    each = {name: size * numbers for name, size in states._asdict().items()}
+    numbers = count_stage_params(model, plan, shape).total
+    each = {name: size * numbers for name, size in state_bytes._asdict().items()}
     each |= {
         "saved": saved,
         "deferred_wgrad": tape,
@@ -78,7 +78,7 @@ def own_sizes(
 # ---------------------------------------------------------------- the trainer of a cluster
 
 
-SizesOf = Callable[
+SizesFunction = Callable[
     [TransformerSpec, ParallelPlan, PipelineShape, SoftwareConstants, StateBytes], Sizes
 ]
 
@@ -88,19 +88,21 @@ class Trainer(NamedTuple):
 
     Args:
         constants: The constants of the model of time and memory.
-        states: The bytes of weights, gradients and optimizer per parameter.
-        options: The options with which its programs are compiled.
-        sizes: Returns the sizes of its stages.
+        state_bytes: The bytes of weights, gradients and optimizer per parameter.
+        compile_options: The options with which its programs are compiled.
+        compute_sizes: Returns the sizes of its stages.
     """
 
     constants: SoftwareConstants
-    states: StateBytes
-    options: Mapping[str, Any]
-    sizes: SizesOf
+    state_bytes: StateBytes
+    compile_options: Mapping[str, Any]
+    compute_sizes: SizesFunction
 
 
-def trainer_for(
-    cluster: Cluster, constants: SoftwareConstants | None = None, states: StateBytes | None = None
+def get_trainer(
+    cluster: Cluster,
+    constants: SoftwareConstants | None = None,
+    state_bytes: StateBytes | None = None,
 ) -> Trainer:
     """Return the trainer of a cluster.  For a cluster of CPUs it is `schedir train`.
 
@@ -111,10 +113,18 @@ def trainer_for(
     >>> trainer_for(planner.cluster_preset("a100")).constants == planner.SoftwareConstants()
     True
     """
-    constants, states = constants or SoftwareConstants(), states or states_for(cluster)
+    constants, state_bytes = (
+        constants or SoftwareConstants(),
+        state_bytes or get_state_bytes(cluster),
+    )
     if cluster.processors is None:
-        return Trainer(constants, states, {}, sizes)
-    return Trainer(replace(constants, **_OWN), states, ON_PROCESSORS, own_sizes)
+        return Trainer(constants, state_bytes, {}, compute_sizes)
+    return Trainer(
+        replace(constants, **_TRAIN_CONSTANTS),
+        state_bytes,
+        CPU_COMPILE_OPTIONS,
+        compute_trainer_sizes,
+    )
 
 
-_OWN: Final = {"allocator_share": 0.0, "reserved": 0.0, "recompute_ahead": 1.0}
+_TRAIN_CONSTANTS: Final = {"allocator_share": 0.0, "reserved": 0.0, "recompute_ahead": 1.0}

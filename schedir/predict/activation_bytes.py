@@ -10,19 +10,20 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class Term(NamedTuple):
-    """What is kept in section 4.1 of the paper: `each` bytes of so many numbers.
+    """What is kept in section 4.1 of the paper: `bytes_per_element` bytes of so many numbers.
 
-    There are s b h numbers, or a s^2 b of what is `square`.  Those of one tensor-parallel rank are
-    1/t where a part is `cut`, and of the others where the sequence is, too (section 4.2).
+    There are s b h numbers, or a s^2 b of what is `is_quadratic`.  Those of one tensor-parallel
+    rank are 1/t where a part is `is_tp_sharded`, and of the others where the sequence is, too
+    (section 4.2).
     """
 
-    what: str
-    each: int
-    cut: bool
-    square: bool = False
+    name: str
+    bytes_per_element: int
+    is_tp_sharded: bool
+    is_quadratic: bool = False
 
 
-TERMS: Final = (
+ACTIVATION_TERMS: Final = (
     Term("input of the first norm", 2, False),
     Term("input of Q, K and V", 2, False),
     Term("Q and K", 4, True),
@@ -40,9 +41,9 @@ TERMS: Final = (
 )
 
 
-def layer_terms(
+def compute_layer_terms(
     sequence: int,
-    microbatch: int,
+    microbatch_size: int,
     hidden: int,
     heads: int,
     tp: int = 1,
@@ -51,7 +52,7 @@ def layer_terms(
     sequence_parallel: bool = False,
 ) -> dict[str, float]:
     """The parts of `activation_bytes_per_layer`, by what they are of."""
-    sizes = {"sequence": sequence, "microbatch": microbatch, "hidden": hidden, "heads": heads}
+    sizes = {"sequence": sequence, "microbatch": microbatch_size, "hidden": hidden, "heads": heads}
     for name, size in (sizes | {"tp": tp}).items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"{name} is a number from 1 on, not {describe(size)}", fields=[name])
@@ -60,20 +61,25 @@ def layer_terms(
             f"recompute is {', '.join(get_args(Recompute))}, not {describe(recompute)}",
             fields=["recompute"],
         )
-    whole = {False: sequence * microbatch * hidden, True: heads * sequence**2 * microbatch}
+    whole = {
+        False: sequence * microbatch_size * hidden,
+        True: heads * sequence**2 * microbatch_size,
+    }
     if recompute == "full":
-        first = TERMS[0]
-        return {first.what: float(first.each * whole[False])}
+        first = ACTIVATION_TERMS[0]
+        return {first.name: float(first.bytes_per_element * whole[False])}
     return {
-        term.what: term.each * whole[term.square] / (tp if term.cut or sequence_parallel else 1)
-        for term in TERMS
-        if not (term.square and recompute == "selective")
+        term.name: term.bytes_per_element
+        * whole[term.is_quadratic]
+        / (tp if term.is_tp_sharded or sequence_parallel else 1)
+        for term in ACTIVATION_TERMS
+        if not (term.is_quadratic and recompute == "selective")
     }
 
 
 def activation_bytes_per_layer(
     sequence: int,
-    microbatch: int,
+    microbatch_size: int,
     hidden: int,
     heads: int,
     tp: int = 1,
@@ -102,8 +108,8 @@ def activation_bytes_per_layer(
     ['579 MB', '327 MB']
     """
     return sum(
-        layer_terms(
-            sequence, microbatch, hidden, heads, tp,
+        compute_layer_terms(
+            sequence, microbatch_size, hidden, heads, tp,
             recompute=recompute, sequence_parallel=sequence_parallel,
         ).values()
     )  # fmt: skip

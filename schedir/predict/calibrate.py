@@ -8,39 +8,46 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.critical_path.longest_path import walk
-from schedir.ir.cost.cost_fields import FIELD
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
+from schedir.ir.cost.cost_fields import COST_BY_OPCODE
 from schedir.ir.cost.costs import Cost, Costs
-from schedir.ir.cost.per_stage_values import from_grid, grid
+from schedir.ir.cost.per_stage_values import from_grid, to_grid
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.instruction_index import NONE
+from schedir.ir.instruction_index import NO_POSITION
 from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
-    COMPUTE,
+    COMPUTE_OPS,
     FORWARD,
+    INSTRUCTIONS,
     RECOMPUTE,
-    ROWS,
     Lane,
     Scope,
 )
 from schedir.ir.program import Program
-from schedir.predict.bubble_causes import IdleCause, idleness, ready_gaps
-from schedir.predict.timeline import Timeline, expect_runs
+from schedir.predict.bubble_causes import IdleCause, find_ready_gaps, idleness
+from schedir.predict.timeline import Timeline, require_timelines
 
 Floats = NDArray[np.float64]
 
-MISSED: Final = 0.1  # of a step: a prediction that is further off says nothing of its run
-SAID: Final = 0.01  # of ranks x span: what is less is not worth a word
-SAME: Final = 1e-9  # of a time: two that differ by less differ by rounding
-USUAL: Final = 0.9  # of the host's gaps are no longer than usual
-_OPS: Final = {name: [op for op in FIELD if FIELD[op] == name] for name in FIELD.values()}
+MAX_PREDICTION_ERROR: Final = (
+    0.1  # of a step: a prediction that is further off says nothing of its run
+)
+MIN_REPORTED_SHARE: Final = 0.01  # of ranks x span: what is less is not worth a word
+TIME_TOLERANCE: Final = 1e-9  # of a time: two that differ by less differ by rounding
+HOST_GAP_QUANTILE: Final = 0.9  # of the host's gaps are no longer than usual
+_OPS_OF_COST: Final = {
+    name: [op for op in COST_BY_OPCODE if COST_BY_OPCODE[op] == name]
+    for name in COST_BY_OPCODE.values()
+}
 # What runs beside computes, and is seen to end when somebody looks.
-_LATE: Final = [name for name, ops in _OPS.items() if ROWS[ops[0]].lane is not Lane.COMPUTE]
-SPLIT: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
+_ASYNC_COSTS: Final = [
+    name for name, ops in _OPS_OF_COST.items() if INSTRUCTIONS[ops[0]].lane is not Lane.COMPUTE
+]
+SPLIT_BACKWARD: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
 # Why a rank waits for what is under way on another lane than compute.
-_WAITED: Final = (
+_LANE_CAUSES: Final = (
     IdleCause.MESSAGE, IdleCause.REDUCTION, IdleCause.WEIGHTS, IdleCause.SNAPSHOT,
     IdleCause.OFFLOAD, IdleCause.DISK, IdleCause.SUM, IdleCause.STEP,
 )  # fmt: skip
@@ -80,44 +87,44 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     simulation is too short if others waited for the slow ones, and too long if those fell where
     nobody waited.  Of a stage with several holders it is the mean of all.
     """
-    expect_runs([measured])
+    require_timelines([measured])
     spans, stages = measured.spans, range(measured.program.shape.stages)
-    costs: dict[str, Cost] = dict.fromkeys(FIELD.values(), 0.0)
-    bounds = _bounds(measured)
+    costs: dict[str, Cost] = dict.fromkeys(COST_BY_OPCODE.values(), 0.0)
+    bounds = _bound_durations(measured)
     once = measured.graph.node == np.arange(len(spans))  # of what is one on several ranks
-    for name in _LATE:
-        costs[name] = _nearest(bounds[:, once & np.isin(spans["op"], _OPS[name])])
+    for name in _ASYNC_COSTS:
+        costs[name] = _find_nearest_time(bounds[:, once & np.isin(spans["op"], _OPS_OF_COST[name])])
     lasted = spans["end"] - spans["start"]
-    took = np.stack([lasted + _unexplained(measured, Costs(**costs)), lasted])
-    second = measured.second_of_pair
+    took = np.stack([lasted + _measure_unexplained(measured, Costs(**costs)), lasted])
+    second = measured.is_second_of_pair
     paired = second | np.append(second[1:], False)
-    for name, ops in _OPS.items():
+    for name, ops in _OPS_OF_COST.items():
         here = np.isin(spans["op"], ops)
-        if ops[0] in COMPUTE and here.any():
+        if ops[0] in COMPUTE_OPS and here.any():
             of = [here & (spans["stage"] == s) for s in stages]
-            costs[name] = tuple(_alone(name, took[:, w], paired[w]) for w in of)
+            costs[name] = tuple(_average_unpaired(name, took[:, w], paired[w]) for w in of)
             if per_microbatch:
-                costs[name] = _of_each(costs[name], measured, took, here & ~paired)
-        elif ROWS[ops[0]].per is Scope.RANK and name not in _LATE:
-            costs[name] = _of_ranks(measured, took, here)
-        elif name not in _LATE:
-            costs[name] = _mean(took[:, here])
+                costs[name] = _collect_microbatches(costs[name], measured, took, here & ~paired)
+        elif INSTRUCTIONS[ops[0]].scope is Scope.RANK and name not in _ASYNC_COSTS:
+            costs[name] = _average_ranks(measured, took, here)
+        elif name not in _ASYNC_COSTS:
+            costs[name] = _bounded_mean(took[:, here])
     if second.any():
         ahead = paired & (spans["op"] == FORWARD)
-        costs["FB"] = tuple(_mean(took[:, ahead & (spans["stage"] == s)]) for s in stages)
+        costs["FB"] = tuple(_bounded_mean(took[:, ahead & (spans["stage"] == s)]) for s in stages)
         if per_microbatch:
-            costs["FB"] = _of_each(costs["FB"], measured, took, ahead)
-    if RECOMPUTE not in measured.program.ops:
-        del costs[FIELD[RECOMPUTE]]  # it takes as long as its F
+            costs["FB"] = _collect_microbatches(costs["FB"], measured, took, ahead)
+    if RECOMPUTE not in measured.program.used_opcodes:
+        del costs[COST_BY_OPCODE[RECOMPUTE]]  # it takes as long as its F
     return Costs(**costs)
 
 
-def missed_by(predicted: Timeline, run: Timeline) -> float:
+def compute_prediction_error(predicted: Timeline, run: Timeline) -> float:
     """How much longer than a run its prediction takes, over the run; 0 for a run of no length."""
     return predicted.span / run.span - 1 if run.span else 0.0
 
 
-def unexplained(predicted: Timeline, run: Timeline) -> float:
+def compute_unexplained_share(predicted: Timeline, run: Timeline) -> float:
     """The share of ranks x span that a prediction at a run's own times counts as work, and in
     which ranks of the run stood still: the host's time, messages that were late, and noise.
     """
@@ -130,63 +137,65 @@ def format_bubbles(run: Timeline, predicted: Timeline) -> str:
 
     What is unexplained is said where it is a hundredth or more.
     """
-    more = missed_by(predicted, run)
-    if abs(more) > MISSED:
+    more = compute_prediction_error(predicted, run)
+    if abs(more) > MAX_PREDICTION_ERROR:
         than = f"{abs(more):.0%} {'more' if more > 0 else 'less'}"
         return f"bubble {run.bubble:.1%}, not predicted: at its mean times it takes {than}"
-    lost = unexplained(predicted, run)
-    also = f" and {lost:.1%} unexplained" if lost >= SAID else ""
+    lost = compute_unexplained_share(predicted, run)
+    also = f" and {lost:.1%} unexplained" if lost >= MIN_REPORTED_SHARE else ""
     return f"bubble {run.bubble:.1%}, predicted {predicted.bubble:.1%}{also}"
 
 
-def _mean(took: Floats) -> float:
+def _bounded_mean(durations: Floats) -> float:
     """The mean of times with delays, and no less than the least without; shape (2, n)."""
-    times, lasted = took
+    times, lasted = durations
     return max(float(lasted.min()), float(times.mean())) if len(times) else 0.0
 
 
-def _of_each(mean: Cost, measured: Timeline, took: Floats, here: NDArray[np.bool_]) -> Cost:
+def _collect_microbatches(
+    mean: Cost, measured: Timeline, durations: Floats, mask: NDArray[np.bool_]
+) -> Cost:
     """What some instructions took, by stage and microbatch; the stage's mean for all others."""
-    shape, spans = measured.program.shape, measured.spans[here]
-    each = np.repeat(grid(mean), shape.microbatches, 1)
-    each[spans["stage"], spans["mb"]] = took[:, here].max(0)
+    shape, spans = measured.program.shape, measured.spans[mask]
+    each = np.repeat(to_grid(mean), shape.microbatches, 1)
+    each[spans["stage"], spans["mb"]] = durations[:, mask].max(0)
     return from_grid(each)
 
 
-def _of_ranks(measured: Timeline, took: Floats, here: NDArray[np.bool_]) -> Cost:
+def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_]) -> Cost:
     """The mean of what is once on each rank, the k-th number rank k's; one if all are alike."""
     shape = measured.program.shape
     column = np.minimum(measured.spans["rank"], shape.stages - 1)  # as Costs has them
-    each = range(min(shape.ranks, shape.stages)) if here.any() else ()
-    own = [_mean(took[:, here & (column == k)]) for k in each]
-    if not own or np.ptp(own) <= SAME * max(own):
-        return _mean(took[:, here])
+    each = range(min(shape.ranks, shape.stages)) if mask.any() else ()
+    own = [_bounded_mean(durations[:, mask & (column == k)]) for k in each]
+    if not own or np.ptp(own) <= TIME_TOLERANCE * max(own):
+        return _bounded_mean(durations[:, mask])
     return tuple(own + own[-1:] * (shape.stages - len(own)))
 
 
-def _alone(name: str, took: Floats, paired: NDArray[np.bool_]) -> float:
+def _average_unpaired(name: str, durations: Floats, paired: NDArray[np.bool_]) -> float:
     """The mean of what is not in a pair; if all is, a pair's third for F, and the rest for B."""
     if paired.all():
-        return _mean(took) * (1 / 3 if name == "F" else 2 / 3)
-    return _mean(took[:, ~paired])
+        return _bounded_mean(durations) * (1 / 3 if name == "F" else 2 / 3)
+    return _bounded_mean(durations[:, ~paired])
 
 
-def _bounds(measured: Timeline) -> Floats:
+def _bound_durations(measured: Timeline) -> Floats:
     """The least and the most time that each instruction can have taken, shape (2, n)."""
     spans, graph, idle = measured.spans, measured.graph, idleness(measured)
-    idle = idle[np.isin(idle["cause"], _WAITED)]
+    idle = idle[np.isin(idle["cause"], _LANE_CAUSES)]
     # Another one ended the wait if this one was seen to end later.
     idle = idle[idle["end"] >= spans["end"][idle["awaits"]] - measured.clock_error]
-    waited = np.zeros(graph.nodes)
+    waited = np.zeros(graph.node_id_limit)
     np.maximum.at(waited, graph.node[idle["awaits"]], idle["end"] - idle["start"])
-    gaps = ready_gaps(measured)
-    usual = float(np.quantile(gaps, USUAL)) if len(gaps) else 0.0
+    gaps = find_ready_gaps(measured)
+    usual = float(np.quantile(gaps, HOST_GAP_QUANTILE)) if len(gaps) else 0.0
     # What is behind another in its queue may have begun when that one was seen to end.
-    behind = (graph.queue_predecessor != NONE) & (
-        graph.enter_leave[0][graph.queue_predecessor] != graph.enter_leave[0]
+    behind = (graph.queue_predecessor != NO_POSITION) & (
+        graph.entry_exit_nodes[0][graph.queue_predecessor] != graph.entry_exit_nodes[0]
     )
     freed = np.where(behind, spans["end"][graph.queue_predecessor], -np.inf)
-    begun = np.full(graph.nodes, -np.inf)
+    begun = np.full(graph.node_id_limit, -np.inf)
     np.maximum.at(begun, graph.node, np.maximum(spans["start"], freed))
     least = np.maximum(spans["end"] - begun[graph.node], 0.0)
     known = waited[graph.node] > max(usual, measured.clock_error)
@@ -196,7 +205,7 @@ def _bounds(measured: Timeline) -> Floats:
     return np.stack([np.where(known, least, 0.0), lasted])
 
 
-def _nearest(bounds: Floats) -> float:
+def _find_nearest_time(bounds: Floats) -> float:
     """The least of the times of which the sum of distances to all intervals is the smallest.
 
     Each end of an interval pulls as strongly as any other, so it is the median of them all.
@@ -205,31 +214,31 @@ def _nearest(bounds: Floats) -> float:
     return float(np.sort(bounds, axis=None)[count - 1]) if count else 0.0
 
 
-def _unexplained(measured: Timeline, costs: Costs) -> Floats:
+def _measure_unexplained(measured: Timeline, costs: Costs) -> Floats:
     """How much later than it could each instruction of the compute lane began.
 
     It could when all computes that it waits for had ended as they did, and all else as at `costs`.
     """
     spans, compute = measured.spans, measured.spans["lane"] == Lane.COMPUTE
-    known = np.where(compute, spans["end"] - measured.begin, np.nan)
-    could = walk(measured.graph, costs, known).start
-    return np.where(compute, spans["start"] - measured.begin - could, 0.0)
+    known = np.where(compute, spans["end"] - measured.start_time, np.nan)
+    could = compute_earliest_times(measured.graph, costs, known).start
+    return np.where(compute, spans["start"] - measured.start_time - could, 0.0)
 
 
-def completed(costs: Costs, program: Program) -> Costs:
+def fill_missing_backwards(costs: Costs, program: Program) -> Costs:
     """Costs of a run with those of backwards that it does not have: a whole one is I + W, and
     of a whole one I and W are half each.
     """
-    whole, first, late = (costs.of(op, program.shape) for op in (BACKWARD, *SPLIT))
-    if BACKWARD_INPUT not in program.ops:
+    whole, first, late = (costs.for_opcode(op, program.shape) for op in (BACKWARD, *SPLIT_BACKWARD))
+    if BACKWARD_INPUT not in program.used_opcodes:
         half = from_grid(whole / 2)
         return replace(costs, I=half, W=half, B=from_grid(whole))
-    if BACKWARD not in program.ops:
+    if BACKWARD not in program.used_opcodes:
         costs = replace(costs, B=from_grid(first + late))
     return costs
 
 
-def repriced(costs: Costs, program: Program, zero: int, sizes: Sizes | None = None) -> Costs:
+def adjust_for_zero(costs: Costs, program: Program, zero: int, sizes: Sizes | None = None) -> Costs:
     """Costs of a program with those that it needs with another level of ZeRO.
 
     An all-reduce takes as long as a reduce-scatter and an all-gather (arXiv 1910.02054, section
@@ -240,12 +249,12 @@ def repriced(costs: Costs, program: Program, zero: int, sizes: Sizes | None = No
     if bool(zero) == bool(program.zero):
         return costs
     dp, stages = program.dp, program.shape.stages
-    more = 1.0 if sizes is None else _weights_over_gradients(sizes, stages)
-    step = from_grid(grid(costs.step or 0.0) * (1 / dp if zero else dp))
+    more = 1.0 if sizes is None else _params_per_gradient_byte(sizes, stages)
+    step = from_grid(to_grid(costs.step or 0.0) * (1 / dp if zero else dp))
     if not zero:
-        whole = costs.reduce_grads or from_grid(2 * grid(costs.reduce_scatter or 0.0))
+        whole = costs.reduce_grads or from_grid(2 * to_grid(costs.reduce_scatter or 0.0))
         return replace(costs, reduce_grads=whole, step=step)
-    half = grid(costs.reduce_grads or 0.0) / 2
+    half = to_grid(costs.reduce_grads or 0.0) / 2
     return replace(
         costs,
         reduce_scatter=costs.reduce_scatter or from_grid(half),
@@ -254,15 +263,15 @@ def repriced(costs: Costs, program: Program, zero: int, sizes: Sizes | None = No
     )
 
 
-def _weights_over_gradients(sizes: Sizes, stages: int) -> float | NDArray[np.float64]:
+def _params_per_gradient_byte(sizes: Sizes, stages: int) -> float | NDArray[np.float64]:
     """Bytes of weights over those of gradients, of each stage; 1 where nobody tells both."""
-    params, grads = (sizes.of(name, stages)[:, None] for name in ("params", "grads"))
+    params, grads = (sizes.for_stages(name, stages)[:, None] for name in ("params", "grads"))
     told = (params > 0) & (grads > 0)
     each = np.where(told, params / np.where(told, grads, 1.0), 1.0)
     return float(each[0, 0]) if (each == each[0]).all() else each
 
 
-def rounded(costs: Costs) -> Costs:
+def round_costs(costs: Costs) -> Costs:
     """The costs that `format_costs` says of some, and one number for what all stages, or all
     microbatches, have alike.
 
@@ -273,12 +282,12 @@ def rounded(costs: Costs) -> Costs:
     """
 
     def said(value: Cost) -> Cost:
-        each = np.array([[float(f"{cost:.6g}") for cost in row] for row in grid(value).tolist()])
+        each = np.array([[float(f"{cost:.6g}") for cost in row] for row in to_grid(value).tolist()])
         if (each == each[:, :1]).all():
             each = each[:, :1]
         return from_grid(each[:1] if (each == each[:1]).all() else each)
 
-    return Costs(**{name: said(value) for name, value in costs.told.items()})
+    return Costs(**{name: said(value) for name, value in costs.specified.items()})
 
 
 def format_costs(costs: Costs) -> str:
@@ -291,7 +300,7 @@ def format_costs(costs: Costs) -> str:
     """
 
     def said(value: Cost) -> str:
-        rows = grid(value).tolist()
+        rows = to_grid(value).tolist()
         return ":".join("/".join(f"{cost:.6g}" for cost in row) for row in rows)
 
-    return ",".join(f"{name}={said(value)}" for name, value in costs.told.items())
+    return ",".join(f"{name}={said(value)}" for name, value in costs.specified.items())

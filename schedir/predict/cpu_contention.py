@@ -8,23 +8,23 @@ from typing import Final
 
 import numpy as np
 
-from schedir.analysis.critical_path.longest_path import problem_of
+from schedir.analysis.critical_path.longest_path import build_problem
 from schedir.analysis.critical_path.node_loop import Times
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError, describe, require_type
 from schedir.ir.cost.costs import Costs
-from schedir.ir.cost.number_parsing import NO_NUMBERS
-from schedir.ir.isa.instructions import ROWS, Lane
+from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES
+from schedir.ir.isa.instructions import INSTRUCTIONS, Lane
 from schedir.ir.program import Program
 from schedir.predict.simulate import require_representable
-from schedir.predict.timeline import Timeline, spans_of
-from schedir.verify.check import complete, prove
+from schedir.predict.timeline import Timeline, build_spans
+from schedir.verify.check import build_complete_graph, prove
 
-WORK: Final = (Lane.COMPUTE, Lane.TP, Lane.DP, Lane.PARAMS)  # of processors
+CPU_LANES: Final = (Lane.COMPUTE, Lane.TP, Lane.DP, Lane.PARAMS)  # of processors
 
 
-def on_processors(
+def simulate_on_cpus(
     program: Program,
     costs: Costs,
     processors: float,
@@ -53,39 +53,39 @@ def on_processors(
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     require_type(costs, Costs, "Costs(F=1, B=2)")
-    bad = isinstance(processors, NO_NUMBERS) or not isinstance(processors, int | float)
+    bad = isinstance(processors, NON_NUMBER_TYPES) or not isinstance(processors, int | float)
     if bad or not 0 < processors < inf:
         raise UsageError(
             f"processors are a number above 0, not {describe(processors)}", fields=["processors"]
         )
     if program.is_draft:
         raise UsageError("a draft has no messages yet", hint="schedir.compile(schedule, shape)")
-    graph = complete(program, progress_model, blocking_hosts=blocking_hosts)
+    graph = build_complete_graph(program, progress_model, blocking_hosts=blocking_hosts)
     prove(graph)
-    start, end = _shared(graph, costs, float(processors))
+    start, end = _share_processors(graph, costs, float(processors))
     require_representable(end, program)
-    spans = spans_of(program, start, end)
+    spans = build_spans(program, start, end)
     return Timeline(program, spans, progress_model=progress_model, blocking_hosts=blocking_hosts)
 
 
-def _shared(graph: Graph, costs: Costs, processors: float) -> tuple[Times, Times]:
+def _share_processors(graph: Graph, costs: Costs, processors: float) -> tuple[Times, Times]:
     """The start and the end of each instruction.
 
     What computes goes at one speed, which all share; so it ends in the order of the work done by
     then since it began, and one number, the work that each has been given, tells all of them.
     """
-    asked = problem_of(graph, costs)
-    runs = [row.lane in WORK for row in ROWS]
-    computes = np.zeros(graph.nodes, bool)
+    asked = build_problem(graph, costs)
+    runs = [row.lane in CPU_LANES for row in INSTRUCTIONS]
+    computes = np.zeros(graph.node_id_limit, bool)
     computes[: len(graph.index)] = np.array(runs)[graph.index.op]
-    after: list[list[int]] = [[] for _ in range(graph.nodes)]
-    missing = [0] * graph.nodes
+    after: list[list[int]] = [[] for _ in range(graph.node_id_limit)]
+    missing = [0] * graph.node_id_limit
     for source, target in asked.edges:
         for a, b in zip(source.tolist(), target.tolist(), strict=True):
             after[a].append(b)
             missing[b] += 1
     cost, shares = asked.cost.tolist(), computes.tolist()
-    start, end = np.zeros(graph.nodes), np.zeros(graph.nodes)
+    start, end = np.zeros(graph.node_id_limit), np.zeros(graph.node_id_limit)
     waiting: list[tuple[float, int]] = []  # what takes no processor, by its end
     working: list[tuple[float, int]] = []  # what computes, by the work given when it ends
     ready = [a for a in np.flatnonzero(asked.node_mask).tolist() if not missing[a]]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from schedir.ir.isa.instructions import RECOMPUTE, Opcode
 from schedir.ir.program import Program
-from schedir.passes.memory.offload_placement import DISK, HOST
+from schedir.passes.memory.offload_placement import DISK_TRIP, HOST_TRIP
 
 
-def recomputed(program: Program) -> str:
+def describe_recompute(program: Program) -> str:
     """Return in words what a program recomputes; an empty string if it recomputes nothing.
 
     >>> from schedir import PipelineShape, compile, schedules
@@ -15,20 +15,24 @@ def recomputed(program: Program) -> str:
     ...     recompute="0,1.0,1.1,1.2,1.5"))
     '12 of 32 forwards: of stage 0 all, of stage 1 0-2 and 5'
     """
-    return _of_forwards(program, RECOMPUTE)
+    return _describe_op_forwards(program, RECOMPUTE)
 
 
-def of_forwards(program: Program) -> str:
+def describe_forwards(program: Program) -> str:
     """Return which forwards are recomputed, offloaded and spilled, one line for each of the three.
 
     A line is left out if the program does this with no forward.
     """
-    done = {"recomputed": RECOMPUTE, "offloaded": HOST.there, "spilled": DISK.there}
-    lines = {name: _of_forwards(program, op) for name, op in done.items()}
+    done = {
+        "recomputed": RECOMPUTE,
+        "offloaded": HOST_TRIP.offload_op,
+        "spilled": DISK_TRIP.offload_op,
+    }
+    lines = {name: _describe_op_forwards(program, op) for name, op in done.items()}
     return "".join(f"{name}: {which}\n" for name, which in lines.items() if which)
 
 
-def _of_forwards(program: Program, op: Opcode) -> str:
+def _describe_op_forwards(program: Program, op: Opcode) -> str:
     """Return in words for which forwards a program has this instruction."""
     found: dict[int, list[int]] = {}
     for stream in program.streams:
@@ -39,14 +43,14 @@ def _of_forwards(program: Program, op: Opcode) -> str:
         return ""
     many = program.shape.microbatches
     each = [
-        f"of stage {stage} {'all' if len(own) == many else _runs(sorted(own))}"
+        f"of stage {stage} {'all' if len(own) == many else _format_ranges(sorted(own))}"
         for stage, own in sorted(found.items())
     ]
     number = sum(map(len, found.values()))
     return f"{number} of {program.shape.stages * many} forwards: {', '.join(each)}"
 
 
-def _runs(numbers: list[int]) -> str:
+def _format_ranges(numbers: list[int]) -> str:
     """Return ascending numbers in words: consecutive ones as a range, such as `0-2 and 5`."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -12,21 +12,29 @@ from typing import Final
 
 import numpy as np
 
-from schedir.analysis.critical_path.longest_path import problem_of, solve
+from schedir.analysis.critical_path.longest_path import build_problem, solve_longest_paths
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.instruction_index import Positions
-from schedir.ir.isa.instructions import ROWS, STEPS, Lane, Value, consumers
+from schedir.ir.isa.instructions import (
+    INSTRUCTIONS,
+    OPTIMIZER_STEP_OPS,
+    Lane,
+    Value,
+    find_consumers,
+)
 from schedir.ir.program import Program
 from schedir.verify.check import check
 
 # What reads weights in another lane than that of the update: no queue holds it back.
-_READS: Final = tuple(op for op in consumers(Value.PARAMS) if ROWS[op].lane is not Lane.COMPUTE)
+_WEIGHT_READS: Final = tuple(
+    op for op in find_consumers(Value.PARAMS) if INSTRUCTIONS[op].lane is not Lane.COMPUTE
+)
 
 
-def period(
+def compute_step_period(
     program: Program,
     costs: Costs | None = None,
     *,
@@ -57,33 +65,35 @@ def period(
     check(program, progress_model, blocking_hosts=blocking_hosts)
     if steps < 2:
         raise UsageError(f"a period is told of 2 steps or more, not of {steps}")
-    graph = Graph.of(program, progress_model, blocking_hosts=blocking_hosts)
-    one = problem_of(graph, costs or Costs())
-    nodes, within, across = graph.nodes, [*one.edges], [*_across(graph)]
+    graph = Graph.from_program(program, progress_model, blocking_hosts=blocking_hosts)
+    one = build_problem(graph, costs or Costs())
+    nodes, within, across = graph.node_id_limit, [*one.edges], [*_iter_step_edges(graph)]
     edges = [(a + nodes * n, b + nodes * n) for n in range(steps) for a, b in within]
     for n in range(steps - 1):
         edges += [(a + nodes * n, b + nodes * (n + 1)) for a, b in across]
     whole = one._replace(
         edges=edges, node_mask=np.tile(one.node_mask, steps), cost=np.tile(one.cost, steps)
     )
-    start, _ = solve(whole)
+    start, _ = solve_longest_paths(whole)
     ends = (start + whole.cost).reshape(steps, nodes)[:, graph.node].max(1)
     half = steps // 2
     return float((ends[-1] - ends[half - 1]) / (steps - half))
 
 
-def _across(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
+def _iter_step_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
     """Edges from the nodes of a step to those of the next."""
-    index, (enter, leave) = graph.index, graph.enter_leave
+    index, (enter, leave) = graph.index, graph.entry_exit_nodes
     _, first = np.unique(graph.queue, return_index=True)
     _, back = np.unique(graph.queue[::-1], return_index=True)
     last = len(index) - 1 - back
     yield leave[last], enter[first]
-    updates, reads = (np.flatnonzero(index.is_op(ops)) for ops in (STEPS, _READS))
+    updates, reads = (
+        np.flatnonzero(index.is_op(ops)) for ops in (OPTIMIZER_STEP_OPS, _WEIGHT_READS)
+    )
     for update in updates.tolist():
         own = reads[index.rank[reads] == index.rank[update]]
         yield np.repeat(leave[update], len(own)), enter[own]
-    validates = index.is_op(consumers(Value.LOCAL_NORM))
+    validates = index.is_op(find_consumers(Value.LOCAL_NORM))
     if graph.blocking_hosts:
         waited = last[~validates[last]]
         for rank in range(graph.program.shape.ranks):

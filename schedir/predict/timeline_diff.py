@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError
-from schedir.ir.isa.instructions import ROWS, Lane, Scope
-from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
+from schedir.ir.isa.instructions import INSTRUCTIONS, Lane, Scope
+from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.timeline import Timeline
 
 
@@ -17,17 +17,17 @@ class TimeDifference(NamedTuple):
     """What a rank does, or why it is idle, and how long in each run, in all its microbatches."""
 
     rank: int
-    what: str
-    first: float
-    second: float
+    activity: str
+    first_time: float
+    second_time: float
 
     @property
-    def more(self) -> float:
+    def increase(self) -> float:
         """How much longer the second takes; those of a rank sum to the difference of the spans."""
-        return self.second - self.first
+        return self.second_time - self.first_time
 
 
-def differences(first: Timeline, second: Timeline) -> list[TimeDifference]:
+def compare_timelines(first: Timeline, second: Timeline) -> list[TimeDifference]:
     """Each rank's span, in both runs, as what it does ("F 2": F of stage 2) and why it is idle
     ("idle: message"); the largest difference first.
 
@@ -38,25 +38,25 @@ def differences(first: Timeline, second: Timeline) -> list[TimeDifference]:
     if first.unit != second.unit:
         units = (t.unit or "the costs' units" for t in (first, second))
         raise UsageError(f"the times of the two runs are in {' and '.join(units)}")
-    tables = [_times(first), _times(second)]
+    tables = [_sum_times(first), _sum_times(second)]
     both = (
         TimeDifference(rank, what, *(table.get((rank, what), 0.0) for table in tables))
         for rank, what in dict.fromkeys([*tables[0], *tables[1]])
     )
-    return sorted(both, key=lambda one: -abs(one.more))
+    return sorted(both, key=lambda one: -abs(one.increase))
 
 
-def _times(timeline: Timeline) -> dict[tuple[int, str], float]:
+def _sum_times(timeline: Timeline) -> dict[tuple[int, str], float]:
     """What each rank's span is made of."""
     spans = timeline.spans
-    work = spans[(spans["lane"] == Lane.COMPUTE) & ~timeline.second_of_pair]
+    work = spans[(spans["lane"] == Lane.COMPUTE) & ~timeline.is_second_of_pair]
     found: dict[tuple[int, str], float] = {}
     kinds, which = np.unique(work[["rank", "op", "stage"]], return_inverse=True)
     total = np.bincount(which, work["end"] - work["start"], len(kinds))
     for (rank, op, stage), seconds in zip(kinds.tolist(), total.tolist(), strict=True):
-        row = ROWS[op]
+        row = INSTRUCTIONS[op]
         found[rank, row.text if row.per is Scope.RANK else f"{row.text} {stage}"] = seconds
-    idle: NDArray[np.float64] = by_cause(idleness(timeline), timeline.ranks)
+    idle: NDArray[np.float64] = sum_by_cause(idleness(timeline), timeline.ranks)
     for rank, cause in np.argwhere(idle).tolist():
         found[rank, f"idle: {IdleCause(cause).name.lower()}"] = float(idle[rank, cause])
     return found

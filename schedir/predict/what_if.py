@@ -1,6 +1,6 @@
 """Simulate changes of a run, and report their effects.
 
-`_Table` yields the changes: `rows` those that may take less time, and `rows_of_what_is_held` those
+`_Table` yields the changes: `rows` those that may take less time, and `iter_memory_changes` those
 of what ranks hold in memory.  A row changes the costs, the progress model, options of `compile` or
 the draft, and describes the change in words.  To try another change, add a row.
 """
@@ -15,61 +15,90 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from schedir.analysis.memory.footprint import require_memory_limit, tiers_of
+from schedir.analysis.memory.footprint import find_used_tiers, require_memory_limit
 from schedir.analysis.progress_models import ProgressModel
-from schedir.compiler.relower import Lowering, built_in_schedule_of, compute_of, without_recompute
+from schedir.compiler.relower import (
+    Lowering,
+    extract_compute,
+    find_matching_schedule,
+    remove_recompute,
+)
 from schedir.errors import MemoryLimitError, SchedirError, format_bytes
-from schedir.ir.cost.cost_fields import FIELD
-from schedir.ir.cost.costs import OF_A_STAGE, Cost, Costs
-from schedir.ir.cost.per_stage_values import cut, evened, from_grid, grid, is_array, of_whole
-from schedir.ir.cost.zero_states import CUT_FROM, is_cut
+from schedir.ir.cost.cost_fields import COST_BY_OPCODE
+from schedir.ir.cost.costs import STAGE_COSTS, Cost, Costs
+from schedir.ir.cost.per_stage_values import (
+    average_stages,
+    from_grid,
+    is_per_microbatch,
+    redistribute_stages,
+    sum_segments,
+    to_grid,
+)
+from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL, is_sharded
 from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
-    COMPUTE,
+    COMPUTE_OPS,
     FORWARD,
-    ROWS,
+    INSTRUCTIONS,
     Lane,
     Value,
 )
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.passes.memory.offload_placement import HOST
-from schedir.passes.splitting.stage_segmentation import cut_like
-from schedir.predict.calibrate import MISSED, calibrate, completed, missed_by, repriced, rounded
+from schedir.passes.memory.offload_placement import HOST_TRIP
+from schedir.passes.splitting.stage_segmentation import split_like
+from schedir.predict.calibrate import (
+    MAX_PREDICTION_ERROR,
+    adjust_for_zero,
+    calibrate,
+    compute_prediction_error,
+    fill_missing_backwards,
+    round_costs,
+)
 from schedir.predict.simulate import simulate
-from schedir.predict.timeline import Timeline, expect_runs
-from schedir.schedules import built_in, looped_bfs
+from schedir.predict.timeline import Timeline, require_timelines
+from schedir.schedules import get_built_in_schedules, looped_bfs
 from schedir.schedules.greedy import greedy_schedule
-from schedir.schedules.schedule_algebra import Schedule, delay_for, placed_for
+from schedir.schedules.schedule_algebra import Schedule, get_placement_mark, get_weight_delay_mark
 from schedir.schedules.schedule_expansion import expand_schedule
 
-LEAST: Final = 0.005  # share of a time or of bytes: smaller differences are not reported
-LARGE: Final = 100_000  # instructions: of a longer program no changed program is compiled
+MIN_SAVING: Final = 0.005  # share of a time or of bytes: smaller differences are not reported
+MAX_COMPILED_INSTRUCTIONS: Final = (
+    100_000  # instructions: of a longer program no changed program is compiled
+)
 _I: Final = BACKWARD_INPUT
-_WORK: Final = (*(FIELD[op] for op in COMPUTE), "FB")
-_SUMMED: Final = "sums of pieces"
-# The row of `_FREE` that also makes `tp_gather` free, by `program.sequence_parallel`.  With a
+_COMPUTE_COSTS: Final = (*(COST_BY_OPCODE[op] for op in COMPUTE_OPS), "FB")
+_SEGMENT_SUMS: Final = "sums of pieces"
+# The row of `_FREE_COSTS` that also makes `tp_gather` free, by `program.sequence_parallel`.  With a
 # shared sequence a gather is a part of the sums, and without one a part of a message.
-_GATHERED: Final = {False: "messages", True: _SUMMED}
-_COPIES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
+_FREE_GATHER_ROW: Final = {False: "messages", True: _SEGMENT_SUMS}
+_COPY_LANES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
 # By what takes no time in a row, in words: the costs that the row sets to 0.
-_FREE: Final[dict[str, tuple[str, ...]]] = {
+_FREE_COSTS: Final[dict[str, tuple[str, ...]]] = {
     "messages": ("send", "tp_scatter"),
-    _SUMMED: ("tp_reduce",),
+    _SEGMENT_SUMS: ("tp_reduce",),
     "reductions": tuple(
-        FIELD[row.op] for row in ROWS if row.lane is Lane.DP or Value.GRAD in row.gives
+        COST_BY_OPCODE[row.op]
+        for row in INSTRUCTIONS
+        if row.lane is Lane.DP or Value.GRAD in row.gives
     ),
-    "gathers of weights": tuple(FIELD[row.op] for row in ROWS if row.lane is Lane.PARAMS),
-    "snapshots": tuple(FIELD[row.op] for row in ROWS if Value.SNAPSHOT in row.gives),
+    "gathers of weights": tuple(
+        COST_BY_OPCODE[row.op] for row in INSTRUCTIONS if row.lane is Lane.PARAMS
+    ),
+    "snapshots": tuple(
+        COST_BY_OPCODE[row.op] for row in INSTRUCTIONS if Value.SNAPSHOT in row.gives
+    ),
     "copies to the host and its disk, and back,": tuple(
-        FIELD[row.op] for row in ROWS if row.lane in _COPIES and Value.SNAPSHOT not in row.gives
+        COST_BY_OPCODE[row.op]
+        for row in INSTRUCTIONS
+        if row.lane in _COPY_LANES and Value.SNAPSHOT not in row.gives
     ),
 }
 # Options of `compile` that change what ranks hold: what forwards save, and the parts of ZeRO.
 # Rows that `compile` refuses are not reported, such as "fit" without a limit, or more active stages
 # than a rank has.
-_OPTIONS: Final[tuple[dict[str, Any], ...]] = (
+_MEMORY_OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     {}, {"offload": "half"}, {"offload": "all"}, {"recompute": "all"},
     {"offload": "all", "recompute": "all"},
     {"offload": "fit"}, {"recompute": "fit"}, {"offload": "fit", "recompute": "fit"},
@@ -80,8 +109,12 @@ _OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     {"zero": 2},
     {"zero": 3}, {"zero": 3, "unsharded_stages": 1},
 )  # fmt: skip
-_OF_SAVED: Final[dict[str, Any]] = {"recompute": None, "offload": None, "offload_to_disk": None}
-_OF_ZERO_3: Final[dict[str, Any]] = {"unsharded_stages": None, "unshard_prefetch": None}
+_SAVED_OPTIONS: Final[dict[str, Any]] = {
+    "recompute": None,
+    "offload": None,
+    "offload_to_disk": None,
+}
+_ZERO_3_OPTIONS: Final[dict[str, Any]] = {"unsharded_stages": None, "unshard_prefetch": None}
 
 
 class ChangeRow(NamedTuple):
@@ -90,26 +123,27 @@ class ChangeRow(NamedTuple):
     Args:
         kind: What the row is compared with: of all rows of a kind the one that saves most is
             reported.
-        what: The change in words.
+        description: The change in words.
         costs: The costs at which the changed run is simulated.
         draft: The draft to compile, or None to keep the program.
-        order: The costs for which `compile` orders the transfers of `expand_schedule`.
+        transfer_costs: The costs for which `compile` orders the transfers of `expand_schedule`.
         options: The options of `compile` that differ from those of the program.
         progress_model: The progress model, or None to keep that of the run.
-        activations: The largest peak of activations at which the row is reported.
-        beats: Another kind, whose rows come earlier.  The row is reported only if it takes less
+        max_activations: The largest peak of activations at which the row is reported.
+        baseline_kind: Another kind, whose rows come earlier.  The row is reported only if it takes
+        less
             time than the best of these.
     """
 
     kind: str
-    what: str
+    description: str
     costs: Costs
     draft: Program | None = None
-    order: Costs | None = None
+    transfer_costs: Costs | None = None
     options: Mapping[str, Any] = {}
     progress_model: ProgressModel | None = None
-    activations: float = np.inf
-    beats: str = ""
+    max_activations: float = np.inf
+    baseline_kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,18 +153,19 @@ class SimulatedChange:
     Args:
         row: The row.
         run: The simulation of the changed run.
-        saves: The share of the time per microbatch that the change saves.  It is negative if the
+        saved_share: The share of the time per microbatch that the change saves.  It is negative if
+        the
             changed run takes longer.
     """
 
     row: ChangeRow
     run: Timeline
-    saves: float
+    saved_share: float
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """The change in words."""
-        return self.row.what
+        return self.row.description
 
     @property
     def memory(self) -> dict[str, float]:
@@ -138,11 +173,11 @@ class SimulatedChange:
         if self.run.sizes is None:
             return {}
         return {
-            tier: max(float(curve.held.max(initial=0.0)) for curve in self.run.memory_on(tier))
-            for tier in tiers_of(self.run.program)
+            tier: max(float(curve.total.max(initial=0.0)) for curve in self.run.memory_on(tier))
+            for tier in find_used_tiers(self.run.program)
         }
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return span, bubble and peak memory in words."""
         unit = self.run.unit and f" {self.run.unit}"
         words = [f"span {self.run.span:.4g}{unit}", f"bubble {self.run.bubble:.1%}"]
@@ -155,30 +190,32 @@ class Advice(NamedTuple):
     """A simulation of the run without a change, and of its changes.
 
     Args:
-        base: The simulation without a change.
-        error: The relative error of the span of `base` against the run; 0 for a prediction.  If
+        baseline: The simulation without a change.
+        relative_error: The relative error of the span of `baseline` against the run; 0 for a
+        prediction.  If
             it is above MISSED or below -MISSED, no change is simulated.
         changes: The best change of each kind, in descending order of what they save.
-        held: The changes of what ranks hold that take less time or less memory of the device, in
+        memory_changes: The changes of what ranks hold that take less time or less memory of the
+        device, in
             ascending order of their time.
-        fits: Whether the run without a change is within the limit.
+        fits_memory: Whether the run without a change is within the limit.
     """
 
-    base: Timeline
-    error: float
+    baseline: Timeline
+    relative_error: float
     changes: list[SimulatedChange]
-    held: list[SimulatedChange]
-    fits: bool = True
+    memory_changes: list[SimulatedChange]
+    fits_memory: bool = True
 
     @property
-    def given(self) -> bool:
+    def is_reliable(self) -> bool:
         """Whether the simulation is close enough to the run for changes to be simulated."""
-        return abs(self.error) <= MISSED
+        return abs(self.relative_error) <= MAX_PREDICTION_ERROR
 
     @property
-    def now(self) -> SimulatedChange:
+    def current(self) -> SimulatedChange:
         """The run without a change, as a `SimulatedChange`."""
-        return SimulatedChange(ChangeRow("now", "held now", Costs()), self.base, 0.0)
+        return SimulatedChange(ChangeRow("now", "held now", Costs()), self.baseline, 0.0)
 
 
 def advise(
@@ -199,9 +236,9 @@ def advise(
         are
             reported only if they are within this limit.
     """
-    expect_runs([timeline])
+    require_timelines([timeline])
     program, sizes = timeline.program, timeline.sizes
-    costs = completed(costs or calibrate(timeline), program)
+    costs = fill_missing_backwards(costs or calibrate(timeline), program)
     base = simulate(
         program,
         costs,
@@ -210,38 +247,43 @@ def advise(
         sizes=sizes,
     )
     base = replace(base, unit=timeline.unit)
-    advice = Advice(base, missed_by(base, timeline), [], [])
-    if not advice.given:
+    advice = Advice(base, compute_prediction_error(base, timeline), [], [])
+    if not advice.is_reliable:
         return advice
     if memory_limit is not None and sizes is not None:
         try:
             require_memory_limit(program, sizes, memory_limit)
         except MemoryLimitError:
-            advice = advice._replace(fits=False)
-    table = _Table(base, costs, schedule or built_in_schedule_of(program), memory_limit)
+            advice = advice._replace(fits_memory=False)
+    table = _Table(base, costs, schedule or find_matching_schedule(program), memory_limit)
     best: dict[str, SimulatedChange] = {}
-    for row in table.rows():
-        change = table.simulated(row)
-        if change is None or change.run.peak_activations > row.activations:
+    for row in table.iter_time_changes():
+        change = table.simulate_row(row)
+        if change is None or change.run.peak_activations > row.max_activations:
             continue
-        before, other = best.get(row.kind), best.get(row.beats)
-        if other is not None and change.run.span > other.run.span * (1 - LEAST):
+        before, other = best.get(row.kind), best.get(row.baseline_kind)
+        if other is not None and change.run.span > other.run.span * (1 - MIN_SAVING):
             continue
-        if before is None or change.saves > before.saves + 1e-9:
+        if before is None or change.saved_share > before.saved_share + 1e-9:
             best[row.kind] = change
-    found = sorted(best.values(), key=lambda change: -change.saves)
-    return advice._replace(changes=found, held=_unbeaten(advice.now, table, fits=advice.fits))
+    found = sorted(best.values(), key=lambda change: -change.saved_share)
+    return advice._replace(
+        changes=found,
+        memory_changes=_find_unbeaten(advice.current, table, fits_memory=advice.fits_memory),
+    )
 
 
-def _unbeaten(now: SimulatedChange, table: _Table, *, fits: bool) -> list[SimulatedChange]:
+def _find_unbeaten(
+    current: SimulatedChange, table: _Table, *, fits_memory: bool
+) -> list[SimulatedChange]:
     """Return the changes of what ranks hold that no other change beats in both time and memory.
 
     Changes in ascending order of time hold ever less memory.  Of changes that take the same time,
     the one that holds least on other tiers than the device comes first.
     """
-    seen, tried = {now.run.program.digest}, []
-    for row in table.rows_of_what_is_held():
-        change = table.simulated(row)
+    seen, tried = {current.run.program.digest}, []
+    for row in table.iter_memory_changes():
+        change = table.simulate_row(row)
         if change is not None and change.run.program.digest not in seen:
             seen.add(change.run.program.digest)
             tried.append(change)
@@ -251,11 +293,11 @@ def _unbeaten(now: SimulatedChange, table: _Table, *, fits: bool) -> list[Simula
         return float(f"{change.run.span:.9g}"), sum(elsewhere), device
 
     unbeaten: list[SimulatedChange] = []
-    own = now.memory.get("device", 0.0)
+    own = current.memory.get("device", 0.0)
     for change in sorted(tried, key=by_time):
         most = change.memory.get("device", 0.0)
-        is_shorter = change.run.span <= now.run.span * (1 - LEAST)
-        is_better = is_shorter or most < own * (1 - LEAST) or not fits
+        is_shorter = change.run.span <= current.run.span * (1 - MIN_SAVING)
+        is_better = is_shorter or most < own * (1 - MIN_SAVING) or not fits_memory
         if is_better and all(most < other.memory.get("device", 0.0) for other in unbeaten):
             unbeaten.append(change)
     return unbeaten
@@ -265,172 +307,207 @@ class _Table:
     """The table of changes to try for one run."""
 
     def __init__(
-        self, base: Timeline, costs: Costs, schedule: Schedule | None, memory_limit: float | None
+        self,
+        baseline: Timeline,
+        costs: Costs,
+        schedule: Schedule | None,
+        memory_limit: float | None,
     ) -> None:
-        self.base, self.costs, self.schedule = base, costs.usual(), schedule
-        self.limit, self.program, self.shape = memory_limit, base.program, base.program.shape
-        self.compute = compute_of(self.program)
-        self.lowering = Lowering(self.program, base.progress_model)
+        self.baseline, self.costs, self.schedule = baseline, costs.with_defaults(), schedule
+        self.memory_limit, self.program, self.shape = (
+            memory_limit,
+            baseline.program,
+            baseline.program.shape,
+        )
+        self.compute = extract_compute(self.program)
+        self.lowering = Lowering(self.program, baseline.progress_model)
 
-    def rows(self) -> Iterator[ChangeRow]:
+    def iter_time_changes(self) -> Iterator[ChangeRow]:
         """Yield the changes that `Advice.changes` may contain."""
-        yield from self._even_stages()
-        for what, names in _FREE.items():
-            if what != _SUMMED or self.program.segment_boundaries:
+        yield from self._iter_even_stages()
+        for what, names in _FREE_COSTS.items():
+            if what != _SEGMENT_SUMS or self.program.segment_boundaries:
                 free = (
                     *names,
-                    *["tp_gather"] * (what == _GATHERED[self.program.sequence_parallel]),
+                    *["tp_gather"] * (what == _FREE_GATHER_ROW[self.program.sequence_parallel]),
                 )
-                yield self._priced(what, f"{what} that take no time", **dict.fromkeys(free, 0.0))
-        if len(self.program) <= LARGE:
-            yield from self._other_programs()
-        if self.base.progress_model != "per_edge":
+                yield self._make_cost_row(
+                    what, f"{what} that take no time", **dict.fromkeys(free, 0.0)
+                )
+        if len(self.program) <= MAX_COMPILED_INSTRUCTIONS:
+            yield from self._iter_other_programs()
+        if self.baseline.progress_model != "per_edge":
             what = "the same program with a communicator per edge"
             yield ChangeRow("queues", what, self.costs, progress_model="per_edge")
 
-    def _other_programs(self) -> Iterator[ChangeRow]:
+    def _iter_other_programs(self) -> Iterator[ChangeRow]:
         """Yield changes that need another program."""
         for which in ("W", "F", "all") if self.program.segment_boundaries else ():
             what = f"fill_collective_waits={which}, which computes while pieces are summed"
-            yield self._lowered("fill", what, self.compute, fill_collective_waits=which)
+            yield self._make_draft_row("fill", what, self.compute, fill_collective_waits=which)
         what = "the same compute with other transfers"
-        orders = None, rounded(self.costs)
+        orders = None, round_costs(self.costs)
         for order in orders:
             yield ChangeRow("transfers", what, self.costs, self.compute, order, {"overlap": False})
         grouped = ChangeRow("grouped", f"{what}, opposite ones grouped", self.costs, self.compute)
         for order in orders:
-            yield grouped._replace(order=order, options={"overlap": True}, beats="transfers")
-        yield from self._more_microbatches()
-        yield from self._other_schedules()
-        yield from self._greedy_orders()
+            yield grouped._replace(
+                transfer_costs=order, options={"overlap": True}, baseline_kind="transfers"
+            )
+        yield from self._iter_more_microbatches()
+        yield from self._iter_other_schedules()
+        yield from self._iter_greedy_orders()
 
-    def rows_of_what_is_held(self) -> Iterator[ChangeRow]:
+    def iter_memory_changes(self) -> Iterator[ChangeRow]:
         """Yield the changes that `Advice.held` may contain."""
-        if len(self.program) > LARGE:
+        if len(self.program) > MAX_COMPILED_INSTRUCTIONS:
             return
-        sizes, zero = self.base.sizes, self.program.zero
-        has_saved = sizes is not None and self.program.trains
-        has_copies = {FIELD[op] for op in HOST} <= {*self.costs.told}
-        tells_states = sizes is not None and not {*sizes.told_apart}.isdisjoint(CUT_FROM)
+        sizes, zero = self.baseline.sizes, self.program.zero
+        has_saved = sizes is not None and self.program.has_backward
+        has_copies = {COST_BY_OPCODE[op] for op in HOST_TRIP} <= {*self.costs.specified}
+        tells_states = sizes is not None and not {*sizes.specified_parts}.isdisjoint(
+            SHARDED_FROM_LEVEL
+        )
         has_parts = self.program.dp > 1 and (zero > 0 or tells_states)
-        kept = without_recompute(self.compute)
-        for options in _OPTIONS:
+        kept = remove_recompute(self.compute)
+        for options in _MEMORY_OPTIONS:
             what = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
-            is_of_saved = options.keys() <= _OF_SAVED.keys()
+            is_of_saved = options.keys() <= _SAVED_OPTIONS.keys()
             if is_of_saved and has_saved and (has_copies or "offload" not in options):
-                yield self._held(what or "all kept", kept, _OF_SAVED | options)
+                yield self._make_memory_row(what or "all kept", kept, _SAVED_OPTIONS | options)
             if not is_of_saved and has_parts:
-                others = _OF_ZERO_3 if "zero" in options else {}
-                yield self._held(what, self.compute, others | options)
-        if has_parts and is_cut("params", zero):
+                others = _ZERO_3_OPTIONS if "zero" in options else {}
+                yield self._make_memory_row(what, self.compute, others | options)
+        if has_parts and is_sharded("params", zero):
             with suppress(SchedirError):
-                yield self._held(
+                yield self._make_memory_row(
                     "looped_bfs, breadth-first", expand_schedule(looped_bfs, self.shape), {}
                 )
 
-    def simulated(self, row: ChangeRow) -> SimulatedChange | None:
+    def simulate_row(self, row: ChangeRow) -> SimulatedChange | None:
         """Compile and simulate a row.  Return None if its program or its costs are refused."""
-        program, sizes = self.program, self.base.sizes
-        model = row.progress_model or self.base.progress_model
+        program, sizes = self.program, self.baseline.sizes
+        model = row.progress_model or self.baseline.progress_model
         try:
             if row.draft is not None:
-                program = self.lowering.of(row.draft, row.order, **row.options)
-            costs = repriced(row.costs, self.program, program.zero, sizes)
+                program = self.lowering.compile_draft(row.draft, row.transfer_costs, **row.options)
+            costs = adjust_for_zero(row.costs, self.program, program.zero, sizes)
             if program.shape != self.shape:  # the sizes are those of another shape
                 sizes = None
             run = simulate(
                 program,
                 costs,
                 progress_model=model,
-                blocking_hosts=self.base.blocking_hosts,
+                blocking_hosts=self.baseline.blocking_hosts,
                 sizes=sizes,
             )
         except SchedirError:
             return None
-        now = self.base.span / self.shape.microbatches
+        now = self.baseline.span / self.shape.microbatches
         took = run.span / program.shape.microbatches
         return (
-            SimulatedChange(row, replace(run, unit=self.base.unit), 1 - took / now) if now else None
+            SimulatedChange(row, replace(run, unit=self.baseline.unit), 1 - took / now)
+            if now
+            else None
         )
 
-    def _priced(self, kind: str, what: str, **costs: Cost) -> ChangeRow:
+    def _make_cost_row(self, kind: str, description: str, **costs: Cost) -> ChangeRow:
         """Return a row of the same program at other costs."""
-        return ChangeRow(kind, what, replace(self.costs, **costs))
+        return ChangeRow(kind, description, replace(self.costs, **costs))
 
-    def _lowered(self, kind: str, what: str, drafted: Program, **options: Any) -> ChangeRow:
+    def _make_draft_row(
+        self, kind: str, description: str, draft: Program, **options: Any
+    ) -> ChangeRow:
         """Return a row of a draft at the costs of the run."""
-        return ChangeRow(kind, what, self.costs, drafted, self.costs, options)
+        return ChangeRow(kind, description, self.costs, draft, self.costs, options)
 
-    def _held(self, what: str, drafted: Program, options: Mapping[str, Any]) -> ChangeRow:
+    def _make_memory_row(
+        self, description: str, draft: Program, options: Mapping[str, Any]
+    ) -> ChangeRow:
         """Return a row of a draft compiled with other options for what ranks hold."""
         limit = (
-            {"sizes": self.base.sizes, "memory_limit": self.limit} if self.limit is not None else {}
+            {"sizes": self.baseline.sizes, "memory_limit": self.memory_limit}
+            if self.memory_limit is not None
+            else {}
         )
-        return ChangeRow("held", what, self.costs, drafted, self.costs, {**options, **limit})
+        return ChangeRow("held", description, self.costs, draft, self.costs, {**options, **limit})
 
-    def _even_stages(self) -> Iterator[ChangeRow]:
+    def _iter_even_stages(self) -> Iterator[ChangeRow]:
         """Yield a row in which every stage takes the mean time, if one takes longer now."""
-        table = self.costs.of(FORWARD, self.shape) + self.costs.of(BACKWARD, self.shape)
-        pieces = self.program.pieces
-        each = of_whole(table, pieces).mean(1)
+        table = self.costs.for_opcode(FORWARD, self.shape) + self.costs.for_opcode(
+            BACKWARD, self.shape
+        )
+        pieces = self.program.segments_per_stage
+        each = sum_segments(table, pieces).mean(1)
         worst, mean = int(each.argmax()), float(each.mean())
         if not mean or each[worst] <= 1.01 * mean:
             return
-        even = {name: evened(c, pieces) for name, c in self.costs.told.items() if name in _WORK}
+        even = {
+            name: average_stages(c, pieces)
+            for name, c in self.costs.specified.items()
+            if name in _COMPUTE_COSTS
+        }
         first, last = sum(pieces[:worst]), sum(pieces[: worst + 1]) - 1
-        holders = " and ".join(map(str, self.shape.holders[:, first].tolist()))
+        holders = " and ".join(map(str, self.shape.replica_ranks[:, first].tolist()))
         which = f"stage {first}" if first == last else f"stage of pieces {first} to {last}"
         longer = f"({which} on rank {holders} takes {each[worst] / mean:.2f}x)"
-        yield self._priced("even", f"stages that all take the mean {longer}", **even)
+        yield self._make_cost_row("even", f"stages that all take the mean {longer}", **even)
 
-    def _more_microbatches(self) -> Iterator[ChangeRow]:
+    def _iter_more_microbatches(self) -> Iterator[ChangeRow]:
         """Yield a row with twice as many microbatches, if the schedule is known."""
         if self.schedule is None:
             return
-        whole, costs = self.program.whole, _twice(self.costs)
+        whole, costs = self.program.unsegmented_shape, _double_microbatches(self.costs)
         with suppress(SchedirError):
             drafted = expand_schedule(
                 self.schedule, replace(whole, microbatches=2 * whole.microbatches)
             )
-            drafted = cut_like(drafted, self.program)
+            drafted = split_like(drafted, self.program)
             what = "twice as many microbatches of this size"
             yield ChangeRow("microbatches", what, costs, drafted, costs)
 
-    def _other_schedules(self) -> Iterator[ChangeRow]:
+    def _iter_other_schedules(self) -> Iterator[ChangeRow]:
         """Yield a row for each built-in schedule.  It must not hold more activations."""
-        whole, room = self.program.whole, self.base.peak_activations
-        for name, schedule in built_in().items():
-            placement, fixed = placed_for(schedule)
+        whole, room = self.program.unsegmented_shape, self.baseline.peak_activations
+        for name, schedule in get_built_in_schedules().items():
+            placement, fixed = get_placement_mark(schedule)
             for v in {fixed} if fixed else {1, whole.stages_per_rank}:
                 with suppress(SchedirError):
                     shape = PipelineShape(
                         self.shape.ranks, whole.microbatches, v, placement or "loop",
-                        self.shape.optimizer_steps, delay_for(schedule) or 0,
+                        self.shape.optimizer_steps, get_weight_delay_mark(schedule) or 0,
                         self.shape.sequence_chunks,
                     )  # fmt: skip
-                    drafted = cut_like(expand_schedule(schedule, shape), self.program)
-                    same = name == self.program.name or drafted.trains != self.program.trains
-                    if same or shape.rows != self.shape.rows:  # the number of copies of the model
+                    drafted = split_like(expand_schedule(schedule, shape), self.program)
+                    same = (
+                        name == self.program.name
+                        or drafted.has_backward != self.program.has_backward
+                    )
+                    if (
+                        same or shape.placement_rows != self.shape.placement_rows
+                    ):  # the number of copies of the model
                         continue
-                    costs = self._cut_into(drafted.shape.stages)
+                    costs = self._split_costs_into(drafted.shape.stages)
                     what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
                     what += ", which holds no more activations"
-                    if _I in drafted.ops and _I not in self.program.ops:
+                    if _I in drafted.used_opcodes and _I not in self.program.used_opcodes:
                         what += "; I and W each half of B"
-                    yield ChangeRow("schedule", what, costs, drafted, costs, activations=room)
+                    yield ChangeRow("schedule", what, costs, drafted, costs, max_activations=room)
 
-    def _cut_into(self, stages: int) -> Costs:
+    def _split_costs_into(self, stages: int) -> Costs:
         """Return costs of the same model cut into another number of stages."""
-        now = {name: c for name, c in self.costs.told.items() if name in OF_A_STAGE}
+        now = {name: c for name, c in self.costs.specified.items() if name in STAGE_COSTS}
         own = self.shape.stages
-        return replace(self.costs, **{k: cut(c, own, stages) for k, c in now.items()})
+        return replace(
+            self.costs, **{k: redistribute_stages(c, own, stages) for k, c in now.items()}
+        )
 
-    def _greedy_orders(self) -> Iterator[ChangeRow]:
+    def _iter_greedy_orders(self) -> Iterator[ChangeRow]:
         """Yield greedy orders with as many activations on each rank, and with one more."""
-        if not self.program.trains:
+        if not self.program.has_backward:
             return
-        letters = "IFW" if _I in self.program.ops else "BF"
-        peak = self.base.peak_in_flight
+        letters = "IFW" if _I in self.program.used_opcodes else "BF"
+        peak = self.baseline.peak_in_flight
         most = [np.count_nonzero(s.op == FORWARD) for s in self.program.streams]
         for more, what in (
             (0, "a greedy order, which holds no more activations"),
@@ -443,10 +520,14 @@ class _Table:
                 drafted = greedy_schedule(
                     self.shape, letters, room.__getitem__, self.costs, frozen_stages=frozen
                 )
-                yield self._lowered("greedy", what, drafted)
+                yield self._make_draft_row("greedy", what, drafted)
 
 
-def _twice(costs: Costs) -> Costs:
+def _double_microbatches(costs: Costs) -> Costs:
     """Return the costs for twice as many microbatches: those of each microbatch are repeated."""
-    again = {name: from_grid(np.tile(grid(c), 2)) for name, c in costs.told.items() if is_array(c)}
+    again = {
+        name: from_grid(np.tile(to_grid(c), 2))
+        for name, c in costs.specified.items()
+        if is_per_microbatch(c)
+    }
     return replace(costs, **again)

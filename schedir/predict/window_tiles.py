@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from schedir.errors import UsageError, describe
 
 Ints = NDArray[np.int64]
-Each = int | Sequence[int]
+PerDimension = int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Axis:
             )
 
     @cached_property
-    def seen(self) -> tuple[Ints, Ints]:
+    def visible_keys(self) -> tuple[Ints, Ints]:
         """By query, the first key that it sees, and the one behind the last."""
         query = np.arange(self.length)
         first = query // self.stride * self.stride
@@ -81,7 +81,7 @@ class Axis:
         return start, np.minimum(start + self.window, self.length)
 
     @property
-    def dense(self) -> Axis:
+    def dense_axis(self) -> Axis:
         """The same with a window over all."""
         return Axis(self.length, 2 * self.length, 1, self.causal)
 
@@ -99,46 +99,46 @@ class AxisTiles:
             _require_number(name, getattr(self, name))
 
     @cached_property
-    def _ends(self) -> tuple[Ints, Ints, Ints, Ints]:
+    def _key_bounds(self) -> tuple[Ints, Ints, Ints, Ints]:
         """By query tile: the first key and the one behind the last that any of its queries sees,
         and that all of them do."""
-        (start, end), at = self.axis.seen, np.arange(0, self.axis.length, self.q_tile)
+        (start, end), at = self.axis.visible_keys, np.arange(0, self.axis.length, self.q_tile)
         least, most = np.minimum.reduceat, np.maximum.reduceat
         return least(start, at), most(end, at), most(start, at), least(end, at)
 
     @cached_property
-    def visited(self) -> Ints:
+    def visited_ranges(self) -> Ints:
         """By query tile, the first of the key tiles that it visits and the one behind the last.
 
         They are neighbours: windows of neighbouring strides touch, as no stride is longer.
         """
-        first, last, _, _ = self._ends
+        first, last, _, _ = self._key_bounds
         return np.stack([first // self.kv_tile, -(-last // self.kv_tile)], 1)
 
     @cached_property
-    def full(self) -> Ints:
+    def full_ranges(self) -> Ints:
         """The same of those in which each query sees each key."""
-        _, _, first, last = self._ends
+        _, _, first, last = self._key_bounds
         first = -(-first // self.kv_tile)
         last = np.where(last == self.axis.length, -(-last // self.kv_tile), last // self.kv_tile)
         return np.stack([first, np.maximum(first, last)], 1)
 
     @property
-    def aligned(self) -> bool:
+    def is_aligned(self) -> bool:
         """Whether windows begin and end between tiles; a causal one ends at the diagonal."""
         if not self.axis.causal:
-            return bool(np.array_equal(self.visited, self.full))
-        return bool((self._ends[2] <= self.visited[:, 0] * self.kv_tile).all())
+            return bool(np.array_equal(self.visited_ranges, self.full_ranges))
+        return bool((self._key_bounds[2] <= self.visited_ranges[:, 0] * self.kv_tile).all())
 
     @property
-    def dense(self) -> AxisTiles:
+    def dense_tiles(self) -> AxisTiles:
         """The same tiles with a window over all."""
-        return AxisTiles(self.axis.dense, self.q_tile, self.kv_tile)
+        return AxisTiles(self.axis.dense_axis, self.q_tile, self.kv_tile)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What windowed attention computes, in tiles of queries by tiles of keys: see `tiles`.
+    """What windowed attention computes, in tiles of queries by tiles of keys: see `compute_tiles`.
 
     A query sees what it sees along each dimension, so numbers of tiles are products over these.
     """
@@ -146,45 +146,53 @@ class Tiles:
     axes: tuple[AxisTiles, ...]
 
     @property
-    def visited(self) -> int:
+    def visited_count(self) -> int:
         """How many are computed."""
-        return prod(int(_sizes(a.visited).sum()) for a in self.axes)
+        return prod(int(_compute_sizes(a.visited_ranges).sum()) for a in self.axes)
 
     @property
-    def dense(self) -> int:
+    def dense_count(self) -> int:
         """How many are with windows over all, causal where these are."""
-        return prod(int(_sizes(a.dense.visited).sum()) for a in self.axes)
+        return prod(int(_compute_sizes(a.dense_tiles.visited_ranges).sum()) for a in self.axes)
 
     @property
-    def partial(self) -> int:
+    def partial_count(self) -> int:
         """In how many of those that are computed anything is masked, be it for causality."""
-        return self.visited - prod(int(_sizes(a.full).sum()) for a in self.axes)
+        return self.visited_count - prod(
+            int(_compute_sizes(a.full_ranges).sum()) for a in self.axes
+        )
 
     @property
     def speedup(self) -> float:
         """Dense over visited: no kernel with such tiles gains more."""
-        return self.dense / self.visited
+        return self.dense_count / self.visited_count
 
     @property
-    def speedup_of_worst(self) -> float:
+    def worst_tile_speedup(self) -> float:
         """The same of the query tile that visits most: the paper's bound (appendix B.1)."""
-        most = ((_sizes(a.dense.visited).max(), _sizes(a.visited).max()) for a in self.axes)
+        most = (
+            (
+                _compute_sizes(a.dense_tiles.visited_ranges).max(),
+                _compute_sizes(a.visited_ranges).max(),
+            )
+            for a in self.axes
+        )
         return prod(int(dense) / int(windowed) for dense, windowed in most)
 
     @property
-    def speedup_of_pairs(self) -> float:
+    def pair_speedup(self) -> float:
         """Dense over windowed pairs of a query and a key that it sees: what tiles of one would
         gain; "FLOP-wise" in the paper."""
-        return prod(_pairs(a.axis.dense) / _pairs(a.axis) for a in self.axes)
+        return prod(_count_pairs(a.axis.dense_axis) / _count_pairs(a.axis) for a in self.axes)
 
     @property
-    def block_sparse(self) -> bool:
+    def is_block_sparse(self) -> bool:
         """Whether nothing is masked in any tile that is computed: "perfectly block-sparse" in the
         paper (section 3.2), and never causal, but in tiles of one."""
-        return self.partial == 0
+        return self.partial_count == 0
 
     @property
-    def aligned(self) -> bool:
+    def is_aligned(self) -> bool:
         """Whether no tile is cut by an end of a window; causal dimensions are masked at the
         diagonal only.
 
@@ -193,17 +201,19 @@ class Tiles:
         are our conditions for tiles that lie still; the paper's two, q_tile divides the stride and
         kv_tile the window, are for key tiles that begin where the window does.
         """
-        return all(a.aligned for a in self.axes)
+        return all(a.is_aligned for a in self.axes)
 
     @property
-    def area(self) -> int:
+    def computed_pairs(self) -> int:
         """Pairs of a query and a key that are computed, seen or not; tiles that are cut off count
         whole."""
-        return self.visited * prod(a.q_tile * a.kv_tile for a in self.axes)
+        return self.visited_count * prod(a.q_tile * a.kv_tile for a in self.axes)
 
-    def of(self, *index: int) -> tuple[range, ...]:
+    def visited_by(self, *index: int) -> tuple[range, ...]:
         """The key tiles that a query tile visits, along each dimension."""
-        return tuple(range(*a.visited[i].tolist()) for a, i in zip(self.axes, index, strict=True))
+        return tuple(
+            range(*a.visited_ranges[i].tolist()) for a, i in zip(self.axes, index, strict=True)
+        )
 
     @property
     def grid(self) -> NDArray[np.int8]:
@@ -214,19 +224,19 @@ class Tiles:
             tile = np.arange(-(-a.axis.length // a.kv_tile))
             here, all_of = (
                 ((tile >= ends[:, :1]) & (tile < ends[:, 1:])).astype(np.int8)
-                for ends in (a.visited, a.full)
+                for ends in (a.visited_ranges, a.full_ranges)
             )
             visited, full = np.kron(visited, here), np.kron(full, all_of)
         return visited + full
 
 
-def tiles(
-    length: Each,
-    window: Each,
-    stride: Each = 1,
+def compute_tiles(
+    length: PerDimension,
+    window: PerDimension,
+    stride: PerDimension = 1,
     *,
-    q_tile: Each,
-    kv_tile: Each,
+    q_tile: PerDimension,
+    kv_tile: PerDimension,
     causal: bool | Sequence[bool] = False,
 ) -> Tiles:
     """The tiles that windowed attention visits, along one dimension or several.
@@ -255,47 +265,50 @@ def tiles(
     >>> gpt.of(10)
     (range(7, 11),)
     """
-    lengths = _each("length", length, None)
+    lengths = _to_dimensions("length", length, None)
     n = len(lengths)
     windows, strides, q_tiles, kv_tiles = (
-        _each(name, value, n)
+        _to_dimensions(name, value, n)
         for name, value in (
             ("window", window), ("stride", stride), ("q_tile", q_tile), ("kv_tile", kv_tile)
         )
     )  # fmt: skip
-    flags = _each("causal", causal, n)
+    flags = _to_dimensions("causal", causal, n)
     axes = map(Axis, lengths, windows, strides, flags)
     return Tiles(tuple(map(AxisTiles, axes, q_tiles, kv_tiles)))
 
 
-def layer_flops(found: Tiles, hidden: int, microbatch: int = 1) -> float:
+def count_layer_flops(attention_tiles: Tiles, hidden: int, microbatch_size: int = 1) -> float:
     """Floating-point operations of a transformer layer's forward with these windows: 24 b s h^2 of
-    its weights, and 4 b h V of its attention, where V is the `area`; with V = s^2 these are those
-    of the appendix of arXiv 2104.04473.  A backward takes twice as many.
+    its weights, and 4 b h V of its attention, where V is the `computed_pairs`; with V = s^2 these
+    are those of the appendix of arXiv 2104.04473.  A backward takes twice as many.
 
     >>> gpt = tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)
     >>> f"{layer_flops(gpt, 1024) / 1e9:.1f} GFLOP"
     '107.3 GFLOP'
     """
-    tokens = prod(a.axis.length for a in found.axes)
-    return 24.0 * microbatch * tokens * hidden**2 + 4.0 * microbatch * hidden * found.area
+    tokens = prod(a.axis.length for a in attention_tiles.axes)
+    return (
+        24.0 * microbatch_size * tokens * hidden**2
+        + 4.0 * microbatch_size * hidden * attention_tiles.computed_pairs
+    )
 
 
-def _sizes(ends: Ints) -> Ints:
+def _compute_sizes(ends: Ints) -> Ints:
     sizes: Ints = ends[:, 1] - ends[:, 0]
     return sizes
 
 
-def _pairs(axis: Axis) -> int:
-    start, end = axis.seen
+def _count_pairs(axis: Axis) -> int:
+    start, end = axis.visible_keys
     return int((end - start).sum())
 
 
-def _each(name: str, value: Any, number: int | None) -> tuple[Any, ...]:
+def _to_dimensions(name: str, value: Any, dimensions: int | None) -> tuple[Any, ...]:
     """A value for each dimension."""
     if not isinstance(value, tuple | list):
-        return (value,) * (number or 1)
-    if not value or number not in (None, len(value)):
+        return (value,) * (dimensions or 1)
+    if not value or dimensions not in (None, len(value)):
         raise UsageError(
             f"{name} has {len(value)} numbers; there is one for each dimension of length",
             fields=[name],

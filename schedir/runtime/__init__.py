@@ -6,10 +6,10 @@ What users need is here by name, and each is loaded where it is first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from schedir.extras import require
-from schedir.retired_names import missing_attribute
+from schedir.extras import require_package
+from schedir.retired_names import make_attribute_error
 
-require("torch", "schedir.runtime")  # the imports below would fail without a hint
+require_package("torch", "schedir.runtime")  # the imports below would fail without a hint
 
 if TYPE_CHECKING:
     from schedir.runtime.autograd.splittable_layers import (
@@ -61,7 +61,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise missing_attribute(__name__, name)
+        raise make_attribute_error(__name__, name)
     return getattr(import_module(f"schedir.{_HOME[name]}"), name)
 
 

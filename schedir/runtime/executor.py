@@ -13,19 +13,19 @@ from schedir.errors import ModelError, require_bool
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime import arguments
-from schedir.runtime.boundaries.boundary import Edges, Given
+from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
 from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
-from schedir.runtime.checkpoint_state import CheckpointState, kept_of
-from schedir.runtime.extra_programs import Beside, ProgramOrder, beside_of
-from schedir.runtime.model_checks.rank_consistency import agreed
+from schedir.runtime.checkpoint_state import CheckpointState, build_checkpoint_state
+from schedir.runtime.extra_programs import ExtraProgram, ProgramOrder, resolve_extra_programs
+from schedir.runtime.model_checks.rank_consistency import check_rank_agreement
 from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
-from schedir.runtime.parameters.tied_parameters import prints
+from schedir.runtime.parameters.tied_parameters import fingerprint_parameters
 from schedir.runtime.program_runner import ProgramRunner
-from schedir.runtime.rank_resources import Loss, RankResources, device_of
+from schedir.runtime.rank_resources import Loss, RankResources, find_device
 from schedir.runtime.rank_state import State
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
-from schedir.runtime.warm_up import WARM as WARM
+from schedir.runtime.warm_up import WARM_UP_STEPS as WARM_UP_STEPS
 from schedir.transports.serialized_transport import SerializedTransport
 from schedir.transports.transport import Transport
 
@@ -35,31 +35,36 @@ from schedir.transports.transport import Transport
 
 
 @contextmanager
-def whole(state: State) -> Iterator[None]:
+def gather_full_parameters(state: State) -> Iterator[None]:
     """Gather every parameter of the rank's stages, and shard them again at the end.
 
     Within this context parameters may be written to.  All processes must enter and leave it
     together, and write the same.  Raises ModelError if replicas have written different numbers.
     """
-    weights = [stage.weights for stage in state.stages.values() if stage.weights is not None]
+    weights = [
+        stage.sharded_parameters
+        for stage in state.stages.values()
+        if stage.sharded_parameters is not None
+    ]
     for one in weights:
-        one.show(state.transport.collective)
+        one.summon_full(state.transport.start_collective)
     try:
         yield
-        if state.share.zero:
+        if state.shard_spec.zero:
             # Compare in any case: a write to `.data` does not change a tensor's version.
-            state.transport.agree(_numbers(state))
+            state.transport.check_agreement(_checksum_parameters(state))
     finally:
         for one in weights:
-            one.take()
+            one.write_back()
 
 
-def _numbers(state: State) -> dict[str, str]:
+def _checksum_parameters(state: State) -> dict[str, str]:
     """Return checksums of the parameters, which replicas compare."""
     modules = {s: stage.module for s, stage in state.stages.items()}
     return {
-        f"the numbers of {p.names[0]} in stage {s}, slice {state.transport.tp_rank}": p.values
-        for s, own in prints(modules).items()
+        f"the numbers of {p.names[0]} in stage {s}, "
+        f"slice {state.transport.tp_rank}": p.values_digest
+        for s, own in fingerprint_parameters(modules).items()
         for p in own
     }
 
@@ -90,31 +95,35 @@ class Executor(ProgramRunner):
     infinity clips nothing.  torch's own fused optimizers are told on the device; for any other, and
     for one with hooks on its step, the host reads it, and on a GPU waits.
 
-    `tied` says which parameters are copies of one weight: `schedir.find_tied_weights(stages)`, made
-    of all the stages, the same in every process.  It may be left out where a process sees it, as
-    its stages have one Parameter, and where modules name their copy, in an attribute `tied_weight`.
-    Each copy keeps a gradient of its own; these are added once, in the order of stages, all copies
-    get the sum, and norm and optimizer count the weight once.  Processes compare their parameters:
-    trained ones of different stages that are equal, not constant and not tied are refused, unless
-    `alike` says that stages may have been seeded alike.  Between steps a Parameter that stages
-    share is in all of them; within a step all but the first compute with one that stands in.
+    `tied_weights` says which parameters are copies of one weight:
+    `schedir.find_tied_weights(stages)`, made of all the stages, the same in every process.  It may
+    be left out where a process sees it, as its stages have one Parameter, and where modules name
+    their copy, in an attribute `tied_weight`. Each copy keeps a gradient of its own; these are
+    added once, in the order of stages, all copies get the sum, and norm and optimizer count the
+    weight once.  Processes compare their parameters: trained ones of different stages that are
+    equal, not constant and not tied are refused, unless
+    `allow_identical_stages` says that stages may have been seeded alike.  Between steps a Parameter
+    that stages share is in all of them; within a step all but the first compute with one that
+    stands in.
 
     If the program validates "after", an update waits for no norm, and may be made again, with the
-    step behind it (`runtime/parameters/optimistic_step.py`): `settle` before anybody looks at
-    weights.
+    step behind it (`runtime/parameters/optimistic_step.py`): `validate_last_update` before anybody
+    looks at weights.
 
     With `zero` from 1 on (ZeRO, arXiv 1910.02054) each of `dp` replicas keeps a part of what they
     share.  Between steps a trained parameter is then the replica's piece of it, 1-dim, and so is
-    its gradient; the optimizer, which must be elementwise, steps pieces.  `whole` shows weights.
+    its gradient; the optimizer, which must be elementwise, steps pieces.  `full_parameters` shows
+    weights.
 
-    `more` are programs that run on the same stages, each alone or with a boundary of its own where
-    that is another: what evaluates between steps, what has another number of microbatches.  The
-    transport is made for them, too, if it is told of its edges.
+    `extra_programs` are programs that run on the same stages, each alone or with a boundary of its
+    own where that is another: what evaluates between steps, what has another number of
+    microbatches.  The transport is made for them, too, if it is told of its edges.
 
     Under tensor parallelism, a parameter of which each rank holds a slice has an attribute
     `shard_dim`, the dimension along which it is cut; others are held whole by all, and the global
-    norm counts them once.  `copies` is an InProcessExecutor's, in which ranks share Parameters, and
-    so is `others`: the stages of its other ranks, which may have the same buffers.
+    norm counts them once.  `parameter_copies` is an InProcessExecutor's, in which ranks share
+    Parameters, and so is `other_rank_stages`: the stages of its other ranks, which may have the
+    same buffers.
 
     What is trained is settled when the executor is made.  A step after a change to that, by
     `requires_grad_` or by a new Parameter, is refused.
@@ -123,16 +132,18 @@ class Executor(ProgramRunner):
     microbatch and the stage, as `schedir.runtime.autograd.random_streams` says; after a step the
     generators are as they were before it.  With None for a seed modules draw as they come.
 
-    With `adds`, a step adds to the gradients that there are, as autograd does, and leaves the rest
-    to others: no optimizer, norm or sum over replicas, and nothing is judged to be finite.
+    With `accumulate_grads`, a step adds to the gradients that there are, as autograd does, and
+    leaves the rest to others: no optimizer, norm or sum over replicas, and nothing is judged to be
+    finite.
 
-    What a program spills to the disk goes into a file in `folder` that has no name: nothing is left
-    of it, however the process ends.  It is made as long as is needed in the first step, so that a
-    disk that is full is so then.  Of a folder that is in memory it warns.
+    What a program spills to the disk goes into a file in `spill_dir` that has no name: nothing is
+    left of it, however the process ends.  It is made as long as is needed in the first step, so
+    that a disk that is full is so then.  Of a folder that is in memory it warns.
 
-    With `record`, `stamps` notes when each instruction begins and ends; the attribute of that name
-    may be turned off and on between steps.  Under torch.profiler, an instruction is a range that
-    says which it is, in torch's words where it has any (`PP:0F3`, `PP:1REDUCE_GRAD`, `PP:step`).
+    With `record_timestamps`, `stamps` notes when each instruction begins and ends; the attribute of
+    that name may be turned off and on between steps.  Under torch.profiler, an instruction is a
+    range that says which it is, in torch's words where it has any (`PP:0F3`, `PP:1REDUCE_GRAD`,
+    `PP:step`).
 
     What is recomputed must give what it gave the first time.  On a CPU a sum of its bits is looked
     at; on a GPU so with `debug`, for which the host waits.
@@ -166,73 +177,80 @@ class Executor(ProgramRunner):
         transport: Transport,
         *,
         loss: Loss,
-        boundary: Given | Edges | PerMicrobatchBoundary | BoundaryTable,
+        boundary: BoundaryLike | BoundaryByEdge | PerMicrobatchBoundary | BoundaryTable,
         optimizer: OptimizerLike | None = None,
         max_norm: float | None = None,
         loss_scale: LossScale | None = None,
         seed: int | None = 0,
-        tied: TiedWeights | None = None,
-        alike: bool = False,
-        more: Sequence[Beside] = (),
-        copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
-        others: Sequence[nn.Module] = (),
-        adds: bool = False,
-        record: bool = True,
+        tied_weights: TiedWeights | None = None,
+        allow_identical_stages: bool = False,
+        extra_programs: Sequence[ExtraProgram] = (),
+        parameter_copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
+        other_rank_stages: Sequence[nn.Module] = (),
+        accumulate_grads: bool = False,
+        record_timestamps: bool = True,
         debug: bool = False,
-        folder: str | Path | None = None,
+        spill_dir: str | Path | None = None,
     ) -> None:
-        program = arguments.program_of(program)
-        passing = BoundaryTable.of(boundary, program)
-        beside = beside_of(more, program, passing)
+        program = arguments.require_program(program)
+        passing = BoundaryTable.from_boundary(boundary, program)
+        beside = resolve_extra_programs(extra_programs, program, passing)
         every = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
-        stages = arguments.stages_of(stages, program, arguments.rank_of(rank, program))
-        others = [*others, *(m for s, m in every if s not in stages and isinstance(m, nn.Module))]
-        arguments.loss_of(loss), arguments.optimizer_of(optimizer)
+        stages = arguments.require_stages(stages, program, arguments.require_rank(rank, program))
+        other_rank_stages = [
+            *other_rank_stages,
+            *(m for s, m in every if s not in stages and isinstance(m, nn.Module)),
+        ]
+        arguments.require_loss(loss), arguments.require_optimizer(optimizer)
         max_norm, seed = (
-            arguments.max_norm_of(max_norm, program),
-            None if seed is None else arguments.seed_of(seed),
+            arguments.require_max_norm(max_norm, program),
+            None if seed is None else arguments.require_seed(seed),
         )
-        alike, adds, record = (
-            require_bool(alike, "alike"),
-            require_bool(adds, "adds"),
-            require_bool(record, "record"),
+        allow_identical_stages, accumulate_grads, record_timestamps = (
+            require_bool(allow_identical_stages, "alike"),
+            require_bool(accumulate_grads, "adds"),
+            require_bool(record_timestamps, "record"),
         )
         debug = require_bool(debug, "debug")
         transport, loss_scale = (
-            arguments.transport_of(transport),
-            arguments.loss_scale_of(loss_scale),
+            arguments.require_transport(transport),
+            arguments.require_loss_scale(loss_scale),
         )
         programs = [program, *(other for other, _ in beside)]
-        tiers = MemoryTiers(device_of(stages), rank, programs, arguments.folder_of(folder))
-        weights = agreed(
+        tiers = MemoryTiers(
+            find_device(stages), rank, programs, arguments.require_spill_dir(spill_dir)
+        )
+        weights = check_rank_agreement(
             program, rank, stages, transport, passing,
-            optimizer, max_norm, loss_scale, seed, tied, alike=alike, adds=adds,
-            more=beside,
+            optimizer, max_norm, loss_scale, seed, tied_weights,
+            allow_identical_stages=allow_identical_stages, accumulate_grads=accumulate_grads,
+            extra_programs=beside,
         )  # fmt: skip
         held = RankResources(
             program, rank, stages,
-            SerializedTransport(transport) if transport.static else transport,
-            loss, optimizer, max_norm, loss_scale, seed, weights, copies, others, adds, debug,
+            SerializedTransport(transport) if transport.uses_static_buffers else transport,
+            loss, optimizer, max_norm, loss_scale, seed, weights, parameter_copies,
+            other_rank_stages, accumulate_grads, debug,
             tiers,
         )  # fmt: skip
-        held.make_room([(program, passing), *beside])
-        super().__init__(program, held, passing, 0, record=record)
+        held.allocate_buffers([(program, passing), *beside])
+        super().__init__(program, held, passing, 0, record_timestamps=record_timestamps)
         # Of the programs that it runs each by its digest; the first is the executor itself.
-        self.running: dict[str, ProgramRunner] = {program.digest: self}
+        self.runners: dict[str, ProgramRunner] = {program.digest: self}
         for number, (other, passes) in enumerate(beside, 1):
-            running = self.running[other.digest] = ProgramRunner(
-                other, held, passes, number, record=False
+            running = self.runners[other.digest] = ProgramRunner(
+                other, held, passes, number, record_timestamps=False
             )
-            running.at = self.at
-        self.order = ProgramOrder(programs, rank, transport)
-        self.now: ProgramRunner = self  # what runs, or ran last
-        held.cut()
+            running.progress = self.progress
+        self.program_order = ProgramOrder(programs, rank, transport)
+        self.current_runner: ProgramRunner = self  # what runs, or ran last
+        held.shard_parameters()
 
     def step(
         self,
         inputs: Microbatches,
         targets: Microbatches,
-        scale: float | Tensor = 1.0,
+        grad_scale: float | Tensor = 1.0,
         keywords: Keywords = (),
         *,
         program: Program | None = None,
@@ -243,7 +261,7 @@ class Executor(ProgramRunner):
         `inputs[mb]` is what the first stage takes, a tensor or a tuple of them, and `targets[mb]`
         what the loss of the last is taken against; ranks that hold neither may give empty ones.
         `keywords[mb]` is a mapping of what all stages are given by name, if anything.  Gradients
-        are those of `scale` times the sum of all losses, or of an update's; it may be a 0-dim
+        are those of `grad_scale` times the sum of all losses, or of an update's; it may be a 0-dim
         tensor on the rank's device, which the host does not read.  Returns the sum of all,
         unscaled, on the rank of the last stage, and None elsewhere; each of two such ranks sums up
         those taken there.
@@ -256,9 +274,9 @@ class Executor(ProgramRunner):
 
         Raises ExecutionError that names the instruction.
         """
-        running = self if program is None else self.on(program, trains=True)
-        self._next(running)
-        return running.run(StepInputs(inputs, targets, scale, keywords))
+        running = self if program is None else self.find_runner(program, has_backward=True)
+        self._switch_program(running)
+        return running.run_step(StepInputs(inputs, targets, grad_scale, keywords))
 
     def evaluate(
         self,
@@ -276,26 +294,26 @@ class Executor(ProgramRunner):
         drawn that a step would draw, and `draws.step` stays.  Raises ModelError where a forward
         writes to a Parameter, and ExecutionError as `step`.
         """
-        running = self.on(program, trains=False)
-        self.settle()
-        self._next(running)
-        return running.look(StepInputs(inputs, targets, 1.0, keywords))
+        running = self.find_runner(program, has_backward=False)
+        self.validate_last_update()
+        self._switch_program(running)
+        return running.run_evaluation(StepInputs(inputs, targets, 1.0, keywords))
 
-    def on(self, program: Program | None, *, trains: bool) -> ProgramRunner:
+    def find_runner(self, program: Program | None, *, has_backward: bool) -> ProgramRunner:
         """What runs a program that trains or does not, the only one of its kind unless told.
 
         Raises ModelError for one that the executor was not made with.
         """
         found = [
             one
-            for one in self.running.values()
-            if one.program.trains == trains
+            for one in self.runners.values()
+            if one.program.has_backward == has_backward
             if program is None or one.program.digest == program.digest
         ]
         if len(found) == 1:
             return found[0]
-        kind = "trains" if trains else "does not train"
-        names = ", ".join(one.program.name for one in self.running.values())
+        kind = "trains" if has_backward else "does not train"
+        names = ", ".join(one.program.name for one in self.runners.values())
         what = f"program that {kind}" if program is None else f"{program.name} that {kind}"
         raise ModelError(
             f"the executor was made with {names}: of these {len(found) or 'none'} "
@@ -304,30 +322,32 @@ class Executor(ProgramRunner):
             hint="program=..." if found else "Executor(..., more=[program])",
         )
 
-    def _next(self, running: ProgramRunner) -> None:
+    def _switch_program(self, runner: ProgramRunner) -> None:
         """Note what runs next, as all processes must."""
-        self._expect_whole()
-        self.order.run(running.state.number)
-        self.now = running
+        self._require_no_failed_step()
+        self.program_order.start_run(runner.state.program_number)
+        self.current_runner = runner
 
-    def settle(self) -> None:
+    def validate_last_update(self) -> None:
         """Validate the last update, where the program validates after: until then weights and the
         optimizer's state may be wrong.  What a step returns, `norm` and `finite` are right always.
 
         All processes must call this, after the same step.
         """
-        if self.state.ahead is not None:
-            self._expect_whole()
-            self.state.transport.agree({"the step that is settled": str(self.draws.step)})
-            self.state.ahead.settle()
+        if self.state.optimistic_step is not None:
+            self._require_no_failed_step()
+            self.state.transport.check_agreement(
+                {"the step that is settled": str(self.random_streams.step)}
+            )
+            self.state.optimistic_step.finish_validation()
 
-    def kept(self) -> CheckpointState:
+    def checkpoint_state(self) -> CheckpointState:
         """What `schedir.checkpoints` saves and loads."""
-        return kept_of([self.state], self.settle)
+        return build_checkpoint_state([self.state], self.validate_last_update)
 
-    def whole(self) -> AbstractContextManager[None]:
+    def full_parameters(self) -> AbstractContextManager[None]:
         """Within this, between steps, every weight is whole where replicas keep parts (ZeRO), to be
         saved or loaded.  All processes must enter and leave it together, and write the same; it
         raises ModelError where they differ."""
-        self._expect_whole()
-        return whole(self.state)
+        self._require_no_failed_step()
+        return gather_full_parameters(self.state)

@@ -7,16 +7,18 @@ from typing import Any, NamedTuple, TypeGuard
 
 from schedir.errors import ModelError, ProgramSequenceError, describe
 from schedir.ir.program import Program
-from schedir.runtime.arguments import program_of
-from schedir.runtime.boundaries.boundary import Edges, Given
+from schedir.runtime.arguments import require_program
+from schedir.runtime.boundaries.boundary import BoundaryByEdge, BoundaryLike
 from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobatchBoundary
 from schedir.transports.transport import Transport
 from schedir.verify.program_sequence import check_program_sequence
 
 # A program, or one with what passes between its stages, where that is not as in the first.
-Beside = Program | tuple[Program, Given | Edges | PerMicrobatchBoundary | BoundaryTable]
+ExtraProgram = (
+    Program | tuple[Program, BoundaryLike | BoundaryByEdge | PerMicrobatchBoundary | BoundaryTable]
+)
 
-_TRAINED = (
+_TRAINING_ATTRIBUTES = (
     "tied_weights",
     "clip_grad_norm",
     "frozen_stages",
@@ -28,43 +30,44 @@ _TRAINED = (
 
 class _ScheduledRun(NamedTuple):
     program: Program
-    passing: BoundaryTable
+    boundaries: BoundaryTable
 
 
-def beside_of(
-    more: Sequence[Beside], program: Program, passing: BoundaryTable
+def resolve_extra_programs(
+    extra_programs: Sequence[ExtraProgram], program: Program, boundaries: BoundaryTable
 ) -> list[_ScheduledRun]:
     """The programs beside one, each with what passes between its stages.
 
     Raises ModelError for one that cannot run on the same stages, and as `BoundaryTable.of`.
     """
-    if not isinstance(more, Sequence):
+    if not isinstance(extra_programs, Sequence):
         raise ModelError(
-            f"`more` is a list of programs, not {describe(more)}", program=program.name
+            f"`extra_programs` is a list of programs, not {describe(extra_programs)}",
+            program=program.name,
         )
     runs: list[_ScheduledRun] = []
-    for one in more:
+    for one in extra_programs:
         pair = one if _is_pair(one) else (one, None)
-        other = program_of(pair[0])
-        _require_beside(program, other)
+        other = require_program(pair[0])
+        _require_compatible(program, other)
         if any(
             other.digest == known.program.digest
-            for known in (_ScheduledRun(program, passing), *runs)
+            for known in (_ScheduledRun(program, boundaries), *runs)
         ):
             raise ModelError(
                 "the program is there twice", program=other.name, hint="an executor has it once"
             )
         given: Any = pair[1]
         if given is None:
-            if len({*passing.rows}) > 1:
+            if len({*boundaries.rows}) > 1:
                 raise ModelError(
                     f"microbatches of {program.name} differ in what passes between stages, and "
                     "nobody says what passes in this program",
                     program=other.name,
                     hint="more=[(program, boundary)]",
                 )
-            given = BoundaryTable(passing.rows[:1])
-        runs.append(_ScheduledRun(other, BoundaryTable.of(given, other)))
+            given = BoundaryTable(boundaries.rows[:1])
+        runs.append(_ScheduledRun(other, BoundaryTable.from_boundary(given, other)))
     return runs
 
 
@@ -72,13 +75,13 @@ def _is_pair(one: object) -> TypeGuard[tuple[Any, Any]]:
     return isinstance(one, tuple) and len(one) == 2
 
 
-def _require_beside(program: Program, other: Program) -> None:
+def _require_compatible(program: Program, other: Program) -> None:
     """Refuse a program for which what the first has made of its stages is not right."""
 
     def refuse(fact: str, hint: str = "") -> None:
         raise ModelError(fact, program=other.name, hint=hint)
 
-    if [*map(set, program.shape.stages_of)] != [*map(set, other.shape.stages_of)]:
+    if [*map(set, program.shape.stages_on_rank)] != [*map(set, other.shape.stages_on_rank)]:
         refuse(
             f"its stages are not on the ranks on which {program.name} has them",
             "take the same ranks, stages_per_rank and placement",
@@ -89,7 +92,7 @@ def _require_beside(program: Program, other: Program) -> None:
                 f"{what} is {getattr(other, what)}, and {getattr(program, what)} in {program.name}",
                 f"compile(..., {what}={getattr(program, what)})",
             )
-    if not other.trains:
+    if not other.has_backward:
         if program.zero and other.frozen_stages != program.frozen_stages:
             refuse(
                 f"{other.frozen_stages} stages are frozen, and {program.frozen_stages} in "
@@ -98,9 +101,9 @@ def _require_beside(program: Program, other: Program) -> None:
                 f"compile(..., frozen_stages={program.frozen_stages})",
             )
         return
-    if not program.trains:
+    if not program.has_backward:
         refuse(f"it trains, and stands beside {program.name}, which does not", "give it first")
-    for what in _TRAINED:
+    for what in _TRAINING_ATTRIBUTES:
         if getattr(program, what) != getattr(other, what):
             refuse(
                 f"{what} is {getattr(other, what)!r}, and {getattr(program, what)!r} in "
@@ -126,28 +129,32 @@ class ProgramOrder:
 
     def __init__(self, programs: Sequence[Program], rank: int, transport: Transport) -> None:
         self.programs, self.rank, self.transport = programs, rank, transport
-        self.now = self.times = 0  # which runs, and how often it did since ranks told each other
+        self.current_number = self.run_count = (
+            0  # which runs, and how often it did since ranks told each other
+        )
 
-    def run(self, which: int) -> None:
+    def start_run(self, program_number: int) -> None:
         """Note that a program is about to run, by its number.
 
         Raises ProgramSequenceError, in all processes, where others are about to run another.
         """
-        if which == self.now:
-            self.times += 1
+        if program_number == self.current_number:
+            self.run_count += 1
             return
         own = self.transport
-        told = own.agree({}, (own.dp_rank, own.tp_rank, self.rank, self.times, which))
-        if {each[3:] for each in told} != {(self.times, which)}:
-            raise self._unlike(sorted(told))
-        self.now, self.times = which, 1
+        told = own.check_agreement(
+            {}, (own.dp_rank, own.tp_rank, self.rank, self.run_count, program_number)
+        )
+        if {each[3:] for each in told} != {(self.run_count, program_number)}:
+            raise self._order_error(sorted(told))
+        self.current_number, self.run_count = program_number, 1
 
-    def _unlike(self, told: Sequence[tuple[int, ...]]) -> ProgramSequenceError:
+    def _order_error(self, reports: Sequence[tuple[int, ...]]) -> ProgramSequenceError:
         """What is wrong with the order in which ranks run programs, as they tell it."""
-        least = min(times for *_, times, _ in told)
+        least = min(times for *_, times, _ in reports)
         rows: dict[tuple[int, int], list[list[Program]]] = {}
-        for dp_rank, tp_rank, _, times, which in told:
-            before = [self.programs[self.now]] * min(times - least, 2)
+        for dp_rank, tp_rank, _, times, which in reports:
+            before = [self.programs[self.current_number]] * min(times - least, 2)
             rows.setdefault((dp_rank, tp_rank), []).append([*before, self.programs[which]])
         for runs in rows.values():
             try:

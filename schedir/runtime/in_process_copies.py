@@ -17,12 +17,18 @@ from torch import Tensor, nn
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
-from schedir.runtime.parameters.parameter_copies import expect_no_node_hooks, like, share_hooks
-from schedir.runtime.parameters.tied_parameters import where
+from schedir.runtime.parameters.parameter_copies import (
+    make_parameter_like,
+    require_no_node_hooks,
+    share_hooks,
+)
+from schedir.runtime.parameters.tied_parameters import describe_places
 
-_FOLLOWED_TYPES: Final = (bool, int, float, str)  # of attributes that a copy follows
-_FOLLOWED_DICTS: Final = ("_parameters", "_buffers")  # attributes of nn.Module that it follows, too
-_State = dict[str, tuple[object, int]]  # by name, a value and the version of its tensor, else 0
+_SYNCED_TYPES: Final = (bool, int, float, str)  # of attributes that a copy follows
+_SYNCED_DICTS: Final = ("_parameters", "_buffers")  # attributes of nn.Module that it follows, too
+_AttributeState = dict[
+    str, tuple[object, int]
+]  # by name, a value and the version of its tensor, else 0
 _ABSENT: Final = object()
 
 
@@ -34,31 +40,33 @@ class StageReplica:
         stage: The number of the stage.
         copy: The copy.
         module: The module that was copied, with which the first rank computes.
-        before: What of the module the copy does not follow, as it was after the last step.
+        recorded_state: What of the module the copy does not follow, as it was after the last step.
     """
 
     stage: int
     copy: nn.Module
     module: nn.Module
-    before: _State | None = None
+    recorded_state: _AttributeState | None = None
 
-    def note_state(self) -> None:
-        """Note what of the module the copy does not follow, so that `follow` finds changes."""
-        self.before = _unfollowed_state(self.module)
+    def record_state(self) -> None:
+        """Note what of the module the copy does not follow, so that `sync_state` finds changes."""
+        self.recorded_state = _collect_unsynced_state(self.module)
 
     @torch.no_grad()
-    def follow(self, program: Program) -> None:
+    def sync_state(self, program: Program) -> None:
         """Set the copy to the present state of the module.
 
         A copy follows Parameters, buffers, the mode, and numbers and strings such as a dropout's
         `p`.  Users may change these between steps.
 
         Raises:
-            ModelError: Something else has changed since `note_state`: a submodule, a hook, or an
+            ModelError: Something else has changed since `record_state`: a submodule, a hook, or an
                 attribute that is neither a number nor a string.
         """
-        before = self.before
-        if before is not None and (name := _changed(before, _unfollowed_state(self.module))):
+        before = self.recorded_state
+        if before is not None and (
+            name := _find_changed_name(before, _collect_unsynced_state(self.module))
+        ):
             raise ModelError(
                 f"{name} of stage {self.stage} has changed between steps. The stage has several "
                 "holders, whose copies follow Parameters, buffers, modes, numbers and strings only",
@@ -67,7 +75,7 @@ class StageReplica:
             )
         for mine, theirs in zip(self.copy.modules(), self.module.modules(), strict=True):
             for name, value in vars(theirs).items():
-                if isinstance(value, _FOLLOWED_TYPES):
+                if isinstance(value, _SYNCED_TYPES):
                     setattr(mine, name, value)
             for name, p in theirs._parameters.items():
                 if p is not None:
@@ -82,7 +90,7 @@ class StageReplica:
             ModelError: A Parameter has a post-accumulate hook.  It would see only the sum over the
                 microbatches of one rank.
         """
-        if not program.trains:
+        if not program.has_backward:
             return
         named = self.module.named_parameters()
         for (name, p), copy in zip(named, self.copy.parameters(), strict=True):
@@ -94,16 +102,16 @@ class StageReplica:
                     hint="register_hook, whose hooks see the gradient of each microbatch",
                 )
             if p.requires_grad:
-                expect_no_node_hooks(p, f"{name} of stage {self.stage}")
+                require_no_node_hooks(p, f"{name} of stage {self.stage}")
             share_hooks(copy, p)
 
 
-def _unfollowed_state(module: nn.Module) -> _State:
+def _collect_unsynced_state(module: nn.Module) -> _AttributeState:
     """Return what a module has that its copies do not follow."""
-    found: _State = {}
+    found: _AttributeState = {}
     for path, owner in module.named_modules():
         for attribute, value in vars(owner).items():
-            if attribute in _FOLLOWED_DICTS or isinstance(value, _FOLLOWED_TYPES):
+            if attribute in _SYNCED_DICTS or isinstance(value, _SYNCED_TYPES):
                 continue
             name = f"{path}.{attribute}".lstrip(".")
             items = {name: value}
@@ -117,16 +125,16 @@ def _unfollowed_state(module: nn.Module) -> _State:
     return found
 
 
-def _changed(before: _State, now: _State) -> str:
+def _find_changed_name(before: _AttributeState, now: _AttributeState) -> str:
     """Return the first name whose value differs between two states, or an empty string."""
     for name in {**before, **now}:
         (x, version), (y, later) = before.get(name, (_ABSENT, 0)), now.get(name, (_ABSENT, 0))
-        if version != later or not (x is y or (isinstance(x, _FOLLOWED_TYPES) and x == y)):
+        if version != later or not (x is y or (isinstance(x, _SYNCED_TYPES) and x == y)):
             return name
     return ""
 
 
-def copy_of(module: nn.Module) -> nn.Module:
+def copy_stage(module: nn.Module) -> nn.Module:
     """Return a deep copy of a stage."""
     copy = deepcopy(module)
     # deepcopy does not copy the attributes of Parameters and the types of their gradients.
@@ -136,7 +144,7 @@ def copy_of(module: nn.Module) -> nn.Module:
     return copy
 
 
-def copies_of(
+def copy_shared_parameters(
     program: Program, stages: Sequence[nn.Module]
 ) -> list[dict[nn.Parameter, nn.Parameter]]:
     """Return, for each rank, the tensors with which it computes for Parameters of several ranks.
@@ -151,7 +159,9 @@ def copies_of(
     copies: list[dict[nn.Parameter, nn.Parameter]] = [{} for _ in range(program.shape.ranks)]
     # By Parameter and rank: the first stage that has the Parameter, and its name there.
     places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}
-    for s, (rank, module) in enumerate(zip(program.shape.rank_of.tolist(), stages, strict=True)):
+    for s, (rank, module) in enumerate(
+        zip(program.shape.first_rank_per_stage.tolist(), stages, strict=True)
+    ):
         for name, p in module.named_parameters():
             if p.requires_grad:
                 places.setdefault(p, {}).setdefault(rank, (s, name))
@@ -159,16 +169,17 @@ def copies_of(
         home, *others = of
         if others and program.zero:
             raise ModelError(
-                f"{where(of.values())} are one Parameter on {len(of)} ranks, and ZeRO level "
+                f"{describe_places(of.values())} are one Parameter on {len(of)} ranks, and "
+                "ZeRO level "
                 f"{program.zero} would shard it on each of them",
                 program=program.name,
                 hint="ties = schedir.find_tied_weights(stages), then copies: "
                 "stages = [deepcopy(stage) for stage in stages], and tied=ties for the ranks; "
                 "or zero=0",
             )
-        if others and program.trains:
-            expect_no_node_hooks(p, where(of.values()))
+        if others and program.has_backward:
+            require_no_node_hooks(p, describe_places(of.values()))
             copies[home][p] = p
             for rank in others:
-                copies[rank][p] = like(p, p.detach().clone())
+                copies[rank][p] = make_parameter_like(p, p.detach().clone())
     return copies

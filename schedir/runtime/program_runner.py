@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.total_order import one_order
+from schedir.analysis.total_order import find_total_order
 from schedir.errors import ExecutionError, ModelError
-from schedir.io.black_box import AT, SINCE, BlackBox
-from schedir.io.profiler_range_names import marks_of
+from schedir.io.black_box import POSITION_FIELD, POSITION_TIME_FIELD, BlackBox
+from schedir.io.profiler_range_names import format_range_names
 from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
-from schedir.runtime.evaluation_run import looking
-from schedir.runtime.handlers.handler_registry import linked
+from schedir.runtime.evaluation_run import evaluation_mode
+from schedir.runtime.handlers.handler_registry import link_stream
 from schedir.runtime.rank_resources import RankResources
 from schedir.runtime.rank_state import Call, State
-from schedir.runtime.recording.recorder import RecordedTransport, Timestamps, stamps_of
+from schedir.runtime.recording.recorder import RecordedTransport, Timestamps, make_timestamps
 from schedir.runtime.stage_state import StageState
 from schedir.runtime.step_inputs import Keywords, Microbatches, StepInputs
 from schedir.runtime.warm_up import RecordedState, UnsteppedParameters, warm_up
@@ -40,49 +40,56 @@ from schedir.transports.serialized_transport import SerializedTransport
 class DispatchPosition:
     """The words of a black box in which the dispatch loop notes what it has begun, and when.
 
-    `at` is memory of the process alone, unless it is given that of a file.
+    `progress` is memory of the process alone, unless it is given that of a file.
     """
 
     calls: list[Call]
 
     def __init__(self) -> None:
-        self.at: memoryview[int] = BlackBox().words
+        self.progress: memoryview[int] = BlackBox().values
 
     @property
     def position(self) -> int:
         """The instruction that was begun last, by its index in the Stream."""
-        return min(self.at[AT], len(self.calls) - 1)
+        return min(self.progress[POSITION_FIELD], len(self.calls) - 1)
 
 
 class ProgramRunner(DispatchPosition):
     """A program on what a rank holds.
 
-    With `record`, `stamps` notes when each instruction begins and ends.
+    With `record_timestamps`, `timestamps` notes when each instruction begins and ends.
     """
 
     def __init__(
         self,
         program: Program,
-        held: RankResources,
-        passing: BoundaryTable,
-        number: int,
+        resources: RankResources,
+        boundaries: BoundaryTable,
+        program_number: int,
         *,
-        record: bool,
+        record_timestamps: bool,
     ) -> None:
-        self.held, transport = held, held.transport
-        self.record, self.profiled = record, False
-        self.in_turn = transport if isinstance(transport, SerializedTransport) else None
-        self.warm = self.in_turn is None
-        self.stamps: Timestamps | None = None
-        if record:
-            self.stamps = stamps_of(program, held.rank, transport.progress_model, held.device)
-            transport = RecordedTransport(transport, self.stamps)
-        self.state = State(program, held, transport, passing, number)
-        if self.stamps is not None:
-            self.state.as_of, self.state.on_lane = self.stamps.as_of, self.stamps.on_lane
-        self.unstepped = UnsteppedParameters(self.state)
+        self.resources, transport = resources, resources.transport
+        self.record_timestamps, self.is_profiled = record_timestamps, False
+        self.serialized_transport = (
+            transport if isinstance(transport, SerializedTransport) else None
+        )
+        self.is_warm = self.serialized_transport is None
+        self.timestamps: Timestamps | None = None
+        if record_timestamps:
+            self.timestamps = make_timestamps(
+                program, resources.rank, transport.progress_model, resources.device
+            )
+            transport = RecordedTransport(transport, self.timestamps)
+        self.state = State(program, resources, transport, boundaries, program_number)
+        if self.timestamps is not None:
+            self.state.record_as, self.state.get_lane_observer = (
+                self.timestamps.attribute_to,
+                self.timestamps.make_lane_observer,
+            )
+        self.unstepped_parameters = UnsteppedParameters(self.state)
         super().__init__()
-        self.calls = linked(self.state)
+        self.calls = link_stream(self.state)
 
     @property
     def program(self) -> Program:
@@ -100,46 +107,46 @@ class ProgramRunner(DispatchPosition):
         return self.state.stages
 
     @property
-    def under_way(self) -> bool:
+    def is_in_step(self) -> bool:
         """Whether the rank is in a step, or in one that has failed."""
-        return self.held.under_way
+        return self.resources.is_in_step
 
-    @under_way.setter
-    def under_way(self, under_way: bool) -> None:
-        self.held.under_way = under_way
+    @is_in_step.setter
+    def is_in_step(self, is_in_step: bool) -> None:
+        self.resources.is_in_step = is_in_step
 
     @property
-    def draws(self) -> RandomStreams:
+    def random_streams(self) -> RandomStreams:
         """What modules draw from; its `step` is the number of the next step."""
-        return self.state.draws
+        return self.state.random_streams
 
     @property
-    def norm(self) -> Tensor:
+    def grad_norm(self) -> Tensor:
         """The global norm of the last update's gradients before clipping, if the program clips:
         0-dim, float64, on the rank's device."""
-        return (self.held.stepped or self.state.norm_and_finite)()[0]
+        return (self.resources.get_last_update_result or self.state.get_update_result)()[0]
 
     @property
-    def finite(self) -> Tensor:
+    def finite_updates(self) -> Tensor:
         """Of each update of the last step whether it was made: bool, on the rank's device."""
-        return (self.held.stepped or self.state.norm_and_finite)()[1]
+        return (self.resources.get_last_update_result or self.state.get_update_result)()[1]
 
-    def run(self, batch: StepInputs) -> Tensor | None:
+    def run_step(self, batch: StepInputs) -> Tensor | None:
         """As Executor.step."""
-        if not self.warm:
+        if not self.is_warm:
             self._warm_up(batch)
-        return self._step(batch)
+        return self._run_until_valid(batch)
 
-    def look(self, batch: StepInputs) -> Tensor | None:
+    def run_evaluation(self, batch: StepInputs) -> Tensor | None:
         """As Executor.evaluate."""
-        with looking(self.state):
-            return self.run(batch)
+        with evaluation_mode(self.state):
+            return self.run_step(batch)
 
-    def step_in_turn(
+    def step_serialized(
         self,
         inputs: Microbatches,
         targets: Microbatches,
-        scale: float | Tensor = 1.0,
+        grad_scale: float | Tensor = 1.0,
         keywords: Keywords = (),
     ) -> Tensor | None:
         """As `step`, over a transport of streams, but one instruction after the other, in an order
@@ -147,90 +154,102 @@ class ProgramRunner(DispatchPosition):
 
         All processes must call this.  Raises ModelError over another transport.
         """
-        if self.in_turn is None:
+        if self.serialized_transport is None:
             raise ModelError(
                 "one instruction after the other is for messages on streams of their own",
                 program=self.program.name,
             )
-        with self.in_turn.one_by_one():
-            return self._step(StepInputs(inputs, targets, scale, keywords), self._one_order)
+        with self.serialized_transport.serialize():
+            return self._run_until_valid(
+                StepInputs(inputs, targets, grad_scale, keywords), self._serial_order
+            )
 
     @cached_property
-    def _one_order(self) -> list[int]:
+    def _serial_order(self) -> list[int]:
         of = self.state.transport
-        graph = Graph.of(self.program, of.progress_model, blocking_hosts=of.blocking_hosts)
-        return [*map(int, one_order(graph)[self.rank])]
+        graph = Graph.from_program(
+            self.program, of.progress_model, blocking_hosts=of.blocking_hosts
+        )
+        return [*map(int, find_total_order(graph)[self.rank])]
 
     def _warm_up(self, batch: StepInputs) -> None:
         """Do whatever a step does at first use, in steps in turn that are undone."""
-        self.state.expect(batch)
-        record, self.record = self.record, False
+        self.state.require_inputs(batch)
+        record, self.record_timestamps = self.record_timestamps, False
         try:
-            warm_up(self.state, self.step_in_turn, batch)
+            warm_up(self.state, self.step_serialized, batch)
         finally:
-            self.record = record
-        self.warm = True
+            self.record_timestamps = record
+        self.is_warm = True
 
-    def _step(self, batch: StepInputs, order: Sequence[int] | None = None) -> Tensor | None:
+    def _run_until_valid(
+        self, batch: StepInputs, order: Sequence[int] | None = None
+    ) -> Tensor | None:
         """A step in the order of the Stream, or another one; again where it was in vain."""
         try:
-            total = self._once(batch, order)
-            while self.is_in_vain():
-                total = self._once(batch, order)
+            total = self._run_once(batch, order)
+            while self.needs_rerun():
+                total = self._run_once(batch, order)
         except BaseException:  # an interrupt, too, must not leave modules what stands in
-            self.state.fail(begun=self.under_way)
+            self.state.abort_step(has_begun=self.is_in_step)
             raise
         return total
 
-    def _once(self, batch: StepInputs, order: Sequence[int] | None) -> Tensor | None:
-        self.begin(batch)
-        with self.draws.kept(), torch.set_grad_enabled(self.program.trains):
-            if order or self.record or self.profiled:
+    def _run_once(self, batch: StepInputs, order: Sequence[int] | None) -> Tensor | None:
+        self.begin_step(batch)
+        with (
+            self.random_streams.preserve_generators(),
+            torch.set_grad_enabled(self.program.has_backward),
+        ):
+            if order or self.record_timestamps or self.is_profiled:
                 for k in order or range(len(self.calls)):
-                    self.call(k)
+                    self.run_instruction(k)
             else:
-                self._run()
-        return self.finish()
+                self._run_instructions()
+        return self.finish_step()
 
-    def _run(self) -> None:
+    def _run_instructions(self) -> None:
         """Every call in order, and nothing else."""
-        self.under_way, at, clock = True, self.at, monotonic_ns
+        self.is_in_step, at, clock = True, self.progress, monotonic_ns
         try:
             for k, (wait, run) in enumerate(self.calls):
-                at[AT], at[SINCE] = k, clock()
+                at[POSITION_FIELD], at[POSITION_TIME_FIELD] = k, clock()
                 if wait is not None:
                     wait()
                 run()
         except Exception as error:
-            raise self.state.failed(self.position, error) from error
+            raise self.state.wrap_error(self.position, error) from error
 
-    def begin(self, batch: StepInputs) -> None:
+    def begin_step(self, batch: StepInputs) -> None:
         """Make ready for a step; then every call is made once, in a legal order."""
         state = self.state
-        self._expect_whole()
-        self.held.unchanged.expect(self.program.name)
-        state.expect(batch)
-        self.profiled = self.warm and torch.autograd.profiler._is_profiler_enabled
-        if state.ahead is not None and state.ahead.begin():
-            noted = RecordedState(state, batch, self.unstepped)
-            batch, state.ahead.put_back = noted.batch, noted.put_back
-        self.at[AT] = 0
-        state.begin(batch)
+        self._require_no_failed_step()
+        self.resources.parameter_guard.require_unchanged(self.program.name)
+        state.require_inputs(batch)
+        self.is_profiled = self.is_warm and torch.autograd.profiler._is_profiler_enabled
+        if state.optimistic_step is not None and state.optimistic_step.begin_step():
+            noted = RecordedState(state, batch, self.unstepped_parameters)
+            batch, state.optimistic_step.restore_step_state = noted.batch, noted.restore
+        self.progress[POSITION_FIELD] = 0
+        state.begin_step(batch)
 
-    def is_in_vain(self) -> bool:
+    def needs_rerun(self) -> bool:
         """Whether the step that has ended was run on wrong weights, on all ranks: these are right
         now, all else is as it was, and it must be run again."""
-        ahead, self.under_way = self.state.ahead, True  # who fails here has failed in the step
+        ahead, self.is_in_step = (
+            self.state.optimistic_step,
+            True,
+        )  # who fails here has failed in the step
         try:
-            in_vain = ahead is not None and ahead.ended()
+            in_vain = ahead is not None and ahead.end_step()
         except Exception as error:
-            raise self.state.failed(self.position, error) from error
-        self.under_way = False
+            raise self.state.wrap_error(self.position, error) from error
+        self.is_in_step = False
         return in_vain
 
-    def _expect_whole(self) -> None:
+    def _require_no_failed_step(self) -> None:
         """Raise ExecutionError after a step that has failed."""
-        if self.under_way:
+        if self.is_in_step:
             raise ExecutionError(
                 f"rank {self.rank} has failed in the step before, and left messages on their way",
                 program=self.program.name,
@@ -238,34 +257,41 @@ class ProgramRunner(DispatchPosition):
             )
 
     @cached_property
-    def _marks(self) -> list[str]:
+    def _profiler_range_names(self) -> list[str]:
         """The names of the ranges that instructions are under torch.profiler, by their index."""
-        return marks_of(self.state.stream)
+        return format_range_names(self.state.stream)
 
-    def call(self, k: int) -> None:
+    def run_instruction(self, index: int) -> None:
         """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""
-        self.under_way, self.at[AT], self.at[SINCE] = True, k, monotonic_ns()
-        wait, run = self.calls[k]
-        stamps = self.stamps if self.record else None
+        self.is_in_step, self.progress[POSITION_FIELD], self.progress[POSITION_TIME_FIELD] = (
+            True,
+            index,
+            monotonic_ns(),
+        )
+        wait, run = self.calls[index]
+        stamps = self.timestamps if self.record_timestamps else None
         try:
             if wait is not None:
                 wait()
             if stamps is not None:
-                stamps.begins(k)
-            if self.profiled:
-                with record_function(self._marks[k]):
+                stamps.begin_instruction(index)
+            if self.is_profiled:
+                with record_function(self._profiler_range_names[index]):
                     run()
             else:
                 run()
             if stamps is not None:
-                stamps.ends(k)
+                stamps.end_instruction(index)
         except Exception as error:
-            raise self.state.failed(self.position, error) from error
+            raise self.state.wrap_error(self.position, error) from error
 
-    def finish(self) -> Tensor | None:
+    def finish_step(self) -> Tensor | None:
         """End a step: everything that is still on its way out is waited for."""
-        self.at[AT], self.at[SINCE] = len(self.calls), monotonic_ns()
-        total, self.under_way = self.state.finish(), False
-        if self.stamps is not None and self.record:
-            self.stamps.close()
+        self.progress[POSITION_FIELD], self.progress[POSITION_TIME_FIELD] = (
+            len(self.calls),
+            monotonic_ns(),
+        )
+        total, self.is_in_step = self.state.finish_step(), False
+        if self.timestamps is not None and self.record_timestamps:
+            self.timestamps.end_step()
         return total

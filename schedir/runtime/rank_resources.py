@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from schedir.analysis.memory.buffer_slots import KINDS, assign, counts
+from schedir.analysis.memory.buffer_slots import SLOT_KINDS, assign_slots, count_slots
 from schedir.errors import ModelError
-from schedir.ir.isa.instructions import BOUNDARY, RECEIVES, ROWS, Opcode, Value
+from schedir.ir.isa.instructions import BOUNDARY_VALUES, INSTRUCTIONS, RECV_OPS, Opcode, Value
 from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
@@ -21,17 +21,21 @@ from schedir.runtime.model_checks.parameter_guard import ParameterGuard
 from schedir.runtime.offload.copy_lanes import CopyLanes
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState
-from schedir.runtime.offload.host_optimizer_state import HostOptimizerState, require_by_stage
+from schedir.runtime.offload.host_optimizer_state import HostOptimizerState, require_stagewise_steps
 from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.offload.snapshot_copies import SnapshotCopies
 from schedir.runtime.parameters import overlapped_reduction
 from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike
 from schedir.runtime.parameters.optimistic_step import OptimisticStep
-from schedir.runtime.parameters.sharded_parameters import cut_state
-from schedir.runtime.parameters.tied_parameters import TiedWeight, is_apart, stand_ins
+from schedir.runtime.parameters.sharded_parameters import shard_optimizer_state
+from schedir.runtime.parameters.tied_parameters import (
+    TiedWeight,
+    has_separate_copies,
+    make_substitutes,
+)
 from schedir.runtime.stage_state import StageState
-from schedir.transports.transport import Place, Transport
+from schedir.transports.transport import SlotKey, Transport
 
 Loss = Callable[[Any, Any], Tensor]  # of what the last stage gives, and a target
 
@@ -54,71 +58,87 @@ class RankResources:
         max_norm: float,
         loss_scale: LossScale | None,
         seed: int | None,
-        weights: Sequence[TiedWeight] = (),
-        copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
-        others: Sequence[nn.Module] = (),
-        adds: bool = False,
+        tied_weights: Sequence[TiedWeight] = (),
+        parameter_copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
+        other_rank_stages: Sequence[nn.Module] = (),
+        accumulate_grads: bool = False,
         debug: bool = False,
-        tiers: MemoryTiers | None = None,
+        memory_tiers: MemoryTiers | None = None,
     ) -> None:
         self.debug = debug  # the host may look at what is computed, wherever that is
-        self.adds = adds  # gradients, to what is there, as autograd does
+        self.accumulate_grads = accumulate_grads  # gradients, to what is there, as autograd does
         self.rank, self.transport, self.loss = rank, transport, loss
         self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
-        self.tied, self.copies, shape = weights, copies, program.shape
-        self.others = others  # stages of other ranks, as far as this process knows them
-        instead, self.aliases = stand_ins(weights, copies)
-        self.apart = any(is_apart(weight, shape) for weight in weights)
-        self.share = ShardSpec(program.dp, transport.dp_rank, program.zero)
+        self.tied_weights, self.parameter_copies, shape = (
+            tied_weights,
+            parameter_copies,
+            program.shape,
+        )
+        self.other_rank_stages = (
+            other_rank_stages  # stages of other ranks, as far as this process knows them
+        )
+        instead, self.aliases = make_substitutes(tied_weights, parameter_copies)
+        self.has_separate_copies = any(
+            has_separate_copies(weight, shape) for weight in tied_weights
+        )
+        self.shard_spec = ShardSpec(program.dp, transport.dp_rank, program.zero)
         self.stages = {
             s: StageState(
                 stages[s],
                 instead.get(s, {}),
-                most=None
-                if adds
-                else overlapped_reduction.BUCKET
-                if self.share != ShardSpec()
+                max_bucket_bytes=None
+                if accumulate_grads
+                else overlapped_reduction.BUCKET_BYTES
+                if self.shard_spec != ShardSpec()
                 else inf,
-                share=self.share
+                shard_spec=self.shard_spec
                 if s >= program.frozen_stages
                 else ShardSpec(program.dp, transport.dp_rank),
-                tied=[weight.own[s] for weight in weights if s in weight.own],
+                tied_parameters=[
+                    weight.local_copies[s] for weight in tied_weights if s in weight.local_copies
+                ],
                 aliases=self.aliases,
             )
-            for s in shape.stages_of[rank]
+            for s in shape.stages_on_rank[rank]
         }
-        self.unchanged = ParameterGuard({s: stages[s] for s in self.stages})
-        self.may_step = True  # else the optimizer is held back
-        self.device = device_of(stages)
+        self.parameter_guard = ParameterGuard({s: stages[s] for s in self.stages})
+        self.can_step = True  # else the optimizer is held back
+        self.device = find_device(stages)
         self.snapshots = SnapshotCopies(self.device)
-        self.lanes, self.tiers = (
+        self.copy_lanes, self.memory_tiers = (
             CopyLanes(self.device),
-            tiers or MemoryTiers(self.device, rank, (), None),
+            memory_tiers or MemoryTiers(self.device, rank, (), None),
         )
-        self.states: HostOptimizerState | None = None  # where the optimizer's lie elsewhere
-        if program.optimizer_placement != "device" and program.trains:
+        self.host_optimizer_state: HostOptimizerState | None = (
+            None  # where the optimizer's lie elsewhere
+        )
+        if program.optimizer_placement != "device" and program.has_backward:
             trained = {s: stages[s].parameters() for s in self.stages if s >= program.frozen_stages}
-            parameters = {s: [copies.get(p, p) for p in own] for s, own in trained.items()}
-            require_by_stage(program, parameters, optimizer)
+            parameters = {
+                s: [parameter_copies.get(p, p) for p in own] for s, own in trained.items()
+            }
+            require_stagewise_steps(program, parameters, optimizer)
             if optimizer is not None:
-                self.states = self._states_of(program, parameters, optimizer)
-        self.draws = RandomStreams(seed, self.device)
-        self.ahead: OptimisticStep | None = None
-        if program.norm_check == "after_step" and program.trains:
+                self.host_optimizer_state = self._create_optimizer_state(
+                    program, parameters, optimizer
+                )
+        self.random_streams = RandomStreams(seed, self.device)
+        self.optimistic_step: OptimisticStep | None = None
+        if program.norm_check == "after_step" and program.has_backward:
             own = self.stages.values()
-            self.ahead = OptimisticStep(
+            self.optimistic_step = OptimisticStep(
                 [stage.gradients for stage in own], [stage.module for stage in own],
-                optimizer, loss_scale, self.draws, self.device, debug,
+                optimizer, loss_scale, self.random_streams, self.device, debug,
             )  # fmt: skip
-        self.under_way = False  # in a step, or one that has failed
+        self.is_in_step = False  # in a step, or one that has failed
         # Of the last update, its norm and what of it was finite.
-        self.stepped: Callable[[], tuple[Tensor, Tensor]] | None = None
-        self.rooms: dict[Value, list[int]] = {}  # the bytes of each slot, by kind
-        self.buffers: dict[Place, Tensor] = {}  # static memory of what is received
+        self.get_last_update_result: Callable[[], tuple[Tensor, Tensor]] | None = None
+        self.buffer_sizes: dict[Value, list[int]] = {}  # the bytes of each slot, by kind
+        self.receive_buffers: dict[SlotKey, Tensor] = {}  # static memory of what is received
         # Static memory of sent values, also by the instructions that change their form.
-        self.outgoing: dict[tuple[Value, int, tuple[Opcode, ...]], Tensor] = {}
+        self.send_buffers: dict[tuple[Value, int, tuple[Opcode, ...]], Tensor] = {}
 
-    def _states_of(
+    def _create_optimizer_state(
         self, program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike
     ) -> HostOptimizerState:
         """Return what moves the optimizer's states as the program says.  Raises ModelError for an
@@ -128,58 +148,62 @@ class RankResources:
             for s, stage in self.stages.items()
             for p, name in stage.gradients.names.items()
         }
-        given = parameters, optimizer, self.lanes, self.device, names
+        given = parameters, optimizer, self.copy_lanes, self.device, names
         try:
             if program.optimizer_placement == "disk":
-                return DiskOptimizerState(*given, self.tiers)
+                return DiskOptimizerState(*given, self.memory_tiers)
             if program.optimizer_placement == "cpu_step":
-                return CpuOptimizer(*given, self.stages, self.share.replica)
+                return CpuOptimizer(*given, self.stages, self.shard_spec.replica)
             return HostOptimizerState(*given)
         except ModelError as error:
             error.program = program.name
             raise
 
-    def make_room(self, runs: Sequence[tuple[Program, BoundaryTable]]) -> None:
+    def allocate_buffers(self, runs: Sequence[tuple[Program, BoundaryTable]]) -> None:
         """Make memory for the messages of programs, in which none is while another runs: for each
         slot that of the largest; all processes must call this."""
         for program, passing in runs:
-            for kind, sizes in rooms_of(program, self.rank, passing).items():
-                both = zip_longest(self.rooms.get(kind, ()), sizes, fillvalue=0)
-                self.rooms[kind] = [max(pair) for pair in both]
-        received = {kind: self.rooms[kind] for op in RECEIVES for kind in ROWS[op].gives}
+            for kind, sizes in compute_buffer_sizes(program, self.rank, passing).items():
+                both = zip_longest(self.buffer_sizes.get(kind, ()), sizes, fillvalue=0)
+                self.buffer_sizes[kind] = [max(pair) for pair in both]
+        received = {
+            kind: self.buffer_sizes[kind] for op in RECV_OPS for kind in INSTRUCTIONS[op].gives
+        }
         programs = [program for program, _ in runs]
-        self.buffers = self.transport.buffers(received, self.device, programs)
+        self.receive_buffers = self.transport.allocate_buffers(received, self.device, programs)
 
-    def cut(self) -> None:
+    def shard_parameters(self) -> None:
         """Keep of what replicas share no more than the own part: the end of what can be undone."""
         parts: dict[nn.Parameter, Tensor] = {}
         pieces: dict[nn.Parameter, tuple[torch.Size, int, int]] = {}
         for stage in self.stages.values():
-            if (weights := stage.weights) is not None:
-                weights.cut(parts)
-                for bucket, own in zip(weights.buckets, weights.own, strict=True):
+            if (weights := stage.sharded_parameters) is not None:
+                weights.shard_weights(parts)
+                for bucket, own in zip(weights.buckets, weights.shards, strict=True):
                     parts |= dict.fromkeys(bucket.parameters[:1], own)
-                    ranges = bucket.ranges(self.share.replica)
+                    ranges = bucket.list_shard_ranges(self.shard_spec.replica)
                     for p, shape, (low, high, _) in zip(
                         bucket.parameters, bucket.shapes, ranges, strict=True
                     ):
                         pieces[p] = shape, low, high
-        cut_state(self.optimizer, pieces)
+        shard_optimizer_state(self.optimizer, pieces)
 
 
-def rooms_of(program: Program, rank: int, passing: BoundaryTable) -> dict[Value, list[int]]:
+def compute_buffer_sizes(
+    program: Program, rank: int, boundaries: BoundaryTable
+) -> dict[Value, list[int]]:
     """The bytes of each slot that messages leave or come into, by kind: of the largest."""
-    number = dict(zip(KINDS, counts(program)[rank].tolist(), strict=True))
-    rooms = {kind: [0] * number[kind] for kind in BOUNDARY}
-    for (kind, stage, mb), fills in assign(program, rank).items():
-        if kind in rooms and program.other(kind, stage) >= 0:
-            size = passing[mb].carried(kind, stage).nbytes
+    number = dict(zip(SLOT_KINDS, count_slots(program)[rank].tolist(), strict=True))
+    rooms = {kind: [0] * number[kind] for kind in BOUNDARY_VALUES}
+    for (kind, stage, mb), fills in assign_slots(program, rank).items():
+        if kind in rooms and program.peer_stage(kind, stage) >= 0:
+            size = boundaries[mb].get_value_tensors(kind, stage).nbytes
             for slot in fills.values():
                 rooms[kind][slot] = max(rooms[kind][slot], size)
     return rooms
 
 
-def device_of(stages: Mapping[int, nn.Module]) -> torch.device:
+def find_device(stages: Mapping[int, nn.Module]) -> torch.device:
     """Where a rank's stages are: where their parameters are.
 
     Raises ModelError if they are in several places.

@@ -23,50 +23,65 @@ class StageState:
     def __init__(
         self,
         module: nn.Module,
-        instead: Mapping[nn.Parameter, nn.Parameter],
+        stand_ins: Mapping[nn.Parameter, nn.Parameter],
         *,
-        most: float | None,
-        share: ShardSpec,
-        tied: Collection[nn.Parameter],
+        max_bucket_bytes: float | None,
+        shard_spec: ShardSpec,
+        tied_parameters: Collection[nn.Parameter],
         aliases: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
         self.module = module
-        self.lender = StageInputAdapter()
-        self.own = LocalTies(module, instead) if instead else None  # where it shares a Parameter
-        if self.own is not None:
-            self.own.use()
-        self.gradients = GradientBuffers(module, most, share, tied)
-        self.weights = ShardedParameters(self.gradients, share, aliases) if share.zero else None
+        self.input_adapter = StageInputAdapter()
+        self.local_ties = (
+            LocalTies(module, stand_ins) if stand_ins else None
+        )  # where it shares a Parameter
+        if self.local_ties is not None:
+            self.local_ties.install_substitutes()
+        self.gradients = GradientBuffers(module, max_bucket_bytes, shard_spec, tied_parameters)
+        self.sharded_parameters = (
+            ShardedParameters(self.gradients, shard_spec, aliases) if shard_spec.zero else None
+        )
         # What is on its way to an instruction that takes in a value, by kind and microbatch.
         self.arrivals: dict[tuple[Value, int], Work] = {}
-        self.layers_seen = False  # what is split, in a backward that used all that could be
-        self.warned_of_layers = False  # that some are not split
-        self.parameters_checked = most is None  # that an output depends on no Parameters of others
-        self.warned_of_buffers = False  # that they are not what a plain loop leaves
-        self.looked_at: set[tuple[Opcode, bool]] = set()  # buffers, by value, in which mode
-        self.rewritten: set[tuple[str, str]] = set()  # buffers that have been, as they were
+        self.has_checked_layers = False  # what is split, in a backward that used all that could be
+        self.has_warned_of_layers = False  # that some are not split
+        self.has_checked_parameters = (
+            max_bucket_bytes is None
+        )  # that an output depends on no Parameters of others
+        self.has_warned_of_buffers = False  # that they are not what a plain loop leaves
+        self.checked_buffer_modes: set[tuple[Opcode, bool]] = (
+            set()
+        )  # buffers, by value, in which mode
+        self.rewritten_buffers: set[tuple[str, str]] = set()  # buffers that have been, as they were
         # Buffers that forwards write to, by whether the stage is training: of what is recomputed.
-        self.written: dict[bool, set[str]] = {}
+        self.written_buffers: dict[bool, set[str]] = {}
         # The instructions and training modes that were seen to write to no weight that has copies.
-        self.weights_checked: set[tuple[Opcode, bool]] = set()
-        self.watched: set[bool] = set()  # that it reads weights of its own only, in which mode
-        self.run_again: set[bool] = set()  # what it trains was looked at by value, in which mode
-        self.restore()
+        self.checked_weight_modes: set[tuple[Opcode, bool]] = set()
+        self.checked_read_modes: set[bool] = (
+            set()
+        )  # that it reads weights of its own only, in which mode
+        self.checked_recompute_modes: set[bool] = (
+            set()
+        )  # what it trains was looked at by value, in which mode
+        self.restore_parameters()
 
-    def versions(self, shape: PipelineShape, instrs: Iterable[tuple[int, Instr]]) -> WeightVersions:
+    def create_weight_versions(
+        self, shape: PipelineShape, instrs: Iterable[tuple[int, Instr]]
+    ) -> WeightVersions:
         """What keeps its weights after each update of a step; `instrs` are those of the stage, with
         their indices in the Stream."""
-        if self.own is not None:
-            self.own.use()
+        if self.local_ties is not None:
+            self.local_ties.install_substitutes()
         versions = WeightVersions(self.module, shape, instrs)
-        self.restore()
+        self.restore_parameters()
         return versions
 
-    def restore(self, versions: WeightVersions | None = None) -> None:
-        """Let the module have its parameters as everybody sees them, and not `versions` of them."""
-        if self.weights is not None:
-            self.weights.rest()
+    def restore_parameters(self, versions: WeightVersions | None = None) -> None:
+        """Let the module have its parameters as everybody sees them, and not
+        `create_weight_versions` of them."""
+        if self.sharded_parameters is not None:
+            self.sharded_parameters.to_resting_state()
         if versions is not None:
             versions.restore()
-        if self.own is not None:
-            self.own.restore()
+        if self.local_ties is not None:
+            self.local_ties.restore()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from schedir.errors import ExecutionError, ModelError, describe
 from schedir.ir.program import Program
-from schedir.runtime.arguments import expect_all
+from schedir.runtime.arguments import require_all_microbatches
 
 Microbatches = Sequence[Any] | Tensor  # a tensor or a tuple of tensors each, or stacked
 Keywords = Sequence[Mapping[str, Any]]  # of each microbatch; empty where there are none
@@ -20,46 +20,52 @@ class StepInputs(NamedTuple):
 
     inputs: Microbatches = ()
     targets: Microbatches = ()
-    scale: float | Tensor = 1.0
+    grad_scale: float | Tensor = 1.0
     keywords: Keywords = ()
 
-    def expect(self, program: Program, rank: int, *, first: bool, last: bool) -> None:
+    def require_complete(
+        self, program: Program, rank: int, *, has_first_stage: bool, has_last_stage: bool
+    ) -> None:
         """Raise ExecutionError where a rank takes microbatches, and is not given all: inputs if it
-        has the `first` stage, targets if it has the `last`, keywords in any case, if at all."""
-        for name, given, takes in (("inputs", self.inputs, first), ("targets", self.targets, last)):
+        has the `has_first_stage` stage, targets if it has the `has_last_stage`, keywords in any
+        case, if at all."""
+        for name, given, takes in (
+            ("inputs", self.inputs, has_first_stage),
+            ("targets", self.targets, has_last_stage),
+        ):
             if takes:
-                expect_all(given, name, program, rank)
-        expect_keywords(self.keywords, program)
+                require_all_microbatches(given, name, program, rank)
+        require_keywords(self.keywords, program)
         if len(self.keywords):
-            expect_all(self.keywords, "keywords", program, rank)
+            require_all_microbatches(self.keywords, "keywords", program, rank)
 
-    def keywords_of(self, mb: int) -> Mapping[str, Any]:
+    def get_keywords(self, mb: int) -> Mapping[str, Any]:
         """What every stage is given by name for a microbatch."""
-        return self.keywords[mb] if self.keywords else _NONE
+        return self.keywords[mb] if self.keywords else _NO_KEYWORDS
 
 
-_NONE: Mapping[str, Any] = {}
+_NO_KEYWORDS: Mapping[str, Any] = {}
 
 
-def tensors_of(given: object, mb: int) -> tuple[Tensor, ...]:
+def require_input_tensors(value: object, mb: int) -> tuple[Tensor, ...]:
     """What the first stage takes of a microbatch: a tensor, or a tuple or list of them.
 
     Raises ModelError for anything else.
     """
-    if isinstance(given, Tensor):
-        return (given,)
-    if isinstance(given, tuple | list) and all(isinstance(x, Tensor) for x in given):
-        return tuple(given)
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, tuple | list) and all(isinstance(x, Tensor) for x in value):
+        return tuple(value)
     raise ModelError(
-        f"inputs[{mb}] is {describe(given)}, and no tensor or tuple of tensors",
+        f"inputs[{mb}] is {describe(value)}, and no tensor or tuple of tensors",
         hint="what a stage takes by name, or what is no tensor, goes into keywords",
     )
 
 
-def expect_keywords(given: object, program: Program | None = None) -> None:
+def require_keywords(value: object, program: Program | None = None) -> None:
     """Raise ExecutionError for what is not a mapping of names for each microbatch."""
-    whole = isinstance(given, Sequence) and not isinstance(given, str | bytes)
-    wrong = [each for each in given if not _named(each)] if whole else [given]  # type: ignore[attr-defined]
+    whole = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    wrong = [each for each in value if not _has_string_keys(each)] if whole else [value]  # type: ignore[attr-defined]
     if wrong:
         raise ExecutionError(
             "keywords are for each microbatch a mapping whose keys are names, and "
@@ -69,5 +75,5 @@ def expect_keywords(given: object, program: Program | None = None) -> None:
         )
 
 
-def _named(each: object) -> bool:
+def _has_string_keys(each: object) -> bool:
     return isinstance(each, Mapping) and all(isinstance(name, str) for name in each)

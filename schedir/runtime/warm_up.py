@@ -11,28 +11,32 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ModelError
-from schedir.runtime.autograd.module_buffers import remembered, restored
-from schedir.runtime.model_checks.tensor_fingerprint import same_bits, traces_of
-from schedir.runtime.parameters.mixed_precision import innermost, is_gated, is_known
+from schedir.runtime.autograd.module_buffers import make_buffer_restorer, preserve_buffers
+from schedir.runtime.model_checks.tensor_fingerprint import get_write_traces, has_same_bits
+from schedir.runtime.parameters.mixed_precision import (
+    has_gated_step,
+    has_known_effects,
+    unwrap_optimizer,
+)
 from schedir.runtime.rank_state import State
 from schedir.runtime.step_inputs import Microbatches, StepInputs
 
 # Steps before the first.  One makes an optimizer's state, where activations have left memory; the
 # next finds room for these beside it, and one more for what then lies in pieces.
-WARM: Final = 3
+WARM_UP_STEPS: Final = 3
 
 
 def warm_up(state: State, step: Callable[..., object], batch: StepInputs) -> None:
     """Run as many steps, each on a copy of a batch, and undo them."""
-    with undone(state):
-        for _ in range(WARM):
-            step(*copied(batch))
+    with undo_steps(state):
+        for _ in range(WARM_UP_STEPS):
+            step(*copy_on_access(batch))
     if state.device.type == "cuda":
         torch.cuda.synchronize(state.device)
 
 
 @contextmanager
-def undone(state: State) -> Iterator[None]:
+def undo_steps(state: State) -> Iterator[None]:
     """What steps change is after this context what it was, in the same memory.
 
     That is weights, which a forward may write to, and of which the host keeps a copy meanwhile;
@@ -44,38 +48,42 @@ def undone(state: State) -> Iterator[None]:
     host keeps a copy of its state, too.  One that is not torch's, or has hooks on its step, is left
     out: it may change what nobody else knows of.
     """
-    inner: Any = innermost(state.optimizer)
-    steps = is_known(state.optimizer) and not is_gated(state.optimizer)
+    inner: Any = unwrap_optimizer(state.optimizer)
+    steps = has_known_effects(state.optimizer) and not has_gated_step(state.optimizer)
     modules = [stage.module for stage in state.stages.values()]
     own = {p for module in modules for p in module.parameters() if p.requires_grad}
     if isinstance(state.loss, nn.Module):
         modules.append(state.loss)
-    gradients = [(p, p.grad) for p in others_of(state)]
+    gradients = [(p, p.grad) for p in find_unmanaged_parameters(state)]
     kept: list[object] = [*own, *(gradient for _, gradient in gradients)]
-    stepped = state.held.stepped
+    stepped = state.resources.get_last_update_result
     if state.loss_scale is not None:
-        kept += [state.loss_scale.value, state.loss_scale.good]
+        kept += [state.loss_scale.value, state.loss_scale.good_steps]
     if steps:
         kept += [*inner.param_groups, *inner.state.values()]
     tensors = dict.fromkeys(t for t in tree_leaves(kept) if isinstance(t, Tensor))
     was = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
-    rank, step, might = state.held, state.draws.step, state.held.may_step  # within another
-    rank.may_step = might and steps
-    held = state.ahead is not None and state.ahead.held
-    if state.ahead is not None:
-        state.ahead.held = True
+    rank, step, might = (
+        state.resources,
+        state.random_streams.step,
+        state.resources.can_step,
+    )  # within another
+    rank.can_step = might and steps
+    held = state.optimistic_step is not None and state.optimistic_step.is_warm_up
+    if state.optimistic_step is not None:
+        state.optimistic_step.is_warm_up = True
     try:
         with ExitStack() as changed:
             for module in modules:
-                changed.enter_context(restored(module, state.device))
+                changed.enter_context(preserve_buffers(module, state.device))
             if steps:
-                changed.enter_context(_with_its_tables(inner))
+                changed.enter_context(_restore_optimizer_tables(inner))
             yield
     finally:
-        rank.may_step, state.draws.step = might, step
-        rank.stepped = stepped
-        if state.ahead is not None:
-            state.ahead.held = held
+        rank.can_step, state.random_streams.step = might, step
+        rank.get_last_update_result = stepped
+        if state.optimistic_step is not None:
+            state.optimistic_step.is_warm_up = held
         for p, gradient in gradients:
             p.grad = gradient
         with torch.no_grad():
@@ -84,7 +92,7 @@ def undone(state: State) -> Iterator[None]:
 
 
 class RecordedState:
-    """A step that may be in vain: `put_back` lets all be as before it, but weights and optimizer.
+    """A step that may be in vain: `restore` lets all be as before it, but weights and optimizer.
 
     That is buffers of modules, and of a loss that is one; Parameters that no optimizer steps, and a
     forward writes to; gradients that are not the stages';
@@ -96,30 +104,30 @@ class RecordedState:
         modules = [stage.module for stage in state.stages.values()]
         if isinstance(state.loss, nn.Module):
             modules.append(state.loss)
-        self.backs = [remembered(module) for module in modules]
-        self.backs.append(unstepped.remembered())
-        self.gradients = [(p, p.grad, _clone(p.grad)) for p in others_of(state)]
-        generators = state.draws.generators if state.draws.seed is None else ()
+        self.restore_functions = [make_buffer_restorer(module) for module in modules]
+        self.restore_functions.append(unstepped.capture())
+        self.gradients = [(p, p.grad, _clone(p.grad)) for p in find_unmanaged_parameters(state)]
+        generators = state.random_streams.generators if state.random_streams.seed is None else ()
         self.generators = [(generator, generator.get_state()) for generator in generators]
-        self.looks = [
+        self.probes = [
             ProbedMicrobatches(each) for each in (batch.inputs, batch.targets, batch.keywords)
         ]
-        inputs, targets, keywords = self.looks
+        inputs, targets, keywords = self.probes
         self.batch = batch._replace(inputs=inputs, targets=targets, keywords=keywords)
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Let all be as it was."""
-        for back in self.backs:
+        for back in self.restore_functions:
             back()
         for generator, drawn in self.generators:
             generator.set_state(drawn)
-        given = [one for looks in self.looks for one in reversed(looks.gradients)]
+        given = [one for looks in self.probes for one in reversed(looks.gradients)]
         for p, gradient, before in (*self.gradients, *given):
             p.grad = gradient
             if gradient is not None and before is not None:
                 gradient.copy_(before)
-        for looks in self.looks:
+        for looks in self.probes:
             for t, version, before in reversed(looks.values):
                 if t._version != version:
                     t.copy_(before)
@@ -134,7 +142,7 @@ class UnsteppedParameters:
     """
 
     def __init__(self, state: State) -> None:
-        inner = innermost(state.optimizer)
+        inner = unwrap_optimizer(state.optimizer)
         stepped = {p for group in getattr(inner, "param_groups", ()) for p in group["params"]}
         stepped.update(getattr(state.optimizer, "parameters", ()))
         modules = [(f"of stage {s}", stage.module) for s, stage in state.stages.items()]
@@ -146,26 +154,28 @@ class UnsteppedParameters:
             for name, p in module.named_parameters()
             if p not in stepped
         }
-        self.first: dict[Tensor, Tensor] = {}
-        self.written: set[Tensor] | None = None
+        self.initial_copies: dict[Tensor, Tensor] = {}
+        self.written_parameters: set[Tensor] | None = None
 
-    def remembered(self) -> Callable[[], None]:
+    def capture(self) -> Callable[[], None]:
         """What puts them back as they are now.
 
         That raises ModelError for one that has been written to, and has no copy.
         """
-        if self.first:
-            self.written = {
-                p for p, was in self.first.items() if not same_bits(p.detach().cpu(), was)
+        if self.initial_copies:
+            self.written_parameters = {
+                p
+                for p, was in self.initial_copies.items()
+                if not has_same_bits(p.detach().cpu(), was)
             }
-            self.first = {}
-        if self.written is None:
-            copies = self.first = {p: p.detach().to("cpu", copy=True) for p in self.names}
+            self.initial_copies = {}
+        if self.written_parameters is None:
+            copies = self.initial_copies = {p: p.detach().to("cpu", copy=True) for p in self.names}
         else:
-            copies = {p: p.detach().clone() for p in self.written}
+            copies = {p: p.detach().clone() for p in self.written_parameters}
         was = [
             (p, p.data, trace)
-            for p, trace in zip(self.names, traces_of([*self.names]), strict=True)
+            for p, trace in zip(self.names, get_write_traces([*self.names]), strict=True)
         ]
 
         def put_back() -> None:
@@ -173,7 +183,7 @@ class UnsteppedParameters:
                 if p in copies:
                     p.data = data
                     p.copy_(copies[p])
-                elif traces_of([p]) != [trace]:
+                elif get_write_traces([p]) != [trace]:
                     raise ModelError(
                         f"a forward writes to {self.names[p]}, which no optimizer steps and the "
                         "first steps left alone, and must be run again (norm_check 'after_step')",
@@ -190,23 +200,23 @@ class ProbedMicrobatches(Sequence[Any]):
     there may be another one of, would not be theirs alone.
     """
 
-    def __init__(self, of: Microbatches) -> None:
-        self.of = of
+    def __init__(self, microbatches: Microbatches) -> None:
+        self.microbatches = microbatches
         self.values: list[tuple[Tensor, int, Tensor]] = []
         self.gradients: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
 
     def __len__(self) -> int:
-        return len(self.of)
+        return len(self.microbatches)
 
     def __getitem__(self, mb: Any) -> Any:
-        found = self.of[mb]
+        found = self.microbatches[mb]
         for t in tree_leaves(found):
             if isinstance(t, Tensor):
-                self._note(t)
+                self._record_tensor(t)
         return found
 
-    def _note(self, t: Tensor) -> None:
-        leaf = self.of if isinstance(self.of, Tensor) else t
+    def _record_tensor(self, t: Tensor) -> None:
+        leaf = self.microbatches if isinstance(self.microbatches, Tensor) else t
         if t.requires_grad and not leaf.is_leaf:
             raise ModelError(
                 "what a step is given was made with a gradient, and the step may have to be run "
@@ -223,17 +233,17 @@ def _clone(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.detach().clone()
 
 
-def others_of(state: State) -> set[nn.Parameter]:
+def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
     """Parameters that are the optimizer's or the loss's alone: nobody zeroes their gradients."""
     own = {p for stage in state.stages.values() for p in stage.module.parameters()}
-    groups = getattr(innermost(state.optimizer), "param_groups", ())
+    groups = getattr(unwrap_optimizer(state.optimizer), "param_groups", ())
     others = {p for group in groups for p in group["params"]}
     if isinstance(state.loss, nn.Module):
         others |= {*state.loss.parameters()} - own
-    return others - own.union(getattr(state.optimizer, "main", ()))
+    return others - own.union(getattr(state.optimizer, "main_parameters", ()))
 
 
-def copied(batch: StepInputs) -> StepInputs:
+def copy_on_access(batch: StepInputs) -> StepInputs:
     """A batch of which each look gives a copy, as a loss may write to its target, and inputs may
     have a `grad`."""
     inputs, targets, keywords = map(ProbedCopies, (batch.inputs, batch.targets, batch.keywords))
@@ -243,14 +253,14 @@ def copied(batch: StepInputs) -> StepInputs:
 class ProbedCopies(Sequence[Any]):
     """Microbatches of which each look gives a copy."""
 
-    def __init__(self, of: Microbatches) -> None:
-        self.of = of
+    def __init__(self, microbatches: Microbatches) -> None:
+        self.microbatches = microbatches
 
     def __len__(self) -> int:
-        return len(self.of)
+        return len(self.microbatches)
 
     def __getitem__(self, mb: Any) -> Any:
-        return tree_map_only(Tensor, _copy, self.of[mb])
+        return tree_map_only(Tensor, _copy, self.microbatches[mb])
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -258,7 +268,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _with_its_tables(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _restore_optimizer_tables(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """After this context an optimizer's state and its groups hold what they held before."""
     tables: list[dict[Any, Any]] = [
         optimizer.state, *optimizer.state.values(), *optimizer.param_groups,

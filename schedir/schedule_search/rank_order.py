@@ -20,13 +20,14 @@ F, I, W = range(KINDS)
 Order = tuple[tuple[int, ...], ...]  # by rank: KINDS * stage + kind
 
 
-def codes_of(program: Program, *, split: bool) -> Order:
+def order_of_program(program: Program, *, split_backward: bool) -> Order:
     """The order of a program's compute; its microbatches need not ascend.
 
-    Where backwards are `split`, a whole one is an I and its W; where they are not, an I is one.
+    Where backwards are `split_backward`, a whole one is an I and its W; where they are not, an I is
+    one.
     """
-    of: dict[int, tuple[int, ...]] = {FORWARD: (F,), BACKWARD: (I, W) if split else (I,)}
-    of |= {BACKWARD_INPUT: (I,), BACKWARD_WEIGHT: (W,) if split else ()}
+    of: dict[int, tuple[int, ...]] = {FORWARD: (F,), BACKWARD: (I, W) if split_backward else (I,)}
+    of |= {BACKWARD_INPUT: (I,), BACKWARD_WEIGHT: (W,) if split_backward else ()}
     return tuple(
         tuple(
             KINDS * stage + kind
@@ -37,21 +38,23 @@ def codes_of(program: Program, *, split: bool) -> Order:
     )
 
 
-def one_by_one(problem: SchedulingProblem) -> Order:
+def order_one_by_one(problem: SchedulingProblem) -> Order:
     """One microbatch after the other, forward and back, each W at once: what holds the least."""
     each = []
-    for own in problem.own:
+    for own in problem.stages_of_rank:
         there = [KINDS * stage + F for stage in own]
-        back = [KINDS * s + kind for s in reversed(own) for kind in (I, W)[: problem.kinds - 1]]
+        back = [
+            KINDS * s + kind for s in reversed(own) for kind in (I, W)[: problem.num_task_kinds - 1]
+        ]
         each.append((*there, *back) * problem.microbatches)
     return tuple(each)
 
 
-def draft_of(
+def draft_from_order(
     problem: SchedulingProblem, order: Sequence[Sequence[int]], name: str = "search"
 ) -> Program:
     """The draft of an order: each kind of work of a stage takes its microbatches in turn."""
-    ops = (FORWARD, BACKWARD_INPUT if problem.split else BACKWARD, BACKWARD_WEIGHT)
+    ops = (FORWARD, BACKWARD_INPUT if problem.split_backward else BACKWARD, BACKWARD_WEIGHT)
     streams = []
     for codes in order:
         done: dict[int, int] = {}
@@ -59,11 +62,11 @@ def draft_of(
         for code in codes:
             own.append(Instr(ops[code % KINDS], code // KINDS, done.setdefault(code, 0)))
             done[code] += 1
-        streams.append(Stream.of(own))
+        streams.append(Stream.from_instructions(own))
     return Program(name, problem.shape, tuple(streams))
 
 
-def peaks(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> list[float]:
+def compute_peaks(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> list[float]:
     """The most that each rank holds, in the unit of `SchedulingProblem.room`."""
     found = []
     for codes in order:
@@ -75,15 +78,15 @@ def peaks(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> list[fl
                 most = max(most, held)
             elif kind == I:
                 held -= problem.saved[stage]
-                most = max(most, held + problem.both[stage])
-                held += problem.tape[stage]
+                most = max(most, held + problem.saved_and_deferred[stage])
+                held += problem.deferred_wgrad[stage]
             else:
-                held -= problem.tape[stage]
+                held -= problem.deferred_wgrad[stage]
         found.append(most)
     return found
 
 
-def starts_of(
+def compute_starts(
     problem: SchedulingProblem, order: Sequence[Sequence[int]]
 ) -> list[list[float]] | None:
     """The earliest start of each piece of work, by rank; None for an order that never ends."""
@@ -105,13 +108,13 @@ def starts_of(
                     if stage:
                         if len(F_end[stage - 1]) <= k:
                             break
-                        ready = F_end[stage - 1][k] + problem.act[stage - 1]
+                        ready = F_end[stage - 1][k] + problem.act_delay[stage - 1]
                 elif kind == I:
                     k = len(I_end[stage])
                     if stage + 1 < stages:
                         if len(I_end[stage + 1]) <= k:
                             break
-                        ready = I_end[stage + 1][k] + problem.grad[stage + 1]
+                        ready = I_end[stage + 1][k] + problem.grad_delay[stage + 1]
                     elif len(F_end[stage]) <= k:
                         break
                 time = max(time, ready)
@@ -128,9 +131,9 @@ def starts_of(
     return None if todo else started
 
 
-def length(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> float | None:
+def compute_length(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> float | None:
     """What an order takes by the SchedulingProblem's objective; None for one that never ends."""
-    started = starts_of(problem, order)
+    started = compute_starts(problem, order)
     if started is None:
         return None
     cost = (problem.F, problem.I, problem.W)
@@ -138,6 +141,6 @@ def length(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> float 
     for rank, (codes, own) in enumerate(zip(order, started, strict=True)):
         end = own[-1] + cost[codes[-1] % KINDS][codes[-1] // KINDS]
         longest = max(
-            longest, end - own[0] if problem.objective == "own" else end + problem.tail[rank]
+            longest, end - own[0] if problem.objective == "own" else end + problem.tail_time[rank]
         )
     return longest

@@ -11,25 +11,29 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.predict.possible_saving import ROUNDING
-from schedir.schedule_search.bounds.lower_bound import bound_of
-from schedir.schedule_search.cp_sat import SolverResult, ortools, solve
-from schedir.schedule_search.heuristics.initial_orders import starts
+from schedir.predict.possible_saving import RELATIVE_TOLERANCE
+from schedir.schedule_search.bounds.lower_bound import compute_bound
+from schedir.schedule_search.cp_sat import SolverResult, import_cp_sat, solve
+from schedir.schedule_search.heuristics.initial_orders import list_initial_orders
 from schedir.schedule_search.heuristics.local_search import LocalSearch
 from schedir.schedule_search.heuristics.program_builder import BuiltProgram, ProgramBuilder
-from schedir.schedule_search.problem import Objective, SchedulingProblem, problem_of
+from schedir.schedule_search.problem import Objective, SchedulingProblem, make_problem
 from schedir.schedule_search.rank_order import Order
-from schedir.schedule_search.search_budget import evaluations_of, seconds_of, whole_of
-from schedir.schedule_search.search_results import LowerBound, SearchResult, SearchStep, Stopped
+from schedir.schedule_search.search_budget import (
+    require_evaluations,
+    require_integer,
+    require_seconds,
+)
+from schedir.schedule_search.search_results import LowerBound, SearchResult, SearchStep, StopReason
 from schedir.schedules.schedule_algebra import Schedule
 
-Prove = Literal["closed", "solver"]
-_PROVES: Final = get_args(Prove)
-_FIRST: Final = 0.3  # of the seconds that a search takes before the solver
-_PILOTS: Final = 8  # short hunts at most, for the room of messages
-_PILOT: Final = 400  # evaluations of one, and its part of the seconds
-_PILOTED: Final = 0.04
-_MAKING: Final = 2e-5  # seconds for each piece of work, to make programs at last
+ProofMethod = Literal["closed", "solver"]
+_PROOF_METHODS: Final = get_args(ProofMethod)
+_HEURISTIC_SHARE: Final = 0.3  # of the seconds that a search takes before the solver
+_MAX_PILOTS: Final = 8  # short hunts at most, for the room of messages
+_PILOT_EVALUATIONS: Final = 400  # evaluations of one, and its part of the seconds
+_PILOT_SECONDS_SHARE: Final = 0.04
+_BUILD_SECONDS_PER_TASK: Final = 2e-5  # seconds for each piece of work, to make programs at last
 
 
 def search_schedule(
@@ -40,12 +44,12 @@ def search_schedule(
     *,
     in_flight: int | Callable[[int], int] | None = None,
     objective: Objective = "span",
-    split: bool = True,
+    split_backward: bool = True,
     seconds: float = 10.0,
     evaluations: int | None = None,
     seed: int = 0,
-    start: Sequence[Schedule | Program] = (),
-    prove: Prove = "closed",
+    initial_schedules: Sequence[Schedule | Program] = (),
+    prove: ProofMethod = "closed",
     report: Callable[[SearchStep, float], None] | None = None,
 ) -> SearchResult:
     """The shortest schedule that is found in some seconds, and a bound below which there is none.
@@ -56,12 +60,12 @@ def search_schedule(
     takes from its first compute to its last.  Backwards are I and W, or with `split=False` whole;
     where a whole one is told to take less than I and W together, the bound is of split ones alone.
 
-    Built-in schedules that fit, and those of `start`, are looked at first, with their backwards
-    split, or whole; nothing longer is found.  Then idle ranks decide by policies of many kinds, the
-    best of these are changed, and at last single pieces of work are moved about.  It ends with a
-    proof, with `seconds`, after that many `evaluations` of orders, or where nothing better comes
-    any more.  With `evaluations`, and enough seconds for them, what is found depends on `seed`
-    alone.  Ctrl-C ends it, too: what has been found until then is returned.
+    Built-in schedules that fit, and those of `initial_schedules`, are looked at first, with their
+    backwards split, or whole; nothing longer is found.  Then idle ranks decide by policies of many
+    kinds, the best of these are changed, and at last single pieces of work are moved about.  It
+    ends with a proof, with `seconds`, after that many `evaluations` of orders, or where nothing
+    better comes any more.  With `evaluations`, and enough seconds for them, what is found depends
+    on `seed` alone.  Ctrl-C ends it, too: what has been found until then is returned.
 
     `prove="solver"` looks for three tenths of the time, and gives what is left to CP-SAT, which
     proves small cases that the bound in closed form leaves open (`pip install 'schedir[solver]'`).
@@ -82,23 +86,29 @@ def search_schedule(
     >>> found.timeline
     <predicted Timeline of search: span 49, bubble 18.4%>
     """
-    seconds = seconds_of(seconds)
-    evaluations = evaluations_of(evaluations)
-    seed = whole_of(seed, "seed", "a seed is a whole number")
-    require_type(start, Sequence, "[schedules.zb_h1]")
+    seconds = require_seconds(seconds)
+    evaluations = require_evaluations(evaluations)
+    seed = require_integer(seed, "seed", "a seed is a whole number")
+    require_type(initial_schedules, Sequence, "[schedules.zb_h1]")
     if report is not None and not callable(report):
         raise UsageError(f"report is a function, not {describe(report)}", fields=["report"])
-    if prove not in _PROVES:
+    if prove not in _PROOF_METHODS:
         raise UsageError(f"prove is 'closed' or 'solver', not {describe(prove)}", fields=["prove"])
     begin = perf_counter()
     by_solver = prove == "solver"
     if by_solver:
-        ortools()
+        import_cp_sat()
     costs = Costs() if costs is None else costs
-    problem = problem_of(
-        shape, costs, sizes, memory_limit, in_flight=in_flight, objective=objective, split=split
+    problem = make_problem(
+        shape,
+        costs,
+        sizes,
+        memory_limit,
+        in_flight=in_flight,
+        objective=objective,
+        split_backward=split_backward,
     )
-    least = bound_of(problem)
+    least = compute_bound(problem)
 
     def told(step: SearchStep) -> None:
         if report is not None:
@@ -106,54 +116,62 @@ def search_schedule(
 
     def tighter() -> float:
         nonlocal least
-        least = max(least, bound_of(problem, seconds / 20), key=lambda bound: bound.value)
+        least = max(least, compute_bound(problem, seconds / 20), key=lambda bound: bound.value)
         return least.value
 
     maker = ProgramBuilder(problem, costs, sizes, memory_limit)
-    orders = list(starts(problem, start))
-    made, within = _with_messages(maker, problem, orders, least.value, seconds, seed)
-    making = min(problem.pieces * _MAKING, seconds / 2)
-    hunting = seconds * (_FIRST if by_solver else 1) - making
+    orders = list(list_initial_orders(problem, initial_schedules))
+    made, within = _reserve_message_memory(maker, problem, orders, least.value, seconds, seed)
+    making = min(problem.num_tasks * _BUILD_SECONDS_PER_TASK, seconds / 2)
+    hunting = seconds * (_HEURISTIC_SHARE if by_solver else 1) - making
     hunt = LocalSearch(
-        within, least.value, begin=begin, seconds=hunting,
+        within, least.value, start_time=begin, seconds=hunting,
         evaluations=evaluations, seed=seed,
         report=told,
     )  # fmt: skip
-    stopped: Stopped = "time"
+    stopped: StopReason = "time"
     try:
-        hunt.start(orders)
+        hunt.add_initial_orders(orders)
         if hunt.run(tighter):
             stopped = "no better"
-        if by_solver and not hunt.proved:
-            solved = _solve(problem, hunt, least, seconds, seed, report)
+        if by_solver and not hunt.is_proved:
+            solved = _solve_with_cp_sat(problem, hunt, least, seconds, seed, report)
             least = solved.bound
             if solved.order is not None:
-                hunt.take(solved.value, solved.order, "CP-SAT")
+                hunt.add_order(solved.value, solved.order, "CP-SAT")
             if solved.interrupted:
                 raise KeyboardInterrupt
-            stopped = "no better" if solved.proved else "time"
+            stopped = "no better" if solved.is_proved else "time"
     except KeyboardInterrupt:
         stopped = "interrupted"
-    tried = hunt.tried
+    tried = hunt.num_evaluated
     try:
-        made = maker.made(hunt.shortest[:1], made)
-        made = maker.made(hunt.given, made)  # their messages may wait less for each other
-        made = maker.made(hunt.finalists(), made, begin + seconds)
+        made = maker.build_shortest(hunt.shortest_orders[:1], made)
+        made = maker.build_shortest(
+            hunt.initial_orders, made
+        )  # their messages may wait less for each other
+        made = maker.build_shortest(hunt.list_finalists(), made, begin + seconds)
     except KeyboardInterrupt:
-        stopped, made = "interrupted", made or maker.made(hunt.shortest, until=begin)
-    length, timeline = made or maker.least()
+        stopped, made = (
+            "interrupted",
+            made or maker.build_shortest(hunt.shortest_orders, deadline=begin),
+        )
+    length, timeline = made or maker.build_smallest()
     assert least.value <= length * (1 + 1e-6), "a bug: this is shorter than any schedule can be"
     bound = least.value
-    if length <= bound * (1 + ROUNDING):  # they are sums of floats, each in an order of its own
+    if length <= bound * (
+        1 + RELATIVE_TOLERANCE
+    ):  # they are sums of floats, each in an order of its own
         stopped, bound = "proved", length
     return SearchResult(
-        timeline.program, timeline, length, bound, least.why, tuple(hunt.trail), tried,
+        timeline.program, timeline, length, bound, least.explanation, tuple(hunt.improvements),
+        tried,
         seed, stopped, hunt.numba,
     )  # fmt: skip
 
 
-def _with_messages(
-    maker: ProgramBuilder,
+def _reserve_message_memory(
+    builder: ProgramBuilder,
     problem: SchedulingProblem,
     orders: Sequence[tuple[str, Order]],
     bound: float,
@@ -166,29 +184,29 @@ def _with_messages(
     last one's order held too much.
     """
     best, within, found = None, problem, problem
-    for _ in range(_PILOTS if maker.takes_room else 0):
+    for _ in range(_MAX_PILOTS if builder.counts_messages else 0):
         pilot = LocalSearch(
-            within, bound, begin=perf_counter(), seconds=seconds * _PILOTED,
-            evaluations=_PILOT, seed=seed, report=lambda _: None,
+            within, bound, start_time=perf_counter(), seconds=seconds * _PILOT_SECONDS_SHARE,
+            evaluations=_PILOT_EVALUATIONS, seed=seed, report=lambda _: None,
         )  # fmt: skip
-        pilot.start(orders)
+        pilot.add_initial_orders(orders)
         pilot.run()
-        if not pilot.shortest:
+        if not pilot.shortest_orders:
             break
-        made = maker.made(pilot.shortest[:1])
+        made = builder.build_shortest(pilot.shortest_orders[:1])
         if made is not None and (best is None or made.length < best.length):
             best, found = made, within
-        smaller = maker.with_messages(pilot.best, within)
+        smaller = builder.reserve_message_memory(pilot.best_order, within)
         if smaller == within:
             break
         within = smaller
     return best, found if best is not None else within
 
 
-def _solve(
+def _solve_with_cp_sat(
     problem: SchedulingProblem,
-    hunt: LocalSearch,
-    least: LowerBound,
+    local_search: LocalSearch,
+    known_bound: LowerBound,
     seconds: float,
     seed: int,
     report: Callable[[SearchStep, float], None] | None,
@@ -197,9 +215,11 @@ def _solve(
 
     def told(value: float, bound: float) -> None:
         if report is not None:
-            shortest = min(value, hunt.length)
-            report(SearchStep(hunt.elapsed, "CP-SAT", shortest), max(bound, least.value))
+            shortest = min(value, local_search.length)
+            report(
+                SearchStep(local_search.elapsed, "CP-SAT", shortest), max(bound, known_bound.value)
+            )
 
-    left = max(seconds - hunt.elapsed, 0.0)
-    hint = hunt.best if hunt.shortest else None
-    return solve(problem, left, hint=hint, closed=least, seed=seed, report=told)
+    left = max(seconds - local_search.elapsed, 0.0)
+    hint = local_search.best_order if local_search.shortest_orders else None
+    return solve(problem, left, hint=hint, known_bound=known_bound, seed=seed, report=told)

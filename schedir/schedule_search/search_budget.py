@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from operator import index
 
-from schedir.errors import UsageError, describe, number
+from schedir.errors import UsageError, describe, to_float
 
-_EVALUATIONS = "evaluations are a whole number above 0"
+_EVALUATIONS_RULE = "evaluations are a whole number above 0"
 
 
-def seconds_of(given: object) -> float:
+def require_seconds(value: object) -> float:
     """A time, which may be without end.  Raises UsageError for what is none."""
-    seconds = number(given)
+    seconds = to_float(value)
     if seconds is None or seconds <= 0:
-        raise UsageError(f"seconds are a number above 0, not {describe(given)}", fields=["seconds"])
+        raise UsageError(f"seconds are a number above 0, not {describe(value)}", fields=["seconds"])
     return seconds
 
 
-def evaluations_of(given: object) -> int | None:
+def require_evaluations(value: object) -> int | None:
     """How many evaluations, or None for any.  Raises UsageError for what is no such number."""
-    if given is None:
+    if value is None:
         return None
-    if (evaluations := whole_of(given, "evaluations", _EVALUATIONS)) < 1:
-        raise UsageError(f"{_EVALUATIONS}, not {evaluations}", fields=["evaluations"])
+    if (evaluations := require_integer(value, "evaluations", _EVALUATIONS_RULE)) < 1:
+        raise UsageError(f"{_EVALUATIONS_RULE}, not {evaluations}", fields=["evaluations"])
     return evaluations
 
 
-def whole_of(given: object, field: str, what: str) -> int:
+def require_integer(value: object, field: str, rule: str) -> int:
     """A whole number, as numpy says it, too.  Raises UsageError, which says what is one."""
     try:
-        if isinstance(given, bool):
+        if isinstance(value, bool):
             raise TypeError
-        return index(given)  # type: ignore[arg-type]
+        return index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise UsageError(f"{what}, not {describe(given)}", fields=[field]) from None
+        raise UsageError(f"{rule}, not {describe(value)}", fields=[field]) from None

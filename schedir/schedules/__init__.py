@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 
-def built_in() -> dict[str, Schedule]:
+def get_built_in_schedules() -> dict[str, Schedule]:
     """Return the built-in schedules by name."""
     return {name: globals()[name] for name in __all__}
 
@@ -77,15 +77,15 @@ def find_schedule(name: str) -> Schedule:
         >>> find_schedule("gpipe").__name__
         'gpipe'
     """
-    known = built_in()
+    known = get_built_in_schedules()
     if name not in known:
         raise UsageError(
-            f"no built-in schedule {describe(name)}", hint=nearest_schedules(name, [*known])
+            f"no built-in schedule {describe(name)}", hint=suggest_schedules(name, [*known])
         )
     return known[name]
 
 
-def nearest_schedules(name: str, known: Sequence[str]) -> str:
+def suggest_schedules(name: str, known: Sequence[str]) -> str:
     """Return a hint with the name of `known` that is nearest to `name`, or with all of them."""
     spelled = name.lower().replace("-", "_").removeprefix("schedule")  # as torch's classes begin
     names = {"1f1b": "one_f_one_b", "vzerobubble": "_v", "zerobubble": "_zb"}

@@ -8,7 +8,7 @@ more.
 from __future__ import annotations
 
 from schedir.errors import ScheduleError
-from schedir.schedules.building_blocks import in_order
+from schedir.schedules.building_blocks import order_by_slot
 from schedir.schedules.schedule_algebra import B, F, RankSchedule, with_placement
 from schedir.schedules.v_shape import dualpipe_v
 
@@ -60,7 +60,7 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
     rank 2  ..  F2  F0' F3  F1' B0' B2  B1' B3  ..
     rank 3  F2  F3  ..  F0' B0' F1' B1' B2  ..  B3
     """
-    return _interlocked(P, m, down=(r,), up=(P - 1 - r,))
+    return _interleave_directions(P, m, down=(r,), up=(P - 1 - r,))
 
 
 @with_placement("mirror-vee", 4)
@@ -82,10 +82,12 @@ def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     rank 0  F0    F1'   F1''  F0''' B0''' B1''  B1'   B0
     rank 1  F1    F0'   F0''  F1''' B1''' B0''  B0'   B1
     """
-    return _interlocked(P, m, down=(r, 2 * P - 1 - r), up=(P - 1 - r, P + r))
+    return _interleave_directions(P, m, down=(r, 2 * P - 1 - r), up=(P - 1 - r, P + r))
 
 
-def _interlocked(P: int, m: int, down: tuple[int, ...], up: tuple[int, ...]) -> RankSchedule:
+def _interleave_directions(
+    P: int, m: int, down: tuple[int, ...], up: tuple[int, ...]
+) -> RankSchedule:
     """What a rank does that holds these stages of two 1F1B pipelines, each in the other's bubbles.
 
     Of the pipelines' stages, P or a multiple of it, all ranks hold as many.
@@ -97,4 +99,4 @@ def _interlocked(P: int, m: int, down: tuple[int, ...], up: tuple[int, ...]) -> 
         starts = [k // (P // 2) * 2 * stages + k % (P // 2) * 2 for k in range(many)]
         block += [(start + s, F[j]) for start in starts]
         block += [(start + 2 * stages - 1 - s, B[j]) for start in starts]
-    return in_order(block)
+    return order_by_slot(block)

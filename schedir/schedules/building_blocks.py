@@ -42,10 +42,10 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     block += [(2 * v * P - 1 - s, B[j]) for j, s in enumerate(own)]
     # A microbatch every other slot: down and back fall on odd and even ones.  P fill the wave.
     starts = [k // P * 2 * v * P + k % P * 2 for k in range(m)]
-    return in_order((slot + start, word) for slot, word in block for start in starts)
+    return order_by_slot((slot + start, word) for slot, word in block for start in starts)
 
 
-def in_order(slots: Iterable[tuple[int, RankSchedule]]) -> RankSchedule:
+def order_by_slot(slots: Iterable[tuple[int, RankSchedule]]) -> RankSchedule:
     """What a rank does, by slot."""
     return RankSchedule(np.concatenate([w.letters for _, w in sorted(slots, key=lambda s: s[0])]))
 
@@ -67,7 +67,7 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     rank 1  ..  F0  F0' F1  F1' I0' W0' I0  W0  F2  F2' I1' I1  I2' I2  W1' W1  W2' W2
     """
     early = 2 * P - 2 if P % 2 else 2 * P + 1
-    return _repeated(_half, P, m, 2 * (P // 2 + 1), early)[r]
+    return _repeat_block(_v_half_block, P, m, 2 * (P // 2 + 1), early)[r]
 
 
 @with_placement("vee", 2)
@@ -84,28 +84,30 @@ def v_min(r: int, P: int, m: int) -> RankSchedule:
     rank 0  F0  F1  ..  F0' I0' F1' I1' I0  W0' F2  I1  W1' W0  F2' I2' W1  W2' I2  W2
     rank 1  ..  F0  F0' F1  F1' I0' I0  I1' I1  W0' F2  W0  F2' W1' W1  I2' I2  W2' W2
     """
-    return _repeated(_min, P, m, 2 * ((P + 1) // 3 + 1), (2, 0, 4)[P % 3])[r]
+    return _repeat_block(_v_min_block, P, m, 2 * ((P + 1) // 3 + 1), (2, 0, 4)[P % 3])[r]
 
 
-def _half(r: int, P: int) -> tuple[int, int, int, int]:
+def _v_half_block(r: int, P: int) -> tuple[int, int, int, int]:
     d = 0 if P % 2 else 3  # keeps slots apart modulo 6
     return 2 * r, 3 * P - r - 2, 3 * P + d + 2 * r - 1, 6 * P + d - r - 2
 
 
-def _min(r: int, P: int) -> tuple[int, int, int, int]:
+def _v_min_block(r: int, P: int) -> tuple[int, int, int, int]:
     d = 0 if P % 3 else 2
     return r, 2 * P - r - 1, 2 * P + d + r, 4 * P + d - r - 1
 
 
 @lru_cache(maxsize=4)
-def _repeated(block: Block, P: int, m: int, room: int, early: int) -> tuple[RankSchedule, ...]:
+def _repeat_block(
+    block: Block, P: int, m: int, capacity: int, max_lead: int
+) -> tuple[RankSchedule, ...]:
     """Every rank's word: F0, F1, I1, I0 as `block` says, six slots a microbatch, W in between.
 
     Slot by slot, a rank does what is ready and comes first in the block, or else its oldest W;
-    at most `room` stage activations are in flight, and F0 leaves one of them to F1.  So both ends
-    are squeezed.  In the middle, from the block's slot 3P to 2P slots after the last microbatch's
-    first, nothing starts more than `early` slots ahead of the block: its rhythm, which bears
-    unequal costs, is kept, and begins as soon as the room allows.
+    at most `capacity` stage activations are in flight, and F0 leaves one of them to F1.  So both
+    ends are squeezed.  In the middle, from the block's slot 3P to 2P slots after the last
+    microbatch's first, nothing starts more than `max_lead` slots ahead of the block: its rhythm,
+    which bears unequal costs, is kept, and begins as soon as the room allows.
     """
     cool = 6 * (m - 1) + 2 * P
     begin = [block(r, P) for r in range(P)]
@@ -119,14 +121,14 @@ def _repeated(block: Block, P: int, m: int, room: int, early: int) -> tuple[Rank
     while min(passed) < m or any(owed):
         ready = [m, *passed[:-1]]
         for r, own in enumerate(links):
-            fits = sum(alive[r]) < room
-            may = (fits and alive[r][0] < room - 1, fits, True, True)
+            fits = sum(alive[r]) < capacity
+            may = (fits and alive[r][0] < capacity - 1, fits, True, True)
             slots = [
                 (begin[r][k] + 6 * passed[c], k)
                 for k, c in enumerate(own)
                 if may[k] and passed[c] < ready[c]
             ]
-            slots = [s for s in slots if s[0] <= now + early or not 3 * P <= s[0] <= cool]
+            slots = [s for s in slots if s[0] <= now + max_lead or not 3 * P <= s[0] <= cool]
             if slots:
                 _, k = min(slots)
                 passed[own[k]] += 1

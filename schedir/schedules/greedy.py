@@ -13,9 +13,9 @@ from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
-    BY_TEXT,
     FORWARD,
-    SENDS,
+    OPCODE_BY_TEXT,
+    SEND_OPS,
     Instr,
     Opcode,
 )
@@ -27,16 +27,16 @@ _F, _B, _I, _W = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 
 def greedy_schedule(
     shape: PipelineShape,
-    prefer: str,
-    in_flight: int | Callable[[int], int],
+    priority: str,
+    max_in_flight: int | Callable[[int], int],
     costs: Costs | None = None,
     name: str = "greedy",
     frozen_stages: int = 0,
 ) -> Program:
     """A draft by list scheduling: an idle rank never waits while there is something it may do.
 
-    It starts what is ready and comes first in `prefer`, the letters of F and B or of F, I and W;
-    among equals the lowest microbatch, then the deepest stage.  Rank r has at most `in_flight`,
+    It starts what is ready and comes first in `priority`, the letters of F and B or of F, I and W;
+    among equals the lowest microbatch, then the deepest stage.  Rank r has at most `max_in_flight`,
     or `in_flight(r)`, (stage, mb) alive, each from its F to its B or W.
 
     No F takes the room that later stages of its own rank need to go on.  So the deepest
@@ -58,22 +58,26 @@ def greedy_schedule(
     require_type(shape, PipelineShape, "PipelineShape(ranks=2, microbatches=4)")
     costs = Costs() if costs is None else costs
     require_type(costs, Costs, "Costs(F=1, B=2)")
-    if not isinstance(prefer, str) or sorted(prefer) not in (["B", "F"], ["F", "I", "W"]):
-        raise ScheduleError(f"prefer orders the letters BF or FIW, not {describe(prefer)}")
-    drafted = Program(name, shape, (Stream.of([]),) * shape.ranks, frozen_stages=frozen_stages)
-    run = _GreedyState(drafted, [BY_TEXT[letter] for letter in prefer], in_flight, costs)
+    if not isinstance(priority, str) or sorted(priority) not in (["B", "F"], ["F", "I", "W"]):
+        raise ScheduleError(f"prefer orders the letters BF or FIW, not {describe(priority)}")
+    drafted = Program(
+        name, shape, (Stream.from_instructions([]),) * shape.ranks, frozen_stages=frozen_stages
+    )
+    run = _GreedyState(
+        drafted, [OPCODE_BY_TEXT[letter] for letter in priority], max_in_flight, costs
+    )
     return replace(drafted, streams=tuple(run.streams()))
 
 
-def _limit(given: object) -> int:
+def _require_integer(value: object) -> int:
     try:
-        if isinstance(given, bool):
+        if isinstance(value, bool):
             raise TypeError
-        return index(given)  # type: ignore[arg-type]
+        return index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ScheduleError(
             f"in_flight is a whole number, or a function of the rank that gives one, not "
-            f"{describe(given)}"
+            f"{describe(value)}"
         ) from None
 
 
@@ -82,46 +86,48 @@ class _GreedyState:
 
     def __init__(
         self,
-        drafted: Program,
-        prefer: list[Opcode],
-        in_flight: int | Callable[[int], int],
+        draft: Program,
+        priority: list[Opcode],
+        max_in_flight: int | Callable[[int], int],
         costs: Costs,
     ) -> None:
-        self.shape = shape = drafted.shape
-        self.frozen = drafted.frozen_stages
-        self.costs = {op: costs.of(op, shape).tolist() for op in (*prefer, SENDS[0])}
-        self.prefer = {op: k for k, op in enumerate(prefer)}
-        self.backward = _I if _I in prefer else _B
+        self.shape = shape = draft.shape
+        self.frozen_stages = draft.frozen_stages
+        self.costs = {op: costs.for_opcode(op, shape).tolist() for op in (*priority, SEND_OPS[0])}
+        self.priority = {op: k for k, op in enumerate(priority)}
+        self.backward = _I if _I in priority else _B
         # How many may be alive before an F of a stage: one less for each stage after it.
-        self.room: list[dict[int, int]] = [{} for _ in range(shape.ranks)]
-        for rank, own in enumerate(shape.stages_of):
-            limit = _limit(in_flight(rank) if callable(in_flight) else in_flight)
-            trained = [stage for stage in own if stage >= self.frozen]
+        self.capacity: list[dict[int, int]] = [{} for _ in range(shape.ranks)]
+        for rank, own in enumerate(shape.stages_on_rank):
+            limit = _require_integer(
+                max_in_flight(rank) if callable(max_in_flight) else max_in_flight
+            )
+            trained = [stage for stage in own if stage >= self.frozen_stages]
             if limit < len(trained):
                 raise ScheduleError(
                     f"{limit} activations in flight are too few for rank {rank}, which "
-                    f"{'trains' if self.frozen else 'has'} {len(trained)} "
+                    f"{'trains' if self.frozen_stages else 'has'} {len(trained)} "
                     f"stage{'s' * (len(trained) > 1)}"
                 )
             for after, stage in enumerate(reversed(trained)):
-                self.room[rank][stage] = limit - after
-        self.ready: list[set[Instr]] = [set() for _ in range(shape.ranks)]
-        self.alive = [0] * shape.ranks
-        self.done: list[list[Instr]] = [[] for _ in range(shape.ranks)]
+                self.capacity[rank][stage] = limit - after
+        self.ready_tasks: list[set[Instr]] = [set() for _ in range(shape.ranks)]
+        self.live_counts = [0] * shape.ranks
+        self.done_tasks: list[list[Instr]] = [[] for _ in range(shape.ranks)]
 
     def streams(self) -> Iterable[Stream]:
         """Run everything; what each rank did, in order."""
         for mb in range(self.shape.microbatches):
-            self.ready[int(self.shape.rank_at(0, mb))].add(Instr(_F, 0, mb))
+            self.ready_tasks[int(self.shape.rank_of_stage(0, mb))].add(Instr(_F, 0, mb))
         # When a rank is through with a task, or when a task's value has come from elsewhere.
         events: list[tuple[float, int, Instr, bool]] = []
         idle, now = set(range(self.shape.ranks)), 0.0
         while True:
             for rank in sorted(idle):
-                task = self._start(rank)
+                task = self._start_task(rank)
                 if task is not None:
                     idle.discard(rank)
-                    end = now + self._cost(task.op, task)
+                    end = now + self._get_cost(task.op, task)
                     heapq.heappush(events, (end, rank, task, True))
             if not events:
                 break
@@ -130,41 +136,43 @@ class _GreedyState:
                 _, rank, task, ends = heapq.heappop(events)
                 if ends:
                     idle.add(rank)
-                    for after in self._after(*task):
-                        there = int(self.shape.rank_at(*after[1:]))
-                        send = self._cost(SENDS[0], task) * (there != rank)
+                    for after in self._find_successors(*task):
+                        there = int(self.shape.rank_of_stage(*after[1:]))
+                        send = self._get_cost(SEND_OPS[0], task) * (there != rank)
                         heapq.heappush(events, (now + send, there, after, False))
                 else:
-                    self.ready[rank].add(task)
-        yield from map(Stream.of, self.done)
+                    self.ready_tasks[rank].add(task)
+        yield from map(Stream.from_instructions, self.done_tasks)
 
-    def _cost(self, op: Opcode, task: Instr) -> float:
+    def _get_cost(self, op: Opcode, task: Instr) -> float:
         """What an instruction of a task's stage and microbatch costs."""
         own = self.costs[op][task.stage]
         return float(own[task.mb if len(own) > 1 else 0])
 
-    def _start(self, rank: int) -> Instr | None:
+    def _start_task(self, rank: int) -> Instr | None:
         """What an idle rank starts now, if anything."""
-        alive = self.alive[rank]
-        room = self.room[rank]
+        alive = self.live_counts[rank]
+        room = self.capacity[rank]
         may = [
-            t for t in self.ready[rank]
-            if t.op is not _F or t.stage < self.frozen or alive < room[t.stage]
+            t for t in self.ready_tasks[rank]
+            if t.op is not _F or t.stage < self.frozen_stages or alive < room[t.stage]
         ]  # fmt: skip
         if not may:
             return None
-        task = min(may, key=lambda t: (self.prefer[t.op], t.mb, -t.stage))
-        self.ready[rank].discard(task)
-        self.alive[rank] += (task.op is _F and task.stage >= self.frozen) - (task.op in (_B, _W))
-        self.done[rank].append(task)
+        task = min(may, key=lambda t: (self.priority[t.op], t.mb, -t.stage))
+        self.ready_tasks[rank].discard(task)
+        self.live_counts[rank] += (task.op is _F and task.stage >= self.frozen_stages) - (
+            task.op in (_B, _W)
+        )
+        self.done_tasks[rank].append(task)
         return task
 
-    def _after(self, op: Opcode, stage: int, mb: int) -> Iterable[Instr]:
+    def _find_successors(self, op: Opcode, stage: int, mb: int) -> Iterable[Instr]:
         """What needs the value of a task."""
         if op is _F:
             last = stage + 1 == self.shape.stages
             yield Instr(self.backward, stage, mb) if last else Instr(_F, stage + 1, mb)
-        elif op is not _W and stage > self.frozen:
+        elif op is not _W and stage > self.frozen_stages:
             yield Instr(self.backward, stage - 1, mb)
         if op is _I:
             yield Instr(_W, stage, mb)

@@ -50,7 +50,7 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     rank 0  F0  F1  F0' F1' F2  F3  F2' F3' ..  ..  B0' B1' B0  B1  B2' B3' B2  B3
     rank 1  ..  F0  F1  F0' F1' F2  F3  F2' F3' B0' B1' B0  B1  B2' B3' B2  B3  ..
     """
-    fs, bs = _tables(_groups(P, m), v, B)
+    fs, bs = _make_grouped_passes(_split_into_groups(P, m), v, B)
     return fs + bs
 
 
@@ -72,9 +72,9 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
     rank 0  F0  F1  F0' F1' ..  ..  B0' --  ..  B1' --  B0  --  B1  --
     rank 1  ..  F0  F1  F0' B0' --  F1' B1' --  B0  --  B1  --  ..  ..
     """
-    groups = _groups(P, m, group)
-    fs, bs = _tables(groups, v, B)
-    return weave(fs, bs, lead=2 * (P - 1 - r) + (v - 1) * groups[0])
+    groups = _split_into_groups(P, m, group)
+    fs, bs = _make_grouped_passes(groups, v, B)
+    return weave(fs, bs, warmup=2 * (P - 1 - r) + (v - 1) * groups[0])
 
 
 @with_placement("loop")
@@ -91,13 +91,13 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     rank 0  F0  F1  F0' F1' ..  I0' W0' I1' W1' I0  W0  I1  W1
     rank 1  ..  F0  F1  F0' I0' F1' I1' W0' I0  W1' I1  W0  W1
     """
-    groups = _groups(P, m)
-    fs, bs = _tables(groups, v, I)
-    return weave(fs, bs, lead=P - 1 - r + (v - 1) * groups[0], weights=v * m * W, late=r)
+    groups = _split_into_groups(P, m)
+    fs, bs = _make_grouped_passes(groups, v, I)
+    return weave(fs, bs, warmup=P - 1 - r + (v - 1) * groups[0], weights=v * m * W, defer_weights=r)
 
 
 @lru_cache(maxsize=2)  # all ranks have the same
-def _tables(
+def _make_grouped_passes(
     groups: tuple[int, ...], v: int, backward: RankSchedule
 ) -> tuple[RankSchedule, RankSchedule]:
     """Forwards and backwards, group by group, each through all own stages."""
@@ -105,7 +105,7 @@ def _tables(
     return fs, concat(g * backward[j] for g in groups for j in reversed(range(v)))
 
 
-def _groups(P: int, m: int, group: int | None = None) -> tuple[int, ...]:
+def _split_into_groups(P: int, m: int, group: int | None = None) -> tuple[int, ...]:
     """The sizes of the groups in which microbatches pass."""
     if group is None:
         count = max(1, m // P)

@@ -12,49 +12,51 @@ from schedir.errors import ScheduleError
 from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
+    BACKWARD_OPS,
     BACKWARD_WEIGHT,
-    BACKWARDS,
+    INSTRUCTIONS,
     RECOMPUTE,
-    ROWS,
 )
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.program import FIELDS, JOINED, Words, is_op, pack
-from schedir.schedules.schedule_algebra import AUTO, OLDEST
+from schedir.ir.program import JOINED_BIT, WORD_DTYPE, Words, is_op, pack
+from schedir.schedules.schedule_algebra import AUTO_MICROBATCH, OLDEST_STAGE
 
-Places = NDArray[np.intp]  # indices of letters
+LetterIndices = NDArray[np.intp]  # indices of letters
 
 
-def spell(words: list[Words], first: int, shape: PipelineShape) -> Words:
-    """The words of some ranks, the `first` one and those that follow it, from their letters.
+def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) -> Words:
+    """The words of some ranks, the `first_rank` one and those that follow it, from their letters.
 
     Raises ScheduleError for a stage that a rank does not have, and for W that finish no I.
     """
     letters = np.concatenate(words)
-    fields = letters.view(FIELDS)
+    fields = letters.view(WORD_DTYPE)
     op, said = fields["op"], fields["mb"]
-    rank = np.repeat(np.arange(first, first + len(words)), [*map(len, words)])
-    local = _own_stages(fields, rank, shape)
-    w, i = _finished(op, rank, local)
+    rank = np.repeat(np.arange(first_rank, first_rank + len(words)), [*map(len, words)])
+    local = _resolve_local_stages(fields, rank, shape)
+    w, i = _match_weight_grads(op, rank, local)
     local[w] = local[i]
-    held = shape.stages_of[first : first + len(words)]
+    held = shape.stages_on_rank[first_rank : first_rank + len(words)]
     most = max(map(len, held))
     own = np.array([[*stages, *[0] * (most - len(stages))] for stages in held])
-    cell = (rank - first) * most + local  # whose own stage, in a table like `own`
+    cell = (rank - first_rank) * most + local  # whose own stage, in a table like `own`
     whole_or_input = np.where(op == BACKWARD_INPUT, BACKWARD, op)
     # The k-th forward of a stage is of its k-th microbatch, and so is the k-th backward, where a B
     # and an I count alike.  Each of several holders begins where its part of the microbatches does.
-    before = _count(cell * len(ROWS) + whole_or_input, own.size * len(ROWS))
-    rows = shape.row_of(own, np.arange(first, first + len(words))[:, None])
-    begin = np.array(shape.parts)[rows].reshape(-1)
-    mb = np.where(said == AUTO, before + begin[cell], said)
-    _recomputed(op, cell, said, mb, rank, local)
-    free = said[w] == AUTO
+    before = _count_equal_before(
+        cell * len(INSTRUCTIONS) + whole_or_input, own.size * len(INSTRUCTIONS)
+    )
+    rows = shape.replica_row_of_stage(own, np.arange(first_rank, first_rank + len(words))[:, None])
+    begin = np.array(shape.microbatch_row_offsets)[rows].reshape(-1)
+    mb = np.where(said == AUTO_MICROBATCH, before + begin[cell], said)
+    _number_recomputes(op, cell, said, mb, rank, local)
+    free = said[w] == AUTO_MICROBATCH
     mb[w[free]] = mb[i[free]]
-    return pack(op, own.reshape(-1)[cell], mb) | letters & JOINED
+    return pack(op, own.reshape(-1)[cell], mb) | letters & JOINED_BIT
 
 
-def _recomputed(
-    op: NDArray[np.uint8], cell: Words, said: NDArray[np.uint32], mb: Words, rank: Words,
+def _number_recomputes(
+    op: NDArray[np.uint8], cell: Words, specified: NDArray[np.uint32], mb: Words, rank: Words,
     local: Words,
 ) -> None:  # fmt: skip
     """Let each R that says none have the microbatch of its backward: of the backwards of its stage
@@ -65,7 +67,7 @@ def _recomputed(
     r = np.flatnonzero(op == RECOMPUTE)
     if not len(r):
         return
-    b = np.flatnonzero(is_op(op, BACKWARDS))
+    b = np.flatnonzero(is_op(op, BACKWARD_OPS))
     r, b = r[np.argsort(cell[r], kind="stable")], b[np.argsort(cell[b], kind="stable")]
     span = len(op) + 1
     ahead = np.searchsorted(cell[b] * span + b, cell[r] * span + r)  # the next one
@@ -75,7 +77,7 @@ def _recomputed(
     own = cell[r] * 2 * span  # so that it is no less in any later stage
     at = np.maximum.accumulate(ahead - (k - least) + own) - own + (k - least)
     there = at < np.searchsorted(cell[b], cell[r], side="right")
-    free = said[r] == AUTO
+    free = specified[r] == AUTO_MICROBATCH
     if (lone := free & ~there).any():
         one = int(r[lone.argmax()])
         raise ScheduleError(
@@ -87,21 +89,21 @@ def _recomputed(
     mb[r[free]] = mb[b[at[free]]]
 
 
-def _own_stages(fields: NDArray[np.void], rank: Words, shape: PipelineShape) -> Words:
+def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: PipelineShape) -> Words:
     """The own stage of each letter; OLDEST for a bare W, where its rank has several stages.
 
     Raises ScheduleError for a stage that the rank does not have.
     """
     local = fields["stage"].astype(np.int64)
-    number = np.array([*map(len, shape.stages_of)])[rank]
-    oldest = local == OLDEST
+    number = np.array([*map(len, shape.stages_on_rank)])[rank]
+    oldest = local == OLDEST_STAGE
     if oldest.any():
         local[oldest & (number == 1)] = 0
-    foreign = (local >= number) & (local != OLDEST)
+    foreign = (local >= number) & (local != OLDEST_STAGE)
     if foreign.any():
         at = int(foreign.argmax())
         wrong = int(rank[at])
-        own, text = shape.stages_of[wrong], ROWS[fields["op"][at]].text
+        own, text = shape.stages_on_rank[wrong], INSTRUCTIONS[fields["op"][at]].text
         has = "1 stage" if len(own) == 1 else f"{len(own)} stages"
         raise ScheduleError(
             f"rank {wrong} says {text}[{local[at]}] as its letter "
@@ -113,7 +115,9 @@ def _own_stages(fields: NDArray[np.void], rank: Words, shape: PipelineShape) -> 
     return local
 
 
-def _finished(op: NDArray[np.uint8], rank: Words, local: Words) -> tuple[Places, Places]:
+def _match_weight_grads(
+    op: NDArray[np.uint8], rank: Words, local: Words
+) -> tuple[LetterIndices, LetterIndices]:
     """Each W that finishes an I, and that I, as indices of letters.
 
     The k-th W of a stage finishes the stage's k-th I; the k-th bare W finishes the rank's k-th I.
@@ -123,7 +127,7 @@ def _finished(op: NDArray[np.uint8], rank: Words, local: Words) -> tuple[Places,
     if not len(w):
         return w, w
     stage_of_i = local[i]
-    bare = local[w] == OLDEST
+    bare = local[w] == OLDEST_STAGE
     if bare.any():
         number = np.bincount(rank[w][bare], minlength=int(rank[-1]) + 1)  # of bare W, by rank
         if (mixed := ~bare & (number[rank[w]] > 0)).any():
@@ -134,7 +138,7 @@ def _finished(op: NDArray[np.uint8], rank: Words, local: Words) -> tuple[Places,
         if (more := number > inputs).any():
             one = int(more.argmax())
             raise ScheduleError(f"rank {one} has {number[one]} W for {inputs[one]} I")
-        stage_of_i = np.where(number[rank[i]] > 0, OLDEST, stage_of_i)
+        stage_of_i = np.where(number[rank[i]] > 0, OLDEST_STAGE, stage_of_i)
     whose, of = rank[w] << 16 | local[w], rank[i] << 16 | stage_of_i
     w, i = w[np.argsort(whose, kind="stable")], i[np.argsort(of, kind="stable")]
     whose, of = np.sort(whose), np.sort(of)
@@ -143,9 +147,10 @@ def _finished(op: NDArray[np.uint8], rank: Words, local: Words) -> tuple[Places,
     return w[there], i[at[there]]
 
 
-def _count(key: Words, most: int) -> Words:
-    """How many equal keys, all below `most`, came before each one: [a a b a b] -> [0 1 0 2 1]."""
-    if most <= 2**16:
+def _count_equal_before(key: Words, max_key: int) -> Words:
+    """How many equal keys, all below `max_key`, came before each one: [a a b a b] -> [0 1 0 2
+    1]."""
+    if max_key <= 2**16:
         key = key.astype(np.uint16)  # these sort several times as fast
     order = np.argsort(key, kind="stable")
     ordered = key[order]

@@ -27,19 +27,19 @@ from typing import Any, SupportsIndex, TypeVar
 import numpy as np
 
 from schedir.errors import describe
-from schedir.ir.cost.number_parsing import NO_NUMBERS
-from schedir.ir.input_trust import trust
+from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES
+from schedir.ir.input_trust import get_input_trust
 from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    INSTRUCTIONS,
     RECOMPUTE,
-    ROWS,
 )
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.placement import Placement
-from schedir.ir.program import JOINED, OP, STAGE, Words, pack
+from schedir.ir.program import JOINED_BIT, OP_SHIFT, STAGE_SHIFT, Words, pack
 
 __all__ = [
     "EMPTY",
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 # In a letter, the microbatch that numbers itself, and the stage of a bare W.
-AUTO, OLDEST = 0xFFFFFFFF, 0xFFFF
+AUTO_MICROBATCH, OLDEST_STAGE = 0xFFFFFFFF, 0xFFFF
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +84,12 @@ class RankSchedule:
 
     def __mul__(self, times: SupportsIndex | np.bool_) -> RankSchedule:
         # (rank == 0) * F: once, or not at all.
-        count = int(times) if isinstance(times, (bool, np.bool_)) else _whole("n * F", times)
+        count = (
+            int(times) if isinstance(times, (bool, np.bool_)) else _require_integer("n * F", times)
+        )
         if count < 0:
             raise ValueError(f"n * F takes n from 0 on, not {count}: max(n, 0) is never less")
-        most = trust().instructions
+        most = get_input_trust().max_instructions
         if most is not None and count * max(len(self), 1) > most:
             raise ValueError(
                 f"n * {self!r} is longer than the {most} instructions that a program may have"
@@ -103,17 +105,17 @@ class RankSchedule:
 
     def __getitem__(self, local: SupportsIndex) -> RankSchedule:
         """The same on the rank's own stage number `local`, counted from 0."""
-        local = _whole("F[own stage]", local)
-        if not 0 <= local < OLDEST:
+        local = _require_integer("F[own stage]", local)
+        if not 0 <= local < OLDEST_STAGE:
             raise IndexError(f"a rank's own stages count from 0, not {local}")
-        return RankSchedule(self.letters & ~(0xFFFF << STAGE) | local << STAGE)
+        return RankSchedule(self.letters & ~(0xFFFF << STAGE_SHIFT) | local << STAGE_SHIFT)
 
     def at(self, mb: SupportsIndex) -> RankSchedule:
         """The same on microbatch `mb`."""
-        mb = _whole("F.at(microbatch)", mb)
-        if not 0 <= mb < AUTO:
+        mb = _require_integer("F.at(microbatch)", mb)
+        if not 0 <= mb < AUTO_MICROBATCH:
             raise IndexError(f"microbatches count from 0, not {mb}")
-        return RankSchedule(self.letters & ~AUTO | mb)
+        return RankSchedule(self.letters & ~AUTO_MICROBATCH | mb)
 
     __iter__ = None  # a word is one thing: without this, __getitem__ would make it endless
 
@@ -121,35 +123,35 @@ class RankSchedule:
         return len(self.letters)
 
     def __repr__(self) -> str:
-        names = [ROWS[w >> OP & 0xFF].text for w in self.letters[:20].tolist()]
+        names = [INSTRUCTIONS[w >> OP_SHIFT & 0xFF].text for w in self.letters[:20].tolist()]
         return f"<{' '.join(['RankSchedule', *names])}{' ...' if len(self) > 20 else ''}>"
 
 
-def _whole(what: str, value: SupportsIndex) -> int:
+def _require_integer(subject: str, value: SupportsIndex) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
         return index(value)
     except TypeError:
         hint = ": divide by //" if isinstance(value, float) else ""
-        raise TypeError(f"{what} takes a whole number, not {value!r:.60}{hint}") from None
+        raise TypeError(f"{subject} takes a whole number, not {value!r:.60}{hint}") from None
 
 
 #: The forward of the next microbatch.
-F = RankSchedule(pack(FORWARD, 0, AUTO))
+F = RankSchedule(pack(FORWARD, 0, AUTO_MICROBATCH))
 #: The backward of the next microbatch, whole.
-B = RankSchedule(pack(BACKWARD, 0, AUTO))
+B = RankSchedule(pack(BACKWARD, 0, AUTO_MICROBATCH))
 #: The half of a backward that computes the gradient of the stage's input.
-I = RankSchedule(pack(BACKWARD_INPUT, 0, AUTO))
+I = RankSchedule(pack(BACKWARD_INPUT, 0, AUTO_MICROBATCH))
 #: The half that computes the weights' gradients, of the oldest I that has none yet.
-W = RankSchedule(pack(BACKWARD_WEIGHT, OLDEST, AUTO))
+W = RankSchedule(pack(BACKWARD_WEIGHT, OLDEST_STAGE, AUTO_MICROBATCH))
 #: The forward run again for the next backward of its stage that has none yet.
-R = RankSchedule(pack(RECOMPUTE, 0, AUTO))
+R = RankSchedule(pack(RECOMPUTE, 0, AUTO_MICROBATCH))
 #: The word without letters.
 EMPTY = RankSchedule(np.empty(0, np.int64))
 
 
-def concat(words: Iterable[RankSchedule]) -> RankSchedule:
+def concat(schedules: Iterable[RankSchedule]) -> RankSchedule:
     """Words one after the other.  `sum` says the same, and copies all that came before each time.
 
     >>> from schedir.schedule_algebra import F, concat
@@ -157,35 +159,38 @@ def concat(words: Iterable[RankSchedule]) -> RankSchedule:
     <RankSchedule F F F>
     """
     return RankSchedule(
-        np.concatenate([EMPTY.letters, *(_letters("join", word) for word in words)])
+        np.concatenate([EMPTY.letters, *(_require_letters("join", word) for word in schedules)])
     )
 
 
-def _letters(what: str, word: object) -> Words:
-    if not isinstance(word, RankSchedule):
-        raise TypeError(f"{what} takes words, as 3 * F and F + B, not {describe(word)}")
-    return word.letters
+def _require_letters(subject: str, schedule: object) -> Words:
+    if not isinstance(schedule, RankSchedule):
+        raise TypeError(f"{subject} takes words, as 3 * F and F + B, not {describe(schedule)}")
+    return schedule.letters
 
 
 def weave(
     forwards: RankSchedule,
     backwards: RankSchedule,
-    lead: int,
+    warmup: int,
     weights: RankSchedule = EMPTY,
-    late: int = 0,
+    defer_weights: int = 0,
 ) -> RankSchedule:
-    """`lead` forwards, then forward and backward by turns, then the backwards that remain.
+    """`warmup` forwards, then forward and backward by turns, then the backwards that remain.
 
-    With split backwards each turn ends with one of `weights`, from the turn after `late` on;
-    those that remain come last.  Raises TypeError for what is no word, or no whole number.
+    With split backwards each turn ends with one of `weights`, from the turn after `defer_weights`
+    on; those that remain come last.  Raises TypeError for what is no word, or no whole number.
 
     >>> from schedir import B, F, weave
     >>> weave(4 * F, 4 * B, lead=2)
     <RankSchedule F F F B F B B B>
     """
-    words = [_letters("weave", word) for word in (forwards, backwards, weights)]
-    lead, late = _whole("the lead of weave", lead), _whole("the late of weave", late)
-    starts = [-max(lead, 0), 0, max(late, 0)]
+    words = [_require_letters("weave", word) for word in (forwards, backwards, weights)]
+    warmup, defer_weights = (
+        _require_integer("the lead of weave", warmup),
+        _require_integer("the late of weave", defer_weights),
+    )
+    starts = [-max(warmup, 0), 0, max(defer_weights, 0)]
     turn = np.concatenate([np.arange(len(w)) + s for w, s in zip(words, starts, strict=True)])
     return RankSchedule(np.concatenate(words)[np.argsort(turn, kind="stable")])
 
@@ -203,10 +208,13 @@ def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
       3 x  F 0.1+ & B 0.0+
       B 0.3
     """
-    one, other = _letters("overlapped_pair", first), _letters("overlapped_pair", second)
+    one, other = (
+        _require_letters("overlapped_pair", first),
+        _require_letters("overlapped_pair", second),
+    )
     if len(one) != len(other):
         raise ValueError(f"overlapped_pair pairs letters: {len(one)} do not go with {len(other)}")
-    return RankSchedule(np.stack([one, other | JOINED], 1).reshape(-1))
+    return RankSchedule(np.stack([one, other | JOINED_BIT], 1).reshape(-1))
 
 
 Schedule = Callable[..., RankSchedule | Iterable[RankSchedule]]
@@ -261,14 +269,14 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
         ...
     schedir.errors.ScheduleError: late: late is for updates with a delay of 1, not of 0
     """
-    if isinstance(delay, NO_NUMBERS):
+    if isinstance(delay, NON_NUMBER_TYPES):
         raise TypeError(
             f"@with_weight_delay takes a whole number or one per stage, not {delay!r:.60}"
         )
     if isinstance(delay, Iterable):
-        delay = tuple(_whole("@with_weight_delay", each) for each in delay)
+        delay = tuple(_require_integer("@with_weight_delay", each) for each in delay)
     else:
-        delay = _whole("@with_weight_delay", delay)
+        delay = _require_integer("@with_weight_delay", delay)
 
     def mark(schedule: _S) -> _S:
         vars(schedule)["weight_delay"] = delay
@@ -277,19 +285,21 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     return mark
 
 
-def _function(schedule: Schedule) -> Schedule:
+def _unwrap_partial(schedule: Schedule) -> Schedule:
     while isinstance(schedule, partial):
         schedule = schedule.func
     return schedule
 
 
-def name_of(schedule: Schedule) -> str:
+def get_schedule_name(schedule: Schedule) -> str:
     """The name a schedule goes by."""
-    schedule = _function(schedule)
+    schedule = _unwrap_partial(schedule)
     return str(getattr(schedule, "__name__", type(schedule).__name__))
 
 
-def takes(name: str, schedule: Schedule, signature: inspect.Signature | None = None) -> bool:
+def has_free_parameter(
+    name: str, schedule: Schedule, signature: inspect.Signature | None = None
+) -> bool:
     """Whether a schedule is to be told a number: has a parameter of that name, which is not bound.
 
     `signature` is the schedule's, where that is known.
@@ -302,18 +312,18 @@ def takes(name: str, schedule: Schedule, signature: inspect.Signature | None = N
         return False
 
 
-def takes_v(schedule: Schedule) -> bool:
+def has_free_v(schedule: Schedule) -> bool:
     """Whether a schedule is to be told `v`."""
-    return takes("v", schedule)
+    return has_free_parameter("v", schedule)
 
 
-def stages_per_rank_for(schedule: Schedule) -> int:
+def get_stages_per_rank(schedule: Schedule) -> int:
     """How many stages per rank a schedule has unless told.
 
     Those that it is marked for; else the `v` that is bound, or the default of its parameter `v`; 2
     where that has none, for such a schedule is for several; and 1 where there is no `v`.
     """
-    if fixed := placed_for(schedule)[1]:
+    if fixed := get_placement_mark(schedule)[1]:
         return fixed
     try:
         v = inspect.signature(schedule).parameters.get("v")
@@ -324,13 +334,15 @@ def stages_per_rank_for(schedule: Schedule) -> int:
     return v.default if isinstance(v.default, int) and v.default > 0 else 2
 
 
-def placed_for(schedule: Schedule) -> tuple[Placement | None, int | None]:
+def get_placement_mark(schedule: Schedule) -> tuple[Placement | None, int | None]:
     """The placement and the stages per rank that a schedule is marked for; None where it is not."""
-    mark: tuple[Placement | None, int | None] = getattr(_function(schedule), "placed", (None, None))
+    mark: tuple[Placement | None, int | None] = getattr(
+        _unwrap_partial(schedule), "placed", (None, None)
+    )
     return mark
 
 
-def shape_for(schedule: Schedule, shape: PipelineShape) -> PipelineShape:
+def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> PipelineShape:
     """Return a shape with what a schedule is made for in the fields that were not given.
 
     Args:
@@ -351,21 +363,21 @@ def shape_for(schedule: Schedule, shape: PipelineShape) -> PipelineShape:
         2
     """
     changes: dict[str, Any] = {}
-    placement = placed_for(schedule)[0]
-    if "placement" in shape.defaulted and placement is not None:
+    placement = get_placement_mark(schedule)[0]
+    if "placement" in shape.default_fields and placement is not None:
         changes["placement"] = placement
     named = isinstance(changes.get("placement", shape.placement), str)
     # Where a schedule is for one stage per rank, the default of the placement remains.
-    if "stages_per_rank" in shape.defaulted and named and stages_per_rank_for(schedule) > 1:
-        changes["stages_per_rank"] = stages_per_rank_for(schedule)
-    delay = delay_for(schedule)
-    if "weight_delay" in shape.defaulted and shape.optimizer_steps > 1 and delay is not None:
+    if "stages_per_rank" in shape.default_fields and named and get_stages_per_rank(schedule) > 1:
+        changes["stages_per_rank"] = get_stages_per_rank(schedule)
+    delay = get_weight_delay_mark(schedule)
+    if "weight_delay" in shape.default_fields and shape.optimizer_steps > 1 and delay is not None:
         changes["weight_delay"] = delay
     changes = {name: value for name, value in changes.items() if getattr(shape, name) != value}
     return replace(shape, **changes) if changes else shape
 
 
-def delay_for(schedule: Schedule) -> int | tuple[int, ...] | None:
+def get_weight_delay_mark(schedule: Schedule) -> int | tuple[int, ...] | None:
     """The delay of updates that a schedule is marked for; None where it is not."""
-    mark: int | tuple[int, ...] | None = getattr(_function(schedule), "weight_delay", None)
+    mark: int | tuple[int, ...] | None = getattr(_unwrap_partial(schedule), "weight_delay", None)
     return mark

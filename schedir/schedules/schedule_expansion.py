@@ -10,25 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from schedir.errors import SchedirError, ScheduleError, ShapeError, in_words, require_type
-from schedir.ir.input_trust import RAISED, trust
+from schedir.errors import SchedirError, ScheduleError, ShapeError, describe_exception, require_type
+from schedir.ir.input_trust import RAISE_LIMIT_HINT, get_input_trust
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.pipeline.placement import named_of
+from schedir.ir.pipeline.placement import find_named_placement
 from schedir.ir.program import Program, StreamSlices, Words
-from schedir.schedules.microbatch_numbering import spell
+from schedir.schedules.microbatch_numbering import number_letters
 from schedir.schedules.schedule_algebra import (
     EMPTY,
     RankSchedule,
     Schedule,
-    delay_for,
-    name_of,
-    placed_for,
-    shape_for,
-    takes,
+    apply_schedule_defaults,
+    get_placement_mark,
+    get_schedule_name,
+    get_weight_delay_mark,
+    has_free_parameter,
 )
 
-_AT_ONCE = 2**17  # letters that are spelled together: of all ranks of most shapes
-_ALGEBRA = "words are F + B, n * F, F[own stage] and F.at(microbatch)"
+_BATCH_LETTERS = 2**17  # letters that are spelled together: of all ranks of most shapes
+_ALGEBRA_HINT = "words are F + B, n * F, F[own stage] and F.at(microbatch)"
 
 
 def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
@@ -67,7 +67,7 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
           4 x  F 1.0+; B 1.0+
     """
     require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
-    name = name_of(schedule)
+    name = get_schedule_name(schedule)
     try:
         signature = inspect.signature(schedule)
     except (TypeError, ValueError):
@@ -80,9 +80,13 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
         ) from None
     if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
         raise ScheduleError("a schedule is a plain function, not an async one", program=name)
-    shape = shape_for(schedule, shape).resolved()
+    shape = apply_schedule_defaults(schedule, shape).resolve_defaults()
     told = {"v": shape.stages_per_rank, "sequence_chunks": shape.sequence_chunks}
-    told = {name: number for name, number in told.items() if takes(name, schedule, signature)}
+    told = {
+        name: number
+        for name, number in told.items()
+        if has_free_parameter(name, schedule, signature)
+    }
     try:
         signature.bind(0, shape.ranks, shape.microbatches, **told)
     except TypeError:
@@ -92,38 +96,38 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
             program=name,
             hint="bind other options with functools.partial" if several else "",
         ) from None
-    _check_placed(schedule, shape, name)
+    _require_placement(schedule, shape, name)
     spelled: list[Words] = []  # of some ranks each
     words: list[Words] = []  # of the ranks since
     offsets, first = np.zeros(shape.ranks + 1, np.int64), 0
-    for rank, own in enumerate(shape.stages_of):
+    for rank, own in enumerate(shape.stages_on_rank):
         told |= {"v": len(own)} if "v" in told else {}
         call = partial(schedule, **told) if told else schedule
-        words.append(_called(call, name, rank, shape))
+        words.append(_call_schedule(call, name, rank, shape))
         offsets[rank + 1] = offsets[rank] + len(words[-1])
-        most = trust().instructions
+        most = get_input_trust().max_instructions
         if most is not None and offsets[rank + 1] > most:
             raise ShapeError(
                 f"the schedule of {shape.stages} stages x {shape.microbatches} microbatches says "
                 f"more than the {most} instructions that a program may have",
                 program=name,
-                hint=RAISED,
+                hint=RAISE_LIMIT_HINT,
                 fields=["microbatches", "ranks", "stages_per_rank"],
             )
-        if offsets[rank + 1] - offsets[first] >= _AT_ONCE or rank + 1 == shape.ranks:
+        if offsets[rank + 1] - offsets[first] >= _BATCH_LETTERS or rank + 1 == shape.ranks:
             try:
-                spelled.append(spell(words, first, shape))
+                spelled.append(number_letters(words, first, shape))
             except SchedirError as error:
                 error.program = name
                 raise
             words, first = [], rank + 1
     whole = spelled[0] if len(spelled) == 1 else np.concatenate(spelled)
-    return Program(name, shape, StreamSlices.at(whole, offsets))
+    return Program(name, shape, StreamSlices.from_words(whole, offsets))
 
 
-def _check_placed(schedule: Schedule, shape: PipelineShape, name: str) -> None:
-    placement, fixed = placed_for(schedule)
-    delay = delay_for(schedule)
+def _require_placement(schedule: Schedule, shape: PipelineShape, name: str) -> None:
+    placement, fixed = get_placement_mark(schedule)
+    delay = get_weight_delay_mark(schedule)
     if (
         shape.optimizer_steps > 1
         and delay is not None
@@ -137,9 +141,9 @@ def _check_placed(schedule: Schedule, shape: PipelineShape, name: str) -> None:
     if placement is None or (placement, v) == (shape.placement, shape.stages_per_rank):
         return
     if isinstance(placement, str):
-        v = max(v, named_of(placement).stages_per_rank)
+        v = max(v, find_named_placement(placement).stages_per_rank)
     right = PipelineShape(shape.ranks, shape.microbatches, v, placement)
-    if not np.array_equal(shape.holders, right.holders):
+    if not np.array_equal(shape.replica_ranks, right.replica_ranks):
         raise ScheduleError(
             f"{name} is for placement {placement!r}{f' with {v} stages per rank' * bool(fixed)}, "
             f"not for {shape.placement!r} with {shape.stages_per_rank}",
@@ -147,16 +151,18 @@ def _check_placed(schedule: Schedule, shape: PipelineShape, name: str) -> None:
         )
 
 
-def _called(call: Schedule, name: str, rank: int, shape: PipelineShape) -> Words:
+def _call_schedule(call: Schedule, name: str, rank: int, shape: PipelineShape) -> Words:
     """The letters of all words of one rank, unless they do not end."""
     what = f"the schedule of rank {rank} of {shape.ranks}"
-    enough = 4 * len(shape.stages_of[rank]) * shape.microbatches  # F, R, I, W of each (stage, mb)
+    enough = (
+        4 * len(shape.stages_on_rank[rank]) * shape.microbatches
+    )  # F, R, I, W of each (stage, mb)
     most = 3 * enough + 1000  # what is a little wrong is best said of the whole
     words, count = [EMPTY.letters], 0
     try:
         told = call(rank, shape.ranks, shape.microbatches)
         many = not isinstance(told, RankSchedule | str) and isinstance(told, Iterable)
-        for word in _yielded(told, what) if many else [told]:
+        for word in _iterate_yielded(told, what) if many else [told]:
             if not isinstance(word, RankSchedule):
                 raise ScheduleError(
                     f"{what} must {'yield' if many else 'return'} words, not {word!r:.60}",
@@ -177,19 +183,19 @@ def _called(call: Schedule, name: str, rank: int, shape: PipelineShape) -> Words
         raise
     except BaseException as error:  # SystemExit and GeneratorExit, too: it has nothing to exit
         raise ScheduleError(
-            f"{what} raised {in_words(error)}",
+            f"{what} raised {describe_exception(error)}",
             program=name,
-            hint=_ALGEBRA
+            hint=_ALGEBRA_HINT
             if isinstance(error, TypeError) and "'RankSchedule'" in str(error)
             else "",
         ) from error
     return np.concatenate(words)
 
 
-def _yielded(told: Any, what: str) -> Iterator[RankSchedule]:
+def _iterate_yielded(generator: Any, subject: str) -> Iterator[RankSchedule]:
     """What a schedule yields; what it returns besides is lost, and so refused."""
-    if (returned := (yield from told)) is not None:
+    if (returned := (yield from generator)) is not None:
         raise ScheduleError(
-            f"{what} yields words and also returns {returned!r:.60}, which is lost",
+            f"{subject} yields words and also returns {returned!r:.60}, which is lost",
             hint="yield that too, and then return",
         )

@@ -30,7 +30,7 @@ def zb_v(r: int, P: int, m: int) -> RankSchedule:
     rank 0  F0  F1  F2  F0' I0' W0' F1' I1' W1' I0  W0  F2' I2' W2' I1  W1  I2  W2  ..
     rank 1  ..  F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' I1  I2' I2  W1  W2' W2
     """
-    _enough(m, 2 * P - 1)
+    _require_microbatches(m, 2 * P - 1)
     down, up = F[0] + I[0] + W[0], F[1] + I[1] + W[1]
     return (
         (2 * (P - r) - 1) * F[0]
@@ -73,7 +73,7 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     ...     placement="vee"))).span for s in (dualpipe_v, halves)]
     [66.0, 63.0]
     """
-    _enough(m, 2 * P)
+    _require_microbatches(m, 2 * P)
     left, n, even = P - 1 - r, r + 1, 1 - r % 2
     down, up = overlapped_pair(F[0], B[1]), overlapped_pair(F[1], B[0])
     first = down if left else F[0] + B[1]  # the last rank has just made what B[1] needs
@@ -93,6 +93,8 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     )
 
 
-def _enough(m: int, least: int) -> None:
-    if m < least:
-        raise ScheduleError(f"{m} microbatches are too few: it takes {least} to fill the vee")
+def _require_microbatches(m: int, min_microbatches: int) -> None:
+    if m < min_microbatches:
+        raise ScheduleError(
+            f"{m} microbatches are too few: it takes {min_microbatches} to fill the vee"
+        )

@@ -20,7 +20,7 @@ def zb_h1(r: int, P: int, m: int) -> RankSchedule:
     rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    return weave(m * F, m * I, P - 1 - r, weights=m * W, late=r)
+    return weave(m * F, m * I, P - 1 - r, weights=m * W, defer_weights=r)
 
 
 def zb_h2(r: int, P: int, m: int) -> RankSchedule:
@@ -39,4 +39,4 @@ def zb_h2(r: int, P: int, m: int) -> RankSchedule:
     rank 1  .. F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 ..
     rank 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
-    return weave(m * F, m * I, 2 * (P - 1 - r), weights=m * W, late=2 * r)
+    return weave(m * F, m * I, 2 * (P - 1 - r), weights=m * W, defer_weights=2 * r)

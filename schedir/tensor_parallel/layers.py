@@ -3,8 +3,8 @@
 Each is made from the full weight, a tensor or one that is drawn by slice (`SlicedInit`), and keeps
 its slice: so what is computed does not depend on how many ranks share it.
 
-With `sequence` they share the tokens, too (2205.05198, section 4.2.2): "the same on all ranks" is
-then each rank's own 1/t of them, (..., s / t, n).
+With `sequence_parallel` they share the tokens, too (2205.05198, section 4.2.2): "the same on all
+ranks" is then each rank's own 1/t of them, (..., s / t, n).
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.runtime.autograd import split_backward
-from schedir.tensor_parallel.mappings import ShardableWeight, f, g, seen_in_parts, shard
+from schedir.tensor_parallel.mappings import (
+    ShardableWeight,
+    enter_tp_region,
+    leave_tp_region,
+    mark_sequence_parallel,
+    shard,
+)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -29,29 +35,29 @@ class ColumnParallelLinear(nn.Module):
         bias: Tensor | None,
         group: ProcessGroup | None = None,
         *,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.entry = f(group, sequence=sequence)
+        self.input_rule = enter_tp_region(group, sequence_parallel=sequence_parallel)
         self.weight = shard(weight, 0, group)
         self.bias = None if bias is None else shard(bias, 0, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._with_bias(self.product(x))
+        return self._add_bias(self.project(x))
 
-    def entered(self, x: Tensor) -> Tensor:
+    def forward_local(self, x: Tensor) -> Tensor:
         """The output, where others sum the gradient of x over the group."""
-        return self._with_bias(self.entered_product(x))
+        return self._add_bias(self.project_local(x))
 
-    def product(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
         """The output without the bias, for who adds it along with what comes next."""
-        return split_backward.linear(x, self.weight, entry=self.entry)
+        return split_backward.linear(x, self.weight, input_rule=self.input_rule)
 
-    def entered_product(self, x: Tensor) -> Tensor:
+    def project_local(self, x: Tensor) -> Tensor:
         """That without the bias."""
         return split_backward.linear(x, self.weight)
 
-    def _with_bias(self, y: Tensor) -> Tensor:
+    def _add_bias(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + self.bias
 
 
@@ -68,22 +74,28 @@ class RowParallelLinear(nn.Module):
         bias: Tensor | None,
         group: ProcessGroup | None = None,
         *,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.group, self.sequence = group, sequence
+        self.group, self.sequence_parallel = group, sequence_parallel
         self.weight = shard(weight, 1, group)
         self.bias: nn.Parameter | None = None
         if bias is not None:
-            self.bias = seen_in_parts(nn.Parameter(bias.clone()), group, sequence=sequence)
+            self.bias = mark_sequence_parallel(
+                nn.Parameter(bias.clone()), group, sequence_parallel=sequence_parallel
+            )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.with_bias(g(self.part(x), self.group, sequence=self.sequence))
+        return self.add_bias(
+            leave_tp_region(
+                self.project_partial(x), self.group, sequence_parallel=self.sequence_parallel
+            )
+        )
 
-    def part(self, x: Tensor) -> Tensor:
+    def project_partial(self, x: Tensor) -> Tensor:
         """This rank's part of the sum that is the output without the bias."""
         return split_backward.linear(x, self.weight)
 
-    def with_bias(self, y: Tensor) -> Tensor:
+    def add_bias(self, y: Tensor) -> Tensor:
         """The output, of that sum: the bias after it, or it would be added t times."""
         return y if self.bias is None else y + self.bias

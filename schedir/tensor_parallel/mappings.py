@@ -19,10 +19,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.errors import UsageError
-from schedir.runtime.autograd.weight_gradient_rules import Later, SharedInputRule
-from schedir.runtime.parameters.sequence_layout import by_rank, in_order, require_even
+from schedir.runtime.autograd.weight_gradient_rules import PendingTensor, SharedInputRule
+from schedir.runtime.parameters.sequence_layout import (
+    join_sequence,
+    require_even_split,
+    split_by_rank,
+)
 
-_Whole = TypeVar("_Whole", bound=nn.Parameter | nn.Module)
+_Replicated = TypeVar("_Replicated", bound=nn.Parameter | nn.Module)
 
 
 def tp_size(group: ProcessGroup | None) -> int:
@@ -74,82 +78,97 @@ def shard(
     return param
 
 
-def shard_dim(param: Tensor) -> int | None:
+def get_shard_dim(param: Tensor) -> int | None:
     """The dimension along which a parameter is cut, or None if every rank holds it whole."""
     return getattr(param, "shard_dim", None)
 
 
-def seen_in_parts(
-    whole: _Whole, group: ProcessGroup | None, *, sequence: bool, own: bool = True
-) -> _Whole:
+def mark_sequence_parallel(
+    replicated: _Replicated,
+    group: ProcessGroup | None,
+    *,
+    sequence_parallel: bool,
+    has_local_tokens: bool = True,
+) -> _Replicated:
     """A parameter, or a module with its own, that each rank holds whole, and that sees 1/t of the
-    tokens if they share the `sequence`: then each parameter says that its gradients are to be
-    summed over them, which a program with `sequence_parallel yes` does.  With own=False it
-    sees the same on all ranks nevertheless, and says so."""
-    for parameter in whole.parameters() if isinstance(whole, nn.Module) else (whole,):
-        if sequence and tp_size(group) > 1:
-            parameter.summed_over_tp = own  # type: ignore[attr-defined]
-    return whole
+    tokens if they share the `sequence_parallel`: then each parameter says that its gradients are to
+    be summed over them, which a program with `sequence_parallel yes` does.  With own=False it sees
+    the same on all ranks nevertheless, and says so."""
+    for parameter in (
+        replicated.parameters() if isinstance(replicated, nn.Module) else (replicated,)
+    ):
+        if sequence_parallel and tp_size(group) > 1:
+            parameter.summed_over_tp = has_local_tokens  # type: ignore[attr-defined]
+    return replicated
 
 
-def f(group: ProcessGroup | None, *, sequence: bool = False) -> SharedInputRule | None:
+def enter_tp_region(
+    group: ProcessGroup | None, *, sequence_parallel: bool = False
+) -> SharedInputRule | None:
     """Enter a sharded region: identity forward, all-reduce backward (1909.08053, section 3); with
-    `sequence`, all-gather forward, reduce-scatter backward.
+    `sequence_parallel`, all-gather forward, reduce-scatter backward.
 
     For `split.linear(x, weight, entry=f(group))`, which starts the sum before it computes the
     weight's gradient; None where there is nobody to sum with.
     """
     if group is None or group.size() == 1:
         return None
-    if sequence:
-        return SharedInputRule(partial(_start_scatter, group), partial(_start_gather, group))
-    return SharedInputRule(partial(_start_sum, group))
+    if sequence_parallel:
+        return SharedInputRule(
+            partial(_start_reduce_scatter, group), partial(_start_all_gather, group)
+        )
+    return SharedInputRule(partial(_start_all_reduce, group))
 
 
-def g(x: Tensor, group: ProcessGroup | None, *, sequence: bool = False) -> Tensor:
+def leave_tp_region(
+    x: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool = False
+) -> Tensor:
     """Leave a sharded region: all-reduce forward, identity backward (1909.08053, section 3); with
-    `sequence`, reduce-scatter forward, all-gather backward: (..., s, n) to (..., s / t, n).
+    `sequence_parallel`, reduce-scatter forward, all-gather backward: (..., s, n) to (..., s / t,
+    n).
 
     A sum of all may be written over x, which is to be what nobody else needs, as a product.
     Raises UsageError for tokens that ranks cannot share evenly.
     """
     if tp_size(group) == 1:
         return x
-    y: Tensor = (_ScatterSequence if sequence else _G).apply(x.contiguous(), group)  # type: ignore[no-untyped-call]
+    y: Tensor = (_ScatterSequence if sequence_parallel else _G).apply(x.contiguous(), group)  # type: ignore[no-untyped-call]
     return y
 
 
-def own_tokens(x: Tensor, group: ProcessGroup | None, *, sequence: bool = True) -> Tensor:
+def select_local_tokens(
+    x: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool = True
+) -> Tensor:
     """Of (..., s, n) the rank's own tokens, (..., s / t, n); all, if they do not share the
-    `sequence`.  Raises UsageError for tokens that cannot be shared evenly."""
-    t = tp_size(group) if sequence else 1
-    require_even(x.shape[-2], t)
+    `sequence_parallel`.  Raises UsageError for tokens that cannot be shared evenly."""
+    t = tp_size(group) if sequence_parallel else 1
+    require_even_split(x.shape[-2], t)
     return x.chunk(t, -2)[tp_rank(group) if t > 1 else 0]
 
 
-def first_token(x: Tensor, group: ProcessGroup | None, *, sequence: bool) -> Tensor:
+def get_first_token(x: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool) -> Tensor:
     """Of (b, s, n) the first token, (b, n), the same on all ranks, also where they share the
-    `sequence`, and the first has it.
+    `sequence_parallel`, and the first has it.
 
     All are to compute the same with it: then each has its whole gradient, and the first keeps it.
     """
-    if not sequence or group is None or group.size() == 1:
+    if not sequence_parallel or group is None or group.size() == 1:
         return x[:, 0]
     first: Tensor = _First.apply(x, group)  # type: ignore[no-untyped-call]
     return first
 
 
-def all_gather(whole: Tensor, shard: Tensor, group: ProcessGroup) -> None:
-    """Make `whole` of the `shard` of each rank, one after the other; both are contiguous.
+def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> None:
+    """Make `output` of the `shard` of each rank, one after the other; both are contiguous.
 
     NCCL writes it in its place; a list of parts it would copy.
     """
     # torch 2.13 has a new name for it and warns of the old one.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole.view(-1), shard.view(-1), group=group)
+    gather(output.view(-1), shard.view(-1), group=group)
 
 
-def _start_sum(group: ProcessGroup, x: Tensor) -> Later:
+def _start_all_reduce(group: ProcessGroup, x: Tensor) -> PendingTensor:
     work: Any = dist.all_reduce(x, group=group, async_op=True)
 
     def wait() -> Tensor:
@@ -159,7 +178,7 @@ def _start_sum(group: ProcessGroup, x: Tensor) -> Later:
     return wait
 
 
-def _start_gather(group: ProcessGroup, part: Tensor) -> Later:
+def _start_all_gather(group: ProcessGroup, part: Tensor) -> PendingTensor:
     """Of (..., s / t, n) of each rank what all have, (..., s, n)."""
     part = part.contiguous()
     parts = part.new_empty(group.size(), *part.shape)
@@ -169,14 +188,14 @@ def _start_gather(group: ProcessGroup, part: Tensor) -> Later:
 
     def wait() -> Tensor:
         work.wait()
-        return in_order(parts)
+        return join_sequence(parts)
 
     return wait
 
 
-def _start_scatter(group: ProcessGroup, x: Tensor) -> Later:
+def _start_reduce_scatter(group: ProcessGroup, x: Tensor) -> PendingTensor:
     """Of (..., s, n) of each rank the sum of the own tokens, (..., s / t, n)."""
-    parts = by_rank(x, group.size())
+    parts = split_by_rank(x, group.size())
     own = torch.empty_like(parts[0])
     start: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work = start(own.view(-1), parts.view(-1), group=group, async_op=True)
@@ -209,11 +228,11 @@ class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return _start_scatter(group, x)()
+        return _start_reduce_scatter(group, x)()
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
-        return _start_gather(ctx.group, dys[0])(), None
+        return _start_all_gather(ctx.group, dys[0])(), None
 
 
 class _G(torch.autograd.Function):

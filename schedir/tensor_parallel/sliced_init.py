@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 22  # numbers in a block, or one row or column: 16 MiB of float32
+BLOCK_SIZE = 1 << 22  # numbers in a block, or one row or column: 16 MiB of float32
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class SlicedInit:
         sizes = list(self.shape)
         sizes[dim] = length
         own = torch.empty(sizes, device=self.device, dtype=self.dtype)
-        each, end = self._lines_of_a_block, start + length
+        each, end = self._lines_per_block, start + length
         for block in range(start // each, -(-end // each)):
-            drawn, first = self._block(block), block * each
+            drawn, first = self._draw_block(block), block * each
             low, high = max(start, first), min(end, first + each)
             own.narrow(dim, low - start, high - low).copy_(
                 drawn.narrow(dim, low - first, high - low)
@@ -49,16 +49,16 @@ class SlicedInit:
         return own
 
     @property
-    def _lines_of_a_block(self) -> int:
+    def _lines_per_block(self) -> int:
         """Rows, or columns, that a block has: as many as hold so many numbers, and one at least."""
-        return max(1, BLOCK * self.shape[self.dim] // max(1, self.shape.numel()))
+        return max(1, BLOCK_SIZE * self.shape[self.dim] // max(1, self.shape.numel()))
 
-    def _block(self, number: int) -> Tensor:
+    def _draw_block(self, number: int) -> Tensor:
         # The first by the name alone, as a weight of one block always was.
         key = f"{self.key} {number}" if number else self.key
         digest = hashlib.sha256(key.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        sizes, first = list(self.shape), number * self._lines_of_a_block
-        sizes[self.dim] = min(self._lines_of_a_block, sizes[self.dim] - first)
+        sizes, first = list(self.shape), number * self._lines_per_block
+        sizes[self.dim] = min(self._lines_per_block, sizes[self.dim] - first)
         drawn = torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
         return drawn.mul_(self.std)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.kernels import cross_entropy
-from schedir.kernels.backend_choice import on_triton
+from schedir.kernels.backend_choice import uses_triton
 from schedir.runtime.autograd import split_backward
 from schedir.tensor_parallel.mappings import (
     ShardableWeight,
     all_gather,
-    f,
-    g,
+    enter_tp_region,
+    leave_tp_region,
     shard,
     tp_rank,
     tp_size,
@@ -39,29 +39,33 @@ def shard_vocab(full: ShardableWeight, group: ProcessGroup | None = None) -> nn.
 class VocabParallelEmbedding(nn.Module):
     """Token ids int64 (...) to (..., n), the same on all ranks; `weight` from `shard_vocab`.
 
-    Of ids (..., s) with `sequence` to the rank's own tokens, (..., s / t, n).
+    Of ids (..., s) with `sequence_parallel` to the rank's own tokens, (..., s / t, n).
     """
 
     def __init__(
-        self, weight: nn.Parameter, group: ProcessGroup | None = None, *, sequence: bool = False
+        self,
+        weight: nn.Parameter,
+        group: ProcessGroup | None = None,
+        *,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.group, self.sequence = group, sequence
+        self.group, self.sequence_parallel = group, sequence_parallel
         self.weight = weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tp_size(self.group) == 1:
             return split_backward.embedding(tokens, self.weight)
-        row, absent = _own_rows(tokens, len(self.weight), self.group)
+        row, absent = _find_local_rows(tokens, len(self.weight), self.group)
         x = split_backward.embedding(row, self.weight).masked_fill_(absent.unsqueeze(-1), 0)
-        return g(x, self.group, sequence=self.sequence)
+        return leave_tp_region(x, self.group, sequence_parallel=self.sequence_parallel)
 
 
 class VocabParallelHead(nn.Module):
     """(..., n) to this rank's logits (..., k), padding -inf; `weight` from `shard_vocab`.
 
-    The weight may be the embedding's own parameter (tied).  With `sequence`, of the rank's own
-    tokens (..., s / t, n) to its logits of all, (..., s, k).
+    The weight may be the embedding's own parameter (tied).  With `sequence_parallel`, of the rank's
+    own tokens (..., s / t, n) to its logits of all, (..., s, k).
     """
 
     def __init__(
@@ -70,38 +74,38 @@ class VocabParallelHead(nn.Module):
         vocab: int,
         group: ProcessGroup | None = None,
         *,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.entry = f(group, sequence=sequence)
+        self.input_rule = enter_tp_region(group, sequence_parallel=sequence_parallel)
         self.weight = weight
         # How many rows are no padding.
-        self.own = min(max(vocab - tp_rank(group) * len(weight), 0), len(weight))
+        self.local_vocab = min(max(vocab - tp_rank(group) * len(weight), 0), len(weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = split_backward.linear(x, self.weight, entry=self.entry)
-        if self.own < len(self.weight):
-            logits[..., self.own :] = float("-inf")
+        logits = split_backward.linear(x, self.weight, input_rule=self.input_rule)
+        if self.local_vocab < len(self.weight):
+            logits[..., self.local_vocab :] = float("-inf")
         return logits
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, ignore: int = -1
+    logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, ignore_index: int = -1
 ) -> Tensor:
-    """Sum of -log p(target) over the tokens whose target is not `ignore`: 0-dim float32.
+    """Sum of -log p(target) over the tokens whose target is not `ignore_index`: 0-dim float32.
 
     `logits` is this rank's shard (..., k), in any floating type; `targets` int64 (...), the same
     on all ranks, as is the result. A target outside the vocabulary is not detected here.
     On a GPU the backward pass overwrites the logits.
     """
-    if on_triton(logits):
-        return fused_cross_entropy(logits, targets, group, ignore)
-    loss: Tensor = _CrossEntropy.apply(logits, targets, group, ignore)  # type: ignore[no-untyped-call]
+    if uses_triton(logits):
+        return fused_cross_entropy(logits, targets, group, ignore_index)
+    loss: Tensor = _CrossEntropy.apply(logits, targets, group, ignore_index)  # type: ignore[no-untyped-call]
     return loss
 
 
 def fused_cross_entropy(
-    logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, ignore: int = -1
+    logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, ignore_index: int = -1
 ) -> Tensor:
     """As `vocab_parallel_cross_entropy`, by the kernels or their references on any device.
 
@@ -109,11 +113,13 @@ def fused_cross_entropy(
     """
     if logits.is_leaf and logits.requires_grad:
         logits = logits.clone()  # someone's parameter is not ours to overwrite
-    loss: Tensor = _FusedCrossEntropy.apply(logits, targets, group, ignore)  # type: ignore[no-untyped-call]
+    loss: Tensor = _FusedCrossEntropy.apply(logits, targets, group, ignore_index)  # type: ignore[no-untyped-call]
     return loss
 
 
-def _own_rows(tokens: Tensor, rows: int, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _find_local_rows(
+    tokens: Tensor, rows: int, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
     """For each token its row on this rank, 0 if it is elsewhere, and whether it is elsewhere."""
     row = tokens - tp_rank(group) * rows
     absent = (row < 0) | (row >= rows)
@@ -123,10 +129,10 @@ def _own_rows(tokens: Tensor, rows: int, group: ProcessGroup | None) -> tuple[Te
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None, ignore: int
+        ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None, ignore_index: int
     ) -> Tensor:
-        counted = targets != ignore
-        row, absent = _own_rows(targets, logits.shape[-1], group)
+        counted = targets != ignore_index
+        row, absent = _find_local_rows(targets, logits.shape[-1], group)
         row, absent = row.unsqueeze(-1), absent | ~counted
 
         top = logits.amax(-1).float()
@@ -158,25 +164,25 @@ class _CrossEntropy(torch.autograd.Function):
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None, ignore: int
+        ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None, ignore_index: int
     ) -> Tensor:
         k, t = logits.shape[-1], tp_size(group)
         logits, flat = logits.contiguous(), targets.reshape(-1)
         first = tp_rank(group) * k
-        mine = cross_entropy.statistics(logits.view(-1, k), flat, first)
+        mine = cross_entropy.compute_statistics(logits.view(-1, k), flat, first)
         parts = mine.unsqueeze(0)
         if group is not None and t > 1:
             parts = mine.new_empty(t, *mine.shape)
             all_gather(parts, mine, group)
         ctx.save_for_backward(logits, flat, parts)
-        ctx.first, ctx.ignore = first, ignore
-        return cross_entropy.losses(parts, flat, ignore).sum()
+        ctx.first, ctx.ignore = first, ignore_index
+        return cross_entropy.compute_losses(parts, flat, ignore_index).sum()
 
     @staticmethod
     def backward(ctx: Any, *dlosses: Tensor) -> tuple[Tensor, None, None, None]:
         logits, flat, parts = ctx.saved_tensors
         rows = logits.view(-1, logits.shape[-1])
-        cross_entropy.gradient_(rows, flat, parts, dlosses[0], ctx.first, ctx.ignore)
+        cross_entropy.write_gradient_(rows, flat, parts, dlosses[0], ctx.first, ctx.ignore)
         # A kernel's writing goes unseen: say it, so that a second backward is refused.
         torch.autograd.graph.increment_version(logits)
         return logits, None, None, None

@@ -31,8 +31,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from schedir.extras import require
-from schedir.retired_names import missing_attribute
+from schedir.extras import require_package
+from schedir.retired_names import make_attribute_error
 
 if TYPE_CHECKING:
     from schedir.testing.gradient_assertion import assert_same_gradients
@@ -46,14 +46,21 @@ if TYPE_CHECKING:
         tied_weights,
     )
 
-_LATER = {"assert_same_gradients": "gradient_assertion", "assert_schedule": "schedule_assertion"}
+_MODULE_BY_NAME = {
+    "assert_same_gradients": "gradient_assertion",
+    "assert_schedule": "schedule_assertion",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise missing_attribute(__name__, name)
-    require("torch" if name == "assert_same_gradients" else "hypothesis", f"schedir.testing.{name}")
-    return getattr(import_module(f"schedir.testing.{_LATER.get(name, 'strategies')}"), name)
+        raise make_attribute_error(__name__, name)
+    require_package(
+        "torch" if name == "assert_same_gradients" else "hypothesis", f"schedir.testing.{name}"
+    )
+    return getattr(
+        import_module(f"schedir.testing.{_MODULE_BY_NAME.get(name, 'strategies')}"), name
+    )
 
 
 __all__ = [

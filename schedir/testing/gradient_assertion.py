@@ -18,16 +18,22 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from schedir.errors import ExecutionError, UsageError, describe
-from schedir.runtime.arguments import callable_of, loss_of
-from schedir.testing.gradient_comparison import GradientDump, compare
-from schedir.testing.unpipelined_model import UnpipelinedModel, cut, dense, names_of, own_copy
-from schedir.transports.local_processes import DIED, RankError, run
+from schedir.runtime.arguments import require_callable, require_loss
+from schedir.testing.gradient_comparison import GradientDump, compare_gradients
+from schedir.testing.unpipelined_model import (
+    UnpipelinedModel,
+    copy_model,
+    find_parameter_names,
+    split_batch,
+    to_dense,
+)
+from schedir.transports.local_processes import DIED_MESSAGE, RankError, run_processes
 
-Step = Callable[[int, int, Any, Any], Mapping[str, Tensor | None] | None]
+StepFunction = Callable[[int, int, Any, Any], Mapping[str, Tensor | None] | None]
 
 
 def assert_same_gradients(
-    step: Step,
+    step: StepFunction,
     model: nn.Module | Sequence[nn.Module],
     batch: Any,
     *,
@@ -38,7 +44,7 @@ def assert_same_gradients(
     replicas: int = 1,
     tolerance: float | None = None,
     timeout: float = 60.0,
-    start: Literal["fork", "spawn"] | None = None,
+    start_method: Literal["fork", "spawn"] | None = None,
 ) -> float:
     """Assert that a pipeline step of any library computes the gradients of a plain loop.
 
@@ -91,30 +97,32 @@ def assert_same_gradients(
     2 of 2 gradients differ from those of a plain loop
       rank 0, all 2 parameters: relative error 3, norm 4 times the expected norm
     """
-    callable_of(step, "step", "def step(rank, ranks, model, batch): ...")
+    require_callable(step, "step", "def step(rank, ranks, model, batch): ...")
     if loss_fn is not None:
-        loss_of(loss_fn)
-    whole = _whole(model)
-    several = cut(batch, microbatches, loss_fn)
-    divisor = _divisor(reduction, len(several))
-    _numbers(ranks, replicas, len(several))
-    _not_negative("timeout", timeout)
+        require_loss(loss_fn)
+    whole = _join_stages(model)
+    several = split_batch(batch, microbatches, loss_fn)
+    divisor = _find_divisor(reduction, len(several))
+    _require_counts(ranks, replicas, len(several))
+    _require_nonnegative("timeout", timeout)
     if tolerance is not None:
-        _not_negative("tolerance", tolerance)
-    if start not in (None, "fork", "spawn"):
-        raise UsageError(f"start is 'fork' or 'spawn', not {describe(start)}", fields=["start"])
-    loop = UnpipelinedModel(own_copy(whole), several, loss_fn, divisor)
-    how = start or ("spawn" if _forks_are_unsafe() else "fork")
-    with _one_thread(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        if not loop.due:
+        _require_nonnegative("tolerance", tolerance)
+    if start_method not in (None, "fork", "spawn"):
+        raise UsageError(
+            f"start is 'fork' or 'spawn', not {describe(start_method)}", fields=["start"]
+        )
+    loop = UnpipelinedModel(copy_model(whole), several, loss_fn, divisor)
+    how = start_method or ("spawn" if _forks_are_unsafe() else "fork")
+    with _use_one_thread(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        if not loop.expected_gradients:
             raise UsageError("the loss depends on no parameter that is trained")
-        left = _processes(step, whole, batch, ranks, how, timeout)
+        left = _run_processes(step, whole, batch, ranks, how, timeout)
         if whole is not model:
-            left = [one.by_prefix() for one in left]
-        return compare(loop, left, replicas=replicas, tolerance=tolerance)
+            left = [one.infer_stages() for one in left]
+        return compare_gradients(loop, left, replicas=replicas, tolerance=tolerance)
 
 
-def _whole(model: Any) -> nn.Module:
+def _join_stages(model: Any) -> nn.Module:
     """Return the model as one module, also if it was given as a list of its stages."""
     if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
         model = nn.Sequential(*model)
@@ -131,7 +139,7 @@ def _whole(model: Any) -> nn.Module:
     return model
 
 
-def _divisor(reduction: object, microbatches: int) -> float:
+def _find_divisor(reduction: object, microbatches: int) -> float:
     """Return the number by which the sum of the losses is divided."""
     if reduction == "mean":
         return microbatches
@@ -146,7 +154,7 @@ def _divisor(reduction: object, microbatches: int) -> float:
     )
 
 
-def _numbers(ranks: object, replicas: object, microbatches: int) -> None:
+def _require_counts(ranks: object, replicas: object, microbatches: int) -> None:
     """Check the numbers of ranks and replicas."""
     for name, number in (("ranks", ranks), ("replicas", replicas)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -160,7 +168,7 @@ def _numbers(ranks: object, replicas: object, microbatches: int) -> None:
         )
 
 
-def _not_negative(name: str, number: object) -> None:
+def _require_nonnegative(name: str, number: object) -> None:
     if not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
         raise UsageError(f"{name} is a number from 0 on, not {describe(number)}", fields=[name])
 
@@ -175,7 +183,7 @@ def _forks_are_unsafe() -> bool:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _use_one_thread() -> Iterator[None]:
     """Compute with one thread, as the processes do: with more threads, sums may round otherwise."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -185,11 +193,11 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _processes(
-    step: Step, model: nn.Module, batch: Any, ranks: int, how: str, timeout: float
+def _run_processes(
+    step: StepFunction, model: nn.Module, batch: Any, ranks: int, start_method: str, timeout: float
 ) -> list[GradientDump]:
     """Run the step in its processes, and return what each rank has after it."""
-    if how == "spawn":
+    if start_method == "spawn":
         for what, value in (("the step", step), ("the model", model), ("the batch", batch)):
             try:
                 pickle.dumps(value)
@@ -198,20 +206,30 @@ def _processes(
                     f"processes are spawned, and {what} cannot be pickled for them",
                     hint="a step is a function of a module then, whose name they can import",
                 ) from None
-    context = multiprocessing.get_context(how)
+    context = multiprocessing.get_context(start_method)
     try:
-        left = run(
-            _left, ranks, step, ranks, model, batch, context=context, limit=timeout, grace=0.1
+        left = run_processes(
+            _run_rank,
+            ranks,
+            step,
+            ranks,
+            model,
+            batch,
+            context=context,
+            timeout=timeout,
+            grace_seconds=0.1,
         )
     except RankError as error:
-        raise _failed(error, timeout) from None
+        raise _make_step_error(error, timeout) from None
     for rank, one in enumerate(left):
         if isinstance(one, str):
             raise UsageError(f"rank {rank}: {one}")
     return left
 
 
-def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> GradientDump | str:
+def _run_rank(
+    rank: int, step: StepFunction, ranks: int, model: nn.Module, batch: Any
+) -> GradientDump | str:
     """Run the step in the process of a rank.
 
     Returns:
@@ -222,20 +240,24 @@ def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> Gr
     model.zero_grad(set_to_none=True)
     # Names are taken before the step, which may wrap modules and replace their parameters.
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False)}
-    before = {name: p.detach().clone() for p, names in names_of(model).items() for name in names}
-    known = {name for names in names_of(model).values() for name in names}
-    with torch.enable_grad(), _torchs_stages() as made:
+    before = {
+        name: p.detach().clone()
+        for p, names in find_parameter_names(model).items()
+        for name in names
+    }
+    known = {name for names in find_parameter_names(model).values() for name in names}
+    with torch.enable_grad(), _record_torch_stages() as made:
         given = step(rank, ranks, model, batch)
     if given is not None and not isinstance(given, Mapping):
         return f"a step returns nothing, or {{name: gradient}}, and not {describe(given)}"
-    owned = _named_now(modules, known)
+    owned = _find_current_names(modules, known)
     for p, names in owned.items():
         if type(p) is nn.Parameter and not torch.equal(p, before[names[0]]):
             return f"the step changes {names[0]}: leave the optimizer out, gradients are compared"
     stages: dict[int, tuple[str, ...]] = {}
     gradients: dict[str, Tensor | None] = {}
     for stage in made:
-        of = _names_in(stage.submod, modules, owned)
+        of = _find_stage_names(stage.submod, modules, owned)
         if given is None and None in of.values():
             return (
                 f"stage {stage.stage_index} has parameters that are not those of `model`: build "
@@ -244,36 +266,37 @@ def _left(rank: int, step: Step, ranks: int, model: nn.Module, batch: Any) -> Gr
         named = {name: p for p, name in of.items() if name}
         stages[stage.stage_index] = tuple(named)
         if given is None:
-            gradients |= {name: _full(p.grad) for name, p in named.items()}
+            gradients |= {name: _to_full_gradient(p.grad) for name, p in named.items()}
     if given is None:
         for p, names in owned.items():
             if p.grad is not None and gradients.keys().isdisjoint(names):
-                gradients[names[0]] = _full(p.grad)
+                gradients[names[0]] = _to_full_gradient(p.grad)
     for name, gradient in (given or {}).items():
         if name not in known:
             like = " or ".join(get_close_matches(name, known, 2)) or min(known, default="none")
             return f"the model has no parameter {name}, but {like}"
-        gradients[name] = _full(gradient)
+        gradients[name] = _to_full_gradient(gradient)
     return GradientDump(gradients, stages)
 
 
-def _named_now(
-    modules: Mapping[str, nn.Module], known: Set[str]
+def _find_current_names(
+    modules: Mapping[str, nn.Module], known_names: Set[str]
 ) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Return the parameters that the modules have now, with those names that `known` contains."""
+    """Return the parameters that the modules have now, with those names that `known_names`
+    contains."""
     found: dict[nn.Parameter, tuple[str, ...]] = {}
     for inside, module in modules.items():
         for own, p in module.named_parameters(recurse=False):
             name = f"{inside}.{own}" if inside else own
-            if name in known:
+            if name in known_names:
                 found[p] = (*found.get(p, ()), name)
     return found
 
 
-def _names_in(
-    part: nn.Module,
+def _find_stage_names(
+    stage_module: nn.Module,
     modules: Mapping[str, nn.Module],
-    owned: Mapping[nn.Parameter, tuple[str, ...]],
+    parameter_names: Mapping[nn.Parameter, tuple[str, ...]],
 ) -> dict[nn.Parameter, str | None]:
     """Return the name in the model of each parameter of a stage, or None if it has none.
 
@@ -283,16 +306,16 @@ def _names_in(
     for name, module in modules.items():
         called.setdefault(module, name)
     found: dict[nn.Parameter, str | None] = {}
-    for module in part.modules():
+    for module in stage_module.modules():
         for name, p in module.named_parameters(recurse=False):
             inside = f"{called[module]}.{name}".lstrip(".") if module in called else name
-            names = owned.get(p, ())
+            names = parameter_names.get(p, ())
             found.setdefault(p, inside if inside in names else names[0] if names else None)
     return found
 
 
 @contextmanager
-def _torchs_stages() -> Iterator[list[Any]]:
+def _record_torch_stages() -> Iterator[list[Any]]:
     """Collect the stages of torch.distributed.pipelining that are created in this context."""
     from torch.distributed.pipelining.stage import _PipelineStageBase as Base
 
@@ -310,18 +333,18 @@ def _torchs_stages() -> Iterator[list[Any]]:
         Base.__init__ = before  # type: ignore[method-assign]
 
 
-def _full(gradient: Tensor | None) -> Tensor | None:
+def _to_full_gradient(gradient: Tensor | None) -> Tensor | None:
     """Return a gradient that may be sharded (a DTensor) or sparse as one dense tensor."""
     if gradient is None:
         return None
     full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    return dense(full).detach()
+    return to_dense(full).detach()
 
 
-def _failed(error: RankError, timeout: float) -> ExecutionError:
+def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
     """Return an error that describes in a few lines which ranks raised or hung, and where."""
-    if error.hung:
-        stand = {rank: _stand(error.tracebacks[rank]) for rank in error.hung}
+    if error.hung_ranks:
+        stand = {rank: _find_step_line(error.tracebacks[rank]) for rank in error.hung_ranks}
         late = {rank: where for rank, where in stand.items() if where} or stand
         who = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
         lines = [f"  rank {rank} stands at {where or 'its start'}" for rank, where in late.items()]
@@ -329,18 +352,20 @@ def _failed(error: RankError, timeout: float) -> ExecutionError:
             "\n".join([f"{who} did not come back from the step in {timeout:g} s", *lines])
         )
     told = error.tracebacks
-    dead = [rank for rank, text in told.items() if text.startswith(DIED)]
+    dead = [rank for rank, text in told.items() if text.startswith(DIED_MESSAGE)]
     rank = (dead or [*told])[0]  # if one has died, the others only report lost connections
     lines = told[rank].rstrip().splitlines()
     frames = [k for k, line in enumerate(lines) if line.startswith('  File "')]
     what = next((line for line in lines[max(frames, default=0) :] if line[:1] != " "), lines[-1])
-    ours = next((k for k, line in enumerate(lines) if line.endswith(f"in {_left.__name__}")), None)
+    ours = next(
+        (k for k, line in enumerate(lines) if line.endswith(f"in {_run_rank.__name__}")), None
+    )
     shown = lines[ours + 2 :] if ours is not None else []
     said = [f"  {line}" for line in shown if {*line} - {*" ^~"}]
     return ExecutionError("\n".join([f"the step fails on rank {rank}: {what}", *said]))
 
 
-def _stand(stack: str) -> str:
+def _find_step_line(stack: str) -> str:
     """Return which line of the step a rank runs, or an empty string if it has left the step.
 
     Args:
@@ -349,8 +374,8 @@ def _stand(stack: str) -> str:
     for thread in stack.split("\nThread "):
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
         calls = [function for _, _, function in frames]
-        if _left.__name__ in calls:
-            inside = frames[: calls.index(_left.__name__)]
+        if _run_rank.__name__ in calls:
+            inside = frames[: calls.index(_run_rank.__name__)]
             foreign = [frame for frame in inside if "site-packages" not in frame[0]]
             file, line, function = (foreign or inside or frames)[0]
             return f"{file}:{line}, in {function}"

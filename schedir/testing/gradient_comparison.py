@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 from schedir.errors import UsageError
-from schedir.testing.unpipelined_model import ExpectedGradient, UnpipelinedModel, names_of, numbers
+from schedir.testing.unpipelined_model import (
+    ExpectedGradient,
+    UnpipelinedModel,
+    find_parameter_names,
+    flatten_to_float64,
+)
 
 TOLERANCES: Final = {torch.float32: 1e-6, torch.float64: 1e-12}
-SHOWN: Final = 3  # names in one line of the error
+MAX_NAMES: Final = 3  # names in one line of the error
 MISSING: Final = "no gradient"
 NOT_EXPECTED: Final = "a gradient, but none is expected"
 NOT_FINITE: Final = "not finite"
@@ -33,7 +38,7 @@ class GradientDump:
     gradients: Mapping[str, Tensor | None]
     stages: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
-    def by_prefix(self) -> GradientDump:
+    def infer_stages(self) -> GradientDump:
         """Fill in the stages of a model that was given as a list of stages.
 
         Names of parameters then begin with the number of their stage.
@@ -61,44 +66,44 @@ class GradientDifference(NamedTuple):
     """Gradients that differ in the same way from those of the plain loop.
 
     Args:
-        places: The stages and ranks that have these gradients.
+        locations: The stages and ranks that have these gradients.
         names: The names of the parameters.
-        every: Whether the places have no other parameters.
+        has_all_parameters: Whether the places have no other parameters.
         problem: How the gradients differ, in words.
         error: The norm of the difference over the norm of the expected gradient, for the parameter
             for which it is largest.
     """
 
-    places: tuple[StageLocation, ...]
+    locations: tuple[StageLocation, ...]
     names: tuple[str, ...]
-    every: bool
+    has_all_parameters: bool
     problem: str
     error: float
 
     @property
     def stages(self) -> tuple[int | None, ...]:
         """The stages, in order."""
-        return tuple(dict.fromkeys(place.stage for place in self.places))
+        return tuple(dict.fromkeys(place.stage for place in self.locations))
 
     def __str__(self) -> str:
         number = len(self.names)
-        if self.every and number > 1:
+        if self.has_all_parameters and number > 1:
             what = f"all {number} parameters"
         else:
-            more = f" and {number - SHOWN} more" if number > SHOWN else ""
-            what = f"{', '.join(self.names[:SHOWN])}{more}"
-        return f"{_where(self.places)}, {what}: {self.problem}"
+            more = f" and {number - MAX_NAMES} more" if number > MAX_NAMES else ""
+            what = f"{', '.join(self.names[:MAX_NAMES])}{more}"
+        return f"{_describe_locations(self.locations)}, {what}: {self.problem}"
 
 
-def _where(places: Sequence[StageLocation]) -> str:
+def _describe_locations(locations: Sequence[StageLocation]) -> str:
     """Return places in words, such as `stages 0, 1 (ranks 0, 1)`, or the ranks alone."""
 
     def several(what: str, numbers: Sequence[int]) -> str:
         numbers = sorted({*numbers})
         return f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" * bool(numbers)
 
-    stages = several("stage", [p.stage for p in places if p.stage is not None])
-    ranks = several("rank", [p.rank for p in places if p.rank is not None]) or "on no rank"
+    stages = several("stage", [p.stage for p in locations if p.stage is not None])
+    ranks = several("rank", [p.rank for p in locations if p.rank is not None]) or "on no rank"
     return f"{stages} ({ranks})" if stages else ranks
 
 
@@ -107,35 +112,37 @@ class WrongGradients(AssertionError):
 
     Args:
         differences: The differences.
-        weights: The names of each weight that has or should have a gradient.
-        right: The stages and ranks whose gradients are all right.
+        weight_names: The names of each weight that has or should have a gradient.
+        correct_locations: The stages and ranks whose gradients are all right.
     """
 
     def __init__(
         self,
         differences: Sequence[GradientDifference],
-        weights: Sequence[tuple[str, ...]],
-        right: Sequence[StageLocation],
+        weight_names: Sequence[tuple[str, ...]],
+        correct_locations: Sequence[StageLocation],
     ) -> None:
         names = {name for difference in differences for name in difference.names}
-        wrong = sum(not names.isdisjoint(own) for own in weights)
-        lines = [f"{wrong} of {len(weights)} gradients differ from those of a plain loop"]
+        wrong = sum(not names.isdisjoint(own) for own in weight_names)
+        lines = [f"{wrong} of {len(weight_names)} gradients differ from those of a plain loop"]
         lines += [f"  {difference}" for difference in differences]
-        if right:
-            lines.append(f"  right: {_where(right)}")
-        first = _first_stage(differences, right)
+        if correct_locations:
+            lines.append(f"  right: {_describe_locations(correct_locations)}")
+        first = _suggest_first_stage(differences, correct_locations)
         super().__init__("\n".join([*lines, *([f"  hint: {first}"] if first else [])]))
         self.differences = tuple(differences)
 
 
-def _first_stage(differences: Sequence[GradientDifference], right: Sequence[StageLocation]) -> str:
+def _suggest_first_stage(
+    differences: Sequence[GradientDifference], correct_locations: Sequence[StageLocation]
+) -> str:
     """Return a hint if all stages up to one are wrong, and the later ones right.  Else return "".
 
     Backwards run from the last stage to the first, so an error spreads to the lower stages.  It
     then begins in the last stage that is wrong.
     """
     stages = {stage for difference in differences for stage in difference.stages}
-    good = {place.stage for place in right}
+    good = {place.stage for place in correct_locations}
     numbered = [stage for stage in stages if stage is not None]
     if not good or None in good or len(numbered) < len(stages):
         return ""
@@ -147,9 +154,9 @@ def _first_stage(differences: Sequence[GradientDifference], right: Sequence[Stag
     return f"it begins in the backward of stage {last}, or in what stage {last + 1} sends to it"
 
 
-def compare(
+def compare_gradients(
     loop: UnpipelinedModel,
-    left: Sequence[GradientDump],
+    dumps: Sequence[GradientDump],
     *,
     replicas: int = 1,
     tolerance: float | None = None,
@@ -158,7 +165,7 @@ def compare(
 
     Args:
         loop: The plain loop.
-        left: What each rank has after the step.
+        dumps: What each rank has after the step.
         replicas: The number of data-parallel replicas.
         tolerance: The largest difference that is allowed, as for `assert_same_gradients`.
 
@@ -169,22 +176,22 @@ def compare(
         WrongGradients: A gradient differs by more than the tolerance.
         UsageError: No rank has a gradient.
     """
-    if not any(g is not None for one in left for g in one.gradients.values()):
+    if not any(g is not None for one in dumps for g in one.gradients.values()):
         raise UsageError(
             "no rank has a gradient of `model` after the step",
             hint="a step that works on copies returns {name: gradient} by the names of `model`",
         )
-    due = loop.due
-    every = names_of(loop.model).values()
+    due = loop.expected_gradients
+    every = find_parameter_names(loop.model).values()
     weights = [names for names in every if names[0] in due]
-    held = [*_held(left, weights, replicas)]
+    held = [*_list_gradients(dumps, weights, replicas)]
     ranks_with = {n: {at.rank for at, of, g in held if of == n and g is not None} for n in due}
     wrong: dict[StageLocation, dict[str, _GradientError]] = {}
     largest = 0.0
     for place, name, got in held:
-        measured = _measure(name, got, due.get(name), tolerance)
+        measured = _measure_error(name, got, due.get(name), tolerance)
         largest = max(largest, measured.error)
-        if measured.same:
+        if measured.is_within_tolerance:
             continue
         if place.rank is None and ranks_with[name]:
             few = f"a gradient on only {len(ranks_with[name])} rank, for {replicas} replicas"
@@ -197,19 +204,19 @@ def compare(
     of_wrong = {name for own in wrong.values() for name in own}
     right = [place for place in places if place not in wrong and place.rank is not None]
     undue = [names for names in every if names not in weights and not of_wrong.isdisjoint(names)]
-    raise WrongGradients(_differences(wrong, all_names), [*weights, *undue], right)
+    raise WrongGradients(_group_differences(wrong, all_names), [*weights, *undue], right)
 
 
-def _held(
-    left: Sequence[GradientDump], weights: Sequence[tuple[str, ...]], replicas: int
+def _list_gradients(
+    dumps: Sequence[GradientDump], weight_names: Sequence[tuple[str, ...]], replicas: int
 ) -> Iterator[tuple[StageLocation, str, Tensor | None]]:
     """Yield a place, a name and a gradient for each gradient that a rank has, or should have.
 
     A weight that no rank has, or fewer ranks than there are replicas, gets a place without a rank.
     """
     found = []
-    staged = {name for one in left for names in one.stages.values() for name in names}
-    for rank, one in enumerate(left):
+    staged = {name for one in dumps for names in one.stages.values() for name in names}
+    for rank, one in enumerate(dumps):
         stage_of = {name: s for s, names in one.stages.items() for name in names}
         for name in dict.fromkeys([*stage_of, *one.gradients]):
             got = one.gradients.get(name)
@@ -217,10 +224,10 @@ def _held(
                 got = None  # a step may return zeros for the parameters of other ranks
             if got is not None or name in stage_of:  # else the rank does not have the parameter
                 found.append((StageLocation(stage_of.get(name), rank), name, got))
-    for names in weights:
+    for names in weight_names:
         on = {place.rank for place, name, _ in found if name in names}
         # A rank that returns None, or nothing, for a weight says that another rank has it.
-        elsewhere = any(one.gradients.get(name, 0) is None for one in left for name in names)
+        elsewhere = any(one.gradients.get(name, 0) is None for one in dumps for name in names)
         if not on or (len(on) < replicas and not elsewhere):
             found.append((StageLocation(None, None), names[0], None))
     yield from sorted(found, key=lambda f: (f[0].stage is None, f[0].stage or 0))
@@ -231,54 +238,55 @@ class _GradientError(NamedTuple):
 
     Args:
         error: The norm of the difference over the norm of the expected gradient.
-        same: Whether the difference is within the tolerance.
+        is_within_tolerance: Whether the difference is within the tolerance.
         problem: What kind of difference it is.
         ratio: The norm of the gradient over the norm of the expected gradient.
     """
 
     error: float
-    same: bool
+    is_within_tolerance: bool
     problem: str
     ratio: float = 1.0
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return the problem, with its size where it has one."""
         if self.problem != DIFFERENT:
             return self.problem
         return f"relative error {self.error:.2g}, norm {self.ratio:.2g} times the expected norm"
 
 
-def _measure(
-    name: str, got: Tensor | None, due: ExpectedGradient | None, tolerance: float | None
+def _measure_error(
+    name: str, actual: Tensor | None, expected: ExpectedGradient | None, tolerance: float | None
 ) -> _GradientError:
     """Measure how far a gradient differs from the expected one."""
-    if got is None or due is None:
-        one = got if due is None else due.value
+    if actual is None or expected is None:
+        one = actual if expected is None else expected.value
         wrong = one is not None and bool(one.any())
-        return _GradientError(float(wrong), not wrong, MISSING if got is None else NOT_EXPECTED)
-    if got.shape != due.value.shape:
+        return _GradientError(float(wrong), not wrong, MISSING if actual is None else NOT_EXPECTED)
+    if actual.shape != expected.value.shape:
         raise UsageError(
-            f"the gradient of {name} has shape {[*got.shape]}, and its weight {[*due.value.shape]}",
+            f"the gradient of {name} has shape {[*actual.shape]}, and its weight "
+            f"{[*expected.value.shape]}",
             hint="put slices together first",
         )
-    types = {got.dtype, due.value.dtype}
-    allowed = max(map(_tolerance, types)) if tolerance is None else tolerance
-    norm = float(numbers(due.value).norm())
-    size = float(numbers(got).norm())
-    error = float((numbers(got) - numbers(due.value)).norm())
+    types = {actual.dtype, expected.value.dtype}
+    allowed = max(map(_find_tolerance, types)) if tolerance is None else tolerance
+    norm = float(flatten_to_float64(expected.value).norm())
+    size = float(flatten_to_float64(actual).norm())
+    error = float((flatten_to_float64(actual) - flatten_to_float64(expected.value)).norm())
     return _GradientError(
         error / norm if norm else float(error > 0),
-        error <= allowed * due.size,
+        error <= allowed * expected.size,
         DIFFERENT if isfinite(size) else NOT_FINITE,
         size / norm if norm else inf,
     )
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def _find_tolerance(dtype: torch.dtype) -> float:
     return TOLERANCES.get(dtype, 8 * torch.finfo(dtype).eps)
 
 
-def _differences(
+def _group_differences(
     wrong: Mapping[StageLocation, Mapping[str, _GradientError]],
     all_names: Mapping[StageLocation, Set[str]],
 ) -> list[GradientDifference]:
@@ -289,10 +297,10 @@ def _differences(
             group = {name: one for name, one in own.items() if one.problem == problem}
             worst = max(group.values(), key=lambda measured: measured.error)
             names, every = tuple(group), {*group} == all_names[place]
-            key = worst.in_words(), every, None if every else names
-            before = merged.get(key, GradientDifference((), (), every, worst.in_words(), 0.0))
+            key = worst.describe(), every, None if every else names
+            before = merged.get(key, GradientDifference((), (), every, worst.describe(), 0.0))
             merged[key] = before._replace(
-                places=(*before.places, place),
+                locations=(*before.locations, place),
                 names=tuple(dict.fromkeys(before.names + names)),
                 error=max(before.error, worst.error),
             )

@@ -12,31 +12,31 @@ from schedir.compiler.compile import compile
 from schedir.errors import SchedirError, UsageError, describe, require_type
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.schedules.schedule_algebra import Schedule, name_of
+from schedir.schedules.schedule_algebra import Schedule, get_schedule_name
 from schedir.testing.strategies import shapes_for
 from schedir.verify.check import check
 
-_SHAPES = "shapes=[PipelineShape(ranks=2, microbatches=4)]"
+_SHAPES_EXAMPLE = "shapes=[PipelineShape(ranks=2, microbatches=4)]"
 
 
 def assert_schedule(
     schedule: Schedule,
     *,
     shapes: st.SearchStrategy[PipelineShape] | Iterable[PipelineShape] | None = None,
-    models: Sequence[ProgressModel] = MODELS,
-    exact: bool | None = None,
-    examples: int = 50,
+    progress_models: Sequence[ProgressModel] = MODELS,
+    bitwise: bool | None = None,
+    max_examples: int = 50,
 ) -> None:
     """Assert that a schedule is right on many shapes.
 
-    It compiles; it is complete and finishes under each of `models`, by default all; and run in this
-    process, in random legal orders on a tiny model, it gives the gradients of the same model
-    without a schedule.
+    It compiles; it is complete and finishes under each of `progress_models`, by default all; and
+    run in this process, in random legal orders on a tiny model, it gives the gradients of the same
+    model without a schedule.
 
-    `shapes` are the shapes that the schedule is to take, or a strategy, of which `examples` are
+    `shapes` are the shapes that the schedule is to take, or a strategy, of which `max_examples` are
     tried; without it, those of `shapes_for`.  Gradients must be the same bits where the program is
     ascending, and else within 1e-6 (the norm of the difference over the norm, per parameter);
-    `exact` says to demand the bits of all, or of none.  Of several updates they are the last's,
+    `bitwise` says to demand the bits of all, or of none.  Of several updates they are the last's,
     and no optimizer steps between them.
 
     Raises AssertionError that names the shape, the first or the smallest found, and what is wrong;
@@ -47,11 +47,11 @@ def assert_schedule(
     >>> assert_schedule(schedules.zb_h1, shapes=[PipelineShape(ranks=2, microbatches=4)])
     """
 
-    models = _models(models)
+    progress_models = _require_progress_models(progress_models)
 
     def holds(shape: PipelineShape, seed: int) -> None:
-        program = _legal(schedule, shape, models)
-        wrong = _difference(program, models[0], seed, exact)
+        program = _compile_checked(schedule, shape, progress_models)
+        wrong = _describe_difference(program, progress_models[0], seed, bitwise)
         if wrong:
             raise AssertionError(f"{program.name} is wrong on {shape}\n{wrong}")
 
@@ -59,48 +59,50 @@ def assert_schedule(
         tried = given(shape=shapes, seed=st.integers(0, 2**32 - 1))(holds)
         phases = [phase for phase in Phase if phase is not Phase.explain]  # of no use to the reader
         # No database: it would hand the failures of one schedule to the next.
-        settings(max_examples=examples, deadline=None, phases=phases, database=None)(tried)()
+        settings(max_examples=max_examples, deadline=None, phases=phases, database=None)(tried)()
         return
     if shapes is not None and not isinstance(shapes, Iterable):
-        require_type(shapes, PipelineShape, _SHAPES)  # one alone is several with one
+        require_type(shapes, PipelineShape, _SHAPES_EXAMPLE)  # one alone is several with one
     several = shapes_for(schedule) if shapes is None else shapes
     several = [several] if isinstance(several, PipelineShape) else list(several)
     if not several:
         raise UsageError("there is no shape to try the schedule on")
     for shape in several:
-        require_type(shape, PipelineShape, _SHAPES)
+        require_type(shape, PipelineShape, _SHAPES_EXAMPLE)
     for seed, shape in enumerate(several):
         holds(shape, seed)
 
 
-def _models(given: object) -> tuple[ProgressModel, ...]:
+def _require_progress_models(value: object) -> tuple[ProgressModel, ...]:
     """Progress models, of which there is one at least; one alone is meant as one of one."""
-    each: object = [given] if isinstance(given, str) else given
+    each: object = [value] if isinstance(value, str) else value
     found = tuple(each) if isinstance(each, Iterable) else (each,)
     if not found or any(model not in MODELS for model in found):
         raise UsageError(
-            f"models are some of {', '.join(map(repr, MODELS))}, not {describe(given)}"
+            f"models are some of {', '.join(map(repr, MODELS))}, not {describe(value)}"
         )
     return found
 
 
-def _legal(schedule: Schedule, shape: PipelineShape, models: Sequence[ProgressModel]) -> Program:
+def _compile_checked(
+    schedule: Schedule, shape: PipelineShape, progress_models: Sequence[ProgressModel]
+) -> Program:
     """The program of a schedule, complete and free of deadlock under every model."""
-    model = models[0]
+    model = progress_models[0]
     try:
-        program = compile(schedule, shape.resolved(), progress_model=model)
-        for model in models:
+        program = compile(schedule, shape.resolve_defaults(), progress_model=model)
+        for model in progress_models:
             check(program, model)
     except SchedirError as error:
         raise AssertionError(
-            f"{name_of(schedule)} is refused on {shape} under {model!r}\n"
+            f"{get_schedule_name(schedule)} is refused on {shape} under {model!r}\n"
             f"{type(error).__name__}: {error}"
         ) from error
     return program
 
 
-def _difference(
-    program: Program, progress_model: ProgressModel, seed: int, exact: bool | None
+def _describe_difference(
+    program: Program, progress_model: ProgressModel, seed: int, bitwise: bool | None
 ) -> str:
     """How a run differs from the reference, in words; "" if it does not."""
     import torch
@@ -108,30 +110,30 @@ def _difference(
     from schedir.runtime.boundaries.boundary import Boundary
     from schedir.runtime.in_process import InProcessExecutor
     from schedir.runtime.sequential_reference import run_sequential
-    from schedir.testing.tiny_model import batch, loss, tiny_stages
+    from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_error
 
     shape = program.shape
-    inputs, targets = batch(shape.microbatches, seed)
-    plain, stages = (tiny_stages(shape.stages, seed) for _ in range(2))
+    inputs, targets = make_batch(shape.microbatches, seed)
+    plain, stages = (make_tiny_stages(shape.stages, seed) for _ in range(2))
     boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
     ranks = InProcessExecutor(
-        program, stages, loss=loss, boundary=boundary, progress_model=progress_model
+        program, stages, loss=squared_error, boundary=boundary, progress_model=progress_model
     )
-    total = ranks.step(inputs, targets, seed=seed)
-    if not torch.equal(total, run_sequential(plain, inputs, targets, loss=loss)):
+    total = ranks.step(inputs, targets, order_seed=seed)
+    if not torch.equal(total, run_sequential(plain, inputs, targets, loss=squared_error)):
         return "the loss is not that of the reference"
-    if not program.trains:
+    if not program.has_backward:
         return ""
     if shape.optimizer_steps > 1:  # the gradients of the last are left to look at
-        last = slice(-shape.per_update, None)
-        run_sequential(plain, inputs[last], targets[last], loss=loss)
-    bits = program.ascending if exact is None else exact
+        last = slice(-shape.microbatches_per_update, None)
+        run_sequential(plain, inputs[last], targets[last], loss=squared_error)
+    bits = program.reduces_in_microbatch_order if bitwise is None else bitwise
     for stage, (one, other) in enumerate(zip(stages, plain, strict=True)):
         for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
             assert p.grad is not None and q.grad is not None
             error = float((p.grad - q.grad).norm() / q.grad.norm())
             if not error <= (0.0 if bits else 1e-6):  # not a number is off, too
-                why = "" if program.ascending else (
+                why = "" if program.reduces_in_microbatch_order else (
                     ": its backwards do not ascend, so they add up in another order"
                 )  # fmt: skip
                 return f"the gradient of {name} in stage {stage} is off by {error:.1e}{why}"

@@ -14,14 +14,14 @@ from schedir.compiler.compile import lower
 from schedir.errors import ShapeError
 from schedir.ir.isa.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Instr
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.pipeline.tied_weights import Tied, tied_stages
+from schedir.ir.pipeline.tied_weights import TiedStages, normalize_tied_stages
 from schedir.ir.program import Program, Stream
-from schedir.passes.communication.transfer_overlap import group_opposites
-from schedir.schedules.schedule_algebra import Schedule, placed_for, takes_v
+from schedir.passes.communication.transfer_overlap import group_opposite_transfers
+from schedir.schedules.schedule_algebra import Schedule, get_placement_mark, has_free_v
 
 _F, _B = FORWARD, BACKWARD
 _I, _W = BACKWARD_INPUT, BACKWARD_WEIGHT
-PLACED = ("loop", "vee", "mirror", "given", "rows")
+PLACEMENT_KINDS = ("loop", "vee", "mirror", "given", "rows")
 
 
 def shapes_for(
@@ -39,9 +39,9 @@ def shapes_for(
     PipelineShape(ranks=2, microbatches=1)
     PipelineShape(ranks=2, microbatches=2)
     """
-    placement, v = placed_for(schedule)
+    placement, v = get_placement_mark(schedule)
     if placement is None:
-        placement, v = "loop", None if takes_v(schedule) else 1
+        placement, v = "loop", None if has_free_v(schedule) else 1
     each = [v] if v else range(1, stages_per_rank + 1)
     found: dict[PipelineShape, None] = {}
     for shape in product(range(1, ranks + 1), range(1, microbatches + 1), each):
@@ -56,7 +56,7 @@ def shapes(
     ranks: int = 4,
     microbatches: int = 6,
     stages_per_rank: int = 3,
-    placements: Sequence[str] = PLACED,
+    placements: Sequence[str] = PLACEMENT_KINDS,
 ) -> PipelineShape:
     """Small shapes, up to these sizes.
 
@@ -79,7 +79,7 @@ def shapes(
         P = 2 * draw(st.integers(1, ranks // 2))
         return PipelineShape(P, draw(st.integers(2, microbatches)), placement=kind)
     if kind == "rows":
-        return _with_rows(draw, ranks, microbatches, stages_per_rank)
+        return _draw_replicated_shape(draw, ranks, microbatches, stages_per_rank)
     P = draw(st.integers(1, ranks))
     m = draw(st.integers(1, microbatches))
     if kind == "given":
@@ -89,7 +89,7 @@ def shapes(
     return PipelineShape(P, m, draw(st.integers(fewest, stages_per_rank)), kind)
 
 
-def _with_rows(
+def _draw_replicated_shape(
     draw: st.DrawFn, ranks: int, microbatches: int, stages_per_rank: int
 ) -> PipelineShape:
     """A shape of which each stage has two or three holders, on ranks of all that hold any."""
@@ -109,7 +109,7 @@ def compute_programs(
     microbatches: int = 6,
     stages_per_rank: int = 3,
     split: float = 0.5,
-    placements: Sequence[str] = PLACED,
+    placements: Sequence[str] = PLACEMENT_KINDS,
 ) -> Program:
     """Complete drafts on small shapes, as of `shapes`; `split` is the share of I and W.
 
@@ -152,10 +152,10 @@ def programs(
     program = lower(
         replace(draft, tp=tp, tied_weights=tied, clip_grad_norm=clip, frozen_stages=frozen)
     )
-    return group_opposites(program) if grouped else program
+    return group_opposite_transfers(program) if grouped else program
 
 
-def tied_weights(shape: PipelineShape) -> st.SearchStrategy[Tied]:
+def tied_weights(shape: PipelineShape) -> st.SearchStrategy[TiedStages]:
     """What may be tied in a shape: nothing, first and last stage, or up to two sets of any.
 
     >>> from hypothesis import given
@@ -171,7 +171,7 @@ def tied_weights(shape: PipelineShape) -> st.SearchStrategy[Tied]:
         return st.just(())
     stages = st.sets(st.integers(0, shape.stages - 1), min_size=2)
     any_sets = st.lists(stages.map(sorted), min_size=1, max_size=2)
-    return st.one_of(st.booleans(), any_sets).map(lambda tied: tied_stages(tied, shape))
+    return st.one_of(st.booleans(), any_sets).map(lambda tied: normalize_tied_stages(tied, shape))
 
 
 def random_compute_program(
@@ -193,7 +193,9 @@ def random_compute_program(
     backward = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
     arrived: set[tuple[int, int]] = set()  # (stage, mb) whose gradient is there
     # Of each stage, and of the microbatches of each of its holders by themselves:
-    turns = [[begin] * S for begin in shape.parts[:-1]]  # the microbatch whose backward is next
+    turns = [
+        [begin] * S for begin in shape.microbatch_row_offsets[:-1]
+    ]  # the microbatch whose backward is next
     late: list[list[list[int]]] = [[[] for _ in range(S)] for _ in turns]  # I ran, W did not
 
     def offer(stage: int, row: int) -> None:
@@ -206,9 +208,9 @@ def random_compute_program(
     while ready:
         instr = ready.pop(rng.randrange(len(ready)))
         op, s, mb = instr
-        row = int(shape.row_at(mb))
+        row = int(shape.replica_row_of_microbatch(mb))
         turn, weights = turns[row], late[row]
-        streams[int(shape.rank_at(s, mb))].append(instr)
+        streams[int(shape.rank_of_stage(s, mb))].append(instr)
         if op is _F and s + 1 < S:
             ready.append(Instr(_F, s + 1, mb))
         elif op is _F:
@@ -227,4 +229,4 @@ def random_compute_program(
                 arrived.add((s - 1, mb))
                 offer(s - 1, row)
         offer(s, row)
-    return Program("random", shape, tuple(map(Stream.of, streams)))
+    return Program("random", shape, tuple(map(Stream.from_instructions, streams)))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from schedir.errors import UsageError, describe, in_words
+from schedir.errors import UsageError, describe, describe_exception
 
 Batch = Any  # a tensor, or a tuple or dict of such; a list of microbatches if it is already cut
-Loss = Callable[..., Tensor] | None
+LossFunction = Callable[..., Tensor] | None
 
 
 class ExpectedGradient(NamedTuple):
@@ -37,20 +37,20 @@ class UnpipelinedModel:
 
     model: nn.Module
     microbatches: Sequence[Batch]
-    loss_fn: Loss
+    loss_fn: LossFunction
     divisor: float
 
     @cached_property
-    def due(self) -> dict[str, ExpectedGradient]:
+    def expected_gradients(self) -> dict[str, ExpectedGradient]:
         """The gradients of all parameters on which the loss depends, by each of their names.
 
         Raises:
             UsageError: The model draws random numbers, or a gradient is not finite.
         """
         due: dict[str, ExpectedGradient] = {}
-        for part in self._each():
+        for part in self._generate_gradients():
             for name, one in part.items():
-                size = float(numbers(one).norm()) / self.divisor
+                size = float(flatten_to_float64(one).norm()) / self.divisor
                 before = due.get(name)
                 due[name] = (
                     ExpectedGradient(one, size)
@@ -66,9 +66,9 @@ class UnpipelinedModel:
                 raise UsageError(f"the plain loop's own gradient of {name} is not finite")
         return due
 
-    def _each(self) -> Iterator[dict[str, Tensor]]:
+    def _generate_gradients(self) -> Iterator[dict[str, Tensor]]:
         """Yield the gradients of each microbatch's loss, and restore all buffers at the end."""
-        places = names_of(self.model)
+        places = find_parameter_names(self.model)
         before = [
             (module, name, buffer, None if buffer is None else buffer.detach().clone())
             for module in self.model.modules()
@@ -78,7 +78,7 @@ class UnpipelinedModel:
             for p in places:
                 p.grad = None
             state = torch.get_rng_state()
-            loss = loss_of(self.model, batch, self.loss_fn)
+            loss = compute_loss(self.model, batch, self.loss_fn)
             if number == 0 and not torch.equal(state, torch.get_rng_state()):
                 raise UsageError(
                     "the model draws random numbers, as dropout does, and a pipeline draws others",
@@ -86,7 +86,9 @@ class UnpipelinedModel:
                 )
             if loss.requires_grad:
                 loss.backward()
-            yield {n: dense(p.grad) for p, own in places.items() if p.grad is not None for n in own}
+            yield {
+                n: to_dense(p.grad) for p, own in places.items() if p.grad is not None for n in own
+            }
         for p in places:
             p.grad = None
         for module, name, buffer, value in before:  # a forward may have replaced buffers
@@ -95,18 +97,18 @@ class UnpipelinedModel:
                 buffer.data.copy_(value)
 
 
-def dense(gradient: Tensor) -> Tensor:
+def to_dense(gradient: Tensor) -> Tensor:
     """Return a gradient, which may be sparse, as a dense tensor."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
-def numbers(value: Tensor) -> Tensor:
+def flatten_to_float64(value: Tensor) -> Tensor:
     """Return all numbers of a tensor as float64; a complex number counts as two."""
     value = value.detach()
     return (torch.view_as_real(value) if value.is_complex() else value).flatten().double()
 
 
-def names_of(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+def find_parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     """Return the names of each parameter; a tied one has several."""
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -114,7 +116,7 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     return names
 
 
-def loss_of(model: nn.Module, batch: Batch, loss_fn: Loss) -> Tensor:
+def compute_loss(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> Tensor:
     """Return the loss of a microbatch: `loss_fn(model(inputs), targets)`, or the model's output."""
     inputs, targets = batch if loss_fn else (batch, None)
     if isinstance(inputs, Mapping):
@@ -130,7 +132,7 @@ def loss_of(model: nn.Module, batch: Batch, loss_fn: Loss) -> Tensor:
     return loss.reshape(())
 
 
-def cut(batch: Batch, microbatches: int | None, loss_fn: Loss) -> list[Batch]:
+def split_batch(batch: Batch, microbatches: int | None, loss_fn: LossFunction) -> list[Batch]:
     """Return the microbatches of a batch: each tensor is cut along its first dimension.
 
     Raises:
@@ -153,7 +155,7 @@ def cut(batch: Batch, microbatches: int | None, loss_fn: Loss) -> list[Batch]:
                 hint="a list is a batch that is already cut",
             )
         leaves, shape = tree_flatten(batch)
-        pieces = [_pieces(leaf, microbatches) for leaf in leaves]
+        pieces = [_split_leaf(leaf, microbatches) for leaf in leaves]
         several = [tree_unflatten([own[k] for own in pieces], shape) for k in range(microbatches)]
     if not several:
         raise UsageError("a batch of no microbatches has no gradients", fields=["batch"])
@@ -163,11 +165,11 @@ def cut(batch: Batch, microbatches: int | None, loss_fn: Loss) -> list[Batch]:
     return several
 
 
-def _pieces(leaf: Any, microbatches: int) -> Sequence[Any]:
+def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
     if isinstance(leaf, MutableMapping):  # as the BatchEncoding of transformers
         pieces = [copy(leaf) for _ in range(microbatches)]
         for key, value in leaf.items():
-            for piece, part in zip(pieces, _pieces(value, microbatches), strict=True):
+            for piece, part in zip(pieces, _split_leaf(value, microbatches), strict=True):
                 piece[key] = part
         return pieces
     if not isinstance(leaf, Tensor):
@@ -191,7 +193,7 @@ def _pieces(leaf: Any, microbatches: int) -> Sequence[Any]:
     return own.tensor_split(microbatches)
 
 
-def own_copy(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     """Return a copy of a model without gradients, but with the tensor hooks of its parameters.
 
     Raises:
@@ -209,7 +211,8 @@ def own_copy(model: nn.Module) -> nn.Module:
         own = deepcopy(model)
     except Exception as error:  # `__deepcopy__` of a module may raise any exception
         raise UsageError(
-            f"the plain loop needs a copy of the model, and that fails: {in_words(error)}",
+            "the plain loop needs a copy of the model, and that fails: "
+            f"{describe_exception(error)}",
             hint="parametrizations.weight_norm can be copied, and the older weight_norm cannot",
         ) from None
     own.zero_grad(set_to_none=True)

@@ -1,10 +1,10 @@
 """Run schedir's programs through the API of torch.distributed.pipelining."""
 
-from schedir.extras import require
+from schedir.extras import require_package
 
 # Before torch 2.13, its stages fail if an input has no gradient: an integer tensor, or one that the
 # stage does not use.
-require("torch", "schedir.torch_pipelining", lowest="2.13")
+require_package("torch", "schedir.torch_pipelining", min_version="2.13")
 
 from schedir.torch_pipelining.schedule import Schedule  # noqa: E402
 

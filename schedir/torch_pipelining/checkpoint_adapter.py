@@ -14,15 +14,15 @@ from schedir.errors import CheckpointError, ExecutionError, SchedirError, descri
 from schedir.ir.program import Program
 from schedir.runtime.autograd.random_streams import RandomStreams
 from schedir.runtime.checkpoint_state import (
-    ITS_OWN,
+    RUN_OPTIMIZER,
     CheckpointState,
     RankCheckpointState,
     StageCheckpointState,
 )
 from schedir.runtime.parameters.buckets import ShardSpec
-from schedir.runtime.parameters.mixed_precision import all_within
-from schedir.torch_pipelining.schedule_consistency import told
-from schedir.torch_pipelining.stages import SharedWeights, plain
+from schedir.runtime.parameters.mixed_precision import find_optimizers
+from schedir.torch_pipelining.schedule_consistency import gather_or_raise
+from schedir.torch_pipelining.stages import SharedWeights, unwrap_module
 
 
 @dataclass(frozen=True)
@@ -37,71 +37,77 @@ class TorchCheckpointState:
     the default group run."""
 
     def __init__(
-        self, stages: Sequence[Any], program: Program, copies: SharedWeights | None, loss_fn: Any
+        self,
+        stages: Sequence[Any],
+        program: Program,
+        shared_weights: SharedWeights | None,
+        loss_fn: Any,
     ) -> None:
         self.stages, self.program, self.loss_fn = stages, program, loss_fn
         self.group: Any = stages[0].group
-        self.copies = copies if program.trains else None
-        self.is_read = False  # a load is under way, or has failed
+        self.shared_weights = shared_weights if program.has_backward else None
+        self.is_load_incomplete = False  # a load is under way, or has failed
 
-    def expect_read(self) -> None:
+    def require_complete_load(self) -> None:
         """Refuse a step after a load that has failed in the middle.  Raises ExecutionError."""
-        if self.is_read:
+        if self.is_load_incomplete:
             raise ExecutionError(
                 "a load has failed, and a part of the weights has been read",
                 program=self.program.name,
                 hint="make stages and schedule anew",
             )
 
-    def kept(self, *, failed: bool) -> CheckpointState:
+    def checkpoint_state(self, *, has_failed: bool) -> CheckpointState:
         """As Schedule.kept, of one whose last step may have failed."""
 
         def own() -> list[int]:
-            if self.copies is not None:
-                self.copies.refresh()
+            if self.shared_weights is not None:
+                self.shared_weights.refresh()
             members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
             return [self.stages[0].num_stages, *members]
 
         try:
-            pipelines = told(own, dist.group.WORLD)
+            pipelines = gather_or_raise(own, dist.group.WORLD)
         except SchedirError as error:
             raise CheckpointError(error.fact, hint=error.hint) from error
-        mesh = _mesh_of(pipelines)
+        mesh = _build_mesh(pipelines)
 
         def ranks(optimizer: Any) -> list[RankCheckpointState]:
-            if failed or self.is_read:
+            if has_failed or self.is_load_incomplete:
                 raise CheckpointError(
                     "a step or a load has failed, and left buffers or weights as they were in it"
                 )
-            return [self._rank(optimizer, mesh)]
+            return [self._rank_state(optimizer, mesh)]
 
-        return CheckpointState(ranks, settle=lambda: None)  # an optimizer of the user's has stepped
+        return CheckpointState(
+            ranks, validate_last_update=lambda: None
+        )  # an optimizer of the user's has stepped
 
-    def _rank(self, optimizer: Any, mesh: Sequence[tuple[int, ...]]) -> RankCheckpointState:
+    def _rank_state(self, optimizer: Any, mesh: Sequence[tuple[int, ...]]) -> RankCheckpointState:
         shape, flat = self.program.shape, [process for members in mesh for process in members]
         world = [shape.ranks, 1, len(mesh), shape.stages]
         # Which process draws for what is plain where replicas lie as those of executors do.
         world += [] if flat == [*range(len(flat))] else flat
 
         def is_read(begins: bool) -> None:
-            self.is_read = begins
+            self.is_load_incomplete = begins
 
         return RankCheckpointState(
             self.program,
             dist.get_rank(self.group),
-            {stage.stage_index: _stage(stage) for stage in self.stages},
+            {stage.stage_index: _stage_state(stage) for stage in self.stages},
             ShardSpec(len(mesh), next(k for k, own in enumerate(mesh) if dist.get_rank() in own)),
-            _optimizer(optimizer, self.program),
+            _require_optimizer(optimizer, self.program),
             self.loss_fn,
             RandomStreams(None, torch.device(self.stages[0].device)),
             world,
             is_read,
-            tied=() if self.copies is None else self.copies.weights,
-            reduced_elsewhere=True,
+            tied_weights=() if self.shared_weights is None else self.shared_weights.weights,
+            has_external_reduction=True,
         )
 
 
-def _mesh_of(pipelines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+def _build_mesh(pipelines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """The processes of each pipeline, by its ranks, of what each process tells of its own: how many
     stages that has, and its processes."""
     stages, mesh = pipelines[0][0], dict.fromkeys(tuple(members) for _, *members in pipelines)
@@ -120,8 +126,8 @@ def _mesh_of(pipelines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return sorted(mesh, key=min)
 
 
-def _stage(stage: Any) -> StageCheckpointState:
-    module = plain(stage.submod)
+def _stage_state(stage: Any) -> StageCheckpointState:
+    module = unwrap_module(stage.submod)
     if any(isinstance(one, FullyShardedDataParallel) for one in module.modules()):
         raise CheckpointError(
             f"stage {stage.stage_index} is wrapped by FullyShardedDataParallel, whose parameters "
@@ -132,10 +138,10 @@ def _stage(stage: Any) -> StageCheckpointState:
     )
 
 
-def _optimizer(optimizer: Any, program: Program) -> Any:
+def _require_optimizer(optimizer: Any, program: Program) -> Any:
     """The optimizer of a process that is given to a save or a load."""
-    if optimizer is ITS_OWN:
-        if program.trains:
+    if optimizer is RUN_OPTIMIZER:
+        if program.has_backward:
             raise CheckpointError(
                 "a schedule does not know the optimizer of its stages, and none is given",
                 hint="optimizer=..., or optimizer=None for weights alone",
@@ -143,7 +149,7 @@ def _optimizer(optimizer: Any, program: Program) -> Any:
         return None
     several = isinstance(optimizer, list | tuple)
     for one in optimizer if several else [] if optimizer is None else [optimizer]:
-        if callable(one) or not any(hasattr(each, "param_groups") for each in all_within(one)):
+        if callable(one) or not any(hasattr(each, "param_groups") for each in find_optimizers(one)):
             raise CheckpointError(
                 f"{describe(one)} is no optimizer",
                 hint="the one of this process's stages, or a list of several",

@@ -14,18 +14,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as Replicated
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.errors import ModelError, SchedirError, UsageError, in_words
+from schedir.errors import ModelError, SchedirError, UsageError, describe_exception
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
-from schedir.runtime.autograd.module_buffers import restored
-from schedir.runtime.autograd.module_state import attributes_and_gradients_restored
+from schedir.runtime.autograd.module_buffers import preserve_buffers
+from schedir.runtime.autograd.module_state import preserve_module_state
 from schedir.runtime.autograd.splittable_layers import make_backward_splittable
-from schedir.runtime.boundaries.boundary import Boundary, graded, passed_on
+from schedir.runtime.boundaries.boundary import (
+    Boundary,
+    infer_requires_grad,
+    require_output_tensors,
+)
 from schedir.runtime.executor import Executor
-from schedir.runtime.rank_resources import device_of
-from schedir.torch_pipelining.actions import splits
-from schedir.torch_pipelining.stages import require_reducible, require_wrapped_whole
+from schedir.runtime.rank_resources import find_device
+from schedir.torch_pipelining.actions import find_split_stages
+from schedir.torch_pipelining.stages import require_outermost_wrapper, require_reducible
 from schedir.transports.gloo import GlooTransport, ProcessTransport
 from schedir.transports.json_collectives import broadcast
 from schedir.transports.nccl import nccl_transport
@@ -36,14 +40,14 @@ from schedir.transports.shared_memory import SharedMemoryTransport
 # Run one microbatch through torch's stages, and note the tensors that pass between them.
 
 
-def boundaries(
+def infer_stage_boundaries(
     modules: Mapping[int, nn.Module],
     shape: PipelineShape,
     group: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    trains: bool,
+    has_backward: bool,
 ) -> dict[int, tuple[Boundary, ...]]:
     """Return the boundaries of each stage but the last.
 
@@ -56,23 +60,23 @@ def boundaries(
         group: The process group of the pipeline.
         args: The arguments of the first stage for a microbatch.
         kwargs: The keywords of this rank's stages for a microbatch.
-        trains: Whether the step has backwards.
+        has_backward: Whether the step has backwards.
 
     Raises:
         ModelError: In all ranks, if a stage fails or returns anything but tensors.
     """
     rank, found = dist.get_rank(group), dict[int, tuple[Boundary, ...]]()
     for s in range(shape.stages - 1):
-        owner = int(shape.rank_of[s])
+        owner = int(shape.first_rank_per_stage[s])
         told: Any = None
         if rank == owner:
             try:
                 given = found[s - 1] if s else args
-                told = _given(modules[s], s, given, kwargs, trains=trains)
+                told = _infer_outputs(modules[s], s, given, kwargs, has_backward=has_backward)
             except SchedirError as error:
                 told = error.fact
             except Exception as error:
-                told = f"stage {s} fails in the first microbatch: {in_words(error)}"
+                told = f"stage {s} fails in the first microbatch: {describe_exception(error)}"
         said = broadcast(told, owner, group, [Boundary])
         if isinstance(said, str):
             raise ModelError(said)
@@ -80,127 +84,142 @@ def boundaries(
     return found
 
 
-def _given(
-    module: nn.Module, s: int, given: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool
+def _infer_outputs(
+    module: nn.Module,
+    stage: int,
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    has_backward: bool,
 ) -> tuple[Boundary, ...]:
     """Run a stage on one microbatch, and return the boundaries of its outputs."""
-    device = device_of({s: module})
-    xs = tuple(_zeros(x, device) if isinstance(x, Boundary) else x for x in given)
+    device = find_device({stage: module})
+    xs = tuple(_make_zeros(x, device) if isinstance(x, Boundary) else x for x in inputs)
     # Copies, and no leaves: a module may write to what it is given.
     with (
-        restored(module, device),
-        attributes_and_gradients_restored(module),
-        torch.set_grad_enabled(trains),
+        preserve_buffers(module, device),
+        preserve_module_state(module),
+        torch.set_grad_enabled(has_backward),
     ):
         args, named = tree_map_only(Tensor, torch.clone, (xs, dict(kwargs)))
         y = module(*args, **named)
-    ys = passed_on(y, s)
+    ys = require_output_tensors(y, stage)
     return tuple(
-        Boundary(tuple(y.shape), y.dtype, has) for y, has in zip(ys, graded(ys), strict=True)
+        Boundary(tuple(y.shape), y.dtype, has)
+        for y, has in zip(ys, infer_requires_grad(ys), strict=True)
     )
 
 
-def _zeros(one: Boundary, device: torch.device) -> Tensor:
-    return torch.zeros(one.shape, dtype=one.dtype, device=device).requires_grad_(bool(one.grad))
+def _make_zeros(boundary: Boundary, device: torch.device) -> Tensor:
+    return torch.zeros(boundary.shape, dtype=boundary.dtype, device=device).requires_grad_(
+        bool(boundary.requires_grad)
+    )
 
 
 # ---------------------------------------------------------------- executors
 
 
-Shapes = tuple[tuple[Any, ...], ...]  # of inputs and keywords, by microbatch
+InputShapes = tuple[tuple[Any, ...], ...]  # of inputs and keywords, by microbatch
 
 
 class ExecutorRequirements(NamedTuple):
     """What a rank's executor is made for; of all ranks, it says which executor runs a step."""
 
-    trains: bool
-    shapes: Shapes
-    modules: tuple[int, ...]
-    trained: tuple[int, ...]  # of their parameters, in order: which it is, 0 of a frozen one
-    types: tuple[torch.dtype | None, ...]  # that of autocast, if it is on, and of the parameters
-    prefixes: tuple[str, ...]  # of their names, as torch.compile has them
-    failures: int
+    has_backward: bool
+    shapes: InputShapes
+    module_ids: tuple[int, ...]
+    trained_ids: tuple[int, ...]  # of their parameters, in order: which it is, 0 of a frozen one
+    dtypes: tuple[torch.dtype | None, ...]  # that of autocast, if it is on, and of the parameters
+    name_prefixes: tuple[str, ...]  # of their names, as torch.compile has them
+    num_failures: int
 
 
 @dataclass
 class CachedExecutor:
     """An executor, and what it was made for."""
 
-    facts: ExecutorRequirements
+    requirements: ExecutorRequirements
     modules: tuple[nn.Module, ...]
     executor: Executor
     transport: ProcessTransport
-    received: frozenset[int]  # where what is received lies
+    receive_storages: frozenset[int]  # where what is received lies
 
-    def fits(self, trains: bool, shapes: Shapes, stages: Sequence[Any]) -> bool:
+    def matches_step(self, has_backward: bool, shapes: InputShapes, stages: Sequence[Any]) -> bool:
         """Whether it is for this step, as far as this rank can see."""
-        if (trains, shapes) != (self.facts.trains, self.facts.shapes):
+        if (has_backward, shapes) != (self.requirements.has_backward, self.requirements.shapes):
             return False
         if any(one.submod is not other for one, other in zip(stages, self.modules, strict=True)):
             return False
-        unchanged = self.executor.held.unchanged
-        if _types(stages[0].device, unchanged.parameters) != self.facts.types:
+        unchanged = self.executor.resources.parameter_guard
+        if _boundary_dtypes(stages[0].device, unchanged.parameters) != self.requirements.dtypes:
             return False
         try:
-            unchanged.expect()
+            unchanged.require_unchanged()
         except ModelError:
             return False
         return True
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Let go what is under way, and let ranks that wait for this one know."""
         state = self.executor.state
-        state.sending.clear()
-        state.reducing.clear()
+        state.pending_sends.clear()
+        state.pending_reductions.clear()
         for stage in state.stages.values():
             stage.arrivals.clear()
-        self.transport.leave()
+        self.transport.disconnect()
 
 
-def facts_of(
-    stages: Sequence[Any], trains: bool, shapes: Shapes, failures: int, program: Program
+def collect_requirements(
+    stages: Sequence[Any],
+    has_backward: bool,
+    shapes: InputShapes,
+    num_failures: int,
+    program: Program,
 ) -> ExecutorRequirements:
     """What a rank has for a step.  Raises UsageError and ModelError for what cannot run."""
     for stage in stages:
-        _require_own(stage)
+        _require_executor_support(stage)
     for each in shapes:
         for mb, one in enumerate(each):
             if one != each[0]:
                 raise UsageError(
-                    f"microbatch {mb} is {_said(one)}, and the first {_said(each[0])}: all have "
+                    f"microbatch {mb} is {_describe_shapes(one)}, and the first "
+                    f"{_describe_shapes(each[0])}: all have "
                     "one shape",
                     program=program.name,
                 )
     modules = [stage.submod for stage in stages]
     parameters = [*dict.fromkeys(p for module in modules for p in module.parameters())]
     return ExecutorRequirements(
-        trains,
+        has_backward,
         shapes,
         tuple(map(id, modules)),
         tuple(id(p) if p.requires_grad else 0 for p in parameters),
-        _types(stages[0].device, parameters),
-        tuple(_prefix(module) for module in modules),
-        failures,
+        _boundary_dtypes(stages[0].device, parameters),
+        tuple(_parameter_prefix(module) for module in modules),
+        num_failures,
     )
 
 
-def _types(where: Any, parameters: Iterable[Tensor]) -> tuple[torch.dtype | None, ...]:
+def _boundary_dtypes(
+    stage_device: Any, parameters: Iterable[Tensor]
+) -> tuple[torch.dtype | None, ...]:
     """What decides of which types tensors are that pass between stages."""
-    device = torch.device(where).type
+    device = torch.device(stage_device).type
     on = torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on else None, *map(_type, parameters)
+    return torch.get_autocast_dtype(device) if on else None, *map(_get_dtype, parameters)
 
 
-_type = attrgetter("dtype")
+_get_dtype = attrgetter("dtype")
 
 
-def made(
-    key: Sequence[ExecutorRequirements],
+def make_executor(
+    requirements: Sequence[ExecutorRequirements],
     stages: Sequence[Any],
     program: Program,
     group: Any,
     loss: Any,
-    tied: TiedWeights | None,
+    tied_weights: TiedWeights | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> CachedExecutor:
@@ -210,14 +229,16 @@ def made(
     where backwards are split, but not within what torch.compile has compiled.
     """
     rank = dist.get_rank(group)
-    trains = key[rank].trains
-    modules = {stage.stage_index: _inner(stage.submod) for stage in stages}
-    for s in splits(program) & modules.keys() if trains else ():
+    trains = requirements[rank].has_backward
+    modules = {stage.stage_index: _unwrap_ddp(stage.submod) for stage in stages}
+    for s in find_split_stages(program) & modules.keys() if trains else ():
         if not hasattr(modules[s], "_orig_mod"):
             make_backward_splittable(modules[s])
     with torch.inference_mode(False):
-        found = boundaries(modules, program.shape, group, args, kwargs, trains=trains)
-        transport = _transport(program, group, torch.device(stages[0].device))
+        found = infer_stage_boundaries(
+            modules, program.shape, group, args, kwargs, has_backward=trains
+        )
+        transport = _make_transport(program, group, torch.device(stages[0].device))
         executor = Executor(
             program,
             rank,
@@ -226,14 +247,15 @@ def made(
             loss=loss,
             boundary=found,
             seed=None,
-            tied=_tied(tied, key, program),
-            alike=True,  # `schedule.py` has checked for weights that are equal and not tied
-            adds=not (trains and program.shape.rows > 1),
-            record=False,
+            tied_weights=_prefix_tied_names(tied_weights, requirements, program),
+            # `schedule.py` has checked for weights that are equal and not tied
+            allow_identical_stages=True,
+            accumulate_grads=not (trains and program.shape.placement_rows > 1),
+            record_timestamps=False,
         )
-    received = tree_leaves(executor.state.buffers)
+    received = tree_leaves(executor.state.receive_buffers)
     return CachedExecutor(
-        key[rank],
+        requirements[rank],
         tuple(stage.submod for stage in stages),
         executor,
         transport,
@@ -241,48 +263,49 @@ def made(
     )
 
 
-def _tied(
-    tied: TiedWeights | None, key: Sequence[ExecutorRequirements], program: Program
+def _prefix_tied_names(
+    tied_weights: TiedWeights | None, requirements: Sequence[ExecutorRequirements], program: Program
 ) -> TiedWeights | None:
     """What is tied, by the names that parameters have in the modules that run."""
-    if tied is None:
+    if tied_weights is None:
         return None
-    own = zip(program.shape.stages_of, key, strict=True)
-    prefix = {s: p for stages, of in own for s, p in zip(stages, of.prefixes, strict=True)}
+    own = zip(program.shape.stages_on_rank, requirements, strict=True)
+    prefix = {s: p for stages, of in own for s, p in zip(stages, of.name_prefixes, strict=True)}
     return TiedWeights(
-        tuple(tuple((s, prefix[s] + name) for s, name in places) for places in tied.weights)
+        tuple(tuple((s, prefix[s] + name) for s, name in places) for places in tied_weights.weights)
     )
 
 
-def _inner(module: nn.Module) -> nn.Module:
+def _unwrap_ddp(module: nn.Module) -> nn.Module:
     """What runs: the module that DDP has, without its reductions."""
     return module.module if isinstance(module, Replicated) else module
 
 
-def shapes_of(given: Any) -> tuple[Any, ...]:
+def collect_shapes(arguments: Any) -> tuple[Any, ...]:
     """The shapes and types of a microbatch's arguments, by name if they have names."""
-    each = given.items() if isinstance(given, Mapping) else enumerate(given)
+    each = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
     return tuple(
-        (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, _kind(x)) for name, x in each
+        (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, _describe_non_tensor(x))
+        for name, x in each
     )
 
 
-def _kind(given: object) -> str:
+def _describe_non_tensor(value: object) -> str:
     """The type of what is no tensor; of what says which way a stage goes, what it says."""
-    return repr(given) if isinstance(given, bool | str) else type(given).__name__
+    return repr(value) if isinstance(value, bool | str) else type(value).__name__
 
 
-def _said(shapes: tuple[Any, ...]) -> str:
+def _describe_shapes(shapes: tuple[Any, ...]) -> str:
     each = (f"{[*one[1]]} of {one[2]}" if len(one) == 3 else str(one[1]) for one in shapes)
     return ", ".join(each) or "nothing"
 
 
-def _prefix(module: nn.Module) -> str:
+def _parameter_prefix(module: nn.Module) -> str:
     """What stands before the names of a module's parameters where it is compiled."""
-    return "_orig_mod." if hasattr(_inner(module), "_orig_mod") else ""
+    return "_orig_mod." if hasattr(_unwrap_ddp(module), "_orig_mod") else ""
 
 
-def _require_own(stage: Any) -> None:
+def _require_executor_support(stage: Any) -> None:
     """Refuse a stage that our executor does not run as its wrapper would."""
     module = stage.submod
     if any(isinstance(m, FSDPModule) for m in module.modules()):
@@ -294,14 +317,16 @@ def _require_own(stage: Any) -> None:
         )
     if isinstance(module, Replicated):
         require_reducible(stage)
-    require_wrapped_whole([stage])
+    require_outermost_wrapper([stage])
 
 
-def _transport(program: Program, group: Any, device: torch.device) -> ProcessTransport:
+def _make_transport(program: Program, group: Any, device: torch.device) -> ProcessTransport:
     """The best transport between the processes of a group; all of them call this."""
     if device.type == "cpu":
         kind = (
-            SharedMemoryTransport if SharedMemoryTransport.fits(program, group) else GlooTransport
+            SharedMemoryTransport
+            if SharedMemoryTransport.supports(program, group)
+            else GlooTransport
         )
         return kind(program, group=group)
     if dist.get_world_size(group) != dist.get_world_size():

@@ -19,14 +19,14 @@ from schedir.torch_pipelining import gradients
 from schedir.torch_pipelining.executor_factory import (
     CachedExecutor,
     ExecutorRequirements,
-    facts_of,
-    made,
-    shapes_of,
+    collect_requirements,
+    collect_shapes,
+    make_executor,
 )
 from schedir.torch_pipelining.output_checks import PendingOutputs
-from schedir.torch_pipelining.schedule_consistency import require_same, told
+from schedir.torch_pipelining.schedule_consistency import gather_or_raise, require_same
 
-KEPT: Final = 4  # executors, of shapes that were met last
+MAX_EXECUTORS: Final = 4  # executors, of shapes that were met last
 
 
 class ExecutorRuntime:
@@ -48,28 +48,32 @@ class ExecutorRuntime:
         forward_program: Program,
         loss_fn: Any,
         scale_grads: bool,
-        tied: TiedWeights | None,
+        tied_weights: TiedWeights | None,
         group: Any,
     ) -> None:
-        self.stages, self.group, self.tied = stages, group, tied
-        self.programs = {False: forward_program, program.trains: program}
+        self.stages, self.group, self.tied_weights = stages, group, tied_weights
+        self.programs = {False: forward_program, program.has_backward: program}
         self.loss_fn = loss_fn
         self.divisor = program.shape.microbatches if scale_grads else 1
-        self.aside = self.divisor > 1 or bool(program.tied_weights) or program.shape.rows > 1
-        self.first = any(stage.is_first for stage in stages)
-        self.last = next((stage for stage in stages if stage.is_last), None)
-        self.made: dict[tuple[ExecutorRequirements, ...], CachedExecutor] = {}
-        self.now: CachedExecutor | None = None
-        self.failures = 0
-        self.changed = torch.zeros(1, dtype=torch.int32, device=_device_of(group, stages[0].device))
-        self.most = dist.AllreduceOptions()
-        self.most.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self.sets_gradients_aside = (
+            self.divisor > 1 or bool(program.tied_weights) or program.shape.placement_rows > 1
+        )
+        self.has_first_stage = any(stage.is_first for stage in stages)
+        self.last_stage = next((stage for stage in stages if stage.is_last), None)
+        self.executors: dict[tuple[ExecutorRequirements, ...], CachedExecutor] = {}
+        self.current: CachedExecutor | None = None
+        self.num_failures = 0
+        self.changed_flag = torch.zeros(
+            1, dtype=torch.int32, device=_choose_flag_device(group, stages[0].device)
+        )
+        self.max_reduction = dist.AllreduceOptions()
+        self.max_reduction.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         # Of the step under way, by microbatch.
         self.outputs: list[Any] = []
         self.losses: list[Any] = []
-        self.keeps_outputs = self.takes_losses = False
+        self.keeps_outputs = self.computes_losses = False
         self.loss_kwargs: Mapping[str, Any] = {}
-        self.returned = PendingOutputs(by_value=False)
+        self.pending_outputs = PendingOutputs(by_value=False)
 
     def step(
         self,
@@ -88,135 +92,160 @@ class ExecutorRuntime:
         trains = bool(self.stages[0].has_backward)
         program = self.programs[trains]
         n = program.shape.microbatches
-        wrong = self._wrong(n, arg_mbs, kwarg_mbs, target_mbs, losses, trains)
-        inputs = [*(arg_mbs or [()] * n)] if self.first and not wrong else []
-        before = self.now
-        now = self.now = self._ready(trains, inputs, kwarg_mbs or [{}] * n, wrong)
-        self.returned = PendingOutputs(by_value=now is not before)
+        wrong = self._describe_bad_arguments(n, arg_mbs, kwarg_mbs, target_mbs, losses, trains)
+        inputs = [*(arg_mbs or [()] * n)] if self.has_first_stage and not wrong else []
+        before = self.current
+        now = self.current = self._get_executor(trains, inputs, kwarg_mbs or [{}] * n, wrong)
+        self.pending_outputs = PendingOutputs(by_value=now is not before)
         self.loss_kwargs = loss_kwargs or {}
         self.keeps_outputs = return_outputs
-        self.takes_losses = self.loss_fn is not None and target_mbs is not None
+        self.computes_losses = self.loss_fn is not None and target_mbs is not None
         self.outputs, self.losses = [None] * n, [None] * n
-        targets: Any = [*enumerate(target_mbs or [None] * n)] if self.last is not None else []
+        targets: Any = [*enumerate(target_mbs or [None] * n)] if self.last_stage is not None else []
         try:
             with ExitStack() as stack:
-                if trains and self.aside:
-                    stack.enter_context(gradients.put_aside(self.stages))
+                if trains and self.sets_gradients_aside:
+                    stack.enter_context(gradients.set_gradients_aside(self.stages))
                 now.executor.step(inputs, targets, keywords=kwarg_mbs or ())
-                self.returned.finish()
+                self.pending_outputs.finish()
                 if trains:
-                    self._finish(program)
+                    self._reduce_gradients(program)
         except BaseException:
-            self._failed(now)
+            self._drop_executors(now)
             raise
-        if self.last is not None and return_outputs:
-            self.last.output_chunks.extend(self.outputs)
-        if self.last is not None and losses is not None:
+        if self.last_stage is not None and return_outputs:
+            self.last_stage.output_chunks.extend(self.outputs)
+        if self.last_stage is not None and losses is not None:
             losses.clear()
-            losses.extend(self.losses if self.takes_losses else ())
+            losses.extend(self.losses if self.computes_losses else ())
         self.outputs, self.losses = [], []
 
-    def _wrong(
-        self, n: int, args: object, kwargs: object, targets: object, losses: object, trains: bool
+    def _describe_bad_arguments(
+        self,
+        microbatches: int,
+        args: object,
+        kwargs: object,
+        targets: object,
+        losses: object,
+        has_backward: bool,
     ) -> str:
         """What of a step's arguments is wrong, in words; other ranks wait to hear of it."""
         for what, given in (("arg_mbs", args), ("kwarg_mbs", kwargs), ("target_mbs", targets)):
             if given is not None and not isinstance(given, list):
                 return f"{what} is {describe(given)}, and no list"
-            if isinstance(given, list) and len(given) != n:
-                return f"{what} has {len(given)} of {n} microbatches"
+            if isinstance(given, list) and len(given) != microbatches:
+                return f"{what} has {len(given)} of {microbatches} microbatches"
         for what, given, kind in (("arg_mbs", args, tuple | list), ("kwarg_mbs", kwargs, Mapping)):
             for each in given if isinstance(given, list) else ():
                 if not isinstance(each, kind):
                     return f"{what} has {describe(each)} for a microbatch, and no tuple or mapping"
         if losses is not None and not isinstance(losses, list):
             return f"losses is {describe(losses)}, and no list"
-        takes = self.last is not None and self.loss_fn is not None
-        if takes and targets is None and (trains or losses is not None):
+        takes = self.last_stage is not None and self.loss_fn is not None
+        if takes and targets is None and (has_backward or losses is not None):
             return "a loss is taken, and no target is given"
         return ""
 
-    def _finish(self, program: Program) -> None:
+    def _reduce_gradients(self, program: Program) -> None:
         """What torch's runtime does at REDUCE_GRAD."""
-        if program.shape.rows > 1:  # in buffers of the executor's, which the next step fills
-            for p in gradients.parameters(self.stages):
+        if (
+            program.shape.placement_rows > 1
+        ):  # in buffers of the executor's, which the next step fills
+            for p in gradients.list_parameters(self.stages):
                 p.grad = None if p.grad is None else p.grad.clone()
         for stage in self.stages:
             if isinstance(stage.submod, Replicated):
-                gradients.mean_over_replicas(stage.submod)
+                gradients.average_over_replicas(stage.submod)
         if self.divisor > 1:
-            gradients.scale(self.stages, self.divisor)
+            gradients.scale_gradients(self.stages, self.divisor)
 
-    def _loss(self, y: Any, given: tuple[int, Any]) -> Tensor:
+    def _compute_loss(self, output: Any, mb_and_target: tuple[int, Any]) -> Tensor:
         """Keep the output and the loss of a microbatch; what the executor takes gradients of."""
-        mb, target = given
+        mb, target = mb_and_target
         if self.keeps_outputs:
-            self.outputs[mb] = tree_map_only(Tensor, self._apart, y)
-        if self.takes_losses:
-            loss = self.loss_fn(y, target, **self.loss_kwargs)
-            self.losses[mb] = tree_map_only(Tensor, self._apart, loss)
-        assert self.last is not None
+            self.outputs[mb] = tree_map_only(Tensor, self._detach_for_caller, output)
+        if self.computes_losses:
+            loss = self.loss_fn(output, target, **self.loss_kwargs)
+            self.losses[mb] = tree_map_only(Tensor, self._detach_for_caller, loss)
+        assert self.last_stage is not None
         tensors = tree_leaves([self.outputs[mb], self.losses[mb]])
-        self.returned.add(self.last.stage_index, mb, tensors)
-        if not self.takes_losses:
+        self.pending_outputs.add(self.last_stage.stage_index, mb, tensors)
+        if not self.computes_losses:
             return torch.zeros(())
-        trains = self.now is not None and self.now.facts.trains
+        trains = self.current is not None and self.current.requirements.has_backward
         return loss if trains else torch.zeros(())
 
-    def _apart(self, tensor: Tensor) -> Tensor:
+    def _detach_for_caller(self, tensor: Tensor) -> Tensor:
         """What a step leaves to its caller: nothing that the next one writes over."""
-        assert self.now is not None
-        there = tensor.untyped_storage().data_ptr() in self.now.received
+        assert self.current is not None
+        there = tensor.untyped_storage().data_ptr() in self.current.receive_storages
         return tensor.detach().clone() if there else tensor.detach()
 
-    def _failed(self, now: CachedExecutor) -> None:
-        self.failures += 1
-        self.now = None
-        self.made.clear()
-        now.leave()
+    def _drop_executors(self, failed: CachedExecutor) -> None:
+        self.num_failures += 1
+        self.current = None
+        self.executors.clear()
+        failed.disconnect()
 
     # ------------------------------------------------------------ which executor
 
-    def _ready(
-        self, trains: bool, inputs: list[Any], kwarg_mbs: list[Any], wrong: str = ""
+    def _get_executor(
+        self, has_backward: bool, inputs: list[Any], kwarg_mbs: list[Any], bad_arguments: str = ""
     ) -> CachedExecutor:
         """The executor of a step, which all ranks take or make together; or what is wrong with its
         arguments on one of them, which all raise."""
-        if wrong:
+        if bad_arguments:
             inputs, kwarg_mbs = [], []
-        shapes = tuple(map(shapes_of, inputs)), tuple(map(shapes_of, kwarg_mbs))
-        now = self.now
-        fits = not wrong and now is not None and now.fits(trains, shapes, self.stages)
-        self.changed.fill_(not fits)
-        self.group.allreduce([self.changed], self.most).wait()
-        if now is not None and not self.changed.item():
+        shapes = tuple(map(collect_shapes, inputs)), tuple(map(collect_shapes, kwarg_mbs))
+        now = self.current
+        fits = (
+            not bad_arguments
+            and now is not None
+            and now.matches_step(has_backward, shapes, self.stages)
+        )
+        self.changed_flag.fill_(not fits)
+        self.group.allreduce([self.changed_flag], self.max_reduction).wait()
+        if now is not None and not self.changed_flag.item():
             return now
-        program = self.programs[trains]
+        program = self.programs[has_backward]
 
         def mine() -> ExecutorRequirements:
-            if wrong:
-                raise UsageError(wrong, program=program.name)
-            return facts_of(self.stages, trains, shapes, self.failures, program)
-
-        key = tuple(told(mine, self.group, [ExecutorRequirements]))
-        require_same("whether gradients are taken", [facts.trains for facts in key])
-        for other in [k for k in self.made if [*map(_failures, k)] != [*map(_failures, key)]]:
-            self.made.pop(other).leave()
-        if key not in self.made:
-            while len(self.made) >= KEPT:
-                self.made.pop(next(iter(self.made))).transport.end()
-            args, kwargs = [*inputs, ()][0], [*kwarg_mbs, {}][0]
-            self.made[key] = made(
-                key, self.stages, program, self.group, self._loss, self.tied, args, kwargs
+            if bad_arguments:
+                raise UsageError(bad_arguments, program=program.name)
+            return collect_requirements(
+                self.stages, has_backward, shapes, self.num_failures, program
             )
-        return self.made[key]
+
+        key = tuple(gather_or_raise(mine, self.group, [ExecutorRequirements]))
+        require_same("whether gradients are taken", [facts.has_backward for facts in key])
+        for other in [
+            k
+            for k in self.executors
+            if [*map(_get_num_failures, k)] != [*map(_get_num_failures, key)]
+        ]:
+            self.executors.pop(other).disconnect()
+        if key not in self.executors:
+            while len(self.executors) >= MAX_EXECUTORS:
+                self.executors.pop(next(iter(self.executors))).transport.shut_down()
+            args, kwargs = [*inputs, ()][0], [*kwarg_mbs, {}][0]
+            self.executors[key] = make_executor(
+                key,
+                self.stages,
+                program,
+                self.group,
+                self._compute_loss,
+                self.tied_weights,
+                args,
+                kwargs,
+            )
+        return self.executors[key]
 
 
-def _failures(facts: ExecutorRequirements) -> int:
-    return facts.failures
+def _get_num_failures(requirements: ExecutorRequirements) -> int:
+    return requirements.num_failures
 
 
-def _device_of(group: Any, device: torch.device) -> torch.device:
+def _choose_flag_device(group: Any, device: torch.device) -> torch.device:
     """Where processes of a group compare a number: on the host, if they have a backend there."""
     try:
         group._get_backend(torch.device("cpu"))

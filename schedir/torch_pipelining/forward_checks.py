@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from schedir.runtime.autograd.module_buffers import remembered
-from schedir.runtime.autograd.module_state import attributes_and_gradients_restored
+from schedir.runtime.autograd.module_buffers import make_buffer_restorer
+from schedir.runtime.autograd.module_state import preserve_module_state
 from schedir.torch_pipelining import backward_split
 from schedir.torch_pipelining.fsdp_stages import accumulate_gradients
 from schedir.torch_pipelining.hook_detection import has_parameter_hooks, hook_count
 from schedir.torch_pipelining.output_checks import PendingOutputs
-from schedir.torch_pipelining.stages import require_as_told
+from schedir.torch_pipelining.stages import require_declared_output
 
 # ---------------------------------------------------------------- losses by microbatch
 
@@ -33,10 +33,10 @@ from schedir.torch_pipelining.stages import require_as_told
 class MicrobatchLossRuntime(_PipelineScheduleRuntime):
     """torch's runtime, with the loss of each microbatch under its number."""
 
-    _loss_of: dict[int, Tensor]
+    _losses_by_mb: dict[int, Tensor]
     _loss_kwargs: dict[str, Any] | None
 
-    def _ran_forward(self, stage: Any, output: Any, mb_index: int) -> None:
+    def _on_forward_end(self, stage: Any, output: Any, mb_index: int) -> None:
         """Do something after a forward and its loss; subclasses override this."""
 
     def _maybe_compute_loss(
@@ -44,69 +44,74 @@ class MicrobatchLossRuntime(_PipelineScheduleRuntime):
     ) -> None:
         if stage.is_last and self._loss_fn is not None and target_mbs is not None:
             more = self._loss_kwargs or {}
-            self._loss_of[mb_index] = self._loss_fn(output, target_mbs[mb_index], **more)
-        self._ran_forward(stage, output, mb_index)
+            self._losses_by_mb[mb_index] = self._loss_fn(output, target_mbs[mb_index], **more)
+        self._on_forward_end(stage, output, mb_index)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
-        return self._loss_of[mb_index] if stage.is_last and self._loss_of else None
+        return self._losses_by_mb[mb_index] if stage.is_last and self._losses_by_mb else None
 
     def _update_losses(self, stages: Any, losses: list[Tensor] | None) -> None:
-        self._internal_losses[:] = [self._loss_of[mb] for mb in sorted(self._loss_of)]
-        self._loss_of.clear()
+        self._internal_losses[:] = [self._losses_by_mb[mb] for mb in sorted(self._losses_by_mb)]
+        self._losses_by_mb.clear()
         super()._update_losses(stages, losses)  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------- checks of forwards
 
 
-_RUN_BY: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()  # by stage, its last schedule
-_METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+_LAST_SCHEDULE: WeakKeyDictionary[Any, ref[Any]] = (
+    WeakKeyDictionary()
+)  # by stage, its last schedule
+_STAGE_METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
 class CheckedRuntime(MicrobatchLossRuntime):
     """torch's runtime, with checks of each forward."""
 
     _has_backward: bool
-    _splits: frozenset[int]  # stages some of whose backwards are in halves
-    _settled: list[Any]  # modules of the last step that succeeded
+    _split_stages: frozenset[int]  # stages some of whose backwards are in halves
+    _last_modules: list[Any]  # modules of the last step that succeeded
     # These belong to the current step.
     _full_stages: set[int]  # stages that run full backwards for all microbatches
     _full_microbatches: set[tuple[int, int]]  # stages and microbatches with a full backward
-    _outputs: PendingOutputs
-    _hooks_before: int  # `hook_count()` before the current forward
+    _pending_outputs: PendingOutputs
+    _hook_count_before: int  # `hook_count()` before the current forward
 
-    def _take_stages(self) -> None:
+    def _claim_stages(self) -> None:
         """Let torch find shapes again if another schedule has run these stages since."""
-        if any(stage in _RUN_BY and _RUN_BY[stage]() is not self for stage in self._stages):
+        if any(
+            stage in _LAST_SCHEDULE and _LAST_SCHEDULE[stage]() is not self
+            for stage in self._stages
+        ):
             self._stages_forward_initialized = self._stages_backward_initialized = False
         for stage in self._stages:
-            _RUN_BY[stage] = ref(self)
+            _LAST_SCHEDULE[stage] = ref(self)
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _check_stage_calls(self) -> Iterator[None]:
         """In this context, stages run forwards and backwards through methods of this object."""
-        self._outputs = PendingOutputs(by_value=self._settled != self._modules())
+        self._pending_outputs = PendingOutputs(by_value=self._last_modules != self._stage_modules())
         self._full_microbatches = set()
         self._full_stages = {
             stage.stage_index
             for stage in self._stages
-            if self._may_be_split(stage) and has_parameter_hooks(stage.submod)
+            if self._can_split_backward(stage) and has_parameter_hooks(stage.submod)
         }
-        runs = (self._run_forward, self._run_backward, self._run_weights)
+        runs = (self._run_forward, self._run_backward, self._run_weight_backward)
         with ExitStack() as stack:
             for stage in self._stages:
-                for name, run in zip(_METHODS, runs, strict=True):
-                    stack.enter_context(_method_replaced(stage, name, run))
+                for name, run in zip(_STAGE_METHODS, runs, strict=True):
+                    stack.enter_context(_replace_method(stage, name, run))
             yield
-            self._outputs.finish()
-        self._settled = self._modules()
+            self._pending_outputs.finish()
+        self._last_modules = self._stage_modules()
 
-    def _modules(self) -> list[Any]:
+    def _stage_modules(self) -> list[Any]:
         return [stage.submod for stage in self._stages]
 
-    def _may_be_split(self, stage: Any) -> bool:
+    def _can_split_backward(self, stage: Any) -> bool:
         """Return whether torch splits backwards of a stage. The first stage's are full, at W."""
-        splits = self._has_backward and stage.stage_index in self._splits
+        splits = self._has_backward and stage.stage_index in self._split_stages
         return splits and not stage.is_first and stage.dw_builder is None
 
     # ------------------------------------------------------------ shapes
@@ -123,7 +128,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
                 self._has_backward != self._stages_backward_initialized
             ):
                 for stage in self._stages:
-                    stack.enter_context(_state_restored(stage.submod))
+                    stack.enter_context(_restore_state(stage.submod))
             super()._initialize_stages(*given, **named)
         for stage in self._stages:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
@@ -139,42 +144,44 @@ class CheckedRuntime(MicrobatchLossRuntime):
         self, stage: Any, run: Callable[..., Any], mb: int, *args: Any, **kwargs: Any
     ) -> Any:
         """Run a forward of a stage, and check its inputs first."""
-        self._outputs.require_unwritten((stage.stage_index - 1, mb))
-        self._hooks_before = hook_count()
+        self._pending_outputs.require_unwritten((stage.stage_index - 1, mb))
+        self._hook_count_before = hook_count()
         output = run(mb, *args, **kwargs)
-        self._outputs.note_read(stage.stage_index - 1, mb)
+        self._pending_outputs.note_read(stage.stage_index - 1, mb)
         return output
 
-    def _ran_forward(self, stage: Any, output: Any, mb_index: int) -> None:
+    def _on_forward_end(self, stage: Any, output: Any, mb_index: int) -> None:
         """Decide from the forward of a stage, and its loss, whether its backward may be split."""
-        s, has_hooks = stage.stage_index, hook_count() != self._hooks_before
+        s, has_hooks = stage.stage_index, hook_count() != self._hook_count_before
         outputs, inputs = stage.fwd_cache[mb_index]
         sent = not stage.is_last and s + 1 not in {each.stage_index for each in self._stages}
         if not stage.is_last:
-            require_as_told(stage, output, sent=sent)
-        self._outputs.add(s, mb_index, self._kept_or_sent(stage, output, mb_index))
+            require_declared_output(stage, output, is_sent=sent)
+        self._pending_outputs.add(s, mb_index, self._outputs_needed_later(stage, output, mb_index))
         if sent:
-            outputs = tuple(map(_contiguous, outputs))
+            outputs = tuple(map(_make_contiguous, outputs))
             stage.fwd_cache[mb_index] = outputs, inputs
-        if not self._may_be_split(stage):
+        if not self._can_split_backward(stage):
             return
         if stage.is_last:
-            ends = (backward_split.detachable(self._loss_of[mb_index]),)
-            self._loss_of[mb_index] = ends[0]
+            ends = (backward_split.make_detachable(self._losses_by_mb[mb_index]),)
+            self._losses_by_mb[mb_index] = ends[0]
         else:
-            ends = tuple(map(backward_split.detachable, outputs))
+            ends = tuple(map(backward_split.make_detachable, outputs))
             stage.fwd_cache[mb_index] = (ends, inputs)
-        if s not in self._full_stages and backward_split.loses(stage, ends, mb_index):
+        if s not in self._full_stages and backward_split.split_loses_gradients(
+            stage, ends, mb_index
+        ):
             self._full_stages.add(s)
         if s in self._full_stages or has_hooks:
             self._full_microbatches.add((s, mb_index))
 
-    def _kept_or_sent(self, stage: Any, output: Any, mb: int) -> list[Any]:
+    def _outputs_needed_later(self, stage: Any, output: Any, mb: int) -> list[Any]:
         """Return the outputs of a forward, and its loss, that are needed after it."""
         if not stage.is_last:
             return tree_leaves(output)
         kept = tree_leaves(output) if stage.output_chunks else []
-        return [*kept, self._loss_of.get(mb)]
+        return [*kept, self._losses_by_mb.get(mb)]
 
     # ------------------------------------------------------------ a backward
 
@@ -184,28 +191,28 @@ class CheckedRuntime(MicrobatchLossRuntime):
         """Run a backward of a stage, or the half that computes the gradients of inputs."""
         full = kwargs.get("full_backward", True)
         if not stage.is_last and (full or not stage.is_first):
-            self._outputs.release(stage.stage_index, mb)
-        with self._full_if_needed(stage, mb):
+            self._pending_outputs.release(stage.stage_index, mb)
+        with self._force_full_if_needed(stage, mb):
             run(mb, *args, **kwargs)
         if mb in stage.bwd_cache:
-            stage.bwd_cache[mb] = tuple(map(_contiguous, stage.bwd_cache[mb]))
+            stage.bwd_cache[mb] = tuple(map(_make_contiguous, stage.bwd_cache[mb]))
 
-    def _run_weights(
+    def _run_weight_backward(
         self, stage: Any, run: Callable[..., Any], mb: int, *args: Any, **kwargs: Any
     ) -> None:
         """Run the half of a backward that computes the gradients of weights."""
         if stage.is_first and not stage.is_last:  # its full backward runs here
-            self._outputs.release(stage.stage_index, mb)
-        with self._full_if_needed(stage, mb):
+            self._pending_outputs.release(stage.stage_index, mb)
+        with self._force_full_if_needed(stage, mb):
             run(mb, *args, **kwargs)
         accumulate_gradients(stage.submod)
 
     @contextmanager
-    def _full_if_needed(self, stage: Any, mb: int) -> Iterator[None]:
+    def _force_full_if_needed(self, stage: Any, mb: int) -> Iterator[None]:
         """In this context, torch runs a full backward at I if halves would be wrong."""
         full = (stage.stage_index, mb) in self._full_microbatches
         if full:
-            stage.dw_builder = backward_split.whole_at_i
+            stage.dw_builder = backward_split.full_backward_dw_builder
         try:
             yield
         finally:
@@ -214,7 +221,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
 
 
 @contextmanager
-def _method_replaced(stage: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
+def _replace_method(stage: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
     """In this context, a method of a stage is `run`, whose first arguments are stage and method."""
     own = vars(stage).get(name)
     setattr(stage, name, partial(run, stage, getattr(stage, name)))
@@ -227,16 +234,16 @@ def _method_replaced(stage: Any, name: str, run: Callable[..., Any]) -> Iterator
 
 
 @contextmanager
-def _state_restored(module: Any) -> Iterator[None]:
+def _restore_state(module: Any) -> Iterator[None]:
     """Restore a module's buffers, public attributes and gradients when this context ends."""
-    put_back = remembered(module)
+    put_back = make_buffer_restorer(module)
     try:
-        with attributes_and_gradients_restored(module):
+        with preserve_module_state(module):
             yield
     finally:
         put_back()
 
 
-def _contiguous(value: Any) -> Any:
+def _make_contiguous(value: Any) -> Any:
     """Return a contiguous tensor, which Gloo can send, and anything else as it is."""
     return value.contiguous() if isinstance(value, Tensor) else value

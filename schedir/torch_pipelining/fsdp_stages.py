@@ -21,21 +21,21 @@ from torch.distributed.pipelining.schedules import (
     _Action,
 )
 
-from schedir.analysis.memory.unshard_residency import placed
+from schedir.analysis.memory.unshard_residency import place_unshards
 from schedir.errors import CompletenessError, OrderError, SlotError
 
 BACKWARDS: Final = (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 COMPUTE: Final = (FORWARD, *BACKWARDS)
 
 
-def with_shards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
+def insert_unshards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
     """The actions of a rank, with UNSHARD and RESHARD: at most `unsharded_stages` are
     whole at once, or as many as an action uses.
 
     They are placed as Unshard and Reshard of a program with zero 3 are.  A stage is used by what
     computes it and by its REDUCE_GRAD, which needs whole gradients.
     """
-    put = placed([_stages(action) for action in actions], unsharded_stages)
+    put = place_unshards([_stages_of_action(action) for action in actions], unsharded_stages)
     order: list[Any] = []
     for changes, also in zip(put, [*([action] for action in actions), []], strict=True):
         order += [_Action(one, UNSHARD if begins else RESHARD, None) for one, begins in changes]
@@ -43,20 +43,24 @@ def with_shards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
     return order
 
 
-def _room(actions: Sequence[Any], unsharded_stages: int) -> int:
+def _max_unsharded(actions: Sequence[Any], unsharded_stages: int) -> int:
     """How many stages may be whole at once."""
-    return max(unsharded_stages, *(len(_stages(action)) for action in actions), 0)
+    return max(unsharded_stages, *(len(_stages_of_action(action)) for action in actions), 0)
 
 
-def _stages(action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)) -> tuple[int, ...]:
+def _stages_of_action(
+    action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)
+) -> tuple[int, ...]:
     """The stages that an action of one of these kinds is of, or that parts of it are of; unless
     told, those whose parameters it needs whole."""
     if action.sub_actions is not None:
-        return tuple(dict.fromkeys(s for each in action.sub_actions for s in _stages(each, kinds)))
+        return tuple(
+            dict.fromkeys(s for each in action.sub_actions for s in _stages_of_action(each, kinds))
+        )
     return (action.stage_index,) if action.computation_type in kinds else ()
 
 
-def require_whole(actions: Sequence[Any], unsharded_stages: int) -> None:
+def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
     """Refuse a rank's actions that use a stage while it is cut up, make it whole twice, hold more
     than `unsharded_stages` (or than one uses) whole at once, or do not reduce it once, after all
     that adds to its gradient.
@@ -66,7 +70,7 @@ def require_whole(actions: Sequence[Any], unsharded_stages: int) -> None:
     whole: set[int] = set()
     reduced: set[int] = set()
     added: set[int] = set()  # to gradients of these
-    room = _room(actions, unsharded_stages)
+    room = _max_unsharded(actions, unsharded_stages)
     for action in actions:
         kind, stage = action.computation_type, action.stage_index
         if kind == UNSHARD:
@@ -77,7 +81,7 @@ def require_whole(actions: Sequence[Any], unsharded_stages: int) -> None:
             if stage not in whole:
                 raise OrderError(f"{action} cuts up stage {stage}, which is cut up")
             whole.remove(stage)
-        needs = _stages(action)
+        needs = _stages_of_action(action)
         if needs and len(whole) > room:
             raise SlotError(f"at {action} stages {sorted(whole)} are whole, and {room} may be")
         for s in needs:
@@ -85,8 +89,8 @@ def require_whole(actions: Sequence[Any], unsharded_stages: int) -> None:
                 raise OrderError(f"{action} needs stage {s}, which is cut up")
             if s in reduced:
                 raise OrderError(f"{action} comes after the reduction of stage {s}")
-        added.update(_stages(action, BACKWARDS))
-        reduced.update(_stages(action, (REDUCE_GRAD,)))
+        added.update(_stages_of_action(action, BACKWARDS))
+        reduced.update(_stages_of_action(action, (REDUCE_GRAD,)))
     if whole:
         raise CompletenessError(f"stages {sorted(whole)} are whole at the end")
     if added != reduced:

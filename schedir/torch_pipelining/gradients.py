@@ -16,21 +16,21 @@ from torch import Tensor, nn
 
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
-Before = Mapping[nn.Parameter, Tensor]
-BUCKET = 25 << 20  # bytes that are reduced at once, as DDP has it
+SavedGradients = Mapping[nn.Parameter, Tensor]
+BUCKET_BYTES = 25 << 20  # bytes that are reduced at once, as DDP has it
 
 
-def parameters(stages: Iterable[Any]) -> list[nn.Parameter]:
+def list_parameters(stages: Iterable[Any]) -> list[nn.Parameter]:
     """The trained parameters of stages, each once: two stages may have one."""
     found = (p for stage in stages for p in stage.submod.parameters() if p.requires_grad)
     return [*dict.fromkeys(found)]
 
 
 @contextmanager
-def put_aside(stages: Sequence[Any]) -> Iterator[None]:
+def set_gradients_aside(stages: Sequence[Any]) -> Iterator[None]:
     """Within this, gradients begin with nothing; after it those of before are added."""
-    shared = _in_buckets(stages)
-    there = {p: p.grad for p in parameters(stages) if p.grad is not None}
+    shared = _find_bucket_views(stages)
+    there = {p: p.grad for p in list_parameters(stages) if p.grad is not None}
     before = {p: grad.clone() if p in shared else grad for p, grad in there.items()}
     for p in before:
         p.grad = None
@@ -46,7 +46,7 @@ def put_aside(stages: Sequence[Any]) -> Iterator[None]:
             p.grad = grad
 
 
-def _in_buckets(stages: Iterable[Any]) -> set[nn.Parameter]:
+def _find_bucket_views(stages: Iterable[Any]) -> set[nn.Parameter]:
     """Parameters whose gradients may be views of a DDP's buckets, into which it writes again."""
     return {
         p
@@ -58,9 +58,9 @@ def _in_buckets(stages: Iterable[Any]) -> set[nn.Parameter]:
 
 
 @torch.no_grad()
-def scale(stages: Sequence[Any], divisor: int) -> None:
+def scale_gradients(stages: Sequence[Any], divisor: int) -> None:
     """Divide the gradients of all parameters, each once."""
-    for p in parameters(stages):
+    for p in list_parameters(stages):
         if p.grad is not None:
             p.grad.div_(divisor)
 
@@ -69,7 +69,7 @@ def scale(stages: Sequence[Any], divisor: int) -> None:
 
 
 @torch.no_grad()
-def mean_over_replicas(ddp: Any) -> None:
+def average_over_replicas(ddp: Any) -> None:
     """The mean of each gradient over the replicas of a stage, as its DDP would take it: of a
     parameter that has a gradient on some of them, others count as zeros.
 
@@ -86,7 +86,7 @@ def mean_over_replicas(ddp: Any) -> None:
     for p in used:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    for bucket in _buckets([p.grad for p in used if p.grad is not None]):
+    for bucket in _make_buckets([p.grad for p in used if p.grad is not None]):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         flat.div_(dist.get_world_size(group))
         dist.all_reduce(flat, group=group)
@@ -96,7 +96,7 @@ def mean_over_replicas(ddp: Any) -> None:
             at += grad.numel()
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _make_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Gradients in their order, those of one type together up to BUCKET bytes."""
     kinds: dict[object, list[Tensor]] = {}
     for grad in gradients:
@@ -104,7 +104,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for kind in kinds.values():
         bucket: list[Tensor] = []
         for grad in kind:
-            if bucket and sum(g.nbytes for g in bucket) + grad.nbytes > BUCKET:
+            if bucket and sum(g.nbytes for g in bucket) + grad.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket = []
             bucket.append(grad)
@@ -115,7 +115,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def sum_copies(weights: Sequence[TiedWeight], rank_of: Sequence[int], group: Any) -> None:
+def sum_tied_gradients(weights: Sequence[TiedWeight], rank_of: Sequence[int], group: Any) -> None:
     """Add up the gradients of the copies of each tied weight, in the order of stages, into all.
 
     Ranks that hold copies send each other theirs, so that each adds them up itself: all get the
@@ -126,15 +126,15 @@ def sum_copies(weights: Sequence[TiedWeight], rank_of: Sequence[int], group: Any
     rows: list[dict[int, Tensor]] = []
     for weight in weights:
         seen: set[nn.Parameter] = set()
-        own = {s: _gradient(p, seen) for s, p in weight.own.items()}
+        own = {s: _contiguous_gradient(p, seen) for s, p in weight.local_copies.items()}
         like = next(iter(own.values()))
         row = {s: own[s] if s in own else torch.empty_like(like) for s in weight.stages}
         peers = sorted({rank_of[s] for s in weight.stages} - {rank})
         for s, gradient in row.items():
             if s in own:
-                messages += [_op(dist.isend, gradient, peer, group) for peer in peers]
+                messages += [_make_p2p_op(dist.isend, gradient, peer, group) for peer in peers]
             else:
-                messages.append(_op(dist.irecv, gradient, rank_of[s], group))
+                messages.append(_make_p2p_op(dist.irecv, gradient, rank_of[s], group))
         rows.append(row)
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
@@ -143,24 +143,24 @@ def sum_copies(weights: Sequence[TiedWeight], rank_of: Sequence[int], group: Any
         total = row[first].clone()
         for s in others:
             total += row[s]
-        for p in dict.fromkeys(weight.own.values()):
+        for p in dict.fromkeys(weight.local_copies.values()):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            _local(p.grad).copy_(total)
+            _to_local(p.grad).copy_(total)
 
 
-def _op(op: Any, tensor: Tensor, peer: int, group: Any) -> dist.P2POp:
+def _make_p2p_op(op: Any, tensor: Tensor, peer: int, group: Any) -> dist.P2POp:
     return dist.P2POp(op, tensor, group=group, group_peer=peer)
 
 
-def _gradient(p: nn.Parameter, seen: set[nn.Parameter]) -> Tensor:
+def _contiguous_gradient(p: nn.Parameter, seen: set[nn.Parameter]) -> Tensor:
     """A copy's gradient, contiguous; zeros where nothing has used it, and where another stage of
     the rank has the same Parameter, whose gradient is of both."""
     there = p.grad is not None and p not in seen
     seen.add(p)
-    return _local(p.grad if there and p.grad is not None else torch.zeros_like(p)).contiguous()
+    return _to_local(p.grad if there and p.grad is not None else torch.zeros_like(p)).contiguous()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _to_local(tensor: Tensor) -> Tensor:
     """A rank's shard of a tensor that is cut up, or a tensor that is not."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

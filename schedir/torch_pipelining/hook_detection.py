@@ -15,11 +15,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from schedir.runtime.autograd.node_hook_detection import can_wait, has_hooks, registrations
+from schedir.runtime.autograd.node_hook_detection import (
+    can_defer_gradient,
+    count_registrations,
+    node_has_hooks,
+)
 
 
 class _Counter:
-    """Counts hooks that `registrations` counts but need not, and retained gradients."""
+    """Counts hooks that `count_registrations` counts but need not, and retained gradients."""
 
     fsdp_hooks = 0
     retained_gradients = 0
@@ -58,13 +62,13 @@ def hook_count() -> int:
 
     The hooks with which `fully_shard` gathers parameters do not count: they may be called twice.
     """
-    return registrations() - _Counter.fsdp_hooks + _Counter.retained_gradients
+    return count_registrations() - _Counter.fsdp_hooks + _Counter.retained_gradients
 
 
 def has_parameter_hooks(module: nn.Module) -> bool:
     """Return whether a trained parameter, or the node that accumulates its gradient, has hooks."""
     return any(
-        not can_wait(p) or has_hooks(get_gradient_edge(p).node)
+        not can_defer_gradient(p) or node_has_hooks(get_gradient_edge(p).node)
         for p in module.parameters()
         if p.requires_grad
     )

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ModelError
-from schedir.runtime.model_checks.tensor_fingerprint import sum_of_bits_on_device, versions_of
+from schedir.runtime.model_checks.tensor_fingerprint import checksum_on_device, get_versions
 
-Key = tuple[int, int]  # stage and microbatch
+OutputKey = tuple[int, int]  # stage and microbatch
 
 
 class _Output(NamedTuple):
@@ -38,10 +38,10 @@ class PendingOutputs:
 
     def __init__(self, *, by_value: bool) -> None:
         self._by_value = by_value
-        self._needed: dict[Key, list[_Output]] = {}
-        self._latest: dict[int, int] = {}  # by stage, the microbatch of its last forward
-        self._differs: list[
-            tuple[Key, _Output, Tensor]
+        self._needed_outputs: dict[OutputKey, list[_Output]] = {}
+        self._latest_mb: dict[int, int] = {}  # by stage, the microbatch of its last forward
+        self._gpu_comparisons: list[
+            tuple[OutputKey, _Output, Tensor]
         ] = []  # tensors on a GPU; the host reads them at the end
 
     def add(self, stage: int, mb: int, tensors: Iterable[Any]) -> None:
@@ -50,10 +50,10 @@ class PendingOutputs:
         Raises:
             ModelError: The forward wrote to the outputs of the stage's last forward.
         """
-        self.require_unwritten((stage, self._latest.get(stage, -1)))
-        self._latest[stage] = mb
-        self._needed[stage, mb] = [
-            _Output(k, tensor, _version(tensor), self._checksum(tensor))
+        self.require_unwritten((stage, self._latest_mb.get(stage, -1)))
+        self._latest_mb[stage] = mb
+        self._needed_outputs[stage, mb] = [
+            _Output(k, tensor, _get_version(tensor), self._checksum(tensor))
             for k, tensor in enumerate(tensors)
             if isinstance(tensor, Tensor)
         ]
@@ -65,10 +65,10 @@ class PendingOutputs:
         compared with their present state, because the next stage may have written to its inputs.
         """
         key = stage, mb
-        if key in self._needed:
-            self._needed[key] = [
-                each._replace(version=_version(each.tensor), checksum=None)
-                for each in self._needed[key]
+        if key in self._needed_outputs:
+            self._needed_outputs[key] = [
+                each._replace(version=_get_version(each.tensor), checksum=None)
+                for each in self._needed_outputs[key]
                 if each.tensor.requires_grad
             ]
 
@@ -80,44 +80,46 @@ class PendingOutputs:
         """
         key = stage, mb
         self.require_unwritten(key)
-        if any(output.tensor.requires_grad for output in self._needed.get(key, ())):
-            del self._needed[key]
+        if any(output.tensor.requires_grad for output in self._needed_outputs.get(key, ())):
+            del self._needed_outputs[key]
 
-    def require_unwritten(self, key: Key) -> None:
+    def require_unwritten(self, key: OutputKey) -> None:
         """Raise ModelError if an output that is needed was written to."""
-        for output in self._needed.get(key, ()):
-            if _version(output.tensor) != output.version:
-                raise _written(key, output)
+        for output in self._needed_outputs.get(key, ()):
+            if _get_version(output.tensor) != output.version:
+                raise _make_overwrite_error(key, output)
             if output.checksum is None:
                 continue
             differs = self._checksum(output.tensor) != output.checksum
             if output.tensor.device.type != "cpu":
-                self._differs.append((key, output, differs))  # to read it now, the host would wait
+                self._gpu_comparisons.append(
+                    (key, output, differs)
+                )  # to read it now, the host would wait
             elif differs:
-                raise _written(key, output)
+                raise _make_overwrite_error(key, output)
 
     def finish(self) -> None:
         """Raise ModelError if any output that is needed until the end was written to."""
-        for key in self._needed:
+        for key in self._needed_outputs:
             self.require_unwritten(key)
-        self._needed.clear()
-        self._latest.clear()
-        for key, output, differs in self._differs:
+        self._needed_outputs.clear()
+        self._latest_mb.clear()
+        for key, output, differs in self._gpu_comparisons:
             if bool(differs):
-                raise _written(key, output)
-        self._differs.clear()
+                raise _make_overwrite_error(key, output)
+        self._gpu_comparisons.clear()
 
     def _checksum(self, tensor: Tensor) -> Any:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        return sum_of_bits_on_device(tensor.detach()) if self._by_value and plain else None
+        return checksum_on_device(tensor.detach()) if self._by_value and plain else None
 
 
-def _version(tensor: Tensor) -> int:
-    (version,) = versions_of([tensor])
+def _get_version(tensor: Tensor) -> int:
+    (version,) = get_versions([tensor])
     return version
 
 
-def _written(key: Key, output: _Output) -> ModelError:
+def _make_overwrite_error(key: OutputKey, output: _Output) -> ModelError:
     stage, mb = key
     return ModelError(
         f"output {output.number} of stage {stage} for microbatch {mb} was overwritten while it was "

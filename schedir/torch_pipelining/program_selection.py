@@ -12,22 +12,24 @@ import torch
 import torch.distributed as dist
 
 from schedir.analysis.progress_models import ProgressModel
-from schedir.compiler.compile import compile, finish
+from schedir.compiler.compile import compile, finish_lowering
 from schedir.errors import UsageError, describe
 from schedir.io import torch_csv
 from schedir.io.files import read_text
-from schedir.io.source_loader import load
-from schedir.ir.isa.instructions import STEPS
+from schedir.io.source_loader import load_source
+from schedir.ir.isa.instructions import OPTIMIZER_STEP_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.pipeline.tied_weights import Tied
-from schedir.ir.program import FIELDS, Program, is_op
+from schedir.ir.pipeline.tied_weights import TiedStages
+from schedir.ir.program import WORD_DTYPE, Program, is_op
 from schedir.schedules.schedule_algebra import Schedule
 
-Given = Program | str | os.PathLike[str]
-ONE = "schedule='zb_v', or program=schedir.compile(schedule, shape)"
+ProgramSource = Program | str | os.PathLike[str]
+EXAMPLE = "schedule='zb_v', or program=schedir.compile(schedule, shape)"
 
 
-def loaded(schedule: Schedule | str | None, program: Given | None) -> Schedule | Program:
+def load_schedule_or_program(
+    schedule: Schedule | str | None, program: ProgramSource | None
+) -> Schedule | Program:
     """The one that is given: a schedule, or a Program, which may be a draft.
 
     Raises UsageError where none or both are, or what is given is neither, and what reading a file
@@ -37,15 +39,15 @@ def loaded(schedule: Schedule | str | None, program: Given | None) -> Schedule |
         both = "both are" if schedule is not None else "neither is"
         raise UsageError(
             f"a schedule or a program is run, and {both} given",
-            hint=ONE,
+            hint=EXAMPLE,
             fields=["schedule", "program"],
         )
     if schedule is not None:
-        found = load(schedule) if isinstance(schedule, str) else schedule
+        found = load_source(schedule) if isinstance(schedule, str) else schedule
         if not callable(found) and not isinstance(found, Program):
             raise UsageError(
                 f"a schedule is a function or the name of one, not {describe(schedule)}",
-                hint=ONE,
+                hint=EXAMPLE,
                 fields=["schedule"],
             )
         return found
@@ -54,51 +56,61 @@ def loaded(schedule: Schedule | str | None, program: Given | None) -> Schedule |
         if path.endswith(".csv"):
             return torch_csv.from_csv(read_text(path), name=Path(path).stem)
         if path.endswith(".sched"):
-            return load(path)
+            return load_source(path)
     if not isinstance(program, Program):
         raise UsageError(
             "a program is a Program, or the path of a .sched or .csv file, not "
             f"{describe(program)}",
-            hint=ONE,
+            hint=EXAMPLE,
             fields=["program"],
         )
     return program
 
 
-def compiled(found: Schedule | Program, shape: PipelineShape, tied: Tied) -> Program:
+def compile_for_stages(
+    source: Schedule | Program, shape: PipelineShape, tied_weights: TiedStages
+) -> Program:
     """The program of these stages.  Raises UsageError for a Program of others, and what compiling
     raises."""
-    if not isinstance(found, Program):
-        return compile(found, shape, tied_weights=tied)
+    if not isinstance(source, Program):
+        return compile(source, shape, tied_weights=tied_weights)
     own, has = (
-        found.shape,
-        (found.shape.ranks, found.shape.microbatches, found.shape.holders.tolist()),
+        source.shape,
+        (source.shape.ranks, source.shape.microbatches, source.shape.replica_ranks.tolist()),
     )
-    if has != (shape.ranks, shape.microbatches, shape.holders.tolist()):
+    if has != (shape.ranks, shape.microbatches, shape.replica_ranks.tolist()):
         raise UsageError(
-            f"the program is for {_shape(own)}; the stages given are {_shape(shape)}",
-            program=found.name,
+            f"the program is for {_describe_shape(own)}; the stages given are "
+            f"{_describe_shape(shape)}",
+            program=source.name,
             fields=["program"],
         )
-    if found.zero:
+    if source.zero:
         raise UsageError(
-            f"the program has zero {found.zero}, and here it is fully_shard that cuts stages up",
-            program=found.name,
+            f"the program has zero {source.zero}, and here it is fully_shard that cuts stages up",
+            program=source.name,
             hint="compile it without zero, and fully_shard the stages' modules: `unsharded_stages` "
             "of a rank are whole at once",
             fields=["program"],
         )
-    if found.is_draft:
-        return compile(found, tied_weights=found.tied_weights or tied)
-    ends = any(is_op(stream.words.view(FIELDS)["op"], STEPS).any() for stream in found.streams)
+    if source.is_draft:
+        return compile(source, tied_weights=source.tied_weights or tied_weights)
+    ends = any(
+        is_op(stream.words.view(WORD_DTYPE)["op"], OPTIMIZER_STEP_OPS).any()
+        for stream in source.streams
+    )
     # A CSV may have transfers, but has no step of an optimizer, and no sums of tied weights.
-    return found if ends else finish(replace(found, tied_weights=found.tied_weights or tied))
+    return (
+        source
+        if ends
+        else finish_lowering(replace(source, tied_weights=source.tied_weights or tied_weights))
+    )
 
 
-def _shape(shape: PipelineShape) -> str:
+def _describe_shape(shape: PipelineShape) -> str:
     """A shape in words, with who holds which stage."""
     held = "; ".join(
-        f"rank {rank}: {', '.join(map(str, own))}" for rank, own in enumerate(shape.stages_of)
+        f"rank {rank}: {', '.join(map(str, own))}" for rank, own in enumerate(shape.stages_on_rank)
     )
     return f"{shape.stages} stages, {shape.microbatches} microbatches ({held})"
 
@@ -106,13 +118,15 @@ def _shape(shape: PipelineShape) -> str:
 # ------------------------------------------------------------ who holds what
 
 
-def shape_of(held: Sequence[Sequence[int]], stages: int, microbatches: int) -> PipelineShape:
+def infer_shape(
+    stages_of_ranks: Sequence[Sequence[int]], stages: int, microbatches: int
+) -> PipelineShape:
     """The shape of the stages that each rank holds.
 
     Raises UsageError for a stage that nobody holds, or two ranks do, or one twice.
     """
     rank_of: dict[int, int] = {}
-    for rank, own in enumerate(held):
+    for rank, own in enumerate(stages_of_ranks):
         for s in own:
             if s in rank_of:
                 raise UsageError(
@@ -126,10 +140,12 @@ def shape_of(held: Sequence[Sequence[int]], stages: int, microbatches: int) -> P
         raise UsageError(
             f"there are {stages} stages, and no rank holds stage {missing[0]}", fields=["stages"]
         )
-    return torch_csv.placed(len(held), microbatches, [rank_of[s] for s in range(stages)])
+    return torch_csv.find_shape(
+        len(stages_of_ranks), microbatches, [rank_of[s] for s in range(stages)]
+    )
 
 
-def model_of(group: Any, device: torch.device) -> tuple[ProgressModel, bool]:
+def get_progress_model(group: Any, device: torch.device) -> tuple[ProgressModel, bool]:
     """What a process group promises to what torch's runtime sends through it, and whether hosts
     wait for messages.
 
@@ -152,6 +168,6 @@ def model_of(group: Any, device: torch.device) -> tuple[ProgressModel, bool]:
     return "blocking_serial", True
 
 
-def group_of(stage: Any) -> Any:
+def get_process_group(stage: Any) -> Any:
     """The process group of a stage."""
     return stage.group if stage.group is not None else dist.group.WORLD

@@ -23,16 +23,16 @@ from schedir.torch_pipelining import actions, gradients, program_selection
 from schedir.torch_pipelining.checkpoint_adapter import TorchCheckpointState
 from schedir.torch_pipelining.executor_runtime import ExecutorRuntime
 from schedir.torch_pipelining.forward_checks import CheckedRuntime
-from schedir.torch_pipelining.fsdp_stages import require_whole, with_shards
+from schedir.torch_pipelining.fsdp_stages import insert_unshards, require_unsharded
 from schedir.torch_pipelining.hook_detection import install_hook_counters
-from schedir.torch_pipelining.schedule_consistency import require_same, told
+from schedir.torch_pipelining.schedule_consistency import gather_or_raise, require_same
 from schedir.torch_pipelining.stages import (
     SharedWeights,
-    require_frozen,
+    require_frozen_stages,
+    require_outermost_wrapper,
     require_reducible,
     require_runnable,
-    require_wrapped_whole,
-    stages_of,
+    require_stages,
 )
 from schedir.verify.check import check
 
@@ -69,11 +69,12 @@ class Schedule(CheckedRuntime):
     or by DistributedDataParallel; gradients are reduced once in a step, after all that adds to
     them, halves of backwards included.
 
-    `tied` says which parameters are copies of one weight: `schedir.find_tied_weights(stages)` of
-    all stages, the same on every rank.  It may be left out where a rank sees it, as its stages have
-    one Parameter, and where modules name their `tied_weight`.  Gradients of copies are summed once
-    in a step, in the order of stages.  Trained parameters of different stages that are equal, not
-    constant and not tied are refused, unless `alike`.
+    `tied_weights` says which parameters are copies of one weight:
+    `schedir.find_tied_weights(stages)` of all stages, the same on every rank.  It may be left out
+    where a rank sees it, as its stages have one Parameter, and where modules name their
+    `tied_weight`.  Gradients of copies are summed once in a step, in the order of stages.  Trained
+    parameters of different stages that are equal, not constant and not tied are refused, unless
+    `allow_identical_stages`.
 
     All ranks of a pipeline make theirs together.  Raises whatever `check` does for a program that
     is not proven, ModelError for ties that do not go with the stages, and UsageError for anything
@@ -91,15 +92,15 @@ class Schedule(CheckedRuntime):
         scale_grads: bool = True,
         *,
         schedule: Words | str | None = None,
-        program: program_selection.Given | None = None,
+        program: program_selection.ProgramSource | None = None,
         runtime: Runtime = "torch",
-        tied: TiedWeights | None = None,
-        alike: bool = False,
+        tied_weights: TiedWeights | None = None,
+        allow_identical_stages: bool = False,
         unsharded_stages: int = 3,
         backward_requires_autograd: bool = True,
     ) -> None:
-        held = stages_of(stages)
-        self._group = group = program_selection.group_of(held[0])
+        held = require_stages(stages)
+        self._group = group = program_selection.get_process_group(held[0])
 
         def facts() -> dict[str, Any]:
             require_runnable(held, n_microbatches, loss_fn, unsharded_stages)
@@ -107,7 +108,7 @@ class Schedule(CheckedRuntime):
                 raise UsageError(
                     f"runtime is 'torch' or 'schedir', not {describe(runtime)}", fields=["runtime"]
                 )
-            program_selection.loaded(schedule, program)
+            program_selection.load_schedule_or_program(schedule, program)
             return {
                 "the stages": [stage.stage_index for stage in held],
                 "num_stages": held[0].num_stages,
@@ -115,15 +116,15 @@ class Schedule(CheckedRuntime):
                 "runtime": runtime,
                 "loss_fn": "None" if loss_fn is None else "a function",
                 "scale_grads": require_bool(scale_grads, "scale_grads"),
-                "alike": require_bool(alike, "alike"),
+                "alike": require_bool(allow_identical_stages, "alike"),
                 "unsharded_stages": unsharded_stages,
-                "tied": tied,
-                "the progress model": program_selection.model_of(
+                "tied": tied_weights,
+                "the progress model": program_selection.get_progress_model(
                     group, torch.device(held[0].device)
                 ),
             }
 
-        each = told(facts, group, [TiedWeights])
+        each = gather_or_raise(facts, group, [TiedWeights])
         for what in [*each[0]][1:]:
             require_same(what, [of[what] for of in each])
         super().__init__(  # type: ignore[no-untyped-call]
@@ -136,23 +137,25 @@ class Schedule(CheckedRuntime):
             scale_grads=each[0]["scale_grads"],
             backward_requires_autograd=backward_requires_autograd,
         )
-        shape = program_selection.shape_of(
+        shape = program_selection.infer_shape(
             [of["the stages"] for of in each], held[0].num_stages, n_microbatches
         )
-        self._rank_of: list[int] = shape.rank_of.tolist()
-        self._copies = (
-            SharedWeights(held, group, tied, alike=alike) if loss_fn is not None else None
+        self._rank_of: list[int] = shape.first_rank_per_stage.tolist()
+        self._shared_weights = (
+            SharedWeights(held, group, tied_weights, allow_identical_stages=allow_identical_stages)
+            if loss_fn is not None
+            else None
         )
         self.program: Program
         self.forward_program: Program
         model, blocks = each[0]["the progress model"]
 
         def compiled() -> str:
-            found = program_selection.loaded(schedule, program)
-            whole = program_selection.compiled(
-                found, shape, self._copies.sets if self._copies else ()
+            found = program_selection.load_schedule_or_program(schedule, program)
+            whole = program_selection.compile_for_stages(
+                found, shape, self._shared_weights.tied_stages if self._shared_weights else ()
             )
-            if loss_fn is None and isinstance(found, Program) and whole.trains:
+            if loss_fn is None and isinstance(found, Program) and whole.has_backward:
                 raise UsageError(
                     "the program has backwards, and there is no loss_fn to take them of",
                     program=whole.name,
@@ -165,49 +168,55 @@ class Schedule(CheckedRuntime):
             if runtime == "torch":
                 for one in (self.program, forward):
                     check(one, model, blocking_hosts=blocks)
-                    actions.with_transfers(one)
+                    actions.make_actions(one)
             return f"{whole.name} ({whole.digest[:16]})"
 
-        require_same("the program", told(compiled, group))
-        if self._copies is not None and self.program.trains:
-            self._copies.fit(self.program)
-        self._keeper = TorchCheckpointState(held, self.program, self._copies, loss_fn)
-        self._loss_of = {}
-        self._given: tuple[Any, Any, Any] | None = None
+        require_same("the program", gather_or_raise(compiled, group))
+        if self._shared_weights is not None and self.program.trains:
+            self._shared_weights.bind_program(self.program)
+        self._checkpoint_adapter = TorchCheckpointState(
+            held, self.program, self._shared_weights, loss_fn
+        )
+        self._losses_by_mb = {}
+        self._given_microbatches: tuple[Any, Any, Any] | None = None
         self._loss_kwargs = None
-        self._failed = False
-        self._settled = []
-        self._own: ExecutorRuntime | None = None
+        self._has_failed = False
+        self._last_modules = []
+        self._executor_runtime: ExecutorRuntime | None = None
         if runtime == "schedir":
             both = self.program, self.forward_program
-            self._own = ExecutorRuntime(held, *both, loss_fn, self.scale_grads, tied, group)
-        self._orders = {
+            self._executor_runtime = ExecutorRuntime(
+                held, *both, loss_fn, self.scale_grads, tied_weights, group
+            )
+        self._actions_by_mode = {
             one.trains: {
-                rank: with_shards(order, unsharded_stages)
-                for rank, order in actions.with_transfers(one).items()
+                rank: insert_unshards(order, unsharded_stages)
+                for rank, order in actions.make_actions(one).items()
             }
             for one in (self.program, self.forward_program)
         }
-        for orders in self._orders.values():
+        for orders in self._actions_by_mode.values():
             for order in orders.values():
-                require_whole(order, unsharded_stages)
+                require_unsharded(order, unsharded_stages)
         self._set_mapping()
-        self._splits = actions.splits(self.program) if self.program.trains else frozenset()
-        if self._splits and runtime == "torch":
+        self._split_stages = (
+            actions.find_split_stages(self.program) if self.program.trains else frozenset()
+        )
+        if self._split_stages and runtime == "torch":
             install_hook_counters()
-        self._last = actions.order_of_last(self.program, shape.stages - 1)
-        self.register_custom_function(REDUCE_GRAD, self._reduce)
+        self._last_stage_order = actions.get_last_stage_order(self.program, shape.stages - 1)
+        self.register_custom_function(REDUCE_GRAD, self._reduce_gradients)
 
     @classmethod
-    def of(cls, **how: Any) -> type[Schedule]:
+    def with_options(cls, **options: Any) -> type[Schedule]:
         """A class of schedules with these keywords, for what takes a class, as torchtitan:
         `Schedule.of(schedule="zb_v")`."""
 
         class Of(cls):  # type: ignore[valid-type, misc]
             def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **(how | kwargs))
+                super().__init__(*args, **(options | kwargs))
 
-        Of.__name__ = Of.__qualname__ = f"{cls.__name__}.of({', '.join(how)})"
+        Of.__name__ = Of.__qualname__ = f"{cls.__name__}.of({', '.join(options)})"
         return Of
 
     def _load_csv(self, filename: str, format: str = "compute_only") -> None:
@@ -218,18 +227,18 @@ class Schedule(CheckedRuntime):
 
     def _set_mapping(self) -> None:
         """Tell torch who holds which stage, and what each rank computes."""
-        self.pipeline_order = actions.compute_only(self.program)
+        self.pipeline_order = actions.make_compute_actions(self.program)
         self.stage_index_to_group_rank = dict(enumerate(self._rank_of))
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        self.pipeline_order_with_comms = self._orders[self.program.trains]
+        self.pipeline_order_with_comms = self._actions_by_mode[self.program.has_backward]
 
-    def kept(self) -> CheckpointState:
+    def checkpoint_state(self) -> CheckpointState:
         """What `schedir.checkpoints` saves and loads; all processes of the default group call this.
 
         Raises CheckpointError where the pipelines of these are no replicas.
         """
-        return self._keeper.kept(failed=self._failed)
+        return self._checkpoint_adapter.checkpoint_state(has_failed=self._has_failed)
 
     # ------------------------------------------------------------ a step
 
@@ -253,14 +262,14 @@ class Schedule(CheckedRuntime):
         stage `losses` is filled with the loss of each microbatch in order, and the outputs are
         returned, merged, if `return_outputs`; elsewhere None is.  `loss_kwargs` go to `loss_fn`.
         """
-        if self._failed:
+        if self._has_failed:
             raise ExecutionError(
                 f"rank {self.rank} has failed in the step before, and left messages on their way",
                 program=self.program.name,
                 hint="make the schedule and its process group anew",
             )
-        self._keeper.expect_read()
-        if self._has_backward and not self.program.trains:
+        self._checkpoint_adapter.require_complete_load()
+        if self._has_backward and not self.program.has_backward:
             raise UsageError(
                 "a step trains, and the program has forwards alone",
                 program=self.program.name,
@@ -274,7 +283,7 @@ class Schedule(CheckedRuntime):
                     program=self.program.name,
                     hint="step(x, target=y), or step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1])",
                 )
-            self._given = cut
+            self._given_microbatches = cut
         try:
             return super().step(
                 *args,
@@ -285,12 +294,12 @@ class Schedule(CheckedRuntime):
                 **kwargs,
             )
         finally:
-            self._given = self._loss_kwargs = None
+            self._given_microbatches = self._loss_kwargs = None
 
     def _split_inputs(self, args: Any, kwargs: Any = None) -> tuple[Any, Any]:
         """Microbatches: those that are given, or what torch cuts."""
-        if self._given is not None:
-            return self._given[0], self._given[1]
+        if self._given_microbatches is not None:
+            return self._given_microbatches[0], self._given_microbatches[1]
         split: tuple[Any, Any] = super()._split_inputs(args, kwargs)
         return split
 
@@ -303,60 +312,62 @@ class Schedule(CheckedRuntime):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if self._given is not None:
-            target_mbs = self._given[2]
+        if self._given_microbatches is not None:
+            target_mbs = self._given_microbatches[2]
         given = (arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
-        if self._own is not None:  # which looks at them itself, and lets all ranks know
-            self._own.step(*given, loss_kwargs)
+        if (
+            self._executor_runtime is not None
+        ):  # which looks at them itself, and lets all ranks know
+            self._executor_runtime.step(*given, loss_kwargs)
             return
         self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         has_last = any(stage.is_last for stage in self._stages)
         lacks = has_last and self._loss_fn is not None and target_mbs is None
         if lacks and (self._has_backward or losses is not None):
             raise UsageError("a loss is taken, and no target is given", fields=["target"])
-        self._settle_shards()
+        self._disable_auto_reshard()
         if self._has_backward:
-            require_frozen(self._stages, self.program)
-        self._take_stages()
-        self._failed = True
+            require_frozen_stages(self._stages, self.program)
+        self._claim_stages()
+        self._has_failed = True
         self._loss_kwargs = loss_kwargs
-        self._loss_of.clear()
+        self._losses_by_mb.clear()
         self._internal_losses.clear()
-        self.pipeline_order_with_comms = self._orders[self._has_backward]
+        self.pipeline_order_with_comms = self._actions_by_mode[self._has_backward]
         with ExitStack() as stack:
-            if self._begins_anew():
-                stack.enter_context(gradients.put_aside(self._stages))
-            stack.enter_context(self._watching())
-            stack.enter_context(self._unwrapped())
-            if self._has_backward and self._copies is not None:
-                self._copies.refresh()
+            if self._must_set_gradients_aside():
+                stack.enter_context(gradients.set_gradients_aside(self._stages))
+            stack.enter_context(self._check_stage_calls())
+            stack.enter_context(self._remove_ddp())
+            if self._has_backward and self._shared_weights is not None:
+                self._shared_weights.refresh()
             super()._step_microbatches(*given, loss_kwargs)
             if self._has_backward:
-                self._finish()
-        self._failed = False
+                self._finish_gradients()
+        self._has_failed = False
         if has_last and return_outputs:
             (last,) = (stage for stage in self._stages if stage.is_last)
-            made = dict(zip(self._last, last.output_chunks, strict=True))
+            made = dict(zip(self._last_stage_order, last.output_chunks, strict=True))
             last.output_chunks[:] = [made[mb] for mb in sorted(made)]
 
-    def _settle_shards(self) -> None:
+    def _disable_auto_reshard(self) -> None:
         """Leave it to the schedule when sharded stages are cut up, and not to their forwards: after
         one of these, half of a backward would add to parameters that are gone."""
-        modules = self._modules()
-        if modules == self._settled:
+        modules = self._stage_modules()
+        if modules == self._last_modules:
             return
-        require_wrapped_whole(self._stages)
+        require_outermost_wrapper(self._stages)
         for module in modules:
             if isinstance(module, FSDPModule):
                 module.set_reshard_after_forward(False)
 
     # ------------------------------------------------------------ gradients
 
-    def _begins_anew(self) -> bool:
+    def _must_set_gradients_aside(self) -> bool:
         """Whether gradients of before must not be there meanwhile: they would be scaled or summed
         again, and torch forgets those of sharded stages where it infers shapes."""
         divides = self.scale_grads and self._n_microbatches > 1
-        sums = self._copies is not None and bool(self._copies.sets)
+        sums = self._shared_weights is not None and bool(self._shared_weights.tied_stages)
         infers = not self._stages_forward_initialized or (
             self._has_backward != self._stages_backward_initialized
         )
@@ -364,35 +375,35 @@ class Schedule(CheckedRuntime):
         return (self._has_backward and (divides or sums)) or (infers and sharded)
 
     @contextmanager
-    def _unwrapped(self) -> Iterator[None]:
+    def _remove_ddp(self) -> Iterator[None]:
         """Within this, stages are without a DDP that would not reduce them: of split backwards it
         sees no W, and of a static graph it takes the first microbatch for all."""
-        self._replicated: dict[int, Any] = {
+        self._ddp_modules: dict[int, Any] = {
             stage.stage_index: stage.submod
             for stage in self._stages
             if isinstance(stage.submod, Replicated)
-            and (stage.stage_index in self._splits or stage.submod.static_graph)
+            and (stage.stage_index in self._split_stages or stage.submod.static_graph)
         }
         for stage in self._stages:
-            if stage.stage_index in self._replicated:
+            if stage.stage_index in self._ddp_modules:
                 require_reducible(stage)
-                stage.submod = self._replicated[stage.stage_index].module
+                stage.submod = self._ddp_modules[stage.stage_index].module
         try:
             yield
         finally:
             for stage in self._stages:
-                stage.submod = self._replicated.get(stage.stage_index, stage.submod)
+                stage.submod = self._ddp_modules.get(stage.stage_index, stage.submod)
 
-    def _reduce(self, action: Any, ctx: Any) -> None:
+    def _reduce_gradients(self, action: Any, ctx: Any) -> None:
         """REDUCE_GRAD: over replicas, once; what is scaled is scaled at the end of the step."""
         (stage,) = (s for s in self._stages if s.stage_index == action.stage_index)
         stage.perform_reduce_grad(1)
-        if (ddp := self._replicated.get(action.stage_index)) is not None:
-            gradients.mean_over_replicas(ddp)
+        if (ddp := self._ddp_modules.get(action.stage_index)) is not None:
+            gradients.average_over_replicas(ddp)
 
-    def _finish(self) -> None:
+    def _finish_gradients(self) -> None:
         """Sum the copies of tied weights, and scale, each parameter once."""
-        if self._copies is not None:
-            gradients.sum_copies(self._copies.weights, self._rank_of, self._group)
+        if self._shared_weights is not None:
+            gradients.sum_tied_gradients(self._shared_weights.weights, self._rank_of, self._group)
         if self.scale_grads and self._n_microbatches > 1:
-            gradients.scale(self._stages, self._n_microbatches)
+            gradients.scale_gradients(self._stages, self._n_microbatches)

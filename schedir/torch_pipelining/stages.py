@@ -12,26 +12,26 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel as Replicated
 
 from schedir.errors import ModelError, UsageError, describe
-from schedir.ir.pipeline.tied_weights import Tied, TiedWeights
+from schedir.ir.pipeline.tied_weights import TiedStages, TiedWeights
 from schedir.ir.program import Program
-from schedir.runtime.arguments import loss_of
+from schedir.runtime.arguments import require_loss
 from schedir.runtime.parameters.tied_parameters import (
     ParameterFingerprint,
     ParameterTable,
+    StageFingerprints,
     TiedWeight,
-    Told,
-    prints,
-    weights_of,
+    fingerprint_parameters,
+    list_local_tied_weights,
 )
-from schedir.torch_pipelining.schedule_consistency import told
+from schedir.torch_pipelining.schedule_consistency import gather_or_raise
 
 EXAMPLE = "[PipelineStage(module, stage_index, num_stages, device)]"
 
 
-def stages_of(given: object) -> list[Any]:
+def require_stages(stages: object) -> list[Any]:
     """A rank's stages, ascending: a list of them, or one.  Raises UsageError for anything else."""
-    several = isinstance(given, Sequence) and not isinstance(given, str)
-    found: list[Any] = [*given] if several else [given]  # type: ignore[misc]
+    several = isinstance(stages, Sequence) and not isinstance(stages, str)
+    found: list[Any] = [*stages] if several else [stages]  # type: ignore[misc]
     for stage in found:
         if not isinstance(stage, _PipelineStageBase):
             raise UsageError(
@@ -61,11 +61,11 @@ def require_runnable(
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise UsageError(f"{name} is a number from 1 on, not {describe(number)}", fields=[name])
     if loss_fn is not None:
-        loss_of(loss_fn)
-    require_wrapped_whole(stages)
+        require_loss(loss_fn)
+    require_outermost_wrapper(stages)
 
 
-def require_wrapped_whole(stages: Sequence[Any]) -> None:
+def require_outermost_wrapper(stages: Sequence[Any]) -> None:
     """Refuse stages of which parts are sharded or replicated, and not the stage: torch's runtime
     looks at the outermost module alone.  Raises UsageError."""
     for stage in stages:
@@ -93,7 +93,7 @@ def _is_replicated(module: Any) -> bool:
     return isinstance(module, Replicated) or by_name
 
 
-def require_frozen(stages: Sequence[Any], program: Program) -> None:
+def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
     """Refuse a stage that is trained, of which the program has no backward.  Raises ModelError."""
     for stage in stages:
         if stage.stage_index < program.frozen_stages and any(
@@ -107,7 +107,7 @@ def require_frozen(stages: Sequence[Any], program: Program) -> None:
             )
 
 
-def require_as_told(stage: Any, output: object, *, sent: bool) -> None:
+def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> None:
     """Refuse an output that is not as the next stage's rank was told, or found with the first
     microbatch: torch would send it into what is there for another shape, or would not send its
     gradient back, and not say so.  Raises ModelError."""
@@ -115,7 +115,7 @@ def require_as_told(stage: Any, output: object, *, sent: bool) -> None:
     outputs = output if isinstance(output, tuple | list) else (output,)
     for k, (tensor, as_told) in enumerate(zip(outputs, declared, strict=False)):
         kind, other = (tensor.shape, tensor.dtype), (as_told.shape, as_told.dtype)
-        if sent and type(tensor) is Tensor and kind != other:
+        if is_sent and type(tensor) is Tensor and kind != other:
             raise ModelError(
                 f"output {k} of stage {stage.stage_index} is {[*kind[0]]} of {kind[1]}, and was "
                 f"{[*other[0]]} of {other[1]} as shapes were found: torch's runtime has one shape "
@@ -132,7 +132,7 @@ def require_as_told(stage: Any, output: object, *, sent: bool) -> None:
             )
 
 
-def plain(module: nn.Module) -> nn.Module:
+def unwrap_module(module: nn.Module) -> nn.Module:
     """A stage's module without what wraps it, so that parameters have their own names."""
     while True:
         inside = getattr(module, "_orig_mod", None)
@@ -144,52 +144,81 @@ def plain(module: nn.Module) -> nn.Module:
 
 
 class SharedWeights:
-    """The weights that stages share, as all ranks know them; `sets` are the stages of each."""
+    """The weights that stages share, as all ranks know them; `tied_stages` are the stages of
+    each."""
 
     def __init__(
-        self, stages: Sequence[Any], group: Any, tied: TiedWeights | None, alike: bool
+        self,
+        stages: Sequence[Any],
+        group: Any,
+        tied_weights: TiedWeights | None,
+        allow_identical_stages: bool,
     ) -> None:
-        self._stages, self._group, self._tied, self._alike = stages, group, tied, alike
+        self._stages, self._group, self._tied_weights, self._allow_identical_stages = (
+            stages,
+            group,
+            tied_weights,
+            allow_identical_stages,
+        )
         self.weights: list[TiedWeight] = []  # of which this rank has copies
         self._program: Program | None = None
-        self._told = self._gathered()
-        known = ParameterTable(self._told, tied, self._named())
-        self.sets: Tied = tuple(
+        self._fingerprints = self._gather_fingerprints()
+        known = ParameterTable(self._fingerprints, tied_weights, self._find_named_ties())
+        self.tied_stages: TiedStages = tuple(
             sorted({tuple(s for s, _ in places) for places in known.weights if len(places) > 1})
         )
 
-    def _gathered(self) -> list[Told]:
-        return told(lambda: prints(self._modules()), self._group, [ParameterFingerprint])
+    def _gather_fingerprints(self) -> list[StageFingerprints]:
+        return gather_or_raise(
+            lambda: fingerprint_parameters(self._unwrapped_modules()),
+            self._group,
+            [ParameterFingerprint],
+        )
 
-    def _modules(self) -> dict[int, nn.Module]:
-        return {stage.stage_index: plain(stage.submod) for stage in self._stages}
+    def _unwrapped_modules(self) -> dict[int, nn.Module]:
+        return {stage.stage_index: unwrap_module(stage.submod) for stage in self._stages}
 
-    def _named(self) -> Tied:
+    def _find_named_ties(self) -> TiedStages:
         """The stages that call a weight their `tied_weight`: they are taken to share one."""
-        named = {s for own in self._told for s, each in own.items() if any(p.named for p in each)}
+        named = {
+            s
+            for own in self._fingerprints
+            for s, each in own.items()
+            if any(p.is_named_tied for p in each)
+        }
         return (tuple(sorted(named)),) if len(named) > 1 else ()
 
-    def fit(self, program: Program) -> None:
+    def bind_program(self, program: Program) -> None:
         """Refuse what a program does not tie as it is.  Raises ModelError."""
         self._program = program
-        self.weights = self._found(alike=self._alike)
+        self.weights = self._find_weights(allow_identical_stages=self._allow_identical_stages)
 
-    def _found(self, *, alike: bool) -> list[TiedWeight]:
+    def _find_weights(self, *, allow_identical_stages: bool) -> list[TiedWeight]:
         assert self._program is not None
-        return weights_of(self._program, self._modules(), self._told, self._tied, alike=alike)
+        return list_local_tied_weights(
+            self._program,
+            self._unwrapped_modules(),
+            self._fingerprints,
+            self._tied_weights,
+            allow_identical_stages=allow_identical_stages,
+        )
 
     def refresh(self) -> None:
         """Find the tied weights again where modules have been given others since.
 
         Of those that began on the meta device the numbers were not there to compare: then all ranks
-        compare them at their first step.  Raises ModelError as `fit` does.
+        compare them at their first step.  Raises ModelError as `bind_program` does.
         """
-        if any(not p.values for own in self._told for each in own.values() for p in each):
-            self._told = self._gathered()
-            self.weights = self._found(alike=self._alike)
-        own = {p for weight in self.weights for p in weight.own.values()}
-        if own and own - {p for module in self._modules().values() for p in module.parameters()}:
-            self.weights = self._found(alike=True)
+        if any(
+            not p.values_digest for own in self._fingerprints for each in own.values() for p in each
+        ):
+            self._fingerprints = self._gather_fingerprints()
+            self.weights = self._find_weights(allow_identical_stages=self._allow_identical_stages)
+        own = {p for weight in self.weights for p in weight.local_copies.values()}
+        if own and own - {
+            p for module in self._unwrapped_modules().values() for p in module.parameters()
+        }:
+            self.weights = self._find_weights(allow_identical_stages=True)
 
 
 def require_reducible(stage: Any) -> None:

@@ -22,24 +22,28 @@ Floats = NDArray[np.float64]
 class ClockOffsets(NamedTuple):
     """What to take from the times of each host, and by how much those of two may still differ."""
 
-    of: Floats
+    offsets: Floats
     error: float
 
 
-def align(
-    hosts: Sequence[str], sender: NDArray[np.int64], receiver: NDArray[np.int64], took: Floats
+def align_clocks(
+    hosts: Sequence[str],
+    sender: NDArray[np.int64],
+    receiver: NDArray[np.int64],
+    transfer_times: Floats,
 ) -> ClockOffsets:
     """The offsets of the clocks of hosts, from messages between them.
 
-    `sender` and `receiver` are hosts, by their numbers, and `took` is when a message was there, by
-    the receiver's clock, less when it was posted, by the sender's; each of shape (messages,).
+    `sender` and `receiver` are hosts, by their numbers, and `transfer_times` is when a message was
+    there, by the receiver's clock, less when it was posted, by the sender's; each of shape
+    (messages,).
 
     Raises TraceError where messages contradict each other, as clocks that drift or jump make them,
     and where two hosts are joined by messages in one direction only, or by none.
     """
     most = np.full((len(hosts), len(hosts)), np.inf)  # of offset(column) - offset(row)
     np.fill_diagonal(most, 0.0)
-    np.minimum.at(most, (sender, receiver), took)
+    np.minimum.at(most, (sender, receiver), transfer_times)
     for via in range(len(hosts)):  # Floyd and Warshall
         most = np.minimum(most, most[:, via, None] + most[None, via])
     if (np.diag(most) < 0).any():

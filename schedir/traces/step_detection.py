@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from schedir.errors import TraceError
-from schedir.io.profiler_range_names import is_pp
-from schedir.ir.isa.instructions import BACKWARDS, COMPUTE
-from schedir.traces.instruction_times import ExecutedSpan, repetitions
+from schedir.io.profiler_range_names import is_torch_range
+from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS
+from schedir.traces.instruction_times import ExecutedSpan, split_repetitions
 from schedir.traces.kineto import ProfilerRange, Trace
 
-_ALL: Final = (-(2**63), 2**63 - 1)
+_ALL_TIME: Final = (-(2**63), 2**63 - 1)
 _ORDINALS: Final = ("first", "second", "third")
 
 
@@ -20,23 +20,23 @@ class ScheduleRun(NamedTuple):
     """What a pipeline rank did while its schedule ran once, and the trace that says so."""
 
     trace: Trace
-    seen: list[ExecutedSpan]
+    spans: list[ExecutedSpan]
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def stages(self) -> tuple[int, ...]:
         """The stages that it computes, in order."""
-        actions = (action for seen in self.seen for action in seen.actions)
-        return tuple(sorted({action.stage for action in actions if action.op in COMPUTE}))
+        actions = (action for seen in self.spans for action in seen.actions)
+        return tuple(sorted({action.stage for action in actions if action.op in COMPUTE_OPS}))
 
     @property
-    def only_forwards(self) -> bool:
+    def has_only_forwards(self) -> bool:
         """Whether forwards ran something and backwards, if they are marked, nothing: torch's
         runtime marks those of an evaluation, too."""
         ran: dict[bool, bool] = {}
-        for seen in self.seen:
-            if seen.actions[0].op in COMPUTE:
-                back = all(action.op in BACKWARDS for action in seen.actions)
-                ran[back] = ran.get(back, False) or seen.ran
+        for seen in self.spans:
+            if seen.actions[0].op in COMPUTE_OPS:
+                back = all(action.op in BACKWARD_OPS for action in seen.actions)
+                ran[back] = ran.get(back, False) or seen.has_operators
         return ran.get(False, False) and not ran.get(True, False)
 
 
@@ -44,21 +44,21 @@ class ScheduleExecution(NamedTuple):
     """One run of the schedule: of which step, in words, its ranks in their order, how many traces
     of replicas were left out, and whether these ranks are known to talk to each other."""
 
-    said: str
+    description: str
     ranks: list[ScheduleRun]
-    replicas: int
-    known: bool
+    num_replica_traces: int
+    is_one_pipeline: bool
 
     @property
-    def evaluates(self) -> bool:
+    def is_evaluation(self) -> bool:
         """Whether no backward ran anything."""
-        return all(part.only_forwards for part in self.ranks)
+        return all(part.has_only_forwards for part in self.ranks)
 
     @property
     def has_backwards(self) -> bool:
         """Whether any backward is marked."""
-        seen = (seen for part in self.ranks for seen in part.seen)
-        return any(action.op in BACKWARDS for one in seen for action in one.actions)
+        seen = (seen for part in self.ranks for seen in part.spans)
+        return any(action.op in BACKWARD_OPS for one in seen for action in one.actions)
 
 
 class TracedProcesses:
@@ -73,15 +73,18 @@ class TracedProcesses:
         known = all(trace.rank is not None for trace in traces)
         for k, trace in enumerate(traces):
             of[trace.rank if known and trace.rank is not None else k].append(trace)
-        self.of = dict(sorted(of.items()))
+        self.traces_by_process = dict(sorted(of.items()))
         groups = {group for trace in traces for group in trace.groups} if known else set()
         # Those of which all are here, that of the smallest ranks first.
-        self.groups = sorted(group for group in groups if self.of.keys() >= {*group})
+        self.groups = sorted(group for group in groups if self.traces_by_process.keys() >= {*group})
 
     @property
     def steps(self) -> list[int]:
         """The ProfilerSteps of which all processes have a trace, and none where none is marked."""
-        each = [{step for trace in own for step in trace.steps} for own in self.of.values()]
+        each = [
+            {step for trace in own for step in trace.steps}
+            for own in self.traces_by_process.values()
+        ]
         common = sorted(set.intersection(*each))
         if not common and any(each):
             few = min(each, key=len)
@@ -94,54 +97,56 @@ class TracedProcesses:
             )
         return common
 
-    def _stages(self) -> dict[int, int]:
+    def _infer_stages(self) -> dict[int, int]:
         """The stage of each process whose marks say none: its place in a group of which the first
         receives nothing in forwards, and the last sends nothing.
 
         Where no group is such, the processes are the stages in their order.
         """
-        ends = {number: _ends(own) for number, own in self.of.items()}
+        ends = {
+            number: _has_receives_and_sends(own) for number, own in self.traces_by_process.items()
+        }
         found: dict[int, int] = {}
-        for group in (tuple(self.of), *self.groups):
+        for group in (tuple(self.traces_by_process), *self.groups):
             last = len(group) - 1
             if last and all(ends[n] == (k > 0, k < last) for k, n in enumerate(group)):
                 for k, number in enumerate(group):
                     found.setdefault(number, k)
-        if len(found) == len(self.of):
+        if len(found) == len(self.traces_by_process):
             return found
-        files = [trace for own in self.of.values() for trace in own]
-        alone = all(trace.ops and not trace.messages for trace in files)
-        return {number: 0 if alone else k for k, number in enumerate(self.of)}
+        files = [trace for own in self.traces_by_process.values() for trace in own]
+        alone = all(trace.op_end_times and not trace.messages for trace in files)
+        return {number: 0 if alone else k for k, number in enumerate(self.traces_by_process)}
 
-    def _pipeline(
-        self, held: dict[int, tuple[int, ...]]
+    def _choose_pipeline(
+        self, stages_of_process: dict[int, tuple[int, ...]]
     ) -> tuple[dict[tuple[int, ...], int], bool]:
         """One process for each set of stages, and whether these are known to be one pipeline."""
         first: dict[tuple[int, ...], int] = {}
-        for number, stages in held.items():
+        for number, stages in stages_of_process.items():
             first.setdefault(stages, number)
-        if len(first) == len(held) or len(first) == 1:
+        if len(first) == len(stages_of_process) or len(first) == 1:
             return first, True
         for group in self.groups:
-            of = {held[number]: number for number in group}
+            of = {stages_of_process[number]: number for number in group}
             if len(of) == len(group) and of.keys() == first.keys():
                 return of, True
         return first, False
 
-    def times(self, step: int | None) -> Iterator[ScheduleExecution]:
+    def list_executions(self, step: int | None) -> Iterator[ScheduleExecution]:
         """Each time that the schedule ran in a step, or in all of the traces, the last one first.
 
         Raises TraceError where ranks ran it unlike often, and for two traces of one process.
         """
-        stages, each = self._stages(), dict[int, list[ScheduleRun]]()
+        stages, each = self._infer_stages(), dict[int, list[ScheduleRun]]()
         held: dict[int, tuple[int, ...]] = {}
-        for number, own in self.of.items():
-            parts = [ScheduleRun(*part) for part in self._parts(own, step, stages[number])]
-            held[number] = tuple(sorted({stage for part in parts for stage in part.held}))
+        for number, own in self.traces_by_process.items():
+            parts = [ScheduleRun(*part) for part in self._split_runs(own, step, stages[number])]
+            held[number] = tuple(sorted({stage for part in parts for stage in part.stages}))
             if not held[number]:
                 raise TraceError(f"{own[0].path} has no forward and no backward in this step")
             each[number] = parts
-        numbers, known = self._pipeline(held)
+        numbers, known = self._choose_pipeline(held)
         ranks = {stages: each[number] for stages, number in numbers.items()}
         few, most = (f(ranks.values(), key=len) for f in (min, max))
         if len(few) != len(most):
@@ -157,30 +162,39 @@ class TracedProcesses:
             nth = _ORDINALS[k] if k < len(_ORDINALS) else f"{k + 1}th"
             which = f", the {nth} of {len(most)} times that it ran the schedule" * (len(most) > 1)
             pipeline = [ranks[held][k] for held in sorted(ranks)]
-            yield ScheduleExecution(said + which, pipeline, len(self.of) - len(ranks), known)
+            yield ScheduleExecution(
+                said + which, pipeline, len(self.traces_by_process) - len(ranks), known
+            )
 
-    def _parts(
-        self, own: list[Trace], step: int | None, stage: int
+    def _split_runs(
+        self, traces: list[Trace], step: int | None, default_stage: int
     ) -> Iterator[tuple[Trace, list[ExecutedSpan]]]:
         """What one process did, once for each time that it ran its schedule."""
-        within = [trace for trace in own if step is None or step in trace.steps]
+        within = [trace for trace in traces if step is None or step in trace.steps]
         if len(within) > 1:
             of = "" if step is None else f" and have ProfilerStep {step}"
             raise TraceError(f"{within[0].path} and {within[1].path} are of one rank{of}")
         (trace,) = within
-        for seen in repetitions(trace, _ALL if step is None else trace.steps[step], stage):
+        for seen in split_repetitions(
+            trace, _ALL_TIME if step is None else trace.steps[step], default_stage
+        ):
             yield trace, seen
 
 
-def _ends(own: Sequence[Trace]) -> tuple[bool, bool]:
+def _has_receives_and_sends(traces: Sequence[Trace]) -> tuple[bool, bool]:
     """Whether a process whose marks say no stage receives in its forwards, and whether it sends."""
-    forwards = [each for trace in own for each in trace.marked if not is_pp(each.name)]
+    forwards = [
+        each
+        for trace in traces
+        for each in trace.instruction_ranges
+        if not is_torch_range(each.name)
+    ]
     forwards = [each for each in forwards if each.name.startswith("Forward")]
     kinds = {
-        each.name for trace in own for each in trace.messages if _inside(each, forwards)
+        each.name for trace in traces for each in trace.messages if _is_inside(each, forwards)
     }  # fmt: skip
     return "recv" in kinds, "send" in kinds
 
 
-def _inside(each: ProfilerRange, ranges: Sequence[ProfilerRange]) -> bool:
+def _is_inside(each: ProfilerRange, ranges: Sequence[ProfilerRange]) -> bool:
     return any(r.thread == each.thread and r.start <= each.start < r.end for r in ranges)

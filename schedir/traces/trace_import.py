@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import ProgressModel
-from schedir.compiler.compile import finish, lower
+from schedir.compiler.compile import finish_lowering, lower
 from schedir.errors import (
     CompletenessError,
     OrderError,
@@ -22,32 +22,38 @@ from schedir.errors import (
     ShapeError,
     TraceError,
 )
-from schedir.io.torch_csv import placed
+from schedir.io.torch_csv import find_shape
 from schedir.ir.dataflow import Dataflow
-from schedir.ir.instruction_index import NONE, InstructionIndex
-from schedir.ir.isa.instructions import BY_TEXT, COMPUTE, RECEIVES, SENDS, TRANSFERS
-from schedir.ir.program import JOINED, OP, STAGE, Program, Stream
-from schedir.predict.recorded_timeline import timeline_of
+from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
+from schedir.ir.isa.instructions import (
+    COMPUTE_OPS,
+    OPCODE_BY_TEXT,
+    RECV_OPS,
+    SEND_OPS,
+    TRANSFER_OPS,
+)
+from schedir.ir.program import JOINED_BIT, OP_SHIFT, STAGE_SHIFT, Program, Stream
+from schedir.predict.recorded_timeline import build_timeline
 from schedir.predict.timeline import Timeline
-from schedir.traces.clock_alignment import align
+from schedir.traces.clock_alignment import align_clocks
 from schedir.traces.instruction_times import ExecutedSpan
 from schedir.traces.step_detection import ScheduleExecution, ScheduleRun, TracedProcesses
-from schedir.traces.trace_files import files_of, read_all
+from schedir.traces.trace_files import find_trace_files, read_traces
 from schedir.verify.check import check
 
 Floats = NDArray[np.float64]
 
-_STEP: Final = BY_TEXT["step"]
+_STEP_OP: Final = OPCODE_BY_TEXT["step"]
 # The models under which a run may have finished, the strictest first: it did finish.  Of those of
 # torch only where none of the others will do: a trace does not say who made which communicators.
-_ON_GPUS: Final[tuple[ProgressModel, ...]] = (
+_GPU_MODELS: Final[tuple[ProgressModel, ...]] = (
     "per_device",
     "per_direction",
     "per_pair",
     "per_edge",
     "torch_lazy",
 )
-_ON_CPUS: Final[tuple[ProgressModel, ...]] = ("per_edge",)
+_CPU_MODELS: Final[tuple[ProgressModel, ...]] = ("per_edge",)
 
 
 @dataclass(frozen=True)
@@ -76,16 +82,16 @@ def read_run(
     step: int | None = None,
     progress_model: ProgressModel | None = None,
     name: str = "imported",
-    traits: Mapping[str, Any] | None = None,
-    seen: Callable[[Path], object] | None = None,
+    program_attributes: Mapping[str, Any] | None = None,
+    on_read: Callable[[Path], object] | None = None,
 ) -> ImportedRun:
     """The run whose ranks left these traces of torch.profiler, in any order.
 
     `sources` are files, folders and patterns.  `step` is the number of a ProfilerStep, the last
     whole one unless told; of a step that ran its schedule several times, the last time.  Without
-    `progress_model` it is the strictest under which the program finishes, as it did.  `traits` are
-    fields of the program that traces do not tell, as `tp`.  `seen` is called with each file that
-    was read.
+    `progress_model` it is the strictest under which the program finishes, as it did.
+    `program_attributes` are fields of the program that traces do not tell, as `tp`.  `on_read` is
+    called with each file that was read.
 
     Replicas, which hold the same stages, are read once: the pipeline that has the smallest rank.
     An evaluation, in which no backward runs anything, is no step; if it marks none, either, it is
@@ -109,9 +115,9 @@ def read_run(
     ...     read_run([folder]).timeline
     <measured Timeline of imported: span 7e-05s, bubble 14.3%>
     """
-    traces = read_all(files_of(sources), seen)
-    marked = [trace for trace in traces if trace.marked]
-    notes = _unread(len(traces) - len(marked), len(traces), "files mark no instruction")
+    traces = read_traces(find_trace_files(sources), on_read)
+    marked = [trace for trace in traces if trace.instruction_ranges]
+    notes = _note_unread(len(traces) - len(marked), len(traces), "files mark no instruction")
     processes = TracedProcesses(marked)
     steps = processes.steps
     if step is not None and step not in steps:
@@ -127,40 +133,42 @@ def read_run(
     waiting: list[
         ScheduleExecution
     ] = []  # evaluations that mark no backward: read where nothing trains
-    runs = (once for number in tried for once in processes.times(number))
+    runs = (once for number in tried for once in processes.list_executions(number))
     for once in chain(runs, waiting):
-        evaluates = f"{once.said} evaluates: not read"
+        evaluates = f"{once.description} evaluates: not read"
         if evaluates in passed:
             passed.remove(evaluates)
-        elif once.evaluates:
+        elif once.is_evaluation:
             failed = failed or TraceError(
-                f"{once.said} evaluates: in its forwards operators run, in backwards none do"
+                f"{once.description} evaluates: in its forwards operators run, in backwards none do"
             )
             passed.append(evaluates)
             if not once.has_backwards:
                 waiting.append(once)
             continue
         try:
-            timeline, told = _timeline(once.ranks, name, traits or {}, progress_model)
+            timeline, told = _build_timeline(
+                once.ranks, name, program_attributes or {}, progress_model
+            )
         except (CompletenessError, OrderError, ShapeError) as error:  # it may have been cut off
             failed = failed or error
-            passed.append(f"{once.said} is not whole: not read")
-            if isinstance(error, ReductionError) and not traits:
+            passed.append(f"{once.description} is not whole: not read")
+            if isinstance(error, ReductionError) and not program_attributes:
                 error.add_note(
                     "traces do not tell tp, dp, tied_weights and clip_grad_norm: say what they were"
                 )
             continue
-        of = once.replicas + len(once.ranks)
+        of = once.num_replica_traces + len(once.ranks)
         replicas = "traces are of replicas, which hold the same stages as others"
-        notes += [*passed, *_unread(once.replicas, of, replicas), *told]
-        if not once.known:
+        notes += [*passed, *_note_unread(once.num_replica_traces, of, replicas), *told]
+        if not once.is_one_pipeline:
             notes.append(
                 "no group of processes in the traces holds each stage once: those that were "
                 "read may be of several replicas, which do not talk to each other"
             )
         if "" in {part.trace.host for part in once.ranks} and len(once.ranks) > 1:
             notes.append("no host is named in some traces: their clocks are taken for one")
-        return ImportedRun(timeline, once.said, tuple(steps), tuple(notes))
+        return ImportedRun(timeline, once.description, tuple(steps), tuple(notes))
     assert failed is not None
     failed.add_note("no step in these traces is whole")
     if not steps:
@@ -170,14 +178,14 @@ def read_run(
     raise failed
 
 
-def _unread(count: int, of: int, why: str) -> list[str]:
-    return [f"{count} of {of} {why}: not read"] if count else []
+def _note_unread(count: int, total: int, reason: str) -> list[str]:
+    return [f"{count} of {total} {reason}: not read"] if count else []
 
 
-def _timeline(
+def _build_timeline(
     ranks: list[ScheduleRun],
     name: str,
-    traits: Mapping[str, Any],
+    program_attributes: Mapping[str, Any],
     progress_model: ProgressModel | None,
 ) -> tuple[Timeline, list[str]]:
     """The run of a schedule once, and what is to be told of it."""
@@ -188,44 +196,44 @@ def _timeline(
             f"{lacking[0]} has no kernels, and others have: its ranges say when the host launched "
             "them, not when they ran"
         )
-    marked = replace(_marked(ranks, name), **traits)
-    if marked.ops.isdisjoint(TRANSFERS) and marked.shape.ranks > 1:
+    marked = replace(_build_marked_program(ranks, name), **program_attributes)
+    if marked.used_opcodes.isdisjoint(TRANSFER_OPS) and marked.shape.ranks > 1:
         notes.append(
             "messages are not marked: their order is schedir's own, and when they went is what "
             "the instructions leave room for"
         )
-        compute = tuple(Stream(s.words[np.isin(s.op, COMPUTE)]) for s in marked.streams)
+        compute = tuple(Stream(s.words[np.isin(s.op, COMPUTE_OPS)]) for s in marked.streams)
         program = lower(replace(marked, name=f"{name}-lowered", streams=compute))
     else:
-        program = marked if _STEP in marked.ops else finish(marked)
-    program, progress_model = _checked(
-        program, (progress_model,) if progress_model else _ON_GPUS if gpu else _ON_CPUS, gpu
+        program = marked if _STEP_OP in marked.used_opcodes else finish_lowering(marked)
+    program, progress_model = _check_under_models(
+        program, (progress_model,) if progress_model else _GPU_MODELS if gpu else _CPU_MODELS, gpu
     )
-    start, end = _times(program, ranks)
-    error = _align(program, [part.trace.host for part in ranks], start, end)
+    start, end = _instruction_times(program, ranks)
+    error = _align_host_clocks(program, [part.trace.host for part in ranks], start, end)
     if len({part.trace.host for part in ranks}) > 1:
         notes.append(f"clocks of hosts are aligned by their messages, to within {error:.2g} s")
-    _fill(program, start, end)
-    timeline = timeline_of(program, start, end, progress_model, blocking_hosts=not gpu)
-    waited = sum(seen.waited for part in ranks for seen in part.seen) / 1e9
+    _fill_missing_times(program, start, end)
+    timeline = build_timeline(program, start, end, progress_model, blocking_hosts=not gpu)
+    waited = sum(seen.wait_time for part in ranks for seen in part.spans) / 1e9
     if waited:
         notes.append(
             f"{waited / (waited + timeline.busy.sum()):.1%} of the time in forwards and backwards "
             "was a wait for messages: it counts as idle"
         )
-    notes += _not_seen([seen for part in ranks for seen in part.seen], gpu)
+    notes += _note_missing_times([seen for part in ranks for seen in part.spans], gpu)
     return replace(timeline, clock_error=error), notes
 
 
-def _not_seen(each: Sequence[ExecutedSpan], gpu: bool) -> list[str]:
+def _note_missing_times(spans: Sequence[ExecutedSpan], gpu: bool) -> list[str]:
     """What is to be told of messages and computes of which traces do not say when they were."""
-    unseen = sum(seen.ended is None for seen in each)
+    unseen = sum(seen.end is None for seen in spans)
     if not gpu:
         return [
             f"of {unseen} messages nothing says when they were there: if a forward or backward "
             "waited for them inside of its range, that counts as work"
         ] * bool(unseen)
-    empty = sum(s.ended == s.began for s in each if s.actions[0].op in COMPUTE)
+    empty = sum(s.end == s.start for s in spans if s.actions[0].op in COMPUTE_OPS)
     return [
         f"of {unseen} messages there is no kernel: they are taken to have passed before they were "
         "needed"
@@ -237,35 +245,35 @@ def _not_seen(each: Sequence[ExecutedSpan], gpu: bool) -> list[str]:
 # ---------------------------------------------------------------- the program
 
 
-def _words(part: ScheduleRun) -> list[int]:
+def _encode_stream_words(run: ScheduleRun) -> list[int]:
     """What a rank's marks say, as words of a Stream."""
     return [
-        int(action.op) << OP
-        | action.stage << STAGE
+        int(action.op) << OP_SHIFT
+        | action.stage << STAGE_SHIFT
         | action.mb
-        | (JOINED if k or seen.joined else 0)
-        for seen in part.seen
+        | (JOINED_BIT if k or seen.is_joined else 0)
+        for seen in run.spans
         for k, action in enumerate(seen.actions)
     ]
 
 
-def _marked(ranks: list[ScheduleRun], name: str) -> Program:
+def _build_marked_program(ranks: list[ScheduleRun], name: str) -> Program:
     """What the marks say, and nothing else."""
-    rank_of = {stage: rank for rank, part in enumerate(ranks) for stage in part.held}
+    rank_of = {stage: rank for rank, part in enumerate(ranks) for stage in part.stages}
     stages = max(rank_of) + 1
     if missing := [stage for stage in range(stages) if stage not in rank_of]:
         raise TraceError(
             f"stage {stages - 1} is there, and stage {missing[0]} is not",
             hint="is the trace of a rank missing?",
         )
-    actions = [a for part in ranks for seen in part.seen for a in seen.actions]
-    microbatches = max(action.mb for action in actions if action.op in COMPUTE) + 1
-    shape = placed(len(ranks), microbatches, [rank_of[stage] for stage in range(stages)])
-    streams = tuple(Stream(np.array(_words(part), np.int64)) for part in ranks)
+    actions = [a for part in ranks for seen in part.spans for a in seen.actions]
+    microbatches = max(action.mb for action in actions if action.op in COMPUTE_OPS) + 1
+    shape = find_shape(len(ranks), microbatches, [rank_of[stage] for stage in range(stages)])
+    streams = tuple(Stream(np.array(_encode_stream_words(part), np.int64)) for part in ranks)
     return Program(name, shape, streams)
 
 
-def _checked(
+def _check_under_models(
     program: Program, models: Sequence[ProgressModel], gpu: bool
 ) -> tuple[Program, ProgressModel]:
     """The program, and the first of these models under which it finishes."""
@@ -284,69 +292,71 @@ def _checked(
 # ---------------------------------------------------------------- its times
 
 
-def _times(program: Program, ranks: list[ScheduleRun]) -> tuple[Floats, Floats]:
+def _instruction_times(program: Program, ranks: list[ScheduleRun]) -> tuple[Floats, Floats]:
     """When each instruction began and ended, in seconds; of what is not marked it is nan."""
-    began = min(seen.began for part in ranks for seen in part.seen)
+    began = min(seen.start for part in ranks for seen in part.spans)
     start, end = np.full((2, len(program)), np.nan)
     for stream, part, since in zip(program.streams, ranks, program.offsets, strict=False):
-        words = stream.words & ~np.int64(JOINED)
+        words = stream.words & ~np.int64(JOINED_BIT)
         order = np.argsort(words, kind="stable")
-        own = np.array(_words(part), np.int64) & ~np.int64(JOINED)
+        own = np.array(_encode_stream_words(part), np.int64) & ~np.int64(JOINED_BIT)
         at = np.searchsorted(words, own, sorter=order)
         known = at < len(words)
         known[known] = words[order[at[known]]] == own[known]
         at = order[at[known]] + since
-        sizes = [len(seen.actions) for seen in part.seen]
+        sizes = [len(seen.actions) for seen in part.spans]
         for times, told in (
-            (start, [seen.began - began for seen in part.seen]),
-            (end, [np.nan if s.ended is None else s.ended - began for s in part.seen]),
+            (start, [seen.start - began for seen in part.spans]),
+            (end, [np.nan if s.end is None else s.end - began for s in part.spans]),
         ):
             times[at] = np.repeat(told, sizes)[known] / 1e9
     return start, end
 
 
-def _align(program: Program, hosts: list[str], start: Floats, end: Floats) -> float:
+def _align_host_clocks(program: Program, hosts: list[str], start: Floats, end: Floats) -> float:
     """Make times those of one clock; returns by how much two of them may still differ."""
     names = [*dict.fromkeys(hosts)]
     if len(names) == 1:
         return 0.0
-    index, graph = InstructionIndex.of(program), Graph.of(program, "per_edge")
+    index, graph = InstructionIndex.from_program(program), Graph.from_program(program, "per_edge")
     host = np.array([names.index(name) for name in hosts])[index.rank]
-    sends = np.flatnonzero(index.is_op(SENDS))
-    sends = sends[graph.partner[sends] != NONE]
+    sends = np.flatnonzero(index.is_op(SEND_OPS))
+    sends = sends[graph.partner[sends] != NO_POSITION]
     got = graph.partner[sends]
     start_of, end_of = start.copy(), end.copy()
-    for giver in Dataflow.of(program).needs:  # of messages without times: what they lie between
-        taker = np.flatnonzero(giver != NONE)
-        sent = taker[np.isnan(start[taker]) & index.is_op(SENDS)[taker]]
+    for giver in Dataflow.from_program(
+        program
+    ).givers:  # of messages without times: what they lie between
+        taker = np.flatnonzero(giver != NO_POSITION)
+        sent = taker[np.isnan(start[taker]) & index.is_op(SEND_OPS)[taker]]
         start_of[sent] = np.fmax(start_of[sent], start[giver[sent]])
-        used = taker[np.isnan(end[giver[taker]]) & index.is_op(RECEIVES)[giver[taker]]]
+        used = taker[np.isnan(end[giver[taker]]) & index.is_op(RECV_OPS)[giver[taker]]]
         np.fmin.at(end_of, giver[used], end[used])
     took = end_of[got] - start_of[sends]
     far = (host[sends] != host[got]) & np.isfinite(took)
-    offsets = align(names, host[sends][far], host[got][far], took[far])
+    offsets = align_clocks(names, host[sends][far], host[got][far], took[far])
     for times in (start, end):
-        times -= offsets.of[host]
+        times -= offsets.offsets[host]
     return offsets.error
 
 
-def _fill(program: Program, start: Floats, end: Floats) -> None:
+def _fill_missing_times(program: Program, start: Floats, end: Floats) -> None:
     """Times of what traces do not tell, as much as what they tell leaves room for.
 
     What is not marked comes when all before it on its rank has ended, and takes no time.  But a
     message of which it is not known when it was there may have been under way until it was taken.
     """
-    index, flow = InstructionIndex.of(program), Dataflow.of(program)
+    index, flow = InstructionIndex.from_program(program), Dataflow.from_program(program)
     lacking = np.isnan(start)
     for lo, hi in pairwise(program.offsets.tolist()):
-        own, compute = lacking[lo:hi], index.is_op(COMPUTE)[lo:hi]
+        own, compute = lacking[lo:hi], index.is_op(COMPUTE_OPS)[lo:hi]
         first = start[lo:hi][compute].min()
-        over = np.where(index.is_op(TRANSFERS)[lo:hi] | own, first, end[lo:hi])
+        over = np.where(index.is_op(TRANSFER_OPS)[lo:hi] | own, first, end[lo:hi])
         start[lo:hi][own] = np.maximum.accumulate(over)[own]
     unseen = np.isnan(end)
     end[unseen] = start[unseen]
-    late = unseen & index.is_op(RECEIVES)
-    for giver in flow.needs:
-        taker = np.flatnonzero(giver != NONE)
+    late = unseen & index.is_op(RECV_OPS)
+    for giver in flow.givers:
+        taker = np.flatnonzero(giver != NO_POSITION)
         taker = taker[late[giver[taker]]]
         np.maximum.at(end, giver[taker], start[taker])

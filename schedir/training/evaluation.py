@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from schedir.compiler.evaluation_program import evaluation_program
 from schedir.ir.program import Program
-from schedir.models.language_model import IGNORE
+from schedir.models.language_model import IGNORE_INDEX
 from schedir.runtime.executor import Executor
 from schedir.training.batches.samples import Batches
 from schedir.training.config.run_config import Config
-from schedir.training.model_factory import model_of
+from schedir.training.model_factory import get_trained_model
 from schedir.transports.gloo import ProcessTransport
 
 
@@ -31,7 +31,7 @@ class EvaluationResult(NamedTuple):
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
-    def row(self) -> str:
+    def csv_line(self) -> str:
         """A line of evaluation.csv."""
         return f"{self.step},{self.loss!r},{self.perplexity!r},{self.tokens}\n"
 
@@ -39,11 +39,11 @@ class EvaluationResult(NamedTuple):
         return f"step {self.step}  held-out loss {self.loss:.4f}  perplexity {self.perplexity:,.1f}"
 
 
-def program_beside(config: Config, program: Program) -> list[Program]:
+def make_evaluation_programs(config: Config, program: Program) -> list[Program]:
     """What evaluates on the stages of a program, if the configuration asks for it: its forwards."""
     if not config.train.evaluate_every:
         return []
-    pipeline, slots = config.pipeline, config.slots
+    pipeline, slots = config.pipeline, config.buffer_sharing
     return [
         evaluation_program(
             program, config.train.progress_model, overlap=pipeline.overlap, buffer_sharing=slots
@@ -59,42 +59,43 @@ class Evaluation:
     """
 
     def __init__(
-        self, config: Config, held: Batches, executor: Executor, transport: ProcessTransport
+        self, config: Config, held_out: Batches, executor: Executor, transport: ProcessTransport
     ) -> None:
         self.executor, self.transport, shape = executor, transport, executor.program.shape
-        self.every, self.last = config.train.evaluate_every, config.train.steps
-        self.size = config.finer.size
-        own = shape.microbatches * self.size  # windows of a replica in a batch
+        self.interval, self.last_step = config.train.evaluate_every, config.train.steps
+        self.microbatch_size = config.segmentation.microbatch_size
+        own = shape.microbatches * self.microbatch_size  # windows of a replica in a batch
         each = own * executor.program.dp
-        count = min(len(held), config.train.evaluate_batches * each)
-        inputs, targets = held.batch(0, count)
-        self.tokens = model_of(config.model).module.count_tokens(targets)
+        count = min(len(held_out), config.train.evaluate_batches * each)
+        inputs, targets = held_out.read_batch(0, count)
+        self.tokens = get_trained_model(config.model).module.count_tokens(targets)
         room = -(-count // each) * each
         # What is missing is the first sample again, and counts nowhere.
         again = torch.zeros(room, dtype=torch.int64)
         again[:count] = torch.arange(count)
         inputs, targets = inputs[again], targets[again]
-        targets[count:] = IGNORE
+        targets[count:] = IGNORE_INDEX
         first = transport.dp_rank * own
         self.batches = [
             (inputs[at : at + own], targets[at : at + own]) for at in range(first, room, each)
         ]
         # Tensor-parallel ranks all know the loss: the first counts.
-        self.counts = shape.stages - 1 in executor.stages and transport.tp_rank == 0
+        self.should_count_loss = shape.stages - 1 in executor.stages and transport.tp_rank == 0
 
     def is_due(self, step: int) -> bool:
         """Whether the loss is taken after a step."""
-        return step % self.every == 0 or step == self.last
+        return step % self.interval == 0 or step == self.last_step
 
-    def after(self, step: int) -> EvaluationResult:
+    def evaluate(self, step: int) -> EvaluationResult:
         """The loss after a step, known to all; all processes must call this."""
         total = torch.zeros((), dtype=torch.float64)
-        device = self.executor.held.device
+        device = self.executor.resources.device
         for inputs, targets in self.batches:
             loss = self.executor.evaluate(
-                inputs.to(device).split(self.size), targets.to(device).split(self.size)
+                inputs.to(device).split(self.microbatch_size),
+                targets.to(device).split(self.microbatch_size),
             )
-            if loss is not None and self.counts:
+            if loss is not None and self.should_count_loss:
                 total += loss.double().cpu()
         dist.all_reduce(total)
         return EvaluationResult(step, float(total) / max(1, self.tokens), self.tokens)

@@ -19,14 +19,14 @@ from schedir.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ENDS: Final = {
+_TOP_LEVEL_NAMES: Final = {
     "embedding.weight": "transformer.wte.weight",
     "positions": "transformer.wpe.weight",
     "norm.weight": "transformer.ln_f.weight",
     "norm.bias": "transformer.ln_f.bias",
     "head.weight": "lm_head.weight",
 }
-_PARTS: Final = {
+_LAYER_NAMES: Final = {
     "attention_norm": "ln_1",
     "qkv": "attn.c_attn",
     "proj": "attn.c_proj",
@@ -34,10 +34,10 @@ _PARTS: Final = {
     "up": "mlp.c_fc",
     "down": "mlp.c_proj",
 }
-_LAYER: Final = re.compile(r"layers\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_PATTERN: Final = re.compile(r"layers\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-def as_gpt2(
+def convert_to_gpt2(
     manifest: Manifest, tensors: Sequence[ExportedTensor]
 ) -> tuple[dict[str, Any], list[ExportedTensor]]:
     """What a `config.json` says of the model of a checkpoint, and its tensors by their names in
@@ -46,32 +46,36 @@ def as_gpt2(
     Sizes are those of the tensors; how many heads there are no tensor says, but the settings of
     `schedir train`.  Raises CheckpointError for what is no GPT of `schedir train`.
     """
-    kinds = {one.name: one.kind.shape for one in tensors}
-    heads = _setting(manifest, "heads", int)
-    if (kind := _setting(manifest, "kind", str, "gpt")) != "gpt":
-        raise _no_gpt(manifest, f"it is of kind {kind}")
-    dropout = _setting(manifest, "dropout", float)
+    kinds = {one.name: one.meta.shape for one in tensors}
+    heads = _read_setting(manifest, "heads", int)
+    if (kind := _read_setting(manifest, "kind", str, "gpt")) != "gpt":
+        raise _make_gpt_error(manifest, f"it is of kind {kind}")
+    dropout = _read_setting(manifest, "dropout", float)
     try:
         (vocab, hidden), (context, _) = kinds["embedding.weight"], kinds["positions"]
     except (KeyError, ValueError):
-        raise _no_gpt(manifest, "it has no embedding of tokens and of positions") from None
-    numbers = (int(match[1]) for match in map(_LAYER.fullmatch, kinds) if match)
+        raise _make_gpt_error(manifest, "it has no embedding of tokens and of positions") from None
+    numbers = (int(match[1]) for match in map(_LAYER_PATTERN.fullmatch, kinds) if match)
     layers = 1 + max(numbers, default=-1)
-    expected = _shapes(vocab, hidden, context, min(layers, len(kinds)))
+    expected = _get_expected_shapes(vocab, hidden, context, min(layers, len(kinds)))
     tied = "head.weight" not in kinds
     if tied:
         del expected["head.weight"]
     if odd := [*expected.keys() - kinds.keys()]:
-        raise _no_gpt(manifest, f"it has no {min(odd)}")
+        raise _make_gpt_error(manifest, f"it has no {min(odd)}")
     if odd := [*kinds.keys() - expected.keys()]:
-        raise _no_gpt(manifest, f"it has {min(odd)}, too")
+        raise _make_gpt_error(manifest, f"it has {min(odd)}, too")
     if odd := [name for name in kinds if kinds[name] != expected[name]]:
         name = odd[0]
-        raise _no_gpt(manifest, f"{name} is {[*kinds[name]]}, and not {[*expected[name]]}")
+        raise _make_gpt_error(manifest, f"{name} is {[*kinds[name]]}, and not {[*expected[name]]}")
     if heads < 1 or hidden % heads:
-        raise _no_gpt(manifest, f"{heads} heads do not divide a hidden width of {hidden}")
-    if windows := [one for one in _setting(manifest, "window", _numbers, "0") if 0 < one < context]:
-        raise _no_gpt(manifest, f"GPT-2 has no windows, such as its layers' of {max(windows)}")
+        raise _make_gpt_error(manifest, f"{heads} heads do not divide a hidden width of {hidden}")
+    if windows := [
+        one for one in _read_setting(manifest, "window", _parse_integers, "0") if 0 < one < context
+    ]:
+        raise _make_gpt_error(
+            manifest, f"GPT-2 has no windows, such as its layers' of {max(windows)}"
+        )
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -87,12 +91,14 @@ def as_gpt2(
         "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": None,
-        "dtype": next(one.kind.dtype for one in tensors),
+        "dtype": next(one.meta.dtype for one in tensors),
     }
-    return config, [_renamed(one, heads) for one in tensors]
+    return config, [_rename_tensor(one, heads) for one in tensors]
 
 
-def _shapes(vocab: int, hidden: int, context: int, layers: int) -> dict[str, tuple[int, ...]]:
+def _get_expected_shapes(
+    vocab: int, hidden: int, context: int, layers: int
+) -> dict[str, tuple[int, ...]]:
     """What such a GPT has."""
     wide = {"qkv": (3, 1), "proj": (1, 1), "up": (4, 1), "down": (1, 4)}
     shapes: dict[str, tuple[int, ...]] = {
@@ -103,7 +109,7 @@ def _shapes(vocab: int, hidden: int, context: int, layers: int) -> dict[str, tup
         "head.weight": (vocab, hidden),
     }
     for number in range(layers):
-        for part in _PARTS:
+        for part in _LAYER_NAMES:
             rows, columns = wide.get(part, (1, 0))
             weight = (rows * hidden, columns * hidden) if columns else (hidden,)
             shapes[f"layers.{number}.{part}.weight"] = weight
@@ -111,56 +117,56 @@ def _shapes(vocab: int, hidden: int, context: int, layers: int) -> dict[str, tup
     return shapes
 
 
-def _renamed(one: ExportedTensor, heads: int) -> ExportedTensor:
+def _rename_tensor(tensor: ExportedTensor, heads: int) -> ExportedTensor:
     """A tensor as GPT-2 has it."""
-    if one.name in _ENDS:
-        return one._replace(name=_ENDS[one.name])
-    match = _LAYER.fullmatch(one.name)
+    if tensor.name in _TOP_LEVEL_NAMES:
+        return tensor._replace(name=_TOP_LEVEL_NAMES[tensor.name])
+    match = _LAYER_PATTERN.fullmatch(tensor.name)
     assert match is not None
     number, part, what = match.groups()
-    made: Callable[[Tensor], Tensor] = one.made
+    made: Callable[[Tensor], Tensor] = tensor.convert
     if part == "qkv":
-        made = partial(_qkv, heads=heads)
-    elif what == "weight" and len(one.kind.shape) == 2:
-        made = _transposed
-    shape = one.kind.shape[::-1]
-    name = f"transformer.h.{number}.{_PARTS[part]}.{what}"
-    return ExportedTensor(name, TensorMeta(shape, one.kind.dtype), one.stored, made)
+        made = partial(_convert_qkv, heads=heads)
+    elif what == "weight" and len(tensor.meta.shape) == 2:
+        made = _transpose
+    shape = tensor.meta.shape[::-1]
+    name = f"transformer.h.{number}.{_LAYER_NAMES[part]}.{what}"
+    return ExportedTensor(name, TensorMeta(shape, tensor.meta.dtype), tensor.stored_name, made)
 
 
-def _transposed(value: Tensor) -> Tensor:
+def _transpose(value: Tensor) -> Tensor:
     return value.t()
 
 
-def _qkv(value: Tensor, heads: int) -> Tensor:
+def _convert_qkv(value: Tensor, heads: int) -> Tensor:
     """(head, q k v, width) rows, with their columns, to columns (q k v, head, width)."""
     rows, *columns = value.shape
     parts = value.view(heads, 3, rows // (3 * heads), *columns).transpose(0, 1)
     return parts.reshape(rows, *columns).t()
 
 
-def _numbers(said: str) -> list[int]:
+def _parse_integers(text: str) -> list[int]:
     """One number, or a tuple of them, from the words for it."""
-    return [int(one) for one in said.strip("()").split(",") if one.strip()]
+    return [int(one) for one in text.strip("()").split(",") if one.strip()]
 
 
-def _setting(
-    manifest: Manifest, name: str, read: Callable[[str], Any], unsaid: str | None = None
+def _read_setting(
+    manifest: Manifest, name: str, read: Callable[[str], Any], default: str | None = None
 ) -> Any:
     """A setting of the model, as `schedir train` has said it."""
     extra = manifest.state.get("extra")
     settings = extra.get("settings") if isinstance(extra, Mapping) else None
-    said = settings.get(f"model.{name}", unsaid) if isinstance(settings, Mapping) else None
+    said = settings.get(f"model.{name}", default) if isinstance(settings, Mapping) else None
     try:
         return read(str(said))
     except ValueError:
         why = "does not say" if said is None else f"has {str(said)!r:.40} for"
-        raise _no_gpt(manifest, f"its manifest {why} model.{name}") from None
+        raise _make_gpt_error(manifest, f"its manifest {why} model.{name}") from None
 
 
-def _no_gpt(manifest: Manifest, why: str) -> CheckpointError:
+def _make_gpt_error(manifest: Manifest, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the model of step {manifest.step} is no GPT of schedir train: {why}",
+        f"the model of step {manifest.step} is no GPT of schedir train: {reason}",
         step=manifest.step,
         hint="without --as transformers any model is exported",
     )

@@ -34,18 +34,20 @@ from schedir.planner.hardware.cluster_fit import (
     MeasuredAllReduce,
     MeasuredGemm,
     MeasuredLayer,
-    fitted,
-    rows,
+    compare_measurements,
+    fit_cluster,
 )
 from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.transformer_spec import TransformerSpec
-from schedir.transports.local_processes import run
-from schedir.transports.registry import DEVICES, Device, find
+from schedir.transports.local_processes import run_processes
+from schedir.transports.registry import DEVICES, Device, load_object
 
-LIMIT: Final = 300.0  # seconds, of all
-SUMS: Final = 4  # of a sliced layer, two each way (arXiv 1909.08053, section 3)
-_LEAST: Final = 1e-6  # seconds of a sum
-BUSY: Final = 0.1  # share of the processors that other programs may take before it is said
+TIMEOUT: Final = 300.0  # seconds, of all
+ALL_REDUCES_PER_LAYER: Final = 4  # of a sliced layer, two each way (arXiv 1909.08053, section 3)
+_MIN_SECONDS: Final = 1e-6  # seconds of a sum
+BUSY_THRESHOLD: Final = (
+    0.1  # share of the processors that other programs may take before it is said
+)
 
 
 class BenchmarkExtent(NamedTuple):
@@ -53,15 +55,15 @@ class BenchmarkExtent(NamedTuple):
     small that only their issue takes time, (hidden, heads, sequence, microbatch); bytes of a copy,
     and of sums; and layers that are sliced, of which each has SUMS sums."""
 
-    products: tuple[tuple[int, int, int], ...]
-    smallest: tuple[tuple[int, int, int, int], ...]
+    gemms: tuple[tuple[int, int, int], ...]
+    smallest_layers: tuple[tuple[int, int, int, int], ...]
     layers: tuple[tuple[int, int, int, int], ...]
-    copied: int
-    sums: tuple[int, ...]
-    sliced: tuple[tuple[int, int, int, int], ...] = ()
+    copy_bytes: int
+    all_reduce_bytes: tuple[int, ...]
+    sharded_layers: tuple[tuple[int, int, int, int], ...] = ()
 
 
-def _products(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
+def _list_gemm_shapes(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
     """Those of layers of a width, for so many tokens, and one of a slice."""
     found = [(m, k, n) for m, h in shapes for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))]
     m, h = shapes[0]
@@ -70,7 +72,7 @@ def _products(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
 
 EXTENTS: Final[dict[str, BenchmarkExtent]] = {
     "cpu": BenchmarkExtent(
-        _products((128, 256), (512, 512)),
+        _list_gemm_shapes((128, 256), (512, 512)),
         ((16, 1, 8, 1), (32, 2, 8, 1)),
         ((256, 8, 128, 1), (256, 8, 128, 4), (256, 4, 256, 2), (512, 8, 64, 2), (512, 8, 128, 4)),
         2**22,
@@ -78,7 +80,7 @@ EXTENTS: Final[dict[str, BenchmarkExtent]] = {
         ((256, 8, 128, 1), (256, 8, 128, 4)),
     ),
     "cuda": BenchmarkExtent(
-        _products((2048, 2048), (4096, 8192)),
+        _list_gemm_shapes((2048, 2048), (4096, 8192)),
         ((64, 1, 32, 1), (128, 2, 32, 1)),
         ((2048, 16, 2048, 2), (4096, 32, 2048, 1), (4096, 32, 2048, 4), (8192, 64, 2048, 1)),
         2**28,
@@ -117,23 +119,23 @@ def measure(
     """
     if device not in DEVICES:
         raise UsageError(f"device {device!r} is not known", hint=" or ".join(DEVICES))
-    number = max(_own(device), 1) if processes is None else processes
+    number = max(_count_devices(device), 1) if processes is None else processes
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise UsageError(f"processes are 1 or more, not {processes!r}", fields=["processes"])
-    find(DEVICES[device].require)(number)
-    shared = processors() if device == "cpu" else None
+    load_object(DEVICES[device].require_path)(number)
+    shared = count_processors() if device == "cpu" else None
     extent = QUICK if quick else EXTENTS[device]
     context = multiprocessing.get_context("spawn")
     seconds = 0.02 if quick else 0.3
     if progress:
         where = f"{shared} processor{'s' * (shared > 1)}" if shared else "a GPU each"
-        _say(f"{number} process{'es' * (number > 1)} on {where}")
+        _print_progress(f"{number} process{'es' * (number > 1)} on {where}")
     asked = device, extent, seconds, progress
-    seen = run(_rank, number, *asked, context=context, limit=LIMIT)
-    return _taken(seen, number, shared, device, extent)
+    seen = run_processes(_measure_process, number, *asked, context=context, timeout=TIMEOUT)
+    return _combine_samples(seen, number, shared, device, extent)
 
 
-def processors() -> int:
+def count_processors() -> int:
     """How many this process may use at once: those that it is let to, and as much of their time."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -143,13 +145,13 @@ def processors() -> int:
         return own
 
 
-def _slower(number: int, shared: int | None) -> float:
+def _compute_slowdown(processes: int, processor_count: int | None) -> float:
     """How much longer a process takes while all compute."""
-    return 1.0 if shared is None else max(1.0, number / shared)
+    return 1.0 if processor_count is None else max(1.0, processes / processor_count)
 
 
-def _own(device: str) -> int:
-    return torch.cuda.device_count() if device == "cuda" else processors()
+def _count_devices(device: str) -> int:
+    return torch.cuda.device_count() if device == "cuda" else count_processors()
 
 
 # ---------------------------------------------------------------- one process
@@ -158,42 +160,46 @@ def _own(device: str) -> int:
 class MeasuredSamples(NamedTuple):
     """What one process saw: seconds by round of each piece; bytes; its share of a processor."""
 
-    products: list[list[float]]
-    smallest: list[list[float]]
+    gemms: list[list[float]]
+    smallest_layers: list[list[float]]
     layers: list[list[float]]
-    copied: list[float]
-    sums: list[tuple[int, int, list[float]]]
-    memory: float
-    share: float
+    copy_seconds: list[float]
+    all_reduces: list[tuple[int, int, list[float]]]
+    memory_bytes: float
+    processor_share: float
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _rank(
+def _measure_process(
     rank: int, device: str, extent: BenchmarkExtent, seconds: float, progress: bool
 ) -> MeasuredSamples:
     """Measure as one process of several."""
-    say = _say if progress and rank == 0 else lambda line: None
-    say(f"{len(extent.products)} products, and a copy")
+    say = _print_progress if progress and rank == 0 else lambda line: None
+    say(f"{len(extent.gemms)} products, and a copy")
     watch = _Stopwatch(device, seconds)
     if device == "cuda":
         torch.cuda.set_device(rank)
     where = {"device": torch.device(device), "dtype": watch.dtype}
     began = time.perf_counter(), time.process_time()
-    products = [watch.rounds(_product(*shape, where)) for shape in extent.products]
+    products = [watch.time_rounds(_make_gemm(*shape, where)) for shape in extent.gemms]
     share = (time.process_time() - began[1]) / (time.perf_counter() - began[0])
-    copied = watch.rounds(partial(torch.ones(extent.copied // 4, device=device).add_, 1.0))
-    say(f"{len(extent.smallest) + len(extent.layers)} layers")
+    copied = watch.time_rounds(partial(torch.ones(extent.copy_bytes // 4, device=device).add_, 1.0))
+    say(f"{len(extent.smallest_layers) + len(extent.layers)} layers")
     smallest, layers = (
-        [watch.rounds(_layer(*shape, where)) for shape in shapes]
-        for shapes in (extent.smallest, extent.layers)
+        [watch.time_rounds(_make_layer_step(*shape, where)) for shape in shapes]
+        for shapes in (extent.smallest_layers, extent.layers)
     )
     say("sums over groups")
-    slower = _slower(dist.get_world_size(), processors() if device == "cpu" else None)
-    sums = [*_sums(extent, watch, where, slower)] if dist.get_world_size() > 1 else []
-    memory = _memory(device)
+    slower = _compute_slowdown(
+        dist.get_world_size(), count_processors() if device == "cpu" else None
+    )
+    sums = (
+        [*_measure_all_reduces(extent, watch, where, slower)] if dist.get_world_size() > 1 else []
+    )
+    memory = _get_memory_bytes(device)
     return MeasuredSamples(products, smallest, layers, copied, sums, memory, share)
 
 
@@ -203,24 +209,24 @@ class _Stopwatch:
     ROUNDS = 5
 
     def __init__(self, device: str, seconds: float) -> None:
-        self.device, self.each = device, seconds / self.ROUNDS
+        self.device, self.round_seconds = device, seconds / self.ROUNDS
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
-    def rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
-        """Seconds that `run` takes, of each round, while all processes do the same."""
+    def time_rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
+        """Seconds that `run_processes` takes, of each round, while all processes do the same."""
         wall = wall or self.device == "cuda"
-        return [one[not wall] for one in self.both(run)]
+        return [one[not wall] for one in self.time_wall_and_processor(run)]
 
-    def both(self, run: Callable[[], object]) -> list[tuple[float, float]]:
+    def time_wall_and_processor(self, run: Callable[[], object]) -> list[tuple[float, float]]:
         """The same of the wall, and of this thread on its processor."""
         for _ in range(3):
             run()
-        self._wait()
+        self._synchronize()
         began = time.perf_counter()
         run()
-        self._wait()
+        self._synchronize()
         # All do it as often, for they may do it together.
-        often = torch.tensor(self.each / max(time.perf_counter() - began, 1e-7))
+        often = torch.tensor(self.round_seconds / max(time.perf_counter() - began, 1e-7))
         dist.all_reduce(often, dist.ReduceOp.MIN)
         times = min(max(int(often), 1), 10_000)
         found = []
@@ -229,19 +235,19 @@ class _Stopwatch:
             began, worked = time.perf_counter(), time.thread_time()
             for _ in range(times):
                 run()
-            self._wait()
+            self._synchronize()
             worked = time.thread_time() - worked
             found.append(((time.perf_counter() - began) / times, worked / times))
         return found
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
 
-def _product(m: int, k: int, n: int, where: Any) -> Callable[[], object]:
+def _make_gemm(m: int, k: int, n: int, tensor_options: Any) -> Callable[[], object]:
     """A product with a weight, and the two of its backward."""
-    x, w, dy = (torch.randn(*shape, **where) for shape in ((m, k), (n, k), (m, n)))
+    x, w, dy = (torch.randn(*shape, **tensor_options) for shape in ((m, k), (n, k), (m, n)))
 
     def run() -> object:
         return F.linear(x, w), dy @ w, dy.t() @ x
@@ -249,17 +255,17 @@ def _product(m: int, k: int, n: int, where: Any) -> Callable[[], object]:
     return run
 
 
-def _layer(
-    hidden: int, heads: int, sequence: int, size: int, where: Any, group: Any = None
+def _make_layer_step(
+    hidden: int, heads: int, sequence: int, size: int, tensor_options: Any, group: Any = None
 ) -> Callable[[], object]:
     """A layer of the trainer's GPT, or a slice of it, forward and backward, as a step runs it again
     and again."""
     config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=heads, context=sequence)
-    block = gpt.Layer(config, 0, group, where)
+    block = gpt.Layer(config, 0, group, tensor_options)
     for p in block.parameters():
         p.grad = torch.zeros_like(p)
-    x = torch.randn(size, sequence, hidden, **where).requires_grad_()
-    dy = torch.randn(size, sequence, hidden, **where)
+    x = torch.randn(size, sequence, hidden, **tensor_options).requires_grad_()
+    dy = torch.randn(size, sequence, hidden, **tensor_options)
 
     def run() -> object:
         y: Tensor = block(x)
@@ -270,13 +276,13 @@ def _layer(
     return run
 
 
-def _sums(
-    extent: BenchmarkExtent, watch: _Stopwatch, where: Any, slower: float
+def _measure_all_reduces(
+    extent: BenchmarkExtent, watch: _Stopwatch, tensor_options: Any, slowdown: float
 ) -> Iterator[tuple[int, int, list[float]]]:
     """All-reduces over pairs, all at once, and over all processes: by themselves, and those of
     sliced layers, where others compute meanwhile.
 
-    In a layer they take what its thread does not compute, which is `slower` while all do.
+    In a layer they take what its thread does not compute, which is `slowdown` while all do.
     """
     world = dist.get_world_size()
     backend = "gloo" if watch.device == "cpu" else "nccl"
@@ -285,31 +291,38 @@ def _sums(
         groups = [dist.new_group([*ranks], backend=backend) for ranks in every]
         here = dist.get_rank() // size
         group = groups[here] if here < len(groups) else None  # of an odd one
-        for number in extent.sums:
+        for number in extent.all_reduce_bytes:
             x = torch.zeros(number // 4, device=watch.device)
-            found = watch.rounds(partial(_sum, x, group), wall=True)
+            found = watch.time_rounds(partial(_all_reduce, x, group), wall=True)
             yield size, number, [] if group is None else found
-        for hidden, heads, sequence, b in extent.sliced:
+        for hidden, heads, sequence, b in extent.sharded_layers:
             if heads % size or 4 * hidden % size:
                 continue
-            block = _nothing if group is None else _layer(hidden, heads, sequence, b, where, group)
-            times = [(wall - slower * worked) / SUMS for wall, worked in watch.both(block)]
-            seconds = [] if group is None else [max(one, _LEAST) for one in times]
+            block = (
+                _do_nothing
+                if group is None
+                else _make_layer_step(hidden, heads, sequence, b, tensor_options, group)
+            )
+            times = [
+                (wall - slowdown * worked) / ALL_REDUCES_PER_LAYER
+                for wall, worked in watch.time_wall_and_processor(block)
+            ]
+            seconds = [] if group is None else [max(one, _MIN_SECONDS) for one in times]
             yield size, 4 * b * sequence * hidden, seconds
         for group in groups:
             dist.destroy_process_group(group)
 
 
-def _sum(x: Tensor, group: Any) -> None:
+def _all_reduce(x: Tensor, group: Any) -> None:
     if group is not None:
         dist.all_reduce(x, group=group)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """What a process does that is left over."""
 
 
-def _memory(device: str) -> float:
+def _get_memory_bytes(device: str) -> float:
     """Bytes of a process: of its GPU, or of the machine."""
     if device == "cuda":
         return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
@@ -322,18 +335,18 @@ def _memory(device: str) -> float:
 # ---------------------------------------------------------------- all of them
 
 
-def _taken(
-    seen: list[MeasuredSamples],
-    number: int,
-    shared: int | None,
+def _combine_samples(
+    samples: list[MeasuredSamples],
+    processes: int,
+    processor_count: int | None,
     device: str,
     extent: BenchmarkExtent,
 ) -> BenchmarkResult:
     """What all processes saw, as one machine."""
-    slower = _slower(number, shared)
+    slower = _compute_slowdown(processes, processor_count)
 
     def middle(name: str, k: int) -> float:
-        found: float = median(x for one in seen for x in getattr(one, name)[k])
+        found: float = median(x for one in samples for x in getattr(one, name)[k])
         return slower * found
 
     def blocks(name: str) -> list[MeasuredLayer]:
@@ -350,57 +363,67 @@ def _taken(
         return found
 
     sums = [
-        MeasuredAllReduce(group, size, median(x for one in seen for x in one.sums[k][2]))
-        for k, (group, size, _) in enumerate(seen[0].sums)
+        MeasuredAllReduce(group, size, median(x for one in samples for x in one.all_reduces[k][2]))
+        for k, (group, size, _) in enumerate(samples[0].all_reduces)
     ]
     measured = MachineMeasurements(
-        processes=number,
+        processes=processes,
         itemsize=4 if device == "cpu" else 2,
-        memory=min(one.memory for one in seen),
-        products=[MeasuredGemm(*shape, middle("products", k))
-                  for k, shape in enumerate(extent.products)],
-        copied=2 * extent.copied / (slower * median(x for one in seen for x in one.copied)),
-        smallest=blocks("smallest"),
+        memory=min(one.memory_bytes for one in samples),
+        gemms=[MeasuredGemm(*shape, middle("gemms", k))
+                  for k, shape in enumerate(extent.gemms)],
+        copy_bandwidth=2 * extent.copy_bytes
+        / (slower * median(x for one in samples for x in one.copy_seconds)),
+        tiny_layers=blocks("smallest_layers"),
         layers=blocks("layers"),
-        sums=sums,
-        processors=shared,
+        all_reduces=sums,
+        processors=processor_count,
     )  # fmt: skip
-    cluster = fitted(measured)
-    rates = sorted(one.rate for one in measured.products)
+    cluster = fit_cluster(measured)
+    rates = sorted(one.flops_per_second for one in measured.gemms)
     notes = {
         "flops": f"the median of {len(rates)} products, from {rates[0] / 1e9:.4g} to "
         f"{rates[-1] / 1e9:.4g} GFLOP/s; what each process reaches while all compute",
-        "memory": "of the machine, a process's part" if shared else "of the device",
-        "hbm": f"as {len(measured.layers)} layers show; a copy reaches "
-        f"{format_bytes(measured.copied)}/s",
-        "nvlink": f"{len(sums)} all-reduces" if sums else "not measured: nobody to send to",
-        "network": "not measured: one machine",
+        "memory": "of the machine, a process's part" if processor_count else "of the device",
+        "hbm_bandwidth": f"as {len(measured.layers)} layers show; a copy reaches "
+        f"{format_bytes(measured.copy_bandwidth)}/s",
+        "nvlink_bandwidth": f"{len(sums)} all-reduces"
+        if sums
+        else "not measured: nobody to send to",
+        "network_bandwidth": "not measured: one machine",
         "latency": "the same",
         "kernel_us": "of layers that are too small to take more",
         "itemsize": "float32" if device == "cpu" else "bfloat16",
     }
     table = [f"{'measured':>10}  {'told':>10}  {'off':>6}"]
-    for row in rows(cluster, measured):
-        table.append(f"{_ms(row.measured)}  {_ms(row.told)}  {row.error:>+6.0%}  {row.what}")
-    return BenchmarkResult(cluster, notes, tuple(table), tuple(_warnings(seen, number, shared)))
+    for row in compare_measurements(cluster, measured):
+        table.append(
+            f"{_format_milliseconds(row.measured)}  {_format_milliseconds(row.predicted)}  "
+            f"{row.relative_error:>+6.0%}  {row.subject}"
+        )
+    return BenchmarkResult(
+        cluster, notes, tuple(table), tuple(_find_warnings(samples, processes, processor_count))
+    )
 
 
-def _ms(seconds: float) -> str:
+def _format_milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:7.3f} ms"
 
 
-def _warnings(seen: list[MeasuredSamples], number: int, shared: int | None) -> Iterator[str]:
+def _find_warnings(
+    samples: list[MeasuredSamples], processes: int, processor_count: int | None
+) -> Iterator[str]:
     """What may be wrong with it."""
-    if shared is not None:
-        had, could = sum(one.share for one in seen), min(number, shared)
-        if had < (1 - BUSY) * could:
+    if processor_count is not None:
+        had, could = sum(one.processor_share for one in samples), min(processes, processor_count)
+        if had < (1 - BUSY_THRESHOLD) * could:
             yield (
                 f"the machine is busy: of {could} processors other programs took "
                 f"{1 - had / could:.0%}; sums, which wait, are too slow by about as much"
             )
     spreads = [
         max(rounds) / min(rounds) - 1
-        for one in seen for rounds in (*one.products, *one.layers)
+        for one in samples for rounds in (*one.gemms, *one.layers)
     ]  # fmt: skip
-    if (spread := median(spreads)) > BUSY:
+    if (spread := median(spreads)) > BUSY_THRESHOLD:
         yield f"rounds of the same differ by {spread:.0%}, in the median"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from schedir.models import gpt, gpt_segments, llama
-from schedir.training.config.model_kinds import ModelConfig, kind_of
+from schedir.training.config.model_kinds import ModelConfig, get_model_kind
 
 
 class ModelModule(Protocol):
@@ -25,7 +25,7 @@ class ModelModule(Protocol):
     @property
     def build_stage(self) -> Callable[..., nn.Module]: ...
 
-    def loss(self, found: Any, targets: Tensor, /, tp: ProcessGroup | None) -> Tensor: ...
+    def loss(self, output: Any, targets: Tensor, /, tp: ProcessGroup | None) -> Tensor: ...
 
     def count_tokens(self, targets: Tensor) -> int: ...
 
@@ -35,23 +35,24 @@ class TrainedModel(NamedTuple):
 
     Args:
         module: Its Python module.
-        pieces: Cuts a stage into its pieces, for kinds that have them.
-        between: Returns the boundaries between stages of these numbers of pieces, from the boundary
+        split_stage: Cuts a stage into its pieces, for kinds that have them.
+        make_boundaries: Returns the boundaries between stages of these numbers of pieces, from the
+        boundary
             between stages that are not cut, the number of frozen stages, and the number of ranks
             that share the tokens.
     """
 
     module: ModelModule
-    pieces: Callable[[Any], list[nn.Module]] | None = None
-    between: Callable[[Sequence[int], Any, int, int], dict[int, Any]] | None = None
+    split_stage: Callable[[Any], list[nn.Module]] | None = None
+    make_boundaries: Callable[[Sequence[int], Any, int, int], dict[int, Any]] | None = None
 
 
 MODELS: Final = {
-    "gpt": TrainedModel(gpt, gpt_segments.pieces, gpt_segments.boundaries),
+    "gpt": TrainedModel(gpt, gpt_segments.split_stage, gpt_segments.build_boundaries),
     "llama": TrainedModel(llama),
 }
 
 
-def model_of(config: ModelConfig) -> TrainedModel:
+def get_trained_model(config: ModelConfig) -> TrainedModel:
     """Return the kind of model to which a configuration belongs."""
-    return MODELS[kind_of(config)]
+    return MODELS[get_model_kind(config)]

@@ -10,16 +10,16 @@ from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.training.config.train_config import TrainConfig
 
 
-def optimizer_of(
+def build_optimizer(
     parameters: list[torch.nn.Parameter], train: TrainConfig
 ) -> MainOptimizer | torch.optim.Optimizer:
     """AdamW, and of parameters in 16 bits that of float32 copies."""
-    make = partial(_adamw, train=train)
+    make = partial(_build_adamw, train=train)
     whole = train.precision == "float32" or not any(p.requires_grad for p in parameters)
     return make(parameters) if whole else MainOptimizer(parameters, make)
 
 
-def _adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
+def _build_adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
     """AdamW; only matrices decay."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},

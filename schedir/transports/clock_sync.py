@@ -15,7 +15,7 @@ from schedir.transports.json_collectives import gather
 ROUNDS: Final = 16
 
 
-def clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
+def measure_clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
     """What to take from this process's clock to have process 0's, and how wrong that may be.
 
     In seconds.  All processes must call this.  Processes of one machine read one clock: there
@@ -24,15 +24,15 @@ def clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
     shortest says most (RFC 5905, section 8 and the clock filter of section 10): the offset is
     that from its middle, wrong by at most half its length.
     """
-    machines = gather(_machine())
+    machines = gather(_identify_machine())
     rank, found = dist.get_rank(), (0.0, 0.0)
     for other, machine in enumerate(machines):
         if machine != machines[0] and rank in (0, other):
-            found = _ask(rounds) if rank else _answer(other, rounds)
+            found = _measure_offset(rounds) if rank else _answer_clock_requests(other, rounds)
     return found
 
 
-def _machine() -> tuple[str, ...]:
+def _identify_machine() -> tuple[str, ...]:
     """What processes that read one clock have in common, and others have not."""
     boot, spaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
     return (
@@ -42,7 +42,7 @@ def _machine() -> tuple[str, ...]:
     )
 
 
-def _ask(rounds: int) -> tuple[float, float]:
+def _measure_offset(rounds: int) -> tuple[float, float]:
     """Offset and error, of the shortest of some questions to process 0."""
     best = (0.0, float("inf"))
     theirs = torch.zeros((), dtype=torch.float64)
@@ -57,11 +57,11 @@ def _ask(rounds: int) -> tuple[float, float]:
     return best
 
 
-def _answer(other: int, rounds: int) -> tuple[float, float]:
+def _answer_clock_requests(peer: int, rounds: int) -> tuple[float, float]:
     """Tell a process the time, as often as it asks."""
     mine = torch.zeros((), dtype=torch.float64)
     for _ in range(rounds):
-        dist.recv(mine, other)
+        dist.recv(mine, peer)
         mine.fill_(perf_counter())
-        dist.send(mine, other)
+        dist.send(mine, peer)
     return 0.0, 0.0

@@ -17,28 +17,28 @@ from torch import Tensor
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import Lane
-from schedir.ir.pipeline.process_mesh import mesh_of
-from schedir.ir.pipeline.tied_weights import groups_of
+from schedir.ir.pipeline.process_mesh import make_process_mesh
+from schedir.ir.pipeline.tied_weights import find_reduction_groups
 from schedir.ir.program import Program
 from schedir.transports import process_groups
-from schedir.transports.collectives import COLLECTIVES, Group, Kind
+from schedir.transports.collectives import COLLECTIVES, CollectiveName, GroupKey
 from schedir.transports.in_process.cuda_streams import StreamPoint
-from schedir.transports.json_collectives import Kinds, difference, gather
-from schedir.transports.transport import Place, Rooms, Work, buffers
+from schedir.transports.json_collectives import RecordTypes, find_difference, gather
+from schedir.transports.transport import BufferSizes, SlotKey, Work, allocate_buffers
 
 
-def require(processes: int) -> None:
+def require_cpus(processes: int) -> None:
     """Every machine has a CPU for its processes."""
 
 
-def initialise(timeout: float, **how: Any) -> torch.device:
-    """Initialise torch.distributed over Gloo, as torchrun says, or as `how` tells
+def initialise(timeout: float, **init_args: Any) -> torch.device:
+    """Initialise torch.distributed over Gloo, as torchrun says, or as `init_args` tells
     `init_process_group`; returns where the tensors of its processes are."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **how)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **init_args)
     return torch.device("cpu")
 
 
-_LANES: Final[dict[Group, Lane]] = {"tp": Lane.TP, "params": Lane.PARAMS}
+_LANE_OF_GROUP: Final[dict[GroupKey, Lane]] = {"tp": Lane.TP, "params": Lane.PARAMS}
 
 
 class ProcessTransport:
@@ -52,10 +52,10 @@ class ProcessTransport:
 
     `timeout` is how many seconds its groups wait for each other, NCCL's longer; unless told, as the
     `group` does, or all processes, and NCCL's as torch has it.  `device` is where tensors are, and
-    `message` how many bytes one has at most, 0 if that is not known.
+    `max_message_bytes` how many bytes one has at most, 0 if that is not known.
 
-    `more` are programs beside the first that are to run on it, on the same mesh: it is made for the
-    groups, and edges, of all.
+    `extra_programs` are programs beside the first that are to run on it, on the same mesh: it is
+    made for the groups, and edges, of all.
 
     `torch.distributed` must be initialised with pp * tp * dp processes, or a `group` of it given
     that has so many: then its members alone make this, and other groups make theirs beside it.
@@ -65,10 +65,10 @@ class ProcessTransport:
     """
 
     progress_model: ProgressModel
-    grouped = False
+    is_grouped = False
     blocking_hosts = True
-    has_pipeline = False  # whether messages go through a group of the pipeline's ranks
-    aside: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
+    has_pipeline_group = False  # whether messages go through a group of the pipeline's ranks
+    side_stream: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class ProcessTransport:
         timeout: float | None = None,
         *,
         device: torch.device | str = "cpu",
-        message: int = 0,
+        max_message_bytes: int = 0,
         group: dist.ProcessGroup | None = None,
-        more: Sequence[Program] = (),
+        extra_programs: Sequence[Program] = (),
     ) -> None:
-        self.programs = (program, *more)
-        self.static = torch.device(device).type != "cpu"
+        self.programs = (program, *extra_programs)
+        self.uses_static_buffers = torch.device(device).type != "cpu"
         self.tp, self.dp, pp = program.tp, program.dp, program.shape.ranks
-        self.within = group
+        self.parent_group = group
         world = dist.get_world_size(group)
         if world != pp * self.tp * self.dp:
             raise ModelError(
@@ -96,28 +96,30 @@ class ProcessTransport:
         self.dp_rank, self.rank, self.tp_rank = (
             int(k) for k in np.unravel_index(dist.get_rank(group), mesh.shape)
         )
-        if timeout is None and not self.static:
-            timeout = process_groups.patience(group)
-        self.patience = timeout
-        self.make = partial(process_groups.make, timeout=timeout, device=device)
+        if timeout is None and not self.uses_static_buffers:
+            timeout = process_groups.get_host_timeout(group)
+        self.timeout = timeout
+        self.make_group = partial(process_groups.make_group, timeout=timeout, device=device)
         self.name = program.name
         told = {"the program": program.digest[:12], "the transport": type(self).__name__}
         told |= {f"program {k}": one.digest[:12] for k, one in enumerate(self.programs[1:], 2)}
         told["the number of programs"] = str(len(self.programs))
-        process_groups.level(self.agree(told, process_groups.count()))
-        for one in more:
+        process_groups.align_group_count(
+            self.check_agreement(told, process_groups.count_created_groups())
+        )
+        for one in extra_programs:
             self._require_mesh(one)
-        if self.has_pipeline:
-            self.pipeline = self._group(mesh.swapaxes(1, 2).reshape(-1, pp))
+        if self.has_pipeline_group:
+            self.pipeline_group = self._make_own_group(mesh.swapaxes(1, 2).reshape(-1, pp))
         # That of the layers is another one than that of gathers.
-        self.tp_group = self._group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
-        self.groups: dict[Group, Any] = {}
-        rows = rows_of(*self.programs)
-        for some in process_groups.apart(rows, lambda name: {*rows[name].flat}):
-            made = self.make([row for name in some for row in members[rows[name]].tolist()])
+        self.tp_group = self._make_own_group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
+        self.groups: dict[GroupKey, Any] = {}
+        rows = collect_group_rows(*self.programs)
+        for some in process_groups.partition_disjoint(rows, lambda name: {*rows[name].flat}):
+            made = self.make_group([row for name in some for row in members[rows[name]].tolist()])
             self.groups |= dict.fromkeys(some, made)
-        self.lanes: dict[Lane, torch.cuda.Stream] = {}
-        if self.static:
+        self.lane_streams: dict[Lane, torch.cuda.Stream] = {}
+        if self.uses_static_buffers:
             self.use_streams(device)
 
     def use_streams(self, device: torch.device | str) -> None:
@@ -126,37 +128,39 @@ class ProcessTransport:
         Of itself torch would have a stream for each group.  They are of high priority: a gather
         must not wait for multiprocessors behind what computes.
         """
-        self.static = True
-        lanes = dict.fromkeys((*_LANES.values(), Lane.DP))
-        self.lanes = {lane: torch.cuda.Stream(device, priority=-1) for lane in lanes}
-        self.aside = partial(torch.cuda.stream, self.lanes[Lane.TP])
+        self.uses_static_buffers = True
+        lanes = dict.fromkeys((*_LANE_OF_GROUP.values(), Lane.DP))
+        self.lane_streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in lanes}
+        self.side_stream = partial(torch.cuda.stream, self.lane_streams[Lane.TP])
 
     @classmethod
-    def fits(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
+    def supports(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
         """Whether these processes can run the program so; all must ask."""
         return True
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Go, in the middle of a step or not: the connections of messages are closed, and a rank
         that waits for this one is told so.  Nothing can be sent after it."""
 
-    def end(self) -> None:
+    def shut_down(self) -> None:
         """Leave, where nothing is under way, and give back what its groups hold: threads, sockets
         and memory.  `tp_group` stays: it is the layers'.  Messages over NCCL stay connected."""
-        self.leave()
+        self.disconnect()
         for group in {*self.groups.values()}:
             if group is not None:
                 dist.destroy_process_group(group)
         self.groups = {}
 
-    def _group(self, members: NDArray[np.int64]) -> Any:
+    def _make_own_group(self, rows: NDArray[np.int64]) -> Any:
         """The group of the row that this process is in; None if it is in none."""
-        return self.make(members.tolist())
+        return self.make_group(rows.tolist())
 
-    def agree(self, facts: Mapping[str, str], tell: object = None, kinds: Kinds = ()) -> list[Any]:
+    def check_agreement(
+        self, facts: Mapping[str, str], payload: object = None, record_types: RecordTypes = ()
+    ) -> list[Any]:
         """As Transport.agree: all processes must call this."""
-        all_of = gather((dict(facts), tell), self.within, kinds)
-        if fact := difference([own for own, _ in all_of]):
+        all_of = gather((dict(facts), payload), self.parent_group, record_types)
+        if fact := find_difference([own for own, _ in all_of]):
             raise ModelError(fact, program=self.name)
         return [told for _, told in all_of]
 
@@ -168,27 +172,27 @@ class ProcessTransport:
         """As Transport.recv."""
         raise NotImplementedError
 
-    def buffers(
-        self, rooms: Rooms, device: torch.device, programs: Sequence[Program]
-    ) -> dict[Place, Tensor]:
+    def allocate_buffers(
+        self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
+    ) -> dict[SlotKey, Tensor]:
         """As Transport.buffers."""
-        self.expect(programs)
-        return buffers(rooms, device)
+        self.require_supported(programs)
+        return allocate_buffers(buffer_sizes, device)
 
-    def expect(self, programs: Sequence[Program]) -> None:
+    def require_supported(self, programs: Sequence[Program]) -> None:
         """Raise ModelError for a program that has other groups, or edges, than those of this."""
         for program in programs:
             self._require_mesh(program)
-            if lacks := self.lacking(program):
+            if lacks := self.describe_missing_channels(program):
                 raise ModelError(
                     f"the transport of {self.name} has no {lacks}",
                     program=program.name,
                     hint="a transport is made for all that it runs: more=[...]",
                 )
 
-    def lacking(self, program: Program) -> str:
+    def describe_missing_channels(self, program: Program) -> str:
         """What a program needs, and this has not, in words; "" if nothing."""
-        lacks = rows_of(program).keys() - self.groups.keys()
+        lacks = collect_group_rows(program).keys() - self.groups.keys()
         return f"group of processes for {min(map(str, lacks))}" if lacks else ""
 
     def _require_mesh(self, program: Program) -> None:
@@ -200,66 +204,72 @@ class ProcessTransport:
                 program=program.name,
             )
 
-    def step_begins(self, program: int) -> None:
+    def on_step_begin(self, program: int) -> None:
         """Messages are matched by their order, whatever the program is."""
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """Nobody needs to know."""
 
     def start_group(self) -> None:
-        """Only a transport that is `grouped` is told."""
+        """Only a transport that is `is_grouped` is told."""
 
     def end_group(self) -> None:
         """As `start_group`."""
 
-    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+    def start_collective(
+        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+    ) -> Work:
         """As Transport.collective."""
-        if not self.lanes:
-            return cast(Work, COLLECTIVES[kind].start(self.groups[group], out, own, True))
-        lane = self.lanes[_LANES.get(group, Lane.DP)]
+        if not self.lane_streams:
+            return cast(
+                Work, COLLECTIVES[kind].start(self.groups[group], output_tensor, input_tensor, True)
+            )
+        lane = self.lane_streams[_LANE_OF_GROUP.get(group, Lane.DP)]
         lane.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(lane):
-            self.issue(kind, group, out, own)
-        return LaneWork(lane, (out, own))
+            self.issue_collective(kind, group, output_tensor, input_tensor)
+        return LaneWork(lane, (output_tensor, input_tensor))
 
-    def issue(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> None:
+    def issue_collective(
+        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+    ) -> None:
         """Issue a collective to the current stream."""
-        COLLECTIVES[kind].start(self.groups[group], out, own, False)
+        COLLECTIVES[kind].start(self.groups[group], output_tensor, input_tensor, False)
 
 
 class LaneWork(StreamPoint):
     """What was issued to a stream; the memory that it uses is kept until somebody waits."""
 
-    def __init__(self, lane: torch.cuda.Stream, uses: tuple[Tensor, ...]) -> None:
-        super().__init__(lane)
-        self.uses = uses
+    def __init__(self, lane_stream: torch.cuda.Stream, used_tensors: tuple[Tensor, ...]) -> None:
+        super().__init__(lane_stream)
+        self.used_tensors = used_tensors
 
     def wait(self) -> None:
         """Let the current stream follow."""
         super().wait()
-        self.uses = ()
+        self.used_tensors = ()
 
 
-def rows_of(*programs: Program) -> dict[Group, NDArray[np.int64]]:
+def collect_group_rows(*programs: Program) -> dict[GroupKey, NDArray[np.int64]]:
     """By what the collectives of programs are for, the processes that meet, a row for each group:
     by their places in the mesh, in its order."""
-    rows: dict[Group, NDArray[np.int64]] = {}
+    rows: dict[GroupKey, NDArray[np.int64]] = {}
     for program in programs:
-        rows = _rows_of(program) | rows
+        rows = _list_group_rows(program) | rows
     return rows
 
 
-def _rows_of(program: Program) -> dict[Group, NDArray[np.int64]]:
+def _list_group_rows(program: Program) -> dict[GroupKey, NDArray[np.int64]]:
     tp, dp, shape = program.tp, program.dp, program.shape
-    mesh = mesh_of(shape.ranks, tp, dp)
-    rows: dict[Group, NDArray[np.int64]] = {"model": mesh.reshape(dp, -1)}
+    mesh = make_process_mesh(shape.ranks, tp, dp)
+    rows: dict[GroupKey, NDArray[np.int64]] = {"model": mesh.reshape(dp, -1)}
     if tp > 1:
         rows["tp"] = mesh.reshape(-1, tp)
     if dp > 1:
         rows["dp"] = mesh.reshape(dp, -1).T
     if dp > 1 and program.zero:  # of its own: gathers must not queue behind reductions
         rows["params"] = rows["dp"]
-    for ranks in groups_of(program.summed, shape):
+    for ranks in find_reduction_groups(program.trained_ties, shape):
         rows[ranks] = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
     return rows
 
@@ -287,19 +297,19 @@ class GlooTransport(ProcessTransport):
     """
 
     progress_model: ProgressModel = "per_edge"
-    has_pipeline = True
+    has_pipeline_group = True
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to send; Gloo's sends run on their own."""
         # The group itself: dist.isend would look up each time what is known here.
-        return cast(Work, self.pipeline.send([tensor], peer, lane))
+        return cast(Work, self.pipeline_group.send([tensor], peer, lane))
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to receive."""
-        return cast(Work, self.pipeline.recv([tensor], peer, lane))
+        return cast(Work, self.pipeline_group.recv([tensor], peer, lane))
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """As Processes.leave: Gloo closes a connection when nobody has its group any more."""
-        pipeline, self.pipeline = self.pipeline, None
+        pipeline, self.pipeline_group = self.pipeline_group, None
         if pipeline is not None:
             dist.destroy_process_group(pipeline)

@@ -14,65 +14,66 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from schedir.errors import ModelError, UsageError
-from schedir.transports.process_groups import MOST
+from schedir.transports.process_groups import MAX_CTAS
 
 # A process of its own "host": NCCL refuses two ranks on one GPU of one host.
-HOST = "NCCL_HOSTID"
-SHARED = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+HOST_ID_VARIABLE = "NCCL_HOSTID"
+SHARED_GPU_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 # How many queues the host has to a GPU: streams that share one wait for each other.
-QUEUES, ENOUGH = "CUDA_DEVICE_MAX_CONNECTIONS", 8
-_TWINS = "schedir: processes of one GPU"
+QUEUES_VARIABLE, MIN_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8
+_SHARED_GPU_KEY = "schedir: processes of one GPU"
 
 
 class _RefusedVariable(NamedTuple):
-    """Variables, and which of their values are refused: more than `most`, or one of `values`."""
+    """Variables, and which of their values are refused: more than `max_value`, or one of
+    `refused_values`."""
 
     names: tuple[str, ...]
-    why: str
-    values: tuple[str, ...] = ()
-    most: int | None = None
+    reason: str
+    refused_values: tuple[str, ...] = ()
+    max_value: int | None = None
     hint: str = "unset it"
 
-    def has(self, value: str) -> bool:
-        if self.most is None:
-            return value.lower() in self.values
-        return value.isdecimal() and int(value) > self.most
+    def refuses(self, value: str) -> bool:
+        if self.max_value is None:
+            return value.lower() in self.refused_values
+        return value.isdecimal() and int(value) > self.max_value
 
 
-_YES = ("1", "true", "yes", "on", "y", "t")
-_HOST_WAITS = (
+_TRUE_VALUES = ("1", "true", "yes", "on", "y", "t")
+_HOST_WAITS_REASON = (
     "the host would wait inside a step, in Stream order, for what others have yet to issue"
 )
-_REFUSED: Final = (
+_REFUSED_VARIABLES: Final = (
     _RefusedVariable(
-        (QUEUES,),
+        (QUEUES_VARIABLE,),
         "streams that share a hardware queue wait for each other, and a receive that waits holds "
         "up the computation behind it, for ever",
-        tuple(map(str, range(ENOUGH))),
+        tuple(map(str, range(MIN_QUEUES))),
         hint="unset it, or 32",
     ),
     _RefusedVariable(
         ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT", "CUDA_LAUNCH_BLOCKING"),
-        _HOST_WAITS,
-        _YES,
+        _HOST_WAITS_REASON,
+        _TRUE_VALUES,
     ),
-    _RefusedVariable(("TORCH_DISTRIBUTED_DEBUG",), _HOST_WAITS, ("detail",)),
+    _RefusedVariable(("TORCH_DISTRIBUTED_DEBUG",), _HOST_WAITS_REASON, ("detail",)),
     _RefusedVariable(
         ("PYTORCH_NO_CUDA_MEMORY_CACHING",),
         "each tensor that is freed would wait for the whole GPU, beside receives that wait",
-        most=-1,  # torch looks only if it is there
+        max_value=-1,  # torch looks only if it is there
     ),
     _RefusedVariable(
         ("NCCL_LAUNCH_ORDER_IMPLICIT",),
         "communicators would start in the order in which the host issues them, and a receive that "
         "waits would hold up all others",
-        most=0,
+        max_value=0,
     ),
     _RefusedVariable(
         ("NCCL_COMM_SPLIT_SHARE_RESOURCES",),
         "communicators would run one after the other, and a receive that waits would hold up all "
         "others",
-        most=0,
+        max_value=0,
     ),
     _RefusedVariable(
         (
@@ -81,8 +82,8 @@ _REFUSED: Final = (
         ),
         "it counts for each edge, whose receive would keep as many multiprocessors from what "
         "computes while it waits",
-        most=MOST,
-        hint=f"unset it, or {MOST} at most",
+        max_value=MAX_CTAS,
+        hint=f"unset it, or {MAX_CTAS} at most",
     ),
 )  # fmt: skip
 
@@ -103,30 +104,34 @@ def require_gpus(
             "device cuda needs a GPU, and torch sees none",
             hint="this torch is built without CUDA" if without else "nvidia-smi should list one",
         )
-    said = nccl_files(environ) | dict(environ)
-    for refused in _REFUSED:
+    said = read_nccl_files(environ) | dict(environ)
+    for refused in _REFUSED_VARIABLES:
         for name in refused.names:
-            if refused.has(said.get(name, "").strip()):
-                raise UsageError(f"{name} is {said[name]}: {refused.why}", hint=refused.hint)
+            if refused.refuses(said.get(name, "").strip()):
+                raise UsageError(f"{name} is {said[name]}: {refused.reason}", hint=refused.hint)
     if processes <= gpus:
         return
-    if HOST not in environ:
+    if HOST_ID_VARIABLE not in environ:
         if gpus == 1 and environ.get("CUDA_VISIBLE_DEVICES"):
-            return  # a launcher may show each process one of its own: `refuse_twins` will tell
+            # a launcher may show each process one of its own: `require_distinct_gpus`
+            # will tell
+            return
         raise UsageError(
             f"{processes} processes on this machine, and {gpus} GPU{'s' * (gpus > 1)}",
-            hint=f"to share one in a test, set {HOST} to a name of its own for each process",
+            hint=f"to share one in a test, set {HOST_ID_VARIABLE} to a name of its own for "
+            "each process",
         )
-    for name, value in SHARED.items():
+    for name, value in SHARED_GPU_VARIABLES.items():
         if environ.get(name) != value:
             raise UsageError(
-                f"processes share a GPU ({HOST} is set), but {name} is not {value}: they would "
+                f"processes share a GPU ({HOST_ID_VARIABLE} is set), but {name} is not "
+                f"{value}: they would "
                 "look for each other's memory",
-                hint=" ".join(f"{n}={v}" for n, v in SHARED.items()),
+                hint=" ".join(f"{n}={v}" for n, v in SHARED_GPU_VARIABLES.items()),
             )
 
 
-def nccl_files(environ: Mapping[str, str]) -> dict[str, str]:
+def read_nccl_files(environ: Mapping[str, str]) -> dict[str, str]:
     """What NCCL's files set, as variables: a machine's, and before it the user's."""
     own = environ.get("NCCL_CONF_FILE") or (environ.get("HOME") or "/nonexistent") + "/.nccl.conf"
     found: dict[str, str] = {}
@@ -148,29 +153,29 @@ def take_gpu(
     return device
 
 
-def refuse_twins(store: Any, process: int, processes: int, card: str, host: str) -> None:
-    """Refuse two processes of one GPU that NCCL takes for one host's: `card` names the GPU.
+def require_distinct_gpus(store: Any, rank: int, processes: int, gpu: str, host: str) -> None:
+    """Refuse two processes of one GPU that NCCL takes for one host's: `gpu` names the GPU.
 
     All processes must call this, with the store where they meet: before NCCL does, which would
     say less.  The first compares, and tells the others.  Raises ModelError in each.
     """
     keys = [f"schedir: GPU of process {other}" for other in range(processes)]
-    store.set(keys[process], f"{card}\n{host}")
-    if process == 0:
-        store.set(_TWINS, json.dumps(_twins(store.multi_get(keys))))
-    if twins := json.loads(store.get(_TWINS)):
+    store.set(keys[rank], f"{gpu}\n{host}")
+    if rank == 0:
+        store.set(_SHARED_GPU_KEY, json.dumps(_find_shared_gpu(store.multi_get(keys))))
+    if twins := json.loads(store.get(_SHARED_GPU_KEY)):
         first, other, both = twins
         raise ModelError(
             f"processes {first} and {other} are on one GPU, {both}, and on one host",
             hint="each process takes the GPU of its LOCAL_RANK; to share one in a test, set "
-            f"{HOST} to another name for each",
+            f"{HOST_ID_VARIABLE} to another name for each",
         )
 
 
-def _twins(cards: Sequence[bytes]) -> tuple[int, int, str] | None:
+def _find_shared_gpu(gpus_and_hosts: Sequence[bytes]) -> tuple[int, int, str] | None:
     """The first process that has the GPU and the host of an earlier one, and that GPU."""
     seen: dict[bytes, int] = {}
-    for other, who in enumerate(cards):
+    for other, who in enumerate(gpus_and_hosts):
         first = seen.setdefault(who, other)
         if first != other:
             return first, other, who.decode().partition("\n")[0]

@@ -18,56 +18,62 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from schedir.analysis.critical_path.longest_path import walk
-from schedir.analysis.deadlock import deadlock
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
+from schedir.analysis.deadlock import explain_deadlock
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.shared_queues import SharedQueueGraph
 from schedir.errors import ModelError
-from schedir.ir.instruction_index import NONE
-from schedir.ir.isa.instructions import RECEIVES, ROWS, TRANSFERS, Lane
+from schedir.ir.instruction_index import NO_POSITION
+from schedir.ir.isa.instructions import INSTRUCTIONS, RECV_OPS, TRANSFER_OPS, Lane
 from schedir.ir.program import Program
 from schedir.transports import process_groups
 from schedir.transports.p2p_groups import DirectedEdge, EdgeGroups
 
-PATIENCE: Final = 2.0  # seconds; what shares no queue takes some microseconds
+PROBE_TIMEOUT: Final = 2.0  # seconds; what shares no queue takes some microseconds
 Queue = DirectedEdge | Lane
 # Something short, issued to the stream of a lane: says whether it has ended.
-Touch = Callable[[Lane], Callable[[], bool]]
+LaneProbe = Callable[[Lane], Callable[[], bool]]
 
 
 class SharedQueuePair(NamedTuple):
     """Two queues of a rank that wait for each other; of two edges the lesser first."""
 
     rank: int
-    one: DirectedEdge
-    other: Queue
+    edge: DirectedEdge
+    other_queue: Queue
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {_said(self.one)}, and {_said(self.other)}"
+        return (
+            f"rank {self.rank}: {_describe_queue(self.edge)}, and "
+            f"{_describe_queue(self.other_queue)}"
+        )
 
 
-def refuse_sharing(
-    program: Program, transport: EdgeGroups, touch: Touch, patience: float = PATIENCE
+def require_safe_queues(
+    program: Program, transport: EdgeGroups, probe: LaneProbe, timeout: float = PROBE_TIMEOUT
 ) -> list[SharedQueuePair]:
     """The queues that share a hardware queue, on any rank; all processes must call this.
 
-    `touch` must have done before what it does at first use.  Raises ModelError in each process if
+    `probe` must have done before what it does at first use.  Raises ModelError in each process if
     the program would hang so.
     """
-    told = transport.agree(
-        {}, find_sharing(transport, touch, patience), kinds=[SharedQueuePair, DirectedEdge, Lane]
+    told = transport.check_agreement(
+        {},
+        find_shared_queues(transport, probe, timeout),
+        record_types=[SharedQueuePair, DirectedEdge, Lane],
     )
     shared = sorted({one for each in told for one in each}, key=str)
     if shared:
-        pairs = [(_number(program, s.rank, s.one), _number(program, s.rank, s.other))
+        pairs = [(_find_queue_number(program, s.rank, s.one),
+            _find_queue_number(program, s.rank, s.other))
                  for s in shared]  # fmt: skip
-        known = [pair for pair in pairs if NONE not in pair]
+        known = [pair for pair in pairs if NO_POSITION not in pair]
         graph = SharedQueueGraph(
             program, transport.progress_model, known, blocking_hosts=transport.blocking_hosts
         )
-        reached = walk(graph)
-        if not reached.done.all():
-            why = deadlock(graph, reached)
+        reached = compute_earliest_times(graph)
+        if not reached.is_done.all():
+            why = explain_deadlock(graph, reached)
             raise ModelError(
                 f"streams share a hardware queue of a GPU ({'; '.join(map(str, shared))}), and the "
                 f"program would wait for ever: {why.fact}",
@@ -77,23 +83,23 @@ def refuse_sharing(
     return shared
 
 
-def find_sharing(
-    transport: EdgeGroups, touch: Touch, patience: float = PATIENCE
+def find_shared_queues(
+    transport: EdgeGroups, probe: LaneProbe, timeout: float = PROBE_TIMEOUT
 ) -> list[SharedQueuePair]:
     """The queues of this process's rank that share one with an edge; all processes must call it."""
     rank, found = transport.rank, set[SharedQueuePair]()
-    lanes = [Lane.COMPUTE, *transport.lanes]
+    lanes = [Lane.COMPUTE, *transport.lane_streams]
     # Made before anything waits: an allocation may wait for the device.
     numbers = {edge: torch.zeros(1, device=transport.device) for edge in transport.edge_groups}
 
     ranks = transport.mesh.shape[1]  # each slice of each replica by itself
-    hosts = process_groups.make(transport.mesh.swapaxes(1, 2).reshape(-1, ranks).tolist())
+    hosts = process_groups.make_group(transport.mesh.swapaxes(1, 2).reshape(-1, ranks).tolist())
 
     def meet() -> None:
         dist.all_reduce(torch.zeros(1), group=hosts)
 
     def along(edge: DirectedEdge, *, sends: bool) -> Any:
-        return transport.along(edge, numbers[edge], sends=sends)
+        return transport.start_transfer(edge, numbers[edge], is_send=sends)
 
     for edge in transport.edges:  # both ways, which have a first use each
         for source in (edge.source, edge.target):
@@ -107,13 +113,15 @@ def find_sharing(
             meet()
             if rank == here:
                 works[edge] = along(edge, sends=False)
-                asks = {lane: touch(lane) for lane in lanes}
+                asks = {lane: probe(lane) for lane in lanes}
             for other in others:
                 if other in numbers:
                     works[other] = along(other, sends=rank != here)
             if rank == here:
                 asks |= {other: works[other].is_completed for other in others}
-                found |= {_pair(here, edge, queue) for queue in _late(asks, patience)}
+                found |= {
+                    _make_pair(here, edge, queue) for queue in _find_late_queues(asks, timeout)
+                }
             meet()
             if rank == there:
                 works[edge] = along(edge, sends=True)
@@ -123,42 +131,44 @@ def find_sharing(
     return sorted(found, key=str)
 
 
-def _pair(rank: int, edge: DirectedEdge, other: Queue) -> SharedQueuePair:
-    if isinstance(other, Lane):
-        return SharedQueuePair(rank, edge, other)
-    return SharedQueuePair(rank, *sorted((edge, other)))
+def _make_pair(rank: int, edge: DirectedEdge, other_queue: Queue) -> SharedQueuePair:
+    if isinstance(other_queue, Lane):
+        return SharedQueuePair(rank, edge, other_queue)
+    return SharedQueuePair(rank, *sorted((edge, other_queue)))
 
 
-def _late(asks: dict[Queue, Callable[[], bool]], patience: float) -> list[Queue]:
+def _find_late_queues(
+    completion_checks: dict[Queue, Callable[[], bool]], timeout: float
+) -> list[Queue]:
     """What does not end in time, but for messages that follow a computation which does not."""
-    over = time.monotonic() + patience
-    late = [*asks]
+    over = time.monotonic() + timeout
+    late = [*completion_checks]
     while late and time.monotonic() < over:
         time.sleep(1e-4)
-        late = [queue for queue, ended in asks.items() if not ended()]
+        late = [queue for queue, ended in completion_checks.items() if not ended()]
     return [q for q in late if Lane.COMPUTE not in late or isinstance(q, Lane)]
 
 
-def _number(program: Program, rank: int, queue: Queue) -> int:
+def _find_queue_number(program: Program, rank: int, queue: Queue) -> int:
     """The number of a rank's queue in the program's graph; -1 if it has nothing to do."""
-    graph = Graph.of(program, "per_edge")
+    graph = Graph.from_program(program, "per_edge")
     index = graph.index
     for k in range(int(program.offsets[rank]), int(program.offsets[rank + 1])):
-        row = ROWS[index.op[k]]
+        row = INSTRUCTIONS[index.op[k]]
         if isinstance(queue, Lane):
             same = row.lane is queue
-        elif row.op in TRANSFERS and row.lane is queue.lane:
-            peer = program.peer(index.locate(k)[2])
-            ends = (peer, rank) if row.op in RECEIVES else (rank, peer)
+        elif row.op in TRANSFER_OPS and row.lane is queue.lane:
+            peer = program.peer_rank(index.locate(k)[2])
+            ends = (peer, rank) if row.op in RECV_OPS else (rank, peer)
             same = ends == (queue.source, queue.target)
         else:
             same = False
         if same:
             return int(graph.queue[k])
-    return NONE
+    return NO_POSITION
 
 
-def _said(queue: Queue) -> str:
+def _describe_queue(queue: Queue) -> str:
     """A queue, as a person calls it."""
     if isinstance(queue, Lane):
         return {Lane.COMPUTE: "what it computes", Lane.TP: "gathers"}.get(queue, "reductions")
@@ -166,19 +176,19 @@ def _said(queue: Queue) -> str:
     return f"{kind} from {queue.source} to {queue.target}"
 
 
-def touch_cuda(transport: EdgeGroups, device: torch.device | str) -> Touch:
+def make_cuda_probe(transport: EdgeGroups, device: torch.device | str) -> LaneProbe:
     """Of streams of a GPU: a kernel on each, which has been there once."""
     one = torch.zeros(1, device=device)
 
     def touch(lane: Lane) -> Callable[[], bool]:
-        stream = transport.lanes.get(lane, torch.cuda.current_stream(device))
+        stream = transport.lane_streams.get(lane, torch.cuda.current_stream(device))
         ended = torch.cuda.Event()
         with torch.cuda.stream(stream):
             one.add_(1)
             ended.record(stream)
         return ended.query
 
-    for lane in (Lane.COMPUTE, *transport.lanes):
+    for lane in (Lane.COMPUTE, *transport.lane_streams):
         touch(lane)
     torch.cuda.synchronize(device)
     return touch

@@ -19,59 +19,61 @@ from torch import Tensor
 
 from schedir.errors import ModelError, describe
 
-MOST: Final = 2**28  # bytes that a process may tell
-Kinds = Sequence[type]  # NamedTuples, dataclasses and Enums
+MAX_BYTES: Final = 2**28  # bytes that a process may tell
+RecordTypes = Sequence[type]  # NamedTuples, dataclasses and Enums
 
 
-def gather(value: object, group: Any = None, kinds: Kinds = ()) -> list[Any]:
+def gather(value: object, group: Any = None, record_types: RecordTypes = ()) -> list[Any]:
     """What each process of a group tells, by rank; all of them call this.
 
     A value is made of None, numbers, text, lists, tuples, dicts, types of torch, and records of
-    these `kinds`.  Raises ModelError for a value that a peer sends and that is none.
+    these `record_types`.  Raises ModelError for a value that a peer sends and that is none.
     """
-    told = gather_bytes(encoded(value, kinds), group)
-    return [decoded(data, f"process {k}", kinds) for k, data in enumerate(told)]
+    told = gather_bytes(encode_value(value, record_types), group)
+    return [decode_value(data, f"process {k}", record_types) for k, data in enumerate(told)]
 
 
-def gather_bytes(own: bytes, group: Any = None) -> list[bytes]:
+def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
     """The bytes of each process of a group, by rank; all of them call this.
 
     Raises ModelError where one tells too much.
     """
-    device, processes = device_of(group), dist.get_world_size(group)
+    device, processes = select_exchange_device(group), dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(processes)]
-    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group)
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group)
     told = [int(size) for size in sizes]
     for k, size in enumerate(told):
-        if not 0 <= size <= MOST:
-            raise ModelError(f"process {k} tells {size} bytes, and at most {MOST} are taken")
+        if not 0 <= size <= MAX_BYTES:
+            raise ModelError(f"process {k} tells {size} bytes, and at most {MAX_BYTES} are taken")
     room = max(*told, 1)
     all_of = [torch.empty(room, dtype=torch.uint8, device=device) for _ in told]
     mine = torch.zeros(room, dtype=torch.uint8)
-    if own:
-        mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    if data:
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     dist.all_gather(all_of, mine.to(device), group)
-    return [_bytes(one[:size]) for one, size in zip(all_of, told, strict=True)]
+    return [_tensor_to_bytes(one[:size]) for one, size in zip(all_of, told, strict=True)]
 
 
-def broadcast(value: object, source: int, group: Any = None, kinds: Kinds = ()) -> Any:
+def broadcast(value: object, source: int, group: Any = None, record_types: RecordTypes = ()) -> Any:
     """What the process of rank `source` in the group tells all others; all of them call this."""
-    device, own = device_of(group), b""
+    device, own = select_exchange_device(group), b""
     if dist.get_rank(group) == source:
-        own = encoded(value, kinds)
+        own = encode_value(value, record_types)
     size = torch.tensor([len(own)], device=device)
     dist.broadcast(size, group=group, group_src=source)
-    if not 0 <= int(size) <= MOST:
-        raise ModelError(f"process {source} tells {int(size)} bytes, and at most {MOST} are taken")
+    if not 0 <= int(size) <= MAX_BYTES:
+        raise ModelError(
+            f"process {source} tells {int(size)} bytes, and at most {MAX_BYTES} are taken"
+        )
     data = torch.zeros(max(int(size), 1), dtype=torch.uint8)
     if own:
         data[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     data = data.to(device)
     dist.broadcast(data, group=group, group_src=source)
-    return decoded(_bytes(data[: int(size)]), f"process {source}", kinds)
+    return decode_value(_tensor_to_bytes(data[: int(size)]), f"process {source}", record_types)
 
 
-def device_of(group: Any = None) -> torch.device:
+def select_exchange_device(group: Any = None) -> torch.device:
     """Where processes of a group tell each other: on the host, if they have a backend there."""
     some: Any = group or dist.group.WORLD
     kinds = {device.type for device in some._device_types}
@@ -80,16 +82,16 @@ def device_of(group: Any = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _bytes(data: Tensor) -> bytes:
+def _tensor_to_bytes(data: Tensor) -> bytes:
     return data.cpu().numpy().tobytes()
 
 
-def difference(everyone: Sequence[Mapping[str, str]]) -> str:
+def find_difference(facts_per_process: Sequence[Mapping[str, str]]) -> str:
     """Of the facts that processes tell, by name, the first in which two differ that have it, as a
     sentence; "" where there is none."""
     # In sorted order, so that all processes say the same of several differences.
-    for fact in sorted({fact for own in everyone for fact in own}):
-        values = {k: own[fact] for k, own in enumerate(everyone) if fact in own}
+    for fact in sorted({fact for own in facts_per_process for fact in own}):
+        values = {k: own[fact] for k, own in enumerate(facts_per_process) if fact in own}
         first = next(iter(values))
         for other, value in values.items():
             if value != values[first]:
@@ -103,22 +105,27 @@ def difference(everyone: Sequence[Mapping[str, str]]) -> str:
 # ---------------------------------------------------------------- values and bytes
 
 
-def encoded(value: object, kinds: Kinds = ()) -> bytes:
+def encode_value(value: object, record_types: RecordTypes = ()) -> bytes:
     """A value as bytes; TypeError for one that is not plain."""
-    return json.dumps(_tagged(value, kinds)).encode()
+    return json.dumps(_add_tags(value, record_types)).encode()
 
 
-def decoded(data: bytes, who: str, kinds: Kinds = ()) -> Any:
-    """The value that bytes say.  Raises ModelError for what `encoded` does not write."""
+def decode_value(data: bytes, sender: str, record_types: RecordTypes = ()) -> Any:
+    """The value that bytes say.  Raises ModelError for what `encode_value` does not write."""
     try:
-        return _value(json.loads(data), {kind.__name__: kind for kind in kinds})
+        return _remove_tags(json.loads(data), {kind.__name__: kind for kind in record_types})
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise ModelError(f"{who} tells what is no plain value: {data[:40]!r}") from None
+        raise ModelError(f"{sender} tells what is no plain value: {data[:40]!r}") from None
 
 
-def _tagged(value: object, kinds: Kinds) -> Any:
-    if type(value) in kinds:
-        return {"record": [type(value).__name__, *(_tagged(part, kinds) for part in _parts(value))]}
+def _add_tags(value: object, record_types: RecordTypes) -> Any:
+    if type(value) in record_types:
+        return {
+            "record": [
+                type(value).__name__,
+                *(_add_tags(part, record_types) for part in _list_record_fields(value)),
+            ]
+        }
     if isinstance(value, Enum):
         raise TypeError(f"{value!r} is of no kind that is told")
     if value is None or isinstance(value, bool | int | float | str):
@@ -126,32 +133,39 @@ def _tagged(value: object, kinds: Kinds) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, tuple):
-        return {"tuple": [_tagged(part, kinds) for part in value]}
+        return {"tuple": [_add_tags(part, record_types) for part in value]}
     if isinstance(value, Mapping):
-        return {"dict": [[_tagged(k, kinds), _tagged(v, kinds)] for k, v in value.items()]}
+        return {
+            "dict": [
+                [_add_tags(k, record_types), _add_tags(v, record_types)] for k, v in value.items()
+            ]
+        }
     if isinstance(value, list):
-        return [_tagged(part, kinds) for part in value]
+        return [_add_tags(part, record_types) for part in value]
     raise TypeError(f"{describe(value)} is no plain value")
 
 
-def _parts(value: Any) -> list[object]:
+def _list_record_fields(value: Any) -> list[object]:
     """What a record is made of: that of a number with a name is the number."""
     if isinstance(value, Enum):
         return [value.value]
     return [getattr(value, f.name) for f in fields(value)] if is_dataclass(value) else [*value]
 
 
-def _value(told: Any, kinds: Mapping[str, type]) -> Any:
-    if isinstance(told, list):
-        return [_value(part, kinds) for part in told]
-    if not isinstance(told, dict):
-        return told
-    ((tag, inside),) = told.items()
+def _remove_tags(tagged: Any, record_types: Mapping[str, type]) -> Any:
+    if isinstance(tagged, list):
+        return [_remove_tags(part, record_types) for part in tagged]
+    if not isinstance(tagged, dict):
+        return tagged
+    ((tag, inside),) = tagged.items()
     match tag:
         case "tuple":
-            return tuple(_value(part, kinds) for part in inside)
+            return tuple(_remove_tags(part, record_types) for part in inside)
         case "dict":
-            return {_value(key, kinds): _value(part, kinds) for key, part in inside}
+            return {
+                _remove_tags(key, record_types): _remove_tags(part, record_types)
+                for key, part in inside
+            }
         case "dtype":
             found = getattr(torch, inside)
             if not isinstance(found, torch.dtype):
@@ -159,5 +173,5 @@ def _value(told: Any, kinds: Mapping[str, type]) -> Any:
             return found
         case "record":
             name, *parts = inside
-            return kinds[name](*(_value(part, kinds) for part in parts))
+            return record_types[name](*(_remove_tags(part, record_types) for part in parts))
     raise LookupError

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-GRACE = 1.0  # seconds after the first failure in which other ranks may still report theirs
-DIED = "died without a word"
+GRACE_SECONDS = 1.0  # seconds after the first failure in which other ranks may still report theirs
+DIED_MESSAGE = "died without a word"
 
 
 class _Report(NamedTuple):
     """The report that a rank sends before it ends: the time, and its result or its traceback."""
 
-    when: float
+    timestamp: float
     result: Any = None
     traceback: str = ""
 
@@ -39,22 +39,22 @@ class RankError(Exception):
 
     Args:
         tracebacks: How each rank failed, by rank, in the order in which they failed.
-        hung: The ranks that still ran at the time limit.  Their tracebacks are their stacks.
+        hung_ranks: The ranks that still ran at the time limit.  Their tracebacks are their stacks.
     """
 
-    def __init__(self, tracebacks: Mapping[int, str], hung: tuple[int, ...] = ()) -> None:
+    def __init__(self, tracebacks: Mapping[int, str], hung_ranks: tuple[int, ...] = ()) -> None:
         super().__init__("\n".join(f"rank {rank}: {tb}" for rank, tb in tracebacks.items()))
         self.tracebacks = dict(tracebacks)
-        self.hung = hung
+        self.hung_ranks = hung_ranks
 
 
-def run(
+def run_processes(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
     context: Any,
-    limit: float = 120,
-    grace: float = GRACE,
+    timeout: float = 120,
+    grace_seconds: float = GRACE_SECONDS,
 ) -> list[Any]:
     """Call `fn(rank, *args)` in each process of a Gloo process group.
 
@@ -66,8 +66,9 @@ def run(
         world_size: The number of processes.
         *args: The arguments of `fn`, which are pickled unless processes are forks.
         context: A context of multiprocessing.
-        limit: The number of seconds after which ranks that still run count as hung.
-        grace: The number of seconds for which ranks may still report after the first failure.
+        timeout: The number of seconds after which ranks that still run count as hung.
+        grace_seconds: The number of seconds for which ranks may still report after the first
+        failure.
 
     Returns:
         The results by rank.  They are pickled.
@@ -84,8 +85,8 @@ def run(
             for rank in range(world_size):
                 pipe, child_pipe = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_child,
-                    args=(rank, world_size, folder, limit, child_pipe, work),
+                    target=_run_child,
+                    args=(rank, world_size, folder, timeout, child_pipe, work),
                     daemon=False,  # so that it may have children, as loaders of data
                 )
                 with warnings.catch_warnings():  # Python warns of forks beside any thread
@@ -94,7 +95,7 @@ def run(
                 child_pipe.close()  # so that the death of the child ends the pipe
                 pipes.append(pipe)
                 processes.append(process)
-            reports = _collect(pipes, time.monotonic() + limit, grace)
+            reports = _collect_reports(pipes, time.monotonic() + timeout, grace_seconds)
         finally:
             for process in processes:
                 process.kill()
@@ -103,21 +104,25 @@ def run(
         silent = sorted(set(range(world_size)) - reports.keys())
         hung = () if any(r.traceback for r in reports.values()) else tuple(silent)
         for rank, report in reports.items():
-            if report.traceback == DIED:
+            if report.traceback == DIED_MESSAGE:
                 code = processes[rank].exitcode
-                reports[rank] = report._replace(traceback=f"{DIED}, with exit code {code}")
+                reports[rank] = report._replace(traceback=f"{DIED_MESSAGE}, with exit code {code}")
         for rank in silent:
-            stack = _stack(folder, rank).read_text() if _stack(folder, rank).exists() else ""
-            tb = stack or f"was ended {grace:g} s after the first failure"
+            stack = (
+                _stack_path(folder, rank).read_text() if _stack_path(folder, rank).exists() else ""
+            )
+            tb = stack or f"was ended {grace_seconds:g} s after the first failure"
             reports[rank] = _Report(time.monotonic(), traceback=tb)
     failed = {rank: r for rank, r in reports.items() if r.traceback}
     if failed:
-        first = sorted(failed, key=lambda rank: failed[rank].when)
+        first = sorted(failed, key=lambda rank: failed[rank].timestamp)
         raise RankError({rank: failed[rank].traceback for rank in first}, hung)
     return [reports[rank].result for rank in range(world_size)]
 
 
-def _collect(pipes: list[Connection], deadline: float, grace: float) -> dict[int, _Report]:
+def _collect_reports(
+    pipes: list[Connection], deadline: float, grace_seconds: float
+) -> dict[int, _Report]:
     """Return the reports of the ranks that sent one before the deadline, by rank."""
     reports: dict[int, _Report] = {}
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -132,33 +137,35 @@ def _collect(pipes: list[Connection], deadline: float, grace: float) -> dict[int
             try:
                 report = _Report(*pickle.loads(pipe.recv_bytes()))
             except EOFError:
-                report = _Report(time.monotonic(), traceback=DIED)
+                report = _Report(time.monotonic(), traceback=DIED_MESSAGE)
             reports[rank] = report
             if report.traceback and not failed:
-                failed, deadline = True, min(deadline, time.monotonic() + grace)
+                failed, deadline = True, min(deadline, time.monotonic() + grace_seconds)
     return reports
 
 
-def _child(
-    rank: int, world_size: int, folder: str, limit: float, pipe: Connection, work: Any
+def _run_child(
+    rank: int, world_size: int, directory: str, timeout: float, pipe: Connection, pickled_call: Any
 ) -> None:
     torch.set_num_threads(1)
     Thread(target=_end_with_parent, name="parent", daemon=True).start()
     # What a fork takes over is not collected here: a process group would wait for threads that
     # only the parent has.
     gc.freeze()
-    with _stack(folder, rank).open("w") as stack:
+    with _stack_path(directory, rank).open("w") as stack:
         # A little before the parent's limit, so that the stacks are written when it reads them.
-        faulthandler.dump_traceback_later(max(limit - 1, limit / 2), file=stack)
+        faulthandler.dump_traceback_later(max(timeout - 1, timeout / 2), file=stack)
         try:
-            fn, args = pickle.loads(work) if isinstance(work, bytes) else work
+            fn, args = (
+                pickle.loads(pickled_call) if isinstance(pickled_call, bytes) else pickled_call
+            )
             # A file as the meeting point: there is no port for which runs could race.
             dist.init_process_group(
                 "gloo",
-                init_method=Path(folder, "store").as_uri(),
+                init_method=Path(directory, "store").as_uri(),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=limit),
+                timeout=timedelta(seconds=timeout),
             )
             result = fn(rank, *args)
             if dist.is_initialized():  # else `fn` has ended it
@@ -183,5 +190,5 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _stack(folder: str, rank: int) -> Path:
-    return Path(folder, f"stack-{rank}")
+def _stack_path(directory: str, rank: int) -> Path:
+    return Path(directory, f"stack-{rank}")

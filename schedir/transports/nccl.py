@@ -17,12 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from schedir.analysis.progress_models import ProgressModel, model_row
+from schedir.analysis.progress_models import ProgressModel, get_model_row
 from schedir.errors import ModelError, UsageError
 from schedir.ir.program import Program
-from schedir.transports.gloo import rows_of
-from schedir.transports.gpu_selection import HOST, QUEUES, refuse_twins, take_gpu
-from schedir.transports.hardware_queue_probe import refuse_sharing, touch_cuda
+from schedir.transports.gloo import collect_group_rows
+from schedir.transports.gpu_selection import (
+    HOST_ID_VARIABLE,
+    QUEUES_VARIABLE,
+    require_distinct_gpus,
+    take_gpu,
+)
+from schedir.transports.hardware_queue_probe import make_cuda_probe, require_safe_queues
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages, directed_edges
 
 # ---------------------------------------------------------------- hardware queues
@@ -31,12 +36,15 @@ from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages, directed_
 # and CUDA_DEVICE_MAX_CONNECTIONS says how many CUDA uses, 8 unless it is set (CUDA C++ Programming
 # Guide, "CUDA Environment Variables").
 
-HARDWARE: Final = 32
-UNSET: Final = 8  # the default of CUDA
+MAX_HARDWARE_QUEUES: Final = 32
+DEFAULT_HARDWARE_QUEUES: Final = 8  # the default of CUDA
 
 
-def streams_of(
-    program: Program, rank: int, progress_model: ProgressModel, more: Sequence[Program] = ()
+def count_streams(
+    program: Program,
+    rank: int,
+    progress_model: ProgressModel,
+    extra_programs: Sequence[Program] = (),
 ) -> dict[str, int]:
     """How many streams have work in a step of a rank over NCCL, by what they are for.
 
@@ -45,14 +53,22 @@ def streams_of(
     and lets one of its own follow.  torch has a stream for each group whose messages it moves, and
     for the layers' group, where a sum runs beside what computes.  Collectives run on one of ours
     for gathers and one for reductions.  A step that is recorded has one for each queue of receives,
-    which is counted in any case.  Communicators that no step uses are not.  Those that `more`
-    programs beside the first use are.
+    which is counted in any case.  Communicators that no step uses are not.  Those that
+    `extra_programs` programs beside the first use are.
     """
-    edges = [e for e in directed_edges(program, *more) if rank in (e.source, e.target)]
-    queues = len(edges) if model_row(progress_model).ways else bool(edges)
-    received = {e if model_row(progress_model).ways else None for e in edges if e.target == rank}
+    edges = [e for e in directed_edges(program, *extra_programs) if rank in (e.source, e.target)]
+    queues = len(edges) if get_model_row(progress_model).has_direction_queues else bool(edges)
+    received = {
+        e if get_model_row(progress_model).has_direction_queues else None
+        for e in edges
+        if e.target == rank
+    }
     first = rank * program.tp  # of this rank's processes
-    groups = [group for group, rows in rows_of(program, *more).items() if (rows == first).any()]
+    groups = [
+        group
+        for group, rows in collect_group_rows(program, *extra_programs).items()
+        if (rows == first).any()
+    ]
     reductions = len(groups) - ("tp" in groups)
     found = {
         "computation": 1,
@@ -65,25 +81,28 @@ def streams_of(
     return {name: number for name, number in found.items() if number}
 
 
-def require_queues(
+def require_enough_queues(
     program: Program,
     progress_model: ProgressModel,
     environ: Mapping[str, str] = os.environ,
-    more: Sequence[Program] = (),
+    extra_programs: Sequence[Program] = (),
 ) -> None:
-    """Refuse a program, with `more` beside it, of which a rank has more streams than there are
-    hardware queues.
+    """Refuse a program, with `extra_programs` beside it, of which a rank has more streams than
+    there are hardware queues.
 
     Raises ModelError, which says what they are for.
     """
-    said = environ.get(QUEUES, "")
-    has = min(HARDWARE, int(said) if said.isdecimal() else UNSET)
-    each = [streams_of(program, rank, progress_model, more) for rank in range(program.shape.ranks)]
+    said = environ.get(QUEUES_VARIABLE, "")
+    has = min(MAX_HARDWARE_QUEUES, int(said) if said.isdecimal() else DEFAULT_HARDWARE_QUEUES)
+    each = [
+        count_streams(program, rank, progress_model, extra_programs)
+        for rank in range(program.shape.ranks)
+    ]
     most = max(range(len(each)), key=lambda rank: sum(each[rank].values()))
     if (needs := sum(each[most].values())) > has:
         parts = ", ".join(f"{number} for {name}" for name, number in each[most].items())
-        hint = f"{QUEUES}={HARDWARE}, set before CUDA starts"
-        if needs > HARDWARE:
+        hint = f"{QUEUES_VARIABLE}={MAX_HARDWARE_QUEUES}, set before CUDA starts"
+        if needs > MAX_HARDWARE_QUEUES:
             hint = 'transport = "nccl_grouped", which has one communicator for all messages'
         raise ModelError(
             f"rank {most} has {needs} streams ({parts}), and its GPU {has} hardware queues: "
@@ -98,8 +117,8 @@ def require_queues(
 
 BACKENDS = "cpu:gloo,cuda:nccl"  # what processes agree on goes over Gloo
 # Set where the environment does not say otherwise, under any of the names that torch knows.
-VARIABLES: Final[dict[tuple[str, ...], str]] = {
-    (QUEUES,): "32",
+DEFAULT_VARIABLES: Final[dict[tuple[str, ...], str]] = {
+    (QUEUES_VARIABLE,): "32",
     # The host's group would connect all processes with all others, n x n reads of the store.
     ("TORCH_GLOO_LAZY_INIT",): "1",
     # That an edge's messages are one queue is what an edge is: no reason to warn.
@@ -111,44 +130,48 @@ VARIABLES: Final[dict[tuple[str, ...], str]] = {
 }
 
 
-def initialise(timeout: float, **how: Any) -> torch.device:
+def initialise(timeout: float, **init_args: Any) -> torch.device:
     """Initialise torch.distributed over NCCL, and Gloo for the host; returns this process's GPU.
 
-    Processes are found as torchrun says, or as `how` tells `init_process_group`.  Raises
+    Processes are found as torchrun says, or as `init_args` tells `init_process_group`.  Raises
     UsageError or ModelError for machines, variables or neighbours with which it cannot work.
     """
-    set_variables(os.environ)
+    set_default_variables(os.environ)
     there = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     device = take_gpu(int(os.environ.get("LOCAL_RANK", "0")), there)
     if not dist.is_nccl_available():
         raise UsageError("this torch is built without NCCL")
-    how = meet(timeout, **how)
+    init_args = join_rendezvous(timeout, **init_args)
     card = str(torch.cuda.get_device_properties(device).uuid)
-    host = os.environ.get(HOST, socket.gethostname())
-    refuse_twins(how["store"], how["rank"], how["world_size"], card, host)
+    host = os.environ.get(HOST_ID_VARIABLE, socket.gethostname())
+    require_distinct_gpus(
+        init_args["store"], init_args["rank"], init_args["world_size"], card, host
+    )
     # With its device a group is connected when it is made, and not at first use.
-    dist.init_process_group(BACKENDS, timeout=timedelta(seconds=timeout), device_id=device, **how)
+    dist.init_process_group(
+        BACKENDS, timeout=timedelta(seconds=timeout), device_id=device, **init_args
+    )
     return device
 
 
-def set_variables(environ: MutableMapping[str, str]) -> None:
+def set_default_variables(environ: MutableMapping[str, str]) -> None:
     """Set what is not set, before torch begins with CUDA and NCCL, which read it once."""
-    for names, value in VARIABLES.items():
+    for names, value in DEFAULT_VARIABLES.items():
         if not any(name in environ for name in names):
             environ[names[0]] = value
 
 
-def meet(
-    timeout: float, store: Any = None, rank: int = -1, world_size: int = -1, **how: Any
+def join_rendezvous(
+    timeout: float, store: Any = None, rank: int = -1, world_size: int = -1, **init_args: Any
 ) -> dict[str, Any]:
     """The store at which processes meet, this one's number, and how many they are: what
     `init_process_group` is told."""
     if store is None:
         patience = timedelta(seconds=timeout)
-        url = how.pop("init_method", "env://")
+        url = init_args.pop("init_method", "env://")
         store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=patience))
         store.set_timeout(patience)
-    return {"store": store, "rank": rank, "world_size": world_size, **how}
+    return {"store": store, "rank": rank, "world_size": world_size, **init_args}
 
 
 # ---------------------------------------------------------------- transports
@@ -163,15 +186,21 @@ class NCCLEdge(EdgeGroups):
         timeout: float | None = None,
         *,
         device: torch.device | str,
-        message: int = 0,
-        more: Sequence[Program] = (),
+        max_message_bytes: int = 0,
+        extra_programs: Sequence[Program] = (),
     ) -> None:
         _require_cuda(device, program)
-        require_queues(program, self.progress_model, more=more)
-        super().__init__(program, timeout, device=device, message=message, more=more)
-        touch = touch_cuda(self, device)
+        require_enough_queues(program, self.progress_model, extra_programs=extra_programs)
+        super().__init__(
+            program,
+            timeout,
+            device=device,
+            max_message_bytes=max_message_bytes,
+            extra_programs=extra_programs,
+        )
+        touch = make_cuda_probe(self, device)
         for one in self.programs:
-            refuse_sharing(one, self, touch)
+            require_safe_queues(one, self, touch)
 
 
 class NCCLGrouped(GroupedMessages):
@@ -183,11 +212,11 @@ class NCCLGrouped(GroupedMessages):
         timeout: float | None = None,
         *,
         device: torch.device | str,
-        message: int = 0,
-        more: Sequence[Program] = (),
+        max_message_bytes: int = 0,
+        extra_programs: Sequence[Program] = (),
     ) -> None:
         _require_cuda(device, program)
-        super().__init__(program, timeout, device=device, more=more)
+        super().__init__(program, timeout, device=device, extra_programs=extra_programs)
 
 
 def _require_cuda(device: torch.device | str, program: Program) -> None:
@@ -201,14 +230,14 @@ def nccl_transport(
     kind: Literal["per_edge", "grouped"] = "per_edge",
     timeout: float | None = None,
     *,
-    message: int = 0,
-    more: Sequence[Program] = (),
+    max_message_bytes: int = 0,
+    extra_programs: Sequence[Program] = (),
 ) -> NCCLEdge | NCCLGrouped:
     """The transport of a program on GPUs, connected and warm; after `transports.nccl.initialise`.
 
     "per_edge" gives each directed edge a communicator, "grouped" one to the pipeline.  A program
-    must be proven for the model of its kind.  `message` is how many bytes one has at most, 0 if
-    that is not known.  `more` are programs beside it on the same stages.
+    must be proven for the model of its kind.  `max_message_bytes` is how many bytes one has at
+    most, 0 if that is not known.  `extra_programs` are programs beside it on the same stages.
 
     What is received and what is sent lies in memory that is made once, with room for a boundary in
     each slot of the program: compile it with `buffer_sharing="latency_preserving"`.  Without, each
@@ -225,4 +254,10 @@ def nccl_transport(
     schedir.errors.ModelError: gpipe: NCCL moves tensors of GPUs, not of cpu
     """
     make = NCCLGrouped if kind == "grouped" else NCCLEdge
-    return make(program, timeout, device=device, message=message, more=more)
+    return make(
+        program,
+        timeout,
+        device=device,
+        max_message_bytes=max_message_bytes,
+        extra_programs=extra_programs,
+    )

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.analysis.progress_models import ProgressModel
-from schedir.ir.isa.instructions import ROWS, SENDS, Lane
+from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, Lane
 from schedir.ir.program import Program
 from schedir.transports import process_groups
 from schedir.transports.gloo import ProcessTransport
@@ -40,22 +40,22 @@ class DirectedEdge(NamedTuple):
 
 def directed_edges(*programs: Program) -> list[DirectedEdge]:
     """Every edge that programs send along, in the one order that all ranks follow."""
-    return sorted({edge for program in programs for edge in _edges(program)})
+    return sorted({edge for program in programs for edge in _iterate_edges(program)})
 
 
-def apart(edges: Iterable[DirectedEdge]) -> list[list[DirectedEdge]]:
+def partition_disjoint_edges(edges: Iterable[DirectedEdge]) -> list[list[DirectedEdge]]:
     """Edges, those together whose ends are all different."""
-    return process_groups.apart(edges, lambda edge: {edge.source, edge.target})
+    return process_groups.partition_disjoint(edges, lambda edge: {edge.source, edge.target})
 
 
-def _edges(program: Program) -> Iterator[DirectedEdge]:
+def _iterate_edges(program: Program) -> Iterator[DirectedEdge]:
     for rank, stream in enumerate(program.streams):
         for i in stream:
-            if i.op in SENDS:
-                yield DirectedEdge(ROWS[i.op].lane, rank, program.peer(i))
+            if i.op in SEND_OPS:
+                yield DirectedEdge(INSTRUCTIONS[i.op].lane, rank, program.peer_rank(i))
 
 
-def _warm_up(
+def _warm_up_edges(
     transport: ProcessTransport, edges: list[DirectedEdge], device: torch.device | str
 ) -> None:
     """Send a number along every edge, one after the other."""
@@ -67,7 +67,7 @@ def _warm_up(
             transport.recv(one, edge.source, edge.lane).wait()
 
 
-def _edge_lacking(edges: Sequence[DirectedEdge], program: Program) -> str:
+def _describe_missing_edge(edges: Sequence[DirectedEdge], program: Program) -> str:
     for lane, source, target in directed_edges(program):
         if (lane, source, target) not in edges:
             return f"edge for {lane.name.lower()} from rank {source} to rank {target}"
@@ -88,44 +88,48 @@ class EdgeGroups(ProcessTransport):
         timeout: float | None = None,
         *,
         device: torch.device | str = "cpu",
-        message: int = 0,
-        more: Sequence[Program] = (),
+        max_message_bytes: int = 0,
+        extra_programs: Sequence[Program] = (),
     ) -> None:
-        super().__init__(program, timeout, device=device, more=more)
+        super().__init__(program, timeout, device=device, extra_programs=extra_programs)
         self.edges, self.device = directed_edges(*self.programs), device
         # The other ends of this process's edges, which share its replica and its slice.
-        self.processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
+        self.peer_processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
         self.edge_groups: dict[DirectedEdge, Any] = {}
-        for some in apart(self.edges):
-            rows = [row for edge in some for row in self._ends(edge)]
-            group = self.make(rows, ctas=process_groups.ctas(message))
+        for some in partition_disjoint_edges(self.edges):
+            rows = [row for edge in some for row in self._list_edge_ends(edge)]
+            group = self.make_group(
+                rows, max_ctas=process_groups.choose_max_ctas(max_message_bytes)
+            )
             own = (edge for edge in some if self.rank in (edge.source, edge.target))
             self.edge_groups |= dict.fromkeys(own, group)
-        _warm_up(self, self.edges, device)
+        _warm_up_edges(self, self.edges, device)
 
-    def lacking(self, program: Program) -> str:
+    def describe_missing_channels(self, program: Program) -> str:
         """As Processes.lacking."""
-        return super().lacking(program) or _edge_lacking(self.edges, program)
+        return super().describe_missing_channels(program) or _describe_missing_edge(
+            self.edges, program
+        )
 
-    def _ends(self, edge: DirectedEdge) -> list[list[int]]:
+    def _list_edge_ends(self, edge: DirectedEdge) -> list[list[int]]:
         """The processes at the two ends of an edge, for each replica and slice."""
         ends = self.mesh[:, [edge.source, edge.target]]
         return [sorted(map(int, pair)) for pair in ends.swapaxes(1, 2).reshape(-1, 2)]
 
-    def along(self, edge: DirectedEdge, number: Tensor, *, sends: bool) -> Any:
+    def start_transfer(self, edge: DirectedEdge, tensor: Tensor, *, is_send: bool) -> Any:
         """Start to send to the other end of an edge, whichever that is, or to receive from it."""
-        peer = self.processes[edge.source + edge.target - self.rank]
-        return (dist.isend if sends else dist.irecv)(number, peer, group=self.edge_groups[edge])
+        peer = self.peer_processes[edge.source + edge.target - self.rank]
+        return (dist.isend if is_send else dist.irecv)(tensor, peer, group=self.edge_groups[edge])
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to send."""
         group = self.edge_groups[DirectedEdge(lane, self.rank, peer)]
-        return cast(Work, dist.isend(tensor, self.processes[peer], group=group))
+        return cast(Work, dist.isend(tensor, self.peer_processes[peer], group=group))
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to receive."""
         group = self.edge_groups[DirectedEdge(lane, peer, self.rank)]
-        return cast(Work, dist.irecv(tensor, self.processes[peer], group=group))
+        return cast(Work, dist.irecv(tensor, self.peer_processes[peer], group=group))
 
 
 class _GroupedTransfer:
@@ -151,8 +155,8 @@ class GroupedMessages(ProcessTransport):
     """
 
     progress_model: ProgressModel = "per_device"
-    grouped = True
-    has_pipeline = True
+    is_grouped = True
+    has_pipeline_group = True
 
     def __init__(
         self,
@@ -160,42 +164,48 @@ class GroupedMessages(ProcessTransport):
         timeout: float | None = None,
         *,
         device: torch.device | str = "cpu",
-        message: int = 0,
-        more: Sequence[Program] = (),
+        max_message_bytes: int = 0,
+        extra_programs: Sequence[Program] = (),
     ) -> None:
-        super().__init__(program, timeout, device=device, more=more)
-        self.held: list[tuple[dist.P2POp, _GroupedTransfer]] | None = None
+        super().__init__(program, timeout, device=device, extra_programs=extra_programs)
+        self.deferred_transfers: list[tuple[dist.P2POp, _GroupedTransfer]] | None = None
         self.edges = directed_edges(*self.programs)
-        _warm_up(self, self.edges, device)
+        _warm_up_edges(self, self.edges, device)
 
-    def lacking(self, program: Program) -> str:
+    def describe_missing_channels(self, program: Program) -> str:
         """As Processes.lacking."""
-        return super().lacking(program) or _edge_lacking(self.edges, program)
+        return super().describe_missing_channels(program) or _describe_missing_edge(
+            self.edges, program
+        )
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to send, or hold it back for its group."""
-        return self._issue(dist.P2POp(dist.isend, tensor, group=self.pipeline, group_peer=peer))
+        return self._issue_or_defer(
+            dist.P2POp(dist.isend, tensor, group=self.pipeline_group, group_peer=peer)
+        )
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Start to receive, or hold it back for its group."""
-        return self._issue(dist.P2POp(dist.irecv, tensor, group=self.pipeline, group_peer=peer))
+        return self._issue_or_defer(
+            dist.P2POp(dist.irecv, tensor, group=self.pipeline_group, group_peer=peer)
+        )
 
-    def _issue(self, transfer: dist.P2POp) -> Work:
-        if self.held is None:
+    def _issue_or_defer(self, transfer: dist.P2POp) -> Work:
+        if self.deferred_transfers is None:
             (work,) = dist.batch_isend_irecv([transfer])
             return cast(Work, work)
         deferred = _GroupedTransfer()
-        self.held.append((transfer, deferred))
+        self.deferred_transfers.append((transfer, deferred))
         return deferred
 
     def start_group(self) -> None:
         """Hold back the transfers that come."""
-        self.held = []
+        self.deferred_transfers = []
 
     def end_group(self) -> None:
         """Issue those that were held back, as one batch."""
-        assert self.held is not None
-        members, self.held = self.held, None
+        assert self.deferred_transfers is not None
+        members, self.deferred_transfers = self.deferred_transfers, None
         works = dist.batch_isend_irecv([transfer for transfer, _ in members])
         # NCCL gives one Work for the whole batch, Gloo one for each transfer.
         each = works if len(works) == len(members) else works * len(members)

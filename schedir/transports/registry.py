@@ -30,8 +30,8 @@ class DeviceRow(NamedTuple):
     """
 
     device: Device
-    require: str
-    initialise: str
+    require_path: str
+    initialise_path: str
     buffer_sharing: Literal["none", "latency_preserving"]
 
 
@@ -39,7 +39,7 @@ class TransportRow(NamedTuple):
     """A transport of processes.
 
     `progress_model` is its progress model, and `blocking_hosts` whether the instructions after a
-    compute wait for it, as in Transport.  `home` is the name of a module of this
+    compute wait for it, as in Transport.  `class_path` is the name of a module of this
     folder, and of a class in it that is made of (program, timeout, device=, message=), as
     Processes.  `doc` ends the sentence "messages travel".
     """
@@ -48,12 +48,12 @@ class TransportRow(NamedTuple):
     device: Device
     progress_model: ProgressModel
     blocking_hosts: bool
-    home: str
+    class_path: str
     doc: str
 
 
 _DEVICES: Final[tuple[DeviceRow, ...]] = (
-    DeviceRow("cpu", "gloo:require", "gloo:initialise", "none"),
+    DeviceRow("cpu", "gloo:require_cpus", "gloo:initialise", "none"),
     DeviceRow("cuda", "gpu_selection:require_gpus", "nccl:initialise", "latency_preserving"),
 )
 
@@ -82,7 +82,7 @@ DEVICES: Final[dict[str, DeviceRow]] = {row.device: row for row in _DEVICES}
 TRANSPORTS: Final[dict[str, TransportRow]] = {row.name: row for row in _TRANSPORTS}
 
 
-def transports_of(device: str, name: str = AUTO) -> list[TransportRow]:
+def list_transports(device: str, name: str = AUTO) -> list[TransportRow]:
     """The transports of a device, the best first: those of that name, or, for "auto", all that
     give the progress model of the first, for which the program is made before it is chosen."""
     own = [row for row in _TRANSPORTS if row.device == device]
@@ -93,20 +93,20 @@ def transports_of(device: str, name: str = AUTO) -> list[TransportRow]:
     ]
 
 
-def find(home: str) -> Any:
+def load_object(object_path: str) -> Any:
     """What a row names, with its module loaded."""
-    module, name = home.split(":")
+    module, name = object_path.split(":")
     return getattr(import_module(f"schedir.transports.{module}"), name)
 
 
-def choose(name: str, device: str, *programs: Program) -> type[ProcessTransport]:
+def choose_transport(name: str, device: str, *programs: Program) -> type[ProcessTransport]:
     """The class of the transport of that name; for "auto", of the first that fits all programs, or
     the last.
 
-    All processes must call this, after `initialise`.
+    All processes must call this, after `initialise_path`.
     """
-    *better, last = transports_of(device, name)
-    classes: Iterator[type[ProcessTransport]] = (find(row.home) for row in better)
-    fits = (one for one in classes if all([one.fits(program) for program in programs]))
+    *better, last = list_transports(device, name)
+    classes: Iterator[type[ProcessTransport]] = (load_object(row.class_path) for row in better)
+    fits = (one for one in classes if all([one.supports(program) for program in programs]))
     found: type[ProcessTransport] | None = next(fits, None)
-    return found or find(last.home)
+    return found or load_object(last.class_path)

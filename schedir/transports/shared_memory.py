@@ -28,23 +28,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from schedir.analysis.memory.buffer_slots import assign
+from schedir.analysis.memory.buffer_slots import assign_slots
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ModelError
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import RECEIVES, ROWS, SPLIT_CHANGES, Lane, Value, changes
+from schedir.ir.isa.instructions import (
+    INSTRUCTIONS,
+    RECV_OPS,
+    TP_SPLIT_OPS,
+    Lane,
+    Value,
+    find_modifiers,
+)
 from schedir.ir.program import Program
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
 from schedir.transports.p2p_groups import directed_edges
 from schedir.transports.transport import (
+    BufferSizes,
     CompletedWork,
     PeerLate,
     PeerLeft,
-    Place,
-    Rooms,
+    SlotKey,
     Work,
-    own_part,
+    view_tp_shard,
 )
 
 # ---------------------------------------------------------------- rings of shared memory
@@ -52,7 +59,7 @@ from schedir.transports.transport import (
 # The memory that two processes share, and how messages are written, counted and awaited in it.
 
 
-LINE: Final = 64  # bytes of a cache line, on which slots begin
+CACHE_LINE_BYTES: Final = 64  # bytes of a cache line, on which slots begin
 
 
 class SharedSegment:
@@ -62,110 +69,130 @@ class SharedSegment:
     messages came.  Each number has one writer.
     """
 
-    def __init__(self, descriptor: int, ranks: int, rooms: Rooms) -> None:
-        memory = mmap.mmap(descriptor, 0)
-        self.head = memoryview(memory).cast("q")
-        self.slots: dict[Place, Tensor] = {}
-        at = _lines(self.count(ranks, 0) * 8)
-        for kind, sizes in rooms.items():
+    def __init__(self, file_descriptor: int, ranks: int, buffer_sizes: BufferSizes) -> None:
+        memory = mmap.mmap(file_descriptor, 0)
+        self.counters = memoryview(memory).cast("q")
+        self.slots: dict[SlotKey, Tensor] = {}
+        at = _round_up_to_line(self.get_counter_index(ranks, 0) * 8)
+        for kind, sizes in buffer_sizes.items():
             for number, size in enumerate(sizes):
                 slot = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=at)
-                self.slots[kind, number], at = slot, at + _lines(size)
+                self.slots[kind, number], at = slot, at + _round_up_to_line(size)
 
     @staticmethod
-    def count(rank: int, lane: int) -> int:
+    def get_counter_index(rank: int, lane: int) -> int:
         """Where in the head the messages of a lane of a rank are counted."""
         return 1 + rank * len(Lane) + lane
 
     @classmethod
-    def size(cls, ranks: int, rooms: Rooms) -> int:
+    def compute_size(cls, ranks: int, buffer_sizes: BufferSizes) -> int:
         """In bytes."""
-        return sum(map(_lines, [cls.count(ranks, 0) * 8, *chain(*rooms.values())]))
+        return sum(
+            map(
+                _round_up_to_line,
+                [cls.get_counter_index(ranks, 0) * 8, *chain(*buffer_sizes.values())],
+            )
+        )
 
 
-def _lines(size: int) -> int:
-    return -(-size // LINE) * LINE
+def _round_up_to_line(size: int) -> int:
+    return -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
 
 
 class OutgoingMessages:
     """The messages of one lane to one rank, which go into slots in the order of a step: for each
     program its own, with whether a part alone goes there.
 
-    Where in these, the messages of the first step of a program say, as `room` has it.
+    Where in these, the messages of the first step of a program say, as `place_in_slot` has it.
     """
 
     def __init__(
         self,
         rank: int,
-        memory: SharedSegment,
-        at: int,
+        segment: SharedSegment,
+        counter_index: int,
         connection: socket.socket,
-        steps: Sequence[Sequence[tuple[Tensor, bool]]],
-        room: Callable[[Tensor, bool, Tensor], Tensor],
+        slots_per_program: Sequence[Sequence[tuple[Tensor, bool]]],
+        place_in_slot: Callable[[Tensor, bool, Tensor], Tensor],
     ) -> None:
-        self.rank, self.head, self.at = rank, memory.head, at
-        self.connection, self.steps, self.room = connection, steps, room
-        self.places: list[list[Tensor]] = [[] for _ in steps]
-        self.sent = 0
-        self.begin(0)
+        self.rank, self.counters, self.counter_index = rank, segment.counters, counter_index
+        self.connection, self.slots_per_program, self.place_in_slot = (
+            connection,
+            slots_per_program,
+            place_in_slot,
+        )
+        self.views_per_program: list[list[Tensor]] = [[] for _ in slots_per_program]
+        self.sent_count = 0
+        self.begin_step(0)
 
-    def begin(self, program: int) -> None:
+    def begin_step(self, program: int) -> None:
         """A step begins."""
-        self.slots, self.parts, self.before = self.steps[program], self.places[program], self.sent
+        self.slots, self.views, self.sent_before_step = (
+            self.slots_per_program[program],
+            self.views_per_program[program],
+            self.sent_count,
+        )
 
-    def send(self, tensor: Tensor, steps: int) -> None:
-        """Write it, count it, and wake the receiver.  `steps` came before this one."""
-        if (number := self.sent - self.before) == len(self.parts):
-            self.parts.append(self.room(*self.slots[number], tensor))
-        self.parts[number].copy_(tensor)
-        self.sent += 1
-        self.head[self.at] = self.sent
+    def send(self, tensor: Tensor, ended_steps: int) -> None:
+        """Write it, count it, and wake the receiver.  `ended_steps` came before this one."""
+        if (number := self.sent_count - self.sent_before_step) == len(self.views):
+            self.views.append(self.place_in_slot(*self.slots[number], tensor))
+        self.views[number].copy_(tensor)
+        self.sent_count += 1
+        self.counters[self.counter_index] = self.sent_count
         try:
             self.connection.send(b"\0", socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass  # full of bytes that will wake it
         except OSError as error:
-            if self.head[0] <= steps:  # else it has seen the count, ended the step, and left
-                raise _peer_left(self.rank) from error
+            if (
+                self.counters[0] <= ended_steps
+            ):  # else it has seen the count, ended the step, and left
+                raise _make_peer_left_error(self.rank) from error
 
-    def wait(self, steps: int, seconds: float) -> None:
+    def wait_for_steps(self, ended_steps: int, timeout: float) -> None:
         """Return when the receiver has ended so many steps: it has left all that it received."""
-        over = monotonic() + seconds
-        while self.head[0] < steps:
+        over = monotonic() + timeout
+        while self.counters[0] < ended_steps:
             if monotonic() > over:
-                raise PeerLate(f"rank {self.rank} has not ended its step in {seconds:g} s")
+                raise PeerLate(f"rank {self.rank} has not ended its step in {timeout:g} s")
             sleep(1e-4)
             # Its bytes may be there for another lane; without any, this sees it leave.
-            _take(self.connection, self.rank, socket.MSG_DONTWAIT)
+            _receive_wakeup(self.connection, self.rank, socket.MSG_DONTWAIT)
 
 
 class IncomingMessages:
     """The messages of one lane from one rank."""
 
     def __init__(
-        self, rank: int, memory: SharedSegment, at: int, connection: socket.socket
+        self, rank: int, segment: SharedSegment, counter_index: int, connection: socket.socket
     ) -> None:
-        self.rank, self.head, self.at, self.connection = rank, memory.head, at, connection
-        self.asked = 0
+        self.rank, self.counters, self.counter_index, self.connection = (
+            rank,
+            segment.counters,
+            counter_index,
+            connection,
+        )
+        self.requested_count = 0
 
-    def wait(self, number: int) -> None:
+    def wait_for_count(self, target_count: int) -> None:
         """Return when so many have come."""
-        while self.head[self.at] < number:
-            if not _take(self.connection, self.rank):
+        while self.counters[self.counter_index] < target_count:
+            if not _receive_wakeup(self.connection, self.rank):
                 raise PeerLate(f"nothing has come from rank {self.rank} in time")
 
 
 class MessageArrival(NamedTuple):
     """Work that ends when a message is there."""
 
-    way: IncomingMessages
-    number: int
+    messages: IncomingMessages
+    target_count: int
 
     def wait(self) -> None:
-        self.way.wait(self.number)
+        self.messages.wait_for_count(self.target_count)
 
 
-def _take(connection: socket.socket, rank: int, flags: int = 0) -> bool:
+def _receive_wakeup(connection: socket.socket, rank: int, flags: int = 0) -> bool:
     """Read the bytes that wake this rank, or sleep until one comes; return whether one came."""
     try:
         if connection.recv(4096, flags):
@@ -173,11 +200,11 @@ def _take(connection: socket.socket, rank: int, flags: int = 0) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        raise _peer_left(rank) from error
-    raise _peer_left(rank)
+        raise _make_peer_left_error(rank) from error
+    raise _make_peer_left_error(rank)
 
 
-def _peer_left(rank: int) -> PeerLeft:
+def _make_peer_left_error(rank: int) -> PeerLeft:
     return PeerLeft(f"rank {rank} has left")
 
 
@@ -187,11 +214,11 @@ def _peer_left(rank: int) -> PeerLeft:
 # names are in no folder, so nothing of them is left, however a process ends.
 
 
-def listen(listener: socket.socket, most: int) -> str:
+def start_listening(listener: socket.socket, backlog: int) -> str:
     """Let a socket listen; returns its name, which is in no folder, and goes with the process."""
     name = f"\0schedir-{os.getpid()}-{os.urandom(8).hex()}"
     listener.bind(name)
-    listener.listen(most)
+    listener.listen(backlog)
     return name
 
 
@@ -201,7 +228,7 @@ def _is_ours(connection: socket.socket) -> bool:
     return int(struct.unpack("3i", peer)[1]) == os.getuid()
 
 
-def passed(connection: socket.socket, rank: int) -> int:
+def receive_memory(connection: socket.socket, rank: int) -> int:
     """The memory that a neighbour has passed."""
     try:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
@@ -212,8 +239,12 @@ def passed(connection: socket.socket, rank: int) -> int:
     return descriptors[0]
 
 
-def connect(
-    listener: socket.socket, names: list[str], own: int, neighbours: Iterable[int], seconds: float
+def connect_neighbours(
+    listener: socket.socket,
+    socket_names: list[str],
+    this_rank: int,
+    neighbours: Iterable[int],
+    timeout: float,
 ) -> dict[int, socket.socket]:
     """A connection to each neighbour: all listen, and the lower rank calls.
 
@@ -221,23 +252,23 @@ def connect(
     """
     with ExitStack() as made:
         connections = {}
-        listener.settimeout(seconds)
+        listener.settimeout(timeout)
         for rank in neighbours:
-            if rank > own:
+            if rank > this_rank:
                 connections[rank] = made.enter_context(socket.socket(socket.AF_UNIX))
-                connections[rank].connect(names[rank])
+                connections[rank].connect(socket_names[rank])
                 if not _is_ours(connections[rank]):
                     raise OSError("its socket is somebody else's")
-                connections[rank].sendall(struct.pack("q", own))
-                _be_patient(connections[rank], seconds)
-        waiting = {rank for rank in neighbours if rank < own}
+                connections[rank].sendall(struct.pack("q", this_rank))
+                _set_receive_timeout(connections[rank], timeout)
+        waiting = {rank for rank in neighbours if rank < this_rank}
         while waiting:
             try:
                 caller = made.enter_context(listener.accept()[0])
                 if not _is_ours(caller):
                     caller.close()
                     continue
-                _be_patient(caller, seconds)
+                _set_receive_timeout(caller, timeout)
                 told = caller.recv(8, socket.MSG_WAITALL)
             except (TimeoutError, BlockingIOError) as error:
                 raise PeerLate(f"rank {min(waiting)} has not called in time") from error
@@ -250,14 +281,14 @@ def connect(
     return connections
 
 
-def _be_patient(connection: socket.socket, seconds: float) -> None:
+def _set_receive_timeout(connection: socket.socket, timeout: float) -> None:
     """Let who receives wait for so many seconds; by the kernel: Python's own timeout would ask it
     twice for each message."""
-    patience = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    patience = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
 
 
-def close(connections: Iterable[socket.socket]) -> None:
+def close_connections(connections: Iterable[socket.socket]) -> None:
     for connection in connections:
         connection.close()
 
@@ -265,36 +296,36 @@ def close(connections: Iterable[socket.socket]) -> None:
 # ---------------------------------------------------------------- the transport
 
 
-ORDERED: Final = ("x86_64",)  # others may show a count before what it counts
+STORE_ORDERED_MACHINES: Final = ("x86_64",)  # others may show a count before what it counts
 # Where files are memory; or else on a disk, of which memory is a copy.
-PLACES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
-SPACE = "/proc/self/ns/net"  # what sockets without a file see of each other
+MEMORY_DIRECTORIES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
+NETWORK_NAMESPACE = "/proc/self/ns/net"  # what sockets without a file see of each other
 # What a receive takes in, and who makes it whole where it comes in parts.
-RECEIVED: Final = {
-    op: (kind, [one for one in changes(kind) if one in SPLIT_CHANGES])
-    for op in RECEIVES
-    for kind in ROWS[op].gives
+RECEIVED_VALUES: Final = {
+    op: (kind, [one for one in find_modifiers(kind) if one in TP_SPLIT_OPS])
+    for op in RECV_OPS
+    for kind in INSTRUCTIONS[op].gives
 }
-_DONE: Final = CompletedWork()
+_COMPLETED: Final = CompletedWork()
 
 
-def can_share(group: dist.ProcessGroup | None = None) -> bool:
+def can_share_memory(group: dist.ProcessGroup | None = None) -> bool:
     """Whether all processes, or those of a group, see one memory, of a Linux that shows stores in
     order; all must ask."""
-    everyone = gather(_sight(), group)
+    everyone = gather(_identify_memory_domain(), group)
     return everyone[0] is not None and all(one == everyone[0] for one in everyone)
 
 
-def _sight() -> object:
+def _identify_memory_domain() -> object:
     """What processes that can pass memory to each other have in common; None where that cannot be.
 
     It is one kernel and one space of names for sockets.  Not the name of the host: machines may
     share one, and containers of one machine may too.
     """
-    if sys.platform != "linux" or platform.machine() not in ORDERED:
+    if sys.platform != "linux" or platform.machine() not in STORE_ORDERED_MACHINES:
         return None
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink(SPACE)
+        return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink(NETWORK_NAMESPACE)
     except OSError:
         return None
 
@@ -326,9 +357,9 @@ class SharedMemoryTransport(ProcessTransport):
     progress_model: ProgressModel = "per_edge"
 
     @classmethod
-    def fits(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
+    def supports(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
         """Whether no slots are shared, and all processes see one memory; all must ask."""
-        return not program.shares_slots and can_share(group)
+        return not program.shares_slots and can_share_memory(group)
 
     def __init__(
         self,
@@ -336,27 +367,29 @@ class SharedMemoryTransport(ProcessTransport):
         timeout: float | None = None,
         *,
         device: torch.device | str = "cpu",
-        message: int = 0,
+        max_message_bytes: int = 0,
         group: dist.ProcessGroup | None = None,
-        more: Sequence[Program] = (),
+        extra_programs: Sequence[Program] = (),
     ) -> None:
-        super().__init__(program, timeout, device=device, group=group, more=more)
-        self.expect(self.programs)
-        if not can_share(group):
+        super().__init__(
+            program, timeout, device=device, group=group, extra_programs=extra_programs
+        )
+        self.require_supported(self.programs)
+        if not can_share_memory(group):
             raise ModelError(
                 "memory is shared by processes of one machine, a Linux on x86-64 as yet",
                 program=program.name,
                 hint='transport = "gloo"',
             )
-        own = self.patience
-        self.seconds = default_pg_timeout.total_seconds() if own is None else own
-        self.ended = 0  # steps of this rank
-        self.memory: SharedSegment | None = None  # where it receives
-        self.close: Callable[[], object] = lambda: None
+        own = self.timeout
+        self.wait_timeout = default_pg_timeout.total_seconds() if own is None else own
+        self.ended_steps = 0  # steps of this rank
+        self.segment: SharedSegment | None = None  # where it receives
+        self.close_connections: Callable[[], object] = lambda: None
         self.outgoing: dict[tuple[Lane, int], OutgoingMessages] = {}
         self.incoming: dict[tuple[Lane, int], IncomingMessages] = {}
 
-    def lacking(self, program: Program) -> str:
+    def describe_missing_channels(self, program: Program) -> str:
         """As Processes.lacking."""
         if program.shares_slots:
             raise ModelError(
@@ -364,31 +397,31 @@ class SharedMemoryTransport(ProcessTransport):
                 program=program.name,
                 hint='transport = "gloo"',
             )
-        return super().lacking(program)
+        return super().describe_missing_channels(program)
 
-    def buffers(
-        self, rooms: Rooms, device: torch.device, programs: Sequence[Program]
-    ) -> dict[Place, Tensor]:
+    def allocate_buffers(
+        self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
+    ) -> dict[SlotKey, Tensor]:
         """As Transport.buffers, where the neighbours see them; all processes must call this.
 
         Raises ModelError if the machine has no room.
         """
-        self.expect(programs)
-        self.ended = 0  # in this memory
+        self.require_supported(programs)
+        self.ended_steps = 0  # in this memory
         ranks, name, problem = self.mesh.shape[1], "", ""
-        size = SharedSegment.size(ranks, rooms)
+        size = SharedSegment.compute_size(ranks, buffer_sizes)
         with ExitStack() as made:
             listener = made.enter_context(socket.socket(socket.AF_UNIX))
             memory = -1
             try:
-                name = listen(listener, ranks)
-                memory = _make(size)
+                name = start_listening(listener, ranks)
+                memory = _create_memory_file(size)
                 made.callback(os.close, memory)
             except OSError as error:
                 problem = f"{error.strerror or error}, for {size} bytes"
-            members = dist.get_process_group_ranks(self.within or dist.group.WORLD)
-            own = name, problem, {kind: [*sizes] for kind, sizes in rooms.items()}
-            everyone: list[tuple[str, str, Rooms]] = gather(own, self.within, [Value])
+            members = dist.get_process_group_ranks(self.parent_group or dist.group.WORLD)
+            own = name, problem, {kind: [*sizes] for kind, sizes in buffer_sizes.items()}
+            everyone: list[tuple[str, str, BufferSizes]] = gather(own, self.parent_group, [Value])
             told = dict(zip(members, everyone, strict=True))
             for process, (_, why, _) in told.items():
                 if why:
@@ -398,115 +431,121 @@ class SharedMemoryTransport(ProcessTransport):
                         hint='transport = "gloo"',
                     )
             peers = [told[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
-            self.memory = SharedSegment(memory, ranks, rooms)
+            self.segment = SharedSegment(memory, ranks, buffer_sizes)
             try:
                 names, rooms_of = [n for n, *_ in peers], [r for *_, r in peers]
-                self._meet(listener, memory, names, rooms_of, programs)
+                self._connect_and_map(listener, memory, names, rooms_of, programs)
             except OSError as error:
                 raise ModelError(
                     f"rank {self.rank} does not reach a neighbour: {error}",
                     program=self.name,
                     hint='transport = "gloo"',
                 ) from error
-        return self.memory.slots
+        return self.segment.slots
 
-    def _meet(
+    def _connect_and_map(
         self,
         listener: socket.socket,
-        memory: int,
-        names: list[str],
-        rooms: list[Rooms],
+        file_descriptor: int,
+        socket_names: list[str],
+        buffer_sizes_of_peers: list[BufferSizes],
         programs: Sequence[Program],
     ) -> None:
         """Connect to the ranks with which this one exchanges messages, and map their memory."""
-        own, ranks = self.memory, len(names)
+        own, ranks = self.segment, len(socket_names)
         assert own is not None
         edges = directed_edges(*programs)
         sources = [(lane, source) for lane, source, target in edges if target == self.rank]
         targets = [(lane, target) for lane, source, target in edges if source == self.rank]
         neighbours = {rank for _, rank in (*sources, *targets)}
-        connections = connect(listener, names, self.rank, neighbours, self.seconds)
+        connections = connect_neighbours(
+            listener, socket_names, self.rank, neighbours, self.wait_timeout
+        )
         for connection in connections.values():
-            socket.send_fds(connection, [b"\1"], [memory])
+            socket.send_fds(connection, [b"\1"], [file_descriptor])
         for lane, rank in sources:
-            at = own.count(rank, lane)
+            at = own.get_counter_index(rank, lane)
             self.incoming[lane, rank] = IncomingMessages(rank, own, at, connections[rank])
-        indexes = [*map(InstructionIndex.of, programs)]
-        theirs_of = {rank: passed(connections[rank], rank) for rank in sorted(neighbours)}
+        indexes = [*map(InstructionIndex.from_program, programs)]
+        theirs_of = {rank: receive_memory(connections[rank], rank) for rank in sorted(neighbours)}
         for rank in {rank for _, rank in targets}:
-            theirs = SharedSegment(theirs_of[rank], ranks, rooms[rank])
-            inboxes = [_inbox(index, rank, self.rank) for index in indexes]
+            theirs = SharedSegment(theirs_of[rank], ranks, buffer_sizes_of_peers[rank])
+            inboxes = [_list_received_slots(index, rank, self.rank) for index in indexes]
             for lane in [lane for lane, target in targets if target == rank]:
                 steps = [
                     [(theirs.slots[place], cut) for place, cut in inbox[lane]] for inbox in inboxes
                 ]
-                at = theirs.count(self.rank, lane)
-                way = OutgoingMessages(rank, theirs, at, connections[rank], steps, self._room)
+                at = theirs.get_counter_index(self.rank, lane)
+                way = OutgoingMessages(
+                    rank, theirs, at, connections[rank], steps, self._place_in_slot
+                )
                 self.outgoing[lane, rank] = way
         for descriptor in theirs_of.values():
             os.close(descriptor)
-        self.close = weakref.finalize(self, close, [*connections.values()])
+        self.close_connections = weakref.finalize(self, close_connections, [*connections.values()])
 
-    def _room(self, slot: Tensor, cut: bool, tensor: Tensor) -> Tensor:
+    def _place_in_slot(self, slot: Tensor, is_shard: bool, tensor: Tensor) -> Tensor:
         """Where in a slot, which may be larger, a message goes, or the part of one that is cut."""
         size = tensor.nbytes
-        place = own_part(self, slot[: size * self.tp]) if cut else slot[:size]
+        place = view_tp_shard(self, slot[: size * self.tp]) if is_shard else slot[:size]
         return place.view(tensor.dtype).view(tensor.shape)
 
-    def step_begins(self, program: int) -> None:
+    def on_step_begin(self, program: int) -> None:
         """As Transport.step_begins: its messages have an order of their own."""
         for way in self.outgoing.values():
-            way.begin(program)
+            way.begin_step(program)
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Write into the receiver's memory."""
         way = self.outgoing[lane, peer]
-        if way.head[0] < self.ended:
-            way.wait(self.ended, self.seconds)
-        way.send(tensor, self.ended)
-        return _DONE
+        if way.counters[0] < self.ended_steps:
+            way.wait_for_steps(self.ended_steps, self.wait_timeout)
+        way.send(tensor, self.ended_steps)
+        return _COMPLETED
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Expect a message where `buffers` has made room for it: `tensor` is there."""
+        """Expect a message where `allocate_buffers` has made room for it: `tensor` is there."""
         way = self.incoming[lane, peer]
-        way.asked += 1
-        return MessageArrival(way, way.asked)
+        way.requested_count += 1
+        return MessageArrival(way, way.requested_count)
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """As Processes.leave."""
-        self.close()
+        self.close_connections()
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """As Transport.step_ended: the neighbours may write again."""
-        self.ended += 1
-        if self.memory is not None:
-            self.memory.head[0] = self.ended
+        self.ended_steps += 1
+        if self.segment is not None:
+            self.segment.counters[0] = self.ended_steps
 
 
-def _inbox(index: InstructionIndex, rank: int, sender: int) -> dict[Lane, list[tuple[Place, bool]]]:
+def _list_received_slots(
+    index: InstructionIndex, rank: int, sender: int
+) -> dict[Lane, list[tuple[SlotKey, bool]]]:
     """What a rank receives of another in a step, by lane: its slot, and whether a part alone."""
     program = index.program
-    stream, assigned = program.streams[rank], assign(program, rank)
-    found: dict[Lane, list[tuple[Place, bool]]] = defaultdict(list)
+    stream, assigned = program.streams[rank], assign_slots(program, rank)
+    found: dict[Lane, list[tuple[SlotKey, bool]]] = defaultdict(list)
     there = {tuple(i) for i in stream}
     for i in stream:
-        if i.op in RECEIVED and program.peer(i) == sender:
-            (op, stage, mb), (kind, gathers) = i, RECEIVED[i.op]
+        if i.op in RECEIVED_VALUES and program.peer_rank(i) == sender:
+            (op, stage, mb), (kind, gathers) = i, RECEIVED_VALUES[i.op]
             (number,) = assigned[kind, stage, mb].values()
             place = kind, number
             cut = any((gather, stage, mb) in there for gather in gathers)
-            found[ROWS[op].lane].append((place, cut))
+            found[INSTRUCTIONS[op].lane].append((place, cut))
     return found
 
 
-def _make(size: int) -> int:
+def _create_memory_file(size: int) -> int:
     """A file without a name of so many bytes, which are there.  Raises OSError."""
-    for place in PLACES:
+    for place in MEMORY_DIRECTORIES:
         try:
             with tempfile.TemporaryFile(dir=place) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
                 return os.dup(file.fileno())
         except OSError:
-            if place == PLACES[-1]:
+            if place == MEMORY_DIRECTORIES[-1]:
                 raise
     raise AssertionError

@@ -8,13 +8,13 @@ from numbers import Real
 
 import numpy as np
 
-from schedir.analysis.channels import channels
-from schedir.analysis.critical_path.longest_path import EarliestTimes, walk
-from schedir.analysis.deadlock import deadlock, misordered
+from schedir.analysis.channels import find_channels
+from schedir.analysis.critical_path.longest_path import EarliestTimes, compute_earliest_times
+from schedir.analysis.deadlock import explain_deadlock, find_order_error
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.eager_limit import finishes_where, least_limit
-from schedir.analysis.lazy_communicators import first_uses
-from schedir.analysis.memory.buffer_slots import groups, minimum_slots, on_host
+from schedir.analysis.eager_limit import describe_eager_limit, find_min_eager_limit
+from schedir.analysis.lazy_communicators import find_first_use_error
+from schedir.analysis.memory.buffer_slots import count_min_slots, find_host_values, number_groups
 from schedir.analysis.progress_models import MODELS, ProgressModel, require_model
 from schedir.errors import (
     ChannelMismatchError,
@@ -30,27 +30,27 @@ from schedir.errors import (
     require_type,
 )
 from schedir.ir.cost.sizes import EagerMessages, Sizes
-from schedir.ir.dataflow import FREERS
-from schedir.ir.instruction_index import NONE, InstructionIndex
+from schedir.ir.dataflow import FREEING_OPS
+from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
 from schedir.ir.isa.instructions import (
-    ADDS,
-    BACKWARDS,
-    COLLECTIVES,
-    FORWARDS,
-    RELEASES,
-    ROWS,
-    SLOTTED,
-    SPLITS,
-    STEPS,
-    TRANSFERS,
+    BACKWARD_INPUT_OPS,
+    BACKWARD_OPS,
+    COLLECTIVE_OPS,
+    FORWARD_OPS,
+    GRAD_ADDING_OPS,
+    GRADS_CHECK_OPS,
+    INSTRUCTIONS,
+    OPTIMIZER_STEP_OPS,
+    SLOT_VALUES,
+    TRANSFER_OPS,
     VALUES,
     ProducerRule,
     Scope,
     Value,
 )
-from schedir.ir.program import ON_HOST, Program, Proof
-from schedir.passes.splitting.frozen_stages import without_backwards
-from schedir.verify.completeness import completeness
+from schedir.ir.program import HOST_SLOT_VALUES, Program, Proof
+from schedir.passes.splitting.frozen_stages import drop_frozen_backwards
+from schedir.verify.completeness import require_complete
 
 # ---------------------------------------------------------------- segments of a sequence
 
@@ -60,13 +60,13 @@ from schedir.verify.completeness import completeness
 # order gives wrong numbers without an error.  So the order is checked.
 
 
-def segments_in_turn(index: InstructionIndex) -> None:
+def require_segment_order(index: InstructionIndex) -> None:
     """Raise OrderError for the first segment of a sequence that its stage runs out of turn."""
     shape = index.program.shape
     if shape.sequence_chunks == 1:
         return
     found = []
-    for ops, turn in ((FORWARDS, 1), (BACKWARDS, -1)):
+    for ops, turn in ((FORWARD_OPS, 1), (BACKWARD_OPS, -1)):
         at = np.flatnonzero(index.is_op(ops))
         sequence, segment = np.divmod(index.mb[at].astype(np.int64), shape.sequence_chunks)
         order = np.lexsort((sequence, index.stage[at]))  # stable: each in Stream order
@@ -96,7 +96,7 @@ def segments_in_turn(index: InstructionIndex) -> None:
 
 
 # Whether hosts block, and wait for their device: who lives through more, lives through less.
-_HOSTS = ((False, False), (True, False), (True, True))
+_HOST_KINDS = ((False, False), (True, False), (True, True))
 
 
 def check(
@@ -151,9 +151,9 @@ def check(
         require_bool(blocking_hosts, "blocking_hosts") or host_device_sync,
         require_bool(lazy_communicators, "lazy_communicators"),
     )
-    small = eager_of(eager_limit, sizes, program)
+    small = parse_eager_limit(eager_limit, sizes, program)
     if sizes is not None:
-        sizes.require(program.shape)
+        sizes.validate(program.shape)
     if lazy_communicators and blocking_hosts:
         raise UsageError(
             "communicators that are made lazily are those of GPUs, whose hosts do not block",
@@ -164,7 +164,7 @@ def check(
     )
     if wanted in program.proofs:
         return program
-    graph = complete(
+    graph = build_complete_graph(
         program,
         progress_model,
         blocking_hosts=blocking_hosts,
@@ -174,26 +174,29 @@ def check(
     try:
         prove(graph)
     except DeadlockError as error:
-        if sizes is not None and (least := _least_limit(graph, sizes)) is not None:
+        if sizes is not None and (least := _find_proven_limit(graph, sizes)) is not None:
             error.eager_limit = least
-            error.hint += "; " * bool(error.hint) + finishes_where(least)
+            error.hint += "; " * bool(error.hint) + describe_eager_limit(least)
         raise
     if lazy_communicators:
-        if never := first_uses(graph):
+        if never := find_first_use_error(graph):
             raise never
         program.proofs.add(wanted)
     return program
 
 
-def _least_limit(graph: Graph, sizes: Sizes) -> float | None:
+def _find_proven_limit(graph: Graph, sizes: Sizes) -> float | None:
     """The least limit with which a program is right that hangs, if there is one."""
-    if not _sized(graph.program, sizes) or (least := least_limit(graph, sizes)) is None:
+    if (
+        not _has_message_sizes(graph.program, sizes)
+        or (least := find_min_eager_limit(graph, sizes)) is None
+    ):
         return None
     eager = Graph(graph.program, graph.progress_model, eager_messages=EagerMessages(least, sizes))
-    return None if crossing(eager) else least
+    return None if find_crossed_messages(eager) else least
 
 
-def eager_of(limit: object, sizes: Sizes | None, program: Program) -> EagerMessages | None:
+def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> EagerMessages | None:
     """What `check` is told of messages that wait for nobody; raises UsageError if that is nothing
     that can be meant."""
     if sizes is not None:
@@ -205,7 +208,7 @@ def eager_of(limit: object, sizes: Sizes | None, program: Program) -> EagerMessa
             f"eager_limit is a number of bytes, such as 512e3, not {describe(limit)}",
             fields=["eager_limit"],
         )
-    if sizes is None or not _sized(program, sizes):
+    if sizes is None or not _has_message_sizes(program, sizes):
         named = ["activation", *["skip"] * bool(program.skips)]
         raise UsageError(
             "who says from which size on messages wait, says how large they are, too",
@@ -216,12 +219,12 @@ def eager_of(limit: object, sizes: Sizes | None, program: Program) -> EagerMessa
     return EagerMessages(float(limit), sizes)
 
 
-def _sized(program: Program, sizes: Sizes) -> bool:
+def _has_message_sizes(program: Program, sizes: Sizes) -> bool:
     """Whether sizes say of all messages how large they are: none would be of no bytes."""
     return bool(np.any(sizes.activation) and (not program.skips or np.any(sizes.skip)))
 
 
-def complete(
+def build_complete_graph(
     program: Program,
     progress_model: ProgressModel,
     *,
@@ -231,8 +234,8 @@ def complete(
 ) -> Graph:
     """The dependency graph of a program that is complete, as `check` says; raises if it is not."""
     if not program.proofs:
-        completeness(program, draft=False)
-    return Graph.of(
+        require_complete(program, is_draft=False)
+    return Graph.from_program(
         program,
         progress_model,
         blocking_hosts=blocking_hosts,
@@ -241,32 +244,34 @@ def complete(
     )
 
 
-def prove(graph: Graph, reached: EarliestTimes | None = None) -> None:
+def prove(graph: Graph, earliest_times: EarliestTimes | None = None) -> None:
     """Prove a complete program as `check` does, and note that with it.
 
-    `reached` is a walk of the graph, where there is one: then nobody walks again.
+    `earliest_times` is a walk of the graph, where there is one: then nobody walks again.
     """
     program, index = graph.program, graph.index
     if graph.proof in program.proofs:
         return
-    ordered = reached is None and _in_one_order(graph)
-    _updates_in_turn(graph)
-    _ends_in_turn(graph)
-    segments_in_turn(graph.index)
-    if early := misordered(graph):
+    ordered = earliest_times is None and _follows_message_order(graph)
+    _require_update_order(graph)
+    _require_update_end_order(graph)
+    require_segment_order(graph.index)
+    if early := find_order_error(graph):
         raise early
-    _let_go(graph)
-    _in_slots(graph)
+    _require_releases(graph)
+    _require_free_slots(graph)
     if not ordered:
-        reached = reached or walk(graph)
-        if not reached.done.all():
-            raise deadlock(graph, reached)
-    if cross := crossing(graph):
+        earliest_times = earliest_times or compute_earliest_times(graph)
+        if not earliest_times.is_done.all():
+            raise explain_deadlock(graph, earliest_times)
+    if cross := find_crossed_messages(graph):
         raise cross
     # One order is one for all models and hosts; and what runs where hosts block runs elsewhere.
-    every = ordered and not index.any_joined
+    every = ordered and not index.has_joined
     models = MODELS if every else (graph.progress_model,)
-    hosts = _HOSTS if every else _HOSTS[: 1 + graph.blocking_hosts + graph.host_device_sync]
+    hosts = (
+        _HOST_KINDS if every else _HOST_KINDS[: 1 + graph.blocking_hosts + graph.host_device_sync]
+    )
     program.proofs.update(
         Proof(model, *host, eager_messages=graph.eager_messages)
         for model, host in product(models, hosts)
@@ -279,19 +284,21 @@ def check_draft(program: Program) -> Program:
     It may say backwards of frozen stages, which the lowering leaves out.
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
-    completeness(without_backwards(program), draft=True)
+    require_complete(drop_frozen_backwards(program), is_draft=True)
     return program
 
 
-def _in_slots(graph: Graph) -> None:
+def _require_free_slots(graph: Graph) -> None:
     """Each fill finds a slot that was freed earlier in the Stream, and not by what it runs with."""
-    if not graph.rooms:
+    if not graph.all_slot_reuses:
         return
-    group, index, program = groups(graph.index), graph.index, graph.program
-    names = [kind.name.lower() for kind in graph.reuses]
+    group, index, program = number_groups(graph.index), graph.index, graph.program
+    names = [kind.name.lower() for kind in graph.slot_reuses]
     wrong = [
         (int(fill[late.argmax()]), int(free[late.argmax()]), name)
-        for name, (fill, free) in zip([*names, *graph.reuses_on_host], graph.rooms, strict=True)
+        for name, (fill, free) in zip(
+            [*names, *graph.host_slot_reuses], graph.all_slot_reuses, strict=True
+        )
         if (late := group[free] >= group[fill]).any()
     ]
     if not wrong:
@@ -300,10 +307,10 @@ def _in_slots(graph: Graph) -> None:
     rank, at, instr = index.locate(fill)
     _, freed_at, frees = index.locate(free)
     count = getattr(program.slots[rank], name)
-    if name in ON_HOST:
-        least = int(on_host(program, name).peak(group)[rank])
+    if name in HOST_SLOT_VALUES:
+        least = int(find_host_values(program, name).count_peak(group)[rank])
     else:
-        least = int(minimum_slots(program)[rank, SLOTTED.index(Value[name.upper()])])
+        least = int(count_min_slots(program)[rank, SLOT_VALUES.index(Value[name.upper()])])
     raise SlotError(
         f"rank {rank} has {count} {name} slot{'s' * (count != 1)}, and {instr} needs one more",
         program=program.name,
@@ -315,14 +322,14 @@ def _in_slots(graph: Graph) -> None:
     )
 
 
-def _let_go(graph: Graph) -> None:
+def _require_releases(graph: Graph) -> None:
     """What is made again and again is let go before it is made again, and in the end."""
     flow, place = graph.flow, graph.index.locate
     for row in VALUES:
-        chains = flow.chains(row.value) if row.producer_rule is ProducerRule.LATEST else None
+        chains = flow.get_chains(row.value) if row.producer_rule is ProducerRule.LATEST else None
         if chains is None:
             continue
-        for again, before in chains.too_many()[:1]:
+        for again, before in chains.find_overwrites()[:1]:
             raise OrderError(
                 f"{place(again)[2]} gives {row.phrase}, which {place(before)[2]} has given, and "
                 "nobody has let go",
@@ -332,7 +339,7 @@ def _let_go(graph: Graph) -> None:
                     InstructionSite(*place(again), "gives it again"),
                 ],
             )
-        for last in chains.left()[:1] if FREERS[row.value] else []:
+        for last in chains.find_unfreed()[:1] if FREEING_OPS[row.value] else []:
             raise CompletenessError(
                 f"{place(last)[2]} gives {row.phrase}, and nobody lets go of it",
                 program=graph.program.name,
@@ -340,7 +347,7 @@ def _let_go(graph: Graph) -> None:
             )
 
 
-def _in_one_order(graph: Graph) -> bool:
+def _follows_message_order(graph: Graph) -> bool:
     """Whether all Streams agree with the order of messages that the program brings along.
 
     Then it finishes under every model, if no value is used before it is given, and no slot before
@@ -349,44 +356,49 @@ def _in_one_order(graph: Graph) -> bool:
     where it began.  But where a model takes groups apart, that is not known.
     """
     index = graph.index
-    if graph.rules.batches and index.any_joined:
+    if graph.rules.has_batch_queues and index.has_joined:
         return False
-    if any(len(own) != index.size[Scope.MICROBATCH] for own in graph.program.order.values()):
+    if any(
+        len(own) != index.key_count[Scope.MICROBATCH]
+        for own in graph.program.message_order.values()
+    ):
         return False
-    number = index.messages()
+    number = index.find_message_numbers()
     for k, members in enumerate(graph.collective_groups):
         number[members] = 2**30 + k
-    if ((number == NONE) & index.is_op(TRANSFERS + COLLECTIVES)).any():
+    if ((number == NO_POSITION) & index.is_op(TRANSFER_OPS + COLLECTIVE_OPS)).any():
         return False
-    at = np.flatnonzero(number != NONE)
+    at = np.flatnonzero(number != NO_POSITION)
     least = most = number[at]
     rank = index.rank[at]
-    if index.any_joined:  # of each group
-        group = groups(index)[at]
+    if index.has_joined:  # of each group
+        group = number_groups(index)[at]
         first = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(at)])
         least, most = np.minimum.reduceat(least, first), np.maximum.reduceat(most, first)
         rank = rank[first]
     return not ((least[1:] <= most[:-1]) & (rank[1:] == rank[:-1])).any()
 
 
-def _updates_in_turn(graph: Graph) -> None:
+def _require_update_order(graph: Graph) -> None:
     """A rank steps before it adds to the next update, or lets go of what the host steps by: there
     is one sum of gradients."""
     index, shape = graph.index, graph.program.shape
     if shape.optimizer_steps == 1:
         return
-    ends = next((op for op in RELEASES if op in index.at), STEPS[0])
-    at = np.flatnonzero(index.is_op(ADDS))
-    update, rank = index.update(at), index.rank[at]
-    before = np.where(update > 0, (update - 1) * shape.ranks + rank, NONE).astype(np.int32)
-    step = index.where(ends, before)
+    ends = next(
+        (op for op in GRADS_CHECK_OPS if op in index.position_by_key), OPTIMIZER_STEP_OPS[0]
+    )
+    at = np.flatnonzero(index.is_op(GRAD_ADDING_OPS))
+    update, rank = index.find_updates(at), index.rank[at]
+    before = np.where(update > 0, (update - 1) * shape.ranks + rank, NO_POSITION).astype(np.int32)
+    step = index.find_positions(ends, before)
     if not (step > at).any():
         return
     k = int((step > at).argmax())
     late = at[(at > at[k]) & (at < step[k]) & (update < update[k])][:1]
     adds, *others = (index.locate(int(p)) for p in (at[k], *late, step[k]))
     notes = ["is of that, and comes only now"] * len(late) + ["takes them, and should come before"]
-    splits = adds[2].op in SPLITS
+    splits = adds[2].op in BACKWARD_INPUT_OPS
     raise OrderError(
         f"{adds[2]} is of update {update[k]}, but what it adds to the gradients would go into "
         f"update {update[k] - 1}",
@@ -403,7 +415,7 @@ def _updates_in_turn(graph: Graph) -> None:
     )
 
 
-def _ends_in_turn(graph: Graph) -> None:
+def _require_update_end_order(graph: Graph) -> None:
     """A rank ends its updates in turn.
 
     What it adds sees to that; but one whose stages are all frozen adds nothing.
@@ -411,8 +423,8 @@ def _ends_in_turn(graph: Graph) -> None:
     index = graph.index
     if graph.program.shape.optimizer_steps == 1:
         return
-    at = np.flatnonzero(index.is_op(row.op for row in ROWS if row.per is Scope.RANK))
-    update, rank = index.update(at), index.rank[at]
+    at = np.flatnonzero(index.is_op(row.op for row in INSTRUCTIONS if row.scope is Scope.RANK))
+    update, rank = index.find_updates(at), index.rank[at]
     early = (rank[1:] == rank[:-1]) & (update[1:] < update[:-1])
     if not early.any():
         return
@@ -426,7 +438,7 @@ def _ends_in_turn(graph: Graph) -> None:
     )
 
 
-def crossing(graph: Graph) -> GroupError | ChannelMismatchError | None:
+def find_crossed_messages(graph: Graph) -> GroupError | ChannelMismatchError | None:
     """The error for messages of one channel that are not received as they are sent.
 
     Transports match them by position.  Queues keep their order, or the graph would have a
@@ -434,9 +446,9 @@ def crossing(graph: Graph) -> GroupError | ChannelMismatchError | None:
     two messages of either could cross.
     """
     index, partner = graph.index, graph.partner
-    if not index.any_joined and graph.eager_messages is None:
+    if not index.has_joined and graph.eager_messages is None:
         return None
-    got, channel = channels(index, partner, graph.rules)
+    got, channel = find_channels(index, partner, graph.rules)
     cross = (channel[1:] == channel[:-1]) & (partner[got[1:]] < partner[got[:-1]])
     if not cross.any():
         return None

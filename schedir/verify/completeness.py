@@ -18,31 +18,40 @@ from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
+    BACKWARD_OPS,
     BACKWARD_WEIGHT,
-    BACKWARDS,
-    COMPUTE,
+    COMPUTE_OPS,
     FORWARD,
-    OF_TRAINED,
-    REDUCES,
-    ROWS,
-    TRANSFERS,
+    INSTRUCTIONS,
+    REDUCTION_OPS,
+    TRAINED_STAGE_OPS,
+    TRANSFER_OPS,
     Instr,
     Row,
     Scope,
 )
-from schedir.ir.program import FIELDS, Program, is_op
-from schedir.passes.pass_registry import LOWERING
+from schedir.ir.program import WORD_DTYPE, Program, is_op
+from schedir.passes.pass_registry import LOWERING_PASSES
 from schedir.passes.pass_types import ExpectedInstructions
-from schedir.verify.communication import forms, meetings, transfers
+from schedir.verify.communication import (
+    require_form_pairs,
+    require_group_members,
+    require_transfers,
+)
 from schedir.verify.inspector import Inspector
 
-MOST_IN_GROUP = 256  # NCCL hangs on larger ones
-_PER_RANK = tuple(row.op for row in ROWS if row.per is Scope.RANK)
-_LETTERS = " and ".join([", ".join(ROWS[op].text for op in COMPUTE[:-1]), ROWS[COMPUTE[-1]].text])
-_SMALL = 2**16  # instructions of which tables may be made, whatever the shape
+MAX_GROUP_SIZE = 256  # NCCL hangs on larger ones
+_RANK_OPS = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.RANK)
+_COMPUTE_NAMES = " and ".join(
+    [
+        ", ".join(INSTRUCTIONS[op].text for op in COMPUTE_OPS[:-1]),
+        INSTRUCTIONS[COMPUTE_OPS[-1]].text,
+    ]
+)
+_SMALL_PROGRAM_SIZE = 2**16  # instructions of which tables may be made, whatever the shape
 
 
-def completeness(program: Program, *, draft: bool) -> InstructionIndex:
+def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
     """Raise for the first thing that is missing, there twice, or where it does not belong.
 
     A draft is held to its compute instructions only.  Returns the index of the program for
@@ -50,33 +59,33 @@ def completeness(program: Program, *, draft: bool) -> InstructionIndex:
     LoweringLevelError.
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
-    _size(program)
-    _words(program)
-    index = InstructionIndex.of(program)
+    _require_plausible_size(program)
+    _require_valid_words(program)
+    index = InstructionIndex.from_program(program)
     look = Inspector(program, index)
-    if draft:
-        _only_compute(look)
-    elif program.is_draft and program.trains:
+    if is_draft:
+        _require_only_compute(look)
+    elif program.is_draft and program.has_backward:
         raise LoweringLevelError(
             "this is a draft: it computes, but nothing is sent, reduced or stepped",
             program=program.name,
             hint="schedir.compile lowers a draft, as well as a schedule",
         )
-    _ranges(look)
-    _owners(look)
-    _twice(look)
-    _groups(look)
-    _compute(look)
-    _turns(look)
-    if not draft:
-        transfers(look)
-        forms(look)
-        _expected(look)
-        meetings(look)
+    _require_valid_ranges(look)
+    _require_owner_ranks(look)
+    _require_unique(look)
+    _require_valid_groups(look)
+    _require_compute(look)
+    _require_occurrences(look)
+    if not is_draft:
+        require_transfers(look)
+        require_form_pairs(look)
+        _require_pass_results(look)
+        require_group_members(look)
     return index
 
 
-def _size(program: Program) -> None:
+def _require_plausible_size(program: Program) -> None:
     """Refuse what is far too small or too large for its shape, before tables of it are made.
 
     What is a little wrong is better said by what is missing, or there twice.
@@ -87,19 +96,22 @@ def _size(program: Program) -> None:
             f"{len(program.streams)} Streams for {shape.ranks} ranks", program=program.name
         )
     least = shape.stages * shape.microbatches
-    if least > max(4 * n, _SMALL) or n > max(4 * shape.room, _SMALL):
+    if least > max(4 * n, _SMALL_PROGRAM_SIZE) or n > max(
+        4 * shape.max_instructions, _SMALL_PROGRAM_SIZE
+    ):
         raise CompletenessError(
             f"{n} instructions are far too {'few' if n < least else 'many'} for {shape.stages} "
-            f"stages x {shape.microbatches} microbatches, which take {least} to {shape.room}",
+            f"stages x {shape.microbatches} microbatches, which take {least} to "
+            f"{shape.max_instructions}",
             program=program.name,
         )
 
 
-def _words(program: Program) -> None:
+def _require_valid_words(program: Program) -> None:
     """Refuse what is no instruction at all; only hand-made words can be that wrong."""
-    words, fields = program.words, program.words.view(FIELDS)
-    known = (fields["joined"] <= 1) & (fields["op"] < len(ROWS))
-    known &= (fields["stage"] == 0) | ~is_op(fields["op"], _PER_RANK)
+    words, fields = program.words, program.words.view(WORD_DTYPE)
+    known = (fields["joined"] <= 1) & (fields["op"] < len(INSTRUCTIONS))
+    known &= (fields["stage"] == 0) | ~is_op(fields["op"], _RANK_OPS)
     if not known.all():
         at = int(np.flatnonzero(~known)[0])
         rank = int(np.searchsorted(program.offsets, at, side="right")) - 1
@@ -110,204 +122,219 @@ def _words(program: Program) -> None:
         )
 
 
-def _only_compute(look: Inspector) -> None:
-    look.refuse_first(~look.index.is_op(COMPUTE), lambda at: f"a draft has only {_LETTERS}")
+def _require_only_compute(inspector: Inspector) -> None:
+    inspector.refuse_first(
+        ~inspector.index.is_op(COMPUTE_OPS), lambda at: f"a draft has only {_COMPUTE_NAMES}"
+    )
 
 
-def _ranges(look: Inspector) -> None:
-    ix, shape = look.index, look.shape
-    if ix.all_valid:
+def _require_valid_ranges(inspector: Inspector) -> None:
+    ix, shape = inspector.index, inspector.shape
+    if ix.is_all_valid:
         return
-    look.refuse_first(
+    inspector.refuse_first(
         ix.stage >= shape.stages,
         lambda at: f"there is no stage {ix.stage[at]}: they are 0 to {shape.stages - 1}",
     )
-    late = ix.is_op(row.op for row in ROWS if row.per is not Scope.MICROBATCH)
-    look.refuse_first(
+    late = ix.is_op(row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH)
+    inspector.refuse_first(
         (ix.mb >= shape.microbatches) & ~late,
         lambda at: (
             f"there is no microbatch {ix.mb[at]}: they are 0 to {shape.microbatches - 1}"
-            + _too_many(look, at)
+            + _describe_excess(inspector, at)
         ),
     )
-    turns = ix.is_op(row.op for row in ROWS if row.per is Scope.OCCURRENCE)
-    look.refuse_first(
+    turns = ix.is_op(row.op for row in INSTRUCTIONS if row.scope is Scope.OCCURRENCE)
+    inspector.refuse_first(
         (ix.mb >= shape.optimizer_steps) & late & ~turns,
         lambda at: f"there is no update {ix.mb[at]}: they are 0 to {shape.optimizer_steps - 1}",
     )
-    look.refuse_first(
-        (ix.mb >= ix.turns) & turns,
+    inspector.refuse_first(
+        (ix.mb >= ix.occurrences) & turns,
         lambda at: f"there is no turn {ix.mb[at]}: turns of a stage count from 0 on",
     )
 
 
-def _too_many(look: Inspector, at: int) -> str:
+def _describe_excess(inspector: Inspector, at: int) -> str:
     """What is there more often than there are microbatches, where that is so."""
-    ix = look.index
-    alike = BACKWARDS if ix.op[at] in BACKWARDS else (ix.op[at],)
+    ix = inspector.index
+    alike = BACKWARD_OPS if ix.op[at] in BACKWARD_OPS else (ix.op[at],)
     ops = [op for op in alike if ((ix.op == op) & (ix.stage == ix.stage[at])).any()]
     number = int((np.isin(ix.op, ops) & (ix.stage == ix.stage[at])).sum())
-    if number <= look.shape.microbatches:
+    if number <= inspector.shape.microbatches:
         return ""
-    names = " and ".join(ROWS[op].text for op in ops)
+    names = " and ".join(INSTRUCTIONS[op].text for op in ops)
     return f", but stage {ix.stage[at]} has {number} {names}"
 
 
-def _owners(look: Inspector) -> None:
-    ix, shape = look.index, look.shape
-    wrong = shape.rank_at(ix.stage, ix.mb) != ix.rank
-    for row, here in ix.rows():
-        if row.per is Scope.RANK:
+def _require_owner_ranks(inspector: Inspector) -> None:
+    ix, shape = inspector.index, inspector.shape
+    wrong = shape.rank_of_stage(ix.stage, ix.mb) != ix.rank
+    for row, here in ix.iterate_rows():
+        if row.scope is Scope.RANK:
             wrong[here] = False
-        elif row.per is not Scope.MICROBATCH:  # each holder reduces
-            wrong[here] = (shape.holders[:, ix.stage[here]] != ix.rank[here]).all(0)
-    look.refuse_first(
+        elif row.scope is not Scope.MICROBATCH:  # each holder reduces
+            wrong[here] = (shape.replica_ranks[:, ix.stage[here]] != ix.rank[here]).all(0)
+    inspector.refuse_first(
         wrong,
         lambda at: (
-            f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * (shape.rows > 1)} "
-            f"{'' if shape.rows > 1 else 'is '}on rank {shape.rank_at(ix.stage[at], ix.mb[at])}, "
+            f"stage {ix.stage[at]}{f' runs microbatch {ix.mb[at]}' * (shape.placement_rows > 1)} "
+            f"{'' if shape.placement_rows > 1 else 'is '}on rank "
+            f"{shape.rank_of_stage(ix.stage[at], ix.mb[at])}, "
             f"not on rank {ix.rank[at]}"
         ),
     )
 
 
-def _twice(look: Inspector) -> None:
-    ix = look.index
-    if ix.once:
+def _require_unique(inspector: Inspector) -> None:
+    ix = inspector.index
+    if ix.has_no_duplicates:
         return
-    for row, found in ix.rows():
-        twice = ix.at[row.op][ix.key[found]] != found
+    for row, found in ix.iterate_rows():
+        twice = ix.position_by_key[row.op][ix.key[found]] != found
         if twice.any():
             one = int(found[twice.argmax()])
-            other = int(ix.at[row.op][ix.key[one]])
-            kind = _kind(row)
-            site = look.site(one)
-            look.refuse(f"{site.instr} is there twice", site, look.site(other), kind=kind)
+            other = int(ix.position_by_key[row.op][ix.key[one]])
+            kind = _choose_error_type(row)
+            site = inspector.make_site(one)
+            inspector.refuse(
+                f"{site.instr} is there twice", site, inspector.make_site(other), kind=kind
+            )
 
 
-def _kind(row: Row) -> type[CompletenessError]:
+def _choose_error_type(row: Row) -> type[CompletenessError]:
     """What it is that there is too little, or too much, of a row."""
-    ends = row.per in (Scope.STAGE, Scope.RANK) or row.op in REDUCES
+    ends = row.scope in (Scope.STAGE, Scope.RANK) or row.op in REDUCTION_OPS
     return ReductionError if ends else CompletenessError
 
 
-def _groups(look: Inspector) -> None:
-    ix = look.index
-    if not ix.any_joined:
+def _require_valid_groups(inspector: Inspector) -> None:
+    ix = inspector.index
+    if not ix.has_joined:
         return
-    starts = look.program.offsets[:-1]
+    starts = inspector.program.offsets[:-1]
     starts = starts[starts < len(ix.op)]
     lone = np.zeros(len(ix.op), bool)
     lone[starts] = ix.joined[starts]
     if lone.any():
         at = int(lone.argmax())
-        look.refuse("nothing comes before it to be joined to", look.site(at), kind=GroupError)
+        inspector.refuse(
+            "nothing comes before it to be joined to", inspector.make_site(at), kind=GroupError
+        )
     begins = np.flatnonzero(~ix.joined)
     sizes = np.diff([*begins.tolist(), len(ix.op)])
-    transfer = ix.is_op(TRANSFERS)
+    transfer = ix.is_op(TRANSFER_OPS)
     for begin, size in zip(begins[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
         ops = ix.op[begin : begin + size]
         if transfer[begin : begin + size].all():
-            if size > MOST_IN_GROUP:
-                look.refuse(
-                    f"{size} transfers are issued as one; at most {MOST_IN_GROUP} may be",
-                    look.site(begin),
+            if size > MAX_GROUP_SIZE:
+                inspector.refuse(
+                    f"{size} transfers are issued as one; at most {MAX_GROUP_SIZE} may be",
+                    inspector.make_site(begin),
                     kind=GroupError,
                 )
-        elif size > 2 or not np.isin(ops, COMPUTE).all():
-            look.refuse(
+        elif size > 2 or not np.isin(ops, COMPUTE_OPS).all():
+            inspector.refuse(
                 "only transfers, or two computes, can be issued as one",
-                *(look.site(begin + k) for k in range(min(size, 4))),
+                *(inspector.make_site(begin + k) for k in range(min(size, 4))),
                 kind=GroupError,
             )
 
 
-def _compute(look: Inspector) -> None:
+def _require_compute(inspector: Inspector) -> None:
     """Each stage runs each microbatch forward once, and backward once if the program trains."""
-    f, b, i, w = (look.present(op) for op in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+    f, b, i, w = (
+        inspector.is_present(op) for op in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+    )
     if not f.all():
-        look.missing(FORWARD, int((~f).argmax()))
-    if not look.program.trains:
+        inspector.refuse_missing(FORWARD, int((~f).argmax()))
+    if not inspector.program.has_backward:
         return
-    ix, frozen = look.index, look.stage < look.program.frozen_stages
-    if look.program.frozen_stages:
-        look.refuse_first(
-            ix.is_op(OF_TRAINED) & (ix.stage < look.program.frozen_stages),
-            lambda at: f"stage {ix.stage[at]} is frozen, and has no {ROWS[ix.op[at]].text}",
+    ix, frozen = inspector.index, inspector.stage < inspector.program.frozen_stages
+    if inspector.program.frozen_stages:
+        inspector.refuse_first(
+            ix.is_op(TRAINED_STAGE_OPS) & (ix.stage < inspector.program.frozen_stages),
+            lambda at: f"stage {ix.stage[at]} is frozen, and has no {INSTRUCTIONS[ix.op[at]].text}",
         )
     for split, name in ((i, BACKWARD_INPUT), (w, BACKWARD_WEIGHT)):
         if (b & split).any():
             key = int((b & split).argmax())
-            look.refuse(
-                f"stage {look.stage[key]} has both a whole and a split backward of "
-                f"microbatch {look.mb[key]}",
-                look.site_of(BACKWARD, key),
-                look.site_of(name, key),
+            inspector.refuse(
+                f"stage {inspector.stage[key]} has both a whole and a split backward of "
+                f"microbatch {inspector.mb[key]}",
+                inspector.make_key_site(BACKWARD, key),
+                inspector.make_key_site(name, key),
                 hint="B is I and W in one",
             )
     if (w & ~i).any():
-        look.missing(BACKWARD_INPUT, int((w & ~i).argmax()), ", but its W is there")
+        inspector.refuse_missing(BACKWARD_INPUT, int((w & ~i).argmax()), ", but its W is there")
     if (i & ~w).any():
-        look.missing(BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I is there")
+        inspector.refuse_missing(BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I is there")
     if not (b | i | frozen).all():
         key = int((~(b | i | frozen)).argmax())
-        rank = int(look.shape.rank_at(look.stage[key], look.mb[key]))
-        look.refuse(
-            f"microbatch {look.mb[key]} has no backward in stage {look.stage[key]} (rank {rank})",
-            look.site_of(FORWARD, key),
+        rank = int(inspector.shape.rank_of_stage(inspector.stage[key], inspector.mb[key]))
+        inspector.refuse(
+            f"microbatch {inspector.mb[key]} has no backward in stage {inspector.stage[key]} "
+            f"(rank {rank})",
+            inspector.make_key_site(FORWARD, key),
         )
 
 
-def _turns(look: Inspector) -> None:
+def _require_occurrences(inspector: Inspector) -> None:
     """What comes several times for a stage counts its turns from 0 on, along the Stream."""
-    ix = look.index
-    for row, at in ix.rows():
-        if row.per is not Scope.OCCURRENCE:
+    ix = inspector.index
+    for row, at in ix.iterate_rows():
+        if row.scope is not Scope.OCCURRENCE:
             continue
-        if look.shape.optimizer_steps > 1:
-            look.refuse(f"{row.text} goes with one update", look.site(int(at[0])))
-        place = ix.keys(row.per, at, np.zeros(len(at), np.int64))
+        if inspector.shape.optimizer_steps > 1:
+            inspector.refuse(f"{row.text} goes with one update", inspector.make_site(int(at[0])))
+        place = ix.compute_keys(row.scope, at, np.zeros(len(at), np.int64))
         order = np.argsort(place, kind="stable")
         first = np.searchsorted(place[order], place[order])
         wrong = ix.mb[at[order]] != np.arange(len(at)) - first
         if wrong.any():
             where = int(at[order[wrong.argmax()]])
             stage, turn = int(ix.stage[where]), int((np.arange(len(at)) - first)[wrong.argmax()])
-            look.refuse(
-                f"{look.site(where).instr} comes where {Instr(row.op, stage, turn)} should",
-                look.site(where),
+            inspector.refuse(
+                f"{inspector.make_site(where).instr} comes where {Instr(row.op, stage, turn)} "
+                "should",
+                inspector.make_site(where),
                 hint=f"each {row.text} of a stage has the number of those before it",
             )
 
 
-def _expected(look: Inspector) -> None:
+def _require_pass_results(inspector: Inspector) -> None:
     """What passes add is there as the shape and the program's traits ask, and no more."""
-    for each in LOWERING:
-        for expected in each.expected(look.program, look.present):
-            _as_expected(look, expected)
+    for each in LOWERING_PASSES:
+        for expected in each.list_expected(inspector.program, inspector.is_present):
+            _require_expected(inspector, expected)
 
 
-def _as_expected(look: Inspector, expected: ExpectedInstructions) -> None:
-    op, shape = expected.op, look.shape
-    per, present = ROWS[op].per, look.present(op)
-    should = np.asarray(expected.once, bool)
+def _require_expected(inspector: Inspector, expected: ExpectedInstructions) -> None:
+    op, shape = expected.op, inspector.shape
+    per, present = INSTRUCTIONS[op].scope, inspector.is_present(op)
+    should = np.asarray(expected.required, bool)
     if len(should) != len(present):  # so in each update, or turn
         should = np.resize(should, len(present))
     if not (should != present).any():
         return
-    kind = _kind(ROWS[op])
+    kind = _choose_error_type(INSTRUCTIONS[op])
     if (should & ~present).any():
         at = int((should & ~present).argmax())
         if per is Scope.MICROBATCH:
-            look.missing(op, at)
-        time, key = divmod(at, shape.ranks if per is Scope.RANK else shape.holders.size)
-        rank = key if per is Scope.RANK else int(shape.holders.reshape(-1)[key])
+            inspector.refuse_missing(op, at)
+        time, key = divmod(at, shape.ranks if per is Scope.RANK else shape.replica_ranks.size)
+        rank = key if per is Scope.RANK else int(shape.replica_ranks.reshape(-1)[key])
         instr = Instr(op, 0 if per is Scope.RANK else key % shape.stages, time)
-        beside = expected.beside
-        there = beside is not None and look.present(beside)[at]
-        sites = [look.site_of(beside, at)] if beside is not None and there else []
-        look.refuse(f"{instr} is missing on rank {rank}", *sites, kind=kind, hint=expected.hint)
+        beside = expected.counterpart
+        there = beside is not None and inspector.is_present(beside)[at]
+        sites = [inspector.make_key_site(beside, at)] if beside is not None and there else []
+        inspector.refuse(
+            f"{instr} is missing on rank {rank}", *sites, kind=kind, hint=expected.hint
+        )
     if (present & ~should).any():
-        site = look.site_of(op, int((present & ~should).argmax()))
-        reason = expected.why if look.program.trains else "the program has no backward"
-        look.refuse(f"{site.instr} has nothing to do: {reason}", site, kind=kind)
+        site = inspector.make_key_site(op, int((present & ~should).argmax()))
+        reason = (
+            expected.reason if inspector.program.has_backward else "the program has no backward"
+        )
+        inspector.refuse(f"{site.instr} has nothing to do: {reason}", site, kind=kind)

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.channels import channels, queues
-from schedir.analysis.critical_path.longest_path import solve
+from schedir.analysis.channels import assign_queues, find_channels
+from schedir.analysis.critical_path.longest_path import solve_longest_paths
 from schedir.analysis.critical_path.node_loop import LongestPathProblem
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import ProgressModel, require_model
@@ -35,16 +35,16 @@ _HINT: Final = (
 class _ProgramRun(NamedTuple):
     """A run of a program: the n-th of it, which all ranks have in common."""
 
-    program: int  # which one
-    nth: int
+    program_index: int  # which one
+    occurrence: int
 
 
 class _SequenceStep(NamedTuple):
     """A step as one rank has it: where in its sequence, from 1, and how it uses a channel."""
 
-    step: _ProgramRun
-    number: int
-    first: int  # position of its first instruction there
+    run: _ProgramRun
+    step_number: int
+    first_position: int  # position of its first instruction there
 
 
 def check_program_sequence(
@@ -76,9 +76,9 @@ def check_program_sequence(
     together = _ProgramSequence(runs, require_model(progress_model))
     for program in together.programs:
         check(program, progress_model)
-    if len({*together.rows}) > 1:
-        together.meet()
-        together.finish()
+    if len({*together.rank_runs}) > 1:
+        together.require_matching_steps()
+        together.require_finish()
 
 
 class _ProgramSequence:
@@ -110,25 +110,31 @@ class _ProgramSequence:
                 steps.append(_ProgramRun(which, counted[which]))
                 counted[which] += 1
             rows.append(tuple(steps))
-        self.rows = tuple(rows)
+        self.rank_runs = tuple(rows)
 
     @cached_property
     def graphs(self) -> list[Graph]:
         """The dependency graph of each program."""
-        return [Graph.of(program, self.progress_model) for program in self.programs]
+        return [Graph.from_program(program, self.progress_model) for program in self.programs]
 
-    def name(self, rank: int, number: int) -> str:
+    def get_step_name(self, rank: int, step_number: int) -> str:
         """A step as an error says it."""
-        return self.programs[self.rows[rank][number - 1].program].name
+        return self.programs[self.rank_runs[rank][step_number - 1].program_index].name
 
-    def site(self, rank: int, number: int, position: int, note: str = "") -> InstructionSite:
+    def make_site(
+        self, rank: int, step_number: int, position: int, note: str = ""
+    ) -> InstructionSite:
         """An instruction of a step of a rank."""
-        where = self.graphs[self.rows[rank][number - 1].program].index.locate(position)
-        return InstructionSite(*where, f"step {number}, {self.name(rank, number)}{note}")
+        where = self.graphs[self.rank_runs[rank][step_number - 1].program_index].index.locate(
+            position
+        )
+        return InstructionSite(
+            *where, f"step {step_number}, {self.get_step_name(rank, step_number)}{note}"
+        )
 
     # ------------------------------------------------------------ who meets whom
 
-    def meet(self) -> None:
+    def require_matching_steps(self) -> None:
         """Whatever meets belongs to one step.
 
         A right program sends and receives equally often in a channel, so that is a matter of
@@ -136,56 +142,67 @@ class _ProgramSequence:
         look: only programs that train have some, and of two such in unlike order none ends.
         """
         wrong: list[tuple[int, int, int, int, _SequenceStep | None, int, _SequenceStep | None]] = []
-        for (one, ours), (other, theirs) in self._channels():
+        for (one, ours), (other, theirs) in self._match_channels():
             for a, b in zip_longest(ours, theirs):
-                if a is None or b is None or a.step != b.step:
-                    numbers = [ran.number for ran in (a, b) if ran is not None]
+                if a is None or b is None or a.run != b.run:
+                    numbers = [ran.step_number for ran in (a, b) if ran is not None]
                     wrong.append((min(numbers), max(numbers), len(wrong), one, a, other, b))
                     break
         if wrong:
             _, _, _, one, a, other, b = min(wrong, key=lambda found: found[:3])
-            raise self._crossed(one, a, other, b)
+            raise self._make_crossing_error(one, a, other, b)
 
-    def _channels(self) -> Iterator[list[tuple[int, list[_SequenceStep]]]]:
+    def _match_channels(self) -> Iterator[list[tuple[int, list[_SequenceStep]]]]:
         """For each channel who sends and who receives, with the steps of theirs that use it."""
-        uses = [{number: both for number, both in self._uses(graph)} for graph in self.graphs]
+        uses = [
+            {number: both for number, both in self._find_channel_uses(graph)}
+            for graph in self.graphs
+        ]
         for channel in sorted({channel for own in uses for channel in own}):
             ranks = next(own[channel] for own in uses if channel in own)
             yield [
                 (
                     rank,
                     [
-                        _SequenceStep(step, number, uses[step.program][channel][rank])
-                        for number, step in enumerate(self.rows[rank], 1)
-                        if channel in uses[step.program]
+                        _SequenceStep(step, number, uses[step.program_index][channel][rank])
+                        for number, step in enumerate(self.rank_runs[rank], 1)
+                        if channel in uses[step.program_index]
                     ],
                 )
                 for rank in ranks
             ]
 
-    def _uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
+    def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
         """The channels of a program: who sends and who receives, and at which position first."""
         index = graph.index
-        got, channel = channels(index, graph.partner, graph.rules)
+        got, channel = find_channels(index, graph.partner, graph.rules)
         sent = graph.partner[got]
         for number in np.unique(channel).tolist():
             here = channel == number
             first = int(sent[here].min()), int(got[here].min())
             yield number, {int(index.rank[position]): position for position in first}
 
-    def _crossed(
-        self, one: int, a: _SequenceStep | None, other: int, b: _SequenceStep | None
+    def _make_crossing_error(
+        self,
+        one_rank: int,
+        one_step: _SequenceStep | None,
+        other_rank: int,
+        other_step: _SequenceStep | None,
     ) -> ProgramSequenceError:
         """The error for what meets another step's, or nobody's."""
         sites = [
-            self.site(rank, ran.number, ran.first)
-            for rank, ran in ((one, a), (other, b))
+            self.make_site(rank, ran.step_number, ran.first_position)
+            for rank, ran in ((one_rank, one_step), (other_rank, other_step))
             if ran is not None
         ]
-        names = [self.name(rank, ran.number) for rank, ran in ((one, a), (other, b)) if ran]
+        names = [
+            self.get_step_name(rank, ran.step_number)
+            for rank, ran in ((one_rank, one_step), (other_rank, other_step))
+            if ran
+        ]
         first = sites[0]
-        if a is None or b is None:
-            gone = other if b is None else one
+        if one_step is None or other_step is None:
+            gone = other_rank if other_step is None else one_rank
             fact = (
                 f"{first.instr} of {names[0]} never meets anybody: rank {gone} has no step left "
                 "with its other side"
@@ -198,27 +215,27 @@ class _ProgramSequence:
 
     # ------------------------------------------------------------ whether all finish
 
-    def finish(self) -> None:
+    def require_finish(self) -> None:
         """Every rank comes to the end of its steps.  What meets belongs to one step by now."""
-        steps = sorted({step for row in self.rows for step in row})
+        steps = sorted({step for row in self.rank_runs for step in row})
         begin, total = {}, 0
         for step in steps:
             begin[step] = total
-            total += self.graphs[step.program].nodes
+            total += self.graphs[step.program_index].node_id_limit
         mask, edges = np.zeros(total, bool), []
         for step in steps:
-            graph, first = self.graphs[step.program], begin[step]
-            mask[first : first + graph.nodes] = graph.node_mask
+            graph, first = self.graphs[step.program_index], begin[step]
+            mask[first : first + graph.node_id_limit] = graph.node_mask
             edges += [(first + a, first + b) for a, b in graph.edges()]
-        for rank, row in enumerate(self.rows):
-            edges += self._borders(rank, row, begin)
+        for rank, row in enumerate(self.rank_runs):
+            edges += self._make_step_edges(rank, row, begin)
         problem = LongestPathProblem(((a, b) for a, b in edges), mask, np.zeros(total))
-        _, turn = solve(problem)
+        _, turn = solve_longest_paths(problem)
         if (turn[mask] > 0).all():
             return
         sites = [
-            site for rank, row in enumerate(self.rows)
-            if (site := self._stands(rank, row, begin, turn > 0))
+            site for rank, row in enumerate(self.rank_runs)
+            if (site := self._find_unfinished(rank, row, begin, turn > 0))
         ]  # fmt: skip
         raise ProgramSequenceError(
             f"{len(sites)} ranks wait for each other, across steps",
@@ -227,39 +244,39 @@ class _ProgramSequence:
             hint="let all ranks run the same programs in one order",
         )
 
-    def _borders(
-        self, rank: int, row: Sequence[_ProgramRun], begin: dict[_ProgramRun, int]
+    def _make_step_edges(
+        self, rank: int, runs: Sequence[_ProgramRun], node_offsets: dict[_ProgramRun, int]
     ) -> Iterator[tuple[Positions, Positions]]:
         """In each queue of a rank, from the last of a step to the first of a next one."""
         last: dict[int, int] = {}
-        for step in row:
-            graph = self.graphs[step.program]
-            queue = queues(graph.index, graph.rules, shared=True)
+        for step in runs:
+            graph = self.graphs[step.program_index]
+            queue = assign_queues(graph.index, graph.rules, shared_numbers=True)
             own = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])
             names, where = np.unique(queue[own], return_index=True)
             _, back = np.unique(queue[own][::-1], return_index=True)
-            enter, leave = graph.enter_leave
+            enter, leave = graph.entry_exit_nodes
             known = [k for k, name in enumerate(names.tolist()) if name in last]
             if known:
                 yield (
                     np.array([last[int(names[k])] for k in known], np.int32),
-                    np.array(begin[step] + enter[own[where[known]]], np.int32),
+                    np.array(node_offsets[step] + enter[own[where[known]]], np.int32),
                 )
-            ends = begin[step] + leave[own[::-1][back]]
+            ends = node_offsets[step] + leave[own[::-1][back]]
             last |= dict(zip(names.tolist(), ends.tolist(), strict=True))
 
-    def _stands(
+    def _find_unfinished(
         self,
         rank: int,
-        row: Sequence[_ProgramRun],
-        begin: dict[_ProgramRun, int],
-        done: NDArray[np.bool_],
+        runs: Sequence[_ProgramRun],
+        node_offsets: dict[_ProgramRun, int],
+        is_done: NDArray[np.bool_],
     ) -> InstructionSite | None:
         """The first instruction of a rank that never ends."""
-        for number, step in enumerate(row, 1):
-            graph = self.graphs[step.program]
+        for number, step in enumerate(runs, 1):
+            graph = self.graphs[step.program_index]
             own = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])
-            late = own[~done[begin[step] + graph.enter_leave[1][own]]]
+            late = own[~is_done[node_offsets[step] + graph.entry_exit_nodes[1][own]]]
             if len(late):
-                return self.site(rank, number, int(late[0]), ", waits")
+                return self.make_site(rank, number, int(late[0]), ", waits")
         return None

@@ -19,7 +19,7 @@ from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
 from schedir.viz import save_html
-from schedir.viz.palette import colour, written
+from schedir.viz.palette import choose_box_color, format_hex
 from tests.browser.chromium import Chromium
 
 COSTS = Costs(F=1, B=2, send=0.25)
@@ -152,7 +152,7 @@ def test_a_click_shows_the_critical_path_and_the_messages(page: Page) -> None:
     browser.click(*place(browser, float(first["start"]) + 1, PREDICTED.span))
     said = text(browser, "selected")
     assert said.startswith("B 0.0") and "got from\nB 1.0, rank 1" in said
-    links = len(PREDICTED.path_to(int(np.flatnonzero(PREDICTED.spans == first)[0])))
+    links = len(PREDICTED.critical_path_to(int(np.flatnonzero(PREDICTED.spans == first)[0])))
     assert f"{links} links" in said and "on 4 ranks" in said
     assert pixels(browser, ACCENT) > 500
     browser.js("document.querySelector('#selected .link').click()")
@@ -274,7 +274,7 @@ def test_what_runs_again_is_hatched(page: Page) -> None:
     ).reshape(-1, 4)[:, :3]
     changes = []
     for op in (Opcode.Forward, Opcode.Recompute):
-        fill = written(colour(op, 0, 1))
+        fill = format_hex(choose_box_color(op, 0, 1))
         own = (row == [int(fill[at : at + 2], 16) for at in (1, 3, 5)]).all(1)
         changes.append(int((own[1:] != own[:-1]).sum()))
     assert 0 < changes[0] <= 2 * 4  # of each box the two sides

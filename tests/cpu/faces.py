@@ -45,7 +45,7 @@ def step_of(
         mesh = init_device_mesh("cpu", (ranks // dp, dp), mesh_dim_names=("pp", "dp"))
         pp, own = mesh["pp"].get_local_rank(), mesh["dp"]
         shape = PipelineShape(ranks // dp, MB, max(1, len(model) // (ranks // dp)), placement)  # type: ignore[arg-type]
-        parts = {s: wrap(model[s], own) if wrap else model[s] for s in shape.stages_of[pp]}
+        parts = {s: wrap(model[s], own) if wrap else model[s] for s in shape.stages_on_rank[pp]}
         schedule = made(parts, len(model), mesh["pp"].get_group(), **options)
         x, y = (each.chunk(dp)[own.get_local_rank()] for each in batch)
         for part in zip(x.chunk(steps), y.chunk(steps), strict=True):

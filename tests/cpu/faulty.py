@@ -86,13 +86,13 @@ def at_instruction(k: int, step: int, when: str, fails: Callable[[], object]) ->
 
     def linked(state: State) -> list[Call]:
         calls: list[Call] = link(state)
-        if not state.number:
+        if not state.program_number:
             calls[k] = Call(None, _failing(calls[k], state))
         return calls
 
     def _failing(call: Call, state: State) -> Callable[[], None]:
         def called() -> None:
-            due = not state.looks and next(steps) == step
+            due = not state.is_evaluating and next(steps) == step
             if due and when == "before":
                 fails()
             if call.wait is not None:

@@ -49,7 +49,7 @@ def total(y: Tensor, target: Tensor) -> Tensor:
 
 def weighed(world: InProcessExecutor, stage: int) -> list[float]:
     """The gradient of a stage's weight."""
-    found = [own.stages[stage].module for own in world.ranks if stage in own.stages]
+    found = [own.stages[stage].module for own in world.executors if stage in own.stages]
     grad = found[0].get_parameter("weight").grad
     assert grad is not None
     return cast("list[float]", grad.tolist())
@@ -61,4 +61,4 @@ def ranks(*runs: Callable[..., Any], ranks: int = 2, **how: Any) -> InProcessExe
     stages = [Made(run) for run in runs]
     how = {"loss": squares, "boundary": TWO, **how}
     schedule = how.pop("schedule", gpipe if len(runs) == ranks else interleaved)
-    return InProcessExecutor(compile(schedule, shape), stages, record=False, **how)
+    return InProcessExecutor(compile(schedule, shape), stages, record_timestamps=False, **how)

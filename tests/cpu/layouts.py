@@ -19,7 +19,7 @@ from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.transports.gloo import GlooTransport
 
 BATCH, CONTEXT, HIDDEN, VOCAB, LAYERS, SAMPLES = 2, 8, 16, 31, 4, 4
@@ -59,9 +59,9 @@ class Model(NamedTuple):
             vocab=VOCAB, layers=LAYERS, hidden=HIDDEN, heads=2, context=CONTEXT, tied=self.tied,
             dropout=self.dropout,
         )  # fmt: skip
-        stage = gpt.build_stage(cfg, s, shape.stages, tp=tp, sequence=sequence)
+        stage = gpt.build_stage(cfg, s, shape.stages, tp=tp, sequence_parallel=sequence)
         if self.half:
-            float32_gradients(stage.bfloat16())
+            use_float32_gradients(stage.bfloat16())
         return stage
 
     def boundary(self, cut: int = 1) -> Boundary:
@@ -92,7 +92,7 @@ def executor_of(layout: Layout, model: Model) -> Executor:
     tp = transport.tp_group
     stages = {
         s: model.stage(s, layout.shape, tp, sequence=program.sequence_parallel)
-        for s in layout.shape.stages_of[transport.rank]
+        for s in layout.shape.stages_on_rank[transport.rank]
     }
     parameters = [p for stage in stages.values() for p in stage.parameters()]
     return Executor(
@@ -121,7 +121,7 @@ def in_process(layout: Layout, model: Model, **how: Any) -> InProcessExecutor:
 def steps(executor: Executor | InProcessExecutor, first: int, end: int) -> list[float]:
     """The losses of steps from a number on, where they are known."""
     found = []
-    of = executor if isinstance(executor, Executor) else executor.ranks[0]
+    of = executor if isinstance(executor, Executor) else executor.executors[0]
     m, transport = of.program.shape.microbatches, of.state.transport
     for step in range(first, end):
         numbers = torch.Generator().manual_seed(step)
@@ -140,13 +140,13 @@ def same(_: int, name: str) -> str:
 def whole(folder: Path, step: int) -> dict[str, Tensor]:
     """All tensors of a checkpoint."""
     place = CheckpointDirectory(folder)
-    manifest = place.read(step)
+    manifest = place.load_manifest(step)
     found = {
         name: torch.full(kind.shape, 7, dtype=getattr(torch, kind.dtype))
         for name, kind in manifest.tensors.items()
     }
     wanted = [(n, [TensorPiece((0,) * t.dim(), tuple(t.shape), t)]) for n, t in found.items()]
-    read(place.of(step), manifest, wanted)
+    read(place.locate_step(step), manifest, wanted)
     return found
 
 
@@ -154,17 +154,17 @@ def trained(layout: Layout, model: Model, folder: Path) -> None:
     """Six steps in one run, saved after three and at the end."""
     executor = executor_of(layout, model)
     steps(executor, 0, 3)
-    save(executor, folder, step=3, names=same)
+    save(executor, folder, step=3, name_map=same)
     steps(executor, 3, 6)
-    save(executor, folder, step=6, names=same)
+    save(executor, folder, step=6, name_map=same)
 
 
 def resumed(executor: Executor | InProcessExecutor, folder: Path, name: str) -> None:
     """What was saved is read, and saved again before and after three more steps."""
-    assert load(executor, folder, step=3, names=same) == {"step": 3, "extra": {}}
-    save(executor, folder / name, step=3, names=same)
+    assert load(executor, folder, step=3, name_map=same) == {"step": 3, "extra": {}}
+    save(executor, folder / name, step=3, name_map=same)
     steps(executor, 3, 6)
-    save(executor, folder / name, step=6, names=same)
+    save(executor, folder / name, step=6, name_map=same)
 
 
 def all_of(

@@ -79,13 +79,15 @@ def drawn(stages: int, seed: int, tensors: int = 4) -> tuple[list[nn.Module], di
     torch.manual_seed(seed)
     takes = [
         Boundary((ROWS, 4), torch.int64),
-        Boundary((2,), grad=False),
-        Boundary((ROWS, WIDTH), grad=False),
+        Boundary((2,), requires_grad=False),
+        Boundary((ROWS, WIDTH), requires_grad=False),
     ]
     modules: list[nn.Module] = []
     boundaries = {}
     for s in range(stages):
-        graded = [k for k, one in enumerate(takes) if one.grad] if s else [*range(len(takes))]
+        graded = (
+            [k for k, one in enumerate(takes) if one.requires_grad] if s else [*range(len(takes))]
+        )
         uses = sorted(
             {rng.choice(graded), *rng.sample(range(len(takes)), rng.randint(0, len(takes)))}
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from examples import bert, encoder_decoder
 from schedir.models import llama
-from schedir.models.language_model import IGNORE, count_tokens, loss
+from schedir.models.language_model import IGNORE_INDEX, count_tokens, loss
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.step_inputs import Keywords, Microbatches
 
@@ -47,7 +47,7 @@ def sequences(microbatches: int, seed: int) -> Given:
     numbers = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (microbatches, BATCH, CONTEXT + 1), generator=numbers)
     targets = tokens[..., 1:].clone()
-    targets[:, 0, :2] = IGNORE
+    targets[:, 0, :2] = IGNORE_INDEX
     return Given(tokens[..., :-1], targets, 1 / llama.count_tokens(targets))
 
 
@@ -71,7 +71,7 @@ def sentences(config: bert.BertConfig, microbatches: int, seed: int) -> Given:
     numbers = torch.Generator().manual_seed(seed)
     shape = (microbatches, BATCH, config.context)
     tokens = torch.randint(config.text, shape, generator=numbers)
-    targets = torch.full(shape, IGNORE)
+    targets = torch.full(shape, IGNORE_INDEX)
     keywords = []
     for mb in range(microbatches):
         of, mask = torch.zeros(shape[1:], dtype=torch.int64), torch.ones(shape[1:]).bool()
@@ -111,7 +111,7 @@ def translations(microbatches: int, seed: int) -> Given:
     lengths = SOURCE - torch.arange(microbatches)[:, None] % 2 - torch.arange(BATCH)
     mask = torch.arange(SOURCE) < lengths[..., None]
     after = target[..., 1:].clone()
-    after[:, 1, -2:] = IGNORE
+    after[:, 1, -2:] = IGNORE_INDEX
     keywords = [{"target": t[:, :-1], "mask": m} for t, m in zip(target, mask, strict=True)]
     return Given(source, after, 1 / count_tokens(after), keywords)
 

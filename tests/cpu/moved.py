@@ -7,11 +7,13 @@ import random
 import numpy as np
 
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import ROWS, Lane, Opcode, Value
-from schedir.ir.program import ADDRESS, OP, Program
-from schedir.passes.insertion import at_places
+from schedir.ir.isa.instructions import INSTRUCTIONS, Lane, Opcode, Value
+from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, Program
+from schedir.passes.insertion import insert_at_positions
 
-USES = tuple(row.op for row in ROWS if Value.SAVED in row.needs and row.lane is Lane.COMPUTE)
+USES = tuple(
+    row.op for row in INSTRUCTIONS if Value.SAVED in row.needs and row.lane is Lane.COMPUTE
+)
 
 
 def moved(
@@ -21,8 +23,8 @@ def moved(
     that a share to the disk; at places in order between the two, or, a share of them, right behind
     the forward and right before the use."""
     rng, joined = random.Random(seed), [*program.joined.tolist(), False]
-    index = InstructionIndex.of(program)
-    address, ops = program.words & ADDRESS, program.op.tolist()
+    index = InstructionIndex.from_program(program)
+    address, ops = program.words & ADDRESS_MASK, program.op.tolist()
     rank = np.repeat(range(program.shape.ranks), np.diff(program.offsets)).tolist()
     placed: list[tuple[int, int, int]] = []
     for made in np.flatnonzero(program.op == Opcode.Forward).tolist():
@@ -43,10 +45,12 @@ def moved(
         if rng.random() < late:
             at[0], at[-1] = first, last
         word = int(address[made])
-        placed += [(n, rank[made], word | int(op) << OP) for n, op in zip(at, new, strict=True)]
+        placed += [
+            (n, rank[made], word | int(op) << OP_SHIFT) for n, op in zip(at, new, strict=True)
+        ]
     if not placed:
         return program
     places, ranks, words = zip(*placed, strict=True)
-    return at_places(
+    return insert_at_positions(
         program, np.array(places), np.array(ranks), np.array(words, program.words.dtype)
     )

@@ -19,18 +19,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.program import Program
-from schedir.runtime.autograd.weight_gradient_rules import Later
+from schedir.runtime.autograd.weight_gradient_rules import PendingTensor
 from schedir.runtime.executor import Executor
 from schedir.runtime.recording.recorder import EventTimestamps
-from schedir.tensor_parallel.mappings import _start_sum as start_sum
+from schedir.tensor_parallel.mappings import _start_all_reduce as start_sum
 from schedir.transports import collectives
-from schedir.transports.collectives import COLLECTIVES, Group
+from schedir.transports.collectives import COLLECTIVES, GroupKey
 from schedir.transports.p2p_groups import DirectedEdge, EdgeGroups
 from schedir.transports.transport import Work
 from tests.cpu.happens_before import Races
 from tests.cpu.virtual_gpu import Event, Stream, VirtualGPU
 
-Kind = Literal["send", "recv", "dX"] | collectives.Kind
+Kind = Literal["send", "recv", "dX"] | collectives.CollectiveName
 
 
 class _StreamWork:
@@ -87,8 +87,8 @@ class NcclLike(EdgeGroups):
 
     def follow(self, executor: Executor) -> None:
         """Know the recorder's streams."""
-        if isinstance(executor.stamps, EventTimestamps):
-            self.recorders = [*executor.stamps.beside.values()]
+        if isinstance(executor.timestamps, EventTimestamps):
+            self.recorders = [*executor.timestamps.side_streams.values()]
 
     def _note(self, kind: Kind, stream: Stream, reads: list[Tensor], writes: list[Tensor]) -> None:
         stream.seen[stream] += 1
@@ -119,16 +119,20 @@ class NcclLike(EdgeGroups):
         start = partial(super().recv, tensor, peer, lane)
         return self._issue("recv", group, [], [tensor], start)
 
-    def issue(self, kind: collectives.Kind, group: Group, out: Tensor, own: Tensor) -> None:
+    def issue_collective(
+        self, kind: collectives.CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+    ) -> None:
         self._note(kind, self.gpu.stream, [own], [out])
         with _disable_current_modes():
             self.data = COLLECTIVES[kind].start(self.groups[group], out, own, True)
 
-    def collective(self, kind: collectives.Kind, group: Group, out: Tensor, own: Tensor) -> Work:
-        issued = super().collective(kind, group, out, own)
+    def start_collective(
+        self, kind: collectives.CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+    ) -> Work:
+        issued = super().start_collective(kind, group, out, own)
         return _Issued(self, kind, issued, self.data)
 
-    def start_sum(self, group: Any, x: Tensor) -> Later:
+    def start_sum(self, group: Any, x: Tensor) -> PendingTensor:
         """As layers start the sum of an input's gradient over their group."""
 
         def start() -> Any:

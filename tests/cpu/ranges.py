@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from schedir.analysis.progress_models import MODELS
-from schedir.ir.isa.instructions import COMPUTE
+from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.ir.program import Program
 from schedir.traces.trace_import import read_run
 
@@ -49,4 +49,4 @@ def imported(folder: str | Path, name: str) -> Program:
 
 def computes(program: Program) -> list[list[int]]:
     """Forwards and backwards, by rank, in order."""
-    return [s.words[np.isin(s.op, COMPUTE)].tolist() for s in program.streams]
+    return [s.words[np.isin(s.op, COMPUTE_OPS)].tolist() for s in program.streams]

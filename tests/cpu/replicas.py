@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from schedir import compile
-from schedir.ir.isa.instructions import ADDS, Opcode
+from schedir.ir.isa.instructions import GRAD_ADDING_OPS, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.parameters import overlapped_reduction
-from schedir.runtime.parameters.mixed_precision import LossScale, float32_gradients
-from schedir.transports.collectives import Group, Kind
+from schedir.runtime.parameters.mixed_precision import LossScale, use_float32_gradients
+from schedir.transports.collectives import CollectiveName, GroupKey
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.transport import Work
 from tests.cpu.tiny_stages import zb
@@ -78,7 +78,7 @@ class Layers(nn.Module):
             weights = [layer.weight for layer in self.layers]
             weights[2].register_post_accumulate_grad_hook(_clamp)
         if how == "wide":
-            float32_gradients(self.bfloat16())
+            use_float32_gradients(self.bfloat16())
 
     def _write(self, *_: Any) -> None:
         weight: Any = self.layers[3].weight
@@ -139,12 +139,14 @@ class Spied(GlooTransport):
 
     executor: Executor
 
-    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+    def start_collective(
+        self, kind: CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+    ) -> Work:
         if group == "dp":
             i = self.executor.state.stream[self.executor.position]
-            LOG.append(f"{'bucket' if i.op in ADDS else 'late'} {out.numel()}")
-            assert i.op in ADDS or i.op is Opcode.ReduceGrads
-        return super().collective(kind, group, out, own)
+            LOG.append(f"{'bucket' if i.op in GRAD_ADDING_OPS else 'late'} {out.numel()}")
+            assert i.op in GRAD_ADDING_OPS or i.op is Opcode.ReduceGrads
+        return super().start_collective(kind, group, out, own)
 
 
 class Case(NamedTuple):
@@ -158,7 +160,7 @@ class Case(NamedTuple):
 @contextmanager
 def buckets_of(size: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlapped_reduction, "BUCKET", size)
+        patch.setattr(overlapped_reduction, "BUCKET_BYTES", size)
         yield
 
 
@@ -179,7 +181,7 @@ def executor_of(case: Case, transport: type[GlooTransport] = Spied) -> Executor:
         for stage in stages:
             make_backward_splittable(stage)
     gloo = transport(program)
-    own = {s: stages[s] for s in program.shape.stages_of[gloo.rank]}
+    own = {s: stages[s] for s in program.shape.stages_on_rank[gloo.rank]}
     parameters = [p for stage in own.values() for p in stage.parameters() if p.requires_grad]
     dtype = parameters[0].dtype
     executor = Executor(
@@ -213,7 +215,7 @@ def steps(executor: Executor, bad: bool = False) -> Any:
     state = executor.stages.values()
     found = [p.grad.clone() for s in state for p in s.module.parameters() if p.grad is not None]
     found += [p.detach().clone() for s in state for p in s.module.parameters()]
-    return [*found, executor.norm.clone(), executor.finite], logs
+    return [*found, executor.grad_norm.clone(), executor.finite_updates], logs
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:

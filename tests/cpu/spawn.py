@@ -7,8 +7,8 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
-from schedir.transports.local_processes import GRACE, RankError
-from schedir.transports.local_processes import run as run_in
+from schedir.transports.local_processes import GRACE_SECONDS, RankError
+from schedir.transports.local_processes import run_processes as run_in
 
 __all__ = ["CONTEXT", "RankError", "run"]
 
@@ -25,7 +25,11 @@ gc.freeze()  # this is the last: no child looks through what the server has load
 
 
 def run(
-    fn: Callable[..., Any], world_size: int, *args: Any, limit: float = 240, grace: float = GRACE
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    limit: float = 240,
+    grace: float = GRACE_SECONDS,
 ) -> list[Any]:
     """`fn(rank, *args)` on each of `world_size` processes, as `local_processes.run`."""
-    return run_in(fn, world_size, *args, context=CONTEXT, limit=limit, grace=grace)
+    return run_in(fn, world_size, *args, context=CONTEXT, timeout=limit, grace_seconds=grace)

@@ -15,7 +15,7 @@ from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.schedules import (
     dualpipe,
     dualpipe_v,
@@ -61,7 +61,7 @@ SHAPES = {
 def made(program: Program, make: Make, *, half: bool = False, **how: Any) -> InProcessExecutor:
     stages = gpt_stages(program.shape.stages, bool(program.tied_weights))
     for stage in stages if half else ():
-        float32_gradients(stage.bfloat16())
+        use_float32_gradients(stage.bfloat16())
     for stage in stages[: program.frozen_stages]:
         stage.requires_grad_(False)
     boundary = Boundary((BATCH, CONTEXT, HIDDEN), torch.bfloat16) if half else BOUNDARY
@@ -77,14 +77,14 @@ def stepped(world: InProcessExecutor, *at: int) -> list[Tensor]:
     found = []
     for k in at:
         x, y, scale = batch(world.program.shape.microbatches, k)
-        found.append(world.step(x, y, scale, seed=k))
+        found.append(world.step(x, y, scale, order_seed=k))
     return found
 
 
 def left(world: InProcessExecutor) -> list[Tensor]:
     """Each rank's parameters, with what its optimizer keeps of each, and the loss scale."""
     found: list[Any] = []
-    for rank in world.ranks:
+    for rank in world.executors:
         optimizer: Any = rank.state.optimizer
         inner = getattr(optimizer, "inner", optimizer)
         for group in inner.param_groups:

@@ -43,8 +43,8 @@ class Strict(ProcessTransport):
     """`waits` is how long a transfer may take before it raises Stuck."""
 
     progress_model = "per_device"
-    grouped = True
-    has_pipeline = True
+    is_grouped = True
+    has_pipeline_group = True
 
     def __init__(self, program: Program, waits: float = 60.0) -> None:
         super().__init__(program)
@@ -75,7 +75,7 @@ class Strict(ProcessTransport):
         self.open = None
 
     def _work(self) -> None:
-        group = self.pipeline
+        group = self.pipeline_group
         while True:
             batch = self.queue.get()
             works = []

@@ -14,12 +14,12 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
-from schedir.runtime.parameters.mixed_precision import LossScale, float32_gradients
+from schedir.runtime.parameters.mixed_precision import LossScale, use_float32_gradients
 from schedir.schedules import one_f_one_b
 from schedir.training.batches.text_batches import Corpus
 from schedir.training.config.run_config import Config, DataConfig, PipelineConfig
 from schedir.training.config.train_config import TrainConfig
-from schedir.training.train import program_of
+from schedir.training.train import build_program
 from schedir.training.trainer import _Trainer
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.p2p_groups import EdgeGroups
@@ -39,7 +39,7 @@ def _executor(process: int, differs: str) -> None:
     stages = gpt_stages(shape.stages)
     if replicas and other:
         if differs == "gradients":
-            float32_gradients(stages[0].bfloat16())
+            use_float32_gradients(stages[0].bfloat16())
         elif differs == "hidden":
             stages = [gpt.build_stage(gpt.GPTConfig(32, 1, 32, 2, 8), 0, 1)]
         else:
@@ -51,7 +51,7 @@ def _executor(process: int, differs: str) -> None:
     Executor(
         program,
         transport.rank,
-        {s: stages[s] for s in shape.stages_of[transport.rank]},
+        {s: stages[s] for s in shape.stages_on_rank[transport.rank]},
         transport,
         loss=gpt.loss,
         boundary=Boundary(boundary),
@@ -110,7 +110,7 @@ def test_processes_that_agree_are_let_through() -> None:
 def _trainer(process: int, config: Config) -> None:
     if process:
         config = replace(config, train=replace(config.train, lr=0.5))
-    _Trainer(config, program_of(config), Corpus(config), None)
+    _Trainer(config, build_program(config), Corpus(config), None)
 
 
 def test_trainers_that_read_different_configurations() -> None:

@@ -18,17 +18,21 @@ from torch import Tensor, nn
 from schedir import compile, schedules
 from schedir.compiler.compile import lower
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.pipeline.tied_weights import tied_stages
+from schedir.ir.pipeline.tied_weights import normalize_tied_stages
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, float32_gradients
+from schedir.runtime.parameters.mixed_precision import (
+    LossScale,
+    MainOptimizer,
+    use_float32_gradients,
+)
 from schedir.testing import random_compute_program, shapes
 from schedir.transports.gloo import GlooTransport
-from schedir.transports.shared_memory import SharedMemoryTransport, can_share
+from schedir.transports.shared_memory import SharedMemoryTransport, can_share_memory
 from tests.cpu.spawn import run
 from tests.cpu.test_finite import learned, set_stage, spoilt
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
@@ -58,7 +62,7 @@ def gpts(
                     schedule,
                     clip_grad_norm=True,
                     norm_check=validate,
-                    tied_weights=tied_stages(tied, shape),
+                    tied_weights=normalize_tied_stages(tied, shape),
                 )
             )
         else:
@@ -72,19 +76,23 @@ def gpts(
 
 def repeated(ranks: InProcessExecutor) -> int:
     """How many steps were run again, on every rank."""
-    (number,) = {rank.state.ahead.repeated for rank in ranks.ranks if rank.state.ahead}
+    (number,) = {
+        rank.state.optimistic_step.repeated_steps
+        for rank in ranks.executors
+        if rank.state.optimistic_step
+    }
     return number
 
 
 def norms(ranks: InProcessExecutor) -> list[float]:
-    return [float(rank.norm) for rank in ranks.ranks]
+    return [float(rank.grad_norm) for rank in ranks.executors]
 
 
 def same(one: InProcessExecutor, other: InProcessExecutor) -> bool:
     """Whether two have the same weights, state of optimizers, buffers, norms and verdicts."""
     pairs = [*zip(learned(one), learned(other), strict=True)]
-    for a, b in zip(one.ranks, other.ranks, strict=True):
-        pairs += [(a.norm, b.norm), (a.finite, b.finite)]
+    for a, b in zip(one.executors, other.executors, strict=True):
+        pairs += [(a.grad_norm, b.grad_norm), (a.finite_updates, b.finite_updates)]
         for s, stage in a.stages.items():
             pairs += zip(stage.module.buffers(), other_stage(other, s).buffers(), strict=True)
             got = [p.grad for p in other_stage(other, s).parameters()]
@@ -94,7 +102,7 @@ def same(one: InProcessExecutor, other: InProcessExecutor) -> bool:
 
 
 def other_stage(ranks: InProcessExecutor, s: int) -> nn.Module:
-    return next(rank.stages[s].module for rank in ranks.ranks if s in rank.stages)
+    return next(rank.stages[s].module for rank in ranks.executors if s in rank.stages)
 
 
 # Norms of the first steps are 1.2, 0.7, 0.5 or so: all are clipped, the first, or none.
@@ -106,9 +114,9 @@ def test_the_same_bits(schedule: Any, shape: PipelineShape, max_norm: float) -> 
         for ranks in (right, ahead):
             set_stage(ranks, 1, gradient=math.nan if k == 3 else 1.0)
         given = batch(shape.microbatches, k)
-        assert torch.equal(right.step(*given), ahead.step(*given, seed=k if k % 2 else None))
+        assert torch.equal(right.step(*given), ahead.step(*given, order_seed=k if k % 2 else None))
     assert [repr(n) for n in norms(right)] == [repr(n) for n in norms(ahead)]
-    ahead.settle()
+    ahead.validate_last_update()
     assert same(right, ahead)
     # Who always clips is wrong once; else NaN is wrong, too, and what is clipped after a good one.
     assert (repeated(ahead) == 1) if max_norm != 1.0 else (repeated(ahead) in (2, 3))
@@ -143,11 +151,11 @@ def test_random_schedules_orders_and_verdicts(
         for ranks in (right, ahead):
             set_stage(ranks, shape.stages - 1, gradient=gradient)
         given = batch(shape.microbatches, k)
-        assert torch.equal(right.step(*given), ahead.step(*given, seed=order))
+        assert torch.equal(right.step(*given), ahead.step(*given, order_seed=order))
         if settles:
-            ahead.settle()
+            ahead.validate_last_update()
             assert same(right, ahead)
-    ahead.settle()
+    ahead.validate_last_update()
     assert same(right, ahead)
 
 
@@ -209,7 +217,7 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
         torch.manual_seed(0)
         stages = [Noisy() for _ in range(3)]
         for stage in stages if wide else ():
-            float32_gradients(stage.to(torch.bfloat16))
+            use_float32_gradients(stage.to(torch.bfloat16))
         program = compile(
             schedules.one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True, norm_check=validate
         )
@@ -227,7 +235,7 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
         x, y = (t.to(torch.bfloat16) if wide else t for t in (x, y))
         assert torch.equal(step(right, x, y), step(ahead, x, y))
         for ranks in (right, ahead):
-            for rank in ranks.ranks:
+            for rank in ranks.executors:
                 group = rank.state.optimizer.param_groups[0]  # type: ignore[union-attr]
                 if isinstance(group["lr"], Tensor):
                     group["lr"].mul_(0.9)
@@ -235,9 +243,9 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
                     group["lr"] *= 0.9
                 for p in rank.stages[rank.rank].module.parameters():
                     p.grad = None  # as zero_grad does
-    ahead.settle()
+    ahead.validate_last_update()
     pairs = [*zip(learned(right), learned(ahead), strict=True)]
-    for a, b in zip(right.ranks, ahead.ranks, strict=True):
+    for a, b in zip(right.executors, ahead.executors, strict=True):
         modules = (rank.stages[rank.rank].module for rank in (a, b))
         pairs += zip(*(module.state_dict().values() for module in modules), strict=True)
     assert all(torch.equal(x, y) for x, y in pairs)
@@ -246,12 +254,12 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
 
 def test_a_loss_scale_is_led_by_the_right_updates() -> None:
     """float16: the scale begins too large, and halves until updates are finite."""
-    scale = partial(LossScale, 2.0**24, interval=2)
+    scale = partial(LossScale, 2.0**24, growth_interval=2)
 
     def make(validate: str) -> InProcessExecutor:
         stages = [spoilt(stage.to(torch.float16)) for stage in gpt_stages(3, tied=False)]
         for stage in stages:
-            float32_gradients(stage)
+            use_float32_gradients(stage)
         return InProcessExecutor(
             compile(schedules.one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True,
                     norm_check=validate),
@@ -264,9 +272,9 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
     for k in range(14):
         given = batch(4, k)
         assert torch.equal(right.step(*given), ahead.step(*given))
-    ahead.settle()
+    ahead.validate_last_update()
     assert same(right, ahead)
-    values = [[float(rank.state.loss_scale.value) for rank in w.ranks] for w in (right, ahead)]  # type: ignore[union-attr]
+    values = [[float(rank.state.loss_scale.value) for rank in w.executors] for w in (right, ahead)]  # type: ignore[union-attr]
     assert values[0] == values[1] != [2.0**24] * 3
 
 
@@ -277,15 +285,15 @@ def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
         program = compile(schedule, shape, dp=dp, clip_grad_norm=True, norm_check=validate)
         transport = (
             SharedMemoryTransport(program)
-            if name == "zb_h1" and can_share()
+            if name == "zb_h1" and can_share_memory()
             else GlooTransport(program)
         )
         stages = [spoilt(stage) for stage in gpt_stages(shape.stages, tied=False)]
-        own = {s: stages[s] for s in shape.stages_of[transport.rank]}
+        own = {s: stages[s] for s in shape.stages_on_rank[transport.rank]}
         ps = [p for stage in own.values() for p in stage.parameters()]
         executor = Executor(
             program, transport.rank, own, transport, loss=gpt.loss, boundary=BOUNDARY,
-            optimizer=ADAMW(ps), max_norm=max_norm, record=validate == "before_step",
+            optimizer=ADAMW(ps), max_norm=max_norm, record_timestamps=validate == "before_step",
         )  # fmt: skip
         losses = []
         for k in range(6):
@@ -295,9 +303,11 @@ def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
             part = slice(4 * transport.dp_rank, 4 * transport.dp_rank + 4)
             loss = executor.step(inputs[part], targets[part], scale)
             losses.append(0.0 if loss is None else float(loss))
-        norm = float(executor.norm)
-        executor.settle()
-        again = executor.state.ahead.repeated if executor.state.ahead else 0
+        norm = float(executor.grad_norm)
+        executor.validate_last_update()
+        again = (
+            executor.state.optimistic_step.repeated_steps if executor.state.optimistic_step else 0
+        )
         found.append((losses, norm, [p.tolist() for p in ps], again))
     (*one, _), (*other, again) = found
     return one == other, again
@@ -328,6 +338,6 @@ def test_split_layers(how: dict[str, Any]) -> None:
 
     right, ahead = both(make)
     for k in range(5):
-        assert torch.equal(right.step(*batch(5, k)), ahead.step(*batch(5, k), seed=k))
-    ahead.settle()
+        assert torch.equal(right.step(*batch(5, k)), ahead.step(*batch(5, k), order_seed=k))
+    ahead.validate_last_update()
     assert same(right, ahead)

@@ -62,11 +62,11 @@ def test_after_a_wrong_batch_the_last_update_is_as_it_was() -> None:
     with pytest.raises(ExecutionError):
         ranks.step(X[:1], X)
     with pytest.raises(ModelError):
-        ranks.ranks[0].stages[0].module(X[0])
-    ranks.settle()
+        ranks.executors[0].stages[0].module(X[0])
+    ranks.validate_last_update()
     right = one(max_norm=1e-3)
     right.step(X, X)
-    right.settle()
+    right.validate_last_update()
     assert same(right, ranks)
 
 
@@ -74,9 +74,9 @@ def test_an_update_is_made_again_whatever_has_become_of_the_gradients() -> None:
     right, ranks = one(max_norm=1e-3), one(max_norm=1e-3)
     for each in (right, ranks):
         each.step(X, X)
-        for rank in each.ranks if each is ranks else ():
+        for rank in each.executors if each is ranks else ():
             rank.state.optimizer.zero_grad()  # type: ignore[union-attr]
-        each.settle()
+        each.validate_last_update()
     assert same(right, ranks)
 
 
@@ -120,8 +120,8 @@ def _looks(
     def look() -> object:
         ranks = one(**how)
         ranks.step(X, X)
-        stage = ranks.ranks[0].stages[0].module
-        return what(ranks, stage, ranks.ranks[0].state.optimizer)
+        stage = ranks.executors[0].stages[0].module
+        return what(ranks, stage, ranks.executors[0].state.optimizer)
 
     return look
 
@@ -149,7 +149,7 @@ def _write(what: str) -> Callable[[InProcessExecutor, nn.Module, Any], object]:
         elif what == "cleared":
             optimizer.state.clear()
         elif what == "scale":
-            ranks.ranks[0].state.loss_scale.value.fill_(4.0)  # type: ignore[union-attr]
+            ranks.executors[0].state.loss_scale.value.fill_(4.0)  # type: ignore[union-attr]
         else:
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         return ranks.step(X, X)
@@ -163,7 +163,7 @@ def _slow(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 def _late(ranks: InProcessExecutor, stage: nn.Module, _: Any) -> object:
     """A forward begins to write to a frozen Parameter, in a step that is in vain."""
-    late = ranks.ranks[0].stages[0].module
+    late = ranks.executors[0].stages[0].module
     for k in range(3):
         ranks.step(X, X + 1e9 * (k == 2))
     late.begins = True  # type: ignore[assignment]
@@ -187,7 +187,7 @@ class Late(nn.Linear):
 
 
 def _other(ranks: InProcessExecutor, _: nn.Module, optimizer: Any) -> object:
-    stages = [rank.stages[rank.rank].module for rank in ranks.ranks]
+    stages = [rank.stages[rank.rank].module for rank in ranks.executors]
     evaluate = compile(schedules.forward_only, PipelineShape(2, 4))
     return InProcessExecutor(evaluate, stages, loss=squares, boundary=(2, 3)).step(X, X)
 
@@ -256,9 +256,9 @@ def test_settled_weights_may_be_looked_at_and_written_to() -> None:
     whole, parts = one(max_norm=1e-3), one(max_norm=1e-3)
     for k in range(3):
         assert torch.equal(whole.step(X, X + k), parts.step(X, X + k))
-        parts.settle()
-        parts.settle()  # nothing is left
-        for rank in parts.ranks:
+        parts.validate_last_update()
+        parts.validate_last_update()  # nothing is left
+        for rank in parts.executors:
             module, optimizer = rank.stages[rank.rank].module, rank.state.optimizer
             weights = {name: p.clone() for name, p in module.state_dict().items()}
             state = optimizer.state_dict()  # type: ignore[union-attr]
@@ -266,7 +266,7 @@ def test_settled_weights_may_be_looked_at_and_written_to() -> None:
             nn.init.zeros_(next(module.parameters()))
             module.load_state_dict(weights)
             optimizer.load_state_dict(state)  # type: ignore[union-attr]
-    whole.settle()
+    whole.validate_last_update()
     assert same(whole, parts)
 
 
@@ -275,7 +275,7 @@ def test_a_failed_settle_is_refused_again() -> None:
     ranks = one()
     ranks.step(X, X)
     with torch.no_grad():
-        next(ranks.ranks[1].stages[1].module.parameters()).mul_(2)
-    for again in (ranks.settle, lambda: ranks.step(X, X)):
+        next(ranks.executors[1].stages[1].module.parameters()).mul_(2)
+    for again in (ranks.validate_last_update, lambda: ranks.step(X, X)):
         with pytest.raises(ModelError, match="written to"):
             again()

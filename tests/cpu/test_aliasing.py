@@ -76,7 +76,7 @@ def test_a_buffer_that_is_returned_twice(name: str, others: list[Any]) -> None:
     for seed in (None, 0, 1, 2):
         own = made(Reuses, *others)
         try:
-            assert torch.equal(world(program, own).step(*batch(), seed=seed), total)
+            assert torch.equal(world(program, own).step(*batch(), order_seed=seed), total)
             assert same_bits(gradients(own), gradients(right))
         except ExecutionError as error:
             assert instruction_of(error).op is not Opcode.OptimizerStep
@@ -92,7 +92,7 @@ def test_any_legal_order_has_the_bits_of_the_reference_or_is_refused(seed: int, 
     own, right = made(kind), made(Fresh)
     total = run_sequential(right, *batch(), loss=squares)
     try:
-        assert torch.equal(world(program, own).step(*batch(), seed=seed), total)
+        assert torch.equal(world(program, own).step(*batch(), order_seed=seed), total)
     except ExecutionError as error:
         assert instruction_of(error).stage in (0, 1)
         return
@@ -167,7 +167,7 @@ class Both(nn.Module):
 OVERLAPPING: list[tuple[Any, Boundary]] = [
     (lambda y: y, BOUNDARY),
     (lambda y: y[:], BOUNDARY),
-    (lambda y: y.detach(), Boundary((3, WIDTH), grad=False)),
+    (lambda y: y.detach(), Boundary((3, WIDTH), requires_grad=False)),
     (lambda y: y[1:, :2], Boundary((2, 2))),
     (lambda y: y.t(), Boundary((WIDTH, 3))),
 ]

@@ -77,10 +77,10 @@ def misplaced(program: Program, transport: Any = None, seed: int | None = None) 
     if transport is None:
         ranks = InProcessExecutor(program, [*own.values()], **everything)
         for _ in range(2):
-            ranks.step(x, y, seed=seed)
+            ranks.step(x, y, order_seed=seed)
     else:
         rank = transport.rank
-        own = {s: own[s] for s in program.shape.stages_of[rank]}
+        own = {s: own[s] for s in program.shape.stages_on_rank[rank]}
         executor = Executor(program, rank, own, transport, **everything)
         for _ in range(2):
             executor.step(x, y)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from schedir.errors import UsageError
-from schedir.models.attention import attention, block_mask, mask_of
-from schedir.models.attention_tiles import tiles_of
+from schedir.models.attention import attention, build_block_mask, build_window_mask
+from schedir.models.attention_tiles import compute_device_tiles
 from schedir.predict.window_tiles import Axis
 
 torch.set_num_threads(1)
@@ -63,10 +63,10 @@ WINDOWS = [(1, 1), (16, 1), (64, 64), (100, 7), (128, 64), (130, 130), (256, 32)
 
 @given(st.integers(1, 300), windows)
 def test_the_mask_is_what_the_cost_model_says(length: int, window: tuple[int, int]) -> None:
-    start, end = Axis(length, *window, causal=True).seen
+    start, end = Axis(length, *window, causal=True).visible_keys
     key = np.arange(length)
     assert (
-        mask_of(length, *window).numpy() == (key >= start[:, None]) & (key < end[:, None])
+        build_window_mask(length, *window).numpy() == (key >= start[:, None]) & (key < end[:, None])
     ).all()
 
 
@@ -74,14 +74,16 @@ def test_the_mask_is_what_the_cost_model_says(length: int, window: tuple[int, in
 @pytest.mark.parametrize("window", WINDOWS)
 def test_tiles_are_the_whole_with_a_mask(length: int, window: tuple[int, int]) -> None:
     got = run(windowed(*window), *heads(length))
-    assert_near(got, run(whole(mask_of(length, *window)), *heads(length)), 1e-12)
+    assert_near(got, run(whole(build_window_mask(length, *window)), *heads(length)), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_of_other_types(dtype: torch.dtype) -> None:
     got = run(windowed(100, 7), *heads(200, dtype))
     assert_near(
-        got, run(whole(mask_of(200, 100, 7)), *heads(200, dtype)), torch.finfo(dtype).eps * 4
+        got,
+        run(whole(build_window_mask(200, 100, 7)), *heads(200, dtype)),
+        torch.finfo(dtype).eps * 4,
     )
 
 
@@ -110,7 +112,7 @@ def test_queries_share_keys_and_values(window: Any, groups: int, dropout: float)
         torch.randn(s, generator=numbers, dtype=torch.float64) for s in (*shapes, shapes[0])
     )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    mask = torch.ones(200, 200).bool().tril() if window is None else mask_of(200, *window)
+    mask = torch.ones(200, 200).bool().tril() if window is None else build_window_mask(200, *window)
 
     def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, window, dropout)
@@ -163,7 +165,7 @@ def test_as_much_is_saved_as_without_a_window() -> None:
 
 def test_with_dropout_the_whole_is_computed_with_the_same_numbers() -> None:
     found = []
-    for run_it in (windowed(64, 16, 0.4), whole(mask_of(200, 64, 16), 0.4)):
+    for run_it in (windowed(64, 16, 0.4), whole(build_window_mask(200, 64, 16), 0.4)):
         torch.manual_seed(3)
         found.append(run(run_it, *heads(200)))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -172,15 +174,15 @@ def test_with_dropout_the_whole_is_computed_with_the_same_numbers() -> None:
 
 @pytest.mark.parametrize(("length", "window"), [(1024, (256, 64)), (700, (100, 7)), (90, (64, 1))])
 def test_flex_attention_is_told_the_same_tiles(length: int, window: tuple[int, int]) -> None:
-    got = block_mask(length, *window, CPU)
-    mask = mask_of(length, *window)
+    got = build_block_mask(length, *window, CPU)
+    mask = build_window_mask(length, *window)
 
     def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return mask[query, key]
 
     want = create_block_mask(sees, None, None, length, length, "cpu", BLOCK_SIZE=128)
     assert torch.equal(got.to_dense(), want.to_dense())
-    grid = torch.from_numpy(tiles_of(length, *window, "cuda").grid)
+    grid = torch.from_numpy(compute_device_tiles(length, *window, "cuda").grid)
     assert torch.equal(got.to_dense()[0, 0] > 0, grid > 0)
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name

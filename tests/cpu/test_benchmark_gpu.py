@@ -200,13 +200,13 @@ def test_figures_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("reset_peak_memory_stats", "set_sync_debug_mode"):
         monkeypatch.setattr(torch.cuda, name, lambda *given: None)
     config = gpt.GPTConfig(256, 4, 32, 2, 8, tied=False)
-    call = Executor.call
+    call = Executor.run_instruction
 
     def slow(executor: Executor, k: int) -> None:
         gpu.work(1e-3)
         call(executor, k)
 
-    monkeypatch.setattr(Executor, "call", slow)
+    monkeypatch.setattr(Executor, "run_instruction", slow)
     found = {figure.name.strip(): figure.value for figure in of_a_gpt(config, 4, 2)}
     assert list(found)[-4:] == [
         "host waits in a step", "device asked for memory, in all steps",
@@ -228,8 +228,8 @@ def test_the_peak_of_ranks_together_is_in_the_order_of_issue() -> None:
         )
         world = InProcessExecutor(
             program,
-            tiny_model.tiny_stages(ranks),
-            loss=tiny_model.loss,
+            tiny_model.make_tiny_stages(ranks),
+            loss=tiny_model.squared_error,
             boundary=Boundary((2, tiny_model.WIDTH), torch.float64),
         )
         each = simulate(program, sizes=sizes).peak_memory

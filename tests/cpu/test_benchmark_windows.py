@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import kernels
-from schedir.models.attention_tiles import tiles_of
+from schedir.models.attention_tiles import compute_device_tiles
 
 
 def test_each_window_that_is_shorter_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -16,6 +16,6 @@ def test_each_window_that_is_shorter_has_a_row(capsys: pytest.CaptureFixture[str
         ["| 100", "64", "64"], ["| 200", "64", "64"], ["| 200", "128", "1"],
     ]  # fmt: skip
     for row, given in zip(rows, [(100, 64, 64), (200, 64, 64), (200, 128, 1)], strict=True):
-        found = tiles_of(*given)
-        assert row[3:5] == [f"{found.visited} of {found.dense}", f"{found.speedup:.2f}"]
+        found = compute_device_tiles(*given)
+        assert row[3:5] == [f"{found.visited_count} of {found.dense_count}", f"{found.speedup:.2f}"]
         assert len(row) == len(kernels.HEAD)

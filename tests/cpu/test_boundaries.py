@@ -55,12 +55,12 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
     assert found == boundary
     norm = math.inf if program.clip_grad_norm else None  # of which nothing is clipped
     ranks = InProcessExecutor(
-        program, stages, loss=loss, boundary=found, max_norm=norm, record=False
+        program, stages, loss=loss, boundary=found, max_norm=norm, record_timestamps=False
     )
     for _ in range(2):  # the second has what the first left in every slot
-        total = ranks.step(inputs, targets, seed=order, keywords=keywords)
+        total = ranks.step(inputs, targets, order_seed=order, keywords=keywords)
         assert torch.equal(total, right)
-        assert not program.trains or same_bits(gradients(stages), gradients(plain))
+        assert not program.has_backward or same_bits(gradients(stages), gradients(plain))
 
 
 @given(compute_programs(microbatches=4), st.integers(0, 2**16), st.integers(0, 9))
@@ -77,7 +77,7 @@ def test_a_program_of_several_updates_has_the_gradients_of_its_last() -> None:
     plain = deepcopy(stages)
     inputs, targets, keywords = batch(8)
     InProcessExecutor(compile(pipedream_2bw, shape), stages, loss=loss, boundary=boundary).step(
-        inputs, targets, keywords=keywords, seed=1
+        inputs, targets, keywords=keywords, order_seed=1
     )
     run_sequential(plain, inputs[4:], targets[4:], loss=loss, keywords=keywords[4:])
     assert same_bits(gradients(stages), gradients(plain))
@@ -106,7 +106,9 @@ def test_each_tensor_is_written_to_by_itself() -> None:
     def beside(w: Tensor, x: Tensor, table: Tensor, count: Tensor) -> Tensor:
         return w * x * table + count.add_(1)
 
-    world = ranks(three, beside, boundary=(TWO[0], Boundary((4,), grad=False), TWO[1]), loss=total)
+    world = ranks(
+        three, beside, boundary=(TWO[0], Boundary((4,), requires_grad=False), TWO[1]), loss=total
+    )
     world.step(X, X)
     assert weighed(world, 0) == weighed(world, 1) == [0.0, 2.0, 4.0, 6.0]
 
@@ -128,7 +130,7 @@ def test_a_stage_that_says_so_writes_to_copies() -> None:
         stages,
         loss=squares,
         boundary=TWO,
-        record=False,
+        record_timestamps=False,
     )
     assert torch.equal(world.step(X, X), 2 * COUNT.float().square().sum())
     assert all(torch.equal(one, COUNT) for one in mine)
@@ -204,8 +206,8 @@ def test_of_each_edge_its_own_shapes_are_counted() -> None:
         compile(gpipe, PipelineShape(3, 2)), stages, loss=loss, boundary=edges
     )
     received = [
-        {(kind.name, b.nbytes) for (kind, _), b in rank.state.buffers.items()}
-        for rank in world.ranks
+        {(kind.name, b.nbytes) for (kind, _), b in rank.state.receive_buffers.items()}
+        for rank in world.executors
     ]
     assert received == [{("GRAD_IN", 16)}, {("ACT_IN", 512), ("GRAD_IN", 6)}, {("ACT_IN", 6)}]
 
@@ -249,7 +251,7 @@ def test_behind_frozen_stages_nothing_has_a_gradient() -> None:
     for stage in stages[:2]:
         stage.requires_grad_(False)
     found = infer_boundaries(stages, X[0], frozen_stages=2)
-    assert [[one.grad for one in edge] for edge in found.values()] == [
+    assert [[one.requires_grad for one in edge] for edge in found.values()] == [
         [False], [False, False], [True, False],
     ]  # fmt: skip
     plain, program = deepcopy(stages), compile(one_f_one_b, PipelineShape(4, 2), frozen_stages=2)
@@ -295,14 +297,20 @@ def own_steps(process: int, cases: list[Case], seed: int) -> list[Any]:
         transport = case.transport(program)
         stages, boundary = drawn(shape.stages, seed)
         executor = Executor(
-            program, transport.rank, stages, transport, loss=loss, boundary=boundary, record=False
+            program,
+            transport.rank,
+            stages,
+            transport,
+            loss=loss,
+            boundary=boundary,
+            record_timestamps=False,
         )
         each, m = batch(shape.microbatches * program.dp), shape.microbatches
         mine = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
         inputs, targets, keywords = each[0][mine], each[1][mine], each[2][mine]
         for _ in range(3):
             sum_of_losses = executor.step(inputs, targets, keywords=keywords)
-        own = {s: gradients([stages[s]])[0] for s in shape.stages_of[transport.rank]}
+        own = {s: gradients([stages[s]])[0] for s in shape.stages_on_rank[transport.rank]}
         found.append((own, sum_of_losses))
     return found
 
@@ -326,5 +334,5 @@ def test_processes_have_the_bits_of_the_reference() -> None:
                     assert same_bits([got], [want[s]]), (case, s)
                 else:
                     assert all(torch.allclose(got[n], want[s][n]) for n in got)
-            if sum_of_losses is not None and dp == 1 and case.shape.rows == 1:
+            if sum_of_losses is not None and dp == 1 and case.shape.placement_rows == 1:
                 assert torch.equal(sum_of_losses, right)

@@ -32,13 +32,15 @@ WRONG: dict[str, Callable[[], object]] = {
     "another shape": lambda: step(lambda w, x: (w * x, COUNT[:3]), last),
     "no tensor": lambda: step(lambda w, x: (w * x, 3), last),
     "attached": lambda: step(
-        lambda w, x: (w * x, w), last, boundary=(Boundary((4,)), Boundary((4,), grad=False))
+        lambda w, x: (w * x, w),
+        last,
+        boundary=(Boundary((4,)), Boundary((4,), requires_grad=False)),
     ),
     "detached": lambda: step(lambda w, x: (w * x, x), last, boundary=BOTH),
     "from nothing": lambda: step(lambda w, x: (w * x, w), lambda w, x, y: w * 2, boundary=BOTH),
     "no gradient": lambda: step(lambda w, x: COUNT, last, boundary=TWO[1]),
     "gradients of numbers": lambda: Boundary((4,), torch.int64, True),
-    "a gradient by name": lambda: Boundary((4,), grad="yes"),  # type: ignore[arg-type]
+    "a gradient by name": lambda: Boundary((4,), requires_grad="yes"),  # type: ignore[arg-type]
     "an edge less": lambda: step(two, last, last, last, boundary={0: TWO, 1: (4,)}),
     "an edge more": lambda: step(two, last, boundary={0: TWO, 1: (4,)}),
     "inputs by name": lambda: step(two, last, inputs=[{"x": X}] * 2),

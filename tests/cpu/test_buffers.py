@@ -19,7 +19,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
-from schedir.runtime.warm_up import undone
+from schedir.runtime.warm_up import undo_steps
 from schedir.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.transports.gloo import GlooTransport
@@ -103,7 +103,7 @@ def test_running_statistics_are_those_of_a_plain_loop(
         warnings.simplefilter("error")
         for order in (None, 3):
             run_sequential(theirs, *batch(m), loss=squares)
-            ranks.step(*batch(m), seed=order)
+            ranks.step(*batch(m), order_seed=order)
             assert same_bits(buffers(ours), buffers(theirs))
     assert int(ours[0].norm.num_batches_tracked) == 2 * m
 
@@ -250,7 +250,7 @@ def test_replicas_are_told_that_each_has_its_own_statistics() -> None:
 def test_a_step_that_is_undone_leaves_statistics_as_they_are() -> None:
     stages = normed(2)
     ranks, before = virtual(one_f_one_b, PipelineShape(2, 4), stages), buffers(stages)
-    with undone(ranks.ranks[0].state), undone(ranks.ranks[1].state):
+    with undo_steps(ranks.executors[0].state), undo_steps(ranks.executors[1].state):
         ranks.step(*batch(4))
         assert not same_bits(before, buffers(stages))
     assert same_bits(before, buffers(stages))
@@ -317,7 +317,7 @@ def test_what_is_handed_over_lies_as_what_is_sent() -> None:
         torch.randn(3, 1, 3)[:2],
         torch.randn(1, 1, 1).expand(2, 1, 3),
     ):
-        laid = boundary.as_sent(value)
+        laid = boundary.to_message_layout(value)
         assert torch.equal(laid, value) and laid.stride() == (3, 3, 1)
-        assert laid.storage_offset() == 0 and boundary.as_sent(laid) is laid
+        assert laid.storage_offset() == 0 and boundary.to_message_layout(laid) is laid
         assert laid.untyped_storage().nbytes() == laid.nbytes  # nothing else is kept with it

@@ -14,7 +14,7 @@ from schedir.__main__ import main
 from schedir.checkpoints import dcp_storage
 from schedir.checkpoints.checkpoint_directory import CheckpointDirectory, Manifest, TensorMeta
 from schedir.checkpoints.local_state import TensorPiece
-from schedir.checkpoints.tensor_slices import boxes
+from schedir.checkpoints.tensor_slices import split_range_into_slices
 from schedir.models import gpt
 from schedir.training.train import run
 from tests.commands import refused, said
@@ -55,9 +55,11 @@ def made(folder: str, step: int, tensors: dict[str, Tensor], **state: object) ->
         kinds[name] = TensorMeta(tuple(value.shape), str(value.dtype).removeprefix("torch."))
         cut, flat = value.numel() // 3, value.reshape(-1)
         pieces[name] = [
-            TensorPiece(box.offset, box.size, flat[low + box.at :][: box.numel].view(box.size))
+            TensorPiece(
+                box.offset, box.size, flat[low + box.flat_offset :][: box.numel].view(box.size)
+            )
             for low, high in ((0, cut), (cut, value.numel()))
-            for box in boxes(value.shape, low, high)
+            for box in split_range_into_slices(value.shape, low, high)
         ]
     own = {name: (kinds[name], pieces[name]) for name in tensors}
     stored, files = dcp_storage.write(at, 0, own)

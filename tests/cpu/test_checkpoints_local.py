@@ -150,15 +150,15 @@ def test_a_weight_that_stages_share_is_there_once(tied: bool, tmp_path: Path) ->
     right: dict[str, Tensor] = {}
     for k, layout in enumerate(GPTS):
         ranks = in_process(layout, model)
-        assert (load(ranks, tmp_path, names=same) is None) == (not k)
+        assert (load(ranks, tmp_path, name_map=same) is None) == (not k)
         if not k:
             steps(ranks, 0, 2)
-        save(ranks, tmp_path, step=k, names=same)
+        save(ranks, tmp_path, step=k, name_map=same)
         right = right or whole(tmp_path, k)
         assert alike(whole(tmp_path, k), right)
         assert ("weights/head.weight" in right) == (not tied)
     with pytest.raises(CheckpointError, match=r"one weight in it, and two here|nothing here"):
-        load(in_process(GPTS[0], model._replace(tied=not tied)), tmp_path, names=same)
+        load(in_process(GPTS[0], model._replace(tied=not tied)), tmp_path, name_map=same)
 
 
 def test_types_of_weights_may_be_others(tmp_path: Path) -> None:
@@ -166,13 +166,13 @@ def test_types_of_weights_may_be_others(tmp_path: Path) -> None:
     wide, half = Model(), Model(half=True)
     one, two, three = (in_process(GPTS[k], m) for k, m in ((0, wide), (2, half), (1, wide)))
     steps(one, 0, 2)
-    save(one, tmp_path / "wide", step=2, names=same)
+    save(one, tmp_path / "wide", step=2, name_map=same)
     with pytest.warns(UserWarning, match="weights of bfloat16 are read from weights of a run of"):
-        load(two, tmp_path / "wide", names=same)
-    save(two, tmp_path / "half", step=2, names=same)
+        load(two, tmp_path / "wide", name_map=same)
+    save(two, tmp_path / "half", step=2, name_map=same)
     with pytest.warns(UserWarning, match="weights of float32 are read from float32 copies"):
-        load(three, tmp_path / "half", names=same)
-    save(three, tmp_path / "again", step=2, names=same)
+        load(three, tmp_path / "half", name_map=same)
+    save(three, tmp_path / "again", step=2, name_map=same)
     right, found = whole(tmp_path / "wide", 2), whole(tmp_path / "half", 2)
     assert alike(right, whole(tmp_path / "again", 2))
     for name in (n for n in found if n.startswith("weights/")):
@@ -212,18 +212,18 @@ def test_draws_go_on(tmp_path: Path) -> None:
 
 def test_a_scale_and_what_is_extra_go_on(tmp_path: Path) -> None:
     def made() -> InProcessExecutor:
-        scale = partial(LossScale, 8.0, interval=2)
+        scale = partial(LossScale, 8.0, growth_interval=2)
         return plain(one_f_one_b, PipelineShape(2, 3), mixed(2, 0), loss_scale=scale)
 
     one, two = made(), made()
     go(one, 0, 3)
-    save(one, tmp_path, step=3, extra={"cursor": [1, 2], "text": "a"})
+    save(one, tmp_path, step=3, extra_state={"cursor": [1, 2], "text": "a"})
     assert load(two, tmp_path) == {"step": 3, "extra": {"cursor": [1, 2], "text": "a"}}
-    for rank, other in zip(one.ranks, two.ranks, strict=True):
+    for rank, other in zip(one.executors, two.executors, strict=True):
         scale, found = rank.state.loss_scale, other.state.loss_scale
         assert scale is not None and found is not None
-        assert float(scale.value) == float(found.value) == 16 and int(found.good) == 1
-        assert rank.draws.step == other.draws.step == 3
+        assert float(scale.value) == float(found.value) == 16 and int(found.good_steps) == 1
+        assert rank.random_streams.step == other.random_streams.step == 3
 
 
 class Weighs(nn.Module):
@@ -262,7 +262,7 @@ def test_an_update_that_is_not_validated_is_settled(tmp_path: Path) -> None:
             one_f_one_b, PipelineShape(2, 3), [nn.Linear(4, 4), nn.Linear(4, 4)], **options
         )
         with torch.no_grad():
-            for rank in ranks.ranks:
+            for rank in ranks.executors:
                 for stage in rank.stages.values():
                     for p in stage.module.parameters():
                         p.fill_(0.5)
@@ -270,7 +270,7 @@ def test_an_update_that_is_not_validated_is_settled(tmp_path: Path) -> None:
         if saves:
             save(ranks, tmp_path, step=1)
         go(ranks, 1, 2)
-        ranks.settle()
+        ranks.validate_last_update()
         found.append(saved(ranks, tmp_path / str(saves), 2))
     assert alike(*found)
 
@@ -335,8 +335,8 @@ def _failed() -> InProcessExecutor:
 
 
 def _whole(ranks: InProcessExecutor) -> InProcessExecutor:
-    for rank in ranks.ranks:
-        rank.shows = rank.whole()  # type: ignore[attr-defined]
+    for rank in ranks.executors:
+        rank.shows = rank.full_parameters()  # type: ignore[attr-defined]
         rank.shows.__enter__()  # type: ignore[attr-defined]
     return ranks
 
@@ -373,7 +373,7 @@ NOT_READ: dict[str, Any] = {
 
 def state_of(ranks: InProcessExecutor) -> list[Tensor]:
     found: list[Tensor] = []
-    for rank in ranks.ranks:
+    for rank in ranks.executors:
         for stage in rank.stages.values():
             found += [t.clone() for t in (*stage.module.parameters(), *stage.module.buffers())]
         kept: Any = getattr(rank.state.optimizer, "state", {})

@@ -20,7 +20,7 @@ import schedir
 from schedir import PipelineShape
 from schedir.checkpoints import Saver, dcp_storage, load, save
 from schedir.checkpoints.checkpoint_directory import (
-    MANIFEST,
+    MANIFEST_NAME,
     CheckpointDirectory,
     IncompleteCheckpointError,
 )
@@ -48,7 +48,7 @@ def step(ranks: InProcessExecutor, k: int) -> None:
 
 
 def numbers(ranks: InProcessExecutor) -> list[Tensor]:
-    stages = [s for rank in ranks.ranks for s in rank.stages.values()]
+    stages = [s for rank in ranks.executors for s in rank.stages.values()]
     return [t.clone() for s in stages for t in (*s.module.parameters(), *s.module.buffers())]
 
 
@@ -81,8 +81,8 @@ class Inner(nn.Linear):
 def test_a_name_is_one_weights_also_within_a_stage(tmp_path: Path) -> None:
     of_loss = two(kind=Inner, loss=Scaled())
     with pytest.raises(CheckpointError, match=r"stage 1 has two weights loss\.scale"):
-        save(of_loss, tmp_path, step=1, names=lambda s, n: n if s else f"first.{n}")
-    assert not CheckpointDirectory(tmp_path).steps()
+        save(of_loss, tmp_path, step=1, name_map=lambda s, n: n if s else f"first.{n}")
+    assert not CheckpointDirectory(tmp_path).list_steps()
 
 
 def told(rank: int, folder: Path) -> None:
@@ -91,7 +91,7 @@ def told(rank: int, folder: Path) -> None:
     executor = executor_of(Layout(one_f_one_b, PipelineShape(2, 2)), Model())
     own: Callable[[int, str], str] = (lambda s, n: names[n]) if rank else (lambda s, n: n)
     with pytest.raises(CheckpointError, match="process 1: KeyError"):
-        save(executor, folder, step=1, names=own)
+        save(executor, folder, step=1, name_map=own)
 
 
 def test_who_has_no_names_does_not_let_others_wait(tmp_path: Path) -> None:
@@ -101,13 +101,13 @@ def test_who_has_no_names_does_not_let_others_wait(tmp_path: Path) -> None:
 def test_what_is_due_is_not_forgotten(tmp_path: Path) -> None:
     ranks = two()
     saver = Saver(ranks, tmp_path)
-    saver.due(0)
+    saver.schedule_save(0)
     step(ranks, 0)
     with pytest.raises(ModelError, match="step 0 is due"):
-        saver.due(1)
+        saver.schedule_save(1)
     saver.write()
-    saver.ended()
-    assert CheckpointDirectory(tmp_path).steps() == [0]
+    saver.wait()
+    assert CheckpointDirectory(tmp_path).list_steps() == [0]
 
 
 def test_what_a_load_has_changed_is_not_saved_as_what_was_due(tmp_path: Path) -> None:
@@ -115,17 +115,17 @@ def test_what_a_load_has_changed_is_not_saved_as_what_was_due(tmp_path: Path) ->
     save(ranks, tmp_path / "first", step=0)
     step(ranks, 0)
     saver = Saver(ranks, tmp_path / "due")
-    saver.due(1)
+    saver.schedule_save(1)
     load(ranks, tmp_path / "first")
     step(ranks, 0)
     with pytest.raises(ModelError, match="step 1 can be saved no more"):
         saver.write()
-    assert not CheckpointDirectory(tmp_path / "due").steps()
-    saver.due(1)  # and goes on
+    assert not CheckpointDirectory(tmp_path / "due").list_steps()
+    saver.schedule_save(1)  # and goes on
     now = numbers(ranks)
     step(ranks, 1)
     saver.write()
-    saver.ended()
+    saver.wait()
     other = two(1)
     load(other, tmp_path / "due")
     assert alike(numbers(other), now)
@@ -134,14 +134,14 @@ def test_what_a_load_has_changed_is_not_saved_as_what_was_due(tmp_path: Path) ->
 def test_two_savers_do_not_take_what_the_other_has_not_copied(tmp_path: Path) -> None:
     ranks = two()
     one, other = (Saver(ranks, tmp_path / name) for name in ("one", "other"))
-    one.due(0)
-    other.due(0)
+    one.schedule_save(0)
+    other.schedule_save(0)
     step(ranks, 0)
     with pytest.raises(ModelError, match="step 0 can be saved no more"):
         one.write()
     other.write()
-    other.ended()
-    assert CheckpointDirectory(tmp_path / "other").newest() == 0
+    other.wait()
+    assert CheckpointDirectory(tmp_path / "other").find_newest_step() == 0
 
 
 def test_a_save_does_not_tidy_away_what_a_saver_writes(
@@ -159,7 +159,7 @@ def test_a_save_does_not_tidy_away_what_a_saver_writes(
     monkeypatch.setattr(dcp_storage, "write", slow)
     ranks = two()
     saver = Saver(ranks, tmp_path)
-    saver.due(0)
+    saver.schedule_save(0)
     step(ranks, 0)
     saver.write()
     assert written.wait(60)
@@ -167,9 +167,9 @@ def test_a_save_does_not_tidy_away_what_a_saver_writes(
         save(ranks, tmp_path, step=1)
     assert "saver.ended()" in caught.value.hint
     go_on.set()
-    saver.ended()
+    saver.wait()
     save(ranks, tmp_path, step=1)
-    assert CheckpointDirectory(tmp_path).steps() == [0, 1]
+    assert CheckpointDirectory(tmp_path).list_steps() == [0, 1]
 
 
 def test_nobody_goes_on_from_what_is_partly_read(
@@ -242,20 +242,20 @@ def written_by_one(rank: int, folder: Path) -> str:
     layout = Layout(one_f_one_b, PipelineShape(2, 2), options={"checkpoint_snapshots": True})
     executor = executor_of(layout, Model(tied=False))
     saver = Saver(executor, folder)
-    saver.due(0)
+    saver.schedule_save(0)
     steps(executor, 0, 1)
     if rank == 0:
-        executor.state.held.snapshots.want({})
+        executor.state.resources.snapshots.request({})
     with pytest.raises(ModelError) as caught:
         saver.write()
-    saver.ended()
+    saver.wait()
     return caught.value.fact
 
 
 def test_all_processes_refuse_to_write_what_one_has_not_copied(tmp_path: Path) -> None:
     said = run(written_by_one, 2, tmp_path)
     assert len({*said}) == 1 and "step 0 can be saved no more" in said[0]
-    assert not CheckpointDirectory(tmp_path).steps()
+    assert not CheckpointDirectory(tmp_path).list_steps()
 
 
 def left_alone(rank: int) -> str:
@@ -266,7 +266,7 @@ def left_alone(rank: int) -> str:
         dist.destroy_process_group(group)
         return ""
     with pytest.raises(CheckpointError) as caught:
-        CheckpointGroup(group).told(lambda: None)
+        CheckpointGroup(group).gather_results(lambda: None)
     return caught.value.fact
 
 
@@ -277,13 +277,13 @@ def test_where_one_has_ended_the_others_say_so() -> None:
 def test_what_is_due_and_never_written_is_said(tmp_path: Path) -> None:
     ranks = two()
     saver = Saver(ranks, tmp_path)
-    saver.due(0)
+    saver.schedule_save(0)
     step(ranks, 0)
     with pytest.raises(ModelError, match="step 0 is due, and is not being written"):
-        saver.ended()
+        saver.wait()
     saver.write()
-    saver.ended()
-    assert CheckpointDirectory(tmp_path).steps() == [0]
+    saver.wait()
+    assert CheckpointDirectory(tmp_path).list_steps() == [0]
 
 
 class Slashed(torch.optim.SGD):
@@ -308,7 +308,7 @@ def test_what_a_save_cannot_take_is_said_in_words(how: str, tmp_path: Path) -> N
     given, fact = MISUSED[how]
     with pytest.raises(CheckpointError, match=fact):
         save(two(), tmp_path, step=1, **given)
-    assert not CheckpointDirectory(tmp_path).steps()
+    assert not CheckpointDirectory(tmp_path).list_steps()
 
 
 def test_an_optimizer_that_keeps_what_has_no_name(tmp_path: Path) -> None:
@@ -327,14 +327,14 @@ def test_a_full_disk_says_which_folder(tmp_path: Path, monkeypatch: pytest.Monke
         save(two(), tmp_path, step=3)
     fact = f"cannot save step 3 to {tmp_path}: the disk is full (No space left on device): "
     assert caught.value.fact.startswith(f"{fact}this process writes ")
-    assert caught.value.step == 3 and not CheckpointDirectory(tmp_path).steps()
+    assert caught.value.step == 3 and not CheckpointDirectory(tmp_path).list_steps()
 
 
 def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
     """A process: reads of a checkpoint what is its share, and where that is wrong, all know."""
     executor = executor_of(Layout(one_f_one_b, PipelineShape(2, 2)), Model(tied=False))
     for number in (1, 2):
-        save(executor, folder, step=number, names=lambda s, n: n)
+        save(executor, folder, step=number, name_map=lambda s, n: n)
     dist.barrier()
     if rank == 0:
         file = folder / "step-00000002" / "__1_0.distcp"
@@ -352,15 +352,15 @@ def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointDirectory, "check_files", noted)
         with pytest.raises(IncompleteCheckpointError) as caught:
-            load(executor, folder, step=2, names=lambda s, n: n)
-    found = load(executor, folder, names=lambda s, n: n) if rank else _warned(executor, folder)
+            load(executor, folder, step=2, name_map=lambda s, n: n)
+    found = load(executor, folder, name_map=lambda s, n: n) if rank else _warned(executor, folder)
     assert found == {"step": 1, "extra": {}}
     return read, caught.value.step, caught.value.file
 
 
 def _warned(executor: Any, folder: Path) -> Any:
     with pytest.warns(UserWarning, match=r"passed over: step-00000002 is not whole"):
-        return load(executor, folder, names=lambda s, n: n)
+        return load(executor, folder, name_map=lambda s, n: n)
 
 
 def test_each_process_verifies_its_share(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_each_process_verifies_its_share(tmp_path: Path) -> None:
      ("optimizers", {"AdamW": [[]]}), ("extra", None)],
 )  # fmt: skip
 def test_a_state_that_no_save_writes_is_refused(tmp_path: Path, key: str, value: object) -> None:
-    manifest = save(two(), tmp_path, step=1) / MANIFEST
+    manifest = save(two(), tmp_path, step=1) / MANIFEST_NAME
     first, *lines, _ = manifest.read_bytes().splitlines(keepends=True)
     head = json.loads(first)
     head["state"][key] = value

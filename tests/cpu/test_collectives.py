@@ -14,7 +14,7 @@ from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.schedules import chimera, gpipe
-from schedir.transports.collectives import COLLECTIVES, Group, Kind
+from schedir.transports.collectives import COLLECTIVES, CollectiveName, GroupKey
 from schedir.transports.gloo import GlooTransport, ProcessTransport
 from schedir.transports.in_process import mailbox
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
@@ -39,7 +39,7 @@ def brings(process: int, members: int, dtype: torch.dtype) -> Tensor:
     return (1 + process + torch.arange(members * PART) ** 2 % 7).to(dtype)
 
 
-def plainly(kind: Kind, members: list[int], own: int, dtype: torch.dtype) -> Tensor:
+def plainly(kind: CollectiveName, members: list[int], own: int, dtype: torch.dtype) -> Tensor:
     """What process `own` must get."""
     all_of = [brings(process, len(members), dtype) for process in members]
     at = members.index(own)
@@ -50,8 +50,8 @@ def plainly(kind: Kind, members: list[int], own: int, dtype: torch.dtype) -> Ten
 
 
 def collect(
-    transport: Any, group: Group, members: list[int], own: int, dtype: torch.dtype
-) -> dict[tuple[Kind, bool], tuple[Any, Tensor]]:
+    transport: Any, group: GroupKey, members: list[int], own: int, dtype: torch.dtype
+) -> dict[tuple[CollectiveName, bool], tuple[Any, Tensor]]:
     """Start every kind in a group: by kind, and whether in place, its Work and result."""
     n, started = len(members), {}
     for kind in COLLECTIVES:
@@ -80,7 +80,7 @@ def wrong(started: Any, members: list[int], own: int, dtype: torch.dtype) -> lis
     return found
 
 
-def groups_of(program: Program, process: int) -> dict[Group, list[int]]:
+def groups_of(program: Program, process: int) -> dict[GroupKey, list[int]]:
     """Who is in the groups of a process, by the order of processes (dp, pp, tp)."""
     tp, dp, pp = program.tp, program.dp, program.shape.ranks
     r, p, t = process // (pp * tp), process // tp % pp, process % tp
@@ -88,12 +88,12 @@ def groups_of(program: Program, process: int) -> dict[Group, list[int]]:
     def at(ranks: Any, replicas: Any = (r,), slices: Any = (t,)) -> list[int]:
         return [(x * pp + y) * tp + z for x in replicas for y in ranks for z in slices]
 
-    found: dict[Group, list[int]] = {"model": at(range(pp), slices=range(tp))}
+    found: dict[GroupKey, list[int]] = {"model": at(range(pp), slices=range(tp))}
     if dp > 1:
         found["dp"] = at([p], range(dp))
     if tp > 1:
         found["tp"] = at([p], slices=range(tp))
-    if program.shape.rows > 1:
+    if program.shape.placement_rows > 1:
         found |= {(one, pp - 1 - one): at([one, pp - 1 - one]) for one in range(pp // 2)}
     if program.tied_weights:
         found[0, pp - 1] = at([0, pp - 1])
@@ -130,38 +130,42 @@ def test_virtual_ranks(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for order in permutations(range(3)):
         if on_gpu:
             install(monkeypatch)
-        ranks = mailbox.mailboxes(program, "per_edge", False, [])
+        ranks = mailbox.make_mailboxes(program, "per_edge", False, [])
         for dtype in TYPES:
             for group in ("dp", "tp", "model"):
-                members = {k: m.members[group] for k, m in enumerate(ranks)}
+                members = {k: m.group_members[group] for k, m in enumerate(ranks)}
                 started = {k: collect(ranks[k], group, members[k], k, dtype) for k in order}
                 assert not [one for k in order for one in wrong(started[k], members[k], k, dtype)]
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
-def test_virtual_ranks_meet_in_their_own_order(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_ranks_meet_in_their_own_order(
+    kind: CollectiveName, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sums that are rounded are the same, in bits, whoever comes last."""
     program, results = compile(gpipe, PipelineShape(3, 2)), set()
     for order in permutations(range(3)):
-        ranks = mailbox.mailboxes(program, "per_edge", False, [])
+        ranks = mailbox.make_mailboxes(program, "per_edge", False, [])
         own = [torch.tensor(part) for part in ([1e16, 1.0, 3.0], [1.0] * 3, [-1e16, 1.0, 1e-9])]
         sizes = {"all_reduce": 3, "all_gather": 9, "reduce_scatter": 1}
         out = [torch.zeros(sizes[kind]) for _ in ranks]
         for k in order:
-            ranks[k].collective(kind, "model", out[k], own[k])
+            ranks[k].start_collective(kind, "model", out[k], own[k])
         results.add(str([one.tolist() for one in out]))
     assert len(results) == 1
 
 
 def test_nobody_goes_on_before_all_have_come() -> None:
-    first, second = mailbox.mailboxes(compile(gpipe, PipelineShape(2, 2)), "per_edge", False, [])
+    first, second = mailbox.make_mailboxes(
+        compile(gpipe, PipelineShape(2, 2)), "per_edge", False, []
+    )
     one, other = torch.ones(2), torch.ones(2)
-    work = first.collective("all_reduce", "model", one, one)
+    work = first.start_collective("all_reduce", "model", one, one)
     with pytest.raises(AssertionError, match="others come before"):
         work.wait()
-    second.collective("all_reduce", "model", other, other)
+    second.start_collective("all_reduce", "model", other, other)
     work.wait()
     assert one.tolist() == [2, 2]
-    first.collective("all_reduce", "model", one, one)
+    first.start_collective("all_reduce", "model", one, one)
     with pytest.raises(AssertionError, match="one thing at a time"):
-        second.collective("reduce_scatter", "model", other[:1], other)
+        second.start_collective("reduce_scatter", "model", other[:1], other)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from schedir.data.corpus import tokenizer_of
-from schedir.data.megatron_indexed_dataset import read
+from schedir.data.corpus import get_tokenizer
+from schedir.data.megatron_indexed_dataset import read_indexed_dataset
 from schedir.errors import UsageError
 from schedir.models import gpt
 from schedir.models.gpt_config import GPTConfig
@@ -49,15 +49,15 @@ def told(source: str, vocab: int = 257, **data: Any) -> Config:
 
 def test_only_targets_of_one_document_count(source: str) -> None:
     samples = Corpus(told(source, packing="best_fit")).batches
-    inputs, targets = samples.batch(0, len(samples))
-    counted = targets != gpt.IGNORE
+    inputs, targets = samples.read_batch(0, len(samples))
+    counted = targets != gpt.IGNORE_INDEX
     assert gpt.count_tokens(targets) == sum(map(len, TEXTS))  # and of each one its end
     assert not counted.all() and (targets[counted] < 257).all()
     # Nothing is a target of a document's end.
     assert not counted[inputs == 256].any()
     assert int((targets == 256).sum()) == len(TEXTS)
-    _, targets = Corpus(told(source)).batches.batch(0, 5)
-    assert (targets != gpt.IGNORE).all()
+    _, targets = Corpus(told(source)).batches.read_batch(0, 5)
+    assert (targets != gpt.IGNORE_INDEX).all()
 
 
 @pytest.mark.parametrize("share", [0.2, "other"])
@@ -67,11 +67,11 @@ def test_whole_documents_are_held_out(
     if isinstance(share, str):
         share = str(shutil.copytree(Path(source).parent, tmp_path / share) / "*.txt")
     config = told(source, tokenizer=tokenizer, packing="best_fit", validation=share, vocab=300)
-    kept = Corpus(config).held_out
+    kept = Corpus(config).held_out_batches
     assert kept is not None
-    ends = [int((x.batch(0, len(x))[1] == 0).sum()) for x in (Corpus(config).batches, kept)]
+    ends = [int((x.read_batch(0, len(x))[1] == 0).sum()) for x in (Corpus(config).batches, kept)]
     assert sum(ends) == (60 if isinstance(share, float) else 120) and min(ends) > 5
-    assert Corpus(config).facts["the held-out data"] == kept.told
+    assert Corpus(config).facts["the held-out data"] == kept.description
 
 
 def test_what_does_not_go_together_is_refused(source: str, tokenizer: str, tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def test_a_run_reads_its_data_once(
 
     def counted(name: str, *rest: object) -> object:
         asked.append(name)
-        return tokenizer_of(name, *rest)  # type: ignore[arg-type]
+        return get_tokenizer(name, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(text_batches, "tokenizer_of", counted)
+    monkeypatch.setattr(text_batches, "get_tokenizer", counted)
     alone(config, tmp_path / "out", f'data.source="{source}"', f'data.tokenizer="{tokenizer}"',
           "model.vocab=300", "data.validation=0.1", "train.evaluate_every=2",
           "train.steps=2")  # fmt: skip
@@ -142,9 +142,9 @@ def test_megatron_reads_what_is_written_and_the_other_way(tmp_path: Path) -> Non
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[[5, 6], [7, 8, 9]]"
-    read_tokens, ends = read(tmp_path / "m.bin")
+    read_tokens, ends = read_indexed_dataset(tmp_path / "m.bin")
     assert read_tokens.tolist() == [7, 8, 50256, 1, 2, 70000, 4]
     assert ends is not None and ends.tolist() == [3, 7]
     samples = Corpus(told(str(tmp_path / "m.bin"), 70001, packing="best_fit")).batches
-    assert gpt.count_tokens(samples.batch(0, 1)[1]) == 5
-    assert torch.equal(samples.batch(0, 1)[0][0, :4], torch.tensor([1, 2, 70000, 4]))
+    assert gpt.count_tokens(samples.read_batch(0, 1)[1]) == 5
+    assert torch.equal(samples.read_batch(0, 1)[0][0, :4], torch.tensor([1, 2, 70000, 4]))

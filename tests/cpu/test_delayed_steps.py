@@ -17,10 +17,10 @@ from torch import Tensor
 
 import schedir
 from schedir import PipelineShape
-from schedir.analysis.memory.footprint import held, peak_versions
+from schedir.analysis.memory.footprint import compute_footprints, count_peak_versions
 from schedir.checkpoints import load, save
 from schedir.errors import ModelError
-from schedir.ir.isa.instructions import FORWARDS, SENDS, Lane
+from schedir.ir.isa.instructions import FORWARD_OPS, SEND_OPS, Lane
 from schedir.models import gpt
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
@@ -28,7 +28,7 @@ from schedir.runtime.in_process import ExecutionOrders, InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import LossScale
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_algebra import B, F, RankSchedule
-from schedir.testing.tiny_model import batch, loss, tiny_stages
+from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_error
 from schedir.transports.gloo import GlooTransport
 from tests.cpu import tiny_stages as of_gpt
 from tests.cpu.layouts import Layout, Model, in_process, same, steps
@@ -71,7 +71,11 @@ def world_of(
         schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
     )
     return InProcessExecutor(
-        program, tiny_stages(shape.stages), loss=loss, boundary=BOUNDARY, optimizer=optimizer
+        program,
+        make_tiny_stages(shape.stages),
+        loss=squared_error,
+        boundary=BOUNDARY,
+        optimizer=optimizer,
     )
 
 
@@ -89,18 +93,18 @@ def test_a_microbatch_uses_its_version_whatever_takes_how_long(
 ) -> None:
     """In random legal orders, with a plain loop over kept versions."""
     schedule, shape = case
-    right = stage_by_stage(shape, *batch(shape.microbatches), optimizer)
+    right = stage_by_stage(shape, *make_batch(shape.microbatches), optimizer)
     world = poisoned(world_of(schedule, shape, "cpu_step", optimizer))
     slow = [lane for k, lane in enumerate((Lane.HOST, Lane.D2H, Lane.H2D)) if seed >> k & 1]
     event(f"slow: {len(slow)} lanes")
-    for k, rank in enumerate(world.ranks):
+    for k, rank in enumerate(world.executors):
         for lane in slow:  # a millisecond or so a stage
-            rank.state.held.lanes.bandwidth[lane] = 2e6
+            rank.state.resources.copy_lanes.bandwidth[lane] = 2e6
         if Lane.HOST in slow:  # ahead of what it does, too
             own = steps_of(world, k)
             vars(own)["step"] = partial(_late, own.step)
-    world.step(*batch(shape.microbatches), seed=seed)
-    modules = {s: stage.module for rank in world.ranks for s, stage in rank.stages.items()}
+    world.step(*make_batch(shape.microbatches), order_seed=seed)
+    modules = {s: stage.module for rank in world.executors for s, stage in rank.stages.items()}
     assert equal(weights([modules[s] for s in range(shape.stages)]), right)
 
 
@@ -134,7 +138,9 @@ def test_the_bits_are_those_of_steps_on_the_device(case: int, make: str, how: An
         )
         world = made(program, MAKES[make], half=half)
         world = poisoned(world) if states == "cpu_step" else world
-        found.append([*stepped(world, 0, 1, 2), *left(world), *(r.norm for r in world.ranks)])
+        found.append(
+            [*stepped(world, 0, 1, 2), *left(world), *(r.grad_norm for r in world.executors)]
+        )
     assert equal(*found)
 
 
@@ -151,16 +157,16 @@ def test_only_the_update_that_is_not_finite_is_left_out(clip: bool) -> None:
             optimizer_placement=states,
         )
         world = made(program, ADAMW)
-        last, calls = world.ranks[-1].stages[shape.stages - 1].module, count()
+        last, calls = world.executors[-1].stages[shape.stages - 1].module, count()
         hook = partial(_spoil, calls)
         last.register_forward_hook(hook)
         for rank in range(2) if states == "cpu_step" else ():
             poison_weights(steps_of(world, rank))
-        world.step(*of_gpt.batch(shape.microbatches, 0), seed=3)
-        finite = [rank.finite.tolist() for rank in world.ranks]
+        world.step(*of_gpt.batch(shape.microbatches, 0), order_seed=3)
+        finite = [rank.finite_updates.tolist() for rank in world.executors]
         assert finite[1] == [True, False, True]
         assert finite[0] == (finite[1] if clip else finite[0])
-        found.append([*left(world), *(rank.finite for rank in world.ranks)])
+        found.append([*left(world), *(rank.finite_updates for rank in world.executors)])
     assert equal(*found)
 
 
@@ -182,24 +188,24 @@ def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(stat
         optimizer_placement=states,
     )
     first, rest = schedir.to_text(own, folded=False).split("\nrank 1\n")
-    ends = [f"  {i}" for i in own.streams[0] if i.op not in (*FORWARDS, *SENDS)]
+    ends = [f"  {i}" for i in own.streams[0] if i.op not in (*FORWARD_OPS, *SEND_OPS)]
     kept = [line for line in first.split("\n") if line not in ends]
     program = schedir.from_text("\n".join([*kept, *ends, "rank 1", rest]))
     judges = ends[1].strip()
     for seed in range(100):
         order = [
             (r, str(program.streams[r][k]))
-            for r, k in ExecutionOrders(program, "per_edge").any_order(seed)
+            for r, k in ExecutionOrders(program, "per_edge").random_order(seed)
         ]
         if order.index((0, "reduce_norm 1")) > order.index((0, judges)):
             continue
         seen += 1
         world = made(program, ADAMW)
-        last = world.ranks[-1].stages[shape.stages - 1].module
+        last = world.executors[-1].stages[shape.stages - 1].module
         last.register_forward_hook(partial(_spoil, count(2)))
-        world.step(*of_gpt.batch(shape.microbatches, 0), seed=seed)
-        assert [rank.finite.tolist() for rank in world.ranks] == [[False, True]] * 2
-        assert torch.equal(*(rank.norm for rank in world.ranks))
+        world.step(*of_gpt.batch(shape.microbatches, 0), order_seed=seed)
+        assert [rank.finite_updates.tolist() for rank in world.executors] == [[False, True]] * 2
+        assert torch.equal(*(rank.grad_norm for rank in world.executors))
     assert seen
 
 
@@ -212,18 +218,20 @@ def _processes(rank: int) -> Any:
             schedule, shape, clip_grad_norm=True, dp=1, optimizer_placement=states
         )
         stages = {
-            s: m for s, m in enumerate(tiny_stages(shape.stages)) if s in shape.stages_of[rank]
+            s: m
+            for s, m in enumerate(make_tiny_stages(shape.stages))
+            if s in shape.stages_on_rank[rank]
         }
         executor = Executor(
-            program, rank, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
+            program, rank, stages, GlooTransport(program), loss=squared_error, boundary=BOUNDARY,
             max_norm=0.5,
             optimizer=adam([p for m in stages.values() for p in m.parameters()]),
         )  # fmt: skip
         if states == "cpu_step":
-            executor.state.held.lanes.bandwidth[Lane.HOST] = 1e6
+            executor.state.resources.copy_lanes.bandwidth[Lane.HOST] = 1e6
         for _ in range(2):
-            executor.step(*batch(shape.microbatches))
-        found.append([*weights([*stages.values()]), executor.norm.clone()])
+            executor.step(*make_batch(shape.microbatches))
+        found.append([*weights([*stages.values()]), executor.grad_norm.clone()])
     return found
 
 
@@ -237,23 +245,27 @@ def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
     """And no more versions live than are counted, in any order."""
     schedule, shape = CASES[case]
     stages, (x, y, _) = of_gpt.gpt_stages(shape.stages, tied=False), of_gpt.batch(2)
-    sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=of_gpt.BOUNDARY, state=ADAMW)
+    sizes = measure_sizes(
+        stages, x[0], y[0], loss=gpt.loss, boundary=of_gpt.BOUNDARY, optimizer_state=ADAMW
+    )
     world = made(
         schedir.compile(schedule, shape, progress_model="per_edge", optimizer_placement="cpu_step"),
         ADAMW,
     )
     stepped(world, 0)
     most = [0] * shape.ranks
-    for r, rank in enumerate(world.ranks):
-        for versions in rank.state.versions.values():
+    for r, rank in enumerate(world.executors):
+        for versions in rank.state.weight_versions.values():
             _counted(versions, most, r)
     stepped(world, 1)
-    assert most == peak_versions(world.program).tolist()
-    host, device = (held(world.program, sizes, tier) for tier in ("host", "device"))
-    for r, rank in enumerate(world.ranks):
-        assert set(host[r].bytes) == {sum(t.nbytes for t in steps_of(world, r).away())}
-        assert "optimizer" not in device[r].fixed
-        (number, size) = device[r].fixed["versions"]
+    assert most == count_peak_versions(world.program).tolist()
+    host, device = (compute_footprints(world.program, sizes, tier) for tier in ("host", "device"))
+    for r, rank in enumerate(world.executors):
+        assert set(host[r].total_bytes) == {
+            sum(t.nbytes for t in steps_of(world, r).list_host_memory())
+        }
+        assert "optimizer" not in device[r].static_memory
+        (number, size) = device[r].static_memory["versions"]
         own = [p for s in rank.stages.values() for p in s.module.parameters()]
         assert size == most[r] * sum(p.nbytes for p in own)
         assert number == most[r] * len(rank.stages)
@@ -279,8 +291,8 @@ def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
     one, other, whole = (in_process(layout(s), model) for s in ("cpu_step", "cpu_step", "device"))
     steps(one, 0, 2)
-    save(one, tmp_path, step=2, names=same)
-    load(other, tmp_path, names=same)
+    save(one, tmp_path, step=2, name_map=same)
+    load(other, tmp_path, name_map=same)
     steps(other, 2, 4)
     steps(whole, 0, 4)
     assert equal(left(other), left(whole))

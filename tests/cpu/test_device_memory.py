@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from schedir.runtime.recording.allocator_growth import times_asked
+from schedir.runtime.recording.allocator_growth import count_allocations
 from schedir.training import trainer
 from schedir.training.step_loop import StepLoop
 from schedir.training.train import run
@@ -32,7 +32,7 @@ def test_a_run_says_so_once(
         step += 1
 
     monkeypatch.setattr(StepLoop, "issue", issued)
-    monkeypatch.setattr(trainer, "times_asked", lambda device: 7 + (step >= grows))
+    monkeypatch.setattr(trainer, "count_allocations", lambda device: 7 + (step >= grows))
     sets = [*ALONE, "train.log_every=2", f'output.dir="{tmp_path}"']
     assert run(config, sets) == 0
     lines = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
@@ -45,7 +45,7 @@ def test_a_run_says_so_once(
 def test_it_counts_what_may_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"num_device_alloc": 5, "num_device_free": 2, "num_alloc_retries": 1, "num_ooms": 64}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    assert times_asked(torch.device("cuda", 0)) == 8
-    assert times_asked(torch.device("cpu")) == 0
+    assert count_allocations(torch.device("cuda", 0)) == 8
+    assert count_allocations(torch.device("cpu")) == 0
     stats.clear()  # before torch has begun with the GPU
-    assert times_asked(torch.device("cuda", 0)) == 0
+    assert count_allocations(torch.device("cuda", 0)) == 0

@@ -27,16 +27,27 @@ from schedir.training.config import run_config
 from schedir.training.config.train_config import TrainConfig
 from schedir.transports import process_groups
 from schedir.transports.gloo import GlooTransport, ProcessTransport
-from schedir.transports.gpu_selection import HOST, SHARED, refuse_twins, require_gpus
-from schedir.transports.nccl import NCCLEdge, NCCLGrouped, meet, nccl_transport, set_variables
+from schedir.transports.gpu_selection import (
+    HOST_ID_VARIABLE,
+    SHARED_GPU_VARIABLES,
+    require_distinct_gpus,
+    require_gpus,
+)
+from schedir.transports.nccl import (
+    NCCLEdge,
+    NCCLGrouped,
+    join_rendezvous,
+    nccl_transport,
+    set_default_variables,
+)
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.registry import (
     DEVICES,
     TRANSPORTS,
     TransportRow,
-    choose,
-    find,
-    transports_of,
+    choose_transport,
+    list_transports,
+    load_object,
 )
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.pure.test_blocking import sends
@@ -60,8 +71,8 @@ REFUSED: list[tuple[int, int, dict[str, str]]] = [
     (1, 1, {"NCCL_MIN_P2P_NCHANNELS": "32"}),
     (1, 1, {"NCCL_NCHANNELS_PER_NET_PEER": "32"}),
     (1, 1, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"}),
-    (4, 1, {HOST: "a"}),
-    (4, 1, {HOST: "a", "NCCL_P2P_DISABLE": "1"}),
+    (4, 1, {HOST_ID_VARIABLE: "a"}),
+    (4, 1, {HOST_ID_VARIABLE: "a", "NCCL_P2P_DISABLE": "1"}),
 ]
 
 
@@ -84,7 +95,7 @@ def test_machines_that_are_refused() -> None:
         (8, 8, {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCH_NCCL_BLOCKING_WAIT": "0"}),
         (8, 8, {"TORCH_DISTRIBUTED_DEBUG": "INFO", "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}),
         (8, 8, {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "0", "NCCL_MAX_CTAS": "2"}),
-        (4, 1, {HOST: "a", **SHARED}),
+        (4, 1, {HOST_ID_VARIABLE: "a", **SHARED_GPU_VARIABLES}),
     ],
 )
 def test_machines_that_will_do(processes: int, gpus: int, environ: dict[str, str]) -> None:
@@ -104,12 +115,12 @@ def test_what_nccls_files_set_counts_as_a_variable(tmp_path: Path) -> None:
 
 def test_what_is_set_by_whatever_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
-    set_variables(environ)
+    set_default_variables(environ)
     assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "backend:native"
     assert "PYTORCH_ALLOC_CONF" not in environ
     assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
     assert environ["TORCH_FR_BUFFER_SIZE"] == "2000"
-    set_variables(bare := {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})
+    set_default_variables(bare := {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})
     assert bare["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert "TORCH_FR_BUFFER_SIZE" not in bare
 
@@ -117,7 +128,7 @@ def test_what_is_set_by_whatever_name_stays(monkeypatch: pytest.MonkeyPatch) -> 
 def twins(store: Path, hosts: list[str], process: int) -> str:
     meet = dist.FileStore(str(store), len(hosts))  # type: ignore[attr-defined]
     try:
-        refuse_twins(meet, process, len(hosts), "GPU-0", hosts[process])
+        require_distinct_gpus(meet, process, len(hosts), "GPU-0", hosts[process])
     except ModelError as error:
         return error.fact
     return ""
@@ -166,10 +177,10 @@ def test_what_waits_behind_a_compute_is_refused_on_every_device(
         run_config.PipelineConfig(schedule=str(path), ranks=2, microbatches=2),
         train=TrainConfig(device=device, clip_grad_norm=0.0),
     )
-    train.program_of(run)
+    train.build_program(run)
     path.write_text(to_text(sends(late=True)))
     with pytest.raises(DeadlockError):
-        train.program_of(run)
+        train.build_program(run)
 
 
 def test_a_transport_names_its_model() -> None:
@@ -181,7 +192,7 @@ def test_a_transport_names_its_model() -> None:
 
 @pytest.mark.parametrize("row", TRANSPORTS.values(), ids=lambda row: row.name)
 def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> None:
-    found = find(row.home)
+    found = load_object(row.class_path)
     assert issubclass(found, ProcessTransport)
     assert (found.progress_model, found.blocking_hosts) == (row.progress_model, row.blocking_hosts)
     taken = inspect.signature(found).parameters
@@ -192,21 +203,21 @@ def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> Non
         p.default is not inspect.Parameter.empty for p in more
     )  # whoever makes one by its row
     assert row.device in DEVICES
-    for function in (DEVICES[row.device].require, DEVICES[row.device].initialise):
-        assert callable(find(function))
+    for function in (DEVICES[row.device].require_path, DEVICES[row.device].initialise_path):
+        assert callable(load_object(function))
 
 
 def test_the_transport_that_is_chosen() -> None:
     own = compile(gpipe, PipelineShape(2, 2))
     shares = compile(gpipe, PipelineShape(2, 2), buffer_sharing="minimal")
-    assert choose("auto", "cpu", shares) is GlooTransport
+    assert choose_transport("auto", "cpu", shares) is GlooTransport
     assert (
-        choose("shared_memory", "cpu", shares) is SharedMemoryTransport
+        choose_transport("shared_memory", "cpu", shares) is SharedMemoryTransport
     )  # which refuses it, and says why
-    assert choose("gloo", "cpu", own) is GlooTransport
-    assert choose("auto", "cuda", own) is NCCLEdge
-    assert choose("nccl_grouped", "cuda", own) is NCCLGrouped
-    models = {row.progress_model for row in transports_of("cuda")}
+    assert choose_transport("gloo", "cpu", own) is GlooTransport
+    assert choose_transport("auto", "cuda", own) is NCCLEdge
+    assert choose_transport("nccl_grouped", "cuda", own) is NCCLGrouped
+    models = {row.progress_model for row in list_transports("cuda")}
     assert models == {"per_edge"}  # that for which "auto" has the program made
 
 
@@ -217,12 +228,12 @@ def test_what_needs_a_gpu_says_so() -> None:
 
 
 def test_processes_meet_before_there_is_a_group(tmp_path: Path) -> None:
-    how = meet(5.0, init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    how = join_rendezvous(5.0, init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
     assert (how.pop("rank"), how.pop("world_size")) == (0, 1)
     store = how.pop("store")
     store.set("key", "value")
     assert store.get("key") == b"value" and not how
-    given = meet(5.0, store=store, rank=2, world_size=3)
+    given = join_rendezvous(5.0, store=store, rank=2, world_size=3)
     assert given == {"store": store, "rank": 2, "world_size": 3}
 
 
@@ -253,10 +264,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_options_of_communicators(told: list[dict[str, Any]]) -> None:
     """They share nothing, and end a process later than we do."""
-    process_groups.make([[0]], 7.0, "cuda")
-    process_groups.make([[0]], 7.0, "cuda", 8)
-    process_groups.make([[0]], None, "cuda")
-    process_groups.make([[0]], 7.0)
+    process_groups.make_group([[0]], 7.0, "cuda")
+    process_groups.make_group([[0]], 7.0, "cuda", 8)
+    process_groups.make_group([[0]], None, "cuda")
+    process_groups.make_group([[0]], 7.0)
     plain, edge, torchs, gloo = told
     for over_nccl in (plain, edge, torchs):
         options = over_nccl["pg_options"]
@@ -279,13 +290,15 @@ def test_options_of_communicators(told: list[dict[str, Any]]) -> None:
     [(0, 4), (1, 2), (4 << 20, 2), ((4 << 20) + 1, 4), (4096 * 2048 * 2, 8), (1 << 30, 16)],
 )
 def test_multiprocessors_of_an_edge_by_the_bytes_of_its_messages(size: int, most: int) -> None:
-    assert process_groups.ctas(size) == most
+    assert process_groups.choose_max_ctas(size) == most
 
 
 def test_memory_of_the_host_is_not_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU holds gradients, moments and activations; the model is made by the host."""
     model = gpt_config.GPTConfig(256, 4, 512, 8, 2048)
-    monkeypatch.setattr("os.sysconf", lambda name: 1 if "SIZE" in name else 8 * model.parameters)
+    monkeypatch.setattr(
+        "os.sysconf", lambda name: 1 if "SIZE" in name else 8 * model.num_parameters
+    )
     train.check_memory(run_config.Config(model, train=TrainConfig(device="cuda")), 1)
     with pytest.raises(UsageError):
         train.check_memory(run_config.Config(model), 1)
@@ -300,7 +313,7 @@ def test_memory_that_replicas_share_is_not_asked_of_each(monkeypatch: pytest.Mon
     for zero, bytes_each in enumerate((16, 8 + 8 / 4, 4 + 12 / 4, 4)):
         pipeline = run_config.PipelineConfig(dp=4, **dict[str, Any](zero=zero))
         for more, fits in ((1.01, True), (0.99, False)):
-            has = int(more * bytes_each * model.parameters)
+            has = int(more * bytes_each * model.num_parameters)
             monkeypatch.setattr("os.sysconf", lambda name, has=has: 1 if "SIZE" in name else has)
             with nullcontext() if fits else pytest.raises(UsageError):
                 train.check_memory(run_config.Config(model, pipeline), 1)

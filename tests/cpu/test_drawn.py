@@ -33,7 +33,7 @@ def test_slices_are_those_of_one_weight(
     rows: int, columns: int, dim: int, block: int, cuts: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sliced_init, "BLOCK", block)
+        patch.setattr(sliced_init, "BLOCK_SIZE", block)
         weight = SlicedInit("0 name", torch.Size((rows, columns)), dim, std=0.5)
         size = weight.shape[dim]
         whole = weight.narrow(dim, 0, size)
@@ -54,7 +54,7 @@ def test_a_weight_of_one_block_has_the_numbers_that_it_always_had() -> None:
 
 
 def test_what_decides_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sliced_init, "BLOCK", 8)
+    monkeypatch.setattr(sliced_init, "BLOCK_SIZE", 8)
     weight = SlicedInit("0 name", torch.Size((6, 4)))
     whole = weight.narrow(0, 0, 6)
     assert torch.equal(whole, weight.narrow(0, 0, 6))
@@ -81,7 +81,7 @@ BLOCK = 160  # numbers
 def shared(rank: int) -> tuple[dict[str, tuple[Tensor, int | None]], int]:
     """A rank's parameters with how they are cut, and the most that was made at once."""
     with pytest.MonkeyPatch.context() as patch, Largest() as largest:
-        patch.setattr(sliced_init, "BLOCK", BLOCK)
+        patch.setattr(sliced_init, "BLOCK_SIZE", BLOCK)
         stage = build_stage(CONFIG, 0, 1, tp=dist.group.WORLD)
     own = {n: (p.detach(), getattr(p, "shard_dim", None)) for n, p in stage.named_parameters()}
     return own, largest.most
@@ -90,7 +90,7 @@ def shared(rank: int) -> tuple[dict[str, tuple[Tensor, int | None]], int]:
 def test_any_number_of_ranks_starts_from_one_model_and_none_draws_a_whole_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sliced_init, "BLOCK", BLOCK)
+    monkeypatch.setattr(sliced_init, "BLOCK_SIZE", BLOCK)
     alone = dict(build_stage(CONFIG, 0, 1).named_parameters())
     for ranks in (2, 4):
         results = run(shared, ranks)

@@ -12,14 +12,19 @@ from torch import Tensor
 from schedir import compile, expand_schedule
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import DeadlockError
-from schedir.ir.isa.instructions import SENDS, Lane
+from schedir.ir.isa.instructions import SEND_OPS, Lane
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.passes.pass_types import BufferSharing
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.transports import process_groups
 from schedir.transports.gloo import ProcessTransport
-from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages, apart, directed_edges
+from schedir.transports.p2p_groups import (
+    EdgeGroups,
+    GroupedMessages,
+    directed_edges,
+    partition_disjoint_edges,
+)
 from schedir.transports.shared_memory import SharedMemoryTransport
 from schedir.transports.transport import Work
 from schedir.verify.check import check
@@ -93,7 +98,7 @@ class Static(EdgeGroups):
     def __init__(self, program: Program) -> None:
         self.sent: list[int] = []
         super().__init__(program)
-        self.static = True
+        self.uses_static_buffers = True
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         self.sent.append(tensor.data_ptr())
@@ -111,7 +116,10 @@ def addresses(
     transport = Static(program)
     transport.sent.clear()
     grads = _step(transport, program)
-    sent, sends = transport.sent, sum(op in SENDS for op, _, _ in program.streams[transport.rank])
+    sent, sends = (
+        transport.sent,
+        sum(op in SEND_OPS for op, _, _ in program.streams[transport.rank]),
+    )
     return sent[-2 * sends : -sends] == sent[-sends:], len({*sent}), grads
 
 
@@ -128,7 +136,7 @@ def test_what_is_sent_lies_in_static_memory(
     got = {s: g for _, _, grads in results for s, g in grads.items()}
     assert same_bits([got[s] for s in range(shape.stages)], right)
     for (same, places, _), stream in zip(results, program.streams, strict=True):
-        sends = sum(op in SENDS for op, _, _ in stream)
+        sends = sum(op in SEND_OPS for op, _, _ in stream)
         assert same and 0 < places <= sends and (places == sends) == (buffer_sharing is None)
 
 
@@ -197,7 +205,7 @@ def test_edges_apart_have_no_rank_in_common() -> None:
         ),  # 10 edges, and of five ranks two pairs are apart
     ):
         edges = directed_edges(compile(schedule, shape))
-        colours = apart(edges)
+        colours = partition_disjoint_edges(edges)
         assert sorted(e for colour in colours for e in colour) == edges
         for colour in colours:
             ends = [rank for e in colour for rank in (e.source, e.target)]
@@ -245,9 +253,9 @@ def test_groups_where_others_have_been_destroyed() -> None:
 
 def test_rows_of_one_colour_are_split_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(0, 1), (2, 3), (4, 5)]
-    assert process_groups._colours(rows) == [rows]
+    assert process_groups._partition_by_color(rows) == [rows]
     monkeypatch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: ranks[0] % 4)
-    assert process_groups._colours(rows) == [[(0, 1), (2, 3)], [(4, 5)]]
+    assert process_groups._partition_by_color(rows) == [[(0, 1), (2, 3)], [(4, 5)]]
 
 
 def test_edges_of_a_chain() -> None:

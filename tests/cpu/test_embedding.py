@@ -13,9 +13,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from schedir.kernels.embedding_gradient import row_sums
-from schedir.runtime.autograd.node_hook_detection import observe
-from schedir.runtime.autograd.split_backward import DeferredGradients, embedding, linear, recording
+from schedir.kernels.embedding_gradient import sum_rows
+from schedir.runtime.autograd.node_hook_detection import register_observer
+from schedir.runtime.autograd.split_backward import (
+    DeferredGradients,
+    defer_weight_gradients,
+    embedding,
+    linear,
+)
 from tests.cpu.largest import Largest
 
 torch.set_num_threads(1)
@@ -37,7 +42,7 @@ def test_row_sums_are_the_rows_of_the_whole_gradient(
     tokens: list[int], padding: int, dtype: torch.dtype
 ) -> None:
     numbers, dy = torch.tensor(tokens, dtype=torch.int64), random(len(tokens), HIDDEN).to(dtype)
-    rows, sums = row_sums(numbers, dy, padding)
+    rows, sums = sum_rows(numbers, dy, padding)
     assert rows.shape == (len(tokens),) and sums.shape == dy.shape
     assert {*rows.tolist()} == {*tokens, *[0] * (len({*tokens}) < len(tokens))}
     filled = rows[sums.any(-1)].tolist()
@@ -61,7 +66,7 @@ def backward(y: Tensor, late: bool, dy: Tensor | None = None) -> None:
     if not late:
         torch.autograd.backward(y, dy)
         return
-    with recording(DeferredGradients()) as tape:
+    with defer_weight_gradients(DeferredGradients()) as tape:
         torch.autograd.backward(y, dy)
     assert len(tape)
     tape.run()
@@ -135,7 +140,7 @@ def test_autograd_gets_rows_once_for_each_weight() -> None:
     came: list[Any] = []
     nodes = [get_gradient_edge(w).node for w in (weight, other)]
     for node in nodes:
-        observe(node, lambda _, gradients: came.append(gradients[0].layout))
+        register_observer(node, lambda _, gradients: came.append(gradients[0].layout))
     for _ in range(2):
         backward(embedding(TOKENS, weight) + embedding(TOKENS, other), late=False)
     assert came == [torch.sparse_coo] * 4

@@ -20,16 +20,16 @@ import torch.distributed as dist
 
 from schedir.hang_diagnosis.stall_cause import ProcessLayout, StalledRun
 from schedir.io.black_box import (
-    AT,
-    FOLDER,
+    BLACK_BOX_DIRECTORY,
+    POSITION_FIELD,
     BlackBox,
     BlackBoxField,
     BlackBoxSnapshot,
     ProcessPhase,
-    boxes,
+    read_black_boxes,
 )
-from schedir.training.processes.process_exit import exchanged
-from schedir.transports.transport import is_late, of_peers
+from schedir.training.processes.process_exit import exchange_black_boxes
+from schedir.transports.transport import describe_peer_error, is_caused_by_peer
 from tests.cpu.test_train_ends import gone
 from tests.cpu.training import LIMIT, TORCHRUN, arguments, finish, start
 
@@ -37,18 +37,18 @@ from tests.cpu.training import LIMIT, TORCHRUN, arguments, finish, start
 def seen(process: int, *, waits: bool) -> BlackBoxSnapshot:
     """A box of a process in set-up."""
     box = BlackBox(process=process, world=3)
-    box.enter(ProcessPhase.SET_UP)
-    box.words[BlackBoxField.WAITS], box.words[AT] = waits, 0
+    box.enter_phase(ProcessPhase.SET_UP)
+    box.values[BlackBoxField.IS_WAITING], box.values[POSITION_FIELD] = waits, 0
     return BlackBoxSnapshot(bytes(box.memory), monotonic_ns(), "runs")
 
 
 def test_boxes_of_other_machines_come_over_the_store() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     one, other = {0: seen(0, waits=True), 1: seen(1, waits=True)}, {2: seen(2, waits=False)}
-    assert exchanged(store, one, [2], most=0.0) == {}  # nobody has brought it
-    assert exchanged(store, other, [0, 1]) == one
-    all_of = one | exchanged(store, one, [2])
-    found = StalledRun(all_of, ProcessLayout(3, 1, 1)).blame()
+    assert exchange_black_boxes(store, one, [2], timeout=0.0) == {}  # nobody has brought it
+    assert exchange_black_boxes(store, other, [0, 1]) == one
+    all_of = one | exchange_black_boxes(store, one, [2])
+    found = StalledRun(all_of, ProcessLayout(3, 1, 1)).find_cause()
     assert found is not None and found.process == 2
 
 
@@ -60,7 +60,10 @@ def test_no_process_outlives_torchrun(config: str, tmp_path: Path) -> None:
     assert process.stdout is not None
     while not process.stdout.readline().startswith("step "):
         assert process.poll() is None
-    pids = [one[BlackBoxField.PID] for one in boxes(tmp_path / "out" / FOLDER).values()]
+    pids = [
+        one[BlackBoxField.PID]
+        for one in read_black_boxes(tmp_path / "out" / BLACK_BOX_DIRECTORY).values()
+    ]
     assert len(pids) == 2
     os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + LIMIT
@@ -152,7 +155,7 @@ def test_who_dies_before_it_has_begun_is_named(
         LATE.format(what=what, phase=BlackBoxField.PHASE * 8)
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("BEGUN", str(tmp_path / "out" / FOLDER / "0"))
+    monkeypatch.setenv("BEGUN", str(tmp_path / "out" / BLACK_BOX_DIRECTORY / "0"))
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     command = agent if launcher == "torchrun" else [sys.executable]
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]
@@ -174,9 +177,9 @@ def test_a_peer_that_does_not_come_is_no_line_of_gloos() -> None:
         one, _ = threads.map(group, range(2))
     with pytest.raises(RuntimeError) as error:
         one.recv([torch.empty(1)], 1, 0).wait(timedelta(seconds=0.2))
-    assert ".cc:" in str(error.value) and is_late(error.value)
-    assert of_peers(error.value) == "a peer has not come in time"
-    assert of_peers(RuntimeError("a timeout of a module's own")) == ""
+    assert ".cc:" in str(error.value) and is_caused_by_peer(error.value)
+    assert describe_peer_error(error.value) == "a peer has not come in time"
+    assert describe_peer_error(RuntimeError("a timeout of a module's own")) == ""
 
 
 def test_what_gloo_gives_up_with_another_wait_is_late_as_well() -> None:
@@ -191,4 +194,4 @@ def test_what_gloo_gives_up_with_another_wait_is_late_as_well() -> None:
     for work in (second, first):
         with pytest.raises(RuntimeError) as error:
             work.wait()
-        assert of_peers(error.value) == "a peer has not come in time", error.value
+        assert describe_peer_error(error.value) == "a peer has not come in time", error.value

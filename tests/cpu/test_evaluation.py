@@ -13,7 +13,7 @@ import torch
 from schedir.errors import UsageError
 from schedir.models import gpt
 from schedir.training.batches.text_batches import Corpus
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 from schedir.training.train import run
 from tests.cpu.training import alone, train
 
@@ -35,10 +35,10 @@ def test_the_held_out_loss_is_that_of_a_plain_model(
     text.write_text("never trained on " * 13)
     sets = [*DROPS, f'data.validation="{text}"', "train.lr=0", "train.min_lr=0"]
     alone(config, tmp_path / "out", *sets, "train.evaluate_every=4")
-    settings = read(config, [*sets, "pipeline.ranks=1", "pipeline.stages_per_rank=1"])
-    held = Corpus(settings).held_out
+    settings = read_config(config, [*sets, "pipeline.ranks=1", "pipeline.stages_per_rank=1"])
+    held = Corpus(settings).held_out_batches
     assert held is not None and len(held) % (3 * 2)
-    inputs, targets = held.batch(0, len(held))
+    inputs, targets = held.read_batch(0, len(held))
     assert isinstance(settings.model, gpt.GPTConfig)
     model = gpt.build_stage(settings.model, 0, 1).eval()
     with torch.no_grad():

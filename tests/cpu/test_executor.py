@@ -13,12 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from schedir.analysis.memory.buffer_slots import KINDS
+from schedir.analysis.memory.buffer_slots import SLOT_KINDS
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ExecutionError, ModelError
-from schedir.ir.isa.instructions import COMPUTE, ROWS, SENDS, TRANSFERS, Scope, Value
+from schedir.ir.isa.instructions import (
+    COMPUTE_OPS,
+    INSTRUCTIONS,
+    SEND_OPS,
+    TRANSFER_OPS,
+    Scope,
+    Value,
+)
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.pipeline.tied_weights import tied_stages
+from schedir.ir.pipeline.tied_weights import normalize_tied_stages
 from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime import make_backward_splittable
@@ -56,18 +63,18 @@ def test_random_schedules_in_random_orders_give_the_same_bits(
     shape: PipelineShape, seed: int, tied: bool, data: st.DataObject
 ) -> None:
     program = lower(_with(random_compute_program(shape, random.Random(seed)), tied))
-    assert program.ascending or shape.rows > 1
-    loss, right = expected(shape, tied, program if shape.rows > 1 else None)
+    assert program.reduces_in_microbatch_order or shape.placement_rows > 1
+    loss, right = expected(shape, tied, program if shape.placement_rows > 1 else None)
     stages = gpt_stages(shape.stages, tied)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     inputs, targets, scale = batch(shape.microbatches)
     for order in [None, *data.draw(st.lists(st.integers(0, 2**32), min_size=1, max_size=2))]:
-        assert torch.equal(ranks.step(inputs, targets, scale, seed=order), loss)
+        assert torch.equal(ranks.step(inputs, targets, scale, order_seed=order), loss)
         assert same_bits(gradients(stages), right)
 
 
 def _with(program: Program, tied: bool) -> Program:
-    return replace(program, tied_weights=tied_stages(tied, program.shape))
+    return replace(program, tied_weights=normalize_tied_stages(tied, program.shape))
 
 
 def _vee(r: int, P: int, m: int) -> RankSchedule:
@@ -86,7 +93,7 @@ def test_in_process(schedule: Any, shape: PipelineShape) -> None:
         )
         ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
         for seed in (None, 0, 1):
-            assert torch.equal(ranks.step(*batch(shape.microbatches), seed=seed), loss)
+            assert torch.equal(ranks.step(*batch(shape.microbatches), order_seed=seed), loss)
             assert same_bits(gradients(stages), right)
 
 
@@ -216,7 +223,7 @@ def test_stages_that_have_little_to_train(schedule: Any, frozen: Any) -> None:
         return made
 
     one, other = stages(), stages()
-    total = run_sequential(one, x, x + 1, loss=_squares, scale=0.5)
+    total = run_sequential(one, x, x + 1, loss=_squares, grad_scale=0.5)
     program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
     ranks = InProcessExecutor(program, other, loss=_squares, boundary=BOUNDARY, max_norm=1e9)
     for _ in range(2):
@@ -240,20 +247,22 @@ def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
         one_f_one_b, shape, tied_weights=True, overlap=overlap, progress_model="per_edge"
     )
     ranks = _in_process(program, gpt_stages(4))
-    most = {(r, op): 0 for r in range(4) for op in SENDS}
-    for r, rank in enumerate(ranks.ranks):
+    most = {(r, op): 0 for r in range(4) for op in SEND_OPS}
+    for r, rank in enumerate(ranks.executors):
 
-        def watched(k: int, r: int = r, rank: Any = rank, call: Any = rank.call) -> None:
-            call(k)
-            for op in SENDS:
+        def watched(
+            index: int, r: int = r, rank: Any = rank, call: Any = rank.run_instruction
+        ) -> None:
+            call(index)
+            for op in SEND_OPS:
                 held = sum(rank.state.stream[sent].op == op for sent in rank.state.sending)
                 most[r, op] = max(most[r, op], held)
 
-        rank.call = watched  # type: ignore[method-assign]
-    ranks.step(*batch(16), seed=1)
-    assert not any(rank.state.sending for rank in ranks.ranks)
+        rank.run_instruction = watched  # type: ignore[method-assign]
+    ranks.step(*batch(16), order_seed=1)
+    assert not any(rank.state.pending_sends for rank in ranks.executors)
     # What the schedule holds, and one or two that are let go after the next was sent.
-    assert all(held <= 4 - r + 1 for (r, _), held in most.items()) and most[0, SENDS[0]] >= 3
+    assert all(held <= 4 - r + 1 for (r, _), held in most.items()) and most[0, SEND_OPS[0]] >= 3
 
 
 def test_optimizers_may_forget_gradients_between_steps() -> None:
@@ -265,7 +274,7 @@ def test_optimizers_may_forget_gradients_between_steps() -> None:
         for step in range(3):
             inputs, targets, scale = batch(3, seed=step)
             if how == "reference":
-                run_sequential(stages, inputs, targets, loss=gpt.loss, scale=scale)
+                run_sequential(stages, inputs, targets, loss=gpt.loss, grad_scale=scale)
             else:
                 ranks.step(inputs, targets, scale)
             for p in (p for s in stages for p in s.parameters()):
@@ -363,33 +372,33 @@ def test_rows_do_not_lie() -> None:
     for schedule, recompute in ((one_f_one_b, None), (zb, None), (one_f_one_b, "all")):
         program = compile(schedule, PipelineShape(3, 3), tied_weights=True, recompute=recompute)
         ranks = InProcessExecutor(program, gpt_stages(3), loss=gpt.loss, boundary=BOUNDARY)
-        middle = ranks.ranks[1]
-        call = middle.call
+        middle = ranks.executors[1]
+        call = middle.run_instruction
 
-        def watched(k: int, call: Any = call, middle: Executor = middle) -> None:
-            instr = middle.state.stream[k]
-            row = ROWS[instr.op]
+        def watched(index: int, call: Any = call, middle: Executor = middle) -> None:
+            instr = middle.state.stream[index]
+            row = INSTRUCTIONS[instr.op]
 
             def held() -> set[Value]:
                 return {
                     t
-                    for t in KINDS
+                    for t in SLOT_KINDS
                     if any(
-                        middle.state.slots[t].values[at] is not None
-                        for at in middle.state.assigned.get((t, 1, instr.mb), {}).values()
+                        middle.state.slot_tables[t].values[at] is not None
+                        for at in middle.state.slot_assignment.get((t, 1, instr.mb), {}).values()
                     )
                 }
 
             before = held()
-            call(k)
-            after, known = held(), {*KINDS}
-            if row.per is Scope.MICROBATCH:
-                there = {t for t in known if middle.program.holds(t)}  # there are no skips
+            call(index)
+            after, known = held(), {*SLOT_KINDS}
+            if row.scope is Scope.MICROBATCH:
+                there = {t for t in known if middle.program.takes_memory(t)}  # there are no skips
                 assert {*row.needs} & there <= before, instr
                 assert after - before == {*row.gives} & there - before, instr
                 assert before - after == {*row.frees} & there, instr
                 met.add(row.op)
 
-        middle.call = watched  # type: ignore[method-assign]
+        middle.run_instruction = watched  # type: ignore[method-assign]
         ranks.step(*batch(3))
-    assert met == {op for op in COMPUTE + TRANSFERS if "Skip" not in op.name}
+    assert met == {op for op in COMPUTE_OPS + TRANSFER_OPS if "Skip" not in op.name}

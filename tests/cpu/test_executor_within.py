@@ -19,7 +19,7 @@ from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.executor import Executor
 from schedir.schedules import one_f_one_b, zb_h1
 from schedir.transports.gloo import GlooTransport
-from schedir.transports.in_process.mailbox import mailboxes
+from schedir.transports.in_process.mailbox import make_mailboxes
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.spawn import run
 
@@ -72,7 +72,8 @@ def side_by_side(rank: int, programs: list[Program]) -> list[bool]:
             stages = {place: make_backward_splittable(mine[place])}
             transport = kind(program, group=group)
             executor = Executor(
-                program, place, stages, transport, loss=loss, boundary=(3, WIDTH), adds=True,
+                program, place, stages, transport, loss=loss, boundary=(3, WIDTH),
+                accumulate_grads=True,
                 seed=None,
             )  # fmt: skip
             for step in range(2):  # which add up
@@ -86,7 +87,7 @@ def side_by_side(rank: int, programs: list[Program]) -> list[bool]:
                 else:
                     same.append(torch.equal(one.grad, other.grad))
             dist.barrier(group)
-            transport.leave()
+            transport.disconnect()
     return same
 
 
@@ -103,7 +104,14 @@ def left(
     stages = model(0)
     transport = kind(program, group=dist.group.WORLD)
     executor = Executor(
-        program, rank, stages, transport, loss=loss, boundary=(3, WIDTH), adds=True, record=False
+        program,
+        rank,
+        stages,
+        transport,
+        loss=loss,
+        boundary=(3, WIDTH),
+        accumulate_grads=True,
+        record_timestamps=False,
     )
     x, y = batch(0)
     executor.step(x, y)
@@ -112,7 +120,7 @@ def left(
     try:
         executor.step(x, y)
     except ExecutionError as error:
-        transport.leave()
+        transport.disconnect()
         return error.fact
     return ""
 
@@ -138,7 +146,7 @@ class Draws(nn.Module):
 
 def alone(program: Program, stages: Sequence[nn.Module], **how: Any) -> Executor:
     """The one rank of a program."""
-    transport = mailboxes(program, "per_edge", False, [])[0]
+    transport = make_mailboxes(program, "per_edge", False, [])[0]
     return Executor(program, 0, stages, transport, boundary=(3, WIDTH), **{"loss": loss, **how})
 
 
@@ -159,7 +167,7 @@ def test_a_loss_that_is_infinite_does_not_hide_gradients() -> None:
     module, (x, y) = nn.Linear(WIDTH, 1, bias=False), batch(0)
     program = compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4))
     executor = alone(program, [module], adds=True, loss=lambda y, _: y.sum() + torch.inf)
-    executor.step(x, y, scale=0.5)
+    executor.step(x, y, grad_scale=0.5)
     assert module.weight.grad is not None
     assert torch.allclose(module.weight.grad, 0.5 * x.sum((0, 1))[None])
 

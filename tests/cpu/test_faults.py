@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from schedir.io.black_box import FOLDER, look
+from schedir.io.black_box import BLACK_BOX_DIRECTORY, read_black_box
 from schedir.training import trainer
 from schedir.training.processes import process_world
 from schedir.training.train import run as train
@@ -113,7 +113,7 @@ def test_the_process_is_blamed_that_had_the_fault(
     slice_ = f", tp {process % tp}" * (tp > 1)
     name = f"process {process} (pipeline rank {process // tp}{slice_})"
     assert name in said.partition("\n")[0], said
-    box = look(tmp_path / "out" / FOLDER / str(process))
+    box = read_black_box(tmp_path / "out" / BLACK_BOX_DIRECTORY / str(process))
     assert box is not None and box.state == "gone"
     # Stages and the loss are run once in set-up, too.
     assert "in set-up" in said or "of step " in said or "in step " in said or " F " in said, said

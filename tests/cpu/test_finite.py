@@ -18,7 +18,7 @@ from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
 
@@ -96,7 +96,7 @@ def world_of(program: Program, make: Any, dtype: torch.dtype = torch.float32) ->
     stages = [spoilt(stage.to(dtype)) for stage in gpt_stages(program.shape.stages, tied=False)]
     wide = dtype != torch.float32
     for stage in stages if wide else ():
-        float32_gradients(stage)
+        use_float32_gradients(stage)
     return InProcessExecutor(
         program,
         stages,
@@ -111,7 +111,9 @@ def learned(world: Any) -> list[Tensor]:
     weights = [
         p for rank in world.ranks for s in rank.stages.values() for p in s.module.parameters()
     ]
-    weights += [p for rank in world.ranks for p in getattr(rank.state.optimizer, "main", [])]
+    weights += [
+        p for rank in world.ranks for p in getattr(rank.state.optimizer, "main_parameters", [])
+    ]
     weights += [a for rank in world.ranks for a in getattr(rank.state.optimizer, "averages", [])]
     optimizers = [
         getattr(rank.state.optimizer, "inner", rank.state.optimizer) for rank in world.ranks
@@ -189,7 +191,7 @@ def test_a_loss_alone_counts_though_its_gradients_are_finite() -> None:
     targets[1] = 0
     before = deepcopy([*stages[0].parameters()])
     world.step(inputs, targets, scale)
-    assert [rank.finite.tolist() for rank in world.ranks] == [[False]] * 2
+    assert [rank.finite_updates.tolist() for rank in world.executors] == [[False]] * 2
     assert all(torch.equal(a, b) for a, b in zip(before, stages[0].parameters(), strict=True))
 
 
@@ -207,7 +209,7 @@ def test_a_loss_counts_though_no_gradient_tells(schedule: Any) -> None:
     before = learned(world)
     targets[2] = -1
     assert world.step(inputs, targets, scale).isnan()
-    assert [rank.finite.tolist() for rank in world.ranks] == [[False]] * 3
+    assert [rank.finite_updates.tolist() for rank in world.executors] == [[False]] * 3
     after = learned(world)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
 
@@ -233,7 +235,7 @@ def test_the_norm_of_complex_gradients_is_that_of_both_parts() -> None:
     world.step(x, x)
     grads = [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]
     whole = torch.stack([g.abs().double().square().sum() for g in grads]).sum().sqrt()
-    assert float(world.ranks[0].norm) == pytest.approx(float(whole), rel=1e-6)
+    assert float(world.executors[0].grad_norm) == pytest.approx(float(whole), rel=1e-6)
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -61,7 +61,7 @@ ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train
 def poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Write a schedule whose file spoils a stage in some steps; what it patches is put back."""
     monkeypatch.setattr(gpt, "build_stage", gpt.build_stage)
-    monkeypatch.setattr(Executor, "begin", Executor.begin)
+    monkeypatch.setattr(Executor, "begin_step", Executor.begin_step)
 
     def write(
         what: str, stage: int, *steps: int, ranks: str = "01234567", schedule: str = "interleaved"

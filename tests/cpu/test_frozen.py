@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from schedir.compiler.compile import compile
 from schedir.errors import ModelError, SchedirError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.pipeline.placement import named_of
+from schedir.ir.pipeline.placement import find_named_placement
 from schedir.ir.program import Program
 from schedir.runtime import measure_sizes
 from schedir.runtime.boundaries.boundary import Boundary
@@ -25,7 +25,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import dualpipe, forward_only, gpipe, one_f_one_b, pipedream_2bw, zb_h1
 from schedir.testing import compute_programs
-from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
+from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.test_updates import stage_by_stage
@@ -53,7 +53,7 @@ class Dropped(nn.Module):
 def stages_of(number: int, frozen_stages: int, *, drops: bool = False) -> list[nn.Module]:
     """A tiny model of which the first stages are frozen."""
     torch.manual_seed(0)
-    stages = [Dropped(s) if drops else s for s in tiny_stages(number)]
+    stages = [Dropped(s) if drops else s for s in make_tiny_stages(number)]
     for stage in stages[:frozen_stages]:
         stage.requires_grad_(False)
     return stages
@@ -63,7 +63,10 @@ def of_plain(program: Program, *, whole: bool, drops: bool = False) -> tuple[Ten
     """Loss and gradients of the reference: in the order of the program, or of no program."""
     plain = stages_of(program.shape.stages, program.frozen_stages, drops=drops)
     found = run_sequential(
-        plain, *batch(program.shape.microbatches), loss=loss, program=None if whole else program
+        plain,
+        *make_batch(program.shape.microbatches),
+        loss=squared_error,
+        program=None if whole else program,
     )
     return found, gradients(plain)
 
@@ -72,9 +75,9 @@ def expect_right(
     program: Program, seed: int | None = None, *, drops: bool = False
 ) -> InProcessExecutor:
     stages = stages_of(program.shape.stages, program.frozen_stages, drops=drops)
-    ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
-    total = ranks.step(*batch(program.shape.microbatches), seed=seed)
-    for whole in (False, True) if program.ascending else (False,):
+    ranks = InProcessExecutor(program, stages, loss=squared_error, boundary=BOUNDARY)
+    total = ranks.step(*make_batch(program.shape.microbatches), order_seed=seed)
+    for whole in (False, True) if program.reduces_in_microbatch_order else (False,):
         right, plain = of_plain(program, whole=whole, drops=drops)
         assert torch.equal(total, right)
         assert same_bits(gradients(stages), plain)
@@ -96,7 +99,7 @@ def test_gradients_of_the_reference(data: st.DataObject) -> None:
     if not isinstance(source, Program):
         where, v = getattr(source, "placed", ("loop", None))
         ranks = 2 * data.draw(st.integers(1, 2))
-        v = v or named_of(where).stages_per_rank
+        v = v or find_named_placement(where).stages_per_rank
         shape = PipelineShape(ranks, 2 * data.draw(st.integers(1, 3)), v, where)
     number = (shape or source.shape).stages
     frozen = data.draw(st.integers(0, number - 1))
@@ -109,7 +112,7 @@ def test_gradients_of_the_reference(data: st.DataObject) -> None:
     except SchedirError:
         assert shape is not None  # a schedule need not know every shape
         return
-    if program.trains:
+    if program.has_backward:
         expect_right(program, data.draw(st.integers(0, 99)))
 
 
@@ -117,9 +120,9 @@ def test_gradients_of_the_reference(data: st.DataObject) -> None:
 def test_draws_and_buffers_are_those_of_training(frozen_stages: int) -> None:
     program = compile(one_f_one_b, PipelineShape(4, 4), frozen_stages=frozen_stages)
     ranks = expect_right(program, drops=True)
-    stages = [ranks.ranks[r].stages[r].module for r in range(4)]
+    stages = [ranks.executors[r].stages[r].module for r in range(4)]
     plain = stages_of(4, frozen_stages, drops=True)
-    run_sequential(plain, *batch(4), loss=loss)
+    run_sequential(plain, *make_batch(4), loss=squared_error)
     for mine, right in zip(stages, plain, strict=True):
         assert all(map(torch.equal, mine.buffers(), right.buffers()))
 
@@ -134,7 +137,7 @@ def test_nothing_is_kept_of_a_frozen_forward() -> None:
             )
         )
     program = compile(gpipe, PipelineShape(3, 1), frozen_stages=2)
-    InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY).step(*batch(1))
+    InProcessExecutor(program, stages, loss=squared_error, boundary=BOUNDARY).step(*make_batch(1))
     assert seen == [(False, False, False)] * 2 + [(True, False, True)]
 
 
@@ -151,12 +154,12 @@ def test_several_updates(schedule: Any, frozen_stages: int) -> None:
     ranks = InProcessExecutor(
         compile(schedule, shape, frozen_stages=frozen_stages),
         stages,
-        loss=loss,
+        loss=squared_error,
         boundary=BOUNDARY,
         optimizer=sgd,
     )
-    ranks.step(*batch(9))
-    right = stage_by_stage(shape, *batch(9), sgd, make)
+    ranks.step(*make_batch(9))
+    right = stage_by_stage(shape, *make_batch(9), sgd, make)
     assert all(map(torch.equal, [p for s in stages for p in s.parameters()], right))
     before = make(3)
     changed = [
@@ -170,8 +173,10 @@ def test_forwards_run_ahead_of_the_steps_of_their_rank() -> None:
     """Frozen weights have one version, and a trained stage beside them has its own."""
     shape, make = PipelineShape(1, 4, 2, optimizer_steps=2), partial(stages_of, frozen_stages=1)
     stages, program = make(2), compile(ahead, shape, frozen_stages=1)
-    InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd).step(*batch(4))
-    right = stage_by_stage(shape, *batch(4), sgd, make)
+    InProcessExecutor(program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=sgd).step(
+        *make_batch(4)
+    )
+    right = stage_by_stage(shape, *make_batch(4), sgd, make)
     assert all(map(torch.equal, [p for s in stages for p in s.parameters()], right))
 
 
@@ -180,12 +185,12 @@ def test_the_norm_is_of_what_is_trained(schedule: Any) -> None:
     program = compile(schedule, PipelineShape(4, 4), frozen_stages=2, clip_grad_norm=True)
     stages = stages_of(4, 2)
     ranks = InProcessExecutor(
-        program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd, max_norm=0.1
+        program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=sgd, max_norm=0.1
     )
-    ranks.step(*batch(4))
+    ranks.step(*make_batch(4))
     _, plain = of_plain(program, whole=True)
     norm = torch.stack([g.norm() for own in plain for g in own.values()]).norm()
-    assert [float(rank.norm) for rank in ranks.ranks] == pytest.approx([float(norm)] * 4)
+    assert [float(rank.grad_norm) for rank in ranks.executors] == pytest.approx([float(norm)] * 4)
     clipped = torch.stack([g.norm() for own in gradients(stages) for g in own.values()]).norm()
     assert float(clipped) == pytest.approx(0.1, rel=1e-3)
 
@@ -195,16 +200,16 @@ def on_gloo(rank: int, program: Program) -> list[dict[str, Tensor]]:
     transport = GlooTransport(program)
     stages = stages_of(program.shape.stages, program.frozen_stages)
     executor = Executor(
-        program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY,
+        program, transport.rank, stages, transport, loss=squared_error, boundary=BOUNDARY,
         max_norm=inf if program.clip_grad_norm else None,
     )  # fmt: skip
     m, (inputs, targets) = (
         program.shape.microbatches,
-        batch(program.dp * program.shape.microbatches),
+        make_batch(program.dp * program.shape.microbatches),
     )
     share = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
     executor.step(inputs[share], targets[share])
-    return gradients([stages[s] for s in program.shape.stages_of[transport.rank]])
+    return gradients([stages[s] for s in program.shape.stages_on_rank[transport.rank]])
 
 
 @pytest.mark.parametrize(
@@ -221,13 +226,13 @@ def test_real_processes(schedule: Any, shape: PipelineShape, traits: dict[str, A
     found = run(on_gloo, world, program)
     plain = stages_of(shape.stages, program.frozen_stages)
     run_sequential(
-        plain, *batch(program.dp * shape.microbatches), loss=loss,
+        plain, *make_batch(program.dp * shape.microbatches), loss=squared_error,
         program=None if program.dp > 1 else program,
     )  # fmt: skip
     right = gradients(plain)
     for process, own in enumerate(found):
         rank = process % shape.ranks
-        for s, mine in zip(shape.stages_of[rank], own, strict=True):
+        for s, mine in zip(shape.stages_on_rank[rank], own, strict=True):
             assert bool(mine) == (s >= program.frozen_stages)
             for name, grad in mine.items():
                 torch.testing.assert_close(grad, right[s][name], rtol=1e-12, atol=1e-12)
@@ -240,22 +245,24 @@ def test_a_frozen_stage_has_nothing_to_train() -> None:
     stages = stages_of(3, 1)
     program = compile(one_f_one_b, PipelineShape(3, 4), frozen_stages=2)
     with pytest.raises(ModelError, match="stage 1 is frozen, and weight in it") as caught:
-        InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
+        InProcessExecutor(program, stages, loss=squared_error, boundary=BOUNDARY)
     assert "frozen_stages=1" in caught.value.hint
     evaluation = compile(
         forward_only, PipelineShape(3, 4), frozen_stages=2
     )  # where nothing is trained anyway
-    InProcessExecutor(evaluation, stages, loss=loss, boundary=BOUNDARY).step(*batch(4))
+    InProcessExecutor(evaluation, stages, loss=squared_error, boundary=BOUNDARY).step(
+        *make_batch(4)
+    )
 
 
 def test_frozen_parameters_alone_are_run_back_through() -> None:
     """Nobody said that stages are frozen: right, with backwards that nobody needs."""
     stages, plain = stages_of(3, 2), stages_of(3, 2)
     ranks = InProcessExecutor(
-        compile(one_f_one_b, PipelineShape(3, 4)), stages, loss=loss, boundary=BOUNDARY
+        compile(one_f_one_b, PipelineShape(3, 4)), stages, loss=squared_error, boundary=BOUNDARY
     )
-    total = ranks.step(*batch(4))
-    assert torch.equal(total, run_sequential(plain, *batch(4), loss=loss))
+    total = ranks.step(*make_batch(4))
+    assert torch.equal(total, run_sequential(plain, *make_batch(4), loss=squared_error))
     assert same_bits(gradients(stages), gradients(plain))
 
 
@@ -269,11 +276,11 @@ def test_whole_numbers_may_leave_a_frozen_stage() -> None:
     stages: Sequence[nn.Module] = [Rounds(), nn.Sequential(nn.Embedding(8, WIDTH), Last())]
     program = compile(one_f_one_b, PipelineShape(2, 4), frozen_stages=1)
     whole = Boundary((2, WIDTH), torch.int64)
-    x, target = batch(4)
-    ranks = InProcessExecutor(program, stages, loss=loss, boundary=whole)
+    x, target = make_batch(4)
+    ranks = InProcessExecutor(program, stages, loss=squared_error, boundary=whole)
     ranks.step(x, target)
     mine = gradients(stages)
-    run_sequential(stages, x, target, loss=loss, program=program)
+    run_sequential(stages, x, target, loss=squared_error, program=program)
     assert same_bits(mine, gradients(stages)) and mine[1]
 
 
@@ -295,18 +302,18 @@ def test_sizes() -> None:
         measure_sizes(stages, x, x, frozen_stages=1, **how),
     )
     assert (
-        frozen.of("saved", 3)[0]
-        == frozen.of("deferred_wgrad", 3)[0]
-        == frozen.of("saved_and_deferred", 3)[0]
+        frozen.for_stages("saved", 3)[0]
+        == frozen.for_stages("deferred_wgrad", 3)[0]
+        == frozen.for_stages("saved_and_deferred", 3)[0]
         == 0.0
     )
-    assert (frozen.of("saved", 3)[1:] == usual.of("saved", 3)[1:]).all()
+    assert (frozen.for_stages("saved", 3)[1:] == usual.for_stages("saved", 3)[1:]).all()
     assert (
-        frozen.of("model_states", 3) == usual.of("model_states", 3)
+        frozen.for_stages("model_states", 3) == usual.for_stages("model_states", 3)
     ).all()  # as parameters say it
-    assert frozen.of("model_states", 3)[0] < frozen.of("model_states", 3)[1]
+    assert frozen.for_stages("model_states", 3)[0] < frozen.for_stages("model_states", 3)[1]
     elu = [*stages[:1], nn.Sequential(nn.ELU(), nn.Linear(64, 64)), *stages[2:]]
     less, more = (
-        measure_sizes(elu, x, x, frozen_stages=n, **how).of("saved", 3)[1] for n in (1, 0)
+        measure_sizes(elu, x, x, frozen_stages=n, **how).for_stages("saved", 3)[1] for n in (1, 0)
     )
     assert less < more  # nothing for a gradient of its input

@@ -17,9 +17,9 @@ from torch import nn
 import schedir
 from schedir import PipelineShape
 from schedir.checkpoints import Saver, dcp_storage, save
-from schedir.checkpoints.checkpoint_directory import LOCK, CheckpointDirectory
+from schedir.checkpoints.checkpoint_directory import LOCK_FILE, CheckpointDirectory
 from schedir.errors import CheckpointError, UsageError
-from schedir.io.files import atomic_write, expect_writable
+from schedir.io.files import atomic_write, require_writable
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
 from tests.cpu.training import ALONE, ROOT
@@ -50,7 +50,7 @@ def test_a_checkpoint_says_what_it_needs(
     assert caught.value.fact.startswith(f"{fact}this process writes ")
     assert caught.value.fact.endswith(" were free") and caught.value.step == 3
     assert "another disk" in caught.value.hint
-    assert os.listdir(tmp_path) == [LOCK]
+    assert os.listdir(tmp_path) == [LOCK_FILE]
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     with small_files(100_000), pytest.raises(CheckpointError) as caught:
         save(run, tmp_path, step=3)
     assert caught.value.fact == f"cannot save step 3 to {tmp_path}: File too large"
-    assert os.listdir(tmp_path) == [LOCK]
+    assert os.listdir(tmp_path) == [LOCK_FILE]
     assert save(run, tmp_path, step=3).name == "step-00000003"
 
 
@@ -66,12 +66,15 @@ def test_a_checkpoint_beside_steps(tmp_path: Path) -> None:
     run, x = run_of(512), torch.ones(2, 5, 512)
     saver = Saver(run, tmp_path)
     run.step(x, x)
-    saver.due(1)
+    saver.schedule_save(1)
     run.step(x, x)
     with small_files(100_000), pytest.raises(CheckpointError, match="File too large"):
         saver.write()
-        saver.ended()
-    assert os.listdir(tmp_path) == [LOCK] and CheckpointDirectory(tmp_path).newest() is None
+        saver.wait()
+    assert (
+        os.listdir(tmp_path) == [LOCK_FILE]
+        and CheckpointDirectory(tmp_path).find_newest_step() is None
+    )
 
 
 @needs_full
@@ -86,13 +89,13 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_trial_of_writing_leaves_what_is_there(tmp_path: Path) -> None:
-    expect_writable(tmp_path / "a.txt")
+    require_writable(tmp_path / "a.txt")
     assert not os.listdir(tmp_path)
     (tmp_path / "a.txt").write_text("a")
-    expect_writable(tmp_path / "a.txt")
+    require_writable(tmp_path / "a.txt")
     assert os.listdir(tmp_path) == ["a.txt"] and (tmp_path / "a.txt").read_text() == "a"
     with pytest.raises(UsageError, match="cannot write"):
-        expect_writable(tmp_path / "none" / "a.txt")
+        require_writable(tmp_path / "none" / "a.txt")
 
 
 COMMANDS = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from schedir import Costs, compile, simulate
 from schedir.analysis.dependency_graph import Graph
-from schedir.ir.isa.instructions import TRANSFERS
+from schedir.ir.isa.instructions import TRANSFER_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.passes.pass_types import BufferSharing
@@ -26,7 +26,7 @@ from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
-from schedir.transports.collectives import Group, Kind
+from schedir.transports.collectives import CollectiveName, GroupKey
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox, StreamPoint
 from schedir.transports.transport import Work
@@ -56,10 +56,12 @@ class Late(GlooTransport):
         self.open: set[_LateGather] = set()
         self.beside = 0  # collectives of layers that were called while a gather was in flight
 
-    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+    def start_collective(
+        self, kind: CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+    ) -> Work:
         if kind == "all_gather":
             return _LateGather(self, out, own)
-        return super().collective(kind, group, out, own)
+        return super().start_collective(kind, group, out, own)
 
     def all_reduce_of_layers(self, tensor: Tensor, *args: Any, **how: Any) -> Any:
         if how.get("group") is self.tp_group:
@@ -75,7 +77,7 @@ class _LateGather:
         self.transport, self.whole, self.shard = transport, whole, shard
         self.read, self.written = shard.clone(), whole.clone()
         own = self.written.view(transport.tp, -1)[transport.tp_rank]
-        self.work = GlooTransport.collective(transport, "all_gather", "tp", self.written, own)
+        self.work = GlooTransport.start_collective(transport, "all_gather", "tp", self.written, own)
         whole.fill_(torch.nan)
         shard.copy_(self.read)
         transport.open.add(self)
@@ -115,11 +117,11 @@ def one_rank(
         loss = partial(gpt.loss, tp=group)
         ours, right = (
             [gpt.build_stage(config(shape.stages), s, shape.stages, tp=group) for s in own]
-            for own in (shape.stages_of[transport.rank], range(shape.stages))
+            for own in (shape.stages_on_rank[transport.rank], range(shape.stages))
         )
         for stage in ours if hook else ():
             stage.register_forward_hook(hook)
-        stages = dict(zip(shape.stages_of[transport.rank], ours, strict=True))
+        stages = dict(zip(shape.stages_on_rank[transport.rank], ours, strict=True))
         executor = Executor(
             program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY
         )
@@ -128,7 +130,7 @@ def one_rank(
             for _ in range(2):  # twice: a step leaves nothing behind
                 executor.step(inputs, targets, scale)
         assert not transport.open
-        run_sequential(right, inputs, targets, loss=loss, scale=scale)
+        run_sequential(right, inputs, targets, loss=loss, grad_scale=scale)
         wanted = [gradients(right)[s] for s in stages]
         found.append((same_bits(gradients(ours), wanted), transport.beside))
     return found
@@ -162,12 +164,14 @@ class Sliced(StreamMailbox):
         self.gpu, self.seconds = gpu, seconds
         self.messages, self.gathers = torch.cuda.Stream(), torch.cuda.Stream()
 
-    def aside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.messages)
 
-    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+    def start_collective(
+        self, kind: CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+    ) -> Work:
         if kind != "all_gather":
-            return super().collective(kind, group, out, own)
+            return super().start_collective(kind, group, out, own)
         self.gathers.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.gathers):
             out.view(self.tp, -1)[1].copy_(own)
@@ -192,24 +196,26 @@ def test_gathers_run_beside_computes_as_predicted(
         buffer_sharing=buffer_sharing,
     )
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
-    gpu, hub, stages = install(monkeypatch), StreamHub(), tiny_model.tiny_stages(shape.stages)
+    gpu, hub, stages = install(monkeypatch), StreamHub(), tiny_model.make_tiny_stages(shape.stages)
     ranks = InProcessExecutor.__new__(InProcessExecutor)  # which refuses tensor-parallel ranks
-    ranks.program, ranks.graph, ranks.other_holders = program, Graph(program, "per_edge"), []
-    ranks.turns_of = {program.digest: ExecutionOrders(program, "per_edge")}
-    ranks.mail = [Sliced(hub, rank, gpu, 0.75) for rank in range(shape.ranks)]
-    ranks.ranks = []
-    for rank, mail in enumerate(ranks.mail):
-        own = {s: stages[s] for s in shape.stages_of[rank]}
-        executor = Executor(program, rank, own, mail, loss=tiny_model.loss, boundary=boundary)
-        ranks.ranks.append(executor)
+    ranks.program, ranks.graph, ranks.stage_replicas = program, Graph(program, "per_edge"), []
+    ranks.execution_orders = {program.digest: ExecutionOrders(program, "per_edge")}
+    ranks.mailboxes = [Sliced(hub, rank, gpu, 0.75) for rank in range(shape.ranks)]
+    ranks.executors = []
+    for rank, mail in enumerate(ranks.mailboxes):
+        own = {s: stages[s] for s in shape.stages_on_rank[rank]}
+        executor = Executor(
+            program, rank, own, mail, loss=tiny_model.squared_error, boundary=boundary
+        )
+        ranks.executors.append(executor)
     charge(ranks, gpu, replace(costs, tp_gather=0.0))
     for _ in range(2):
         gpu.host = gpu.over
         with copies(gpu, costs):
-            ranks.step(*tiny_model.batch(shape.microbatches))
+            ranks.step(*tiny_model.make_batch(shape.microbatches))
     timeline, predicted = ranks.timeline(), simulate(program, costs, progress_model="per_edge")
     for name in ("start", "end"):
-        moves = ~np.isin(timeline.spans["op"], TRANSFERS) | (name == "end")
+        moves = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
         np.testing.assert_allclose(
             timeline.spans[name][moves], predicted.spans[name][moves], atol=1e-9
         )

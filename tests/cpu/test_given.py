@@ -46,7 +46,7 @@ def world(**given: Any) -> InProcessExecutor:
 
 
 def rank(number: Any = 0, **given: Any) -> Executor:
-    told: dict[str, Any] = {"stages": modules(), "transport": world().mail[0], "loss": squares}
+    told: dict[str, Any] = {"stages": modules(), "transport": world().mailboxes[0], "loss": squares}
     told |= {"boundary": (2, 3), "program": PROGRAM} | given
     return Executor(told.pop("program"), number, told.pop("stages"), told.pop("transport"), **told)
 
@@ -58,7 +58,7 @@ def test_shapes_of_all_kinds_are_boundaries(shape: Any) -> None:
     assert Boundary(shape) == Boundary((2, 3)) and type(Boundary(shape).shape) is tuple
     same = {hash(Boundary(shape)), hash(Boundary((2, 3)))}
     assert len(same) == 1
-    assert ModelBoundaries.of(shape, 2).crossings[0].tensors == (Boundary((2, 3)),)
+    assert ModelBoundaries.from_edges(shape, 2).stage_boundaries[0].tensors == (Boundary((2, 3)),)
     measure_sizes(modules(), X[0], X[0], loss=squares, boundary=shape)
 
 

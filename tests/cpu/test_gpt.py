@@ -13,7 +13,7 @@ from torch import Tensor
 from schedir.errors import UsageError
 from schedir.models.gpt import GPTConfig, Stage, build_stage, count_tokens, loss
 from schedir.runtime.autograd import split_backward
-from schedir.tensor_parallel.mappings import shard_dim
+from schedir.tensor_parallel.mappings import get_shard_dim
 from tests.cpu.spawn import run
 
 torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def step(
         if not late:
             torch.autograd.backward(total)
             continue
-        with split_backward.recording(split_backward.DeferredGradients()) as tape:
+        with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
             torch.autograd.backward(total)
         assert len(tape) == 4 * SMALL.layers + 2
         tape.run()
@@ -100,7 +100,7 @@ def test_the_split_backward_gives_the_same_bits(tied: bool) -> None:
 
 @pytest.mark.parametrize("division", [(0, 4, 0), (1, 1, 2)])
 def test_an_uneven_division(division: tuple[int, ...]) -> None:
-    stages = [build_stage(SMALL, s, 3, division=division) for s in range(3)]
+    stages = [build_stage(SMALL, s, 3, layers_per_stage=division) for s in range(3)]
     assert tuple(len(stage.layers) for stage in stages) == division
     assert torch.equal(step(stages)[0], step(chain(SMALL, 1))[0])
 
@@ -115,7 +115,7 @@ def shared(
     stage = build_stage(config, 0, 1, tp=tp)
     start = {name: p.detach().clone() for name, p in stage.named_parameters()}
     logits, total, (grads,) = step([stage], tp, late)
-    return logits, total, start, grads, {n: shard_dim(p) for n, p in stage.named_parameters()}
+    return logits, total, start, grads, {n: get_shard_dim(p) for n, p in stage.named_parameters()}
 
 
 @pytest.mark.parametrize(("tied", "late"), [(False, False), (True, False), (True, True)])

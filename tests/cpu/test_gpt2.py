@@ -60,8 +60,8 @@ def test_gradients_of_the_whole_model(schedule: str, shape: PipelineShape) -> No
     ties = schedir.find_tied_weights(stages)
     program = schedir.compile(getattr(schedir.schedules, schedule), shape, tied_weights=ties)
     loss, boundary = example["summed_loss"], Boundary((2, 16, 32))
-    ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary, tied=ties)
-    total = ranks.step(inputs, targets, scale=0.1)
+    ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary, tied_weights=ties)
+    total = ranks.step(inputs, targets, grad_scale=0.1)
     assert torch.allclose(total, expected)
     for name, p in model.named_parameters():
         assert p.grad is not None

@@ -1,4 +1,5 @@
-"""`compare`: stages, ranks, parameters and sizes of gradients that differ from the plain loop's."""
+"""`compare_gradients`: stages, ranks, parameters and sizes of gradients that differ from the plain
+loop's."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from schedir.testing.gradient_comparison import (
     GradientDump,
     StageLocation,
     WrongGradients,
-    compare,
+    compare_gradients,
 )
-from schedir.testing.unpipelined_model import UnpipelinedModel, cut
+from schedir.testing.unpipelined_model import UnpipelinedModel, split_batch
 from tests.cpu.torchs import WIDTH, Tied, model
 
 Gradients = dict[str, Tensor | None]
@@ -29,14 +30,14 @@ Gradients = dict[str, Tensor | None]
 def loop_of(whole: nn.Module, microbatches: int, divisor: float, seed: int = 0) -> UnpipelinedModel:
     numbers = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(2 * microbatches, WIDTH, generator=numbers) for _ in range(2))
-    return UnpipelinedModel(whole, cut((x, y), microbatches, mse_loss), mse_loss, divisor)
+    return UnpipelinedModel(whole, split_batch((x, y), microbatches, mse_loss), mse_loss, divisor)
 
 
 def differences(
     loop: UnpipelinedModel, *left: GradientDump, **options: Any
 ) -> tuple[GradientDifference, ...]:
     with pytest.raises(WrongGradients) as caught:
-        compare(loop, left, **options)
+        compare_gradients(loop, left, **options)
     return caught.value.differences
 
 
@@ -45,7 +46,7 @@ def summed(loop: UnpipelinedModel, factors: list[float]) -> Gradients:
     total: Gradients = {}
     loop.model.zero_grad()
     for mb, factor in zip(loop.microbatches, factors, strict=True):
-        part = UnpipelinedModel(loop.model, [mb], loop.loss_fn, loop.divisor).due
+        part = UnpipelinedModel(loop.model, [mb], loop.loss_fn, loop.divisor).expected_gradients
         for name, one in part.items():
             before = total.get(name)
             total[name] = factor * one.value if before is None else before + factor * one.value
@@ -72,17 +73,17 @@ def test_exactly_the_stages_that_differ_are_listed(data: st.DataObject) -> None:
         for name, gradient in loose(summed(loop, counts)).items()
     }
     left: Gradients = {n: (bad if int(n[0]) in stages else right)[n] for n in right}
-    found = differences(loop, GradientDump(left).by_prefix())
+    found = differences(loop, GradientDump(left).infer_stages())
     listed = [stage for difference in found for stage in difference.stages]
     assert len(listed) == len(stages) and {*listed} == stages
     for difference in found:
-        assert difference.every
+        assert difference.has_all_parameters
         errors = [relative_error(loop, name, left[name]) for name in difference.names]
         assert difference.error == pytest.approx(max(errors), rel=0.01)
 
 
 def relative_error(loop: UnpipelinedModel, name: str, got: Tensor | None) -> float:
-    expected = loop.due[name].value.double()
+    expected = loop.expected_gradients[name].value.double()
     assert got is not None
     return float((got.double() - expected).norm() / expected.norm())
 
@@ -99,8 +100,8 @@ def test_parameters_of_a_stage_may_differ() -> None:
     left = summed(loop, [1.0] * 4)
     left["1.linear.weight"] = None
     left["1.linear.bias"] = summed(loop, [1.0, 1.0, 1.0, 0.0])["1.linear.bias"]
-    found = differences(loop, GradientDump(left).by_prefix())
-    assert [(d.names, d.problem == "no gradient", d.every) for d in found] == [
+    found = differences(loop, GradientDump(left).infer_stages())
+    assert [(d.names, d.problem == "no gradient", d.has_all_parameters) for d in found] == [
         (("1.linear.weight",), True, False),
         (("1.linear.bias",), False, False),
     ]
@@ -113,18 +114,18 @@ def test_what_a_rank_returns_none_for_is_anothers() -> None:
         GradientDump({n: g if n.startswith(str(rank)) else None for n, g in every.items()})
         for rank in range(2)
     ]
-    assert compare(loop, ranks) < 1e-6
+    assert compare_gradients(loop, ranks) < 1e-6
     ranks[1] = GradientDump(dict.fromkeys(every))
     (difference,) = differences(loop, *ranks)
     assert difference.names == ("1.linear.weight", "1.linear.bias")
-    assert difference.places == (StageLocation(None, None),)
+    assert difference.locations == (StageLocation(None, None),)
 
 
 def test_gradients_that_are_not_finite_are_called_so() -> None:
     loop = loop_of(model(3), 2, 2)
     left = summed(loop, [1.0, 1.0])
     bad: Gradients = {n: g * float("nan") if n[0] < "2" else g for n, g in loose(left).items()}
-    (difference,) = differences(loop, GradientDump(bad).by_prefix())
+    (difference,) = differences(loop, GradientDump(bad).infer_stages())
     assert difference.problem == "not finite" and difference.stages == (0, 1)
 
 
@@ -134,16 +135,16 @@ def test_the_stage_in_which_differences_begin_is_named() -> None:
         n: g + torch.randn_like(g) * (n[0] < "2") for n, g in loose(summed(loop, [1, 1])).items()
     }
     with pytest.raises(WrongGradients) as caught:
-        compare(loop, [GradientDump(noise).by_prefix()])
+        compare_gradients(loop, [GradientDump(noise).infer_stages()])
     text = str(caught.value)
     assert "it begins in the backward of stage 1, or in what stage 2 sends to it" in text
 
 
 def test_replicas_that_differ_are_listed_by_rank() -> None:
     loop = loop_of(model(2), 4, 4)
-    ranks = [GradientDump(summed(loop, f)).by_prefix() for f in ([2.0, 2, 0, 0], [0, 0, 2.0, 2])]
+    ranks = [GradientDump(summed(loop, f)).infer_stages() for f in ([2.0, 2, 0, 0], [0, 0, 2.0, 2])]
     found = differences(loop, *ranks, replicas=2)
-    places = {place for difference in found for place in difference.places}
+    places = {place for difference in found for place in difference.locations}
     assert places == {StageLocation(stage, rank) for stage in range(2) for rank in range(2)}
     assert "rank 0" in str(found[0]) and "rank 1" in str(found[1])
 
@@ -151,7 +152,7 @@ def test_replicas_that_differ_are_listed_by_rank() -> None:
 def test_tied_weights_have_the_names_that_a_rank_gives_them() -> None:
     torch.manual_seed(0)
     loop = loop_of(Tied(), 2, 2)
-    due = {name: one.value for name, one in loop.due.items()}
+    due = {name: one.value for name, one in loop.expected_gradients.items()}
     ranks = [
         GradientDump(
             {n: g / 2 if n == "embed.weight" else g for n, g in due.items() if "head" not in n}
@@ -166,25 +167,27 @@ def test_tied_weights_have_the_names_that_a_rank_gives_them() -> None:
 def test_what_is_never_right_is_refused() -> None:
     dropout = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())
     with pytest.raises(UsageError, match="draws random numbers"):
-        assert loop_of(dropout, 2, 2).due
-    assert loop_of(dropout.eval(), 2, 2).due
+        assert loop_of(dropout, 2, 2).expected_gradients
+    assert loop_of(dropout.eval(), 2, 2).expected_gradients
     with pytest.raises(UsageError, match="no rank has a gradient"):
-        compare(loop_of(model(2), 2, 2), [GradientDump({})])
+        compare_gradients(loop_of(model(2), 2, 2), [GradientDump({})])
     with pytest.raises(UsageError, match="has shape"):
-        compare(loop_of(model(2), 2, 2), [GradientDump({"0.linear.bias": torch.zeros(2)})])
+        compare_gradients(
+            loop_of(model(2), 2, 2), [GradientDump({"0.linear.bias": torch.zeros(2)})]
+        )
 
 
 def test_buffers_are_as_they_were() -> None:
     norm = nn.Sequential(nn.BatchNorm1d(WIDTH))
     loop = loop_of(norm, 2, 2)
-    first = loop.due
+    first = loop.expected_gradients
     again = UnpipelinedModel(loop.model, loop.microbatches, loop.loss_fn, loop.divisor)
     assert not norm[0].running_mean.any()  # type: ignore[operator]
-    assert torch.equal(first["0.weight"].value, again.due["0.weight"].value)
+    assert torch.equal(first["0.weight"].value, again.expected_gradients["0.weight"].value)
 
 
 def test_bits_can_be_asked_for() -> None:
     loop = loop_of(model(2), 2, 2)
     left: Gradients = {n: g * (1 + 1e-7) for n, g in loose(summed(loop, [1.0, 1.0])).items()}
-    assert 0 < compare(loop, [GradientDump(left)]) < 1e-6
+    assert 0 < compare_gradients(loop, [GradientDump(left)]) < 1e-6
     differences(loop, GradientDump(left), tolerance=0.0)

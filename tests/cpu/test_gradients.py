@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
-from schedir.runtime.parameters.gradient_buffers import GradientBuffers, sum_of_squares
+from schedir.runtime.parameters.gradient_buffers import GradientBuffers, compute_sum_of_squares
 from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 
 
@@ -38,12 +38,14 @@ def test_buckets_are_small_whole_and_in_order(sizes: list[tuple[int, bool]], mos
         assert sum(p.numel() for p, _ in views) == flat.numel()
         assert all(p.grad is g and p.dtype == flat.dtype for p, g in views)
     for dtype in (torch.float32, torch.float64):
-        cut = [p for p, _ in gradients.bound if p.dtype == dtype]
+        cut = [p for p, _ in gradients.bound_views if p.dtype == dtype]
         assert all(a is b for a, b in zip(cut, _of(module, dtype), strict=True))
     reduced = GradientReduction(gradients, lambda k: [])
     number = {p: k for k, p in enumerate(gradients.parameters)}
-    first = [number[gradients.views[k][0][0]] for k in reduced.order]
-    assert first == sorted(first, reverse=True) and sorted(reduced.order) == [*range(len(first))]
+    first = [number[gradients.views[k][0][0]] for k in reduced.bucket_order]
+    assert first == sorted(first, reverse=True) and sorted(reduced.bucket_order) == [
+        *range(len(first))
+    ]
     plain = GradientBuffers(module)
     assert len(plain.flat) == len({p.dtype for p in module.parameters()})
 
@@ -76,13 +78,13 @@ def test_the_squares_are_summed_in_float64_without_copies() -> None:
             return out
 
     with Wide():  # type: ignore[no-untyped-call]
-        got = sum_of_squares(some)
+        got = compute_sum_of_squares(some)
     assert got is not None and got.dtype == torch.float64 and not got.dim()
     numbers = [complex(n) for g in some for n in g.flatten().tolist()]
     assert float(got) == pytest.approx(math.fsum(abs(n) ** 2 for n in numbers), rel=1e-13)
     assert largest <= len(some)
-    assert sum_of_squares([]) is sum_of_squares([torch.zeros(0)]) is None
-    bad = sum_of_squares([torch.tensor([torch.inf, 1.0])])
+    assert compute_sum_of_squares([]) is compute_sum_of_squares([torch.zeros(0)]) is None
+    bad = compute_sum_of_squares([torch.tensor([torch.inf, 1.0])])
     assert bad is not None and bad.isinf()
 
 

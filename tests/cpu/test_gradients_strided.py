@@ -58,7 +58,7 @@ def test_sums_that_lie_otherwise_are_refused_where_an_optimizer_is_fused() -> No
         adam = partial(torch.optim.AdamW, lr=0.1, fused=fused)
         return InProcessExecutor(
             program, [*stages],
-            loss=nn.functional.mse_loss, boundary=(5, 4), optimizer=adam, tied=ties,
+            loss=nn.functional.mse_loss, boundary=(5, 4), optimizer=adam, tied_weights=ties,
         )  # fmt: skip
 
     with pytest.raises(ModelError, match=r"w of stage 0 is not contiguous .*strides are \[1, 4\]"):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from schedir.ir.isa.instructions import ROWS, Opcode
-from schedir.runtime.handlers.handler_registry import HANDLERS, found_in
+from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode
+from schedir.runtime.handlers.handler_registry import HANDLERS, collect_handlers
 from schedir.runtime.rank_state import State
 
 
@@ -17,7 +17,7 @@ def skip(state: State, i: object) -> None:
 
 
 def test_every_row_has_one() -> None:
-    assert HANDLERS.keys() == {row.op for row in ROWS}
+    assert HANDLERS.keys() == {row.op for row in INSTRUCTIONS}
 
 
 def test_two_of_one_instruction_are_refused() -> None:
@@ -25,6 +25,6 @@ def test_two_of_one_instruction_are_refused() -> None:
     one, other = (
         SimpleNamespace(__name__=name, HANDLERS={Opcode.Forward: handler}) for name in "ab"
     )
-    assert found_in([one]) == {Opcode.Forward: handler}
+    assert collect_handlers([one]) == {Opcode.Forward: handler}
     with pytest.raises(ImportError, match="b has a handler of Forward, and so has a"):
-        found_in([one, other])
+        collect_handlers([one, other])

@@ -34,11 +34,17 @@ from schedir.schedules import one_f_one_b
 from schedir.training.checkpointing import TrainingCheckpoints
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.processes import process_exit
-from schedir.training.processes.process_exit import RunMember, join, leave
+from schedir.training.processes.process_exit import RunMember, exit_cleanly, join_run
 from schedir.training.processes.watchdog import Watchdog
 from schedir.transports import process_groups
 from schedir.transports.gloo import GlooTransport, ProcessTransport
-from schedir.transports.shared_memory import SharedMemoryTransport, close, connect, listen, passed
+from schedir.transports.shared_memory import (
+    SharedMemoryTransport,
+    close_connections,
+    connect_neighbours,
+    receive_memory,
+    start_listening,
+)
 from schedir.transports.transport import PeerLate, PeerLeft
 from tests.cases import cases
 from tests.cpu.faulty import at_instruction, fault
@@ -164,31 +170,31 @@ def test_all_others_say_at_what_they_have_waited_and_in_time(name: str, tmp_path
 
 def test_a_neighbour_that_does_not_call_or_says_nothing() -> None:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
-        name = listen(listener, 2)
+        name = start_listening(listener, 2)
         for calls in (False, True):
             if calls:
                 caller.connect(name)
             with pytest.raises(PeerLate, match="rank 0 has not called in time"):
-                connect(listener, ["", name], 1, [0], 0.2)
+                connect_neighbours(listener, ["", name], 1, [0], 0.2)
 
 
 def test_a_neighbour_that_leaves_as_it_calls() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
-        name = listen(listener, 2)
+        name = start_listening(listener, 2)
         with socket.socket(socket.AF_UNIX) as caller:
             caller.connect(name)
         with pytest.raises(PeerLeft):
-            connect(listener, ["", name], 1, [0], 5.0)
+            connect_neighbours(listener, ["", name], 1, [0], 5.0)
 
 
 def test_a_neighbour_that_passes_no_memory() -> None:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
-        caller.connect(listen(listener, 2))
+        caller.connect(start_listening(listener, 2))
         caller.sendall(struct.pack("q", 0))
-        connections = connect(listener, [], 1, [0], 0.2)
+        connections = connect_neighbours(listener, [], 1, [0], 0.2)
         with pytest.raises(PeerLate, match="rank 0 has not passed its memory in time"):
-            passed(connections[0], 0)
-        close(connections.values())
+            receive_memory(connections[0], 0)
+        close_connections(connections.values())
 
 
 # ---------------------------------------------------------------- in a save
@@ -196,17 +202,17 @@ def test_a_neighbour_that_passes_no_memory() -> None:
 
 def saves(number: int, folder: Path, stops: bool) -> None:
     """Be one of two processes that save, of which the second is stopped, or has a slow disk."""
-    join(own := RunMember(folder, ProcessLayout(2, 1, 1), number))
-    process_exit.GRACE = 0.1  # type: ignore[misc]
+    join_run(own := RunMember(folder, ProcessLayout(2, 1, 1), number))
+    process_exit.EXIT_GRACE = 0.1  # type: ignore[misc]
     with open(folder / f"said-{number}", "w") as said:
         os.dup2(said.fileno(), 2)
     with Watchdog(own, 0.5):
-        own.box.enter(ProcessPhase.SAVE, 4)
+        own.black_box.enter_phase(ProcessPhase.SAVE, 4)
         (folder / f"saves-{number}").touch()
         if number and stops:
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(20 if stops else 2)
-    leave()
+    exit_cleanly()
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -231,7 +237,7 @@ def test_who_is_stopped_while_others_save_is_found_and_a_slow_disk_is_not(
 
 def sets_up(folder: Path) -> None:
     """Set up for longer than anything may stand, and then stand for a moment."""
-    join(own := RunMember(folder, ProcessLayout(1, 1, 1), 0))
+    join_run(own := RunMember(folder, ProcessLayout(1, 1, 1), 0))
     program = compile(one_f_one_b, PipelineShape(1, 2))
     executor: Any = SimpleNamespace(
         at=None, program=program, rank=0, state=SimpleNamespace(device=torch.device("cpu"))
@@ -239,11 +245,11 @@ def sets_up(folder: Path) -> None:
     executor.now = executor
     executor.state.stream, executor.position = program.streams[0], 0
     with Watchdog(own, 1.5) as watchdog:
-        own.box.enter(ProcessPhase.SET_UP)
+        own.black_box.enter_phase(ProcessPhase.SET_UP)
         time.sleep(2)
-        with watchdog.watching(executor):
+        with watchdog.watch(executor):
             time.sleep(0.5)
-    leave()
+    exit_cleanly()
 
 
 def test_who_has_set_up_for_long_does_not_stand(tmp_path: Path) -> None:
@@ -271,7 +277,7 @@ def saves_slowly(rank: int, folder: Path, snapshots: bool) -> bool:
     batches: Any = SimpleNamespace(size=1, cursor=lambda taken: None)
     saving = TrainingCheckpoints(executor, TrainConfig(checkpoint_dir=str(folder)), batches, None)
     saving.save(1)
-    return saving.saved == 1
+    return saving.saved_step == 1
 
 
 @pytest.mark.parametrize("snapshots", cases([False], [True]))
@@ -286,12 +292,12 @@ def test_groups_wait_as_long_as_torch_was_told() -> None:
     told = timedelta(seconds=7)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=told)  # type: ignore[attr-defined]
     try:
-        assert process_groups.patience() == 7.0
+        assert process_groups.get_host_timeout() == 7.0
         transport = GlooTransport(compile(one_f_one_b, PipelineShape(1, 2)))
-        assert process_groups.patience(transport.pipeline) == 7.0
+        assert process_groups.get_host_timeout(transport.pipeline_group) == 7.0
         assert (
-            process_groups.patience(
-                GlooTransport(compile(one_f_one_b, PipelineShape(1, 2)), 3.0).pipeline
+            process_groups.get_host_timeout(
+                GlooTransport(compile(one_f_one_b, PipelineShape(1, 2)), 3.0).pipeline_group
             )
             == 3.0
         )

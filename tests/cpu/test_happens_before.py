@@ -50,12 +50,12 @@ def run(
     )
     stages = gpt_stages(shape.stages)
     world = InProcessExecutor(
-        program, stages, loss=gpt.loss, boundary=BOUNDARY, record=record,
+        program, stages, loss=gpt.loss, boundary=BOUNDARY, record_timestamps=record,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         max_norm=1e9,
     )  # fmt: skip
     for seed in (None, 0, 1):
-        world.step(*batch(shape.microbatches), seed=seed)
+        world.step(*batch(shape.microbatches), order_seed=seed)
     return gradients(stages)
 
 
@@ -71,10 +71,10 @@ def test_nothing_races(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whether what is sent goes to static memory first, as for NCCL, and is recorded, or not."""
-    monkeypatch.setattr(cuda_streams.StreamMailbox, "static", static)
+    monkeypatch.setattr(cuda_streams.StreamMailbox, "uses_static_buffers", static)
     got = run(schedule, shape, buffer_sharing, record=static)
     assert not races.found
-    assert same_bits(got, expected(shape)[1]) or shape.rows > 1
+    assert same_bits(got, expected(shape)[1]) or shape.placement_rows > 1
 
 
 class _Ready(cuda_streams.StreamPoint):
@@ -89,14 +89,14 @@ class _Ready(cuda_streams.StreamPoint):
 def test_a_copy_that_does_not_wait_is_seen(
     side: str, races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = cuda_streams._copy
+    copy = cuda_streams._copy_message
 
     def hasty(source: Any, target: Any) -> Any:
         sides = {"source": source, "target": target}
         sides[side] = sides[side]._replace(ready=_Ready())
         return copy(**sides)
 
-    monkeypatch.setattr(cuda_streams, "_copy", hasty)
+    monkeypatch.setattr(cuda_streams, "_copy_message", hasty)
     run(one_f_one_b, PipelineShape(3, 4), "minimal")
     assert any("copy_" in race for race in races.found)
 
@@ -104,6 +104,6 @@ def test_a_copy_that_does_not_wait_is_seen(
 def test_a_step_that_does_not_follow_the_caller_is_seen(
     races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_streams.StreamMailbox, "begin", lambda self: None)
+    monkeypatch.setattr(cuda_streams.StreamMailbox, "wait_for_caller", lambda self: None)
     run(one_f_one_b, PipelineShape(3, 4))
     assert races.found

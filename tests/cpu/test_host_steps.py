@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import schedir
 from benchmarks.zero import Case, differing, train
 from schedir import PipelineShape
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.checkpoints import load, save
 from schedir.errors import ExecutionError, ModelError
 from schedir.ir.isa.instructions import Lane
@@ -86,10 +86,10 @@ def test_the_bits_are_those_of_steps_on_the_device(name: str, make: str, how: An
 
 def poison_weights(own: CpuOptimizer) -> None:
     """Let a device have no weights of a stage from when its step begins until they are back."""
-    begin: Any = own.begin
+    begin: Any = own.begin_step
 
     def poisoned(stage: int, *more: Any) -> None:
-        for weight in own.parts[stage].weights.values():
+        for weight in own.host_parameters[stage].device_weights.values():
             weight.fill_(torch.nan)
         begin(stage, *more)
 
@@ -126,19 +126,19 @@ def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bo
         )
         world = made(program, MAKES[make], half=make == "bfloat16", **scales)
         stepped(world, 0)
-        (rank,) = world.ranks
+        (rank,) = world.executors
         before = left(world)
         first = next(rank.stages[0].module.parameters())
         hook = first.register_hook(lambda gradient: gradient * torch.nan)
         stepped(world, 1)
         hook.remove()
         after = left(world)
-        assert not bool(rank.finite)
+        assert not bool(rank.finite_updates)
         if clip:
             assert float(after.pop()) == float(before.pop()) / 2
         assert equal(before, after)
         stepped(world, 2)
-        assert bool(rank.finite) and not any(t.isnan().any() for t in left(world))
+        assert bool(rank.finite_updates) and not any(t.isnan().any() for t in left(world))
 
 
 def test_programs_beside_each_other() -> None:
@@ -170,7 +170,7 @@ def test_what_others_change_between_steps_is_stepped() -> None:
             lambda own: ADAMW(own[-3:]),
         )
         stepped(world, 0)
-        (rank,) = world.ranks
+        (rank,) = world.executors
         every = [p for stage in rank.stages.values() for p in stage.module.parameters()]
         every[-1].data.mul_(0.5)
         optimizer = optimizer_of(rank)
@@ -224,7 +224,9 @@ def test_the_host_steps_in_a_thread_of_its_own_and_nothing_is_left() -> None:
     with patch.object(own, "step", watched):
         stepped(world, 0, 1)
     assert seen == ["lane HOST"] * 6
-    assert all(t.isnan().all() for part in own.parts.values() for t in part.tensors())
+    assert all(
+        t.isnan().all() for part in own.host_parameters.values() for t in part.list_host_tensors()
+    )
     spans = world.timeline().spans
     assert (spans["end"] > spans["start"])[spans["lane"] == Lane.HOST].all()
 
@@ -232,17 +234,19 @@ def test_the_host_steps_in_a_thread_of_its_own_and_nothing_is_left() -> None:
 def test_as_much_is_on_each_tier_as_was_predicted() -> None:
     shape = PipelineShape(1, 2, 3)
     stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
-    sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
+    sizes = measure_sizes(
+        stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, optimizer_state=ADAMW
+    )
     world = made(schedir.compile(looped_bfs, shape, optimizer_placement="cpu_step"), ADAMW)
     stepped(world, 0, 1)
-    (rank,) = world.ranks
+    (rank,) = world.executors
     own = steps_of(world)
-    (host,) = held(world.program, sizes, "host")
-    assert set(host.bytes) == {sum(t.nbytes for t in own.away())}
+    (host,) = compute_footprints(world.program, sizes, "host")
+    assert set(host.total_bytes) == {sum(t.nbytes for t in own.list_host_memory())}
     kept = [t for each in optimizer_of(rank).state.values() for t in each.values()]
-    assert sum(t.nbytes for t in kept) == host.fixed["optimizer"][1] and kept
-    (device,) = held(world.program, sizes)
-    assert "optimizer" not in device.fixed and not device.kept["state"][1].any()
+    assert sum(t.nbytes for t in kept) == host.static_memory["optimizer"][1] and kept
+    (device,) = compute_footprints(world.program, sizes)
+    assert "optimizer" not in device.static_memory and not device.dynamic_memory["state"][1].any()
 
 
 MODEL = Model(dropout=0.1, clip=True)
@@ -260,8 +264,8 @@ def test_a_checkpoint_goes_on_to_the_same_bits(
 
     one, other, whole = (in_process(layout(s), model) for s in (first, then, "device"))
     steps(one, 0, 2)
-    save(one, tmp_path, step=2, names=same)
-    load(other, tmp_path, names=same)
+    save(one, tmp_path, step=2, name_map=same)
+    load(other, tmp_path, name_map=same)
     steps(other, 2, 4)
     steps(whole, 0, 4)
     assert equal(left(other), left(whole))
@@ -299,7 +303,7 @@ def test_an_error_of_the_host_names_its_instruction_and_a_later_step_is_right() 
     )
     stepped(world, 0)
     hook: Any = lambda *_: None  # noqa: E731
-    handle = optimizer_of(world.ranks[0]).register_step_post_hook(hook)
+    handle = optimizer_of(world.executors[0]).register_step_post_hook(hook)
     with pytest.raises(ExecutionError, match="has hooks on its step") as told:
         stepped(world, 1)
     assert "host_step" in str(told.value.sites[0].instr)

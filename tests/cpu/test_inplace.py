@@ -86,7 +86,7 @@ def test_the_bits_of_layers_that_write_to_nothing(
     schedule: Any, shape: PipelineShape, slots: Any
 ) -> None:
     def mine(r: int, P: int, m: int) -> RankSchedule:
-        own = range(len(shape.stages_of[r]))
+        own = range(len(shape.stages_on_rank[r]))
         down = sum((m * F[j] for j in own[1:]), m * F[0])
         return down + sum((m * B[j] for j in reversed(own[:-1])), m * B[own[-1]])
 

@@ -21,7 +21,7 @@ from schedir import PipelineShape, schedules
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import ExecutionError, UsageError
 from schedir.instrumentation import deepspeed, megatron
-from schedir.testing.tiny_model import WIDTH, batch, loss
+from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
 from tests.cpu.ranges import computes, imported, profiled
 from tests.cpu.spawn import run
 
@@ -51,11 +51,11 @@ def _schedule(rank: int, name: str, seen: list[bool]) -> Any:
         stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
         held.append(stage)
     given = held if STAGES[name] > 1 else held[0]
-    return getattr(theirs, name)(given, n_microbatches=MICROBATCHES, loss_fn=loss)
+    return getattr(theirs, name)(given, n_microbatches=MICROBATCHES, loss_fn=squared_error)
 
 
 def _step(rank: int, schedule: Any, method: str = "step") -> None:
-    inputs, targets = (x.flatten(0, 1) for x in batch(MICROBATCHES))
+    inputs, targets = (x.flatten(0, 1) for x in make_batch(MICROBATCHES))
     getattr(schedule, method)(
         *(inputs,) * (rank == 0), target=targets if rank == RANKS - 1 else None
     )
@@ -148,7 +148,7 @@ def test_an_evaluation_has_no_backward(
     """torch calls its backwards there, too, and they do nothing."""
     program = imported(runs[0], f"{name} eval")
     ours = schedir.compile(schedules.forward_only, PipelineShape(RANKS, MICROBATCHES))
-    assert computes(program) == computes(ours) and not program.trains
+    assert computes(program) == computes(ours) and not program.has_backward
 
 
 # ---------------------------------------------------------------- every trainer
@@ -157,23 +157,27 @@ def test_an_evaluation_has_no_backward(
 def test_a_name_that_may_be_wrong_is_refused() -> None:
     """What was received must be for the stage and microbatch that computes with it."""
     at, other, tensor = megatron._MessageStage(5, 3), megatron._MessageStage(5, 4), torch.zeros(1)
-    megatron._confirm(tensor, at)  # made elsewhere
+    megatron._require_tag(tensor, at)  # made elsewhere
     with pytest.raises(ExecutionError, match="no forward_step returned"):
-        megatron._known(tensor)
+        megatron._read_tag(tensor)
     step = megatron._MegatronStep(4, 1, iter([other]), iter([]))
-    assert step.message("recv_prev", tensor) == "5RECV_F4"
-    assert step.message("send_prev", tensor) == "5SEND_B4"
-    megatron._confirm([tensor, None], other)
+    assert step.name_message("recv_prev", tensor) == "5RECV_F4"
+    assert step.name_message("send_prev", tensor) == "5SEND_B4"
+    megatron._require_tag([tensor, None], other)
     with pytest.raises(ExecutionError, match=r"computes 5\.3 .* received for 5\.4"):
-        megatron._confirm(tensor, at)
+        megatron._require_tag(tensor, at)
     with pytest.raises(ExecutionError, match="more than its schedule has"):
-        step.message("recv_prev", tensor)
+        step.name_message("recv_prev", tensor)
 
     schedule = SimpleNamespace(stage_id=2, stages=4, micro_batches=9, num_pipe_buffers=lambda: 2)
-    deep = deepspeed._DeepSpeedStep(schedule, queues=False)
-    assert [deep.action("ForwardPass", buffer, 0) for buffer in (0, 1, 0)] == ["2F0", "2F1", "2F2"]
+    deep = deepspeed._DeepSpeedStep(schedule, queues_messages=False)
+    assert [deep.name_next_action("ForwardPass", buffer, 0) for buffer in (0, 1, 0)] == [
+        "2F0",
+        "2F1",
+        "2F2",
+    ]
     with pytest.raises(ExecutionError, match="not that of microbatch 3"):
-        deep.action("ForwardPass", 0, 0)
+        deep.name_next_action("ForwardPass", 0, 0)
 
 
 def test_it_is_safe_twice() -> None:
@@ -232,7 +236,7 @@ def test_what_others_put_on_top_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_no_name_all_that_is_there_is_marked() -> None:
     with schedir.instrument() as done:
         assert done.trainers["torch"] == torch.__version__
-        assert {*done.left} == {
+        assert {*done.skipped} == {
             name
             for name, module in (("megatron", "megatron"), ("deepspeed", "deepspeed"))
             if find_spec(module) is None

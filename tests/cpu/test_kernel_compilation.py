@@ -19,7 +19,7 @@ def test_it_fits_a_multiprocessor(case: Case) -> None:
     if case.constants.get("STAGES", 1) > 1:
         assert "cp.async" in compiled.ptx  # it fetches ahead
         tiles, columns = case.constants["TILES"], case.constants["COLUMNS"]
-        assert compiled.shared <= layer_norm_triton.fetched(tiles, columns, size=2)
+        assert compiled.shared <= layer_norm_triton.count_shared_bytes(tiles, columns, itemsize=2)
 
 
 def test_rows_are_fetched_ahead_where_there_is_room() -> None:
@@ -29,9 +29,9 @@ def test_rows_are_fetched_ahead_where_there_is_room() -> None:
         (16384, 2, 227 << 10, 2, 3),  # 9.0
         (16384, 4, 227 << 10, 4, 1),
     ]:
-        by = layer_norm_triton.tiling(n, size, shared)
+        by = layer_norm_triton.choose_tiling(n, size, shared)
         assert (by.tiles, by.stages) == (tiles, stages)
-        assert by.tiles * by.width >= n and by.columns >= by.width
+        assert by.tiles * by.tile_width >= n and by.padded_columns >= by.tile_width
         assert by.warps == 32
 
 

@@ -56,26 +56,26 @@ def test_cross_entropy(n: int, k: int, t: int, dtype: torch.dtype, seed: int) ->
     parts = []
     for rank, logits in enumerate(shards):
         part = kernels.statistics(logits, targets, rank * k)
-        want = cross_entropy.statistics_reference(logits, targets, rank * k)
+        want = cross_entropy.compute_statistics_reference(logits, targets, rank * k)
         torch.testing.assert_close(part, want, rtol=1e-6, atol=1e-6)
         parts.append(part)
     everyone, dloss = torch.stack(parts), torch.tensor(0.5)
-    if bool((everyone[:, cross_entropy.TOP].amax(0) == float("-inf")).any()):
+    if bool((everyone[:, cross_entropy.MAXIMUM].amax(0) == float("-inf")).any()):
         return  # nothing but padding, anywhere: there is no such head
     for rank, logits in enumerate(shards):
         rest = targets, everyone, dloss, rank * k, ignore
-        want = cross_entropy.gradient_reference_(logits.clone(), *rest)
+        want = cross_entropy.write_gradient_reference_(logits.clone(), *rest)
         assert_near(kernels.gradient_(logits, *rest), want)
 
 
 def test_losses_are_torchs() -> None:
     logits, targets = random(0, 5, 12), torch.tensor([0, 3, -1, 11, 7])
     parts = [
-        cross_entropy.statistics_reference(part, targets, 4 * rank)
+        cross_entropy.compute_statistics_reference(part, targets, 4 * rank)
         for rank, part in enumerate(logits.chunk(3, dim=1))
     ]
     want = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-    torch.testing.assert_close(cross_entropy.losses(torch.stack(parts), targets, -1), want)
+    torch.testing.assert_close(cross_entropy.compute_losses(torch.stack(parts), targets, -1), want)
 
 
 @FEW
@@ -189,7 +189,7 @@ def test_rows_past_an_int32() -> None:
 
 
 def test_a_cpu_tensor_takes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not backend_choice.on_triton(torch.zeros(1))
-    monkeypatch.setenv(backend_choice.VARIABLE, "cuda")
+    assert not backend_choice.uses_triton(torch.zeros(1))
+    monkeypatch.setenv(backend_choice.BACKEND_VARIABLE, "cuda")
     with pytest.raises(UsageError):
-        backend_choice.on_triton(torch.zeros(1))
+        backend_choice.uses_triton(torch.zeros(1))

@@ -26,22 +26,22 @@ def test_a_lane_is_in_order_and_waits_for_others() -> None:
         came.append("offload")
 
     first = lanes.start(Lane.D2H, held)
-    second = lanes.start(Lane.H2D, lambda: came.append("reload"), after=[first])
+    second = lanes.start(Lane.H2D, lambda: came.append("reload"), after_jobs=[first])
     third = lanes.start(Lane.H2D, lambda: came.append("next"))
     beside = lanes.start(Lane.DISK, lambda: came.append("disk"))
     beside.wait()
-    assert came == ["disk"] and not first.ended and not second.ended
+    assert came == ["disk"] and not first.is_done and not second.is_done
     open_.set()
     third.wait()
     third.wait()  # as often as one likes
-    assert came == ["disk", "offload", "reload", "next"] and third.ended
+    assert came == ["disk", "offload", "reload", "next"] and third.is_done
     assert torch.is_grad_enabled()
 
 
 def test_what_fails_is_raised_by_all_that_come_after_it() -> None:
     lanes = CopyLanes(CPU)
     first = lanes.start(Lane.DISK, lambda: 1 / 0)
-    second = lanes.start(Lane.H2D, lambda: None, after=[first])
+    second = lanes.start(Lane.H2D, lambda: None, after_jobs=[first])
     other = lanes.start(Lane.H2D, lambda: None)
     other.wait()
     for job in (first, second, second):
@@ -78,8 +78,8 @@ def test_on_a_gpu_a_lane_is_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.work(3)
     out = lanes.start(Lane.D2H, lambda: gpu.work(5))
     gpu.work(1)
-    back = lanes.start(Lane.H2D, lambda: gpu.work(2), after=[out])
-    assert gpu.stream.now == 4 and not out.ended
+    back = lanes.start(Lane.H2D, lambda: gpu.work(2), after_jobs=[out])
+    assert gpu.stream.now == 4 and not out.is_done
     streams: Any = lanes.streams
     assert [streams[lane].now for lane in (Lane.D2H, Lane.H2D)] == [8, 10]
     out.wait()
@@ -87,4 +87,4 @@ def test_on_a_gpu_a_lane_is_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     back.wait()
     assert gpu.stream.now == 10
     gpu.host = 10.0
-    assert out.ended and back.ended
+    assert out.is_done and back.is_done

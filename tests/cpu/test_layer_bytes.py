@@ -21,10 +21,10 @@ from schedir.models.gpt import Layer
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.language_model import ParameterPlacement
 from schedir.predict.activation_bytes import (
-    TERMS,
+    ACTIVATION_TERMS,
     Recompute,
     activation_bytes_per_layer,
-    layer_terms,
+    compute_layer_terms,
 )
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
@@ -113,7 +113,7 @@ def expected(
     names: list[str], s: int, b: int, h: int, a: int, tp: int = 1, *, sequence: bool = False
 ) -> list[float]:
     """Bytes of each: the paper's terms by its formula, and others by ours."""
-    terms = layer_terms(s, b, h, a, tp, sequence_parallel=sequence)
+    terms = compute_layer_terms(s, b, h, a, tp, sequence_parallel=sequence)
     terms |= {half: terms[both] / 2 for half, both in HALVES.items()}
     terms["Q, K and V"] = terms["Q and K"] + terms["V"]  # one storage
     terms[STATISTICS] = 2 * s * b / (tp if sequence else 1)
@@ -124,7 +124,7 @@ def expected(
 def ours(s: int, b: int, h: int, a: int, tp: Any = None, *, sequence: bool = False) -> list[int]:
     config = GPTConfig(vocab=8, layers=1, hidden=h, heads=a, context=s)
     where: ParameterPlacement = {"device": "cpu", "dtype": torch.bfloat16}
-    layer = Layer(config, 0, tp, where, sequence=sequence)
+    layer = Layer(config, 0, tp, where, sequence_parallel=sequence)
     return kept(layer, _input(s // (tp.size() if sequence else 1), b, h))
 
 
@@ -134,7 +134,9 @@ def _input(s: int, b: int, h: int) -> Tensor:
 
 @pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
 def test_each_term_of_the_paper_lives(s: int, b: int, h: int, a: int) -> None:
-    assert {*OF_THE_PAPER} - {*NORM, *HALVES} | {*HALVES.values()} == {t.what for t in TERMS}
+    assert {*OF_THE_PAPER} - {*NORM, *HALVES} | {*HALVES.values()} == {
+        t.name for t in ACTIVATION_TERMS
+    }
     assert kept(Paper(h, a).bfloat16(), _input(s, b, h)) == expected(OF_THE_PAPER, s, b, h, a)
 
 
@@ -148,7 +150,7 @@ def test_forms_of_recomputation(s: int, b: int, h: int, a: int, recompute: Recom
     sizes = measure_sizes([nn.Identity(), layer], x, x, loss=loss, boundary=boundary)
     statistics = 0 if recompute == "full" else 4 * 2 * s * b
     assert (
-        sizes.of("saved", 2)[1]
+        sizes.for_stages("saved", 2)[1]
         == activation_bytes_per_layer(s, b, h, a, recompute=recompute) + statistics
     )
 
@@ -157,7 +159,9 @@ def test_forms_of_recomputation(s: int, b: int, h: int, a: int, recompute: Recom
 def test_our_layer_differs_in_named_terms(s: int, b: int, h: int, a: int) -> None:
     """No as^2b and no masks; sums of the softmax instead, and what norms keep of each token."""
     assert ours(s, b, h, a) == expected(OURS, s, b, h, a)
-    masks = sum(each for what, each in layer_terms(s, b, h, a).items() if "mask of the" in what)
+    masks = sum(
+        each for what, each in compute_layer_terms(s, b, h, a).items() if "mask of the" in what
+    )
     of_the_paper = activation_bytes_per_layer(s, b, h, a, recompute="selective")
     assert sum(ours(s, b, h, a)) == of_the_paper - masks + 8 * s * b + 4 * a * b * s
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from schedir.runtime.autograd.split_backward import DeferredGradients, recording
-from schedir.runtime.autograd.weight_gradient_rules import Later, SharedInputRule
+from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
+from schedir.runtime.autograd.weight_gradient_rules import PendingTensor, SharedInputRule
 from schedir.tensor_parallel.layers import ColumnParallelLinear
-from schedir.tensor_parallel.mappings import own_tokens
+from schedir.tensor_parallel.mappings import select_local_tokens
 from schedir.tensor_parallel.vocab_parallel import VocabParallelHead, shard_vocab
 from tests.cpu.spawn import run
 
@@ -39,10 +39,12 @@ class Order(TorchDispatchMode):
             self.noted.append(names[tuple(out.shape)])
         return out
 
-    def noting(self, name: str, start: Callable[[Tensor], Later]) -> Callable[[Tensor], Later]:
+    def noting(
+        self, name: str, start: Callable[[Tensor], PendingTensor]
+    ) -> Callable[[Tensor], PendingTensor]:
         """Notes when it starts, and when somebody waits."""
 
-        def started(x: Tensor) -> Later:
+        def started(x: Tensor) -> PendingTensor:
             self.noted.append(name)
             later = start(x)
 
@@ -59,15 +61,17 @@ def backward(layer: Layer, x: Tensor, tape: DeferredGradients | None) -> tuple[l
     """The order of a backward pass, and the gradient of x."""
     leaf, order = x.clone().requires_grad_(), Order()
     y = layer(leaf)
-    entry = layer.entry
+    entry = layer.input_rule
     assert entry is not None
-    whole = entry.whole and order.noting("gather", entry.whole)
+    whole = entry.start_gather and order.noting("gather", entry.start_gather)
     with pytest.MonkeyPatch.context() as patch, order:
-        patch.setattr(layer, "entry", SharedInputRule(order.noting("sum", entry.sum), whole))
+        patch.setattr(
+            layer, "input_rule", SharedInputRule(order.noting("sum", entry.start_reduce), whole)
+        )
         if tape is None:
             torch.autograd.backward(layer(leaf), torch.ones_like(y))
         else:
-            with recording(tape):
+            with defer_weight_gradients(tape):
                 torch.autograd.backward(layer(leaf), torch.ones_like(y))
             tape.run()
     assert leaf.grad is not None
@@ -80,10 +84,10 @@ def orders(rank: int, dtype: torch.dtype, sequence: bool) -> list[list[str]]:
     x = torch.randn(TOKENS, HIDDEN, generator=numbers).to(dtype)
     weight = torch.randn(WIDTH, HIDDEN, generator=numbers).to(dtype)
     bias = torch.zeros(WIDTH, dtype=dtype)
-    x = own_tokens(x, group, sequence=sequence)
+    x = select_local_tokens(x, group, sequence_parallel=sequence)
     layers: list[Layer] = [
-        ColumnParallelLinear(weight, bias, group, sequence=sequence),
-        VocabParallelHead(shard_vocab(weight, group), WIDTH, group, sequence=sequence),
+        ColumnParallelLinear(weight, bias, group, sequence_parallel=sequence),
+        VocabParallelHead(shard_vocab(weight, group), WIDTH, group, sequence_parallel=sequence),
     ]
     found = []
     for layer in layers:
@@ -91,7 +95,7 @@ def orders(rank: int, dtype: torch.dtype, sequence: bool) -> list[list[str]]:
         layer.weight.grad = torch.zeros(layer.weight.shape)
         want = torch.ones(TOKENS, WIDTH // 2, dtype=dtype) @ layer.weight.detach()
         dist.all_reduce(want, group=group)
-        want = own_tokens(want, group, sequence=sequence)
+        want = select_local_tokens(want, group, sequence_parallel=sequence)
         for tape in (None, DeferredGradients()):
             noted, dx = backward(layer, x, tape)
             assert torch.equal(dx, want)

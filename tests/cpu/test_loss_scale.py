@@ -19,7 +19,11 @@ from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, float32_gradients
+from schedir.runtime.parameters.mixed_precision import (
+    LossScale,
+    MainOptimizer,
+    use_float32_gradients,
+)
 from schedir.schedules import one_f_one_b
 from schedir.training.config.train_config import TrainConfig
 from schedir.transports.gloo import GlooTransport
@@ -33,7 +37,7 @@ LARGE, STEPS, CLIP = 2.0**24, 14, 0.5  # so large that steps overflow
 def half_stages(stages: int, tied: bool) -> list[nn.Module]:
     modules = [m.half() for m in gpt_stages(stages, tied)]
     for module in modules:
-        float32_gradients(module)
+        use_float32_gradients(module)
     return modules
 
 
@@ -43,17 +47,17 @@ def sgd(parameters: Any, fused: bool) -> MainOptimizer:
 
 
 def large() -> LossScale:
-    return LossScale(LARGE, interval=3)
+    return LossScale(LARGE, growth_interval=3)
 
 
 @given(st.lists(st.booleans(), max_size=30), st.sampled_from([2.0**16, 2.0**127, 1e-44]))
 def test_the_rule_is_that_of_torch(finite: list[bool], start: float) -> None:
-    scale = LossScale(start, interval=3)
+    scale = LossScale(start, growth_interval=3)
     value, good = torch.tensor(start), torch.zeros((), dtype=torch.int32)
     for each in finite:
         scale.update(torch.tensor(each))
         torch._amp_update_scale_(value, good, torch.tensor(float(not each)), 2.0, 0.5, 3)
-        assert (float(scale.value), int(scale.good)) == (float(value), int(good))
+        assert (float(scale.value), int(scale.good_steps)) == (float(value), int(good))
 
 
 def test_the_constants_are_those_of_torch() -> None:
@@ -61,7 +65,7 @@ def test_the_constants_are_those_of_torch() -> None:
     assert float(ours.value) == torchs.get_scale()
     assert ours.growth == torchs.get_growth_factor()
     assert ours.backoff == torchs.get_backoff_factor()
-    assert ours.interval == torchs.get_growth_interval()
+    assert ours.growth_interval == torchs.get_growth_interval()
 
 
 def plain(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]]:
@@ -75,16 +79,16 @@ def plain(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]]:
         whole.zero_grad()
         for x, target in zip(inputs, targets, strict=True):
             scaler.scale(gpt.loss(whole(x), target) * scale).backward()
-        for p, main in zip(optimizer.parameters, optimizer.main, strict=True):
+        for p, main in zip(optimizer.parameters, optimizer.main_parameters, strict=True):
             main.grad = p.grad
         scaler.unscale_(optimizer.inner)
-        torch.nn.utils.clip_grad_norm_(optimizer.main, CLIP)
+        torch.nn.utils.clip_grad_norm_(optimizer.main_parameters, CLIP)
         scaler.step(optimizer.inner)
         scaler.update()
         with torch.no_grad():
-            torch._foreach_copy_([*optimizer.parameters], [*optimizer.main])
+            torch._foreach_copy_([*optimizer.parameters], [*optimizer.main_parameters])
         values.append(scaler.get_scale())
-    return values, [p.detach() for p in optimizer.main]
+    return values, [p.detach() for p in optimizer.main_parameters]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -103,10 +107,10 @@ def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fus
     )
     for value in values:
         world.step(*batch(4))
-        assert [float(r.state.loss_scale.value) for r in world.ranks if r.state.loss_scale] == [
+        assert [float(r.state.loss_scale.value) for r in world.executors if r.state.loss_scale] == [
             value
         ] * 2
-    got = [p.detach() for r in world.ranks for p in r.state.optimizer.main]  # type: ignore[union-attr]
+    got = [p.detach() for r in world.executors for p in r.state.optimizer.main]  # type: ignore[union-attr]
     start = [p.detach().float() for stage in half_stages(2, tied=False) for p in stage.parameters()]
     for one, other, was in zip(got, want, start, strict=True):
         assert (one - other).norm() <= 0.02 * (other - was).norm() + 1e-5
@@ -127,14 +131,16 @@ def _replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]]:
     )  # fmt: skip
     inputs, targets, mean = batch(4)
     if transport.dp_rank:
-        targets = torch.full_like(targets, gpt.IGNORE)
+        targets = torch.full_like(targets, gpt.IGNORE_INDEX)
     seen = []
     for _ in range(STEPS):
-        before = [p.clone() for p in optimizer.main]
+        before = [p.clone() for p in optimizer.main_parameters]
         executor.step(inputs, targets, mean)
-        moved = any(not torch.equal(a, b) for a, b in zip(before, optimizer.main, strict=True))
+        moved = any(
+            not torch.equal(a, b) for a, b in zip(before, optimizer.main_parameters, strict=True)
+        )
         seen.append((float(scale.value), moved))
-    return seen, [p.detach() for p in optimizer.main]
+    return seen, [p.detach() for p in optimizer.main_parameters]
 
 
 def test_all_replicas_and_ranks_skip_together() -> None:

@@ -12,17 +12,17 @@ import pytest
 from schedir import Cluster, load_cluster, planner, save_cluster
 from schedir.__main__ import main
 from schedir.errors import UsageError
-from schedir.training.hardware_benchmark import EXTENTS, measure, processors
+from schedir.training.hardware_benchmark import EXTENTS, count_processors, measure
 
 
 def test_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = measure(2, quick=True, progress=True)
     cluster = found.cluster
     said = capfd.readouterr().err.splitlines()
-    assert said[0].startswith(f"2 processes on {processors()} processor")
+    assert said[0].startswith(f"2 processes on {count_processors()} processor")
     assert said[-1] == "sums over groups"
     assert (cluster.nodes, cluster.gpus_per_node, cluster.itemsize) == (1, 2, 4)
-    assert cluster.processors == processors()
+    assert cluster.processors == count_processors()
     assert 1e8 < cluster.flops < 1e13
     assert cluster.kernel_us > 0
     assert {*found.notes} <= {f.name for f in fields(Cluster)}
@@ -38,7 +38,7 @@ def test_three_processes_have_pairs_and_all() -> None:
     found = measure(3, quick=True)
     assert sum("over 2" in line for line in found.table) == 2
     assert sum("over 3" in line for line in found.table) == 1  # which does not slice four heads
-    assert found.cluster.gpus == 3
+    assert found.cluster.gpu_count == 3
 
 
 def test_the_command_writes_what_it_measured(
@@ -49,13 +49,13 @@ def test_the_command_writes_what_it_measured(
     assert main(["plan", "--measure", "--processes=2", f"-o={path}"]) == 0
     shown = capfd.readouterr()
     assert shown.out.splitlines()[-1] == f"wrote {path}"
-    assert load_cluster(path).gpus == 2
+    assert load_cluster(path).gpu_count == 2
     assert path.read_text().startswith("# Measured by schedir shape --measure, of 2 processes")
 
 
 @pytest.mark.parametrize("device", EXTENTS)
 def test_ten_products_are_those_of_layers(device: str) -> None:
-    assert len(EXTENTS[device].products) == 10
+    assert len(EXTENTS[device].gemms) == 10
 
 
 @pytest.mark.parametrize("processes", [0, -1, True, 1.5])

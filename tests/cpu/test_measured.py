@@ -13,18 +13,18 @@ import torch
 import schedir
 from schedir import PipelineShape
 from schedir.errors import ExecutionError, ModelError
-from schedir.io.profiler_range_names import mark_of
+from schedir.io.profiler_range_names import format_range_name
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import Program
 from schedir.models import gpt
-from schedir.predict.recorded_timeline import timeline_of
+from schedir.predict.recorded_timeline import build_timeline
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.recording import recorder as runtime_stamps
-from schedir.runtime.recording.measured_timeline import measured
-from schedir.runtime.recording.recorder import read
+from schedir.runtime.recording.measured_timeline import gather_timeline
+from schedir.runtime.recording.recorder import read_step_times
 from schedir.schedules import one_f_one_b
 from schedir.transports import clock_sync as runtime_clock
 from schedir.transports.gloo import GlooTransport
@@ -41,7 +41,7 @@ def _measured(program: Program, **late: float) -> Timeline:
         instr = str(index.locate(position)[2]).replace(" ", "_").replace(".", "_")
         start[position] += late.get(instr, 0.0)
         end[position] += late.get(instr, 0.0)
-    return timeline_of(program, start, end, "per_edge")
+    return build_timeline(program, start, end, "per_edge")
 
 
 def test_a_pair_begins_with_its_first_member_and_ends_with_its_last() -> None:
@@ -85,17 +85,22 @@ def _processes(rank: int) -> Any:
     stage = {rank: gpt_stages(2)[rank]}
     own = Executor(program, rank, stage, transport, loss=gpt.loss, boundary=BOUNDARY)
     own.step(*batch(3))
-    (times,), _ = read([own.stamps])
+    (times,), _ = read_step_times([own.timestamps])
     reductions = {
-        i.op: (times.began[k] - 1000 * rank, times.ended[k] - 1000 * rank)
+        i.op: (times.start[k] - 1000 * rank, times.end[k] - 1000 * rank)
         for k, i in enumerate(own.state.stream)
         if i.op in (Opcode.ReduceTied, Opcode.ReduceNorm)
     }
     timeouts = [
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        for group in (transport.pipeline, transport.groups["model"], transport.groups[0, 1])
+        for group in (transport.pipeline_group, transport.groups["model"], transport.groups[0, 1])
     ]
-    return measured(own, transport), reductions, timeouts, runtime_clock.clock_offset()
+    return (
+        gather_timeline(own, transport),
+        reductions,
+        timeouts,
+        runtime_clock.measure_clock_offset(),
+    )
 
 
 def test_clocks_reductions_and_timeouts_of_processes() -> None:
@@ -124,14 +129,14 @@ def _ranks(record: bool = True) -> InProcessExecutor:
         clip_grad_norm=True,
     )
     return InProcessExecutor(
-        program, gpt_stages(2, True), loss=gpt.loss, boundary=BOUNDARY, record=record
+        program, gpt_stages(2, True), loss=gpt.loss, boundary=BOUNDARY, record_timestamps=record
     )
 
 
 def test_what_is_not_recorded_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     never, off, on = _ranks(record=False), _ranks(), _ranks()
-    for rank in off.ranks:
-        rank.record = False
+    for rank in off.executors:
+        rank.record_timestamps = False
 
     def clock() -> float:
         raise AssertionError("nobody shall ask")
@@ -151,7 +156,7 @@ def test_a_profile_names_instructions() -> None:
     with torch.profiler.profile(acc_events=True) as profile:  # or torch 2.11 warns
         ranks.step(*batch(3))
     count = {event.key: event.count for event in profile.key_averages()}
-    named = [mark_of(instr) for stream in ranks.program.streams for instr in stream]
+    named = [format_range_name(instr) for stream in ranks.program.streams for instr in stream]
     assert {name: n for name, n in count.items() if name.startswith("PP:")} == Counter(named)
     assert count["PP:0F2"] == count["PP:1SEND_B0"] == count["PP:1REDUCE_GRAD"] == 1
     assert count["PP:step"] == count["PP:reduce_norm"] == 2

@@ -15,9 +15,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from schedir.errors import ExecutionError, ModelError
 from schedir.training.batches.samples import Batches
 from schedir.training.config.run_config import Config, OutputConfig, PipelineConfig
-from schedir.training.processes.rendezvous_store import connected
-from schedir.training.processes.startup_consistency import compare, facts_of
-from schedir.transports.json_collectives import encoded
+from schedir.training.processes.rendezvous_store import connect_store
+from schedir.training.processes.startup_consistency import collect_config_facts, compare_facts
+from schedir.transports.json_collectives import encode_value
 from tests.cpu.training import TORCHRUN, arguments, finish, fork, launched, start
 
 
@@ -28,7 +28,7 @@ def said(each: list[tuple[int, int, dict[str, str]]], timeout: float = 20) -> li
     def one(k: int) -> None:
         rank, world, facts = each[k]
         try:
-            compare(store, rank, world, facts | {"WORLD_SIZE": str(world)}, timeout)
+            compare_facts(store, rank, world, facts | {"WORLD_SIZE": str(world)}, timeout)
         except (ModelError, ExecutionError) as error:
             found[k] = error.fact
 
@@ -70,7 +70,7 @@ def test_what_comes_from_a_peer_is_no_code() -> None:
     store: Any = HashStore()
     store.set("facts 1", b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ModelError, match="process 1 tells what is no plain value"):
-        compare(store, 0, 2, {}, 5)
+        compare_facts(store, 0, 2, {}, 5)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_what_comes_from_a_peer_is_no_code() -> None:
 )
 def test_what_no_process_tells_is_one_sentence(told: object) -> None:
     store: Any = HashStore()
-    store.set("facts 1", encoded(told))
+    store.set("facts 1", encode_value(told))
     with pytest.raises(ModelError, match="process 1 tells what no process of a run does"):
-        compare(store, 0, 2, {"a": "1"}, 5)
+        compare_facts(store, 0, 2, {"a": "1"}, 5)
     assert store.get("verdict").startswith(b"process 1 tells what ")
 
 
@@ -93,22 +93,26 @@ def test_the_whole_configuration_is_compared() -> None:
             "pipeline.buffer_sharing",
         ),
     ):
-        one, two = facts_of(base), facts_of(other)
+        one, two = collect_config_facts(base), collect_config_facts(other)
         assert {fact for fact in one if one[fact] != two[fact]} == {name}
-    sections = {name.partition(".")[0] for name in facts_of(base) if not name.startswith("the ")}
+    sections = {
+        name.partition(".")[0] for name in collect_config_facts(base) if not name.startswith("the ")
+    }
     assert sections == {"model", "pipeline", "memory", "data", "train", "output"}
     assert {"the version of schedir", "the version of torch", "the version of Python"} <= {*one}
 
 
 def test_the_digest_of_data_is_of_all_of_it() -> None:
     data = np.random.default_rng(1).integers(0, 255, 300_000).astype("u1")
-    told = Batches(data, 8, 1).told
-    assert told.startswith("300000 tokens of uint8") and told == Batches(data.copy(), 8, 1).told
+    told = Batches(data, 8, 1).description
+    assert (
+        told.startswith("300000 tokens of uint8") and told == Batches(data.copy(), 8, 1).description
+    )
     for at in (0, 150_000, 299_999):
         other = data.copy()
         other[at] ^= 1
-        assert Batches(other, 8, 1).told != told
-    assert Batches(data[:-1], 8, 1).told != told
+        assert Batches(other, 8, 1).description != told
+    assert Batches(data[:-1], 8, 1).description != told
 
 
 @pytest.mark.parametrize("listens", [False, True])
@@ -122,7 +126,7 @@ def test_where_no_store_answers_patience_ends(
         if not listens:
             silent.close()
         with pytest.raises(ExecutionError) as error:
-            connected(0.5)
+            connect_store(0.5)
     assert error.value.fact == f"nobody answers as their store at 127.0.0.1:{port}"
 
 

@@ -19,10 +19,10 @@ from schedir.errors import ModelError
 from schedir.ir.pipeline.tied_weights import find_tied_weights
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.model_checks.memory_overlap import overlaps
+from schedir.runtime.model_checks.memory_overlap import find_overlaps
 from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.schedules import chimera, forward_only, interleaved, one_f_one_b, pipedream_2bw
-from schedir.testing.tiny_model import WIDTH, batch, loss
+from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
 
 torch.set_num_threads(1)
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
@@ -50,7 +50,7 @@ def test_two_tensors_overlap_if_they_have_a_number_in_common(drawn: Any) -> None
     tensors, numbers = [t for t, _ in drawn], [own for _, own in drawn]
     each = range(len(drawn))
     wanted = [(a, b) for a in each for b in each if a < b and numbers[a] & numbers[b]]
-    assert sorted(overlaps(tensors)) == wanted
+    assert sorted(find_overlaps(tensors)) == wanted
 
 
 def test_what_has_no_memory_of_its_own_overlaps_with_nothing() -> None:
@@ -61,8 +61,8 @@ def test_what_has_no_memory_of_its_own_overlaps_with_nothing() -> None:
     sparse = torch.zeros(4).to_sparse()
     meta = torch.zeros(4, device="meta")
     others = [*gone, sparse, sparse, meta, meta[:2], torch.zeros(0)]
-    assert [*overlaps([t, t, *others])] == []
-    assert [*overlaps([*others, t, t.view(torch.int64)])] == [(7, 8)]
+    assert [*find_overlaps([t, t, *others])] == []
+    assert [*find_overlaps([*others, t, t.view(torch.int64)])] == [(7, 8)]
 
 
 # ---------------------------------------------------------------- stages that share memory
@@ -112,7 +112,13 @@ def ranks_of(
     )
     folder = "." if how.get("optimizer_placement") == "disk" else None
     return InProcessExecutor(
-        program, stages, loss=loss, boundary=BOUNDARY, optimizer=optimizer, tied=tied, folder=folder
+        program,
+        stages,
+        loss=squared_error,
+        boundary=BOUNDARY,
+        optimizer=optimizer,
+        tied_weights=tied,
+        spill_dir=folder,
     )
 
 
@@ -145,8 +151,8 @@ def plain(stages: list[nn.Module], microbatches: int) -> list[Tensor]:
     optimizer = SGD(dict.fromkeys(p for stage in stages for p in stage.parameters()))
     for k in range(3):
         optimizer.zero_grad()
-        for x, target in zip(*batch(microbatches, k), strict=True):
-            loss(nn.Sequential(*stages)(x), target).backward()
+        for x, target in zip(*make_batch(microbatches, k), strict=True):
+            squared_error(nn.Sequential(*stages)(x), target).backward()
         optimizer.step()
     return weights(stages)
 
@@ -156,7 +162,7 @@ def test_memory_of_a_weight_of_the_same_rank_is_that_of_a_plain_loop(view: str) 
     stages = three(view, "parameter")
     ranks = ranks_of(PipelineShape(1, 4, 3), stages)
     for k in range(3):
-        ranks.step(*batch(4, k))
+        ranks.step(*make_batch(4, k))
     assert all(map(torch.equal, weights(stages), plain(three(view, "parameter"), 4)))
 
 
@@ -166,9 +172,9 @@ def test_memory_that_nobody_trains_may_be_shared() -> None:
         ranks_of(PipelineShape(2, 4), [Times(0, memory[0], kind), Times(1, memory[0], kind)])
     ranks_of(PipelineShape(2, 4), [Times(0, memory[0]), Times(1, memory[1])])  # parts of one memory
     program = schedir.compile(forward_only, PipelineShape(3, 4))
-    InProcessExecutor(program, three("a row", "parameter"), loss=loss, boundary=BOUNDARY).step(
-        *batch(4)
-    )
+    InProcessExecutor(
+        program, three("a row", "parameter"), loss=squared_error, boundary=BOUNDARY
+    ).step(*make_batch(4))
 
 
 def test_one_parameter_of_several_ranks_is_a_tie() -> None:
@@ -176,7 +182,7 @@ def test_one_parameter_of_several_ranks_is_a_tie() -> None:
     stages[2].weight = stages[0].weight
     ranks = ranks_of(PipelineShape(3, 4), stages, tied_weights=find_tied_weights(stages))
     before = weights(stages)[0].clone()
-    ranks.step(*batch(4))
+    ranks.step(*make_batch(4))
     assert stages[2].weight is stages[0].weight and not torch.equal(before, stages[0].weight)
 
 
@@ -196,7 +202,7 @@ def test_a_view_of_a_weight_that_has_older_versions_is_refused(kind: str) -> Non
         )
     assert "0.weight of stage 0" in error.value.fact and "1.also of stage 0" in error.value.fact
     assert "delay=0" in error.value.hint
-    ranks_of(PipelineShape(2, 4), stages()).step(*batch(4))
+    ranks_of(PipelineShape(2, 4), stages()).step(*make_batch(4))
 
 
 # ---------------------------------------------------------------- states that are not on the device
@@ -222,13 +228,13 @@ def test_two_parameters_in_one_memory_are_refused(
 def test_data_that_is_set_to_the_memory_of_another_is_refused_in_the_next_step(states: str) -> None:
     stages: list[Any] = [Times(0), Times(1)]
     ranks = ranks_of(PipelineShape(1, 4, 2), stages, optimizer_placement=states)
-    ranks.step(*batch(4))
+    ranks.step(*make_batch(4))
     own = stages[1].weight.data
     stages[1].weight.data = stages[0].weight.data
     with pytest.raises(ModelError, match="share memory"):
-        ranks.step(*batch(4))
+        ranks.step(*make_batch(4))
     stages[1].weight.data = own
-    ranks.step(*batch(4))
+    ranks.step(*make_batch(4))
 
 
 def test_a_view_that_is_not_stepped_sees_what_the_host_steps() -> None:
@@ -237,7 +243,7 @@ def test_a_view_that_is_not_stepped_sees_what_the_host_steps() -> None:
         stages = three("a row", "frozen")
         ranks = ranks_of(PipelineShape(1, 4, 3), stages, optimizer_placement=states)
         for k in range(3):
-            ranks.step(*batch(4, k))
+            ranks.step(*make_batch(4, k))
         found.append(weights(stages))
     assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
 
@@ -246,7 +252,7 @@ def test_a_main_optimizer_that_has_a_weight_twice_is_refused() -> None:
     """Its copies are in memory of their own: the last one would be rounded into the weight."""
     stages = three("all of it", "parameter")
     with pytest.raises(ModelError, match="twice"):
-        ranks_of(PipelineShape(1, 4, 3), stages, partial(MainOptimizer, make=SGD))
+        ranks_of(PipelineShape(1, 4, 3), stages, partial(MainOptimizer, make_optimizer=SGD))
 
 
 # ---------------------------------------------------------------- where a view is kept
@@ -283,7 +289,7 @@ def test_a_view_that_is_not_cut_with_its_weight_is_refused(level: int, how: str)
     with pytest.raises(ModelError) as error:
         ranks_of(PipelineShape(1, 4, 2), [Keeps(how), Times(1)], zero=level)
     assert error.value.fact.startswith(f"{NAMES[how]} of stage 0 and weight of stage 0 have one")
-    ranks_of(PipelineShape(1, 4, 2), [Keeps(how), Times(1)]).step(*batch(4))
+    ranks_of(PipelineShape(1, 4, 2), [Keeps(how), Times(1)]).step(*make_batch(4))
 
 
 @pytest.mark.parametrize("how", NAMES)
@@ -300,7 +306,7 @@ def test_a_buffer_is_copied_before_each_step() -> None:
     stages: list[nn.Module] = [Keeps("buffer"), Times(1)]
     ranks = ranks_of(PipelineShape(2, 4, placement="mirror"), stages, schedule=chimera)
     for k in range(3):
-        ranks.step(*batch(4, k))
+        ranks.step(*make_batch(4, k))
     for one, other in zip(weights(stages), plain([Keeps("buffer"), Times(1)], 4), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -318,6 +324,6 @@ class Recurrent(nn.Module):
 
 
 def test_a_list_of_parameters_is_no_view() -> None:
-    ranks_of(PipelineShape(1, 4, 2), [Recurrent(), Times(1)], zero=1).step(*batch(4))
+    ranks_of(PipelineShape(1, 4, 2), [Recurrent(), Times(1)], zero=1).step(*make_batch(4))
     stages: list[nn.Module] = [Recurrent(), Times(1)]
-    ranks_of(PipelineShape(2, 4, placement="mirror"), stages, schedule=chimera).step(*batch(4))
+    ranks_of(PipelineShape(2, 4, placement="mirror"), stages, schedule=chimera).step(*make_batch(4))

@@ -20,12 +20,12 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.models import llama
 from schedir.models.llama_config import LlamaConfig
-from schedir.runtime.executor import Executor, whole
+from schedir.runtime.executor import Executor, gather_full_parameters
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b, zb_h1, zb_v
-from schedir.schedules.schedule_algebra import placed_for
-from schedir.tensor_parallel.mappings import shard_dim
+from schedir.schedules.schedule_algebra import get_placement_mark
+from schedir.tensor_parallel.mappings import get_shard_dim
 from schedir.transports.gloo import GlooTransport
 from tests.cases import cases
 from tests.cpu.models import KINDS, Kind, gradients
@@ -42,7 +42,9 @@ SCHEDULES = cases(USUAL, [s for s in ZOO.values() if s not in USUAL])
 
 def compiled(schedule: Any, kind: Kind, microbatches: int = M, **options: Any) -> Program:
     found = program_of(schedule).shape
-    shape = PipelineShape(2, microbatches, found.stages_per_rank, placed_for(schedule)[0] or "loop")
+    shape = PipelineShape(
+        2, microbatches, found.stages_per_rank, get_placement_mark(schedule)[0] or "loop"
+    )
     return compile(schedule, shape, tied_weights=kind.tied(shape.stages), **options)
 
 
@@ -57,9 +59,10 @@ def test_schedules_have_the_bits_of_the_reference(name: str, options: Any) -> No
         stages, plain = kind.stages(count), kind.stages(count)
         ranks = InProcessExecutor(program, stages, loss=kind.loss, boundary=kind.boundary(count))
         loss = ranks.step(given.inputs, given.targets, given.scale, keywords=given.keywords)
-        order = None if program.ascending else program
+        order = None if program.reduces_in_microbatch_order else program
         due = run_sequential(
-            plain, given.inputs, given.targets, loss=kind.loss, scale=given.scale, program=order,
+            plain, given.inputs, given.targets, loss=kind.loss, grad_scale=given.scale,
+            program=order,
             keywords=given.keywords,
         )  # fmt: skip
         assert torch.equal(loss, due) and loss > 10, schedule.__name__
@@ -107,7 +110,7 @@ def trained(kind: Kind, case: Case) -> tuple[list[float], Weights]:
     )
     transport, count = GlooTransport(program), program.shape.stages
     tp = transport.tp_group
-    stages = {s: kind.stage(s, count, tp=tp) for s in program.shape.stages_of[transport.rank]}
+    stages = {s: kind.stage(s, count, tp=tp) for s in program.shape.stages_on_rank[transport.rank]}
     executor = Executor(
         program, transport.rank, stages, transport, loss=partial(kind.loss, tp=tp),
         boundary=kind.boundary(count),
@@ -120,9 +123,9 @@ def trained(kind: Kind, case: Case) -> tuple[list[float], Weights]:
         keywords = given.keywords[own] if given.keywords else ()
         loss = executor.step(given.inputs[own], given.targets[own], given.scale, keywords)
         found += [] if loss is None else [float(loss)]
-    with whole(executor.state):
+    with gather_full_parameters(executor.state):
         weights = {
-            (s, n): (p.detach().clone(), shard_dim(p))
+            (s, n): (p.detach().clone(), get_shard_dim(p))
             for s, stage in stages.items()
             for n, p in stage.named_parameters()
         }

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from examples import bert, encoder_decoder
 from schedir.models import gpt, llama
-from schedir.models.language_model import IGNORE
-from schedir.training.gpt2_export import _qkv
+from schedir.models.language_model import IGNORE_INDEX
+from schedir.training.gpt2_export import _convert_qkv
 from tests.cpu import models
 from tests.cpu.models import CONTEXT
 
@@ -92,7 +92,7 @@ def test_gpt(tied: bool) -> None:
                 continue
             *layer, part, what = name.split(".")
             if part == "qkv":
-                value = _qkv(value, config.heads)
+                value = _convert_qkv(value, config.heads)
             elif value.dim() == 2:
                 value = value.t()
             where = f"transformer.h.{layer[1]}." if layer else ""
@@ -149,14 +149,15 @@ def test_llama(tied: bool, kv_heads: int, window: int) -> None:
     theirs = getattr(transformers, f"{name}ForCausalLM")(
         getattr(transformers, f"{name}Config")(
             vocab_size=31, num_hidden_layers=2, hidden_size=24, num_attention_heads=4,
-            num_key_value_heads=kv_heads, intermediate_size=config.width, rms_norm_eps=config.eps,
+            num_key_value_heads=kv_heads, intermediate_size=config.ffn_width,
+            rms_norm_eps=config.eps,
             max_position_embeddings=9, tie_word_embeddings=tied,
             rope_parameters={"rope_type": "default", "rope_theta": 50.0},
             **({"sliding_window": window} if window else {}),
         )
     )  # fmt: skip
     stage = llama.build_stage(config, 0, 1)
-    assert config.parameters == sum(p.numel() for p in stage.parameters())
+    assert config.num_parameters == sum(p.numel() for p in stage.parameters())
     compare(stage, theirs, pairs, causal, next_tokens(31, 9))
 
 
@@ -208,7 +209,7 @@ def test_bert() -> None:
     def losses(ours: nn.Module, theirs: Any) -> tuple[Any, Any]:
         mine = ours(tokens, sentences=sentences, mask=mask)
         mean = bert.loss(mine, targets) / bert.count_tokens(targets)
-        labels = targets.masked_fill(targets == IGNORE, -100)
+        labels = targets.masked_fill(targets == IGNORE_INDEX, -100)
         labels[:, 0] = -100
         yours = theirs(
             tokens, mask.long(), sentences, labels=labels, next_sentence_label=targets[:, 0]
@@ -268,7 +269,7 @@ def test_encoder_decoder() -> None:
 
     def losses(ours: nn.Module, theirs: Any) -> tuple[Any, Any]:
         mine = ours(source, target=before, mask=mask)
-        labels = targets.masked_fill(targets == gpt.IGNORE, -100)
+        labels = targets.masked_fill(targets == gpt.IGNORE_INDEX, -100)
         yours = theirs(source, mask.long(), before, labels=labels)
         mean = gpt.loss(mine, targets) / gpt.count_tokens(targets)
         return (mine, mean), (yours.logits, yours.loss)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from schedir.runtime.autograd.module_state import attributes_and_gradients_restored
+from schedir.runtime.autograd.module_state import preserve_module_state
 
 
 def _rewrite(numbers: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ def test_what_is_changed_in_place_is_put_back(kind: str, name: str) -> None:
     change(value)
     changed = read(value)
     assert changed != before  # so that the rest can fail
-    with attributes_and_gradients_restored(module):
+    with preserve_module_state(module):
         change(value)
         assert read(value) != changed
     assert getattr(module[0], name) is value and read(value) == changed
@@ -60,7 +60,7 @@ def test_what_is_changed_in_place_is_put_back(kind: str, name: str) -> None:
 def test_what_is_replaced_is_put_back(before: object) -> None:
     module: Any = nn.Linear(2, 2)
     module.kept = before
-    with attributes_and_gradients_restored(module):
+    with preserve_module_state(module):
         module.kept = torch.ones(1)
         module.training = False
     assert module.kept is before
@@ -72,7 +72,7 @@ def test_gradients_are_put_back() -> None:
     gradient = module.weight.grad
     assert gradient is not None
     numbers = gradient.clone()
-    with attributes_and_gradients_restored(module):
+    with preserve_module_state(module):
         assert module.weight.grad is None
         module(torch.ones(2)).sum().backward()
     assert module.weight.grad is gradient and torch.equal(gradient, numbers)
@@ -80,6 +80,6 @@ def test_gradients_are_put_back() -> None:
 
 def test_a_lazy_module_stays_set_up() -> None:
     module = nn.Sequential(nn.LazyLinear(3))
-    with attributes_and_gradients_restored(module):
+    with preserve_module_state(module):
         module(torch.ones(1, 2))
     assert module[0].in_features == 2

@@ -20,7 +20,7 @@ from schedir.runtime.parameters.overlapped_reduction import GradientReduction
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.tensor_parallel import mappings
 from schedir.transports.gloo import GlooTransport, ProcessTransport
-from schedir.transports.nccl import streams_of
+from schedir.transports.nccl import count_streams
 from tests.cases import cases
 from tests.cpu.happens_before import Races
 from tests.cpu.nccl_like import Kind, NcclLike
@@ -105,14 +105,16 @@ def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
     program = case.compile()
     with pytest.MonkeyPatch.context() as patch:
         gpu = install(patch)
-        patch.setattr(overlapped_reduction, "BUCKET", BUCKET)
+        patch.setattr(overlapped_reduction, "BUCKET_BYTES", BUCKET)
         if hasty:
-            missing = GradientReduction._missing
-            patch.setattr(GradientReduction, "_missing", lambda self: {*[*missing(self)][1:]})
-            patch.setattr(GradientReduction, "_expect_whole", lambda self: None)
+            missing = GradientReduction._get_pending_grads
+            patch.setattr(
+                GradientReduction, "_get_pending_grads", lambda self: {*[*missing(self)][1:]}
+            )
+            patch.setattr(GradientReduction, "_require_unwritten", lambda self: None)
         with Races(gpu) as races:
             transport = NcclLike(program, gpu, races, unwaited)
-            patch.setattr(mappings, "_start_sum", transport.start_sum)
+            patch.setattr(mappings, "_start_all_reduce", transport.start_sum)
             got = _step(transport, case, program)
         found = [*races.found]
     wrong = hasty or unwaited is not None
@@ -122,7 +124,7 @@ def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
         and all(torch.equal(g, expected[s][name]) for name, g in got[s].items())
         for s in got
     )
-    counted = streams_of(program, transport.rank, "per_edge")
+    counted = count_streams(program, transport.rank, "per_edge")
     theirs = counted["reductions"] - 1 + counted["messages"] // 2 + 2 * (case.tp > 1)
     made = sum(stream.seen[stream] > 0 for stream in gpu.streams) + theirs
     unseen = 0 if case.record else counted["records"]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from schedir.analysis.memory.buffer_slots import groups, on_host
-from schedir.analysis.memory.footprint import Footprint, held
+from schedir.analysis.memory.buffer_slots import find_host_values, number_groups
+from schedir.analysis.memory.footprint import Footprint, compute_footprints
 from schedir.compiler.compile import compile
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import Lane, Opcode
@@ -62,12 +62,18 @@ class Tiered(Witness):
     def after(self, k: int, run: Any, tiers: dict[str, Footprint]) -> None:
         run()
         for tier, own in tiers.items():
-            now = self.rank.held.tiers.used_on(tier)
-            assert now == own.bytes[int(np.searchsorted(own.at, k, side="right")) - 1], (k, tier)
+            now = self.rank.resources.memory_tiers.count_used_bytes(tier)
+            assert (
+                now == own.total_bytes[int(np.searchsorted(own.positions, k, side="right")) - 1]
+            ), (k, tier)
             self.most_on[tier] = max(self.most_on[tier], now)
 
     def living(self) -> dict[StorageWeakRef, int]:
-        back = [x for v in self.rank.state.away.values.values() for x in v.tensors()]
+        back = [
+            x
+            for v in self.rank.state.offload_moves.values.values()
+            for x in v.list_device_tensors()
+        ]
         self.born.made |= _refs(back)
         return super().living()
 
@@ -96,16 +102,19 @@ def test_what_is_on_each_tier_is_what_was_predicted(
 ) -> None:
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
-    sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    sizes = measure_sizes(
+        stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
+    )
     program = compile(schedule, shape, progress_model="per_edge", recompute=recompute)
     program = checked(moved(program, shape.ranks, spilled=0.5), "minimal")
-    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
+    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, spill_dir=tmp_path)
     tiers = [
         dict(zip(("host", "disk"), each, strict=True)) for each in
-        zip(held(program, sizes, "host"), held(program, sizes, "disk"), strict=True)
+        zip(compute_footprints(program, sizes, "host"),
+            compute_footprints(program, sizes, "disk"), strict=True)
     ]  # fmt: skip
-    owns = held(program, sizes)
-    witnesses = [Tiered(*each) for each in zip(world.ranks, owns, tiers, strict=True)]
+    owns = compute_footprints(program, sizes)
+    witnesses = [Tiered(*each) for each in zip(world.executors, owns, tiers, strict=True)]
     for _ in range(2):
         world.step(inputs, targets, scale)
     assert all(witness.beside == 0 for witness in witnesses)
@@ -116,16 +125,18 @@ def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) ->
     """Of a run that is recorded, in which nothing runs beside anything."""
     make, data, loss = MODELS["gpt"]
     stages, (inputs, targets, scale) = make(2), data(6)
-    sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    sizes = measure_sizes(
+        stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
+    )
     program = checked(moved(compile(one_f_one_b, PipelineShape(2, 6)), 1, spilled=0.5), "minimal")
-    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, folder=tmp_path)
+    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, spill_dir=tmp_path)
     with ExitStack() as stack:
-        livings = [stack.enter_context(LiveMemory(rank)) for rank in world.ranks]
+        livings = [stack.enter_context(LiveMemory(rank)) for rank in world.executors]
         world.step(inputs, targets, scale)
     timeline = replace(world.timeline(), sizes=sizes)
     for tier in ("host", "disk"):
-        most = [max(curve.held) for curve in timeline.memory_on(tier)]
-        assert [living.most_on[tier] for living in livings] == most
+        most = [max(curve.total) for curve in timeline.memory_on(tier)]
+        assert [living.peak_by_tier[tier] for living in livings] == most
         assert max(most) > 0
     spans = timeline.spans
     moves = np.isin(
@@ -151,15 +162,19 @@ def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_pa
     """However slow the way from there is, and whatever is how large."""
     shape = PipelineShape(1, 6, 3)
     program = moved(compile(interleaved, shape), 1, spilled=spilled, late=0.0)
-    (least,) = on_host(program).peak(groups(InstructionIndex.of(program))).tolist()
+    (least,) = (
+        find_host_values(program)
+        .count_peak(number_groups(InstructionIndex.from_program(program)))
+        .tolist()
+    )
     slots = least + more
-    program = check(program.with_slots([SlotCounts.unsaid()._replace(host=slots)]), "per_edge")
+    program = check(program.with_slots([SlotCounts.unspecified()._replace(host=slots)]), "per_edge")
     stages = noisy(shape.stages, partial(next, map(Wide, (400, 40, 4))))
-    world = InProcessExecutor(program, stages, loss=squares, boundary=FLAT, folder=tmp_path)
-    (rank,) = world.ranks
-    rank.held.lanes.bandwidth = {Lane.H2D: 2e5, Lane.DISK: 2e5}
+    world = InProcessExecutor(program, stages, loss=squares, boundary=FLAT, spill_dir=tmp_path)
+    (rank,) = world.executors
+    rank.resources.copy_lanes.bandwidth = {Lane.H2D: 2e5, Lane.DISK: 2e5}
     for k in range(3):
-        world.step(*flat_batch(shape.microbatches, k), seed=k or None)
+        world.step(*flat_batch(shape.microbatches, k), order_seed=k or None)
         spans = world.timeline().spans
         brings, takes = (
             spans[when][np.isin(spans["op"], ops)] for when, ops in (
@@ -169,6 +184,11 @@ def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_pa
         )  # fmt: skip
         there = np.searchsorted(np.sort(brings), brings, "right")
         assert (there - np.searchsorted(np.sort(takes), brings, "right")).max() <= slots
-        rooms = [room.size for room in rank.held.tiers.host.free]
-        largest = max(value.room_size for value in rank.state.away.values.values())
-        assert len(rooms) == slots and rank.held.tiers.host.made == sum(rooms) <= slots * largest
+        rooms = [room.size for room in rank.resources.memory_tiers.host_arena.free_blocks]
+        largest = max(value.block_size for value in rank.state.offload_moves.values.values())
+        assert (
+            len(rooms) == slots
+            and rank.resources.memory_tiers.host_arena.allocated_bytes
+            == sum(rooms)
+            <= slots * largest
+        )

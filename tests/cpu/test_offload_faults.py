@@ -53,21 +53,21 @@ def world_of(program: Program, layer: Any = None, **more: Any) -> InProcessExecu
 def test_what_is_left_behind_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device when it has been copied, and in its room when it is back."""
     left: list[Tensor] = []
-    let_go = SavedActivations.let_go
+    let_go = SavedActivations.release_device_memory
 
     def noted(value: SavedActivations) -> None:
-        if value.leaving is not None:
-            value.leaving.finish()
-            left.extend(value.going)
+        if value.offload_job is not None:
+            value.offload_job.finish()
+            left.extend(value.offload_sources)
         let_go(value)
 
-    monkeypatch.setattr(SavedActivations, "let_go", noted)
+    monkeypatch.setattr(SavedActivations, "release_device_memory", noted)
     world = world_of(away())
     world.step(*batch(4))
     gone = [bool(one.view(torch.float32).isnan().all()) for one in left]
     assert sum(gone) >= len(gone) - 4  # what a first stage puts out, a message may have, too
-    for rank in world.ranks:
-        rooms = [room.place for room in rank.held.tiers.host.free]
+    for rank in world.executors:
+        rooms = [room.location for room in rank.resources.memory_tiers.host_arena.free_blocks]
         assert rooms and all((room == 0xFF).all() for room in rooms)
 
 
@@ -93,15 +93,15 @@ def test_who_does_not_wait_for_what_is_offloaded_reads_nan(
     sgd = {"optimizer": lambda own: torch.optim.SGD(own, lr=0.1)}
     world = world_of(away(), **sgd)
     world.step(*batch(4))
-    assert all(rank.finite.all() for rank in world.ranks)
+    assert all(rank.finite_updates.all() for rank in world.executors)
     monkeypatch.setattr(CopyLanes, "start", too_early)
-    monkeypatch.setattr(SavedActivations, "let_go", lambda value: None)
+    monkeypatch.setattr(SavedActivations, "release_device_memory", lambda value: None)
     world.step(*batch(4, 1))
-    assert not any(rank.finite.all() for rank in world.ranks)
+    assert not any(rank.finite_updates.all() for rank in world.executors)
 
 
 def test_who_does_not_wait_until_it_is_back_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SavedActivations, "arrive", lambda value: None)
+    monkeypatch.setattr(SavedActivations, "finish_reload", lambda value: None)
     with pytest.raises(ExecutionError, match=r"B 1\.0 +failed"):
         world_of(away()).step(*batch(4))
 
@@ -127,8 +127,8 @@ def test_what_spills_wants_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert spill_file.kind_of(Path("/proc")) == "proc"
-    monkeypatch.setattr(spill_file, "kind_of", lambda folder: "tmpfs")
+    assert spill_file.find_file_system_type(Path("/proc")) == "proc"
+    monkeypatch.setattr(spill_file, "find_file_system_type", lambda folder: "tmpfs")
     with pytest.warns(UserWarning, match="is a tmpfs"):
         SpillFile(tmp_path)
 
@@ -141,18 +141,22 @@ def test_a_file_without_a_name_that_folders_may_leave(tmp_path: Path) -> None:
     folder.rmdir()  # it vanishes, and nobody minds
     for k in range(2):
         world.step(*batch(4, k))
-    arenas = [rank.held.tiers.spills.arena for rank in world.ranks if rank.held.tiers.spills]
-    made = [(arena.made, len(arena.free)) for arena in arenas]
-    for rank, (_, rooms) in zip(world.ranks, made, strict=True):
+    arenas = [
+        rank.resources.memory_tiers.spill_file.arena
+        for rank in world.executors
+        if rank.resources.memory_tiers.spill_file
+    ]
+    made = [(arena.allocated_bytes, len(arena.free_blocks)) for arena in arenas]
+    for rank, (_, rooms) in zip(world.executors, made, strict=True):
         ops = [i.op for i in rank.state.stream]
         there = [
             ops[:k].count(Opcode.OffloadToDisk) - ops[:k].count(Opcode.ReloadFromDisk)
             for k in range(len(ops))
         ]
         assert rooms == max(there) == 2
-    assert all(arena.used == 0 for arena in arenas)
+    assert all(arena.used_bytes == 0 for arena in arenas)
     world.step(*batch(4))
-    assert [(arena.made, len(arena.free)) for arena in arenas] == made
+    assert [(arena.allocated_bytes, len(arena.free_blocks)) for arena in arenas] == made
 
 
 def test_a_full_disk_is_so_before_anything_is_spilled(
@@ -274,7 +278,7 @@ class Packs(Layer):
 def test_modules_with_hooks_of_their_own(how: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Packs, "how", how)
     world = compared(compile(gpipe, PLAN), lambda: noisy(2, Packs))
-    for rank in world.ranks:
+    for rank in world.executors:
         for stage in rank.stages.values():
             module = stage.module
             assert isinstance(module, Packs)

@@ -71,12 +71,12 @@ _EACH = [(name, slots) for name in ZOO for slots in (None, "minimal")]
 )
 def test_of_the_zoo(name: str, slots: Any) -> None:
     shape = shape_of(ZOO[name], 2, max(4, least(ZOO[name], 2)))
-    one = shape.rows == 1
+    one = shape.placement_rows == 1
     layer = Noisy if one else (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)))
     for seed, recompute in enumerate([None, "all"]):
         program = compile(ZOO[name], shape, progress_model="per_edge", recompute=recompute)
         program = checked(moved(program, seed), slots)
-        assert {Opcode.Offload, Opcode.Reload} <= program.ops
+        assert {Opcode.Offload, Opcode.Reload} <= program.used_opcodes
         as_reference(program, noisy(shape.stages, layer))
 
 
@@ -112,7 +112,7 @@ def compared(
             each, stages, optimizer=lambda own: torch.optim.SGD(own, lr=0.1), **given, **more
         )
         data = inputs or [batch(each.shape.microbatches, k) for k in range(steps)]
-        totals = [world.step(x, y, seed=k) for k, (x, y) in enumerate(data)]
+        totals = [world.step(x, y, order_seed=k) for k, (x, y) in enumerate(data)]
         found.append([*totals, *state(stages)])
     assert equal(*found)
     return world
@@ -153,7 +153,7 @@ def test_of_many_tensors_and_keywords(seed: int) -> None:
     program = compile(interleaved if seed else gpipe, shape, progress_model="per_edge")
     for each, own in ((program, plain), (checked(moved(program, seed), "minimal"), stages)):
         world = InProcessExecutor(each, own, loss=many_tensors.loss, boundary=boundaries)
-        total = world.step(inputs, targets, keywords=keywords, seed=seed)
+        total = world.step(inputs, targets, keywords=keywords, order_seed=seed)
         found.append((total, many_tensors.gradients(own)))
     assert torch.equal(found[0][0], found[1][0])
     assert many_tensors.same_bits(found[0][1], found[1][1])
@@ -209,8 +209,8 @@ def test_of_views_that_share_memory() -> None:
     x, y = batch(2)
     sizes = measure_sizes(stages, x[0], y[0], loss=squares, boundary=BOUNDARY)
     world.step(x, y)
-    value = world.ranks[0].state.away.values[0, 1]
-    assert [value.nbytes] == sizes.of("saved", 1).tolist()
+    value = world.executors[0].state.offload_moves.values[0, 1]
+    assert [value.nbytes] == sizes.for_stages("saved", 1).tolist()
     compared(compile(gpipe, PipelineShape(1, 2)), lambda: noisy(1, Views))
 
 
@@ -225,7 +225,9 @@ def test_beside_programs_that_evaluate_and_train() -> None:
         (program, half),
     ):
         stages = noisy(2, _dropped)
-        world = InProcessExecutor(each, stages, loss=squares, boundary=BOUNDARY, more=[first, look])
+        world = InProcessExecutor(
+            each, stages, loss=squares, boundary=BOUNDARY, extra_programs=[first, look]
+        )
         (x, y), (more, targets) = batch(4), batch(2, 1)
         totals = [
             world.evaluate(x, y),
@@ -244,10 +246,10 @@ def _between_processes(rank: int, folder: str) -> list[Any]:
         stages = noisy(2, _dropped)
         executor = Executor(
             program, rank, stages, GlooTransport(program), loss=squares, boundary=BOUNDARY,
-            optimizer=torch.optim.SGD(stages[rank].parameters(), lr=0.1), folder=folder,
+            optimizer=torch.optim.SGD(stages[rank].parameters(), lr=0.1), spill_dir=folder,
         )  # fmt: skip
         losses = [executor.step(*batch(4, k)) for k in range(2)]
-        with executor.whole():
+        with executor.full_parameters():
             found.append((losses, [p.detach().clone() for p in stages[rank].parameters()]))
     return found
 

@@ -51,14 +51,20 @@ def world_of(
     program = checked(moved(program, 1, spilled=spilled), slots)
     stages = gpt_stages(shape.stages, tied=False)
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, **more)
-    for rank in world.ranks:
-        rank.held.lanes.on_streams, rank.held.tiers.poisons = True, False
+    for rank in world.executors:
+        rank.resources.copy_lanes.uses_streams, rank.resources.memory_tiers.poisons_sources = (
+            True,
+            False,
+        )
     return world
 
 
 def of(world: InProcessExecutor) -> Any:
     return gradients(
-        [world.ranks[r].stages[s].module for s, r in enumerate(world.program.shape.rank_of)]
+        [
+            world.executors[r].stages[s].module
+            for s, r in enumerate(world.program.shape.first_rank_per_stage)
+        ]
     )
 
 
@@ -79,7 +85,7 @@ def test_nothing_races(
     for seed in (None, 0, 1):
         for each in (plain, world):
             gpu.host_may_wait = each is plain or seed is None  # an event is made at first use
-            each.step(*batch(shape.microbatches), seed=seed)
+            each.step(*batch(shape.microbatches), order_seed=seed)
     assert not races.found
     assert same_bits(of(world), of(plain))
 
@@ -87,7 +93,7 @@ def test_nothing_races(
 def test_with_a_disk_only_the_host_can_wait(races: Races, tmp_path: Path) -> None:
     world = world_of(gpipe, PipelineShape(2, 4), "minimal", spilled=1.0, folder=tmp_path)
     for seed in (None, 0):
-        world.step(*batch(4), seed=seed)
+        world.step(*batch(4), order_seed=seed)
     assert not races.found
 
 
@@ -95,7 +101,11 @@ def test_with_a_disk_only_the_host_can_wait(races: Races, tmp_path: Path) -> Non
 def test_a_wait_that_is_left_out_is_seen(
     what: str, races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, let_go, arrive = CopyLanes.start, SavedActivations.let_go, SavedActivations.arrive
+    start, let_go, arrive = (
+        CopyLanes.start,
+        SavedActivations.release_device_memory,
+        SavedActivations.finish_reload,
+    )
 
     def started(
         lanes: CopyLanes, lane: Lane, run: Callable[[], object], size: int, after: Any, marks: Any
@@ -110,18 +120,18 @@ def test_a_wait_that_is_left_out_is_seen(
         def wait(self) -> None: ...
 
     def gone(value: SavedActivations) -> None:
-        value.leaving = value.leaving and Over()
+        value.offload_job = value.offload_job and Over()
         let_go(value)
 
     def here(value: SavedActivations) -> None:
-        value.coming = value.coming and Over()
+        value.reload_job = value.reload_job and Over()
         arrive(value)
 
     monkeypatch.setattr(CopyLanes, "start", started)
     if what == "let_go":
-        monkeypatch.setattr(SavedActivations, "let_go", gone)
+        monkeypatch.setattr(SavedActivations, "release_device_memory", gone)
     if what == "arrive":
-        monkeypatch.setattr(SavedActivations, "arrive", here)
+        monkeypatch.setattr(SavedActivations, "finish_reload", here)
     world = world_of(gpipe, PipelineShape(2, 4), "minimal")
     for _ in range(2):
         world.step(*batch(4))
@@ -133,17 +143,17 @@ def test_lanes_run_beside_what_is_computed(
 ) -> None:
     """And are recorded as they ran."""
     world = world_of(gpipe, PipelineShape(1, 3), "minimal")
-    (rank,) = world.ranks
-    copy_out = SavedActivations.copy_out
+    (rank,) = world.executors
+    copy_out = SavedActivations.copy_to_block
 
     def slow(value: SavedActivations, *args: Any, **how: Any) -> None:
         copy_out(value, *args, **how)
         gpu.work(5.0)
 
-    monkeypatch.setattr(SavedActivations, "copy_out", slow)
+    monkeypatch.setattr(SavedActivations, "copy_to_block", slow)
     world.step(*batch(3))
     timeline = world.timeline()
     spans = timeline.spans
     took = (spans["end"] - spans["start"])[spans["lane"] == Lane.D2H]
     assert took == pytest.approx([5.0] * len(took), abs=1e-3) and len(took) == 3
-    assert rank.held.lanes.streams.keys() == {Lane.D2H, Lane.H2D}
+    assert rank.resources.copy_lanes.streams.keys() == {Lane.D2H, Lane.H2D}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from schedir.errors import ConfigError
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 from tests.cpu.training import forked, losses, small
 
 MANY = [
@@ -48,4 +48,4 @@ def test_what_only_offload_makes_fit(tmp_path: Path, config: Path) -> None:
 
 def test_what_spills_wants_a_folder(config: Path) -> None:
     with pytest.raises(ConfigError, match="spill_dir names no directory"):
-        read(str(config), ["memory.offload=all", "memory.offload_to_disk=all"])
+        read_config(str(config), ["memory.offload=all", "memory.offload_to_disk=all"])

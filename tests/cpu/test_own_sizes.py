@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.ir.cost.cluster import Cluster
 from schedir.models import gpt
 from schedir.models.gpt_config import GPTConfig
 from schedir.planner import ParallelPlan, TransformerSpec
-from schedir.planner.config_export import ON_PROCESSORS, plan_of, plan_program
+from schedir.planner.config_export import CPU_COMPILE_OPTIONS, build_pipeline_shape, plan_program
 from schedir.planner.estimate.simulated_estimate import simulate_plan
-from schedir.planner.trainer_profile import own_sizes
+from schedir.planner.trainer_profile import compute_trainer_sizes
 from schedir.runtime import Boundary, measure_sizes
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
@@ -29,7 +29,8 @@ NAMES = (
     "grads",
     "optimizer",
 )
-HERE = Cluster(1, 4, flops=1e10, memory=1e10, hbm=1e10, nvlink=1e9, network=1e9, latency=1e-4,
+HERE = Cluster(1, 4, flops=1e10, memory=1e10, hbm_bandwidth=1e10, nvlink_bandwidth=1e9,
+    network_bandwidth=1e9, latency=1e-4,
                itemsize=4, processors=2)  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def measured(model: TransformerSpec, choice: ParallelPlan, tp: Any = None) -> An
     )  # fmt: skip
     parts = choice.layers_per_stage or None
     stages = [
-        gpt.build_stage(config, s, choice.stages, tp=tp, division=parts)
+        gpt.build_stage(config, s, choice.stages, tp=tp, layers_per_stage=parts)
         for s in range(choice.stages)
     ]
     tokens = torch.zeros(choice.microbatch_size, model.sequence, dtype=torch.int64)
@@ -78,25 +79,28 @@ SMALL = TransformerSpec(layers=4, hidden=64, heads=4, vocab=100, sequence=32)
     ],
 )
 def test_sizes_are_those_measured(model: TransformerSpec, choice: ParallelPlan) -> None:
-    told, found = own_sizes(model, choice, plan_of(choice)), measured(model, choice)
+    told, found = (
+        compute_trainer_sizes(model, choice, build_pipeline_shape(choice)),
+        measured(model, choice),
+    )
     for name in NAMES:
-        of = [x.of(name, choice.stages).tolist() for x in (told, found)]
+        of = [x.for_stages(name, choice.stages).tolist() for x in (told, found)]
         assert of[0] == of[1], name
 
 
 def sliced(rank: int, choice: ParallelPlan) -> list[list[float]]:
     """What a slice measures."""
-    made = plan_program(ParallelPlan(tp=2, microbatches=choice.microbatches), tied=True)
+    made = plan_program(ParallelPlan(tp=2, microbatches=choice.microbatches), tied_weights=True)
     found = measured(SMALL, choice, GlooTransport(made).tp_group)
     return [found.of(name, choice.stages).tolist() for name in NAMES]
 
 
 def test_sizes_of_slices_are_those_measured() -> None:
     choice = ParallelPlan(pp=2, tp=2, microbatch_size=2, microbatches=4)
-    told = own_sizes(SMALL, choice, plan_of(choice))
+    told = compute_trainer_sizes(SMALL, choice, build_pipeline_shape(choice))
     for found in run(sliced, 2, choice):
         for name, of in zip(NAMES, found, strict=True):
-            assert told.of(name, choice.stages).tolist() == of, name
+            assert told.for_stages(name, choice.stages).tolist() == of, name
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -105,6 +109,8 @@ def test_the_fullest_rank_of_a_run(recompute: Any) -> None:
     choice = ParallelPlan(
         pp=4, microbatch_size=2, microbatches=8, recompute=recompute, attention="flash"
     )
-    made = plan_program(choice, tied=True, **ON_PROCESSORS)
-    most = max(float(rank.bytes.max()) for rank in held(made, measured(SMALL, choice)))
+    made = plan_program(choice, tied_weights=True, **CPU_COMPILE_OPTIONS)
+    most = max(
+        float(rank.total_bytes.max()) for rank in compute_footprints(made, measured(SMALL, choice))
+    )
     assert simulate_plan(SMALL, HERE, choice).memory.total == most

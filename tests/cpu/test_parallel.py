@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from schedir.errors import UsageError
-from schedir.runtime.parameters.gradient_buffers import is_sharded
+from schedir.runtime.parameters.gradient_buffers import is_tp_sharded
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from schedir.tensor_parallel.mappings import shard, shard_dim
+from schedir.tensor_parallel.mappings import get_shard_dim, shard
 from schedir.tensor_parallel.vocab_parallel import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -117,7 +117,7 @@ def shared_pair(rank: int) -> dict[str, tuple[Tensor, int | None]]:
     y = net(torch.arange(7).repeat(2, 1))
     torch.autograd.backward(y, torch.ones_like(y))
     got: dict[str, tuple[Tensor, int | None]] = {"output": (y.detach(), None)}
-    return got | {name: (grad(p), shard_dim(p)) for name, p in net.named_parameters()}
+    return got | {name: (grad(p), get_shard_dim(p)) for name, p in net.named_parameters()}
 
 
 def test_embedding_column_and_row_equal_the_plain_layers() -> None:
@@ -163,8 +163,8 @@ def test_outputs_are_not_copied() -> None:
 def uneven(rank: int) -> str:
     with pytest.raises(UsageError) as error:
         shard(torch.zeros(3, 2), 0, dist.group.WORLD)
-    assert not is_sharded(nn.Parameter(torch.zeros(1)))
-    assert is_sharded(shard(torch.zeros(3, 2), 1, dist.group.WORLD))
+    assert not is_tp_sharded(nn.Parameter(torch.zeros(1)))
+    assert is_tp_sharded(shard(torch.zeros(3, 2), 1, dist.group.WORLD))
     return type(error.value).__name__
 
 

@@ -84,10 +84,12 @@ def test_any_lengths_pass_in_any_order(drafted: Program, data: Any, seed: int) -
     stages = model(program.shape.stages)
     plain = deepcopy(stages)
     right = run_sequential(plain, x, y, loss=loss, program=program)
-    ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary, record=False)
+    ranks = InProcessExecutor(
+        program, stages, loss=loss, boundary=boundary, record_timestamps=False
+    )
     for _ in range(2):  # the second finds what the first left in every slot
-        assert torch.equal(ranks.step(x, y, seed=seed), right)
-        assert not program.trains or same_bits(gradients(stages), gradients(plain))
+        assert torch.equal(ranks.step(x, y, order_seed=seed), right)
+        assert not program.has_backward or same_bits(gradients(stages), gradients(plain))
 
 
 LENGTHS = [(3, 1), (5, 2), (1, 1), (4, 3)]
@@ -101,7 +103,7 @@ def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
         program = compile(gpipe, PipelineShape(2, 4), buffer_sharing=slots)
         ranks = InProcessExecutor(program, model(2), loss=loss, boundary=boundary)
         ranks.step(x, y)
-        rooms = [own.nbytes for own in ranks.ranks[1].state.buffers.values()]
+        rooms = [own.nbytes for own in ranks.executors[1].state.receive_buffers.values()]
         # Ends of sequences lie behind the numbers, each on a border of 256 bytes.
         assert rooms == [-(-n * WIDTH * 4 // 256) * 256 + 256 for n in expected]
 
@@ -124,7 +126,7 @@ def own_steps(process: int) -> list[Any]:
         own = Executor(program, transport.rank, stages, transport, loss=loss, boundary=boundary)
         for _ in range(2):
             own.step(x, y)
-        found.append(gradients([stages[s] for s in shape.stages_of[transport.rank]]))
+        found.append(gradients([stages[s] for s in shape.stages_on_rank[transport.rank]]))
     return found
 
 
@@ -136,7 +138,7 @@ def test_processes_have_the_bits_of_the_reference() -> None:
         plain = model(shape.stages)
         run_sequential(plain, x, y, loss=loss)
         for rank in range(2):
-            own = shape.stages_of[rank if shape.ranks > 1 else 0]
+            own = shape.stages_on_rank[rank if shape.ranks > 1 else 0]
             assert same_bits(results[rank][case], gradients([plain[s] for s in own]))
 
 

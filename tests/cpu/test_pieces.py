@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from schedir import Costs, PipelineShape, compile, schedules
 from schedir.errors import ModelError
 from schedir.models import gpt
-from schedir.models.gpt_segments import boundaries, cut_of, pieces
-from schedir.models.partial_module import part_of
+from schedir.models.gpt_segments import build_boundaries, count_segments, split_stage
+from schedir.models.partial_module import select_submodules
 from schedir.runtime import Boundary, Executor, GlooTransport, InProcessExecutor, measure_sizes
 from schedir.runtime.boundaries.boundary import ModelBoundaries
 from schedir.runtime.boundaries.boundary_table import require_fit
@@ -53,7 +53,7 @@ def modules(
     if cut is None:
         return stages
     first = [0, *accumulate(cut)]
-    return {first[s] + k: one for s in stages for k, one in enumerate(pieces(stages[s]))}
+    return {first[s] + k: one for s in stages for k, one in enumerate(split_stage(stages[s]))}
 
 
 def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dict[str, Any]:
@@ -76,24 +76,25 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
         getattr(schedules, name), shape, blocking_hosts=True, clip_grad_norm=True, **every | more
     )
     evaluates = compile(schedules.forward_only, shape, blocking_hosts=True, **every)
-    transport = GlooTransport(program, more=[evaluates])
+    transport = GlooTransport(program, extra_programs=[evaluates])
     tp = transport.tp_group
     stages = {
-        s: gpt.build_stage(CONFIG, s, shape.stages, tp=tp, sequence=sequence)
-        for s in shape.stages_of[transport.rank]
+        s: gpt.build_stage(CONFIG, s, shape.stages, tp=tp, sequence_parallel=sequence)
+        for s in shape.stages_on_rank[transport.rank]
     }
     share = 2 if sequence else 1
     passes = (2, 8 // share, 32)
     own = {f"{s} {n}": p for s, stage in stages.items() for n, p in stage.named_parameters()}
     executor = Executor(
         program, transport.rank, modules(stages, cut), transport, loss=partial(gpt.loss, tp=tp),
-        boundary=passes if cut is None else boundaries(cut, passes, share=share), max_norm=1.0,
-        optimizer=torch.optim.SGD(own.values(), lr=0.1), more=[evaluates],
+        boundary=passes if cut is None else build_boundaries(cut, passes, tp_size=share),
+        max_norm=1.0,
+        optimizer=torch.optim.SGD(own.values(), lr=0.1), extra_programs=[evaluates],
     )  # fmt: skip
     tokens = torch.randint(CONFIG.vocab, (4, 2, 9))
     batch = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
     told: dict[str, Any] = {"loss": [executor.step(*batch, 0.01) for _ in range(2)]}
-    told |= {"norm": executor.norm, "evaluated": executor.evaluate(*batch)}
+    told |= {"norm": executor.grad_norm, "evaluated": executor.evaluate(*batch)}
     return told | {name: (p.detach(), p.grad) for name, p in own.items()}
 
 
@@ -103,7 +104,7 @@ def both(rank: int, name: str, sequence: bool) -> list[str]:
     shape, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
     uncut, cut = (
         trained(name, each, SHARED[name] | {"sequence_parallel": True} if sequence else more)
-        for each in (None, cut_of([CONFIG.layers // shape.stages] * shape.stages))
+        for each in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
     )
     return [key for key, value in uncut.items() if not _same(value, cut[key])]
 
@@ -127,7 +128,7 @@ def test_pieces_have_the_bits_of_stages(name: str, sequence: bool) -> None:
 def test_pieces_behind_a_frozen_stage() -> None:
     """What enters the first trained piece has no gradient, nor what passes beside its norm."""
     found: list[Any] = []
-    for cut in (None, cut_of([2, 2])):
+    for cut in (None, count_segments([2, 2])):
         program = compile(
             schedules.one_f_one_b, PipelineShape(2, 4), frozen_stages=1, stage_segments=cut
         )
@@ -135,7 +136,7 @@ def test_pieces_behind_a_frozen_stage() -> None:
         stages = {s: gpt.build_stage(config, s, 2) for s in range(2)}
         stages[0].requires_grad_(False)
         each = modules(stages, cut)
-        boundary: Any = HIDDEN if cut is None else boundaries(cut, HIDDEN, frozen_stages=1)
+        boundary: Any = HIDDEN if cut is None else build_boundaries(cut, HIDDEN, frozen_stages=1)
         ranks = InProcessExecutor(
             program, [each[s] for s in sorted(each)], loss=gpt.loss, boundary=boundary
         )
@@ -153,19 +154,19 @@ class Ahead(nn.Module):
 
     def __init__(self, up: ColumnParallelLinear, down: RowParallelLinear) -> None:
         super().__init__()
-        self.up, self.down = up, part_of(down, ["weight"])
+        self.up, self.down = up, select_submodules(down, ["weight"])
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return self.down.part(self.up.entered(x).relu()), residual
+        return self.down.project_partial(self.up.forward_local(x).relu()), residual
 
 
 class Behind(nn.Module):
     def __init__(self, down: RowParallelLinear, last: bool) -> None:
         super().__init__()
-        self.down, self.last = part_of(down, ["bias"]), last
+        self.down, self.last = select_submodules(down, ["bias"]), last
 
     def forward(self, part: Tensor, residual: Tensor) -> Any:
-        x = residual + self.down.with_bias(part)
+        x = residual + self.down.add_bias(part)
         return x.sum(-1) if self.last else x
 
 
@@ -229,8 +230,8 @@ def shared(rank: int) -> list[bool]:
         executor = Executor(
             program, 0, [Twice(), Ahead(up, down), Behind(down, True)], transport,
             loss=lambda y, target: ((y - target) ** 2).sum(),
-            boundary={0: (Boundary(own, taken=every), Boundary(own)),
-                      1: (Boundary(every, taken=own), Boundary(own))},
+            boundary={0: (Boundary(own, received_shape=every), Boundary(own)),
+                      1: (Boundary(every, received_shape=own), Boundary(own))},
         )  # fmt: skip
         x = torch.randn(3, *every)
         mine = x[..., rank : rank + 1, :].contiguous()
@@ -263,8 +264,14 @@ def test_a_stage_of_ones_own() -> None:
 OWN, EVERY = (2, 4, 8), (2, 8, 8)
 REFUSED: dict[str, tuple[Any, str]] = {
     "not said": (OWN, r"tensor 0 that stage 0 .* makes of it is \[2, 8, 8\]"),
-    "of another": (Boundary(OWN, taken=(2, 4, 16)), r"taken as \[2, 4, 16\], and what .*\[2, 8, 8"),
-    "beside": ((Boundary(OWN, taken=EVERY), Boundary(OWN, taken=EVERY)), r"tensor 1 that stage 0"),
+    "of another": (
+        Boundary(OWN, received_shape=(2, 4, 16)),
+        r"taken as \[2, 4, 16\], and what .*\[2, 8, 8",
+    ),
+    "beside": (
+        (Boundary(OWN, received_shape=EVERY), Boundary(OWN, received_shape=EVERY)),
+        r"tensor 1 that stage 0",
+    ),
     "a vector": ((8,), "share the sequence, which is the last dimension but one"),
 }
 
@@ -275,30 +282,32 @@ def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
         schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg", sequence_parallel=True
     )
     behind, words = REFUSED[name]
-    right: Any = {0: Boundary(OWN, taken=EVERY), 1: Boundary(EVERY, taken=OWN)}
-    require_fit(ModelBoundaries.of(right, 3), program)
+    right: Any = {0: Boundary(OWN, received_shape=EVERY), 1: Boundary(EVERY, received_shape=OWN)}
+    require_fit(ModelBoundaries.from_edges(right, 3), program)
     with pytest.raises(ModelError, match=words):
-        require_fit(ModelBoundaries.of(right | {0: behind}, 3), program)
+        require_fit(ModelBoundaries.from_edges(right | {0: behind}, 3), program)
     for other in (replace(right[1], shape=(2, 7, 8)), Boundary(EVERY)):
         with pytest.raises(ModelError, match="tensor 0 that stage 1 passes on"):
-            require_fit(ModelBoundaries.of(right | {1: other}, 3), program)
+            require_fit(ModelBoundaries.from_edges(right | {1: other}, 3), program)
     whole = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg")
     with pytest.raises(ModelError, match=r"makes of it is \[2, 4, 8\]"):
-        require_fit(ModelBoundaries.of(right, 3), whole)
+        require_fit(ModelBoundaries.from_edges(right, 3), whole)
 
 
 def test_what_a_piece_takes_in_is_held_whole() -> None:
     """Both shapes of what ranks gather, or sum, are there at once; saved is what was taken."""
     config = replace(CONFIG, layers=1, tied=False)
-    parts, tokens = pieces(gpt.build_stage(config, 0, 1)), torch.zeros(2, 8, dtype=torch.long)
+    parts, tokens = split_stage(gpt.build_stage(config, 0, 1)), torch.zeros(2, 8, dtype=torch.long)
     own = torch.zeros(2, 4, 32).nbytes
     for share, each in ((1, 2 * own), (2, 2 * own + 2 * own)):
-        behind = boundaries((5,), (2, 4, 32), share=share)
+        behind = build_boundaries((5,), (2, 4, 32), tp_size=share)
         said = tokens[:, : 8 // 2]
         sizes = measure_sizes(parts, said, said, loss=gpt.loss, boundary=behind)
         assert sizes.activation == each and sizes.gradient is None
         widths = 3 + 1 + 1  # what attention keeps at least: its input, q, k and v, what it gives
-        assert np.all(sizes.each("saved", PipelineShape(1, 1, 5))[1] >= widths * share * own)
+        assert np.all(
+            sizes.per_microbatch("saved", PipelineShape(1, 1, 5))[1] >= widths * share * own
+        )
 
 
 class Saves(nn.Module):
@@ -351,7 +360,7 @@ def inputs_stay(rank: int) -> tuple[float, float]:
 
 
 def without_gradient(rank: int) -> None:
-    table = Boundary((2, 4), torch.float32, grad=False)
+    table = Boundary((2, 4), torch.float32, requires_grad=False)
     of_two(Twice(), (table, Boundary((2, 4))))
 
 
@@ -366,6 +375,6 @@ def test_what_is_summed_in_its_place() -> None:
 
 def test_pieces_of_a_whole_tied_model_are_refused() -> None:
     with pytest.raises(ModelError, match="two stages, or a model that is not tied"):
-        pieces(gpt.build_stage(CONFIG, 0, 1))
+        split_stage(gpt.build_stage(CONFIG, 0, 1))
     with pytest.raises(ModelError, match="has no parameter or submodule 'up'"):
-        part_of(nn.Linear(2, 2), ["up.weight"])
+        select_submodules(nn.Linear(2, 2), ["up.weight"])

@@ -20,7 +20,7 @@ from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.transports import json_collectives
-from schedir.transports.json_collectives import decoded, encoded, gather
+from schedir.transports.json_collectives import decode_value, encode_value, gather
 from tests.cpu.spawn import RankError, run
 
 KINDS = [Instr, Opcode, InstructionSite, TiedWeights, Boundary]
@@ -37,7 +37,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_a_value_comes_as_it_was_sent(value: object) -> None:
-    found = decoded(encoded(value, KINDS), "process 0", KINDS)
+    found = decode_value(encode_value(value, KINDS), "process 0", KINDS)
     assert found == value and repr(found) == repr(value)
 
 
@@ -47,7 +47,7 @@ def test_records_come_as_they_were_sent() -> None:
         InstructionSite(1, 2, "F 0.0"),
         TiedWeights((((0, "a"), (1, "b")),)),
     ]
-    assert decoded(encoded(records, KINDS), "process 0", KINDS) == records
+    assert decode_value(encode_value(records, KINDS), "process 0", KINDS) == records
 
 
 class _Runs:
@@ -66,19 +66,19 @@ class _Runs:
 )  # fmt: skip
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ModelError, match="process 3 tells what is no plain value"):
-        decoded(data, "process 3", KINDS)
+        decode_value(data, "process 3", KINDS)
 
 
-@given(st.binary() | VALUES.map(lambda value: encoded(value, KINDS)[::-1]))
+@given(st.binary() | VALUES.map(lambda value: encode_value(value, KINDS)[::-1]))
 def test_any_bytes_are_a_value_or_refused(data: bytes) -> None:
     with suppress(ModelError):
-        decoded(data, "process 3", KINDS)
+        decode_value(data, "process 3", KINDS)
 
 
 def test_what_is_no_value_is_not_told() -> None:
     for value in (_Runs(), Opcode.Forward, {1: object()}):
         with pytest.raises(TypeError):
-            encoded(value)
+            encode_value(value)
 
 
 def _tell(process: int, what: str) -> None:
@@ -88,9 +88,9 @@ def _tell(process: int, what: str) -> None:
             1: torch.int64
         }
     elif what == "pickle":  # as a peer of another version, or a stranger, would send it
-        told = json_collectives.gather_bytes(pickle.dumps(_Runs()) if process else encoded(1))
+        told = json_collectives.gather_bytes(pickle.dumps(_Runs()) if process else encode_value(1))
         for k, data in enumerate(told):
-            decoded(data, f"process {k}")
+            decode_value(data, f"process {k}")
     else:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
         if process:

@@ -14,10 +14,14 @@ from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.kernels.weight_gradient import accumulate_
 from schedir.models import gpt
-from schedir.runtime.autograd.split_backward import DeferredGradients, linear, recording
+from schedir.runtime.autograd.split_backward import (
+    DeferredGradients,
+    defer_weight_gradients,
+    linear,
+)
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import dualpipe, gpipe, one_f_one_b
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits, zb
@@ -29,7 +33,7 @@ HALF = Boundary(BOUNDARY.shape, torch.bfloat16)
 def mixed_stages(stages: int, tied: bool = True) -> list[nn.Module]:
     modules = [m.to(torch.bfloat16) for m in gpt_stages(stages, tied)]
     for module in modules:
-        float32_gradients(module)
+        use_float32_gradients(module)
     return modules
 
 
@@ -46,7 +50,7 @@ def test_schedules_give_the_bits_of_the_reference(schedule: Any, shape: Pipeline
     tied = shape.stages > 1
     inputs, targets, scale = batch(shape.microbatches)
     plain, ours = mixed_stages(shape.stages, tied=True), mixed_stages(shape.stages, tied=True)
-    want = run_sequential(plain, inputs, targets, loss=gpt.loss, scale=scale)
+    want = run_sequential(plain, inputs, targets, loss=gpt.loss, grad_scale=scale)
     world = InProcessExecutor(
         compile(schedule, shape, tied_weights=tied), ours, loss=gpt.loss, boundary=HALF
     )
@@ -63,7 +67,7 @@ def test_second_holders_add_up_in_float32_too() -> None:
         compile(dualpipe, shape), mixed_stages(2, tied=False), loss=gpt.loss, boundary=HALF
     )
     world.step(*batch(4))
-    kinds = {f.dtype for r in world.ranks for s in r.stages.values() for f in s.gradients.flat}
+    kinds = {f.dtype for r in world.executors for s in r.stages.values() for f in s.gradients.flat}
     assert kinds == {torch.float32}
 
 
@@ -80,7 +84,7 @@ def test_a_split_product_adds_up_without_rounding() -> None:
             for a, b in zip(x, dy, strict=True):
                 tape = DeferredGradients()
                 if split:
-                    with recording(tape):
+                    with defer_weight_gradients(tape):
                         torch.autograd.backward(linear(a, weight), b)
                     tape.run()
                 else:
@@ -104,7 +108,7 @@ def test_small_steps_are_not_lost() -> None:
     main.grad_dtype = torch.float32
     optimizer = MainOptimizer([main], sgd)
     assert moved(main, optimizer) == pytest.approx(0.064, rel=0.05)
-    assert optimizer.main[0].dtype == torch.float32
+    assert optimizer.main_parameters[0].dtype == torch.float32
     alone = torch.ones(4).bfloat16()
     for _ in range(64):
         alone -= 1e-3

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedir.errors import UsageError
 from schedir.models import gpt
 from schedir.training.batches import prefetch
-from schedir.training.batches.prefetch import SLOTS, Prefetch
+from schedir.training.batches.prefetch import BATCH_SLOTS, Prefetch
 from schedir.training.batches.samples import Batches
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def batches(size: int = 4) -> Batches:
 
 def drawn(source: Batches, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The batch of a step, of a run that began with step 0."""
-    return source.batch(step * source.size, source.size)
+    return source.read_batch(step * source.batch_size, source.batch_size)
 
 
 @given(steps=st.integers(1, 9), replicas=st.integers(1, 3), share=st.integers(1, 2))
@@ -35,7 +35,7 @@ def test_each_replica_has_its_part_of_the_same_batches(
     source = batches(replicas * share)
     for replica in range(replicas):
         with Prefetch(
-            source, steps, CPU, replica=replica, replicas=replicas, count=gpt.count_tokens
+            source, steps, CPU, replica=replica, replicas=replicas, count_tokens=gpt.count_tokens
         ) as ours:
             kept = []
             for step in range(steps):
@@ -56,10 +56,10 @@ def test_a_batch_is_drawn_while_the_step_before_runs() -> None:
         def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
             if first == count:
                 drawn.set()
-            return super().batch(first, count)
+            return super().read_batch(first, count)
 
     source = Seen(np.arange(200, dtype=np.uint8), 8, 4)
-    with Prefetch(source, 3, CPU, replica=0, replicas=1, count=gpt.count_tokens) as ours:
+    with Prefetch(source, 3, CPU, replica=0, replicas=1, count_tokens=gpt.count_tokens) as ours:
         ours.take(0)
         assert drawn.wait(60)
 
@@ -81,16 +81,18 @@ class Copied:
 
 
 def test_memory_that_a_copy_still_reads_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "event_on", Copied)
+    monkeypatch.setattr(prefetch, "make_event", Copied)
     source = batches()
-    with Prefetch(source, SLOTS + 1, CPU, replica=0, replicas=1, count=gpt.count_tokens) as ours:
-        for step in range(SLOTS):
+    with Prefetch(
+        source, BATCH_SLOTS + 1, CPU, replica=0, replicas=1, count_tokens=gpt.count_tokens
+    ) as ours:
+        for step in range(BATCH_SLOTS):
             ours.take(step)
-        first: Copied = ours.slots[0].copied  # type: ignore[assignment]
+        first: Copied = ours.slots[0].copy_event  # type: ignore[assignment]
         assert first.asked.wait(60)  # what is drawn for the next step waits
-        assert torch.equal(ours.slots[0].host[0], drawn(source, 0)[0])
+        assert torch.equal(ours.slots[0].host_tensors[0], drawn(source, 0)[0])
         first.over.set()
-        assert torch.equal(ours.take(SLOTS).inputs, drawn(source, SLOTS)[0])
+        assert torch.equal(ours.take(BATCH_SLOTS).inputs, drawn(source, BATCH_SLOTS)[0])
 
 
 def test_an_error_is_that_of_the_step_that_needs_the_batch() -> None:
@@ -98,10 +100,10 @@ def test_an_error_is_that_of_the_step_that_needs_the_batch() -> None:
         def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
             if first == 2 * count:
                 raise UsageError("no such token")
-            return super().batch(first, count)
+            return super().read_batch(first, count)
 
     source = Fails(np.arange(200, dtype=np.uint8), 8, 4)
-    with Prefetch(source, 9, CPU, replica=0, replicas=1, count=gpt.count_tokens) as ours:
+    with Prefetch(source, 9, CPU, replica=0, replicas=1, count_tokens=gpt.count_tokens) as ours:
         ours.take(0)
         ours.take(1)
         with pytest.raises(UsageError, match="no such token"):
@@ -117,10 +119,10 @@ def test_a_source_that_does_not_answer_holds_up_no_end() -> None:
                 asked.set()
                 answer.wait(20)
                 answered.set()
-            return super().batch(first, count)
+            return super().read_batch(first, count)
 
     source = Stuck(np.arange(200, dtype=np.uint8), 8, 4)
-    with Prefetch(source, 3, CPU, replica=0, replicas=1, count=gpt.count_tokens) as ours:
+    with Prefetch(source, 3, CPU, replica=0, replicas=1, count_tokens=gpt.count_tokens) as ours:
         ours.take(0)
         assert asked.wait(60)
     assert not answered.is_set() and ours.thread.daemon

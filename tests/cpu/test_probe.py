@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from schedir import compile
-from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.shared_queues import SharedQueueGraph
 from schedir.errors import ModelError
@@ -26,9 +26,9 @@ from schedir.schedules import one_f_one_b
 from schedir.transports.hardware_queue_probe import (
     Queue,
     SharedQueuePair,
-    _number,
-    find_sharing,
-    refuse_sharing,
+    _find_queue_number,
+    find_shared_queues,
+    require_safe_queues,
 )
 from schedir.transports.p2p_groups import DirectedEdge, EdgeGroups
 from tests.cpu.spawn import run
@@ -71,8 +71,8 @@ class Threads(EdgeGroups):
             do()
             done.event.set()
 
-    def along(self, edge: DirectedEdge, number: Tensor, *, sends: bool) -> Any:
-        message = partial(super().along, edge, number, sends=sends)
+    def start_transfer(self, edge: DirectedEdge, number: Tensor, *, is_send: bool) -> Any:
+        message = partial(super().start_transfer, edge, number, is_send=is_send)
         return self.issue_to(edge, lambda: message().wait())
 
     def touch(self, lane: Lane) -> Callable[[], bool]:
@@ -85,7 +85,7 @@ def _program() -> Program:
 
 def tried(rank: int, hardware: Hardware) -> Any:
     transport = Threads(_program(), hardware)
-    return find_sharing(transport, transport.touch, 0.3)
+    return find_shared_queues(transport, transport.touch, 0.3)
 
 
 def test_nothing_shares_and_nothing_is_found() -> None:
@@ -104,7 +104,7 @@ def refused(rank: int, hardware: Hardware) -> Any:
     """What is known to share, or how the program is refused."""
     transport = Threads(program := _program(), hardware)
     try:
-        return refuse_sharing(program, transport, transport.touch, 0.3)
+        return require_safe_queues(program, transport, transport.touch, 0.3)
     except ModelError as error:
         return format_error(error)
 
@@ -123,19 +123,21 @@ def test_pairs_that_may_share() -> None:
     queues: list[Queue] = [Lane.COMPUTE, IN, OUT, BACK_IN, BACK_OUT]
     hang = []
     for one, other in combinations(queues, 2):
-        numbers = [_number(program, 1, queue) for queue in (one, other)]
+        numbers = [_find_queue_number(program, 1, queue) for queue in (one, other)]
         graph = SharedQueueGraph(
             program, "per_edge", [(numbers[0], numbers[1])], blocking_hosts=True
         )
-        if not walk(graph).done.all():
+        if not compute_earliest_times(graph).is_done.all():
             hang.append((one, other))
     assert hang == [(OUT, BACK_IN)]
 
 
 def test_queues_that_share_by_way_of_others_are_one() -> None:
     program = _program()
-    numbers = {queue: _number(program, 1, queue) for queue in (IN, OUT, BACK_IN, BACK_OUT)}
-    plain = Graph.of(program, "per_edge", blocking_hosts=True).queue
+    numbers = {
+        queue: _find_queue_number(program, 1, queue) for queue in (IN, OUT, BACK_IN, BACK_OUT)
+    }
+    plain = Graph.from_program(program, "per_edge", blocking_hosts=True).queue
     assert len({*numbers.values()}) == 4 and {*numbers.values()} < {*plain.tolist()}
     pairs = [(numbers[BACK_OUT], numbers[OUT]), (numbers[IN], numbers[BACK_OUT])]
     joined = SharedQueueGraph(program, "per_edge", pairs, blocking_hosts=True).queue

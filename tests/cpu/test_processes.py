@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from schedir.compiler.compile import compile
 from schedir.errors import DeadlockError
-from schedir.ir.isa.instructions import RECEIVES
+from schedir.ir.isa.instructions import RECV_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
-from schedir.runtime.recording.measured_timeline import measured
+from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.verify.check import check
@@ -50,11 +50,11 @@ def _one_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[str,
     executor = gpt_executor(program, transport, max_norm=0.05 if program.clip_grad_norm else None)
     for _ in range(2):  # twice: a step leaves nothing behind
         loss = executor.step(*own_batch(program, transport))
-    timeline = measured(executor, transport)
+    timeline = gather_timeline(executor, transport)
     if timeline is not None:
         assert timeline.kind == "measured" and 0 < timeline.bubble < 1
         assert (timeline.spans["end"] >= timeline.spans["start"]).all()
-    return gradients_by_stage(executor), loss, float(executor.norm)
+    return gradients_by_stage(executor), loss, float(executor.grad_norm)
 
 
 def step_on_gloo(schedule: Any, shape: PipelineShape, **options: Any) -> list[Any]:
@@ -146,7 +146,7 @@ def test_gloo_gives_what_its_model_promises() -> None:
     program = compile(interleaved, shape, tied_weights=True)
     found = None
     for rank, stream in enumerate(program.streams):
-        receives = [k for k, i in enumerate(stream) if i.op in RECEIVES]
+        receives = [k for k, i in enumerate(stream) if i.op in RECV_OPS]
         for k, late in pairwise(receives):
             if stream[k].op == stream[late].op:
                 continue
@@ -180,7 +180,7 @@ def _refusal(rank: int, program: Program) -> str:
             GlooTransport(program),
             loss=_squares,
             boundary=BOUNDARY,
-            alike=True,
+            allow_identical_stages=True,
         )
     except DeadlockError as error:
         return error.hint
@@ -203,7 +203,7 @@ def _finishes(program: Program, model: Any) -> bool:
 
 def _run_program(rank: int, program: Program) -> dict[int, dict[str, Tensor]]:
     transport = GlooTransport(program)
-    stages = {s: m for s, m in enumerate(gpt_stages(4)) if s in program.shape.stages_of[rank]}
+    stages = {s: m for s, m in enumerate(gpt_stages(4)) if s in program.shape.stages_on_rank[rank]}
     executor = Executor(program, rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY)
     executor.step(*batch(program.shape.microbatches))
     return {s: gradients([m])[0] for s, m in stages.items()}

@@ -20,8 +20,8 @@ from schedir.ir.program import Program
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.schedules import built_in, forward_only, gpipe, interleaved, one_f_one_b
-from schedir.schedules.schedule_algebra import placed_for
+from schedir.schedules import forward_only, get_built_in_schedules, gpipe, interleaved, one_f_one_b
+from schedir.schedules.schedule_algebra import get_placement_mark
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.spawn import run
@@ -29,7 +29,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 
 PAGE = Path(__file__).parents[2] / "docs" / "programs.md"
 GOLDEN = Path(__file__).parents[1] / "golden" / "programs"
-ZOO = {name: s for name, s in built_in().items() if s is not forward_only}
+ZOO = {name: s for name, s in get_built_in_schedules().items() if s is not forward_only}
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 
@@ -51,7 +51,7 @@ class Drops(nn.Module):
 
 
 def shape_of(schedule: Any, microbatches: int, ranks: int = 2) -> PipelineShape:
-    placement, fixed = placed_for(schedule)
+    placement, fixed = get_placement_mark(schedule)
     v = fixed or (2 if "v" in signature(schedule).parameters else 1)
     return PipelineShape(ranks, microbatches, v, placement or "loop")
 
@@ -68,7 +68,12 @@ def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InPro
 def numbers_of(ranks: InProcessExecutor, stages: list[nn.Module], total: Tensor) -> list[Tensor]:
     """What a step is known by: its loss, its norm, weights and gradients."""
     own = [p for stage in stages for p in stage.parameters()]
-    found = [total, ranks.ranks[0].norm, *own, *(p.grad for p in own if p.grad is not None)]
+    found = [
+        total,
+        ranks.executors[0].grad_norm,
+        *own,
+        *(p.grad for p in own if p.grad is not None),
+    ]
     return [x.detach().clone() for x in found]
 
 
@@ -94,7 +99,7 @@ def test_evaluations_leave_nothing(name: str, zero: int) -> None:
         if name == "pipedream_2bw"
         else shape_of(schedule, m)
     )
-    two_way = shape.rows > 1
+    two_way = shape.placement_rows > 1
     program = schedir.compile(
         schedule,
         shape,
@@ -111,11 +116,11 @@ def test_evaluations_leave_nothing(name: str, zero: int) -> None:
         steps: list[Tensor] = []
         for k in range(2):
             if evaluates:
-                before = ranks.ranks[0].draws.step
+                before = ranks.executors[0].random_streams.step
                 n = looks.shape.microbatches
                 inputs, targets, _ = batch(n, 99)
-                losses += [ranks.evaluate(inputs, targets, seed=s) for s in (None, 5)]
-                assert ranks.ranks[0].draws.step == before
+                losses += [ranks.evaluate(inputs, targets, order_seed=s) for s in (None, 5)]
+                assert ranks.executors[0].random_streams.step == before
                 assert all(module.training for module in stages)
             inputs, targets, scale = batch(shape.microbatches, k)
             steps += numbers_of(ranks, stages, ranks.step(inputs, targets, scale))
@@ -156,14 +161,14 @@ def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]
     for evaluates in (False, True):
         others = [small, looks] if evaluates else [small]
         transport = {"gloo": GlooTransport, "shared": SharedMemoryTransport}[kind](
-            large, 20.0, more=others
+            large, 20.0, extra_programs=others
         )
-        more: list[Any] = [p if p.trains else (p, (1, *BOUNDARY.shape[1:])) for p in others]
+        more: list[Any] = [p if p.has_backward else (p, (1, *BOUNDARY.shape[1:])) for p in others]
         stages = own_stage(transport.rank)
         optimizer = ADAM([p for stage in stages.values() for p in stage.parameters()])
         executor = Executor(
             large, transport.rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY,
-            optimizer=optimizer, more=more,
+            optimizer=optimizer, extra_programs=more,
         )  # fmt: skip
         numbers: list[Tensor] = []
         for k, program in enumerate([large, small, small, large]):
@@ -173,8 +178,8 @@ def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]
             if evaluates:
                 executor.evaluate(own[0][:2, :1], own[1][:2, :1])
             total = executor.step(own[0], own[1], scale, program=program)
-            numbers += [torch.zeros(()) if total is None else total, executor.norm]
-            with executor.whole():
+            numbers += [torch.zeros(()) if total is None else total, executor.grad_norm]
+            with executor.full_parameters():
                 numbers += [p.detach().clone() for p in stages[transport.rank].parameters()]
         found.append(numbers)
     return found
@@ -191,9 +196,15 @@ def test_in_processes(kind: str, dp: int, zero: int) -> None:
 def out_of_order(rank: int) -> str:
     """One rank evaluates twice before it trains, the other once."""
     _, program, looks = programs_of(1, 0)
-    transport = SharedMemoryTransport(program, 20.0, more=[looks])
+    transport = SharedMemoryTransport(program, 20.0, extra_programs=[looks])
     executor = Executor(
-        program, rank, own_stage(rank), transport, loss=gpt.loss, boundary=BOUNDARY, more=[looks]
+        program,
+        rank,
+        own_stage(rank),
+        transport,
+        loss=gpt.loss,
+        boundary=BOUNDARY,
+        extra_programs=[looks],
     )
     inputs, targets, scale = batch(3)
     with pytest.raises(ProgramSequenceError) as error:
@@ -275,7 +286,7 @@ def test_forwards_that_write_are_put_back_or_refused(data: bool) -> None:
     how: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (1, 4), "more": [looks]}
     for parameter in (False, True):
         stages = [Writes(parameter=parameter, data=data), Writes(parameter=False)]
-        ranks = InProcessExecutor(program, stages, alike=True, **how)
+        ranks = InProcessExecutor(program, stages, allow_identical_stages=True, **how)
         if parameter:
             with pytest.raises(ModelError, match="writes to weight"):
                 ranks.evaluate(x, x)

@@ -15,19 +15,19 @@ import torch
 import schedir
 from schedir import Costs, PipelineShape
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
-from schedir.io.black_box import AT, ProcessPhase
+from schedir.io.black_box import POSITION_FIELD, ProcessPhase
 from schedir.ir.isa.instructions import Instr, Opcode
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.rank_state import Call
-from schedir.runtime.recording.gpu_progress import GpuProgress, waits_for
+from schedir.runtime.recording.gpu_progress import GpuProgress, describe_wait
 from schedir.runtime.step_inputs import StepInputs
 from schedir.schedules import dualpipe, gpipe, one_f_one_b
 from schedir.testing import tiny_model
 from schedir.training.processes import watchdog
 from schedir.training.processes.process_exit import RunMember
-from schedir.training.processes.watchdog import Watchdog, standstill
+from schedir.training.processes.watchdog import Watchdog, make_stall_error
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import batch, gpt_executor
@@ -43,18 +43,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
 
 
 def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcessExecutor, list[GpuProgress]]:
-    stages = tiny_model.tiny_stages(program.shape.stages)
+    stages = tiny_model.make_tiny_stages(program.shape.stages)
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     ranks = InProcessExecutor(
-        program, stages, loss=tiny_model.loss, boundary=boundary, record=False
+        program, stages, loss=tiny_model.squared_error, boundary=boundary, record_timestamps=False
     )
     charge(ranks, gpu, COSTS)
-    return ranks, [GpuProgress(rank) for rank in ranks.ranks]
+    return ranks, [GpuProgress(rank) for rank in ranks.executors]
 
 
 def hang(ranks: InProcessExecutor, gpu: VirtualGPU, instr: Instr, rank: int) -> None:
     """Let an instruction never end."""
-    one = ranks.ranks[rank]
+    one = ranks.executors[rank]
     k = one.state.index_of[instr]
     call = one.calls[k]
 
@@ -66,13 +66,13 @@ def hang(ranks: InProcessExecutor, gpu: VirtualGPU, instr: Instr, rank: int) -> 
 
 
 def step(ranks: InProcessExecutor, gpu: VirtualGPU) -> None:
-    ranks.step(*tiny_model.batch(ranks.program.shape.microbatches))
+    ranks.step(*tiny_model.make_batch(ranks.program.shape.microbatches))
 
 
 def said(ranks: InProcessExecutor, rank: int, progress: GpuProgress) -> list[tuple[str, str]]:
     """What the watchdog says of a rank: instructions and notes."""
-    one = ranks.ranks[rank]
-    error = standstill("it stands", one, 9, progress, progress.standing())
+    one = ranks.executors[rank]
+    error = make_stall_error("it stands", one, 9, progress, progress.get_progress())
     return [(str(site.instr), site.note) for site in error.sites]
 
 
@@ -84,7 +84,7 @@ def test_a_hang_is_told_from_what_has_ended_and_not_from_where_the_host_is(
     hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
     step(ranks, gpu)
     gpu.host = 1000.0
-    for rank in ranks.ranks:  # where the host is
+    for rank in ranks.executors:  # where the host is
         assert rank.position == len(rank.calls) - 1
     assert said(ranks, 1, progress[1]) == [("F 1.1", "in step 1, computes")]
     # Lanes run beside each other: of what stands there, the first of the Stream comes first.
@@ -93,8 +93,8 @@ def test_a_hang_is_told_from_what_has_ended_and_not_from_where_the_host_is(
         ("recv_grad 0.1", "in step 1, waits for rank 1 to send"),
     ]
     # Without asking, the last instruction of a Stream is blamed.
-    error = standstill("it stands", ranks.ranks[1], 1, None, None)
-    assert [site.index for site in error.sites] == [len(ranks.ranks[1].calls) - 1]
+    error = make_stall_error("it stands", ranks.executors[1], 1, None, None)
+    assert [site.index for site in error.sites] == [len(ranks.executors[1].calls) - 1]
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
@@ -129,7 +129,7 @@ def test_a_step_that_hangs_is_told_while_the_host_is_in_the_next_one(gpu: Virtua
     ranks, progress = ranks_of(program, gpu)
     step(ranks, gpu)
     gpu.host = gpu.over
-    assert [p.standing() for p in progress] == [None, None]
+    assert [p.get_progress() for p in progress] == [None, None]
     hang(ranks, gpu, Instr(Opcode.Backward, 1, 2), rank=1)
     step(ranks, gpu)
     step(ranks, gpu)
@@ -142,9 +142,9 @@ def test_it_moves_as_instructions_end(gpu: VirtualGPU) -> None:
     ranks, (progress, _) = ranks_of(program, gpu)
     step(ranks, gpu)
     seen = []
-    while (standing := progress.standing()) is not None:
-        assert standing.issued == standing.open and standing.step == 1
-        seen.append(len(standing.open))
+    while (standing := progress.get_progress()) is not None:
+        assert standing.issued == standing.unfinished and standing.step == 1
+        seen.append(len(standing.unfinished))
         gpu.host += 1.0
     assert seen == sorted(seen, reverse=True) and len({*seen}) > 4
 
@@ -153,12 +153,12 @@ def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
     """What it has not issued cannot end; of that, the instruction that it is at."""
     program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
     ranks, (progress,) = ranks_of(program, gpu)
-    one = ranks.ranks[0]
-    inputs, targets = tiny_model.batch(3)
-    one.begin(StepInputs(inputs, targets))
+    one = ranks.executors[0]
+    inputs, targets = tiny_model.make_batch(3)
+    one.begin_step(StepInputs(inputs, targets))
     for k in range(2):
-        one.call(k)
-    one.at[AT] = 2
+        one.run_instruction(k)
+    one.progress[POSITION_FIELD] = 2
     gpu.host = 1000.0
     assert said(ranks, 0, progress) == [("F 0.2", "in step 1, computes")]
 
@@ -167,20 +167,20 @@ def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
     """As those that warm up, which are undone: so the next one has the same number."""
     program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
     ranks, (progress,) = ranks_of(program, gpu)
-    one = ranks.ranks[0]
-    inputs, targets = tiny_model.batch(3)
+    one = ranks.executors[0]
+    inputs, targets = tiny_model.make_batch(3)
     for _ in range(3):
-        one.begin(StepInputs(inputs, targets))
+        one.begin_step(StepInputs(inputs, targets))
         order = [1, 0, *range(2, len(one.calls))]
         for k in order:
-            one.call(k)
-            standing = progress.standing()
+            one.run_instruction(k)
+            standing = progress.get_progress()
             assert standing is not None and standing.step == 1
             assert {*standing.issued} == {*order[: order.index(k) + 1]}
-        one.finish()
+        one.finish_step()
         gpu.host = gpu.over
-        assert progress.standing() is None
-        one.draws.step -= 1
+        assert progress.get_progress() is None
+        one.random_streams.step -= 1
 
 
 def test_what_an_instruction_waits_for_in_words() -> None:
@@ -188,8 +188,10 @@ def test_what_an_instruction_waits_for_in_words() -> None:
         one_f_one_b, PipelineShape(2, 2), tied_weights=True, clip_grad_norm=True, dp=2, tp=2
     )
     two = schedir.compile(dualpipe, PipelineShape(2, 4, placement="mirror"))
-    words = {str(i): waits_for(tied, i) for stream in tied.streams for i in stream}
-    words |= {str(i): waits_for(two, i) for stream in two.streams for i in stream if i.stage == 0}
+    words = {str(i): describe_wait(tied, i) for stream in tied.streams for i in stream}
+    words |= {
+        str(i): describe_wait(two, i) for stream in two.streams for i in stream if i.stage == 0
+    }
     assert words["F 0.0"] == "computes"
     assert words["send_act 0.1"] == "waits for rank 1 to receive"
     assert {text.partition(" rank ")[0] for text in words.values()} == {
@@ -203,17 +205,17 @@ def test_the_watchdog_asks_and_says_it(
     gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ended: SimpleQueue[str] = SimpleQueue()
-    monkeypatch.setattr(watchdog, "accuse", lambda own, found: ended.put(str(found)))
+    monkeypatch.setattr(watchdog, "exit_with_cause", lambda own, found: ended.put(str(found)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     ranks, _ = ranks_of(
         schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge"), gpu
     )
-    one = ranks.ranks[0]
+    one = ranks.executors[0]
     monkeypatch.setattr(one.state, "device", torch.device("cuda"))
     hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
     own = RunMember(tmp_path, ProcessLayout(2, 1, 1), 0)
-    own.box.enter(ProcessPhase.STEP, 1)
-    with Watchdog(own, 0.2) as dog, dog.watching(one):
+    own.black_box.enter_phase(ProcessPhase.STEP, 1)
+    with Watchdog(own, 0.2) as dog, dog.watch(one):
         step(ranks, gpu)
         gpu.host = 1000.0
         while not ended.empty():  # of the time before, in which the clock stood
@@ -242,11 +244,11 @@ class _Busy:
 def test_a_driver_that_does_not_answer_holds_up_no_watchdog(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watchdog, "ANSWER", 0.01)
+    monkeypatch.setattr(watchdog, "GPU_ANSWER_TIMEOUT", 0.01)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     busy: Any = _Busy()
     asked = watchdog._Device(busy, torch.device("cuda"))
-    assert [asked.standing() for _ in range(3)] == [None] * 3
+    assert [asked.query_step() for _ in range(3)] == [None] * 3
     assert busy.asked == 1  # one thread waits, and no more
     busy.over.set()
 
@@ -267,8 +269,8 @@ def _over_processes(
     progress, standing = GpuProgress(executor), []
     for _ in range(3):
         executor.step(*batch(4))
-        standing.append(progress.standing())
-    works = [work for each in progress.turns[-1].works for work in each]
+        standing.append(progress.get_progress())
+    works = [work for each in progress.step_events[-1].works for work in each]
     return [standing, len(works), all(hasattr(work, "is_completed") for work in works)]
 
 

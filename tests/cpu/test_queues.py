@@ -18,8 +18,8 @@ from schedir.ir.program import Program
 from schedir.runtime import nccl_transport
 from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.transports.gloo import LaneWork
-from schedir.transports.gpu_selection import QUEUES
-from schedir.transports.nccl import require_queues, streams_of
+from schedir.transports.gpu_selection import QUEUES_VARIABLE
+from schedir.transports.nccl import count_streams, require_enough_queues
 from tests.cpu.virtual_gpu import Stream, install
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -40,17 +40,17 @@ def test_streams_of_usual_programs() -> None:
         (_program(dualpipe, mirror), 29),
         (_program(dualpipe, mirror, tp=1), 25),
     ):
-        each = [streams_of(program, rank, "per_edge") for rank in range(8)]
+        each = [count_streams(program, rank, "per_edge") for rank in range(8)]
         assert max(sum(one.values()) for one in each) == most
-        require_queues(program, "per_edge", {QUEUES: "32"})
-        grouped = [streams_of(program, rank, "per_device") for rank in range(8)]
+        require_enough_queues(program, "per_edge", {QUEUES_VARIABLE: "32"})
+        grouped = [count_streams(program, rank, "per_device") for rank in range(8)]
         assert all(one["messages"] == 2 and one["records"] == 1 for one in grouped)
 
 
 def test_a_rank_in_the_middle_by_hand() -> None:
     """Its stream, the layers' two, the gathers' two, dp and the norm on one more, and four edges,
     of which it receives along two."""
-    assert streams_of(_program(one_f_one_b, PipelineShape(8, 16)), 3, "per_edge") == {
+    assert count_streams(_program(one_f_one_b, PipelineShape(8, 16)), 3, "per_edge") == {
         "computation": 1, "layers": 2, "gathers": 2, "reductions": 3, "messages": 8, "records": 2,
     }  # fmt: skip
 
@@ -62,14 +62,14 @@ def test_more_streams_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -
     few = _program(one_f_one_b, PipelineShape(4, 8))
     said = []
     for program, queues in ((many, "32"), (many, "64"), (few, "16"), (few, None)):
-        monkeypatch.delenv(QUEUES, raising=False)
+        monkeypatch.delenv(QUEUES_VARIABLE, raising=False)
         if queues is not None:
-            monkeypatch.setenv(QUEUES, queues)
+            monkeypatch.setenv(QUEUES_VARIABLE, queues)
         with pytest.raises(ModelError) as error:
             nccl_transport(program, torch.device("cuda", 0))
         said.append(format_error(error.value))
     assert "\n".join(said) + "\n" == (GOLDEN / "queues.txt").read_text()
-    require_queues(many, "per_device", {QUEUES: "32"})
+    require_enough_queues(many, "per_device", {QUEUES_VARIABLE: "32"})
 
 
 def test_memory_is_kept_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,10 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime.autograd.random_streams import (
     FORWARD,
     RandomStreams,
-    key,
-    layer,
-    mix,
-    numbers_of,
+    derive_key,
+    fork_layer_rng,
+    list_stream_numbers,
+    mix_bits,
 )
 from schedir.runtime.autograd.splittable_layers import SplitLinear
 from schedir.runtime.boundaries.boundary import Boundary
@@ -66,7 +66,7 @@ class Noisy(nn.Module):
     def run(self, x: Tensor) -> Tensor:
         if self.number is None:
             return self.dropped(x)
-        with layer(self.number):
+        with fork_layer_rng(self.number):
             return self.dropped(x)
 
     def dropped(self, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def test_any_schedule_in_any_order(schedule: Any) -> None:
         plain, _ = expected(noisy(S), seed=7, step=step)
         loss, right = expected(theirs, seed=7, step=step, program=found)
         assert torch.equal(plain, loss)
-        assert torch.equal(ranks.step(*batch(M), seed=order), loss)
+        assert torch.equal(ranks.step(*batch(M), order_seed=order), loss)
         assert same_bits(gradients(ours), right)
 
 
@@ -135,7 +135,7 @@ def test_random_schedules_in_random_orders(
     plain = [Noisy(k, number=stage.number) for k, stage in enumerate(numbered)]
     loss, right = expected(list(plain), shape.microbatches, seed=seed, program=found)
     ranks = virtual(found, list(numbered), seed=seed)
-    assert torch.equal(ranks.step(*batch(shape.microbatches), seed=order), loss)
+    assert torch.equal(ranks.step(*batch(shape.microbatches), order_seed=order), loss)
     assert same_bits(gradients(numbered), right)
 
 
@@ -154,17 +154,20 @@ def test_what_decides_a_draw() -> None:
     ranks = virtual(compile(gpipe, PipelineShape(2, 4)), noisy(2))
     first = ranks.step(*batch(4))
     assert not torch.equal(ranks.step(*batch(4)), first)
-    for rank in ranks.ranks:
-        rank.draws.step = 0
+    for rank in ranks.executors:
+        rank.random_streams.step = 0
     assert torch.equal(ranks.step(*batch(4)), first)
 
 
 def test_keys_are_those_of_splitmix64() -> None:
     """The numbers of Vigna's splitmix64.c for the seed 1234567."""
     golden = 0x9E3779B97F4A7C15
-    given = [mix(1234567 + k * golden & 2**64 - 1) for k in range(3)]
+    given = [mix_bits(1234567 + k * golden & 2**64 - 1) for k in range(3)]
     assert given == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    keys = {key(*numbers) for numbers in ((), (0,), (0, 0), (1,), (1, 2), (2, 1), (-1,), (2**70,))}
+    keys = {
+        derive_key(*numbers)
+        for numbers in ((), (0,), (0, 0), (1,), (1, 2), (2, 1), (-1,), (2**70,))
+    }
     assert len(keys) == 7  # of 2**70, 64 bits count
 
 
@@ -179,7 +182,7 @@ def test_generators_are_afterwards_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     measure_sizes(stages, x[0], x[0], loss=squares, boundary=BOUNDARY)
     assert torch.equal(torch.get_rng_state(), before)
-    with layer(3):  # outside of a step, nothing
+    with fork_layer_rng(3):  # outside of a step, nothing
         drawn = torch.rand(1)
     torch.set_rng_state(before)
     assert torch.equal(torch.rand(1), drawn)
@@ -190,20 +193,20 @@ def test_numbers_of_layers() -> None:
     for number in (-1, 2**32, 1.5, "h.0", None):
         with (
             pytest.raises(ModelError, match="layers and slices are numbered from 0 to"),
-            layer(
+            fork_layer_rng(
                 number,  # type: ignore[arg-type]
             ),
         ):
             pass
     draws = RandomStreams(0, torch.device("cpu"))
-    draws.begin(numbers_of(1))
+    draws.begin_step(list_stream_numbers(1))
 
     def drawn(*numbers: Any) -> float:
-        draws.seeded(FORWARD, 0, 0)()
-        with layer(*numbers):
+        draws.make_seeded(FORWARD, 0, 0)()
+        with fork_layer_rng(*numbers):
             return float(torch.rand(()))
 
-    with draws.kept():
+    with draws.preserve_generators():
         assert drawn(np.int64(3), np.int64(1)) == drawn(3, 1)
         assert len({drawn(*n) for n in ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))}) == 6
 
@@ -216,7 +219,7 @@ class Within(Noisy):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             run_sequential(self.others, torch.ones(1, 1, 4), torch.ones(1, 1, 4), loss=squares)
-        with layer(7):
+        with fork_layer_rng(7):
             return F.dropout(super().forward(x))
 
 
@@ -254,9 +257,9 @@ def test_what_is_recomputed_draws_the_same(schedule: Any, number: int | None) ->
     again = noisy(2, again=True, number=number)
     ranks = virtual(found, again)
     for order in (None, 1):
-        for rank in ranks.ranks:
-            rank.draws.step = 0
-        ranks.step(*batch(4), seed=order)
+        for rank in ranks.executors:
+            rank.random_streams.step = 0
+        ranks.step(*batch(4), order_seed=order)
         assert same_bits(gradients(again), right)
 
 
@@ -298,9 +301,9 @@ class Shaken(torch.optim.SGD):
 def test_two_holders_step_by_the_same_numbers() -> None:
     found = compile(chimera, PipelineShape(4, 4, placement="mirror"))
     ranks = virtual(found, noisy(4), optimizer=lambda ps: Shaken(ps, lr=0.1))
-    ranks.step(*batch(4), seed=3)
-    for s, (one, other) in enumerate(found.shape.holders.T.tolist()):
-        ours, theirs = (ranks.ranks[r].stages[s].module.parameters() for r in (one, other))
+    ranks.step(*batch(4), order_seed=3)
+    for s, (one, other) in enumerate(found.shape.replica_ranks.T.tolist()):
+        ours, theirs = (ranks.executors[r].stages[s].module.parameters() for r in (one, other))
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
@@ -359,7 +362,7 @@ def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: 
     )
     for step, order in enumerate((None, 1)):
         loss, right = expected(theirs, 4, seed=3, step=step)
-        assert torch.equal(ranks.step(*batch(4), seed=order), loss)
+        assert torch.equal(ranks.step(*batch(4), order_seed=order), loss)
         assert same_bits(gradients(ours), right)
         eager, _ = expected([Plain(k, again) for k in range(2)], 4, seed=3, step=step)
         assert torch.equal(eager, loss) == (backend == "aot_eager")

@@ -94,7 +94,7 @@ def test_the_gpt_drops_the_same_in_any_pipeline(schedule: Any) -> None:
     ranks = InProcessExecutor(
         compile(schedule, shape), stages, loss=gpt.loss, boundary=Boundary((2, 8, 16)), seed=2
     )
-    assert torch.equal(ranks.step(*_tokens(3), seed=5), one)
+    assert torch.equal(ranks.step(*_tokens(3), order_seed=5), one)
     quiet = run_sequential([s.eval() for s in stages], *_tokens(3), loss=gpt.loss)
     plain = gpt.GPTConfig(**{**vars(four), "dropout": 0.0})
     assert torch.equal(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError
 from schedir.ir.isa.instructions import RECOMPUTE
@@ -54,7 +54,9 @@ def test_what_lives_is_what_was_predicted(
     """To the byte, by the storages that are alive in and after each instruction."""
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
-    sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    sizes = measure_sizes(
+        stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
+    )
     hows: dict[str, dict[str, Any]] = {
         "all": {"recompute": "all"},
         "late": {"recompute": "all", "recompute_at": "late"},
@@ -63,7 +65,7 @@ def test_what_lives_is_what_was_predicted(
     how = hows[which]
     plain = compile(schedule, shape, buffer_sharing="minimal")
     free = compile(schedule, shape, buffer_sharing="minimal", **how)
-    assert RECOMPUTE in free.ops
+    assert RECOMPUTE in free.used_opcodes
     most, before = (simulate(p, sizes=sizes).peak_memory for p in (free, plain))
     assert (most <= before).all() and (most < before).any()
     limit = float(most.max())
@@ -71,8 +73,8 @@ def test_what_lives_is_what_was_predicted(
         schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=limit, **how
     )
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
-    owns = held(program, sizes)
-    witnesses = [Witness(rank, own) for rank, own in zip(world.ranks, owns, strict=True)]
+    owns = compute_footprints(program, sizes)
+    witnesses = [Witness(rank, own) for rank, own in zip(world.executors, owns, strict=True)]
     world.step(inputs, targets, scale)
     assert all(witness.beside == 0 for witness in witnesses)
     with pytest.raises(MemoryLimitError):

@@ -101,7 +101,7 @@ def as_reference(
         step.zero_grad()
         total = run_sequential(plain, x, y, loss=squares, program=program, step=k)
         step.step()
-        assert torch.equal(world.step(x, y, seed=k), total)
+        assert torch.equal(world.step(x, y, order_seed=k), total)
         assert equal(state(stages), state(plain))
     return world
 
@@ -117,7 +117,7 @@ def test_of_the_zoo(name: str, slots: Any) -> None:
     program = compile(
         ZOO[name], shape, progress_model="per_edge", buffer_sharing=slots, recompute="all"
     )
-    one = shape.rows == 1
+    one = shape.placement_rows == 1
     layer = Noisy if one else (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)))
     in_order = all(
         [i.mb for i in s if i.stage == stage and i.op == 0]
@@ -154,7 +154,7 @@ def test_of_several_updates(updates: int) -> None:
 
     shape = PipelineShape(2, 8, optimizer_steps=updates, weight_delay=1)
     program = compile(pipedream_2bw, shape, recompute="all", progress_model="per_edge")
-    assert RECOMPUTE in program.ops
+    assert RECOMPUTE in program.used_opcodes
     plain = compile(pipedream_2bw, shape, progress_model="per_edge")
     found = []
     for each in (program, plain):
@@ -163,7 +163,7 @@ def test_of_several_updates(updates: int) -> None:
             each, stages, loss=squares, boundary=BOUNDARY,
             optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
         )  # fmt: skip
-        total = world.step(*batch(8), seed=3)
+        total = world.step(*batch(8), order_seed=3)
         found.append([total, *(p.detach().clone() for s in stages for p in s.parameters())])
     assert equal(*found)
 
@@ -184,9 +184,9 @@ def test_of_many_tensors_and_keywords(seed: int) -> None:
             progress_model="per_edge",
             buffer_sharing="minimal",
         )
-        assert (RECOMPUTE in program.ops) == (recompute is not None)
+        assert (RECOMPUTE in program.used_opcodes) == (recompute is not None)
         world = InProcessExecutor(program, own, loss=many_tensors.loss, boundary=boundaries)
-        total = world.step(inputs, targets, keywords=keywords, seed=seed)
+        total = world.step(inputs, targets, keywords=keywords, order_seed=seed)
         found.append((total, many_tensors.gradients(own)))
     assert torch.equal(found[0][0], found[1][0])
     assert many_tensors.same_bits(found[0][1], found[1][1])
@@ -234,7 +234,7 @@ def test_of_skips() -> None:
         )
         x, y = batch(4)
         world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
-        total = world.step(x.requires_grad_(False), y, seed=1)
+        total = world.step(x.requires_grad_(False), y, order_seed=1)
         found.append([total, *state(stages)])
     assert equal(*found)
 
@@ -248,7 +248,7 @@ def test_of_stages_that_share_a_weight() -> None:
             one_f_one_b, PipelineShape(3, 4), tied_weights=((0, 2),), recompute=recompute
         )
         world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
-        total = world.step(*batch(4), seed=1)
+        total = world.step(*batch(4), order_seed=1)
         found.append([total, *state(stages)])
     assert equal(*found)
 

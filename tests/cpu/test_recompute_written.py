@@ -152,11 +152,15 @@ class Penalty(nn.Module):
 def test_a_forward_that_runs_a_backward() -> None:
     stages = [*noisy(1, Penalty), *noisy(1, Another)]
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
-    world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY, alike=True)
+    world = InProcessExecutor(
+        program, stages, loss=squares, boundary=BOUNDARY, allow_identical_stages=True
+    )
     with pytest.raises(ExecutionError, match=r"stage 0 .*torch\.autograd\.grad") as error:
         world.step(*batch(4))
     (site,) = error.value.sites
     assert (site.rank, str(site.instr)) == (0, "F 0.0") and "stage != 0" in error.value.hint
     others = compile(gpipe, PipelineShape(2, 4), recompute=lambda stage, mb: stage != 0)
-    fresh = InProcessExecutor(others, stages, loss=squares, boundary=BOUNDARY, alike=True)
+    fresh = InProcessExecutor(
+        others, stages, loss=squares, boundary=BOUNDARY, allow_identical_stages=True
+    )
     assert fresh.step(*batch(4)).isfinite()

@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Costs, PipelineShape, Timeline
 from schedir.analysis.dependency_graph import Graph
-from schedir.ir.isa.instructions import SENDS, TRANSFERS, Lane, Opcode
-from schedir.ir.program import JOINED, Program, Stream
+from schedir.ir.isa.instructions import SEND_OPS, TRANSFER_OPS, Lane, Opcode
+from schedir.ir.program import JOINED_BIT, Program, Stream
 from schedir.passes.pass_types import BufferSharing
-from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.calibrate import calibrate
 from schedir.runtime import in_process
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.recording.recorder import (
-    TICK,
+    EVENT_RESOLUTION,
     EventTimestamps,
     HostTimestamps,
     RecordedTransport,
-    read,
+    read_step_times,
 )
 from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import tiny_model
-from schedir.transports.collectives import Group, Kind
+from schedir.transports.collectives import CollectiveName, GroupKey
 from schedir.transports.in_process import mailbox
 from schedir.transports.in_process.mailbox import Mailbox, MailboxHub
 from schedir.transports.transport import Work
@@ -45,8 +45,8 @@ PAIRED = (dualpipe, dualpipe_v)
 
 
 def ranks_of(program: Program) -> InProcessExecutor:
-    stages = tiny_model.tiny_stages(program.shape.stages)
-    return InProcessExecutor(program, stages, loss=tiny_model.loss, boundary=BOUNDARY)
+    stages = tiny_model.make_tiny_stages(program.shape.stages)
+    return InProcessExecutor(program, stages, loss=tiny_model.squared_error, boundary=BOUNDARY)
 
 
 def shape_for(schedule: Schedule) -> PipelineShape:
@@ -61,17 +61,19 @@ def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
             schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing="minimal"
         )
         ranks = ranks_of(program)
-        ranks.step(*tiny_model.batch(shape.microbatches), seed=seed)
+        ranks.step(*tiny_model.make_batch(shape.microbatches), order_seed=seed)
         timeline = ranks.timeline()
-        assert (timeline.kind, timeline.unit, timeline.begin) == ("measured", "s", 0.0)
+        assert (timeline.kind, timeline.unit, timeline.start_time) == ("measured", "s", 0.0)
         assert [i for k in range(shape.ranks) for i in program.streams[k]] == [
-            timeline.of(k, n)[0] for k in range(shape.ranks) for n in range(len(program.streams[k]))
+            timeline.instruction_at(k, n)[0]
+            for k in range(shape.ranks)
+            for n in range(len(program.streams[k]))
         ]
         compute = timeline.spans["lane"] == Lane.COMPUTE
         assert (timeline.spans["end"] > timeline.spans["start"])[compute].all()
         if schedule not in PAIRED:  # a pair may begin with what it has
             assert not too_early(timeline), name
-        assert not timeline.doubt, name
+        assert not timeline.causality_warning, name
 
 
 def test_too_early_is_found() -> None:
@@ -94,7 +96,7 @@ def on_gpu(
         for _ in range(2):
             gpu.host = gpu.over
             with copies(gpu, costs):
-                ranks.step(*tiny_model.batch(program.shape.microbatches))
+                ranks.step(*tiny_model.make_batch(program.shape.microbatches))
             assert not gpu.forked
         return ranks.timeline(), ranks, gpu
 
@@ -142,7 +144,7 @@ def test_receives_posted_early_let_streams_run_as_predicted(schedule: Schedule) 
     timeline, _, _ = on_gpu(program, costs)
     predicted = schedir.simulate(program, costs, progress_model="per_edge")
     for name in ("start", "end"):
-        moves = ~np.isin(timeline.spans["op"], TRANSFERS) | (name == "end")
+        moves = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
         np.testing.assert_allclose(
             timeline.spans[name][moves], predicted.spans[name][moves], atol=1e-9
         )
@@ -155,16 +157,18 @@ def test_a_late_host_is_seen() -> None:
     program = schedir.compile(gpipe, PipelineShape(1, 8), progress_model="per_edge")
     prompt, _, _ = on_gpu(program, costs, host=0.25)
     late, _, _ = on_gpu(program, costs, host=3.0)
-    assert by_cause(idleness(prompt), 1)[0, IdleCause.HOST] == 0
+    assert sum_by_cause(idleness(prompt), 1)[0, IdleCause.HOST] == 0
     # Each instruction waits for the host as long as the one before it was too short.
-    assert by_cause(idleness(late), 1)[0, IdleCause.HOST] == pytest.approx(7 * 2 + 2 + 7 * 1 + 4)
+    assert sum_by_cause(idleness(late), 1)[0, IdleCause.HOST] == pytest.approx(
+        7 * 2 + 2 + 7 * 1 + 4
+    )
 
 
 def test_a_message_ends_when_it_has_arrived_and_not_when_somebody_looks() -> None:
     costs = Costs(F=(1.0, 10.0), B=2.0, send=0.5)
     program = schedir.compile(gpipe, PipelineShape(2, 3), progress_model="per_edge", overlap=True)
     timeline, _, _ = on_gpu(program, costs)
-    sends = np.flatnonzero(np.isin(timeline.spans["op"], SENDS))
+    sends = np.flatnonzero(np.isin(timeline.spans["op"], SEND_OPS))
     acts = timeline.spans[sends[:2]]
     # The second one has come long before the forward that takes it in: the first lasts until 11.5.
     np.testing.assert_allclose(acts["end"], [1.5, 2.5])
@@ -180,19 +184,21 @@ class _Ended:
 class _Slow(Mailbox):
     """Collectives of which only a wait can tell."""
 
-    def collective(self, kind: Kind, group: Group, out: torch.Tensor, own: torch.Tensor) -> Work:
+    def start_collective(
+        self, kind: CollectiveName, group: GroupKey, out: torch.Tensor, own: torch.Tensor
+    ) -> Work:
         return _Ended()
 
 
 def test_an_instruction_that_has_waited_goes_on_being_recorded() -> None:
     stamps, tensor = HostTimestamps(1), torch.zeros(1)
     transport = RecordedTransport(_Slow(MailboxHub(), 0, {}, "per_edge"), stamps)
-    stamps.begins(0)
+    stamps.begin_instruction(0)
     for _ in range(2):
-        work = transport.collective("all_reduce", "model", tensor, tensor)
-        stamps.ended[0] = 0.0
+        work = transport.start_collective("all_reduce", "model", tensor, tensor)
+        stamps.end_times[0] = 0.0
         work.wait()
-        assert stamps.ended[0] > 0
+        assert stamps.end_times[0] > 0
 
 
 def test_events_are_made_before_a_step() -> None:
@@ -232,15 +238,15 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
     program = schedir.compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     sender, own = program.streams
     words = own.words[np.argsort(own.op != Opcode.RecvAct, kind="stable")].copy()
-    words[2] |= JOINED  # all four receives come first, of which two are a group
+    words[2] |= JOINED_BIT  # all four receives come first, of which two are a group
     program = replace(program, streams=(sender, Stream(words)))
     stamps = EventTimestamps(program, 1, "per_edge", torch.device("cpu"))
     transport = RecordedTransport(_Library(gpu), stamps)
 
     def receive(k: int) -> None:
-        stamps.begins(k)
+        stamps.begin_instruction(k)
         transport.recv(torch.zeros(1), 0, Lane.ACT)
-        stamps.ends(k)
+        stamps.end_instruction(k)
 
     receive(0)
     transport.start_group()
@@ -250,12 +256,12 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
     receive(3)
     assert gpu.stream.now == 0  # nobody has waited
     assert gpu.forked
-    stamps.close()
+    stamps.end_step()
     assert gpu.stream.now == 6 and not gpu.forked
-    (times,), error = read([stamps])
-    assert times.ended[:4].tolist() == [3, 4, 5, 6]
-    assert times.began[:4].tolist() == [0, 3, 3, 5]  # groups behind each other
-    assert error == TICK
+    (times,), error = read_step_times([stamps])
+    assert times.end[:4].tolist() == [3, 4, 5, 6]
+    assert times.start[:4].tolist() == [0, 3, 3, 5]  # groups behind each other
+    assert error == EVENT_RESOLUTION
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
@@ -270,7 +276,7 @@ def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
         clip_grad_norm=True,
         overlap=True,
     )
-    turns = list(in_process._in_turns(Graph(program, "per_edge")))
+    turns = list(in_process._iterate_round_robin(Graph(program, "per_edge")))
     assert len(turns) == len(program)
     for rank, stream in enumerate(program.streams):
         assert [k for r, k in turns if r == rank] == [*range(len(stream))]
@@ -285,14 +291,14 @@ def test_a_sum_is_by_rank_in_whatever_order_ranks_come(
     for order in permutations(range(4)):
         if on_gpu:
             install(monkeypatch)
-        ranks = mailbox.mailboxes(
+        ranks = mailbox.make_mailboxes(
             schedir.compile(gpipe, PipelineShape(4, 1)), "per_edge", False, []
         )
         first = [torch.tensor(part) for part in (1e16, 1.0, -1e16, 3.0)]
         second = [torch.tensor(float(rank)) for rank in range(4)]
         for rank in order:
             for parts in (first, second):
-                ranks[rank].collective("all_reduce", "model", parts[rank], parts[rank])
+                ranks[rank].start_collective("all_reduce", "model", parts[rank], parts[rank])
         sums |= {float(part) for part in first}
         assert {float(part) for part in second} == {6.0}
     assert len(sums) == 1

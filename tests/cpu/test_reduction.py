@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from schedir import compile
 from schedir.errors import ExecutionError
-from schedir.ir.isa.instructions import ADDS, Instr, Opcode
+from schedir.ir.isa.instructions import GRAD_ADDING_OPS, Instr, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.runtime import make_backward_splittable
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.recording.gpu_progress import GpuProgress
-from schedir.runtime.recording.measured_timeline import measured
+from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.runtime.recording.nan_origin import find_origin
-from schedir.runtime.recording.recorder import EventTimestamps, HostTimestamps, read
+from schedir.runtime.recording.recorder import EventTimestamps, HostTimestamps, read_step_times
 from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.replicas import (
@@ -78,7 +78,7 @@ def _early_and_late(rank: int) -> dict[str, tuple[bool, list[Log], list[Log], in
             executor = executor_of(case)
             early, log = steps(executor)
         late = executor_of(case)  # in one bucket
-        late.state.late = True
+        late.state.reduce_after_backward = True
         right, late_log = steps(late)
         buckets = sum(len(stage.gradients.flat) for stage in executor.stages.values())
         found[name] = _same_but_for_the_norm(early, right), log, late_log, buckets
@@ -159,7 +159,7 @@ def _spoilt(rank: int) -> tuple[bool, int, bool, bool]:
     with buckets_of(64):
         early, _ = steps(executor_of(case), bad=True)
     late = executor_of(case)
-    late.state.late = True
+    late.state.reduce_after_backward = True
     right, _ = steps(late, bad=True)
     lost = sum(int(t.isnan().sum()) for t in right[:-2])
     return same(early, right), lost, bool(right[0][0, 0].isnan()), bool(right[-1].any())
@@ -174,7 +174,7 @@ def _holders(rank: int) -> bool:
     with buckets_of(64):
         early, _ = steps(executor_of(case))
     late = executor_of(case)
-    late.state.late = True
+    late.state.reduce_after_backward = True
     return _same_but_for_the_norm(early, steps(late)[0])
 
 
@@ -216,7 +216,7 @@ def _put(rank: int, schedule: Any, replicas: int, how: str) -> bool:
         )
     x, y = 9 * torch.randn(2, shape.microbatches, ROWS, WIDTH)
     executor.step(x, y, 0.5 / replicas)
-    for mb in range(shape.microbatches - shape.per_update, shape.microbatches):
+    for mb in range(shape.microbatches - shape.microbatches_per_update, shape.microbatches):
         loss(plain(x[mb]), y[mb]).backward()
     both = zip(module.parameters(), plain.parameters(), strict=True)
     return all(torch.allclose(p.grad, 0.5 * q.grad) for p, q in both)  # type: ignore[operator, arg-type]
@@ -260,9 +260,9 @@ def _timeline(rank: int) -> None:
         executor = executor_of(Case(zb, ONE))
     steps(executor)
     transport: Any = executor.state.transport
-    timeline = measured(executor, transport.inner)
+    timeline = gather_timeline(executor, transport.inner)
     if timeline is not None:
-        assert not too_early(timeline) and not timeline.doubt
+        assert not too_early(timeline) and not timeline.causality_warning
 
 
 def test_a_recorded_step_is_a_legal_timeline() -> None:
@@ -275,7 +275,7 @@ def _open(rank: int) -> dict[str, int]:
         executor = executor_of(CASES["split"]._replace(clip=False))
     progress = GpuProgress(executor)
     steps(executor)
-    works = zip(executor.state.stream, progress.turns[-1].works, strict=True)
+    works = zip(executor.state.stream, progress.step_events[-1].works, strict=True)
     return {str(i): len(own) for i, own in works if own}
 
 
@@ -289,18 +289,18 @@ def test_what_begins_early_is_recorded_as_of_its_own_instruction() -> None:
             """At once."""
 
     stamps = HostTimestamps(2)
-    stamps.begins(0)
-    with stamps.as_of(1):
-        work = stamps.follow(Ends())
-    stamps.ends(0)
-    backward = stamps.ended[0]
-    stamps.begins(1)
-    stamps.ends(1)
-    over = stamps.ended[1]
+    stamps.begin_instruction(0)
+    with stamps.attribute_to(1):
+        work = stamps.follow_work(Ends())
+    stamps.end_instruction(0)
+    backward = stamps.end_times[0]
+    stamps.begin_instruction(1)
+    stamps.end_instruction(1)
+    over = stamps.end_times[1]
     work.wait()
-    assert stamps.ended[0] == backward and stamps.ended[1] > over
-    with stamps.as_of(1):  # nothing is recorded
-        assert not isinstance(work, type(stamps.follow(Ends())))
+    assert stamps.end_times[0] == backward and stamps.end_times[1] > over
+    with stamps.attribute_to(1):  # nothing is recorded
+        assert not isinstance(work, type(stamps.follow_work(Ends())))
 
 
 def test_what_was_over_before_its_turn_ends_when_that_comes(
@@ -319,19 +319,19 @@ def test_what_was_over_before_its_turn_ends_when_that_comes(
     program = compile(one_f_one_b, ONE, dp=2, progress_model="per_edge")
     own = [i.op for i in program.streams[0]]
     at = own.index(Opcode.ReduceGrads)
-    assert own[at - 1] in ADDS
+    assert own[at - 1] in GRAD_ADDING_OPS
     stamps = EventTimestamps(program, 0, "per_edge", torch.device("cpu"))
     for k in range(len(own)):
-        stamps.begins(k)
+        stamps.begin_instruction(k)
         if k == at - 1:
-            with stamps.as_of(at):
-                stamps.follow(Ends())
-            stamps.issued()
+            with stamps.attribute_to(at):
+                stamps.follow_work(Ends())
+            stamps.on_issued()
         gpu.work(1.0)
-        stamps.ends(k)
-    stamps.close()
-    (times,), _ = read([stamps])
-    assert times.ended[at - 1] == times.began[at] == times.ended[at]
+        stamps.end_instruction(k)
+    stamps.end_step()
+    (times,), _ = read_step_times([stamps])
+    assert times.end[at - 1] == times.start[at] == times.end[at]
 
 
 def test_one_replica_has_no_buckets() -> None:
@@ -339,9 +339,9 @@ def test_one_replica_has_no_buckets() -> None:
     with buckets_of(64):
         executor = _alone(program)
     (stage,) = executor.stages.values()
-    assert len(stage.gradients.flat) == 1 and not executor.state.last_to_add
+    assert len(stage.gradients.flat) == 1 and not executor.state.overlapped_reductions
 
 
 def _alone(program: Program) -> Executor:
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
-    return InProcessExecutor(program, [Layers()], loss=loss, boundary=(ROWS, WIDTH)).ranks[0]
+    return InProcessExecutor(program, [Layers()], loss=loss, boundary=(ROWS, WIDTH)).executors[0]

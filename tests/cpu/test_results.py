@@ -20,7 +20,13 @@ from schedir.errors import ExecutionError, ModelError, UsageError
 from schedir.training import run_results, trainer
 from schedir.training.config.run_config import Config, OutputConfig
 from schedir.training.processes.process_world import wait_for_results
-from schedir.training.run_results import COLUMNS, LOCK, RESULTS, TRACE, claimed
+from schedir.training.run_results import (
+    LOCK_FILE,
+    LOSSES_HEADER,
+    RESULT_FILES,
+    TRACE_FILE,
+    claim_directories,
+)
 from schedir.training.train import run
 from tests.cpu.training import ALONE, LIMIT, ROOT, arguments, finish, forked, launched, start
 
@@ -45,13 +51,13 @@ def test_results_are_not_written_over_unless_that_is_said(config: str, tmp_path:
     sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
     assert run(config, [*ALONE, *sets]) == 0
     had = held(tmp_path / "out") | held(tmp_path / "traces")
-    assert {*had} == {*RESULTS, TRACE}  # and no file of a lock
+    assert {*had} == {*RESULT_FILES, TRACE_FILE}  # and no file of a lock
 
     error = refused(config, *sets, "data.seed=3")
-    assert error.fields == ("dir", "overwrite") and all(name in error.fact for name in RESULTS)
+    assert error.fields == ("dir", "overwrite") and all(name in error.fact for name in RESULT_FILES)
     assert "--set output.dir=" in error.hint and f"--set {AGAIN}" in error.hint
     elsewhere = refused(config, f'output.dir="{tmp_path / "new"}"', sets[1])
-    assert str(tmp_path / "traces") in elsewhere.fact and TRACE in elsewhere.fact
+    assert str(tmp_path / "traces") in elsewhere.fact and TRACE_FILE in elsewhere.fact
     assert elsewhere.fields == ("trace", "overwrite")
     golden = (ROOT / "tests" / "golden" / "results.txt").read_text()
     assert f"{error}\n{elsewhere}\n".replace(str(tmp_path), "...") == golden
@@ -59,7 +65,7 @@ def test_results_are_not_written_over_unless_that_is_said(config: str, tmp_path:
 
     # Another run's picture and trace do not stay beside the losses of one that records nothing.
     again = [*sets[:1], AGAIN, "output.record=false", "data.seed=3", "train.steps=2"]
-    (tmp_path / "out" / TRACE).touch()
+    (tmp_path / "out" / TRACE_FILE).touch()
     for name in ("summary", "run"):
         (tmp_path / "out" / f".{name}.json.123").touch()  # of one that was killed while it wrote
     assert run(config, [*ALONE, *again]) == 0
@@ -68,12 +74,12 @@ def test_results_are_not_written_over_unless_that_is_said(config: str, tmp_path:
 
 
 def test_what_never_made_a_step_is_in_nobodys_way(config: str, tmp_path: Path) -> None:
-    (tmp_path / "loss.csv").write_text(COLUMNS)
+    (tmp_path / "loss.csv").write_text(LOSSES_HEADER)
     assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
     assert held(tmp_path)["loss.csv"].count(b"\n") == 2
 
 
-@pytest.mark.parametrize("name", [*RESULTS[1:], TRACE])
+@pytest.mark.parametrize("name", [*RESULT_FILES[1:], TRACE_FILE])
 def test_any_result_counts(config: str, tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     assert name in refused(config, f'output.dir="{tmp_path}"').fact
@@ -84,23 +90,25 @@ def test_nothing_is_replaced_before_processes_agree(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is found last, when a model has been made, too."""
-    for name in RESULTS:
+    for name in RESULT_FILES:
         (tmp_path / name).write_text("of an earlier run")
-    had = {name: (tmp_path / name).read_bytes() for name in RESULTS}
+    had = {name: (tmp_path / name).read_bytes() for name in RESULT_FILES}
 
     def differs(*given: object, **more: object) -> object:
         raise ModelError("another model")
 
-    monkeypatch.setattr(trainer._Trainer, "_memory", differs)  # the last in which they agree
+    monkeypatch.setattr(
+        trainer._Trainer, "_predict_memory", differs
+    )  # the last in which they agree
     with pytest.raises(ModelError):
         run(config, [*ALONE, f'output.dir="{tmp_path}"', AGAIN])
-    assert {name: (tmp_path / name).read_bytes() for name in RESULTS} == had
+    assert {name: (tmp_path / name).read_bytes() for name in RESULT_FILES} == had
 
 
 def test_a_run_stopped_between_steps_keeps_its_losses_and_no_summary(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in RESULTS:
+    for name in RESULT_FILES:
         (tmp_path / name).write_text("of an earlier run")
     report, count = trainer._Trainer._report, [0]
 
@@ -114,7 +122,7 @@ def test_a_run_stopped_between_steps_keeps_its_losses_and_no_summary(
     sets = [*ALONE, f'output.dir="{tmp_path}"', "train.log_every=1"]
     assert run(config, [*sets, AGAIN]) == 130
     kept = held(tmp_path)
-    assert kept["loss.csv"].count(b"\n") == 3 and not {*RESULTS[1:]} & {*kept}
+    assert kept["loss.csv"].count(b"\n") == 3 and not {*RESULT_FILES[1:]} & {*kept}
     assert "loss.csv" in refused(config, *sets).fact  # two steps are results, too
 
 
@@ -146,11 +154,11 @@ def test_a_folder_in_use_is_refused_until_its_run_ends_however_it_does(
     assert "loss.csv" in refused(config, f'output.dir="{folder}"').fact
     last = [*ALONE, AGAIN, "train.steps=1", f'output.dir="{folder}"']
     assert run(config, last) == 0
-    assert not (folder / LOCK).exists()
+    assert not (folder / LOCK_FILE).exists()
 
 
 def taken(folder: Path) -> bool:
-    with (folder / LOCK).open("a") as file:
+    with (folder / LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -173,13 +181,13 @@ def test_a_lock_that_its_owner_takes_away_is_none(
 
     def late(file: int, how: int) -> None:
         if not went:
-            went.append(tmp_path / LOCK)
+            went.append(tmp_path / LOCK_FILE)
             went[0].unlink()
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
     output = Config(output=OutputConfig(str(tmp_path)))
-    with claimed(output), pytest.raises(UsageError) as error, claimed(output):
+    with claim_directories(output), pytest.raises(UsageError) as error, claim_directories(output):
         pass
     assert went and "in use" in error.value.fact
 
@@ -187,10 +195,10 @@ def test_a_lock_that_its_owner_takes_away_is_none(
 def test_folders_that_are_one_are_claimed_once(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     output = Config(output=OutputConfig(str(tmp_path), trace=str(tmp_path / "link")))
-    with claimed(output), pytest.raises(UsageError) as error, claimed(output):
+    with claim_directories(output), pytest.raises(UsageError) as error, claim_directories(output):
         pass
     assert f"process {os.getpid()} on " in error.value.fact
-    with claimed(output):
+    with claim_directories(output):
         pass
 
 
@@ -201,7 +209,7 @@ def test_a_file_system_without_locks_is_told(
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with claimed(Config(output=OutputConfig(str(tmp_path)))):
+    with claim_directories(Config(output=OutputConfig(str(tmp_path)))):
         pass
     assert "nothing keeps another run out of it" in capsys.readouterr().err
 
@@ -238,7 +246,9 @@ def test_writing_may_take_longer_than_the_timeout(config: str, tmp_path: Path) -
     code, out, err = forked(config, tmp_path / "out", *sets)
     assert code == 0, err
     assert out.endswith(f"timeline.png to {tmp_path / 'out'}\n")
-    assert {*held(tmp_path / "out")} == {*RESULTS} and not (tmp_path / "out" / "boxes").exists()
+    assert {*held(tmp_path / "out")} == {*RESULT_FILES} and not (
+        tmp_path / "out" / "boxes"
+    ).exists()
 
 
 def test_a_first_process_that_gives_no_sign_is_not_waited_for() -> None:
@@ -259,12 +269,12 @@ def strict(text: str) -> object:
 def test_a_summary_is_json_whatever_the_numbers_are(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = run_results.save
+    write = run_results.save_results
 
     def lost(result: run_results.RunResult, output: OutputConfig) -> None:
         write(replace(result, loss=math.nan, tokens_per_second=math.inf), output)
 
-    monkeypatch.setattr("schedir.training.train.save", lost)
+    monkeypatch.setattr("schedir.training.train.save_results", lost)
     assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
     facts = strict((tmp_path / "summary.json").read_text())
     assert isinstance(facts, dict) and facts["loss"] is facts["tokens_per_second"] is None
@@ -276,13 +286,13 @@ def test_a_picture_that_cannot_be_written_keeps_no_summary_away(
     write = run_results.LossLog.write
 
     def writing(losses: run_results.LossLog, lines: str) -> None:
-        for path in (tmp_path / "out" / RESULTS[2], tmp_path / "traces" / TRACE):
+        for path in (tmp_path / "out" / RESULT_FILES[2], tmp_path / "traces" / TRACE_FILE):
             path.mkdir(exist_ok=True)
         write(losses, lines)
 
     monkeypatch.setattr(run_results.LossLog, "write", writing)
     sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
-    assert RESULTS[2] in refused(config, *sets).fact
+    assert RESULT_FILES[2] in refused(config, *sets).fact
     assert math.isfinite(json.loads((tmp_path / "out" / "summary.json").read_text())["loss"])
 
 

@@ -16,8 +16,8 @@ import pytest
 from schedir.errors import CheckpointError, ConfigError, ExecutionError, SchedirError, UsageError
 from schedir.training.config.run_config import Config, OutputConfig
 from schedir.training.config.train_config import TrainConfig
-from schedir.training.resume_checks import RUN
-from schedir.training.run_results import claimed
+from schedir.training.resume_checks import RUN_FILE
+from schedir.training.run_results import claim_directories
 from schedir.training.step_loop import StepLoop
 from schedir.training.train import run
 from tests.cpu.training import ALONE, ROOT, TORCHRUN, finish, forked, start
@@ -56,7 +56,7 @@ def broken(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         issue = StepLoop.issue
 
         def issues(self: StepLoop, *given: object) -> None:
-            if self.number + 1 == at:
+            if self.last_issued_step + 1 == at:
                 raise KeyboardInterrupt
             issue(self, *given)  # type: ignore[arg-type]
 
@@ -146,9 +146,11 @@ def test_a_step_that_is_not_finite_is_not_saved(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is judged before, though that may be a step late."""
-    settle = StepLoop._fails
-    monkeypatch.setattr(StepLoop, "_fails", lambda self, n: settle(self, n) or self.number >= 4)
-    monkeypatch.setattr(StepLoop, "error", lambda self: ExecutionError("not finite"))
+    settle = StepLoop._should_stop
+    monkeypatch.setattr(
+        StepLoop, "_should_stop", lambda self, n: settle(self, n) or self.number >= 4
+    )
+    monkeypatch.setattr(StepLoop, "diagnose_failure", lambda self: ExecutionError("not finite"))
     assert run(config, [*ALONE, *words(tmp_path)]) == 1
     assert steps(tmp_path) == [2]
 
@@ -207,7 +209,7 @@ def test_results_of_another_run_are_refused(
     with pytest.raises(UsageError) as error:
         run(config, [*ALONE, *words(folder), f'output.dir="{other / "out"}"'])
     assert error.value.fields == ("dir", "overwrite")
-    (folder / "saved" / RUN).unlink()  # a checkpoint still knows whose it is
+    (folder / "saved" / RUN_FILE).unlink()  # a checkpoint still knows whose it is
     assert run(config, [*ALONE, *words(folder)]) == 0
 
 
@@ -225,7 +227,7 @@ def test_a_folder_of_checkpoints_is_one_runs_at_a_time(tmp_path: Path) -> None:
         train = TrainConfig(checkpoint_dir=str(tmp_path / "saved"))
         return Config(output=OutputConfig(str(tmp_path / name)), train=train)
 
-    with claimed(of("a")), pytest.raises(UsageError) as error, claimed(of("b")):
+    with claim_directories(of("a")), pytest.raises(UsageError) as error, claim_directories(of("b")):
         pass
     assert error.value.fields == ("checkpoint_dir",)
     assert error.value.fact.startswith(f"the folder of checkpoints {tmp_path / 'saved'} is in use")
@@ -302,7 +304,7 @@ def test_told_to_end_all_finish_one_step_and_save_it(config: str, tmp_path: Path
     saved = tmp_path / "saved" / f"step-{last:08}"
     assert err == f"was told to end (SIGTERM): step {last} of 1000000 is saved in {saved}\n"
     assert losses(tmp_path).splitlines()[-1].startswith(f"{last},".encode())
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE}
     sets = [*TWO, *words(tmp_path), f"train.steps={last + 2}"]
     code, out, err = forked(config, tmp_path / "out", *sets)
     assert code == 0, err
@@ -369,7 +371,7 @@ def test_torchrun_comes_back_by_itself(config: str, tmp_path: Path) -> None:
     code, out, err = finish(start([*agent, "train", config, *(f"--set={s}" for s in sets)]))
     assert code == 0, err
     assert out.count("resumed at step 3 from ") == 1
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN, "summary.json"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE, "summary.json"}
     plain = [*TWO, "pipeline.schedule=one_f_one_b", *words(tmp_path)[:3]]
     code, _, err = forked(config, tmp_path / "plain" / "out", *plain)
     assert code == 0, err

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from schedir.errors import UsageError
-from schedir.training.config.config_file import read
-from schedir.training.resume_checks import RunIdentity, expect_resumable
+from schedir.training.config.config_file import read_config
+from schedir.training.resume_checks import RunIdentity, require_resumable
 from schedir.training.train import run
 from tests import tokens
 from tests.cpu.training import ALONE
@@ -96,18 +96,21 @@ def test_a_setting_that_a_run_did_not_have_yet(
 ) -> None:
     """It was as unless told: a run of a version without windows or kinds had neither."""
     own = [f'train.checkpoint_dir="{tmp_path}"', f"model.kind={had}"]
-    said = read(config, own).told
+    said = read_config(config, own).setting_texts
     new = {"model.window", "model.stride"} | ({"model.kind"} if had == "gpt" else set())
     RunIdentity("it", {name: value for name, value in said.items() if name not in new}).write(
         tmp_path
     )
-    expect_resumable(read(config, own))
+    require_resumable(read_config(config, own))
     with pytest.raises(UsageError, match=sets[0].split("=")[0]):
-        expect_resumable(read(config, [*own, *sets]))
+        require_resumable(read_config(config, [*own, *sets]))
 
 
 def test_settings_with_the_names_of_before_are_compared(tmp_path: Path) -> None:
     """A checkpoint of an older version gives its settings by their names of then."""
     now = {"train.clip_grad_norm": "0.5", "pipeline.buffer_sharing": "minimal"}
     then = {"train.clip": "1.0", "pipeline.slots": "fewest"}
-    assert RunIdentity("it", now).changed({"settings": then}) == "train.clip_grad_norm 1.0 to 0.5"
+    assert (
+        RunIdentity("it", now).describe_changes({"settings": then})
+        == "train.clip_grad_norm 1.0 to 0.5"
+    )

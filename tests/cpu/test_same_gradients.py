@@ -105,7 +105,7 @@ def test_our_executor_is_right() -> None:
     whole = [Layer(), Layer()]
     assert same(step, whole, batch(), loss_fn=squares, reduction="sum", tolerance=0) == 0
     (difference,) = wrong(step, whole, loss_fn=squares)
-    assert difference.stages == (0, 1) and difference.every
+    assert difference.stages == (0, 1) and difference.has_all_parameters
     assert difference.error == pytest.approx(3)
 
 
@@ -159,7 +159,10 @@ def test_a_step_may_work_on_copies() -> None:
 def test_losses_that_are_divided_otherwise() -> None:
     """pytorch/torchtitan#2972, inclusionAI/AReaL PR 1273."""
     (never,) = wrong(plain("Schedule1F1B", scale_grads=False), model(2))
-    assert never.every and never.places == (StageLocation(0, 0), StageLocation(1, 1))
+    assert never.has_all_parameters and never.locations == (
+        StageLocation(0, 0),
+        StageLocation(1, 1),
+    )
     assert never.problem == "relative error 3, norm 4 times the expected norm"
     (once,) = wrong(plain("ScheduleGPipe"), model(2), reduction="sum")
     assert once.stages == (0, 1) and once.error == pytest.approx(3 / 4)
@@ -172,7 +175,7 @@ def test_gradients_that_are_divided_at_every_step() -> None:
     """pytorch/torchtitan#1733: scale_grads=True, and several steps add up."""
     differences = wrong(plain("Schedule1F1B", steps=2, microbatches=2), model(2), reduction=2)
     assert [d.stages for d in differences] == [(0,), (1,)]
-    assert all(d.every and 0.1 < d.error < 1 for d in differences)
+    assert all(d.has_all_parameters and 0.1 < d.error < 1 for d in differences)
 
 
 def weights_as_before(weights: Any, groups: Any, retain_graph: bool = False) -> tuple[()]:
@@ -216,8 +219,8 @@ def test_copies_of_a_tied_weight_that_are_not_summed() -> None:
     torch.manual_seed(0)
     same(partial(tied, summed=True), Tied(), batch())
     first, last = wrong(partial(tied, summed=False), Tied())
-    assert (first.places, first.names) == ((StageLocation(0, 0),), ("embed.weight",))
-    assert (last.places, last.names) == ((StageLocation(1, 1),), ("head.weight",))
+    assert (first.locations, first.names) == ((StageLocation(0, 0),), ("embed.weight",))
+    assert (last.locations, last.names) == ((StageLocation(1, 1),), ("head.weight",))
 
 
 def in_2_13(step: Step, whole: Any, given: Any, **options: Any) -> list[GradientDifference]:
@@ -237,7 +240,9 @@ def test_gradients_that_are_set_to_none_between() -> None:
 
     step = plain("Schedule1F1B", steps=2, microbatches=2, scale_grads=False, between=forget)
     differences = wrong(step, model(2), reduction="sum")
-    assert [d.stages for d in differences] == [(0,), (1,)] and all(d.every for d in differences)
+    assert [d.stages for d in differences] == [(0,), (1,)] and all(
+        d.has_all_parameters for d in differences
+    )
 
 
 def test_stages_of_fsdp_that_are_prepared_anew() -> None:
@@ -266,7 +271,9 @@ def test_stages_of_fsdp_that_are_prepared_anew() -> None:
 
     same(partial(sharded, False), model(2), batch(), reduction="sum")
     differences = in_2_13(partial(sharded, True), model(2), batch(), reduction="sum")
-    assert [d.stages for d in differences] == [(0,), (1,)] and all(d.every for d in differences)
+    assert [d.stages for d in differences] == [(0,), (1,)] and all(
+        d.has_all_parameters for d in differences
+    )
 
 
 def test_split_backwards_under_ddp() -> None:
@@ -274,11 +281,11 @@ def test_split_backwards_under_ddp() -> None:
     torch.manual_seed(0)
     step = replicated("ScheduleInterleavedZeroBubble", ddp)
     differences = in_2_13(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
-    places = {place for difference in differences for place in difference.places}
+    places = {place for difference in differences for place in difference.locations}
     assert places == {
         StageLocation(s, rank) for s in (1, 2, 3) for rank in (2 * (s % 2), 2 * (s % 2) + 1)
     }
-    assert all(d.every and f"  {d}\n" in PAGE.read_text() for d in differences)
+    assert all(d.has_all_parameters and f"  {d}\n" in PAGE.read_text() for d in differences)
 
 
 def test_gradients_that_every_stage_divides() -> None:

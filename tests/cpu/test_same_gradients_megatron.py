@@ -63,7 +63,7 @@ def test_megatron_divides_by_the_microbatches(stages: int) -> None:
         same(its, MODEL[:stages], reduction="sum")
     (difference,) = caught.value.differences
     assert difference.stages == tuple(range(stages))
-    assert difference.every and difference.error == pytest.approx(3 / 4)
+    assert difference.has_all_parameters and difference.error == pytest.approx(3 / 4)
 
 
 def test_two_ranks_that_are_neighbours_on_both_sides_mix_up_their_messages() -> None:

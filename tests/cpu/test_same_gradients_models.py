@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from schedir.errors import UsageError
 from schedir.testing import assert_same_gradients
 from schedir.testing.gradient_comparison import WrongGradients
-from schedir.testing.unpipelined_model import cut, loss_of
+from schedir.testing.unpipelined_model import compute_loss, split_batch
 from tests.cpu.torchs import WIDTH, Layer, batch, model, plain
 
 same = partial(assert_same_gradients, ranks=1, microbatches=4, loss_fn=mse_loss, timeout=60)
@@ -26,8 +26,8 @@ Loss = Callable[..., Tensor] | None
 
 
 def loop(model: nn.Module, batch: Any, loss_fn: Loss = mse_loss, divisor: float = 4) -> None:
-    for one in cut(batch, 4, loss_fn):
-        (loss_of(model, one, loss_fn) / divisor).backward()
+    for one in split_batch(batch, 4, loss_fn):
+        (compute_loss(model, one, loss_fn) / divisor).backward()
 
 
 def step(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
@@ -64,7 +64,7 @@ def test_buffers_may_come_and_grow() -> None:
     with pytest.raises(WrongGradients) as caught:
         same(lambda r, P, m, b: loop(m, b, divisor=1), Buffered(), batch())
     (difference,) = caught.value.differences
-    assert difference.every and difference.error == pytest.approx(3)
+    assert difference.has_all_parameters and difference.error == pytest.approx(3)
 
 
 def test_sparse_gradients_are_gradients() -> None:

@@ -47,31 +47,33 @@ def slow(pairs: Any) -> None:
     COPY(pairs)
 
 
-COPY = snapshot_copies.copy
+COPY = snapshot_copies.copy_pairs
 
 
 @pytest.fixture
 def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_copies, "copy", slow)
+    monkeypatch.setattr(snapshot_copies, "copy_pairs", slow)
 
 
 def alike(one: Path, other: Path, step: int) -> bool:
     """Whether two checkpoints have the same tensors, and the same to go on from."""
-    ours, theirs = (CheckpointDirectory(folder).read(step).state for folder in (one, other))
+    ours, theirs = (
+        CheckpointDirectory(folder).load_manifest(step).state for folder in (one, other)
+    )
     a, b = whole(one, step), whole(other, step)
     return ours == theirs and a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 def both(executor: Any, folder: Path) -> None:
     """Save after two steps, at once and beside the third."""
-    saver = Saver(executor, folder / "beside", names=same)
+    saver = Saver(executor, folder / "beside", name_map=same)
     steps(executor, 0, 2)
-    save(executor, folder / "at once", step=2, names=same)
-    saver.due(2)
+    save(executor, folder / "at once", step=2, name_map=same)
+    saver.schedule_save(2)
     steps(executor, 2, 3)
     saver.write()
     steps(executor, 3, 5)
-    saver.ended()
+    saver.wait()
 
 
 @pytest.mark.usefixtures("_slow")
@@ -90,27 +92,27 @@ def test_a_step_that_does_not_wait_spoils_it(
         snapshot_copies.SnapshotCopies, "wait", lambda self: None
     )  # before executors take it
     executor = in_process(HERE["one_f_one_b"], MODEL)
-    saver = Saver(executor, tmp_path / "beside", names=same)
+    saver = Saver(executor, tmp_path / "beside", name_map=same)
     steps(executor, 0, 2)
-    save(executor, tmp_path / "at once", step=2, names=same)
-    saver.due(2)
+    save(executor, tmp_path / "at once", step=2, name_map=same)
+    saver.schedule_save(2)
     over = Event()  # these two have copied some at once, and waited for it
-    monkeypatch.setattr(snapshot_copies, "copy", lambda pairs: over.wait(60) and COPY(pairs))
+    monkeypatch.setattr(snapshot_copies, "copy_pairs", lambda pairs: over.wait(60) and COPY(pairs))
     steps(executor, 2, 3)
     over.set()
-    for rank in executor.ranks:
-        late = rank.state.held.snapshots.under_way
+    for rank in executor.executors:
+        late = rank.state.resources.snapshots.pending_copies
         assert late
         for one in late:
-            assert isinstance(one, snapshot_copies._ThreadCopy) and one.ended.get() is None
+            assert isinstance(one, snapshot_copies._ThreadCopy) and one.result_queue.get() is None
     saver.write()
-    saver.ended()
+    saver.wait()
     assert not alike(tmp_path / "beside", tmp_path / "at once", 2)
 
 
 def apart(rank: int, layouts: dict[str, Layout], folder: Path) -> None:
     """A process."""
-    snapshot_copies.copy = slow
+    snapshot_copies.copy_pairs = slow
     for name, layout in layouts.items():
         both(executor_of(layout, MODEL), folder / name)
 
@@ -143,30 +145,30 @@ def test_buffers_are_those_of_before_the_forwards(tmp_path: Path) -> None:
     saver = Saver(executor, tmp_path / "beside")
     executor.step(x, x)
     save(executor, tmp_path / "at once", step=1)
-    saver.due(1)
+    saver.schedule_save(1)
     executor.step(x, x)
     saver.write()
-    saver.ended()
+    saver.wait()
     assert "buffers/stages.0.norm.running_mean" in whole(tmp_path / "beside", 1)
     assert alike(tmp_path / "beside", tmp_path / "at once", 1)
 
 
 def test_nothing_is_copied_unless_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = in_process(HERE["one_f_one_b"], MODEL)
-    monkeypatch.setattr(snapshot_copies, "copy", pytest.fail)
+    monkeypatch.setattr(snapshot_copies, "copy_pairs", pytest.fail)
     steps(executor, 0, 2)
 
 
 def test_what_is_taken_back_is_not_saved(tmp_path: Path) -> None:
     executor = in_process(HERE["one_f_one_b"], MODEL)
-    saver = Saver(executor, tmp_path, names=same)
+    saver = Saver(executor, tmp_path, name_map=same)
     steps(executor, 0, 1)
-    saver.due(1)
+    saver.schedule_save(1)
     steps(executor, 1, 2)
-    saver.drop()
+    saver.cancel()
     saver.write()
-    saver.ended()
-    assert CheckpointDirectory(tmp_path).newest() is None
+    saver.wait()
+    assert CheckpointDirectory(tmp_path).find_newest_step() is None
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -175,9 +177,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         Saver(without, tmp_path)
     assert "snapshots=True" in caught.value.hint
     executor = in_process(HERE["one_f_one_b"], MODEL)
-    saver = Saver(executor, tmp_path, names=same)
+    saver = Saver(executor, tmp_path, name_map=same)
     steps(executor, 0, 1)
-    saver.due(1)
+    saver.schedule_save(1)
     with pytest.raises(ModelError) as caught:
         saver.write()
     assert "has not been copied" in caught.value.fact
@@ -186,10 +188,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 def test_what_a_thread_cannot_write_comes_out_at_the_next_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     executor = in_process(HERE["one_f_one_b"], MODEL)
-    saver = Saver(executor, tmp_path / "file", names=same)
+    saver = Saver(executor, tmp_path / "file", name_map=same)
     steps(executor, 0, 1)
-    saver.due(1)
+    saver.schedule_save(1)
     steps(executor, 1, 2)
     saver.write()
     with pytest.raises(CheckpointError):
-        saver.due(2)
+        saver.schedule_save(2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from schedir import search_schedule
 from schedir.__main__ import main
 from schedir.compiler.compile import compile
-from schedir.compiler.relower import compute_of
+from schedir.compiler.relower import extract_compute
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
@@ -20,9 +20,9 @@ from schedir.ir.text_format import from_text
 from schedir.models import gpt
 from schedir.predict.simulate import simulate
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.schedules import built_in
+from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_expansion import expand_schedule
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import (
@@ -50,7 +50,12 @@ def costs_of(shape: PipelineShape) -> Costs:
 def found(shape: PipelineShape, in_flight: int, split: bool = True) -> Program:
     """What a search finds; the same in every process, for its budget is no time."""
     return search_schedule(
-        shape, costs_of(shape), in_flight=in_flight, split=split, seconds=60, evaluations=30
+        shape,
+        costs_of(shape),
+        in_flight=in_flight,
+        split_backward=split,
+        seconds=60,
+        evaluations=30,
     ).program
 
 
@@ -66,22 +71,22 @@ CASES = [
 @pytest.mark.parametrize(("shape", "in_flight", "split"), CASES)
 def test_in_process(shape: PipelineShape, in_flight: int, split: bool, tied: bool) -> None:
     program = found(shape, in_flight, split)
-    assert program.ascending
+    assert program.reduces_in_microbatch_order
     if tied:
-        program = compile(compute_of(program), costs=costs_of(shape), tied_weights=True)
+        program = compile(extract_compute(program), costs=costs_of(shape), tied_weights=True)
     loss, right = expected(shape, tied)
     stages = gpt_stages(shape.stages, tied)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for seed in range(2):
-        assert torch.equal(ranks.step(*batch(M), seed=seed), loss)
+        assert torch.equal(ranks.step(*batch(M), order_seed=seed), loss)
         assert same_bits(gradients(stages), right)
 
 
 def test_no_built_in_schedule_is_what_is_run() -> None:
     shape, in_flight, split = CASES[0]
-    streams = compute_of(found(shape, in_flight, split)).streams
+    streams = extract_compute(found(shape, in_flight, split)).streams
     for name in ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "eager_1f1b"):
-        assert expand_schedule(built_in()[name], shape).streams != streams
+        assert expand_schedule(get_built_in_schedules()[name], shape).streams != streams
 
 
 def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
@@ -129,11 +134,11 @@ def test_the_trainer_takes_the_file(config: str, tmp_path: Path) -> None:
     priced = Costs(F=(1, 1.2), I=(1.3, 0.9), W=(0.8, 1.1), send=0.05)
     assert simulate(programs[0], priced).span == simulate(programs[1], priced).span
     shape = ("pipeline.ranks=2", "pipeline.stages_per_rank=1", "pipeline.tp=1", "train.steps=2")
-    untied = read(
+    untied = read_config(
         config,
         [*shape, f'pipeline.schedule="{file}"', "model.tied=false", "train.clip_grad_norm=0.0"],
     )
-    assert compute_of(untied.request.program).streams == compute_of(programs[0]).streams
+    assert extract_compute(untied.request.program).streams == extract_compute(programs[0]).streams
     many = train(config, tmp_path / "many", *shape, f'pipeline.schedule="{tied}"')
     plain = alone(config, tmp_path / "one", *shape, 'pipeline.schedule="one_f_one_b"')
     assert many == pytest.approx(plain, rel=1e-5)

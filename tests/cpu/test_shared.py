@@ -61,7 +61,7 @@ def executor(
 def both_ways(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
     program = compile(schedule, shape, progress_model="per_edge", tied_weights=True)
     stages = gpt_stages(shape.stages)
-    own = {s: stages[s] for s in shape.stages_of[rank]}
+    own = {s: stages[s] for s in shape.stages_on_rank[rank]}
     world = Executor(
         program, rank, own, SharedMemoryTransport(program), loss=gpt.loss, boundary=BOUNDARY
     )
@@ -140,7 +140,7 @@ def left(rank: int, place: str, problem: bool) -> str:
     """In one place, or in none for the second rank."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
-    shared_memory.PLACES = (place if rank == 0 or not problem else f"{place}/none",)
+    shared_memory.MEMORY_DIRECTORIES = (place if rank == 0 or not problem else f"{place}/none",)
     try:
         own = executor(program, rank, transport=transport)
     except ModelError as error:
@@ -157,8 +157,8 @@ def test_nothing_is_left_behind(problem: bool, tmp_path: Path) -> None:
 
 
 def apart(rank: int, spaces: list[str]) -> bool:
-    shared_memory.SPACE = spaces[rank]
-    return shared_memory.can_share()
+    shared_memory.NETWORK_NAMESPACE = spaces[rank]
+    return shared_memory.can_share_memory()
 
 
 def test_processes_that_do_not_see_one_place_cannot_share(tmp_path: Path) -> None:
@@ -193,13 +193,13 @@ def identity(rank: int) -> list[Tensor | None]:
     own = Executor(
         program, rank, {rank: stage}, transport, loss=lambda y, _: y, boundary=Boundary(())
     )
-    ended = own.state.transport.step_ended
+    ended = own.state.transport.on_step_end
 
     def slow() -> None:
         ended()
         time.sleep(0.3)
 
-    own.state.transport.step_ended = slow  # type: ignore[method-assign]
+    own.state.transport.on_step_end = slow  # type: ignore[method-assign]
     return [own.step(torch.full((3,), float(step)), torch.zeros(3)) for step in range(3)]
 
 
@@ -250,16 +250,16 @@ def waiting(rank: int, place: str) -> list[str]:
     """What the first rank has made when the second has not come yet."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
-    shared_memory.PLACES = (place,)
+    shared_memory.MEMORY_DIRECTORIES = (place,)
     found = []
 
     def late(*how: Any) -> Any:
         time.sleep(1)
         found.extend(os.listdir(place))
-        return SharedMemoryTransport.buffers(transport, *how)
+        return SharedMemoryTransport.allocate_buffers(transport, *how)
 
     if rank:
-        transport.buffers = late  # type: ignore[method-assign, assignment]
+        transport.allocate_buffers = late  # type: ignore[method-assign, assignment]
     executor(program, rank, transport=transport)
     return found
 

@@ -20,12 +20,16 @@ from schedir import PipelineShape, compile
 from schedir.errors import ModelError, UsageError
 from schedir.models import gpt, llama
 from schedir.models.llama_config import LlamaConfig
-from schedir.runtime.autograd.split_backward import DeferredGradients, recording
+from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
 from schedir.runtime.executor import Executor
-from schedir.runtime.parameters.buckets import is_summed
+from schedir.runtime.parameters.buckets import is_summed_over_tp
 from schedir.schedules import one_f_one_b
 from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from schedir.tensor_parallel.mappings import own_tokens, seen_in_parts, shard_dim
+from schedir.tensor_parallel.mappings import (
+    get_shard_dim,
+    mark_sequence_parallel,
+    select_local_tokens,
+)
 from schedir.tensor_parallel.vocab_parallel import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -53,7 +57,7 @@ class Net(nn.Module):
         self.group, self.sequence = group, group is not None
 
         def whole(parameter: Any) -> Any:
-            return seen_in_parts(parameter, group, sequence=self.sequence)
+            return mark_sequence_parallel(parameter, group, sequence_parallel=self.sequence)
 
         how: Any = {"group": group, "sequence": self.sequence}
         table = shard_vocab(normal(vocab, hidden, seed=1), group)
@@ -67,7 +71,7 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        x = x + own_tokens(self.positions, self.group, sequence=self.sequence)
+        x = x + select_local_tokens(self.positions, self.group, sequence_parallel=self.sequence)
         x = x + self.down(F.gelu(self.up(self.first(x))))
         logits: Tensor = self.head(self.last(x))
         return logits
@@ -78,7 +82,7 @@ def backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Told:
     logits = net(tokens)
     logits = torch.where(logits.isfinite(), logits, 0.0)  # padding
     loss = (logits * weights).sum()
-    with recording(DeferredGradients()) as tape:
+    with defer_weight_gradients(DeferredGradients()) as tape:
         if late:
             torch.autograd.backward(loss)
             assert len(tape) == 4
@@ -88,9 +92,9 @@ def backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Told:
     found: Told = {"logits": (logits.detach(), -1 if net.group else None)}
     for name, p in net.named_parameters():
         assert p.grad is not None
-        if is_summed(p):
+        if is_summed_over_tp(p):
             dist.all_reduce(p.grad, group=net.group)
-        found[name] = p.grad, shard_dim(p)
+        found[name] = p.grad, get_shard_dim(p)
     return found
 
 
@@ -129,7 +133,9 @@ def executor(group: Any, how: Told, stage: nn.Module | None = None, **more: Any)
     program = compile(one_f_one_b, PipelineShape(1, 3), tp=2, **said)
     transport = GlooTransport(program, group=group)
     tp = transport.tp_group
-    stage = stage or gpt.build_stage(CONFIG, 0, 1, tp=tp, sequence=program.sequence_parallel)
+    stage = stage or gpt.build_stage(
+        CONFIG, 0, 1, tp=tp, sequence_parallel=program.sequence_parallel
+    )
     return Executor(
         program, 0, [stage], transport,
         loss=lambda y, target: gpt.loss(y, target, tp), boundary=(2, 4, 16), **more,
@@ -214,9 +220,9 @@ def of_kind(kind: str, group: Any) -> Told:
     found: Told = {"loss": (total.detach(), None)}
     for name, p in (pair for stage in stages for pair in stage.named_parameters()):
         assert p.grad is not None
-        if is_summed(p):
+        if is_summed_over_tp(p):
             dist.all_reduce(p.grad, group=group)
-        found[name] = p.grad, shard_dim(p)
+        found[name] = p.grad, get_shard_dim(p)
     return found
 
 
@@ -249,7 +255,7 @@ def drawn(group: Any) -> Told:
     found: Told = {"losses": []}
     for again in (None, "all"):
         seen: list[Tensor] = []
-        stage: Any = gpt.build_stage(config, 0, 1, tp=group, sequence=True)
+        stage: Any = gpt.build_stage(config, 0, 1, tp=group, sequence_parallel=True)
         stage.layers["0"].register_forward_pre_hook(
             lambda _, given, seen=seen: seen.append(given[0])
         )
@@ -322,7 +328,7 @@ def test_each_draws_for_its_own_tokens_the_same_when_it_runs_again(told: list[To
 
 
 def test_tokens_that_cannot_be_shared_are_refused() -> None:
-    assert own_tokens(torch.ones(3, 2), None).shape == (3, 2)
+    assert select_local_tokens(torch.ones(3, 2), None).shape == (3, 2)
 
     class Two:
         def size(self) -> int:
@@ -332,9 +338,9 @@ def test_tokens_that_cannot_be_shared_are_refused() -> None:
             return 1
 
     two: Any = Two()
-    assert own_tokens(torch.arange(4.0).view(4, 1), two).flatten().tolist() == [2, 3]
+    assert select_local_tokens(torch.arange(4.0).view(4, 1), two).flatten().tolist() == [2, 3]
     with pytest.raises(UsageError, match="cannot share a sequence of 3 tokens evenly"):
-        own_tokens(torch.ones(3, 2), two)
+        select_local_tokens(torch.ones(3, 2), two)
 
 
 def test_a_training_run_shares_the_sequence(config: str, tmp_path: Path) -> None:

@@ -16,19 +16,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from schedir import compile, simulate
-from schedir.analysis.memory.footprint import Footprint, held
+from schedir.analysis.memory.footprint import Footprint, compute_footprints
 from schedir.errors import MemoryLimitError, ModelError
-from schedir.ir.cost.sizes import AT_REST
-from schedir.ir.isa.instructions import COMPUTE, Value
+from schedir.ir.cost.sizes import STATIC_SIZES
+from schedir.ir.isa.instructions import COMPUTE_OPS, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
-from schedir.runtime.autograd.split_backward import DeferredGradients, recording
+from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
 from schedir.runtime.autograd.splittable_layers import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import float32_gradients
+from schedir.runtime.parameters.mixed_precision import use_float32_gradients
 from schedir.runtime.rank_state import Call
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, zb
@@ -103,7 +103,7 @@ def _alive_after_forward(stages: list[nn.Module], s: int) -> tuple[int, int]:
         y = gpt.loss(y, targets[0]) if last else y
         saved = born.alive([y]) + given
         tape = DeferredGradients()
-        with recording(tape):
+        with defer_weight_gradients(tape):
             torch.autograd.backward(y, None if last else torch.ones_like(y))
     own = [p.grad for p in stages[s].parameters() if p.grad is not None]
     dx = [] if x.grad is None else [x.grad]
@@ -124,7 +124,7 @@ def test_a_stage_keeps_what_lives(
     alive = [_alive_after_forward(stages, s) for s in range(count)]
     assert sizes.saved == tuple(saved for saved, _ in alive)
     assert sizes.deferred_wgrad == tuple(tape for _, tape in alive)
-    assert all(size > 0 for size in sizes.of("deferred_wgrad", count))
+    assert all(size > 0 for size in sizes.for_stages("deferred_wgrad", count))
 
 
 class Witness:
@@ -138,7 +138,7 @@ class Witness:
         self.most, self.beside = 0, 0.0  # what lives; by how much the prediction was beside it
         self.group = 0  # the most alive while those run that are issued as one
         for k, (wait, run) in enumerate(rank.calls):
-            if rank.state.stream[k].op in COMPUTE:  # which is in order
+            if rank.state.stream[k].op in COMPUTE_OPS:  # which is in order
                 rank.calls[k] = Call(wait, partial(self.run, k, run))
 
     def run(self, k: int, run: Callable[[], None]) -> None:
@@ -149,7 +149,7 @@ class Witness:
             nonlocal most
             tapes = (
                 tape.tensors()
-                for tape in rank.state.slots[Value.DEFERRED_WGRAD].values
+                for tape in rank.state.slot_tables[Value.DEFERRED_WGRAD].values
                 if tape is not None
             )
             there = {ref: size for ref, size in before.items() if not ref.expired()}
@@ -167,13 +167,13 @@ class Witness:
         first, last = _group(rank.state.stream.joined.tolist(), k)
         self.group = max(self.group if k > first else 0, most)  # while all of it runs
         if k == last:
-            began = (own.at < first) | own.starts & (own.at <= last)
+            began = (own.positions < first) | own.is_at_start & (own.positions <= last)
             self.compare(k, int(np.flatnonzero(began)[-1]), self.group)
-            self.compare(k, int(np.searchsorted(own.at, k, side="right")) - 1, alive)
+            self.compare(k, int(np.searchsorted(own.positions, k, side="right")) - 1, alive)
 
     def compare(self, k: int, change: int, alive: int) -> None:
         """Compare what is alive with what was predicted from a change on."""
-        kept = [part for name, part in self.own.kept.items() if name != "handed_over"]
+        kept = [part for name, part in self.own.dynamic_memory.items() if name != "handed_over"]
         number, size = (sum(part[i][change] for part in kept) for i in (0, 1))
         assert 0 <= size - alive <= number * own_activation, (self.rank.rank, k)
         self.beside = max(self.beside, float(size - alive))
@@ -181,8 +181,12 @@ class Witness:
     def living(self) -> dict[StorageWeakRef, int]:
         """What compute keeps: not what it has put out, and what is sent."""
         rank = self.rank
-        out = [x for kind in (Value.ACT_OUT, Value.GRAD_OUT) for x in rank.state.slots[kind].values]
-        out += [tensor for _, tensor in rank.state.sending.values()]
+        out = [
+            x
+            for kind in (Value.ACT_OUT, Value.GRAD_OUT)
+            for x in rank.state.slot_tables[kind].values
+        ]
+        out += [tensor for _, tensor in rank.state.pending_sends.values()]
         return self.born.living(rank.state.losses + tree_leaves(out))
 
 
@@ -216,24 +220,27 @@ def test_what_computes_leaves_what_was_predicted(
     """Exactly with shared slots; with own ones what is received is in its slot all the time."""
     stages = gpt_stages(shape.stages, tied=False)
     inputs, targets, scale = batch(shape.microbatches)
-    sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY, state=0)
+    sizes = measure_sizes(
+        stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY, optimizer_state=0
+    )
     program = compile(schedule, shape, buffer_sharing=slots)
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     witnesses = [
-        Witness(rank, own) for rank, own in zip(world.ranks, held(program, sizes), strict=True)
+        Witness(rank, own)
+        for rank, own in zip(world.executors, compute_footprints(program, sizes), strict=True)
     ]
     world.step(inputs, targets, scale)
     peaks = simulate(program, sizes=sizes).peak_memory.tolist()
-    for rank, witness, peak in zip(world.ranks, witnesses, peaks, strict=True):
-        static = [*rank.state.buffers.values()]
+    for rank, witness, peak in zip(world.executors, witnesses, peaks, strict=True):
+        static = [*rank.state.receive_buffers.values()]
         for stage in rank.stages.values():
             module = stage.module
             static += [*module.parameters(), *module.buffers(), *stage.gradients.flat]
         there = sum(_refs(static).values())
-        fixed = {name: size for name, (_, size) in witness.own.fixed.items()}
+        fixed = {name: size for name, (_, size) in witness.own.static_memory.items()}
         out = fixed.pop("act_out") + fixed.pop("grad_out")
-        if "handed_over" in witness.own.kept:
-            out += witness.own.kept["handed_over"][1].max()
+        if "handed_over" in witness.own.dynamic_memory:
+            out += witness.own.dynamic_memory["handed_over"][1].max()
         assert there == sum(fixed.values())
         assert witness.most > 0 and (witness.beside == 0 or slots is None)
         # Not all that is put out is there at once.
@@ -289,20 +296,22 @@ def test_what_lives_in_an_instruction_is_what_was_predicted(
 ) -> None:
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
-    sizes = measure_sizes(stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, state=0)
+    sizes = measure_sizes(
+        stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
+    )
     free = compile(schedule, shape, buffer_sharing="minimal")
     most = float(simulate(free, sizes=sizes).peak_memory.max())
     program = compile(schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=most)
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
-    owns = held(program, sizes)
-    witnesses = [Witness(rank, own) for rank, own in zip(world.ranks, owns, strict=True)]
+    owns = compute_footprints(program, sizes)
+    witnesses = [Witness(rank, own) for rank, own in zip(world.executors, owns, strict=True)]
     world.step(inputs, targets, scale)
     timeline = simulate(program, sizes=sizes)
     for rank, (witness, curve) in enumerate(zip(witnesses, timeline.memory, strict=True)):
         assert witness.beside == 0
-        static = sum(size for _, size in witness.own.fixed.values())
-        handed = curve.kinds.get("handed_over", np.zeros(1))
-        assert (curve.held - handed).max() == static + witness.most, rank
+        static = sum(size for _, size in witness.own.static_memory.values())
+        handed = curve.by_kind.get("handed_over", np.zeros(1))
+        assert (curve.total - handed).max() == static + witness.most, rank
     with pytest.raises(MemoryLimitError):
         compile(schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=most - 1)
 
@@ -328,7 +337,7 @@ def test_the_model_is_left_as_it_was() -> None:
     was = [{name: value.clone() for name, value in s.state_dict().items()} for s in stages]
     random = torch.get_rng_state()
     sizes = measure_sizes(
-        stages, x, x, loss=nn.functional.mse_loss, boundary=Boundary((4, 8)), state=0
+        stages, x, x, loss=nn.functional.mse_loss, boundary=Boundary((4, 8)), optimizer_state=0
     )
     assert torch.equal(torch.get_rng_state(), random)
     for stage, state in zip(stages, was, strict=True):
@@ -340,13 +349,13 @@ def test_the_model_is_left_as_it_was() -> None:
     given = x.clone().requires_grad_()
     with (born := Born()):
         y = nn.functional.mse_loss(stages[1](given), x)
-    assert sizes.of("saved", 2)[1] == born.alive([y]) + 4 * 4 * 8
+    assert sizes.for_stages("saved", 2)[1] == born.alive([y]) + 4 * 4 * 8
     assert sizes.activation == 4 * 4 * 8 and sizes.version == (4 * 88, 4 * 88)
     assert sizes.params == sizes.grads == (4 * 88,) * 2 and sizes.optimizer == (0, 0)
     assert sizes.buffers == (4 * 16 + 8,) * 2  # with a number of batches
     assert (
         sizes.model_states is None
-        and sizes.of("model_states", 2).tolist() == [4 * (88 + 88 + 16) + 8] * 2
+        and sizes.for_stages("model_states", 2).tolist() == [4 * (88 + 88 + 16) + 8] * 2
     )
 
 
@@ -355,25 +364,25 @@ def test_stages_of_others_and_of_another_type() -> None:
     inputs, targets, _ = batch(1)
     whole = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
     part = measure_sizes([None, stages[1]], inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
-    for name in ("saved", "deferred_wgrad", "model_states", *AT_REST, "version"):
-        assert part.of(name, 2).tolist() == [0, whole.of(name, 2)[1]]
+    for name in ("saved", "deferred_wgrad", "model_states", *STATIC_SIZES, "version"):
+        assert part.for_stages(name, 2).tolist() == [0, whole.for_stages(name, 2)[1]]
     numbers = sum(p.numel() for p in stages[1].parameters())
     mask = sum(b.nbytes for b in stages[1].buffers())
-    assert part.of("model_states", 2)[1] == 16 * numbers + mask
+    assert part.for_stages("model_states", 2)[1] == 16 * numbers + mask
     half = stages[1].to(torch.bfloat16)
-    float32_gradients(half)
+    use_float32_gradients(half)
     boundary = Boundary(BOUNDARY.shape, torch.bfloat16)
     part = measure_sizes(
-        [None, half], inputs[0], targets[0], loss=gpt.loss, boundary=boundary, state=12
+        [None, half], inputs[0], targets[0], loss=gpt.loss, boundary=boundary, optimizer_state=12
     )
-    assert part.of("model_states", 2)[1] == 18 * numbers + mask
+    assert part.for_stages("model_states", 2)[1] == 18 * numbers + mask
     assert 2 * part.activation == whole.activation
 
 
 def test_a_frozen_stage_keeps_its_input() -> None:
     stages, x = [nn.Identity(), nn.Identity().requires_grad_(False)], torch.randn(4, 8)
     sizes = measure_sizes(stages, x, x, loss=lambda y, _: y.sum(), boundary=Boundary((4, 8)))
-    assert sizes.saved == (0, 4 * 4 * 8) and sizes.of("model_states", 2).tolist() == [0, 0]
+    assert sizes.saved == (0, 4 * 4 * 8) and sizes.for_stages("model_states", 2).tolist() == [0, 0]
 
 
 def test_what_cannot_pass_is_refused() -> None:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from schedir.errors import ModelError
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
-from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -26,8 +26,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": torch.optim.AdamW,
     "plain": torch.optim.SGD,
     "momentum": _sgd,
-    "main": partial(MainOptimizer, make=torch.optim.AdamW),
-    "main momentum": partial(MainOptimizer, make=_sgd),
+    "main": partial(MainOptimizer, make_optimizer=torch.optim.AdamW),
+    "main momentum": partial(MainOptimizer, make_optimizer=_sgd),
 }
 
 
@@ -51,13 +51,15 @@ def test_an_optimizer_is_measured(name: str) -> None:
     make, dtype = OPTIMIZERS[name], torch.bfloat16 if "main" in name else torch.float32
     stage = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(dtype)
     stage[0].requires_grad_(False)
-    float32_gradients(stage)
+    use_float32_gradients(stage)
     x = torch.randn(4, 8, dtype=dtype)
 
     def loss(y: Tensor, _: Tensor) -> Tensor:
         return y.float().square().sum()
 
-    sizes = measure_sizes([stage], x, x, loss=loss, boundary=Boundary((4, 8), dtype), state=make)
+    sizes = measure_sizes(
+        [stage], x, x, loss=loss, boundary=Boundary((4, 8), dtype), optimizer_state=make
+    )
     trained = [p for p in stage.parameters() if p.requires_grad]
     assert sizes.params == (_bytes(trained),)
     rest = [*stage[0].parameters(), *stage.buffers()]
@@ -72,5 +74,10 @@ def test_an_optimizer_is_measured(name: str) -> None:
     assert sizes.optimizer == (sum(made.values()),)
     with pytest.raises(ModelError):
         measure_sizes(
-            [stage], x, x, loss=loss, boundary=Boundary((4, 8), dtype), state=torch.optim.Adafactor
+            [stage],
+            x,
+            x,
+            loss=loss,
+            boundary=Boundary((4, 8), dtype),
+            optimizer_state=torch.optim.Adafactor,
         )

@@ -120,12 +120,12 @@ def as_in(program: Program, seed: int, order: int | None = None) -> None:
     plain = deepcopy(stages)
     x, y = batch(shape.microbatches)
     how: Any = {"loss": F.mse_loss, "boundary": edges(shape.stages, program.skips)}
-    ranks = InProcessExecutor(program, stages, record=False, **how)
+    ranks = InProcessExecutor(program, stages, record_timestamps=False, **how)
     for step in range(2):  # the second has what the first left in every slot
-        total = ranks.step(x, y, seed=order)
+        total = ranks.step(x, y, order_seed=order)
         right = run_sequential(plain, x, y, loss=F.mse_loss, program=program, step=step)
         assert torch.equal(total, right)
-        assert not program.trains or same(stages, plain)
+        assert not program.has_backward or same(stages, plain)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -173,7 +173,7 @@ def _process(rank: int, transport: str, name: str, model_of: ProgressModel) -> l
     make: Any = {"gloo": GlooTransport, "shared_memory": SharedMemoryTransport, "edge": EdgeGroups}[
         transport
     ]
-    own = {s: stages[s] for s in shape.stages_of[rank]}
+    own = {s: stages[s] for s in shape.stages_on_rank[rank]}
     executor = Executor(
         program, rank, own, make(program), loss=F.mse_loss, boundary=edges(shape.stages, skips)
     )
@@ -219,7 +219,7 @@ def test_a_skip_that_is_not_used_has_a_gradient_of_zeros() -> None:
 
     (world, x) = made(gives, loss=lambda y, _: y.sum())
     world.step(x, x)
-    weight = world.ranks[0].stages[0].module.get_parameter("weight")
+    weight = world.executors[0].stages[0].module.get_parameter("weight")
     assert weight.grad is not None and weight.grad.tolist() == [2.0] * WIDTH
 
 

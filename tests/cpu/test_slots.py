@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from schedir.analysis.memory.buffer_slots import KINDS, counts
+from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_slots
 from schedir.compiler.compile import compile
 from schedir.errors import ExecutionError
 from schedir.ir.isa.instructions import Opcode, Value
@@ -32,25 +32,27 @@ BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 
 def watch(rank: Executor, used: dict[Value, set[int]]) -> None:
     """Note which slots are ever taken; what is on its way still is where it was."""
-    call = rank.call
+    call = rank.run_instruction
 
-    def watched(k: int) -> None:
-        call(k)
-        for kind, slots in rank.state.slots.items():
+    def watched(index: int) -> None:
+        call(index)
+        for kind, slots in rank.state.slot_tables.items():
             used[kind] |= {n for n, value in enumerate(slots.values) if value is not None}
         for kind, send in ((Value.ACT_OUT, Opcode.SendAct), (Value.GRAD_OUT, Opcode.SendGrad)):
-            leaving = sum(rank.state.stream[sent].op == send for sent in rank.state.sending)
-            assert rank.state.slots[kind].taken + leaving <= len(rank.state.slots[kind].values)
+            leaving = sum(rank.state.stream[sent].op == send for sent in rank.state.pending_sends)
+            assert rank.state.slot_tables[kind].num_occupied + leaving <= len(
+                rank.state.slot_tables[kind].values
+            )
 
-    rank.call = watched  # type: ignore[method-assign]
+    rank.run_instruction = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
     """Exactly, by rank and kind, in whatever legal order; and nothing is ever overwritten."""
     shape = shape_of(schedule, 4, max(6, least(schedule, 4)))
-    stages = tiny_model.tiny_stages(shape.stages)
-    inputs, targets = tiny_model.batch(shape.microbatches)
+    stages = tiny_model.make_tiny_stages(shape.stages)
+    inputs, targets = tiny_model.make_batch(shape.microbatches)
     choices: list[BufferSharing | None] = [None, "minimal", "latency_preserving"]
     for overlap in (False, True):
         results: list[tuple[Tensor, list[dict[str, Tensor]]]] = []
@@ -58,22 +60,30 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
             program = compile(
                 schedule, shape, progress_model="per_edge", overlap=overlap, buffer_sharing=choice
             )
-            predicted = counts(program)
-            ranks = InProcessExecutor(program, stages, loss=tiny_model.loss, boundary=BOUNDARY)
-            used: list[dict[Value, set[int]]] = [{k: set() for k in KINDS} for _ in ranks.ranks]
-            for rank, noted in zip(ranks.ranks, used, strict=True):
+            predicted = count_slots(program)
+            ranks = InProcessExecutor(
+                program, stages, loss=tiny_model.squared_error, boundary=BOUNDARY
+            )
+            used: list[dict[Value, set[int]]] = [
+                {k: set() for k in SLOT_KINDS} for _ in ranks.executors
+            ]
+            for rank, noted in zip(ranks.executors, used, strict=True):
                 watch(rank, noted)
-            buffers = [{k: b.data_ptr() for k, b in r.state.buffers.items()} for r in ranks.ranks]
+            buffers = [
+                {k: b.data_ptr() for k, b in r.state.receive_buffers.items()}
+                for r in ranks.executors
+            ]
             for seed in range(2):
-                loss = ranks.step(inputs, targets, seed=seed)
+                loss = ranks.step(inputs, targets, order_seed=seed)
                 results.append((loss, gradients(stages)))
-            for r, rank in enumerate(ranks.ranks):
-                own = {kind: len(used[r][kind]) for kind in KINDS}
-                assert own == dict(zip(KINDS, predicted[r].tolist(), strict=True))
+            for r, rank in enumerate(ranks.executors):
+                own = {kind: len(used[r][kind]) for kind in SLOT_KINDS}
+                assert own == dict(zip(SLOT_KINDS, predicted[r].tolist(), strict=True))
                 assert all(
-                    s.most <= len(s.values) and not s.taken for s in rank.state.slots.values()
+                    s.max_occupied <= len(s.values) and not s.num_occupied
+                    for s in rank.state.slot_tables.values()
                 )
-                received = {key: b.data_ptr() for key, b in rank.state.buffers.items()}
+                received = {key: b.data_ptr() for key, b in rank.state.receive_buffers.items()}
                 assert received == buffers[r]
                 assert len(received) == own[Value.ACT_IN] + own[Value.GRAD_IN]
         for loss, grads in results[1:]:
@@ -93,17 +103,23 @@ class Odd(nn.Module):
 
 def keep_apart(rank: Executor) -> None:
     """Let nothing that outlives a buffer have its memory."""
-    call, static = rank.call, {memory(b) for b in rank.state.buffers.values()}
+    call, static = rank.run_instruction, {memory(b) for b in rank.state.receive_buffers.values()}
 
-    def watched(k: int) -> None:
-        call(k)
-        out = [v for kind in (Value.ACT_OUT, Value.GRAD_OUT) for v in rank.state.slots[kind].values]
-        for tape in filter(None, rank.state.slots[Value.DEFERRED_WGRAD].values):
+    def watched(index: int) -> None:
+        call(index)
+        out = [
+            v
+            for kind in (Value.ACT_OUT, Value.GRAD_OUT)
+            for v in rank.state.slot_tables[kind].values
+        ]
+        for tape in filter(None, rank.state.slot_tables[Value.DEFERRED_WGRAD].values):
             out += tape.tensors()
-        out += [saved[0] for saved in rank.state.slots[Value.SAVED].values if saved is not None]
+        out += [
+            saved[0] for saved in rank.state.slot_tables[Value.SAVED].values if saved is not None
+        ]
         assert not static & {memory(value) for value in tree_leaves(out) if value is not None}
 
-    rank.call = watched  # type: ignore[method-assign]
+    rank.run_instruction = watched  # type: ignore[method-assign]
 
 
 def memory(tensor: Tensor) -> int:
@@ -114,24 +130,24 @@ def memory(tensor: Tensor) -> int:
 def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
     """Not even where a stage's input is its output, and one gradient the other, for some steps."""
     shape = PipelineShape(4, 6)
-    inputs, targets = tiny_model.batch(shape.microbatches)
+    inputs, targets = tiny_model.make_batch(shape.microbatches)
 
     def stages() -> list[nn.Module]:
-        first, inner, last = tiny_model.tiny_stages(3)
+        first, inner, last = tiny_model.make_tiny_stages(3)
         return [first, Odd(), Odd(inner), last]
 
     one = stages()
-    total = run_sequential(one, inputs, targets, loss=tiny_model.loss)
+    total = run_sequential(one, inputs, targets, loss=tiny_model.squared_error)
     for choice in (None, "minimal"):
         other = stages()
         program = compile(
             schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing=choice
         )
-        ranks = InProcessExecutor(program, other, loss=tiny_model.loss, boundary=BOUNDARY)
-        for rank in ranks.ranks if choice else ():  # else a buffer is one value's for the step
+        ranks = InProcessExecutor(program, other, loss=tiny_model.squared_error, boundary=BOUNDARY)
+        for rank in ranks.executors if choice else ():  # else a buffer is one value's for the step
             keep_apart(rank)
         for seed in range(4):
-            assert torch.equal(ranks.step(inputs, targets, seed=seed), total)
+            assert torch.equal(ranks.step(inputs, targets, order_seed=seed), total)
             assert same_bits(gradients(one), gradients(other))
 
 
@@ -139,17 +155,17 @@ def test_outputs_are_let_go_when_they_are_sent() -> None:
     """What a backward needs is where an output came from, not its memory."""
     program = compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     ranks = InProcessExecutor(
-        program, tiny_model.tiny_stages(2), loss=tiny_model.loss, boundary=BOUNDARY
+        program, tiny_model.make_tiny_stages(2), loss=tiny_model.squared_error, boundary=BOUNDARY
     )
-    saved = ranks.ranks[0].state.slots[Value.SAVED]
-    call, roots = ranks.ranks[0].call, list[Any]()
+    saved = ranks.executors[0].state.slot_tables[Value.SAVED]
+    call, roots = ranks.executors[0].run_instruction, list[Any]()
 
-    def watched(k: int) -> None:
-        call(k)
+    def watched(index: int) -> None:
+        call(index)
         roots.extend(value[1] for value in saved.values if value is not None)
 
-    ranks.ranks[0].call = watched  # type: ignore[method-assign]
-    ranks.step(*tiny_model.batch(4))
+    ranks.executors[0].run_instruction = watched  # type: ignore[method-assign]
+    ranks.step(*tiny_model.make_batch(4))
     assert roots and not any(isinstance(root, Tensor) for root in roots)
 
 

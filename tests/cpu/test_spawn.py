@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from schedir.io.black_box import state_of
-from schedir.transports.local_processes import run as run_in
+from schedir.io.black_box import read_process_state
+from schedir.transports.local_processes import run_processes as run_in
 from tests.cpu.spawn import CONTEXT, RankError, run
 
 
@@ -87,7 +87,9 @@ def test_ranks_end_with_the_process_that_runs_them(tmp_path: Path) -> None:
     running.kill()
     running.join()
     ranks = [int(path.name) for path in tmp_path.iterdir()]
-    wait_until(lambda: not any(state_of(rank, 0) in ("runs", "stopped") for rank in ranks))
+    wait_until(
+        lambda: not any(read_process_state(rank, 0) in ("runs", "stopped") for rank in ranks)
+    )
 
 
 def wait_until(happens: Callable[[], bool]) -> None:
@@ -112,7 +114,8 @@ def test_a_fork_does_not_collect_what_its_parent_has_left(tmp_path: Path) -> Non
         cycle.own = cycle
         del cycle, group
         assert (
-            run_in(collect, 2, context=multiprocessing.get_context("fork"), limit=20) == [True] * 2
+            run_in(collect, 2, context=multiprocessing.get_context("fork"), timeout=20)
+            == [True] * 2
         )
     finally:
         gc.enable()

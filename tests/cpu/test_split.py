@@ -60,7 +60,7 @@ def gradients(
         if late is None:
             torch.autograd.backward(y, dy)
             continue
-        with split_backward.recording(split_backward.DeferredGradients()) as tape:
+        with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
             torch.autograd.backward(y, dy)
         assert len(tape) == net.splits
         tapes.append(tape)
@@ -144,7 +144,7 @@ def test_under_checkpointing() -> None:
 
 def test_what_is_no_leaf_is_not_split() -> None:
     w = torch.ones(3, 4, requires_grad=True)
-    with split_backward.recording(split_backward.DeferredGradients()) as tape:
+    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(split_backward.linear(torch.ones(2, 4), 2 * w).sum())
     assert len(tape) == 0
     assert w.grad is not None and torch.equal(w.grad, torch.full((3, 4), 4.0))
@@ -152,7 +152,7 @@ def test_what_is_no_leaf_is_not_split() -> None:
 
 def test_a_frozen_weight_has_nothing_to_defer() -> None:
     x = torch.ones(2, 4, requires_grad=True)
-    with split_backward.recording(split_backward.DeferredGradients()) as tape:
+    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(split_backward.linear(x, torch.ones(3, 4)).sum())
     assert len(tape) == 0 and x.grad is not None
 
@@ -183,7 +183,7 @@ def test_gradients_that_a_hook_asks_for_are_given_and_not_added() -> None:
 
         y = linear(x, w)
         y.register_hook(solve)
-        with split_backward.recording(split_backward.DeferredGradients()) as tape:
+        with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
             torch.autograd.backward(y, torch.ones_like(y))
         assert len(tape) == (linear is split_backward.linear)
         tape.run()
@@ -208,7 +208,7 @@ def test_what_w_needs_may_not_be_changed_before_it() -> None:
     beside = x * 1
     beside.register_hook(lambda dy: dy.mul_(0.5))
     y = beside + split_backward.linear(x, w)
-    with split_backward.recording(split_backward.DeferredGradients()) as tape:
+    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(y, torch.ones_like(y))
     with pytest.raises(ModelError, match="changed in place between I and W"):
         tape.run()
@@ -225,7 +225,7 @@ def test_a_linear_of_no_numbers(n: int, k: int) -> None:
 
 def test_recording_ends_with_its_context() -> None:
     w = nn.Parameter(torch.ones(3, 4))
-    with split_backward.recording(split_backward.DeferredGradients()) as tape:
+    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         pass
     torch.autograd.backward(split_backward.linear(torch.ones(2, 4), w).sum())
     assert len(tape) == 0 and w.grad is not None
@@ -233,9 +233,9 @@ def test_recording_ends_with_its_context() -> None:
 
 def test_the_tape_does_not_keep_the_graph_alive() -> None:
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(3, 4))
-    with split_backward.recording(split_backward.DeferredGradients()) as tape:
+    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(split_backward.linear(x * 2, w).sum())
-    assert all(x.grad_fn is None for x in tape.tensors())
+    assert all(x.grad_fn is None for x in tape.list_saved_tensors())
 
 
 # Modules of torch's own layers
@@ -345,7 +345,7 @@ def test_what_modules_do_around_their_linears(model: type[nn.Module], deferred: 
         for k, batch in enumerate(batches):
             x = batch.clone().requires_grad_()
             y = net(x)
-            with split_backward.recording(split_backward.DeferredGradients()) as tape:
+            with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
                 torch.autograd.backward(y, torch.ones_like(y))
             assert x.grad is not None
             assert len(tape) == deferred * splits

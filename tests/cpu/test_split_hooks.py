@@ -11,12 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
-from schedir.runtime.autograd.node_hook_detection import has_hooks, leaf_has_hooks, registrations
-from schedir.runtime.autograd.split_backward import DeferredGradients, recording
+from schedir.runtime.autograd.node_hook_detection import (
+    count_registrations,
+    leaf_has_hooks,
+    node_has_hooks,
+)
+from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
 from schedir.runtime.autograd.splittable_layers import (
-    could_wait,
+    find_deferrable_weights,
     make_backward_splittable,
-    watching,
+    watch_accumulation,
 )
 
 WIDTH = 4
@@ -83,7 +87,7 @@ def test_hooks_see_and_change_what_they_do_in_a_full_backward(kind: str) -> None
         seen: Seen = []
         given, tape = x.clone().requires_grad_(), DeferredGradients()
         y = model(given, seen).square().sum()
-        with recording(tape):
+        with defer_weight_gradients(tape):
             y.backward()
         tape.run()
         found.append(([given.grad, *(p.grad for p in model.parameters())], seen))
@@ -95,33 +99,33 @@ def test_hooks_see_and_change_what_they_do_in_a_full_backward(kind: str) -> None
 def test_only_the_layer_with_a_hook_is_not_split() -> None:
     model = Layers(HOOKS["node"])
     make_backward_splittable(model)
-    with recording(DeferredGradients()) as tape:
+    with defer_weight_gradients(DeferredGradients()) as tape:
         model(torch.randn(3, WIDTH), []).sum().backward()
-    assert [weight is model.two.weight for weight in tape.weights()] == [True]
+    assert [weight is model.two.weight for weight in tape.list_weights()] == [True]
 
 
 def test_has_hooks_finds_python_hooks_and_forgets_removed_ones() -> None:
     leaf = torch.ones(1, requires_grad=True)
     node = get_gradient_edge(leaf).node
-    assert not has_hooks(node)
+    assert not node_has_hooks(node)
     for register in (node.register_hook, node.register_prehook):
         assert not leaf_has_hooks(leaf, node)
         handle = register(lambda *_: None)
-        assert has_hooks(node)
+        assert node_has_hooks(node)
         assert leaf_has_hooks(leaf, node)
         handle.remove()
-        assert not has_hooks(node)
+        assert not node_has_hooks(node)
 
 
 def test_looking_for_hooks_is_no_registration() -> None:
-    before = registrations()
-    assert not has_hooks(get_gradient_edge(torch.ones(1, requires_grad=True)).node)
-    assert registrations() == before
+    before = count_registrations()
+    assert not node_has_hooks(get_gradient_edge(torch.ones(1, requires_grad=True)).node)
+    assert count_registrations() == before
 
 
 def test_the_hooks_of_the_warning_do_not_count() -> None:
     model = make_backward_splittable(Layers(HOOKS["none"]))
-    with watching(model) as came, recording(DeferredGradients()) as tape:
+    with watch_accumulation(model) as came, defer_weight_gradients(DeferredGradients()) as tape:
         model(torch.randn(3, WIDTH), []).sum().backward()
     assert len(tape) == 2
     assert came == {"one.bias", "two.bias"}
@@ -129,6 +133,6 @@ def test_the_hooks_of_the_warning_do_not_count() -> None:
 
 def test_a_weight_whose_accumulator_has_a_hook_could_not_wait() -> None:
     model: Any = make_backward_splittable(Layers(HOOKS["none"]))
-    assert could_wait(model) == {"one.weight", "two.weight"}
+    assert find_deferrable_weights(model) == {"one.weight", "two.weight"}
     _accumulator(model).register_hook(lambda *_: None)
-    assert could_wait(model) == {"two.weight"}
+    assert find_deferrable_weights(model) == {"two.weight"}

@@ -51,7 +51,7 @@ def _grads(
         found[f"y{k}"] = y.detach()
         dy = torch.linspace(-1, 1, y.numel()).view_as(y).to(y)
         if late:
-            with split_backward.recording(split_backward.DeferredGradients()) as tape:
+            with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
                 torch.autograd.backward(y, dy)
             assert left is None or len(tape) == left
             tapes.append(tape)
@@ -135,7 +135,7 @@ def test_norms_are_split_where_asked_for() -> None:
     net = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N), nn.LayerNorm(N, elementwise_affine=False))
     assert type(make_backward_splittable(net)[1]) is nn.LayerNorm  # type: ignore[index]
     make_backward_splittable(net, nn.LayerNorm)
-    with split_backward.recording(split_backward.DeferredGradients()) as tape:
+    with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         net(torch.randn(2, N)).square().sum().backward()
     weight = net[1].weight
     assert len(tape) == 3 and isinstance(weight, nn.Parameter) and weight.grad is None
@@ -146,7 +146,7 @@ def test_norms_are_split_where_asked_for() -> None:
     for also in ((), (nn.LayerNorm,)):
         stages = [nn.Identity(), make_backward_splittable(copy.deepcopy(net), *also)]
         sizes = measure_sizes(stages, x, x, loss=mse_loss, boundary=Boundary((8, N)))
-        tapes.append(sizes.of("deferred_wgrad", 2)[1])
+        tapes.append(sizes.for_stages("deferred_wgrad", 2)[1])
     assert tapes[1] - tapes[0] == 4 * (8 * N + 8 * N + 2 * 8)  # x, dy, means and deviations
 
 
@@ -163,23 +163,23 @@ def test_what_is_taught_wrongly() -> None:
 
     layer, x = Odd(N), torch.randn(2, 3, N)
     with pytest.raises(UsageError, match=r"type of nn\.Module, not Odd"):
-        register_splittable_layer(layer, input=back, later={"weight": rule})  # type: ignore[arg-type]
+        register_splittable_layer(layer, input_grad=back, deferred_grads={"weight": rule})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="how Odd is split is not known"):
         make_backward_splittable(layer, Odd)
     with pytest.raises(UsageError, match="how Odd is split is not known"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Odd, input=back, later={"weight": rule})
+    register_splittable_layer(Odd, input_grad=back, deferred_grads={"weight": rule})
     with pytest.raises(ModelError, match="the gradient of weight is not autograd's"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Odd, input=rule, later={"weight": rule})
+    register_splittable_layer(Odd, input_grad=rule, deferred_grads={"weight": rule})
     with pytest.raises(ModelError, match=r"gives its input, which is \[2, 3, 6\]"):
         check_splittable_layer(layer, x)
     register_splittable_layer(
-        Odd, input=back, later={"weight": lambda layer, x, dy: (x * dy).sum()}
+        Odd, input_grad=back, deferred_grads={"weight": lambda layer, x, dy: (x * dy).sum()}
     )
     with pytest.raises(ModelError, match=r"which is \[6\], a gradient of \[\]"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Odd, input=back, later={"wieght": rule})
+    register_splittable_layer(Odd, input_grad=back, deferred_grads={"wieght": rule})
     with pytest.raises(ModelError, match="says nothing of its weight"):
         make_backward_splittable(layer)
 
@@ -191,13 +191,15 @@ def test_a_taught_layer_may_be_called_in_other_ways() -> None:
 
     register_splittable_layer(
         Scaled,
-        input=lambda layer, x, dy: dy * layer.weight.square(),
-        later={"weight": lambda layer, x, dy: (x * dy).sum_to_size(N) * (2 * layer.weight)},
+        input_grad=lambda layer, x, dy: dy * layer.weight.square(),
+        deferred_grads={
+            "weight": lambda layer, x, dy: (x * dy).sum_to_size(N) * (2 * layer.weight)
+        },
     )
     layer, x = make_backward_splittable(Scaled(N)), torch.randn(2, N)
     for y, factor, left in [(layer(x=x), 1, 1), (layer(x, by=2.0), 2, 0), (layer(x, 2.0), 2, 0)]:
         assert torch.equal(y, Square.forward(layer, x) * factor)  # type: ignore[arg-type]
-        with split_backward.recording(split_backward.DeferredGradients()) as tape:
+        with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
             y.sum().backward()
         assert len(tape) == left
 
@@ -217,12 +219,14 @@ def test_what_is_taught_again_counts() -> None:
         return dw
 
     x = torch.randn(2, 3, N)
-    register_splittable_layer(Twice, input=lambda layer, x, dy: dy, later={"weight": late})
+    register_splittable_layer(
+        Twice, input_grad=lambda layer, x, dy: dy, deferred_grads={"weight": late}
+    )
     layer = Twice(N)
     net = make_backward_splittable(nn.Sequential(layer, nn.Linear(N, N)))
     with pytest.raises(ModelError, match="the gradient of the input is not autograd's"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Twice, input=back, later={"weight": late})
+    register_splittable_layer(Twice, input_grad=back, deferred_grads={"weight": late})
     for one in make_backward_splittable(net).children():
         check_splittable_layer(one, x)
     given = x.clone().requires_grad_()

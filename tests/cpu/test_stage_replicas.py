@@ -138,7 +138,7 @@ def test_an_optimizer_finds_the_attributes_of_weights() -> None:
     ranks = ranks_of(schedule, shape, stages, optimizer)
     ranks.step(batch(), batch() + 1)
     assert found == [2, 2]
-    for replica in ranks.other_holders:
+    for replica in ranks.stage_replicas:
         for p, q in zip(replica.copy.parameters(), replica.module.parameters(), strict=True):
             assert torch.equal(p, q)
 

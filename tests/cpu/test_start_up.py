@@ -16,7 +16,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.schedules import dualpipe, interleaved, one_f_one_b
 from schedir.transports import process_groups
 from schedir.transports.gloo import ProcessTransport
-from schedir.transports.gpu_selection import HOST, refuse_twins
+from schedir.transports.gpu_selection import HOST_ID_VARIABLE, require_distinct_gpus
 from schedir.transports.p2p_groups import EdgeGroups
 
 WORLD = 1024
@@ -46,9 +46,9 @@ class Counted:
 
 def _said(store: Counted, process: int, card: str) -> str:
     try:
-        refuse_twins(store, process, WORLD, card, f"host {process // 8}")
+        require_distinct_gpus(store, process, WORLD, card, f"host {process // 8}")
     except ModelError as error:
-        assert HOST in error.hint
+        assert HOST_ID_VARIABLE in error.hint
         return error.fact
     return ""
 
@@ -69,11 +69,12 @@ def test_twins_are_found_in_thousands_of_reads(twin: int | None) -> None:
 
 
 def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
-    """The rows of each `make` of one process of a world that is not there, and its own groups."""
+    """The rows of each `make_group` of one process of a world that is not there, and its own
+    groups."""
     made: list[Any] = []
     own: list[Any] = []
     with monkeypatch.context() as patch:
-        make, new_group = process_groups.make, dist.new_group
+        make, new_group = process_groups.make_group, dist.new_group
 
         def noted(rows: Any, **options: Any) -> Any:
             made.append(sorted(map(tuple, rows)))
@@ -83,9 +84,9 @@ def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
             own.append(tuple(ranks))
             return new_group(ranks, **options)
 
-        patch.setattr(process_groups, "make", noted)
+        patch.setattr(process_groups, "make_group", noted)
         patch.setattr(dist, "new_group", counted)
-        patch.setattr(ProcessTransport, "agree", lambda self, facts, tell=None: [tell])
+        patch.setattr(ProcessTransport, "check_agreement", lambda self, facts, tell=None: [tell])
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("fake", store=store, rank=process, world_size=WORLD)
         try:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import schedir
 from schedir import PipelineShape, Program
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.checkpoints import Saver, load, save
 from schedir.errors import ExecutionError, ModelError
 from schedir.models import gpt
@@ -43,7 +43,7 @@ torch.set_num_threads(1)
 
 
 def states_of(rank: Executor) -> DiskOptimizerState:
-    states = rank.state.held.states
+    states = rank.state.resources.host_optimizer_state
     assert isinstance(states, DiskOptimizerState)
     return states
 
@@ -97,7 +97,7 @@ def test_nothing_is_stepped_where_one_gradient_is_not_finite(tmp_path: Path) -> 
     for world in worlds:
         stepped(world, 0)
         before = left(world)
-        first = next(world.ranks[0].stages[0].module.parameters())
+        first = next(world.executors[0].stages[0].module.parameters())
         hook = first.register_hook(lambda gradient: gradient * torch.nan)
         stepped(world, 1)
         hook.remove()
@@ -114,18 +114,18 @@ def test_between_steps_all_of_it_is_in_the_file(tmp_path: Path) -> None:
     """Whoever reads a tensor reads the file, and whoever writes to one, there."""
     world = made(on_disk(), ADAMW, folder=tmp_path)
     stepped(world, 0, 1)
-    states = states_of(world.ranks[0])
-    kept = [t for own in optimizer_of(world.ranks[0]).state.values() for t in own.values()]
-    assert all(map(states.is_away, kept)) and len(kept) == len(states.at)
+    states = states_of(world.executors[0])
+    kept = [t for own in optimizer_of(world.executors[0]).state.values() for t in own.values()]
+    assert all(map(states.is_on_host, kept)) and len(kept) == len(states.file_offsets)
     for t in kept:
         found = torch.empty(t.nbytes, dtype=torch.uint8)
-        states.spills.read(states.at[t], found)
+        states.spill_file.read(states.file_offsets[t], found)
         assert torch.equal(found.view(t.dtype).view(t.shape), t)
         t.fill_(3)
-        states.spills.read(states.at[t], found)
+        states.spill_file.read(states.file_offsets[t], found)
         assert (found.view(t.dtype) == 3).all()
-    (room,) = states.tiers.states.free[:1]
-    assert room.place.view(torch.float32).isnan().all()  # nobody finds there what was
+    (room,) = states.tiers.state_arena.free_blocks[:1]
+    assert room.location.view(torch.float32).isnan().all()  # nobody finds there what was
 
 
 def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
@@ -133,50 +133,60 @@ def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
     shape = PipelineShape(1, 2, 3)
     for rooms in (1, 2, 3):
         stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
-        sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
+        sizes = measure_sizes(
+            stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, optimizer_state=ADAMW
+        )
         world = made(on_disk(optimizer_host_buffers=rooms), ADAMW, folder=tmp_path)
         stepped(world, 0)
-        (rank,) = world.ranks
+        (rank,) = world.executors
         seen: dict[str, list[int]] = {"device": [], "host": [], "disk": []}
         rank.calls = [
             call._replace(run=partial(_look, rank, call.run, seen)) for call in rank.calls
         ]
         stepped(world, 1)
-        (device,) = held(world.program, sizes)
-        assert max(seen["device"]) == device.kept["state"][1].max()
+        (device,) = compute_footprints(world.program, sizes)
+        assert max(seen["device"]) == device.dynamic_memory["state"][1].max()
         for tier in ("host", "disk"):
-            (own,) = held(world.program, sizes, tier)
-            assert max(seen[tier]) == own.bytes.max() > 0
+            (own,) = compute_footprints(world.program, sizes, tier)
+            assert max(seen[tier]) == own.total_bytes.max() > 0
         assert len({*seen["disk"]}) == 1 and seen["host"][-1] == 0
         states = states_of(rank)
-        assert states.tiers.states.made == world.program.slots[0].state_host * states.largest
+        assert (
+            states.tiers.state_arena.allocated_bytes
+            == world.program.slots[0].state_host * states.buffer_size
+        )
 
 
 def _look(rank: Executor, run: Any, seen: dict[str, list[int]]) -> None:
     run()
-    states, tiers = states_of(rank), rank.state.held.tiers
-    found = [t for stage in states.own for t in states.tensors(stage) if not states.is_away(t)]
-    for each in (*states.loading.values(), *states.storing.values()):
+    states, tiers = states_of(rank), rank.state.resources.memory_tiers
+    found = [
+        t
+        for stage in states.optimizer_parameters
+        for t in states.list_state_tensors(stage)
+        if not states.is_on_host(t)
+    ]
+    for each in (*states.pending_loads.values(), *states.pending_stores.values()):
         found += [memory for _, _, memory in each.tensors]
     seen["device"].append(sum(t.nbytes for t in dict.fromkeys(found)))
-    on_host = [t for here in states.on_host.values() for t in here.parts.values()]
-    assert sum(t.nbytes for t in on_host) == tiers.used_on("host")
-    seen["host"].append(tiers.used_on("host"))
-    assert sum(t.nbytes for t in states.away()) == tiers.used_on("disk")
-    seen["disk"].append(tiers.used_on("disk"))
+    on_host = [t for here in states.host_buffers.values() for t in here.views.values()]
+    assert sum(t.nbytes for t in on_host) == tiers.count_used_bytes("host")
+    seen["host"].append(tiers.count_used_bytes("host"))
+    assert sum(t.nbytes for t in states.list_host_memory()) == tiers.count_used_bytes("disk")
+    seen["disk"].append(tiers.count_used_bytes("disk"))
 
 
 def test_what_nobody_has_any_more_leaves_room_in_the_file(tmp_path: Path) -> None:
     world = made(on_disk(), ADAMW, folder=tmp_path)
     stepped(world, 0)
-    optimizer, states = optimizer_of(world.ranks[0]), states_of(world.ranks[0])
+    optimizer, states = optimizer_of(world.executors[0]), states_of(world.executors[0])
     lengths = []
     for k in range(3):
         optimizer.load_state_dict(optimizer.state_dict())  # new tensors, each time
         gc.collect()
         stepped(world, 1 + k)
-        lengths.append(states.spills.length)
-    assert len({*lengths}) == 1 and all(map(states.is_away, states.tensors(0)))
+        lengths.append(states.spill_file.length)
+    assert len({*lengths}) == 1 and all(map(states.is_on_host, states.list_state_tensors(0)))
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -195,8 +205,8 @@ def test_a_checkpoint_has_what_lies_on_the_disk(first: str, then: str, tmp_path:
 
     one, other, whole = map(world, (first, then, "device"))
     steps(one, 0, 2)
-    save(one, tmp_path / "saved", step=2, names=same)
-    load(other, tmp_path / "saved", names=same)
+    save(one, tmp_path / "saved", step=2, name_map=same)
+    load(other, tmp_path / "saved", name_map=same)
     steps(other, 2, 4)
     steps(whole, 0, 4)
     assert equal(left(other), left(whole))
@@ -209,18 +219,18 @@ def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
         options={"optimizer_placement": "disk", "checkpoint_snapshots": True},
     )
     world = in_process(layout, MODEL, folder=tmp_path)
-    saver = Saver(world, tmp_path / "beside", names=same)
+    saver = Saver(world, tmp_path / "beside", name_map=same)
     steps(world, 0, 2)
-    save(world, tmp_path / "at once", step=2, names=same)
-    saver.due(2)
+    save(world, tmp_path / "at once", step=2, name_map=same)
+    saver.schedule_save(2)
     steps(world, 2, 3)
     saver.write()
     steps(world, 3, 4)
-    saver.ended()
+    saver.wait()
     found = []
     for saved in ("beside", "at once"):
         other = in_process(layout, MODEL, folder=tmp_path)
-        load(other, tmp_path / saved, names=same)
+        load(other, tmp_path / saved, name_map=same)
         found.append(left(other))
     assert equal(*found)
 
@@ -249,7 +259,9 @@ def test_a_folder_may_vanish(tmp_path: Path) -> None:
 def everything(world: Any) -> dict[int, list[Tensor]]:
     """What is kept of each stage."""
     states = states_of(world.ranks[0])
-    return {s: [t.clone() for t in states.tensors(s)] for s in states.own}
+    return {
+        s: [t.clone() for t in states.list_state_tensors(s)] for s in states.optimizer_parameters
+    }
 
 
 @pytest.mark.parametrize(

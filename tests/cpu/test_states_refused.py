@@ -74,12 +74,14 @@ def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None
     )
     stepped(world, 0)
     before = [
-        p.detach().clone() for s in world.ranks[0].stages.values() for p in s.module.parameters()
+        p.detach().clone()
+        for s in world.executors[0].stages.values()
+        for p in s.module.parameters()
     ]
-    world.ranks[0].state.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
+    world.executors[0].state.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
     with pytest.raises(ExecutionError, match="stage_step"):
         stepped(world, 1)
-    after = [p for s in world.ranks[0].stages.values() for p in s.module.parameters()]
+    after = [p for s in world.executors[0].stages.values() for p in s.module.parameters()]
     assert equal(before, [p.detach() for p in after])
     assert not any(t.isnan().any() for t in left(world))
 
@@ -100,7 +102,7 @@ def test_groups_that_come_later_are_stepped() -> None:
     for program in both(interleaved, PipelineShape(1, 4, 3)):
         world = made(program, lambda own: ADAMW(own[-3:]))
         stepped(world, 0)
-        (rank,) = world.ranks
+        (rank,) = world.executors
         optimizer = optimizer_of(rank)
         has = {p for group in optimizer.param_groups for p in group["params"]}
         every = [p for stage in rank.stages.values() for p in stage.module.parameters()]
@@ -115,7 +117,7 @@ def test_a_stranger_that_comes_later_is_refused_before_the_step() -> None:
         schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"), ADAMW
     )
     stepped(world, 0)
-    (rank,) = world.ranks
+    (rank,) = world.executors
     optimizer_of(rank).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     with pytest.raises(ModelError, match=r"a parameter of \[3\] of none"):
         stepped(world, 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 import schedir
 from benchmarks.zero import Case, differing, train
 from schedir import PipelineShape
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.checkpoints import Saver, load, save
 from schedir.ir.isa.instructions import TIERS
 from schedir.models import gpt
@@ -110,14 +110,14 @@ def test_nothing_is_stepped_where_one_gradient_is_not_finite(make: str, clip: bo
     ]
     for world in worlds:
         stepped(world, 0)
-        (rank,) = world.ranks
+        (rank,) = world.executors
         before = left(world)
         first = next(rank.stages[0].module.parameters())
         hook = first.register_hook(lambda gradient: gradient * torch.nan)
         stepped(world, 1)
         hook.remove()
         after = left(world)
-        assert not bool(rank.finite)
+        assert not bool(rank.finite_updates)
         if clip:
             assert float(after.pop()) == float(before.pop()) / 2
         assert equal(before, after)
@@ -158,15 +158,15 @@ def test_between_steps_all_of_it_is_on_the_host_and_nothing_is_left() -> None:
         schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="host"), ADAMW
     )
     stepped(world, 0)
-    (rank,) = world.ranks
-    states = rank.state.held.states
-    assert states is not None and all(map(states.is_away, kept_by(rank)))
+    (rank,) = world.executors
+    states = rank.state.resources.host_optimizer_state
+    assert states is not None and all(map(states.is_on_host, kept_by(rank)))
     places = [t.data_ptr() for t in kept_by(rank)]
     seen: list[Tensor] = []
-    gone = states.leave
+    gone = states.finish_store
 
     def leave(stage: int) -> None:
-        found = [here for _, _, here in states.storing[stage].tensors]
+        found = [here for _, _, here in states.pending_stores[stage].tensors]
         seen.extend(t for t in found if t.dim())
         resized = torch.UntypedStorage.resize_
         with patch.object(torch.UntypedStorage, "resize_", lambda *_: None):
@@ -175,9 +175,9 @@ def test_between_steps_all_of_it_is_on_the_host_and_nothing_is_left() -> None:
         for t in found:
             resized(t.untyped_storage(), 0)
 
-    with patch.object(states, "leave", leave):
+    with patch.object(states, "finish_store", leave):
         stepped(world, 1)
-    assert seen and all(map(states.is_away, kept_by(rank)))
+    assert seen and all(map(states.is_on_host, kept_by(rank)))
     assert places == [t.data_ptr() for t in kept_by(rank)]  # one memory, made once
 
 
@@ -186,32 +186,39 @@ def test_as_much_is_on_each_tier_as_was_predicted() -> None:
     shape, most = PipelineShape(1, 2, 3), []
     for slots in (1, 2, 3):
         stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
-        sizes = measure_sizes(stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, state=ADAMW)
+        sizes = measure_sizes(
+            stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, optimizer_state=ADAMW
+        )
         how: dict[str, Any] = {"optimizer_placement": "host", "optimizer_device_buffers": slots}
         world = made(schedir.compile(looped_bfs, shape, progress_model="per_edge", **how), ADAMW)
         stepped(world, 0)
-        (rank,) = world.ranks
-        (own,) = held(world.program, sizes)
+        (rank,) = world.executors
+        (own,) = compute_footprints(world.program, sizes)
         here: list[int] = []
         rank.calls = [
             call._replace(run=partial(_look, rank, call.run, here)) for call in rank.calls
         ]
         stepped(world, 1)
-        assert max(here) == own.kept["state"][1].max()
-        states = rank.state.held.states
+        assert max(here) == own.dynamic_memory["state"][1].max()
+        states = rank.state.resources.host_optimizer_state
         assert states is not None
-        on_host = held(world.program, sizes, "host")[0].bytes
-        assert set(on_host) == {sum(t.nbytes for t in states.away())}
+        on_host = compute_footprints(world.program, sizes, "host")[0].total_bytes
+        assert set(on_host) == {sum(t.nbytes for t in states.list_host_memory())}
         most.append(max(here))
     assert most == sorted(set(most))
 
 
 def _look(rank: Executor, run: Any, here: list[int]) -> None:
     run()
-    states = rank.state.held.states
+    states = rank.state.resources.host_optimizer_state
     assert states is not None
-    moving = [*states.loading.values(), *states.storing.values()]
-    found = [t for stage in states.own for t in states.tensors(stage) if not states.is_away(t)]
+    moving = [*states.pending_loads.values(), *states.pending_stores.values()]
+    found = [
+        t
+        for stage in states.optimizer_parameters
+        for t in states.list_state_tensors(stage)
+        if not states.is_on_host(t)
+    ]
     found += [memory for each in moving for _, _, memory in each.tensors]
     here.append(sum(t.nbytes for t in dict.fromkeys(found)))
 
@@ -237,8 +244,8 @@ def test_a_checkpoint_has_what_lies_on_the_host(
     model = MODEL._replace(half=half) if hasattr(MODEL, "_replace") else MODEL
     one, other, whole = (in_process(layout(states), model) for states in (first, then, "device"))
     steps(one, 0, 2)
-    save(one, tmp_path, step=2, names=same)
-    load(other, tmp_path, names=same)
+    save(one, tmp_path, step=2, name_map=same)
+    load(other, tmp_path, name_map=same)
     steps(other, 2, 4)
     steps(whole, 0, 4)
     assert equal(left(other), left(whole))
@@ -246,18 +253,18 @@ def test_a_checkpoint_has_what_lies_on_the_host(
 
 def test_a_snapshot_is_of_the_step_before(tmp_path: Path) -> None:
     world = in_process(layout("host", checkpoint_snapshots=True), MODEL)
-    saver = Saver(world, tmp_path / "beside", names=same)
+    saver = Saver(world, tmp_path / "beside", name_map=same)
     steps(world, 0, 2)
-    save(world, tmp_path / "at once", step=2, names=same)
-    saver.due(2)
+    save(world, tmp_path / "at once", step=2, name_map=same)
+    saver.schedule_save(2)
     steps(world, 2, 3)
     saver.write()
     steps(world, 3, 4)
-    saver.ended()
+    saver.wait()
     found = []
     for folder in ("beside", "at once"):
         other = in_process(layout("host"), MODEL)
-        load(other, tmp_path / folder, names=same)
+        load(other, tmp_path / folder, name_map=same)
         found.append(left(other))
     assert equal(*found)
 
@@ -268,10 +275,10 @@ def test_state_of_elsewhere_is_moved_before_the_next_step() -> None:
     one, other, plain = made(program, ADAMW), made(program, ADAMW), made(program, ADAMW)
     stepped(one, 0, 1)
     stepped(plain, 0, 1, 2)
-    for a, b in zip(one.ranks, other.ranks, strict=True):
+    for a, b in zip(one.executors, other.executors, strict=True):
         optimizer_of(b).load_state_dict(optimizer_of(a).state_dict())
         for s, stage in b.stages.items():
             stage.module.load_state_dict(a.stages[s].module.state_dict())
-    other.ranks[0].draws.step = 2
+    other.executors[0].random_streams.step = 2
     stepped(other, 2)
     assert equal(left(other), left(plain))

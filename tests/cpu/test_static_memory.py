@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.compiler.compile import compile, lower
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -25,7 +25,7 @@ from schedir.runtime.rank_state import State
 from schedir.schedules import one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs
-from schedir.transports.in_process.mailbox import Mailbox, MailboxHub, members_of
+from schedir.transports.in_process.mailbox import Mailbox, MailboxHub, list_group_members
 from tests.laws import ZOO, least, shape_of
 from tests.strategies import with_slots
 
@@ -35,25 +35,25 @@ WIDTH = 8  # numbers of a boundary, which every tp here divides
 class Static(Mailbox):
     """Sends from memory that is made once, as NCCL, in a tensor-parallel group of any size."""
 
-    static = True
+    uses_static_buffers = True
 
 
 def made(program: Program, rank: int) -> dict[str, int]:
     """By kind, the bytes that a rank makes for a program when it is linked."""
-    transport = Static(MailboxHub(), rank, members_of(program, rank), "per_edge")
+    transport = Static(MailboxHub(), rank, list_group_members(program, rank), "per_edge")
     transport.tp = program.tp
-    stages = {s: nn.Identity() for s in program.shape.stages_of[rank]}
+    stages = {s: nn.Identity() for s in program.shape.stages_on_rank[rank]}
     boundary = Boundary((2, WIDTH // 2), torch.float64)
-    passing = BoundaryTable.of(boundary, program)
+    passing = BoundaryTable.from_boundary(boundary, program)
     loss = nn.functional.mse_loss
     held = RankResources(program, rank, stages, transport, loss, None, 1.0, None, 0)
-    held.make_room([(program, passing)])
+    held.allocate_buffers([(program, passing)])
     state = State(program, held, transport, passing)
     for i in state.stream:
         HANDLERS[i.op](state, i)
     found = dict.fromkeys(SlotCounts._fields, 0)
-    memory = [(kind, tensor) for (kind, _), tensor in state.buffers.items()]
-    memory += [(kind, tensor) for (kind, _, _), tensor in held.outgoing.items()]
+    memory = [(kind, tensor) for (kind, _), tensor in state.receive_buffers.items()]
+    memory += [(kind, tensor) for (kind, _, _), tensor in held.send_buffers.items()]
     for kind, tensor in memory:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         found[kind.name.lower()] += tensor.nbytes
@@ -61,8 +61,8 @@ def made(program: Program, rank: int) -> dict[str, int]:
 
 
 def as_predicted(program: Program) -> None:
-    for rank, footprint in enumerate(held(program, Sizes(activation=8 * WIDTH))):
-        predicted = {kind: size for kind, (_, size) in footprint.fixed.items()}
+    for rank, footprint in enumerate(compute_footprints(program, Sizes(activation=8 * WIDTH))):
+        predicted = {kind: size for kind, (_, size) in footprint.static_memory.items()}
         assert made(program, rank) == {kind: predicted.get(kind, 0) for kind in SlotCounts._fields}
 
 

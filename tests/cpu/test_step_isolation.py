@@ -20,7 +20,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.parameters.mixed_precision import MainOptimizer
 from schedir.schedules import interleaved, one_f_one_b, pipedream_2bw
-from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
+from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 
 torch.set_num_threads(1)
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
@@ -176,12 +176,12 @@ def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> l
         schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
     )
     folder = "." if states == "disk" else None
-    stages = tiny_stages(shape.stages)
+    stages = make_tiny_stages(shape.stages)
     world = InProcessExecutor(
-        program, stages, loss=loss, boundary=BOUNDARY, optimizer=make, folder=folder
+        program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=make, spill_dir=folder
     )
     for k in range(3):
-        world.step(*batch(shape.microbatches, k))
+        world.step(*make_batch(shape.microbatches, k))
     return [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
 
 

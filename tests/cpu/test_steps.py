@@ -20,16 +20,16 @@ from schedir.errors import NonFiniteError, UsageError
 from schedir.hang_diagnosis.stall_cause import ProcessLayout
 from schedir.models import gpt
 from schedir.runtime.executor import Executor
-from schedir.runtime.parameters.mixed_precision import LossScale, innermost, step_if
+from schedir.runtime.parameters.mixed_precision import LossScale, step_if_finite, unwrap_optimizer
 from schedir.training import step_loop, trainer
 from schedir.training.batches.text_batches import Corpus
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 from schedir.training.config.run_config import Config
-from schedir.training.optimizer import optimizer_of
+from schedir.training.optimizer import build_optimizer
 from schedir.training.processes.process_exit import RunMember
 from schedir.training.processes.watchdog import Watchdog
 from schedir.training.step_loop import StepLoop
-from schedir.training.train import program_of, run
+from schedir.training.train import build_program, run
 from schedir.training.trainer import _Trainer
 from tests.cpu import spawn
 
@@ -50,10 +50,10 @@ def infinite_gradient(y: torch.Tensor) -> torch.Tensor:
 
 def spoilt(patch: pytest.MonkeyPatch, what: Spoil, stage: int, *steps: int, once: bool) -> None:
     """Let a stage's output be spoilt in some steps, from 0; when these run again, too, or not."""
-    made, begun, runs = gpt.build_stage, Executor.begin, list[int]()
+    made, begun, runs = gpt.build_stage, Executor.begin_step, list[int]()
 
     def begin(self: Executor, *given: Any) -> None:
-        runs.append(self.draws.step)
+        runs.append(self.random_streams.step)
         begun(self, *given)
 
     def build_stage(config: Any, s: int, stages: int, **more: Any) -> Any:
@@ -66,7 +66,7 @@ def spoilt(patch: pytest.MonkeyPatch, what: Spoil, stage: int, *steps: int, once
             module.register_forward_hook(spoil)
         return module
 
-    patch.setattr(Executor, "begin", begin)
+    patch.setattr(Executor, "begin_step", begin)
     patch.setattr(gpt, "build_stage", build_stage)
 
 
@@ -74,7 +74,7 @@ def learned(made: _Trainer) -> list[torch.Tensor]:
     """Weights, and what the optimizer keeps."""
     inner: Any = getattr(made.optimizer, "inner", made.optimizer)
     own = [p for s in made.executor.stages.values() for p in s.module.parameters()]
-    kept = [*own, *getattr(made.optimizer, "main", [])]
+    kept = [*own, *getattr(made.optimizer, "main_parameters", [])]
     kept += [t for state in inner.state.values() for t in state.values()]
     return [t.detach().clone() for t in kept]
 
@@ -85,19 +85,19 @@ def outcome(
     """Of a run with its numbers read late or at once: exit code, loss.csv, what was learned, and
     how many steps it was late."""
     trainers, begin, lates = [], _Trainer.__init__, list[int]()
-    settle = StepLoop.settle
+    settle = StepLoop.read_oldest_step
 
     def init(self: _Trainer, *given: Any) -> None:
         begin(self, *given)
         trainers.append(self)
-        self.steps.may_be_late &= late
+        self.step_loop.can_read_late &= late
 
     def counted(self: StepLoop) -> Any:
-        lates.append(len(self.issued) - 1)
+        lates.append(len(self.pending_steps) - 1)
         return settle(self)
 
     patch.setattr(_Trainer, "__init__", init)
-    patch.setattr(StepLoop, "settle", counted)
+    patch.setattr(StepLoop, "read_oldest_step", counted)
     code = run(config, [*ONE, *sets, f'output.dir="{folder}"'])
     return code, (folder / "loss.csv").read_bytes(), learned(trainers[0]), sum(lates)
 
@@ -201,10 +201,10 @@ def _replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]
     for late in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             spoilt(patch, infinite_loss, 0, *([3] if process else []), once=False)
-            program = program_of(config)
+            program = build_program(config)
             made = _Trainer(config, program, Corpus(config), None)
-            made.steps.may_be_late &= late
-            own = RunMember(config.output.dir, ProcessLayout.of(program), process)
+            made.step_loop.can_read_late &= late
+            own = RunMember(config.output.dir, ProcessLayout.from_program(program), process)
             dog = Watchdog(own, config.train.timeout)
             with pytest.raises(NonFiniteError) as error, dog:
                 made.run(dog)
@@ -216,7 +216,7 @@ def _replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]
 def test_no_replica_goes_on(config: str, precision: str) -> None:
     sets = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.dp=2", "pipeline.stages_per_rank=1",
             "train.log_every=100", "train.steps=7", f"train.precision={precision}"]  # fmt: skip
-    told = read(config, sets)
+    told = read_config(config, sets)
     for (said, weights), (said_then, weights_then) in spawn.run(
         partial(_replica, config=told), 2, limit=60
     ):
@@ -259,14 +259,16 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
     precision: str,
     schedule: str,
 ) -> None:
-    adamw, watched, takes = torch.optim.AdamW, list[str](), _Trainer._take
+    adamw, watched, takes = torch.optim.AdamW, list[str](), _Trainer._take_batch
 
     def guarded(home: type, name: str) -> None:
         method = getattr(home, name)
 
         def inside(self: Any, *given: Any) -> Any:
             steps = self if isinstance(self, StepLoop) else self.steps
-            if not 1 <= steps.number - (name == "issue") < 5:  # the first one, and one reported
+            if (
+                not 1 <= steps.last_issued_step - (name == "issue") < 5
+            ):  # the first one, and one reported
                 return method(self, *given)
             watched.append(name)
             with NoWait():  # type: ignore[no-untyped-call]
@@ -283,21 +285,21 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
     sets = [*ONE, *(one if schedule == "zb_h1" else []), f"pipeline.schedule={schedule}",
             f"train.precision={precision}", f'output.dir="{tmp_path}"']  # fmt: skip
     assert run(config, sets) == 0
-    assert {*watched} == {"issue", "settle", "_take"} and takes is not _Trainer._take
+    assert {*watched} == {"issue", "settle", "_take"} and takes is not _Trainer._take_batch
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_on_a_gpu_adamw_is_fused_in_any_precision(config: str, precision: str) -> None:
     """Also of float32 copies; it takes float32 gradients as they are, and asks nothing."""
-    told = read(config, ["train.device=cuda", f"train.precision={precision}"])
+    told = read_config(config, ["train.device=cuda", f"train.precision={precision}"])
     p = torch.nn.Parameter(torch.zeros(2, 2, dtype=getattr(torch, precision)))
     p.grad_dtype = torch.float32
-    optimizer: Any = optimizer_of([p], told.train)
+    optimizer: Any = build_optimizer([p], told.train)
     p.grad = torch.ones(2, 2)
     for _ in range(2):
         with NoWait():  # type: ignore[no-untyped-call]  # nor when it makes what it keeps
-            step_if(torch.tensor(True), optimizer)
-    inner = innermost(optimizer)
+            step_if_finite(torch.tensor(True), optimizer)
+    inner = unwrap_optimizer(optimizer)
     assert all(group["fused"] for group in optimizer.param_groups)
     ((stepped, state),) = inner.state.items()
     assert (stepped is p) == (precision == "float32") and stepped.dtype == torch.float32
@@ -319,19 +321,19 @@ def test_a_token_that_is_none_is_an_error_of_its_step(
 
     tokens = tmp_path / "tokens.bin"
     np.zeros(400, "<u2").tofile(tokens)
-    drawn, begun, steps = Batches.batch, Executor.begin, list[int]()
+    drawn, begun, steps = Batches.read_batch, Executor.begin_step, list[int]()
 
     def batch(self: Batches, first: int, count: int) -> Any:
-        if first == 3 * self.size:
+        if first == 3 * self.batch_size:
             raise UsageError("token 300 at position 7 is not below the vocabulary size 256")
         return drawn(self, first, count)
 
     def begin(self: Executor, *given: Any) -> None:
-        steps.append(self.draws.step)
+        steps.append(self.random_streams.step)
         begun(self, *given)
 
-    monkeypatch.setattr(Batches, "batch", batch)
-    monkeypatch.setattr(Executor, "begin", begin)
+    monkeypatch.setattr(Batches, "read_batch", batch)
+    monkeypatch.setattr(Executor, "begin_step", begin)
     sets = [*ONE, f'data.source="{tokens}"', f'output.dir="{tmp_path}"']
     with pytest.raises(UsageError, match="token 300"):
         run(config, sets)
@@ -345,15 +347,15 @@ def test_a_token_that_is_none_is_an_error_of_its_step(
 def test_ctrl_c_in_a_step_leaves_no_thread(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = Executor.begin
+    begun = Executor.begin_step
 
     def begin(self: Executor, *given: Any) -> None:
         assert prefetching()
-        if self.draws.step == 3:
+        if self.random_streams.step == 3:
             raise KeyboardInterrupt
         begun(self, *given)
 
-    monkeypatch.setattr(Executor, "begin", begin)
+    monkeypatch.setattr(Executor, "begin_step", begin)
     assert run(config, [*ONE, f'output.dir="{tmp_path}"']) == 130
     assert not prefetching()
 

@@ -53,7 +53,7 @@ def test_plans_are_those_it_is_given() -> None:
     assert_schedule(mine, shapes=[PipelineShape(2, 3), PipelineShape(1, 1)])
     assert set(seen) == {(2, 3), (1, 1)}
     seen.clear()
-    assert_schedule(mine, shapes=shapes(ranks=2, stages_per_rank=1), examples=10)
+    assert_schedule(mine, shapes=shapes(ranks=2, stages_per_rank=1), max_examples=10)
     assert {P for P, _ in seen} <= {1, 2}
     assert_schedule(partial(schedules.interleaved, group=4), shapes=[PipelineShape(2, 8, 2)])
 
@@ -87,11 +87,11 @@ def test_plans_and_models_of_another_kind_are_refused(other: Any) -> None:
     with pytest.raises(UsageError, match="this takes a PipelineShape, not"):
         assert_schedule(schedules.gpipe, shapes=other)
     with pytest.raises(UsageError, match="models are some of 'per_edge'"):
-        assert_schedule(schedules.gpipe, models=other)
+        assert_schedule(schedules.gpipe, progress_models=other)
 
 
 def test_one_plan_and_one_model_are_meant_as_one_of_one() -> None:
-    assert_schedule(schedules.gpipe, shapes=PipelineShape(2, 2), models="per_device")  # type: ignore[arg-type]
+    assert_schedule(schedules.gpipe, shapes=PipelineShape(2, 2), progress_models="per_device")  # type: ignore[arg-type]
 
 
 def test_a_strategy_shows_the_smallest_that_fails() -> None:
@@ -133,10 +133,10 @@ def test_what_is_incomplete_is_caught() -> None:
 
 def test_a_schedule_that_raises_is_caught() -> None:
     def needy(r: int, P: int, m: int) -> RankSchedule:
-        return weave(m * F, m * B, lead=8 // (3 - P))
+        return weave(m * F, m * B, warmup=8 // (3 - P))
 
     assert "PipelineShape(ranks=3, microbatches=1)" in str(caught(needy))
-    assert_schedule(needy, shapes=shapes(ranks=2, stages_per_rank=1), examples=10)
+    assert_schedule(needy, shapes=shapes(ranks=2, stages_per_rank=1), max_examples=10)
 
 
 def test_backwards_in_another_order_give_other_bits() -> None:
@@ -151,12 +151,12 @@ def test_backwards_in_another_order_give_other_bits() -> None:
 
 
 def test_a_late_w_gives_the_same_bits() -> None:
-    assert_schedule(lambda r, P, m: m * F + m * I + m * W, exact=True)
+    assert_schedule(lambda r, P, m: m * F + m * I + m * W, bitwise=True)
 
 
 def test_wrong_gradients_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """What no schedule can do: a run in which a microbatch counts twice."""
-    plain = tiny_model.loss
+    plain = tiny_model.squared_error
     seen: list[float] = []
 
     def forgets(y: Tensor, target: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def test_wrong_gradients_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(float(target.sum()))
         return plain(y, target) * (0.5 if len(seen) == 2 else 1.0)
 
-    monkeypatch.setattr(tiny_model, "loss", forgets)
+    monkeypatch.setattr(tiny_model, "squared_error", forgets)
     assert "the loss" in str(caught(schedules.gpipe, shapes=[PipelineShape(2, 2)]))
 
 
@@ -178,7 +178,9 @@ def test_programs_are_legal_everywhere(program: Program) -> None:
 @settings(max_examples=50)
 @given(compute_programs(ranks=3, microbatches=3))
 def test_drafts_are_complete_and_ascend(made: Program) -> None:
-    assert check_draft(made).is_draft and made.ascending == (made.shape.rows == 1)
+    assert check_draft(made).is_draft and made.reduces_in_microbatch_order == (
+        made.shape.placement_rows == 1
+    )
 
 
 def test_without_hypothesis_it_says_what_is_missing() -> None:

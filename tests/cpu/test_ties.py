@@ -18,7 +18,7 @@ from schedir.runtime import make_backward_splittable
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.schedule_algebra import B, RankSchedule
@@ -147,7 +147,7 @@ def test_in_process(schedule: Any, shape: PipelineShape, shared: Any) -> None:
     stages = parts(model)
     make_backward_splittable(model)
     ties = schedir.find_tied_weights(stages)
-    assert ties == schedir.find_tied_weights(model).among(stages)
+    assert ties == schedir.find_tied_weights(model).locate_in_stages(stages)
     program = schedir.compile(
         schedule, shape, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
     )
@@ -157,12 +157,12 @@ def test_in_process(schedule: Any, shape: PipelineShape, shared: Any) -> None:
     norms = plain(whole, shape.microbatches, clip=0.5)
     for step in range(3):
         twin = deepcopy(stages)  # all at once, so that they share as these do
-        total = ranks.step(*batch(shape.microbatches, step), SCALE, seed=step)
+        total = ranks.step(*batch(shape.microbatches, step), SCALE, order_seed=step)
         right = run_sequential(
-            twin, *batch(shape.microbatches, step), loss=loss, scale=SCALE, program=program
+            twin, *batch(shape.microbatches, step), loss=loss, grad_scale=SCALE, program=program
         )
         assert torch.equal(total, right)
-        norm = float(ranks.ranks[0].norm)
+        norm = float(ranks.executors[0].grad_norm)
         assert norm == pytest.approx(norms[step], rel=1e-9)
         shrink = min(1.0, 0.5 / (norm + 1e-6))
         for got, want in zip(gradients(stages), gradients(twin), strict=True):
@@ -182,19 +182,22 @@ def test_bits_of_the_reference(schedule: Any, shape: PipelineShape, shared: Any)
     apart = [deepcopy(s) for s in together]
     ties = schedir.find_tied_weights(together)
     program = schedir.compile(schedule, shape, progress_model="per_edge", tied_weights=ties)
-    own = program if shape.rows > 1 else None
+    own = program if shape.placement_rows > 1 else None
     twin = deepcopy(together)
-    right = run_sequential(twin, *batch(shape.microbatches, 0), loss=loss, scale=SCALE, program=own)
+    right = run_sequential(
+        twin, *batch(shape.microbatches, 0), loss=loss, grad_scale=SCALE, program=own
+    )
     other = [deepcopy(s) for s in together]
     x, y = batch(shape.microbatches, 0)
     assert torch.equal(
-        run_sequential(other, x, y, loss=loss, scale=SCALE, program=own, tied=ties), right
+        run_sequential(other, x, y, loss=loss, grad_scale=SCALE, program=own, tied_weights=ties),
+        right,
     )
     assert same_bits(gradients(other), gradients(twin))
     for stages in (together, apart):
-        ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, tied=ties)
+        ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, tied_weights=ties)
         for seed in (None, 1, 2):
-            assert torch.equal(ranks.step(x, y, SCALE, seed=seed), right)
+            assert torch.equal(ranks.step(x, y, SCALE, order_seed=seed), right)
             assert same_bits(gradients(stages), gradients(twin))
 
 
@@ -203,7 +206,7 @@ def test_true_is_first_and_last_whose_one_parameter_is_seen() -> None:
     make_backward_splittable(model)
     program = schedir.compile(zb_v, PipelineShape(1, 3, 2, "vee"), tied_weights=True)
     ranks = InProcessExecutor(
-        program, parts(model), loss=loss, boundary=BOUNDARY, optimizer=adam, tied=None
+        program, parts(model), loss=loss, boundary=BOUNDARY, optimizer=adam, tied_weights=None
     )
     for step in range(3):
         ranks.step(*batch(3, step), SCALE)
@@ -273,7 +276,7 @@ def test_several_updates(schedule: Any, shape: PipelineShape, shared: Any) -> No
     )
     sgd = partial(torch.optim.SGD, lr=0.02, momentum=0.5)
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=sgd)
-    ranks.step(*batch(8, 0), SCALE, seed=3)
+    ranks.step(*batch(8, 0), SCALE, order_seed=3)
     optimizer, kept = sgd(whole.parameters()), [deepcopy(whole)]
     for u, (x, y) in enumerate(
         zip(*(b.chunk(shape.optimizer_steps) for b in batch(8, 0)), strict=True)
@@ -301,18 +304,18 @@ def test_bfloat16_with_float32_gradients(shape: PipelineShape) -> None:
         ties = schedir.find_tied_weights(stages)
         stages = [deepcopy(s) for s in stages] if copied else stages
         for stage in map(make_backward_splittable, stages):
-            float32_gradients(stage.bfloat16())
+            use_float32_gradients(stage.bfloat16())
         program = schedir.compile(
             zb_v if shape is VEE else gpipe_v, shape, tied_weights=ties, clip_grad_norm=True
         )
         ranks = InProcessExecutor(
             program, stages, loss=loss, boundary=Boundary((2, LENGTH, WIDTH), torch.bfloat16),
-            optimizer=lambda own: MainOptimizer(own, adam), tied=ties,
+            optimizer=lambda own: MainOptimizer(own, adam), tied_weights=ties,
         )  # fmt: skip
         for step in range(3):
             ranks.step(*batch(4, step), SCALE)
         weights = [s.state_dict() for s in stages]
-        trained.append((weights, [float(r.norm) for r in ranks.ranks]))
+        trained.append((weights, [float(r.grad_norm) for r in ranks.executors]))
         assert torch.equal(weights[0]["words.weight"], weights[-1]["head.weight"])
         assert stages[0].words.weight.grad.dtype == torch.float32
     (one, norm), (other, same) = trained
@@ -341,13 +344,13 @@ def _train(
         schedule, shape, dp=dp, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
     )
     transport = GlooTransport(program)
-    own = {s: stages[s] for s in shape.stages_of[transport.rank]}
+    own = {s: stages[s] for s in shape.stages_on_rank[transport.rank]}
     if how == "copied":
         own = {s: deepcopy(module) for s, module in own.items()}
     parameters = dict.fromkeys(p for module in own.values() for p in module.parameters())
     executor = Executor(
         program, transport.rank, own, transport, loss=loss, boundary=BOUNDARY,
-        optimizer=adam(parameters), tied=ties, max_norm=0.5,
+        optimizer=adam(parameters), tied_weights=ties, max_norm=0.5,
     )  # fmt: skip
     m = shape.microbatches
     for step in range(3):

@@ -95,8 +95,8 @@ def in_process(
     for step in range(STEPS):
         ranks.step(*batch(shape.microbatches, step), SCALE)
     with ExitStack() as stack:
-        for rank in ranks.ranks:
-            stack.enter_context(rank.whole())
+        for rank in ranks.executors:
+            stack.enter_context(rank.full_parameters())
         return [p.detach().clone() for p in nn.Sequential(*stages).parameters()]
 
 
@@ -114,7 +114,7 @@ def test_any_weights_of_any_stages_of_a_rank(data: Any, zero: int, ranks: int, e
     own = st.lists(st.integers(0, number - 1), min_size=1, unique=True)
     # Each rank has weights of its own: those of several ranks are refused.
     stages = [
-        tuple(int(shape.rank_of[s]) * number + k for k in data.draw(own))
+        tuple(int(shape.first_rank_per_stage[s]) * number + k for k in data.draw(own))
         for s in range(shape.stages)
     ]
     trained = in_process(factors(stages, shapes), looped_bfs, shape, zero)
@@ -158,12 +158,12 @@ def _replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
             parameters = [*nn.Sequential(*stages).parameters()]
             executor = Executor(
                 program, 0, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
-                optimizer=adam(parameters), tied=ties, max_norm=float("inf"),
+                optimizer=adam(parameters), tied_weights=ties, max_norm=float("inf"),
             )  # fmt: skip
             for step in range(STEPS):
                 x, y = batch(2 * shape.microbatches, step)
                 executor.step(x[mine], y[mine], SCALE)
-            with executor.whole():
+            with executor.full_parameters():
                 found[name, zero] = [p.detach().clone() for p in parameters]
     return found
 
@@ -196,11 +196,11 @@ def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
     assert error.value.program == program.name and "tied=ties" in error.value.hint
     assert [p.shape for p in stages[0].parameters()] == [(WIDTH, WIDTH), (WIDTH,)]
     copies = [deepcopy(stage) for stage in stages]
-    ranks = InProcessExecutor(program, copies, tied=ties, **options)
+    ranks = InProcessExecutor(program, copies, tied_weights=ties, **options)
     for step in range(STEPS):
         ranks.step(*batch(shape.microbatches, step), SCALE)
     with ExitStack() as stack:
-        for rank in ranks.ranks:
-            stack.enter_context(rank.whole())
+        for rank in ranks.executors:
+            stack.enter_context(rank.full_parameters())
         for copy in copies:
             assert near([*copy.parameters()], plain(albert(2), shape.microbatches))

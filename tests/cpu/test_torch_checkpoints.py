@@ -99,7 +99,7 @@ class Run:
         self.dp, pp = mesh["dp"].get_group(), mesh["pp"].get_group()
         n = layout.stages
         shape = PipelineShape(sizes[0], MB, n // sizes[0], layout.placement)
-        own = shape.stages_of[dist.get_rank(pp)]
+        own = shape.stages_on_rank[dist.get_rank(pp)]
         parts: dict[int, nn.Module] = {s: Part(s, n, layout.drops) for s in own}
         parts = parts if layout.copies else tie(parts, n)
         self.parts = parts
@@ -107,7 +107,7 @@ class Run:
         wrap: Any = partial(DistributedDataParallel, process_group=self.dp) if layout.ddp else None
         held = [stage_of(wrap(m) if wrap else m, s, n, pp) for s, m in parts.items()]
         how: dict[str, Any] = {"schedule": layout.schedule, "runtime": layout.runtime}
-        self.schedule = Schedule(held, MB, mse_loss, tied=tied(n), **how)
+        self.schedule = Schedule(held, MB, mse_loss, tied_weights=tied(n), **how)
         self.optimizer = ADAM([p for p in self.parameters if p.requires_grad])
 
     def steps(self, first: int, end: int) -> None:
@@ -131,10 +131,10 @@ class Run:
                     buffer.add_(1)
 
     def save(self, folder: Path, step: int) -> None:
-        save(self.schedule, folder, step=step, optimizer=self.optimizer, names=same)
+        save(self.schedule, folder, step=step, optimizer=self.optimizer, name_map=same)
 
     def load(self, folder: Path) -> None:
-        found = load(self.schedule, folder, step=3, optimizer=self.optimizer, names=same)
+        found = load(self.schedule, folder, step=3, optimizer=self.optimizer, name_map=same)
         assert found == {"step": 3, "extra": {}}
 
 
@@ -207,7 +207,7 @@ def in_process(stages: int) -> InProcessExecutor:
     program = schedir.compile(schedir.schedules.interleaved, shape, tied_weights=ties)
     parts = tie({s: Part(s, stages) for s in range(stages)}, stages)
     how: dict[str, Any] = {"loss": mse_loss, "boundary": (ROWS // MB, WIDTH), "optimizer": ADAM}
-    return InProcessExecutor(program, [*parts.values()], tied=ties, **how)
+    return InProcessExecutor(program, [*parts.values()], tied_weights=ties, **how)
 
 
 def steps_in_process(ranks: InProcessExecutor, first: int, end: int) -> None:
@@ -215,7 +215,7 @@ def steps_in_process(ranks: InProcessExecutor, first: int, end: int) -> None:
         torch.manual_seed(1000 + step)
         x, y = torch.randn(2, ROWS, WIDTH)
         ranks.step(x.chunk(MB), y.chunk(MB), 1 / MB)
-        for rank in ranks.ranks:
+        for rank in ranks.executors:
             for stage in rank.stages.values():
                 for buffer in stage.module.buffers():
                     buffer.add_(1)
@@ -286,8 +286,8 @@ def test_any_layout_goes_on(base: str, name: str, folder: Path) -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_an_executor_goes_on(stages: int, folder: Path) -> None:
     ranks = in_process(stages)
-    load(ranks, folder / "two ranks", step=3, names=same)
+    load(ranks, folder / "two ranks", step=3, name_map=same)
     steps_in_process(ranks, 3, 6)
     there = folder / "two ranks" / f"executor {stages}"
-    save(ranks, there, step=6, names=same)
+    save(ranks, there, step=6, name_map=same)
     assert not differing(whole(folder / "two ranks", 6), whole(there, 6))

@@ -214,7 +214,7 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
     one, other = run(refused, 2, tmp_path, limit=60)
     assert one == other
     assert "\n".join(one) == GOLDEN.read_text()
-    assert CheckpointDirectory(tmp_path).steps() == [1]
+    assert CheckpointDirectory(tmp_path).list_steps() == [1]
 
 
 def test_an_executor_has_its_own_optimizer(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 from schedir.analysis.progress_models import MODELS
-from schedir.compiler.compile import finish
+from schedir.compiler.compile import finish_lowering
 from schedir.errors import DeadlockError
 from schedir.io import torch_csv
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 def program(name: str, defer: bool) -> Program:
     """What torch makes of a schedule on 2 ranks, with 2 microbatches or, in a vee, 4."""
     shape = PipelineShape(2, 4, 2, "vee") if name in VEE else PipelineShape(2, 2, 2)
-    return finish(torch_csv.from_csv(lowered(name, shape, defer_pp_recv=defer)))
+    return finish_lowering(torch_csv.from_csv(lowered(name, shape, defer_pp_recv=defer)))
 
 
 def test_the_museum_has_what_torch_writes() -> None:

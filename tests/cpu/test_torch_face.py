@@ -126,7 +126,7 @@ def test_gradients_that_are_not_scaled() -> None:
 
 def test_its_kind_is_what_torchtitan_asks_for() -> None:
     assert issubclass(Schedule, theirs.PipelineScheduleMulti)
-    assert issubclass(Schedule.of(schedule="zb_v"), theirs._PipelineScheduleRuntime)
+    assert issubclass(Schedule.with_options(schedule="zb_v"), theirs._PipelineScheduleRuntime)
 
 
 # ---------------------------------------------------------------- what steps give
@@ -158,7 +158,7 @@ def given(rank: int, name: str, placement: str, stages: int) -> list[list[Tensor
     """Losses and outputs of steps and evaluations in turn, however they are called."""
     torch.manual_seed(0)
     whole = nn.Sequential(*(Scaled() for _ in range(stages)))
-    own = PipelineShape(2, MB, stages // 2, placement).stages_of[rank]
+    own = PipelineShape(2, MB, stages // 2, placement).stages_on_rank[rank]
     parts: dict[int, nn.Module] = {s: whole[s] for s in own}
     found = getattr(schedules, name, backwards)
     schedule = made(parts, stages, schedule=found, loss_fn=weighted)
@@ -213,7 +213,7 @@ def test_losses_and_outputs() -> None:
 def forward_alone(rank: int, names: Sequence[str]) -> list[Any]:
     """What forwards without a loss give, of each schedule."""
     whole = model(4)
-    own = PipelineShape(2, MB, placement="vee").stages_of[rank]
+    own = PipelineShape(2, MB, placement="vee").stages_on_rank[rank]
     parts: dict[int, nn.Module] = {s: whole[s] for s in own}
     x, _ = batch()
     give = []

@@ -23,7 +23,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.torch_pipelining import Schedule
-from schedir.torch_pipelining.program_selection import model_of
+from schedir.torch_pipelining.program_selection import get_progress_model
 from schedir.verify.check import check
 from tests.cpu.faces import MB, made
 from tests.cpu.spawn import run
@@ -49,7 +49,7 @@ def crossed() -> Program:
 
 def parts_of(rank: int, stages: int, placement: str = "loop") -> dict[int, nn.Module]:
     whole = model(stages)
-    own = PipelineShape(2, MB, stages // 2, placement).stages_of[rank]
+    own = PipelineShape(2, MB, stages // 2, placement).stages_on_rank[rank]
     return {s: whole[s] for s in own}
 
 
@@ -147,7 +147,7 @@ def promises(rank: int) -> tuple[list[str], float, list[float]]:
     sent = theirs._batch_p2p([dist.P2POp(dist.isend, large, other)])
     theirs._wait_batch_p2p(theirs._batch_p2p([dist.P2POp(dist.irecv, comes, other)]))
     theirs._wait_batch_p2p(sent)
-    model, blocks = model_of(dist.group.WORLD, torch.device("cpu"))
+    model, blocks = get_progress_model(dist.group.WORLD, torch.device("cpu"))
     return [model] * blocks, comes[0].item(), [into.item() for into in taken]
 
 

@@ -21,8 +21,8 @@ from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W
 from schedir.testing.gradient_assertion import assert_same_gradients
 from schedir.testing.strategies import programs
 from schedir.torch_pipelining import Schedule
-from schedir.torch_pipelining.actions import with_transfers
-from schedir.torch_pipelining.fsdp_stages import require_whole, with_shards
+from schedir.torch_pipelining.actions import make_actions
+from schedir.torch_pipelining.fsdp_stages import insert_unshards, require_unsharded
 from tests.cpu.faces import MB, Wrap, step_of
 from tests.cpu.spawn import run
 from tests.cpu.torchs import WIDTH, Step, batch, model, replicated
@@ -200,12 +200,12 @@ def test_replicas_that_torchs_runtime_does_not_see_are_refused(wrap: Wrap) -> No
 @given(programs(), st.integers(1, 4))
 def test_stages_are_whole_where_they_compute(program: Program, active: int) -> None:
     try:
-        orders = with_transfers(program)
+        orders = make_actions(program)
     except SchedirError:
         return  # torch has no such actions
     for order in orders.values():
-        held = with_shards(order, active)
-        require_whole(held, active)
+        held = insert_unshards(order, active)
+        require_unsharded(held, active)
         assert [a for a in held if "SHARD" not in str(a)] == order
 
 
@@ -214,10 +214,10 @@ def test_whatever_is_missing_or_too_much_is_refused(
     program: Program, active: int, data: st.DataObject
 ) -> None:
     try:
-        held = with_shards(with_transfers(program)[0], active)
+        held = insert_unshards(make_actions(program)[0], active)
     except SchedirError:
         return
     at = data.draw(st.sampled_from([k for k, a in enumerate(held) if "SHARD" in str(a)]))
     for wrong in (held[:at] + held[at + 1 :], [*held[: at + 1], held[at], *held[at + 1 :]]):
         with pytest.raises(SchedirError):
-            require_whole(wrong, active)
+            require_unsharded(wrong, active)

@@ -145,7 +145,7 @@ CASES = [
 
 def trained(rank: int) -> list[list[float | None]]:
     return [
-        Trainer(Schedule.of(schedule=name), style, stages, pre_split).train()
+        Trainer(Schedule.with_options(schedule=name), style, stages, pre_split).train()
         for name, style, stages, pre_split in CASES
     ]
 

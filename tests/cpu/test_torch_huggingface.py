@@ -19,7 +19,7 @@ import schedir
 from schedir import B, F, I, RankSchedule, W, schedules
 from schedir.torch_pipelining import Schedule
 from schedir.torch_pipelining.schedule import Runtime
-from schedir.transports.local_processes import run
+from schedir.transports.local_processes import run_processes
 from tests.cpu.huggingface import (
     MICROBATCHES,
     RANKS,
@@ -114,7 +114,9 @@ def left() -> list[dict[Key, Left]]:
     """All cases in one start of the processes, which have what is imported here."""
     for kind in KINDS:
         whole(kind), stage_class(kind)
-    return run(everything, RANKS, context=multiprocessing.get_context("fork"), limit=240)
+    return run_processes(
+        everything, RANKS, context=multiprocessing.get_context("fork"), timeout=240
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -161,7 +163,9 @@ def printed(rank: int, how: str) -> str:
 def test_the_example_prints_what_torchs_schedule_does() -> None:
     in_example("main")
     context = multiprocessing.get_context("fork")
-    ranks = [[*map(str.splitlines, run(printed, RANKS, how, context=context))] for how in HOWS]
+    ranks = [
+        [*map(str.splitlines, run_processes(printed, RANKS, how, context=context))] for how in HOWS
+    ]
     for _, *middle, last in ranks:
         assert not any(middle) and last == ranks[0][-1]
     losses = [float(line.split()[-1]) for line in ranks[0][-1]]

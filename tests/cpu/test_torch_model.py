@@ -10,31 +10,31 @@ from schedir.compiler.compile import compile
 from schedir.errors import ModelError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.passes.communication.transfer_overlap import group_opposites
+from schedir.passes.communication.transfer_overlap import group_opposite_transfers
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import one_f_one_b
-from schedir.testing.tiny_model import batch, loss, tiny_stages
+from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_error
 from tests.edits import written
 
 
 def ranks(program: Program) -> InProcessExecutor:
-    stages: list[nn.Module] = [*tiny_stages(program.shape.stages, 0)]
-    inputs, _ = batch(program.shape.microbatches, 0)
+    stages: list[nn.Module] = [*make_tiny_stages(program.shape.stages, 0)]
+    inputs, _ = make_batch(program.shape.microbatches, 0)
     boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
     return InProcessExecutor(
-        program, stages, loss=loss, boundary=boundary, progress_model="torch_lazy"
+        program, stages, loss=squared_error, boundary=boundary, progress_model="torch_lazy"
     )
 
 
 def test_groups_that_torch_issues_run_in_any_order() -> None:
-    program = group_opposites(compile(one_f_one_b, PipelineShape(3, 6)))
+    program = group_opposite_transfers(compile(one_f_one_b, PipelineShape(3, 6)))
     assert program.joined.any()
-    inputs, targets = batch(6, 0)
-    right = run_sequential([*tiny_stages(3, 0)], inputs, targets, loss=loss)
+    inputs, targets = make_batch(6, 0)
+    right = run_sequential([*make_tiny_stages(3, 0)], inputs, targets, loss=squared_error)
     for seed in (None, 0, 1):
-        assert torch.equal(ranks(program).step(inputs, targets, seed=seed), right)
+        assert torch.equal(ranks(program).step(inputs, targets, order_seed=seed), right)
 
 
 def test_messages_that_pass_each_other_are_refused() -> None:

@@ -63,7 +63,7 @@ def made(
     stages = [stage_of(modules[s], s, len(modules), group) for s in own]
     schedule = Schedule(
         stages, N, loss_fn=loss_fn, scale_grads=scale_grads, schedule=name, runtime=runtime,
-        alike=True,
+        allow_identical_stages=True,
     )  # fmt: skip
     return schedule, [modules[s] for s in own]
 
@@ -216,9 +216,9 @@ def changed(rank: int) -> dict[str, bool]:
     found["an evaluation leaves gradients alone"] = all(left) and bool(kept[0].all())
     modules[0].zero_grad()
     compare("training after an evaluation")
-    own = both[0][0]._own
+    own = both[0][0]._executor_runtime
     assert own is not None
-    found["executors are kept"] = len(own.made) == 4
+    found["executors are kept"] = len(own.executors) == 4
 
     schedule, modules = both[0]
     mbs: dict[str, Any] = {"arg_mbs": None, "target_mbs": None}

@@ -30,7 +30,8 @@ def kept(rank: int) -> bool:
     torch.manual_seed(0)
     every = [nn.Linear(4, 4), nn.Identity()]
     schedule = Schedule(
-        [stage_of(every[rank], rank, 2)], N, schedule="one_f_one_b", runtime="schedir", alike=True,
+        [stage_of(every[rank], rank, 2)], N, schedule="one_f_one_b", runtime="schedir",
+        allow_identical_stages=True,
         loss_fn=lambda y, _: y.flatten()[0],
     )  # fmt: skip
     told: list[list[Tensor]] = []
@@ -54,7 +55,9 @@ def compiled(rank: int) -> list[str]:
     plain = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
     own = deepcopy(plain[rank])
     stage = stage_of(cast(nn.Module, torch.compile(own, backend="aot_eager")), rank, 2)
-    schedule = Schedule([stage], N, loss_fn=loss, schedule="zb_h1", runtime="schedir", alike=True)
+    schedule = Schedule(
+        [stage], N, loss_fn=loss, schedule="zb_h1", runtime="schedir", allow_identical_stages=True
+    )
     x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

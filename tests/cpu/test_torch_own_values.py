@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from schedir.torch_pipelining.executor_factory import shapes_of
+from schedir.torch_pipelining.executor_factory import collect_shapes
 from schedir.torch_pipelining.schedule import Runtime, Schedule
 from tests.cpu.spawn import run
 from tests.cpu.torchs import stage_of
@@ -58,7 +58,9 @@ def stepped(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[An
     vee, ranks = name == "zb_v", dist.get_world_size()
     own = [s for s in range(4) if (min(s, 3 - s) if vee else s % ranks) == rank]
     stages = [stage_of(every[s], s, 4) for s in own]
-    schedule = Schedule(stages, N, loss_fn=loss, schedule=name, runtime=runtime, alike=True)
+    schedule = Schedule(
+        stages, N, loss_fn=loss, schedule=name, runtime=runtime, allow_identical_stages=True
+    )
     told: list[Any] = []
     for step, long in enumerate(longs):
         x, mask, at, y, times = batch(step, long)
@@ -99,6 +101,10 @@ def test_several_tensors_of_each_edge_and_keywords_of_each_stage() -> None:
 
 
 def test_keywords_that_say_which_way_to_go_are_told_apart() -> None:
-    assert shapes_of({"mode": "short", "step": 1}) != shapes_of({"mode": "long", "step": 1})
-    assert shapes_of({"masked": True}) != shapes_of({"masked": False})
-    assert shapes_of({"step": 1}) == shapes_of({"step": 2})  # counts, with nothing made anew
+    assert collect_shapes({"mode": "short", "step": 1}) != collect_shapes(
+        {"mode": "long", "step": 1}
+    )
+    assert collect_shapes({"masked": True}) != collect_shapes({"masked": False})
+    assert collect_shapes({"step": 1}) == collect_shapes(
+        {"step": 2}
+    )  # counts, with nothing made anew

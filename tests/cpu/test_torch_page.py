@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from schedir.errors import UsageError
-from schedir.io.source_loader import load
+from schedir.io.source_loader import load_source
 from tests.cpu.training import ROOT, TORCHRUN, finish, start
 
 PAGE = (ROOT / "docs" / "torch.md").read_text()
@@ -82,5 +82,5 @@ def test_torchs_names_lead_to_ours() -> None:
     for one, other in zip(*named, strict=True):
         for name in (one, f"Schedule{one}"):
             with pytest.raises(UsageError) as caught:
-                load(name)
+                load_source(name)
             assert caught.value.hint == f"did you mean {other!r}?"

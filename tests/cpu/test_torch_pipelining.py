@@ -15,17 +15,17 @@ from torch.distributed.pipelining.stage import PipelineStage
 
 from schedir import schedules, search_schedule
 from schedir.analysis.progress_models import MODELS
-from schedir.compiler.compile import compile, finish, lower
+from schedir.compiler.compile import compile, finish_lowering, lower
 from schedir.errors import CsvCellError
 from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import COMPUTE
+from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.runtime.sequential_reference import run_sequential
-from schedir.testing.tiny_model import WIDTH, batch, loss
+from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
 from schedir.verify.check import check, check_draft
 from tests.cpu.spawn import run
 from tests.cpu.theirs import LOOP, SINGLE, VEE, built
@@ -40,7 +40,7 @@ def rows(order: dict[int, list[Any]]) -> str:
 def right(text: str) -> Program:
     """The program of a CSV, lowered if need be, and checked under every model."""
     program = torch_csv.from_csv(text)
-    program = lower(check_draft(program)) if program.is_draft else finish(program)
+    program = lower(check_draft(program)) if program.is_draft else finish_lowering(program)
     for model in MODELS:
         check(program, model)
     return program
@@ -74,9 +74,9 @@ def theirs_imports(name: str, shape: PipelineShape, path: Path) -> None:
     for form in ("compute_only", "compute_comms"):
         schedule._dump_csv(str(path), format=form)
         program = right(path.read_text())
-        assert program.shape.rank_of.tolist() == shape.rank_of.tolist()
+        assert program.shape.first_rank_per_stage.tolist() == shape.first_rank_per_stage.tolist()
         assert program.shape.microbatches == shape.microbatches
-        orders.append([s.words[np.isin(s.op, COMPUTE)].tolist() for s in program.streams])
+        orders.append([s.words[np.isin(s.op, COMPUTE_OPS)].tolist() for s in program.streams])
     assert orders[0] == orders[1]
 
 
@@ -101,16 +101,19 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
     shape = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
     schedule, path = built(name, shape), str(tmp_path / "x.csv")
     schedule._dump_csv(path, format="compute_comms")
-    program, costs = finish(torch_csv.from_csv(Path(path).read_text())), Costs(F=1, B=2, send=0.1)
+    program, costs = (
+        finish_lowering(torch_csv.from_csv(Path(path).read_text())),
+        Costs(F=1, B=2, send=0.1),
+    )
     for model in MODELS:
         advice = advise(simulate(program, costs, progress_model=model), costs)
         (own,) = (c for c in advice.changes if c.row.kind == "transfers")
-        spans = advice.base.span, advice.base.span * (1 - own.saves)
+        spans = advice.baseline.span, advice.baseline.span * (1 - own.saved_share)
         assert spans[1] <= spans[0] * (1 + 1e-9)
         if model in SPANS[name] and torch.__version__ >= "2.13":
             assert ", ".join(f"{span:.1f}" for span in spans) == SPANS[name][model]
         edge = [
-            advice.base.span * (1 - c.saves)
+            advice.baseline.span * (1 - c.saved_share)
             for c in advice.changes
             if c.row.progress_model == "per_edge"
         ]
@@ -119,7 +122,7 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
         other = torch_csv.to_csv(own.run.program, "torch-2.13")
         Path(path).write_text(other)
         runtime = theirs._PipelineScheduleRuntime(
-            schedule._stages, n_microbatches=shape.microbatches, loss_fn=loss
+            schedule._stages, n_microbatches=shape.microbatches, loss_fn=squared_error
         )
         runtime._load_csv(path, format="compute_comms")
         assert rows(runtime.pipeline_order_with_comms) == other.rstrip("\n")
@@ -128,7 +131,7 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
                 rank: [a for a in actions if "REDUCE_GRAD" not in str(a)]
                 for rank, actions in runtime.pipeline_order_with_comms.items()
             }
-            rank_of = shape.rank_of.tolist()
+            rank_of = shape.first_rank_per_stage.tolist()
             theirs._simulate_comms_compute(order, rank_of.__getitem__, shape.stages)
 
 
@@ -164,7 +167,7 @@ OURS = [
     ("search", PipelineShape(2, 4)),  # what a search finds
     ("search", PipelineShape(2, 4, 2)),
 ]
-RUNS = [(name, shape, form) for name, shape in OURS for form in torch_csv.FORMS]
+RUNS = [(name, shape, form) for name, shape in OURS for form in torch_csv.CSV_FORMATS]
 
 
 class Layer(nn.Module):
@@ -192,7 +195,7 @@ def in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
 def _step(
     rank: int, name: str, shape: PipelineShape, form: str, path: str
 ) -> dict[int, list[Tensor]]:
-    stages, own = layers(shape.stages), shape.stages_of[rank]
+    stages, own = layers(shape.stages), shape.stages_on_rank[rank]
     held = [PipelineStage(stages[s], s, shape.stages, torch.device("cpu")) for s in own]
     for stage in held:
         # What it would send first is for NCCL; torch 2.11 sends it to itself, which Gloo refuses.
@@ -200,10 +203,10 @@ def _step(
     runtime = theirs._PipelineScheduleRuntime(
         held,
         n_microbatches=shape.microbatches,
-        loss_fn=loss,
+        loss_fn=squared_error,
     )
     runtime._load_csv(path, format="compute_only" if form == "torch" else "compute_comms")
-    inputs, targets = (x.flatten(0, 1) for x in batch(shape.microbatches))
+    inputs, targets = (x.flatten(0, 1) for x in make_batch(shape.microbatches))
     args = (inputs,) if 0 in own else ()
     runtime.step(*args, target=targets if shape.stages - 1 in own else None)
     return {s: [p.grad for p in stages[s].parameters() if p.grad is not None] for s in own}
@@ -221,7 +224,12 @@ def test_ours_run_in_torch(tmp_path: Path) -> None:
     results = run(in_torch, 2, str(tmp_path))
     for (name, shape, form), *ranks in zip(RUNS, *results, strict=True):
         plain = layers(shape.stages)
-        run_sequential(plain, *batch(shape.microbatches), loss=loss, scale=1 / shape.microbatches)
+        run_sequential(
+            plain,
+            *make_batch(shape.microbatches),
+            loss=squared_error,
+            grad_scale=1 / shape.microbatches,
+        )
         for rank, grads in enumerate(ranks):
             assert {*grads} == {*shape.stages_of[rank]}
             for stage, got in grads.items():

@@ -16,7 +16,7 @@ from schedir.compiler.compile import compile
 from schedir.errors import TraceError
 from schedir.io import torch_csv
 from schedir.io.timeline_file import load_timeline
-from schedir.ir.isa.instructions import COMPUTE
+from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.timeline import Timeline
 from schedir.schedules import one_f_one_b
@@ -93,13 +93,13 @@ def test_import(
     busy = np.array([b for b, _, _ in hand])
     np.testing.assert_allclose(timeline.busy, busy, atol=2e-6)
     if name != "DualPipeV":  # of whose pairs it is not known when each half began
-        compute = timeline.spans[np.isin(timeline.spans["op"], COMPUTE)]
+        compute = timeline.spans[np.isin(timeline.spans["op"], COMPUTE_OPS)]
         length = max(e for _, _, e in hand) - min(s for _, s, _ in hand)
         assert compute["end"].max() - compute["start"].min() == pytest.approx(length, abs=2e-6)
     assert timeline.bubble == pytest.approx(1 - busy.sum() / 4 / timeline.span, abs=1e-4)
     assert timeline.idle.sum() / 4 / timeline.span == pytest.approx(timeline.bubble)
     assert (timeline.kind, timeline.unit, timeline.blocking_hosts) == ("measured", "s", True)
-    assert timeline.doubt == ""
+    assert timeline.causality_warning == ""
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "DualPipeV"])
@@ -203,6 +203,6 @@ def test_our_own_executor(tmp_path: Path) -> None:
     run(_ours, 2, str(tmp_path))
     for name, program in OURS.items():
         traits = {"tied_weights": program.tied_weights, "clip_grad_norm": program.clip_grad_norm}
-        found = read_run([tmp_path / name], name=program.name, traits=traits)
+        found = read_run([tmp_path / name], name=program.name, program_attributes=traits)
         assert found.timeline.program == program
-        assert found.timeline.doubt == ""
+        assert found.timeline.causality_warning == ""

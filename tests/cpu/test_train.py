@@ -49,7 +49,7 @@ def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_pa
     assert trace.span == summary["seconds"]["measured"]
     assert trace.peak_memory.tolist() == memory
     assert trace.clock_error == summary["clock_error"] == 0  # one machine, one clock
-    assert not trace.doubt
+    assert not trace.causality_warning
 
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
     assert summary["loss"] == one[-1] and "bubble" not in summary
@@ -160,12 +160,12 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
 
     from schedir.models import gpt
     from schedir.training.batches.text_batches import Corpus
-    from schedir.training.config.config_file import read
+    from schedir.training.config.config_file import read_config
 
     sets = [*ALONE, "train.betas=[0.5, 0.7]", "train.clip_grad_norm=0.3", "train.weight_decay=0.4",
             "train.lr=0.01", f'output.dir="{tmp_path}/out"']  # fmt: skip
     assert run(config, sets) == 0
-    told = read(config, sets)
+    told = read_config(config, sets)
     assert isinstance(told.model, gpt.GPTConfig)
     model = gpt.build_stage(told.model, 0, 1)
     parameters = list(model.parameters())
@@ -180,7 +180,7 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
     for step, rate in enumerate(rates):
         for group in optimizer.param_groups:
             group["lr"] = rate
-        inputs, targets = samples.batch(step * samples.size, samples.size)
+        inputs, targets = samples.read_batch(step * samples.batch_size, samples.batch_size)
         optimizer.zero_grad()
         loss = gpt.loss(model(inputs), targets) / targets.numel()
         loss.backward()

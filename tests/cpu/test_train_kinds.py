@@ -9,8 +9,8 @@ import pytest
 
 from schedir.__main__ import main
 from schedir.errors import ConfigError
-from schedir.training.config.config_file import read
-from schedir.training.config.model_kinds import KINDS, kind_of
+from schedir.training.config.config_file import read_config
+from schedir.training.config.model_kinds import MODEL_KINDS, get_model_kind
 from schedir.training.model_factory import MODELS
 from tests.cpu.training import CONFIG, alone, losses, train
 
@@ -52,8 +52,8 @@ def test_processes_train_what_one_does(
 
 
 def test_kinds_are_the_same_in_both_tables() -> None:
-    assert KINDS.keys() == MODELS.keys()
-    assert {kind_of(kind.config()) for kind in KINDS.values()} == {*KINDS}
+    assert MODEL_KINDS.keys() == MODELS.keys()
+    assert {get_model_kind(kind.config_class()) for kind in MODEL_KINDS.values()} == {*MODEL_KINDS}
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_kinds_are_the_same_in_both_tables() -> None:
 )
 def test_what_a_kind_has_not_is_refused(config: str, sets: list[str], field: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read(config, sets)
-    assert field in f"{error.value.fact} {error.value.hint} {error.value.where}"
+        read_config(config, sets)
+    assert field in f"{error.value.fact} {error.value.hint} {error.value.location}"
 
 
 @pytest.mark.parametrize("kind", ["bert", "encoder_decoder"])
 def test_models_that_are_examples_now_are_refused_with_a_hint(config: str, kind: str) -> None:
     with pytest.raises(ConfigError, match=f"kind '{kind}' is not known") as error:
-        read(config, [f"model.kind={kind}"])
+        read_config(config, [f"model.kind={kind}"])
     assert error.value.hint == f"examples/{kind}.py trains it with schedir.runtime.Executor"
-    assert error.value.where == f"--set model.kind={kind}"
+    assert error.value.location == f"--set model.kind={kind}"

@@ -55,9 +55,9 @@ def test_in_process(schedule: Any, shape: PipelineShape) -> None:
     stages = gpt_stages(shape.stages)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for seed in range(3):
-        assert torch.equal(ranks.step(*batch(shape.microbatches), seed=seed), loss)
-        for holders in shape.holders.tolist():
-            held = [ranks.ranks[r].stages[s].module for s, r in enumerate(holders)]
+        assert torch.equal(ranks.step(*batch(shape.microbatches), order_seed=seed), loss)
+        for holders in shape.replica_ranks.tolist():
+            held = [ranks.executors[r].stages[s].module for s, r in enumerate(holders)]
             assert same_bits(gradients(held), right)
 
 
@@ -74,10 +74,10 @@ def test_any_holders_in_process(draft: Program, seed: int, tied: bool) -> None:
     stages = gpt_stages(shape.stages, bool(program.tied_weights))
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for one_seed in (None, seed):
-        got = ranks.step(*batch(shape.microbatches), seed=one_seed)
+        got = ranks.step(*batch(shape.microbatches), order_seed=one_seed)
         assert torch.equal(got, loss)
-        for holders in shape.holders.tolist():
-            held = [ranks.ranks[r].stages[s].module for s, r in enumerate(holders)]
+        for holders in shape.replica_ranks.tolist():
+            held = [ranks.executors[r].stages[s].module for s, r in enumerate(holders)]
             assert same_bits(gradients(held), right)
 
 
@@ -107,8 +107,8 @@ def test_second_holders_begin_a_step_as_their_stages_are() -> None:
         stage.eval()
     ranks.step(*batch(shape.microbatches))
     right = [stage.state_dict() for stage in stages]
-    for holders in shape.holders.tolist():
-        held = [ranks.ranks[r].stages[s].module for s, r in enumerate(holders)]
+    for holders in shape.replica_ranks.tolist():
+        held = [ranks.executors[r].stages[s].module for s, r in enumerate(holders)]
         assert not any(stage.training for stage in held)
         assert same_bits([stage.state_dict() for stage in held], right)
 
@@ -152,7 +152,7 @@ def _train(rank: int, schedule: Any, shape: PipelineShape, steps: int, tp: int, 
     norms = []
     for step in range(steps):
         executor.step(*own_batch(program, transport, step))
-        norms.append(float(executor.norm))
+        norms.append(float(executor.grad_norm))
     held = {
         s: [p.detach().clone() for p in stage.module.parameters()]
         for s, stage in executor.stages.items()
@@ -186,7 +186,7 @@ def test_holders_stay_the_same(schedule: Any, shape: PipelineShape, tp: int, dp:
     optimizer = torch.optim.AdamW(parameters, 0.01)
     for step in range(steps):
         inputs, targets, scale = batch(shape.microbatches * dp, step)
-        run_sequential(stages, inputs, targets, loss=gpt.loss, scale=scale)
+        run_sequential(stages, inputs, targets, loss=gpt.loss, grad_scale=scale)
         norm = torch.stack([p.grad.square().sum() for p in once if p.grad is not None]).sum().sqrt()
         assert results[0][1][step] == pytest.approx(float(norm), rel=1e-4)
         for p in parameters:

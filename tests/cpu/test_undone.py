@@ -227,12 +227,12 @@ def _steps(make: Callable[[], Made], warm: bool) -> list[Tensor]:
         program, 0, [made.first, made.last], Streamed(program), loss=made.loss,
         boundary=Boundary((2, 8)), optimizer=made.optimizer,
     )  # fmt: skip
-    executor.warm = not warm
+    executor.is_warm = not warm
     found: list[Any] = []
     for step in range(STEPS):
         torch.manual_seed(step)
         found += [executor.step(made.batch(torch.randn(2, 2, 8)), torch.randn(2, 2, 8))]
-        found += [executor.norm.clone(), executor.finite.clone()]
+        found += [executor.grad_norm.clone(), executor.finite_updates.clone()]
         made.between()
     modules = nn.ModuleList([made.first, made.last])
     buffers = [b.to_dense() for b in modules.buffers()]

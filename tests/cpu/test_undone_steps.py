@@ -13,8 +13,12 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, float32_gradients
-from schedir.runtime.warm_up import undone
+from schedir.runtime.parameters.mixed_precision import (
+    LossScale,
+    MainOptimizer,
+    use_float32_gradients,
+)
+from schedir.runtime.warm_up import undo_steps
 from schedir.schedules import one_f_one_b
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
 
@@ -22,7 +26,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_b
 def stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
     modules = [m.to(dtype) for m in gpt_stages(2)]
     for module in modules if wide else ():
-        float32_gradients(module)
+        use_float32_gradients(module)
     return modules
 
 
@@ -64,7 +68,7 @@ def trained(adamw: bool, main: bool) -> Any:
         loss=lambda y, _: (y.float() - 1).square().sum(),
         boundary=BOUNDARY,
         optimizer=(lambda ps: MainOptimizer(ps, make)) if main else make,
-        loss_scale=lambda: LossScale(8.0, interval=1),
+        loss_scale=lambda: LossScale(8.0, growth_interval=1),
     )
     if adamw:
         world.step(*batch(2)[:2])
@@ -78,7 +82,7 @@ def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
     plain, warm = trained(adamw, main), trained(adamw, main)
     rank = warm.ranks[0]
     places = [p.data_ptr() for s in rank.stages.values() for p in s.module.parameters()]
-    with undone(rank.state):
+    with undo_steps(rank.state):
         for _ in range(2):
             rank.step(*batch(2, seed=1)[:2])
     found = []
@@ -102,8 +106,8 @@ def test_what_is_undone_within_another_does_not_end_it() -> None:
     rank.state.optimizer = torch.optim.AdamW(
         [p for s in rank.stages.values() for p in s.module.parameters()], fused=True
     )
-    with undone(rank.state):
-        with undone(rank.state):
+    with undo_steps(rank.state):
+        with undo_steps(rank.state):
             rank.step(*batch(2)[:2])
         rank.step(*batch(2)[:2])
     after = [p for s in rank.stages.values() for p in s.module.parameters()]
@@ -119,6 +123,6 @@ def test_undone_statistics_leave_nothing_behind() -> None:
         boundary=Boundary((3, 4)),
     )
     before = [b.clone() for b in stage.buffers()]
-    with undone(world.ranks[0].state):
+    with undo_steps(world.executors[0].state):
         world.step(torch.randn(2, 3, 4), torch.ones(2))
     assert all(torch.equal(a, b) for a, b in zip(before, stage.buffers(), strict=True))

@@ -23,7 +23,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_algebra import EMPTY, B, F, I, RankSchedule, W
-from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
+from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 
@@ -51,13 +51,13 @@ def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Of the losses of an update, one microbatch after the other."""
     model.zero_grad()
     for x, target in zip(inputs, targets, strict=True):
-        torch.autograd.backward(loss(model(x), target))
+        torch.autograd.backward(squared_error(model(x), target))
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
 def two_buffered(shape: PipelineShape, inputs: Tensor, targets: Tensor) -> list[Tensor]:
     """W(t+1) = W(t) - lr grad(W(t-1)), the paper's rule, and nothing of ours."""
-    model = nn.Sequential(*tiny_stages(shape.stages))
+    model = nn.Sequential(*make_tiny_stages(shape.stages))
     now = parameters_to_vector(model.parameters()).detach()
     before = now
     for x, target in zip(
@@ -70,15 +70,19 @@ def two_buffered(shape: PipelineShape, inputs: Tensor, targets: Tensor) -> list[
 
 
 def stage_by_stage(
-    shape: PipelineShape, inputs: Tensor, targets: Tensor, optimizer: Any, make: Any = tiny_stages
+    shape: PipelineShape,
+    inputs: Tensor,
+    targets: Tensor,
+    optimizer: Any,
+    make: Any = make_tiny_stages,
 ) -> list[Tensor]:
     """Any delays: each microbatch on a whole model put together from kept versions."""
     stages = make(shape.stages)
     steps = [optimizer(list(stage.parameters())) for stage in stages]
     kept = [[deepcopy(stage)] for stage in stages]
     for u in range(shape.optimizer_steps):
-        mb = slice(u * shape.per_update, (u + 1) * shape.per_update)
-        used = [versions[int(shape.version(s, mb.start))] for s, versions in enumerate(kept)]
+        mb = slice(u * shape.microbatches_per_update, (u + 1) * shape.microbatches_per_update)
+        used = [versions[int(shape.weight_version(s, mb.start))] for s, versions in enumerate(kept)]
         gradient(nn.Sequential(*used), inputs[mb], targets[mb])
         for stage, old, step, versions in zip(stages, used, steps, kept, strict=True):
             for p, q in zip(stage.parameters(), old.parameters(), strict=True):
@@ -89,13 +93,15 @@ def stage_by_stage(
 
 
 def in_process(
-    schedule: Any, shape: PipelineShape, optimizer: Any, seed: int = 0, make: Any = tiny_stages
+    schedule: Any, shape: PipelineShape, optimizer: Any, seed: int = 0, make: Any = make_tiny_stages
 ) -> list[Tensor]:
     program = compile(schedule, shape, progress_model="per_edge")
     stages = make(shape.stages)
     own = weights(stages)
-    ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=optimizer)
-    ranks.step(*batch(shape.microbatches), seed=seed)
+    ranks = InProcessExecutor(
+        program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=optimizer
+    )
+    ranks.step(*make_batch(shape.microbatches), order_seed=seed)
     assert not same(own, weights(stages))
     return weights(stages)
 
@@ -108,7 +114,7 @@ def in_process(
     ],
 )
 def test_2bw_is_its_rule(shape: PipelineShape) -> None:
-    right = two_buffered(shape, *batch(shape.microbatches))
+    right = two_buffered(shape, *make_batch(shape.microbatches))
     for seed in range(3):
         assert same(in_process(pipedream_2bw, shape, sgd, seed), right)
 
@@ -126,7 +132,7 @@ def test_2bw_is_its_rule(shape: PipelineShape) -> None:
 )
 def test_every_microbatch_uses_its_version(schedule: Any, shape: PipelineShape) -> None:
     for optimizer in (sgd, adam):
-        right = stage_by_stage(shape, *batch(shape.microbatches), optimizer)
+        right = stage_by_stage(shape, *make_batch(shape.microbatches), optimizer)
         for seed in range(2):
             assert same(in_process(schedule, shape, optimizer, seed), right)
 
@@ -160,7 +166,7 @@ def w_at_the_end(r: int, P: int, m: int) -> Iterator[RankSchedule]:
 def test_what_is_not_split_goes_into_its_update(schedule: Any) -> None:
     shape = PipelineShape(4, 16, optimizer_steps=4, weight_delay=1)
     for optimizer in (sgd, adam):
-        right = stage_by_stage(shape, *batch(shape.microbatches), optimizer, normed)
+        right = stage_by_stage(shape, *make_batch(shape.microbatches), optimizer, normed)
         assert same(in_process(schedule, shape, optimizer, make=normed), right)
 
 
@@ -192,9 +198,13 @@ def test_versions_have_the_hooks_of_their_weights(late: bool) -> None:
                     weight.register_hook(lambda gradient: gradient * 0.5)
         program = compile(_in_turns, PipelineShape(2, 2 * updates, optimizer_steps=updates))
         ranks = InProcessExecutor(
-            program, stages, loss=loss, boundary=BOUNDARY, optimizer=partial(torch.optim.SGD, lr=LR)
+            program,
+            stages,
+            loss=squared_error,
+            boundary=BOUNDARY,
+            optimizer=partial(torch.optim.SGD, lr=LR),
         )
-        inputs, targets = batch(4)
+        inputs, targets = make_batch(4)
         for own in range(0, 4, 2 * updates):
             ranks.step(inputs[own : own + 2 * updates], targets[own : own + 2 * updates])
         found.append(weights(stages))
@@ -211,11 +221,11 @@ def _in_turns(r: int, P: int, m: int) -> RankSchedule:
 
 
 def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
-    inputs, targets = batch(4)
+    inputs, targets = make_batch(4)
     stages: list[nn.Module] = [Beside(True), Beside(True)]
     ranks = InProcessExecutor(
         compile(_in_turns, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)), stages,
-        loss=loss,
+        loss=squared_error,
         boundary=BOUNDARY,
         optimizer=sgd,
     )  # fmt: skip
@@ -231,20 +241,22 @@ def test_evaluation_uses_the_weights_as_they_are() -> None:
         PipelineShape(2, 6, optimizer_steps=3, weight_delay=1),
         progress_model="per_edge",
     )
-    stages, (inputs, targets) = tiny_stages(2), batch(6)
-    ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
-    assert ranks.step(inputs, targets) == run_sequential(tiny_stages(2), inputs, targets, loss=loss)
+    stages, (inputs, targets) = make_tiny_stages(2), make_batch(6)
+    ranks = InProcessExecutor(program, stages, loss=squared_error, boundary=BOUNDARY)
+    assert ranks.step(inputs, targets) == run_sequential(
+        make_tiny_stages(2), inputs, targets, loss=squared_error
+    )
 
 
 def test_no_delay_is_one_program_after_the_other() -> None:
     def flushed(r: int, P: int, m: int) -> RankSchedule:
         return sum((one_f_one_b(r, P, 4) for _ in range(m // 4)), 0 * F)
 
-    shape, (inputs, targets) = PipelineShape(3, 12, optimizer_steps=3), batch(12)
-    right = tiny_stages(3)
+    shape, (inputs, targets) = PipelineShape(3, 12, optimizer_steps=3), make_batch(12)
+    right = make_tiny_stages(3)
     one = InProcessExecutor(
         compile(one_f_one_b, PipelineShape(3, 4), progress_model="per_edge"),
-        right, loss=loss, boundary=BOUNDARY, optimizer=adam,
+        right, loss=squared_error, boundary=BOUNDARY, optimizer=adam,
     )  # fmt: skip
     for u in range(3):
         one.step(inputs[4 * u : 4 * u + 4], targets[4 * u : 4 * u + 4])
@@ -256,7 +268,7 @@ class Odd(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        (self.one,) = tiny_stages(1, seed)
+        (self.one,) = make_tiny_stages(1, seed)
         self.same = self.one
         self.shift = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64), requires_grad=False)
 
@@ -270,7 +282,7 @@ def test_old_weights_are_used_wherever_they_are() -> None:
     right = nn.Sequential(Odd(0), Odd(1))
     kept = [deepcopy(right)]
     optimizer = sgd([p for p in right.parameters() if p.requires_grad])
-    for u, (x, target) in enumerate(zip(*(b.chunk(4) for b in batch(8)), strict=True)):
+    for u, (x, target) in enumerate(zip(*(b.chunk(4) for b in make_batch(8)), strict=True)):
         used = kept[max(u - 1, 0)]
         gradient(used, x, target)
         for p, q in zip(right.parameters(), used.parameters(), strict=True):
@@ -281,30 +293,34 @@ def test_old_weights_are_used_wherever_they_are() -> None:
     ranks = InProcessExecutor(
         compile(pipedream_2bw, shape, progress_model="per_edge"),
         stages,
-        loss=loss,
+        loss=squared_error,
         boundary=BOUNDARY,
         optimizer=lambda own: sgd([p for p in own if p.requires_grad]),
     )
-    ranks.step(*batch(8))
+    ranks.step(*make_batch(8))
     assert same(weights(stages), weights([right]))
     assert all(stage.same is stage.one and stage.one.weight.is_leaf for stage in stages)
 
 
 def _one_rank(rank: int, shape: PipelineShape) -> Any:
     program = compile(pipedream_2bw, shape, progress_model="per_edge", dp=1)
-    stages = {s: m for s, m in enumerate(tiny_stages(shape.stages)) if s in shape.stages_of[rank]}
+    stages = {
+        s: m
+        for s, m in enumerate(make_tiny_stages(shape.stages))
+        if s in shape.stages_on_rank[rank]
+    }
     executor = Executor(
-        program, rank, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
+        program, rank, stages, GlooTransport(program), loss=squared_error, boundary=BOUNDARY,
         optimizer=sgd([p for m in stages.values() for p in m.parameters()]),
     )  # fmt: skip
-    executor.step(*batch(shape.microbatches))
+    executor.step(*make_batch(shape.microbatches))
     return weights([*stages.values()])
 
 
 def test_2bw_on_gloo() -> None:
     shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
     held = run(_one_rank, 2, shape)
-    assert same([p for rank in held for p in rank], two_buffered(shape, *batch(8)))
+    assert same([p for rank in held for p in rank], two_buffered(shape, *make_batch(8)))
 
 
 class _Clamps(nn.Linear):

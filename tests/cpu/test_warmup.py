@@ -19,7 +19,7 @@ from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.step_inputs import StepInputs
 from schedir.schedules import dualpipe, interleaved, one_f_one_b, pipedream_2bw
-from schedir.transports.collectives import Group, Kind
+from schedir.transports.collectives import CollectiveName, GroupKey
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.transport import CompletedWork, Work
@@ -45,7 +45,8 @@ class Case(NamedTuple):
         return compile(
             self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
             overlap=True,
-            tied_weights=self.shape.rows == 1, clip_grad_norm=self.clip, buffer_sharing=self.slots,
+            tied_weights=self.shape.placement_rows == 1, clip_grad_norm=self.clip,
+            buffer_sharing=self.slots,
         )  # fmt: skip
 
 
@@ -68,10 +69,10 @@ class Streamed(EdgeGroups):
     """
 
     def __init__(self, program: Program) -> None:
-        self.met: Counter[Group] = Counter()
+        self.met: Counter[GroupKey] = Counter()
         self.held: list[_Held] = []
         super().__init__(program)
-        self.static = True
+        self.uses_static_buffers = True
 
     def _hold(self, work: Work) -> Work:
         self.held.append(held := _Held(work))
@@ -83,9 +84,11 @@ class Streamed(EdgeGroups):
     def recv(self, tensor: Tensor, peer: int, lane: Any) -> Work:
         return self._hold(super().recv(tensor, peer, lane))
 
-    def collective(self, kind: Kind, group: Group, out: Tensor, own: Tensor) -> Work:
+    def start_collective(
+        self, kind: CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+    ) -> Work:
         self.met[group] += 1
-        return self._hold(super().collective(kind, group, out, own))
+        return self._hold(super().start_collective(kind, group, out, own))
 
     def synchronize(self) -> None:
         """Wait for the whole device."""
@@ -110,7 +113,12 @@ def _bits(executor: Executor) -> list[Any]:
     parameters = [
         p.detach().clone() for s in executor.stages.values() for p in s.module.parameters()
     ]
-    return [gradients_by_stage(executor), parameters, optimizer.state_dict(), executor.draws.step]
+    return [
+        gradients_by_stage(executor),
+        parameters,
+        optimizer.state_dict(),
+        executor.random_streams.step,
+    ]
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -123,7 +131,7 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def undone_step(rank: int) -> dict[str, tuple[bool, set[Group], set[Group]]]:
+def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]]]:
     """By case: whether steps have the bits of those without; who met before the first; who must."""
     found = {}
     for name, case in CASES.items():
@@ -135,8 +143,8 @@ def undone_step(rank: int) -> dict[str, tuple[bool, set[Group], set[Group]]]:
                 executor = gpt_executor(program, transport, max_norm=1.0 if case.clip else None)
                 parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
                 executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=fused)
-                assert not executor.warm
-                executor.warm = not warm
+                assert not executor.is_warm
+                executor.is_warm = not warm
                 inputs, targets, scale = own_batch(program, transport)
                 if warm:
                     before = _bits(executor)
@@ -146,7 +154,7 @@ def undone_step(rank: int) -> dict[str, tuple[bool, set[Group], set[Group]]]:
                         state = after[2].pop("state")
                         before[2].pop("state")
                         assert not any(t.any() for own in state.values() for t in own.values())
-                    assert executor.warm and _equal(before[1:], after[1:])
+                    assert executor.is_warm and _equal(before[1:], after[1:])
                     transport.met.clear()
                 for seed in range(2):
                     executor.step(*own_batch(program, transport, seed))
@@ -199,9 +207,9 @@ def growing(rank: int, cold: bool) -> int:
     layer = Growing(transport)
     executor = Executor(
         program, rank, {rank: layer}, transport, loss=lambda y, _: y.sum(), boundary=Boundary((4,)),
-        alike=True,
+        allow_identical_stages=True,
     )  # fmt: skip
-    executor.warm = cold
+    executor.is_warm = cold
     x = torch.ones(8, 4)
     for _ in range(2):
         executor.step(x, x)
@@ -241,7 +249,7 @@ def asked(rank: int, warm: bool) -> dict[str, list[int]]:
             with CachingAllocator(gpu) as allocator:
                 if warm:
                     executor._warm_up(StepInputs(*given))
-                executor.warm = True
+                executor.is_warm = True
                 found[name] = []
                 for _ in range(3):
                     before = allocator.asked
@@ -269,10 +277,10 @@ def turned(rank: int, kind: str) -> bool:
         transport: ProcessTransport = (
             GroupedMessages(program) if kind == "grouped" else EdgeGroups(program)
         )
-        transport.static = True
+        transport.uses_static_buffers = True
         executor = gpt_executor(program, transport, lr=1e-2, max_norm=1.0)
-        executor.warm = True
-        step = executor.step_in_turn if in_turn else executor.step
+        executor.is_warm = True
+        step = executor.step_serialized if in_turn else executor.step
         for seed in range(2):
             step(*own_batch(program, transport, seed))
         found.append(_bits(executor))

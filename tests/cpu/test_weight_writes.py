@@ -84,7 +84,7 @@ def run_of(
     ties = schedir.find_tied_weights(stages)
     program = schedir.compile(schedule, shape, tied_weights=ties, **how)
     return InProcessExecutor(
-        program, stages, loss=nn.functional.mse_loss, boundary=(BATCH, WIDTH), tied=ties,
+        program, stages, loss=nn.functional.mse_loss, boundary=(BATCH, WIDTH), tied_weights=ties,
         optimizer=lambda p: torch.optim.SGD(p, lr),
     )  # fmt: skip
 
@@ -198,7 +198,7 @@ def test_a_weight_without_copies_is_as_in_a_plain_loop(program: str, how: str) -
         if "clip_grad_norm" in RIGHT[program]:
             nn.utils.clip_grad_norm_([p for s in wanted for p in s.parameters()], 1.0)
         optimizer.step()
-    ranks.settle()
+    ranks.validate_last_update()
     for stage, other in zip(stages, wanted, strict=True):
         torch.testing.assert_close(stage.weight, other.weight)
 
@@ -230,8 +230,8 @@ def test_only_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     ranks = run_of(chimera, PipelineShape(2, 4, placement="mirror"), plain(2))
     step(ranks, 4)
     calls: list[Any] = []
-    monkeypatch.setattr(stage_context, "sums_of", calls.append)
-    monkeypatch.setattr(stage_context, "traces_of", calls.append)
+    monkeypatch.setattr(stage_context, "compute_checksums", calls.append)
+    monkeypatch.setattr(stage_context, "get_write_traces", calls.append)
     step(ranks, 4)
     assert not calls
 
@@ -239,6 +239,8 @@ def test_only_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_program_with_one_copy_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     from schedir.runtime.autograd import stage_context
 
-    monkeypatch.setattr(stage_context, "traces_of", lambda _: pytest.fail("it was looked at"))
+    monkeypatch.setattr(
+        stage_context, "get_write_traces", lambda _: pytest.fail("it was looked at")
+    )
     ranks = run_of(gpipe, PipelineShape(2, 4), plain(2))
     assert step(ranks, 4).isfinite()

@@ -34,7 +34,9 @@ def _make(
     stages: Any, tied: Any = False, said: TiedWeights | None = None, **options: Any
 ) -> InProcessExecutor:
     program = schedir.compile(gpipe, PipelineShape(len(stages), 2), tied_weights=tied)
-    return InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, tied=said, **options)
+    return InProcessExecutor(
+        program, stages, loss=loss, boundary=BOUNDARY, tied_weights=said, **options
+    )
 
 
 def _undeclared(tied: Any = False, **options: Any) -> InProcessExecutor:
@@ -186,7 +188,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "a loss that learns": lambda: _learning(step_it=True),
     "an embedding that scales": _scaling,
     "own stages alone": lambda: schedir.find_tied_weights({1: Model(2)}),
-    "other names": lambda: schedir.find_tied_weights(Model(2)).among(deepcopy(parts(Model(2)))),
+    "other names": lambda: schedir.find_tied_weights(Model(2)).locate_in_stages(
+        deepcopy(parts(Model(2)))
+    ),
     "trained now": lambda: _changed(_unfreeze),
     "frozen now": lambda: _changed(_freeze),
     "added": lambda: _changed(_add),
@@ -267,7 +271,7 @@ def test_what_is_looked_at_is_one_list() -> None:
     unchanged = ParameterGuard(stages)
     for stage in stages.values():
         stage.named_parameters = stage.modules = None
-    unchanged.expect()
+    unchanged.require_unchanged()
 
 
 def test_weights_put_elsewhere_between_steps_are_those_that_train() -> None:
@@ -300,8 +304,8 @@ def test_a_step_that_ends_early_leaves_the_one_parameter(error: type[BaseExcepti
     stages = parts(model)
     program = schedir.compile(interleaved, PipelineShape(1, 2, 2), tied_weights=True)
     ranks = InProcessExecutor(program, stages, loss=ends, boundary=BOUNDARY)
-    for step in (ranks.step, ranks.ranks[0].step):
-        ranks.ranks[0].under_way = False
+    for step in (ranks.step, ranks.executors[0].step):
+        ranks.executors[0].is_in_step = False
         with pytest.raises((SchedirError, error)):
             step(*batch(2, 0), SCALE)
         assert stages[0].words.weight is stages[1].head.weight is model.wte.weight
@@ -327,8 +331,9 @@ def _process(process: int, how: str) -> None:
     decay = 0.1 if how.endswith("decay") and process else 0.01
     weights = [*stage.parameters()][: -1 if how == "not stepped" and process else None]
     Executor(
-        program, transport.rank, {transport.rank: stage}, transport, loss=loss, tied=ties,
-        boundary=BOUNDARY, optimizer=adam(weights, weight_decay=decay), alike=how == "alike",
+        program, transport.rank, {transport.rank: stage}, transport, loss=loss, tied_weights=ties,
+        boundary=BOUNDARY, optimizer=adam(weights, weight_decay=decay),
+        allow_identical_stages=how == "alike",
     )  # fmt: skip
 
 

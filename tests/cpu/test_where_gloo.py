@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from schedir.hang_diagnosis.flight_recorder import read_dumps
-from schedir.hang_diagnosis.hang_report import job_lines
+from schedir.hang_diagnosis.hang_report import describe_job
 from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
 from tests.cpu.spawn import run
 
@@ -50,15 +50,15 @@ def test_the_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
     for form in ("pickles", "json"):
         job = DistributedJob(read_dumps([str(tmp_path / form)])[0])
         assert job.roots == (LATE,) and not job.cycle and not job.missing
-        assert {str(s.begun) for s in job.dumps.values()} == {
+        assert {str(s.current_op) for s in job.dumps.values()} == {
             "all_reduce 2 of default_pg",
             "None",
         }
         late = job.dumps[LATE]
-        assert (str(late.ended), late.begun) == ("all_reduce 1 of default_pg", None)
-        waits = {wait for own in job.waits.values() for wait in own if wait.on == LATE}
-        assert {wait.why for wait in waits} == {WaitReason.NOT_ISSUED}
-        assert any(f"rank {LATE} is the cause" in line for line in job_lines(job))
+        assert (str(late.last_done), late.current_op) == ("all_reduce 1 of default_pg", None)
+        waits = {wait for own in job.waits.values() for wait in own if wait.awaited_rank == LATE}
+        assert {wait.reason for wait in waits} == {WaitReason.NOT_ISSUED}
+        assert any(f"rank {LATE} is the cause" in line for line in describe_job(job))
     # Pickles say where in whose code, too.
     found, _ = read_dumps([str(tmp_path / "pickles")])
-    assert "test_where_gloo.py:" in found[0].ops[-1].line
+    assert "test_where_gloo.py:" in found[0].ops[-1].source_line

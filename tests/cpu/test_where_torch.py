@@ -22,10 +22,10 @@ from torch.distributed.pipelining import schedules as theirs
 
 from schedir import PipelineShape, Program, compile, schedules
 from schedir.analysis.dependency_graph import Graph
-from schedir.compiler.compile import finish
+from schedir.compiler.compile import finish_lowering
 from schedir.hang_diagnosis.flight_recorder import read_dumps
-from schedir.hang_diagnosis.program_matching import match
-from schedir.hang_diagnosis.rank_positions import judge
+from schedir.hang_diagnosis.program_matching import match_program
+from schedir.hang_diagnosis.rank_positions import diagnose_copies
 from schedir.hang_diagnosis.wait_graph import DistributedJob
 from schedir.io import torch_csv
 from schedir.ir.instruction_index import InstructionIndex
@@ -113,7 +113,7 @@ def _train(rank: int, name: str, shape: PipelineShape, folder: str) -> None:
     writer.start()
     at = STEP * shape.microbatches + MICROBATCH
     at += 1  # torch runs a forward more, before its first step, to learn the shapes
-    held = shape.stages_of[rank]
+    held = shape.stages_on_rank[rank]
     stages = [
         PipelineStage(
             _Stage(at, stands if s == STAGE else None, goes_on),
@@ -142,7 +142,7 @@ def _program(name: str, shape: PipelineShape) -> Program:
         return compile(schedules.gpipe, shape)
     if name == "Schedule1F1B":
         return compile(schedules.one_f_one_b, shape)
-    return finish(torch_csv.from_csv(lowered(name, shape)))
+    return finish_lowering(torch_csv.from_csv(lowered(name, shape)))
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -151,22 +151,22 @@ def test_the_forward_in_which_a_rank_stops_is_named(name: str, tmp_path: Path) -
     run(_train, shape.ranks, name, shape, str(tmp_path))
     job = DistributedJob(read_dumps([str(tmp_path)])[0])
     program = _program(name, shape)
-    index = InstructionIndex.of(program)
-    (matched,) = match(job, program)
-    assert matched.step == STEP and bool(matched.loose) == (name in LOOSE)
+    index = InstructionIndex.from_program(program)
+    (matched,) = match_program(job, program)
+    assert matched.step == STEP and bool(matched.order_mismatch) == (name in LOOSE)
     # It has what it needs for that forward.
-    ended = [op for op in job.dumps[STOPS].ops if op.ended and op.kind == "recv"]
-    names = [str(index.locate(matched.names[STOPS, op.number])[2]) for op in ended]
+    ended = [op for op in job.dumps[STOPS].ops if op.is_done and op.kind == "recv"]
+    names = [str(index.locate(matched.position_of_message[STOPS, op.number])[2]) for op in ended]
     assert f"recv_act {STAGE}.{MICROBATCH}" in names[-2:]
-    if matched.loose:
+    if matched.order_mismatch:
         assert job.roots == (STOPS,)
         return
-    (verdict,) = judge(program, [matched])
+    (verdict,) = diagnose_copies(program, [matched])
     assert not verdict.is_deadlock
-    assert {int(index.rank[at]) for cause in verdict.causes for at in cause.at} == {STOPS}
-    place = verdict.places[STOPS]
-    assert place.late
-    between = [str(index.locate(at)[2]) for at in range(*place.between)]
+    assert {int(index.rank[at]) for cause in verdict.causes for at in cause.positions} == {STOPS}
+    place = verdict.positions[STOPS]
+    assert place.is_late
+    between = [str(index.locate(at)[2]) for at in range(*place.compute_range)]
     assert f"F {STAGE}.{MICROBATCH}" in between
 
 
@@ -175,7 +175,7 @@ def test_torchs_own_reader_pairs_what_these_tests_write(tmp_path: Path) -> None:
     builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
     loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")
     program = compile(schedules.interleaved, PipelineShape(2, 4, stages_per_rank=2))
-    whole = stopped(Graph.of(program), None, False)
+    whole = stopped(Graph.from_program(program), None, False)
     for recorder in record(whole, before=1):
         recorder.collective("1", "all_reduce", ended=True)
         recorder.save(tmp_path)

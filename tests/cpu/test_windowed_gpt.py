@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.models import gpt
-from schedir.models.attention import mask_of
+from schedir.models.attention import build_window_mask
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.in_process import InProcessExecutor
@@ -48,7 +48,7 @@ def step(config: gpt.GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float) -> Tensor:
-    mask = mask_of(T, *(window or (T, 1)))
+    mask = build_window_mask(T, *(window or (T, 1)))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
 
@@ -92,7 +92,7 @@ def test_any_pipeline_has_the_bits_of_one_process(
     for k in range(2):
         data = tokens(shape.microbatches, k)
         want = run_sequential(plain, *data, loss=gpt.loss, program=program, seed=2, step=k)
-        assert torch.equal(world.step(*data, seed=5 + k), want)
+        assert torch.equal(world.step(*data, order_seed=5 + k), want)
     for one, other in zip(gradients(own), gradients(plain), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
 

@@ -102,7 +102,7 @@ def _given(executor: Executor) -> tuple[Tensor, Tensor]:
 
 
 def _weights(executor: Executor, stages: list[nn.Module]) -> list[Tensor]:
-    with executor.whole():
+    with executor.full_parameters():
         return [p.detach().clone() for stage in stages for p in stage.parameters()]
 
 
@@ -116,7 +116,9 @@ def _some(rank: int) -> dict[str, Any]:
             executor, stages = _executor(zero, **how)
             for _ in range(3):
                 executor.step(*_given(executor))
-            found.setdefault(name, []).append([*_weights(executor, stages), executor.norm.clone()])
+            found.setdefault(name, []).append(
+                [*_weights(executor, stages), executor.grad_norm.clone()]
+            )
     for zero in range(1, 4):  # what is not finite of one replica is so for all
         executor, stages = _executor(zero, clip_grad_norm=False)
         before = _weights(executor, stages)
@@ -125,7 +127,7 @@ def _some(rank: int) -> dict[str, Any]:
         executor.step(x, y)
         after = _weights(executor, stages)
         kept = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        found.setdefault("finite", []).append((bool(executor.finite), kept))
+        found.setdefault("finite", []).append((bool(executor.finite_updates), kept))
     for zero in (0, 2, 3):
         executor, stages = _executor(
             zero, reduce_scatter_at="each_backward" if zero else "update_end"
@@ -135,7 +137,7 @@ def _some(rank: int) -> dict[str, Any]:
     for own in (nn.Parameter.detach, lambda p: p.data):  # the second raises no version
         executor, stages = _executor(3)
         try:
-            with executor.whole(), torch.no_grad():
+            with executor.full_parameters(), torch.no_grad():
                 for p in stages[0].parameters():
                     own(p).fill_(float(rank))
         except ModelError as error:

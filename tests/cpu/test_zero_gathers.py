@@ -17,14 +17,14 @@ from torch.distributed.pipelining.schedules import (
     _add_unshard_reshard,
 )
 
-from schedir.analysis.memory.unshard_counts import gathers
+from schedir.analysis.memory.unshard_counts import count_unshards
 from schedir.compiler.compile import compile
-from schedir.io.torch_csv import cells
-from schedir.ir.isa.instructions import BACKWARD_WEIGHT, ROWS
+from schedir.io.torch_csv import format_cells
+from schedir.ir.isa.instructions import BACKWARD_WEIGHT, INSTRUCTIONS
 from schedir.ir.program import Program
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs
-from schedir.torch_pipelining.fsdp_stages import require_whole, with_shards
+from schedir.torch_pipelining.fsdp_stages import insert_unshards, require_unsharded
 from tests.laws import LOOPED, ZOO, least, shape_of
 
 
@@ -32,7 +32,7 @@ def actions(program: Program, rank: int) -> list[Any]:
     """What a rank of a draft computes, as torch says it; what runs as one is one action."""
     found: list[Any] = []
     for instr, joined in zip(program.streams[rank], program.streams[rank].joined, strict=True):
-        one = _Action.from_str(f"{instr.stage}{ROWS[instr.op].text}{instr.mb}")
+        one = _Action.from_str(f"{instr.stage}{INSTRUCTIONS[instr.op].text}{instr.mb}")
         found.append(_Action(-1, OVERLAP_F_B, None, (found.pop(), one)) if joined else one)
     return found
 
@@ -47,7 +47,7 @@ def residency(listed: list[Any]) -> tuple[int, int]:
 def no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)) -> None:
     """On no rank, at the residency that torch's list has there, so many runs ahead."""
     ours: dict[tuple[int, int], list[int]] = {}
-    for rank, stages in enumerate(program.shape.stages_of):
+    for rank, stages in enumerate(program.shape.stages_on_rank):
         order = actions(program, rank)
         for active in range(1, min(most, len(stages)) + 1):
             theirs, held = residency(_add_unshard_reshard(order, active))
@@ -56,9 +56,9 @@ def no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)
                     lowered = compile(
                         program, dp=2, zero=3, unsharded_stages=held, unshard_prefetch=ahead
                     )
-                    ours[held, ahead] = gathers(lowered).times
+                    ours[held, ahead] = count_unshards(lowered).unshards
                 assert ours[held, ahead][rank] <= theirs, (rank, active, held)
-            assert residency(with_shards(order, active))[0] <= theirs
+            assert residency(insert_unshards(order, active))[0] <= theirs
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -74,14 +74,17 @@ def test_no_schedule_gathers_more_often_than_torchs_list(name: str) -> None:
                 no_more_than_torch(expand_schedule(schedule, shape), 4)
 
 
-@given(compute_programs(stages_per_rank=4).filter(lambda d: d.shape.rows == 1), st.integers(1, 3))
+@given(
+    compute_programs(stages_per_rank=4).filter(lambda d: d.shape.placement_rows == 1),
+    st.integers(1, 3),
+)
 @settings(max_examples=30)
 def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active: int) -> None:
     """Its W and REDUCE_GRAD want a stage whole, ours do not."""
-    active = min(active, max(map(len, program.shape.stages_of)))
+    active = min(active, max(map(len, program.shape.stages_on_rank)))
     lowered = compile(program, dp=2, zero=3, unsharded_stages=active)
-    for row in cells(lowered, "torch-2.13"):
-        require_whole([*map(_Action.from_str, row)], active)
+    for row in format_cells(lowered, "torch-2.13"):
+        require_unsharded([*map(_Action.from_str, row)], active)
 
 
 @given(compute_programs(ranks=2, microbatches=4, stages_per_rank=4))
@@ -89,4 +92,4 @@ def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active
 def test_no_draft_does(program: Program) -> None:
     """Torch looks at W, too, which needs no weights: where there is one, it may look less far ahead
     than we do.  As often as with none ahead it gathers in any case."""
-    no_more_than_torch(program, 3, (0,) if BACKWARD_WEIGHT in program.ops else (0, 1))
+    no_more_than_torch(program, 3, (0,) if BACKWARD_WEIGHT in program.used_opcodes else (0, 1))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import schedir
 from schedir import PipelineShape
 from schedir.errors import ExecutionError, ModelError, UsageError
-from schedir.ir.isa.instructions import ADDS, Instr, Opcode
+from schedir.ir.isa.instructions import GRAD_ADDING_OPS, Instr, Opcode
 from schedir.ir.program import Program, Stream
 from schedir.models import gpt
 from schedir.runtime.autograd.splittable_layers import (
@@ -26,7 +26,7 @@ from schedir.runtime.autograd.splittable_layers import (
 )
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import MainOptimizer, float32_gradients
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, looped_bfs, one_f_one_b
 from schedir.testing import compute_programs
@@ -48,7 +48,10 @@ def trained(program: Program, seed: int | None = None, **options: Any) -> list[T
     ranks = ranks_of(program, stages, **options)
     found = []
     for k in range(2):
-        found += [ranks.step(*batch(program.shape.microbatches, k), seed=seed), ranks.ranks[0].norm]
+        found += [
+            ranks.step(*batch(program.shape.microbatches, k), order_seed=seed),
+            ranks.executors[0].grad_norm,
+        ]
     return found + [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
 
 
@@ -78,8 +81,8 @@ def test_any_draft_has_the_bits_of_plain_training(data: Any, zero: int, order: i
 def turns_of(program: Program, stage: int) -> list[list[int]]:
     """The microbatches of each turn of a stage's gradient, in order."""
     turns: list[list[int]] = [[]]
-    for i in program.streams[int(program.shape.rank_of[stage])]:
-        if i.stage == stage and i.op in ADDS:
+    for i in program.streams[int(program.shape.first_rank_per_stage[stage])]:
+        if i.stage == stage and i.op in GRAD_ADDING_OPS:
             turns[-1].append(i.mb)
         elif i.stage == stage and i.op is Opcode.ReduceScatter:
             turns.append([])
@@ -131,8 +134,8 @@ def test_weights_are_pieces_between_steps_and_whole_on_request(zero: int) -> Non
     ranks.step(*batch(4))
     assert all(p.dim() == 1 and p.grad is not None for m in stages for p in m.parameters())
     with ExitStack() as whole:
-        for rank in ranks.ranks:
-            whole.enter_context(rank.whole())
+        for rank in ranks.executors:
+            whole.enter_context(rank.full_parameters())
         assert [p.shape for stage in stages for p in stage.parameters()] == shapes
         kept = [deepcopy(stage.state_dict()) for stage in stages]
         for state, right in zip(kept, plain, strict=True):
@@ -151,7 +154,7 @@ def test_state_and_copies_of_an_optimizer_are_cut() -> None:
     for zero in (0, 3):
         stages = gpt_stages(2, False)
         for stage in stages:
-            float32_gradients(stage.bfloat16())
+            use_float32_gradients(stage.bfloat16())
         made = []
 
         def make(parameters: list[nn.Parameter]) -> MainOptimizer:
@@ -170,7 +173,7 @@ def test_state_and_copies_of_an_optimizer_are_cut() -> None:
             [
                 t.flatten()
                 for optimizer in made
-                for m in optimizer.main
+                for m in optimizer.main_parameters
                 for t in (m.detach(), *optimizer.inner.state[m].values())
             ]
         )
@@ -239,7 +242,7 @@ def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> Non
         pass
 
     register_splittable_layer(
-        Own, input=lambda layer, x, dy: dy * layer.weight, later={"weight": later}
+        Own, input_grad=lambda layer, x, dy: dy * layer.weight, deferred_grads={"weight": later}
     )
     shape = PipelineShape(1, 2, 2)
     stages: list[nn.Module] = [Own(), Own()]
@@ -247,7 +250,7 @@ def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> Non
         make_backward_splittable(stage)
 
     order = [(op, s, mb) for op, s in ORDER for mb in range(2)]  # W behind all that need weights
-    draft = Program("late", shape, (Stream.of([Instr(*each) for each in order]),))
+    draft = Program("late", shape, (Stream.from_instructions([Instr(*each) for each in order]),))
     program = schedir.compile(draft, zero=3, unsharded_stages=1, clip_grad_norm=False)
     ranks = InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM

@@ -81,8 +81,8 @@ def trained(zero: int, place: str) -> list[Tensor]:
     for _ in range(3):
         ranks.step(x, x + 1)
     with ExitStack() as stack:
-        for rank in ranks.ranks:
-            stack.enter_context(rank.whole())
+        for rank in ranks.executors:
+            stack.enter_context(rank.full_parameters())
         return [p.detach().clone() for stage in stages for p in stage.parameters()]
 
 

@@ -155,12 +155,12 @@ def test_who_saves_pieces_is_told() -> None:
     stages = linears()
     model = nn.Sequential(*stages)
     ranks = ranks_of(3, stages)
-    for look in (model.state_dict, ranks.ranks[0].stages[1].module.state_dict):
+    for look in (model.state_dict, ranks.executors[0].stages[1].module.state_dict):
         with pytest.warns(UserWarning, match=r"piece of weight that this replica keeps \(zero 3\)"):
             assert all(t.dim() == 1 for t in look().values())
     with ExitStack() as whole:
-        for rank in ranks.ranks:
-            whole.enter_context(rank.whole())
+        for rank in ranks.executors:
+            whole.enter_context(rank.full_parameters())
         assert model.state_dict()["0.weight"].shape == (4, 4)
         copies = [deepcopy(stages), pickle.loads(pickle.dumps(stages))]
     for copy in copies:  # they are nobody's, and are trained as any

@@ -20,8 +20,8 @@ from schedir.models import gpt
 from schedir.runtime.executor import Executor
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
-from schedir.schedules import built_in
-from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, placed_for
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, get_placement_mark
 from schedir.transports.gloo import GlooTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
@@ -37,13 +37,13 @@ def newest_first(r: int, P: int, m: int) -> RankSchedule:
 
 
 def program_of(schedule: Any, overlap: bool = False) -> Program:
-    placement, fixed = placed_for(schedule)
+    placement, fixed = get_placement_mark(schedule)
     v = fixed or (2 if "v" in signature(schedule).parameters else 1)
     shape = PipelineShape(2, M, v, placement or "loop")
     return compile(schedule, shape, tied_weights=True, progress_model="per_edge", overlap=overlap)
 
 
-ZOO = {name: s for name, s in built_in().items() if name != "forward_only"}
+ZOO = {name: s for name, s in get_built_in_schedules().items() if name != "forward_only"}
 
 
 @pytest.mark.parametrize("schedule", [*ZOO.values(), newest_first], ids=lambda s: s.__name__)
@@ -53,18 +53,18 @@ def test_in_process(schedule: Any) -> None:
     stages = gpt_stages(program.shape.stages)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for seed in range(2):
-        assert torch.equal(ranks.step(*batch(M), seed=seed), loss)
+        assert torch.equal(ranks.step(*batch(M), order_seed=seed), loss)
         assert same_bits(gradients(stages), right)
 
 
 def _promised(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Loss and gradients that a program must give, which are near those of the plain reference."""
     loss, plain = expected(program.shape)
-    if program.ascending:
+    if program.reduces_in_microbatch_order:
         return loss, plain
     stages = gpt_stages(program.shape.stages)
     inputs, targets, scale = batch(M)
-    loss = run_sequential(stages, inputs, targets, loss=gpt.loss, scale=scale, program=program)
+    loss = run_sequential(stages, inputs, targets, loss=gpt.loss, grad_scale=scale, program=program)
     ordered = gradients(stages)
     for own, other in zip(ordered, plain, strict=True):
         for name, grad in own.items():
@@ -83,7 +83,7 @@ def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]
         for overlap in (False, True):
             program = program_of(ZOO[name], overlap)
             whole = gpt_stages(program.shape.stages)
-            stages = {s: whole[s] for s in program.shape.stages_of[rank]}
+            stages = {s: whole[s] for s in program.shape.stages_on_rank[rank]}
             executor = Executor(
                 program, rank, stages, GlooTransport(program), loss=gpt.loss, boundary=BOUNDARY
             )

@@ -20,7 +20,7 @@ SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 def built(name: str, shape: PipelineShape, **options: Any) -> Any:
     """A schedule of torch's, as rank 0 has it; its stages are there in outline only."""
     stages = []
-    for index in shape.stages_of[0]:
+    for index in shape.stages_on_rank[0]:
         stage = create_autospec(PipelineStage, instance=True)
         stage.group_rank, stage.group_size, stage.group = 0, shape.ranks, None
         stage.stage_index, stage.num_stages, stage.submod = index, shape.stages, None

@@ -94,7 +94,7 @@ def data(step: int, replicas: int) -> tuple[Tensor, Tensor]:
     numbers = torch.Generator().manual_seed(1 + step)
     shape = (2, replicas * MICROBATCHES, BATCH, CONTEXT)
     x, y = torch.randint(0, VOCAB, shape, generator=numbers)
-    y[:, 0, :3] = gpt.IGNORE
+    y[:, 0, :3] = gpt.IGNORE_INDEX
     return x, y
 
 
@@ -110,10 +110,10 @@ def run(rank: int, wanted: Sequence[Case]) -> dict[Case, Told]:
     for shape in dict.fromkeys(case[:3] for case in wanted):
         programs = {case: case.program for case in wanted if case[:3] == shape}
         first, *more = programs.values()
-        transport = GlooTransport(first, more=more)
+        transport = GlooTransport(first, extra_programs=more)
         for case, program in programs.items():
             found[case] = _trained(case, program, transport)
-        transport.end()
+        transport.shut_down()
     return found
 
 
@@ -121,8 +121,8 @@ def _trained(case: Case, program: Program, transport: Any) -> Told:
     tp, rank, replica = transport.tp_group, transport.rank, transport.dp_rank
     config = MODEL(tied=case.tied)
     stages = {
-        s: gpt.build_stage(config, s, program.shape.stages, tp=tp, sequence=case.sequence)
-        for s in program.shape.stages_of[rank]
+        s: gpt.build_stage(config, s, program.shape.stages, tp=tp, sequence_parallel=case.sequence)
+        for s in program.shape.stages_on_rank[rank]
     }
     tokens = CONTEXT // (case.t if case.sequence else 1)
     executor = Executor(
@@ -143,10 +143,10 @@ def _trained(case: Case, program: Program, transport: Any) -> Told:
         if loss is not None:
             told[f"loss {step}.{replica}"] = loss.clone()
         if case.clip:
-            told[f"norm {step}"] = executor.norm.clone()
+            told[f"norm {step}"] = executor.grad_norm.clone()
         if not (case.zero or step):  # of the same weights
             told |= {f"gradient {name}": grad(p).clone() for name, p in _named(stages, transport)}
-    with executor.whole():
+    with executor.full_parameters():
         told |= {f"weight {name}": p.detach().clone() for name, p in _named(stages, transport)}
     return told
 

@@ -69,14 +69,14 @@ def _pixels(layer: Conv, x: Tensor) -> Tensor:
 
 register_splittable_layer(
     Square,
-    input=lambda layer, x, dy: dy * layer.weight.square(),
-    later={"weight": lambda layer, x, dy: (x * dy).sum_to_size(N) * (2 * layer.weight)},
+    input_grad=lambda layer, x, dy: dy * layer.weight.square(),
+    deferred_grads={"weight": lambda layer, x, dy: (x * dy).sum_to_size(N) * (2 * layer.weight)},
 )
 register_splittable_layer(
     Conv,
-    input=_dx,
-    later={"weight": _dw},
-    now={"bias": lambda layer, x, dy: dy.sum().view(1)},
+    input_grad=_dx,
+    deferred_grads={"weight": _dw},
+    immediate_grads={"bias": lambda layer, x, dy: dy.sum().view(1)},
 )
 
 LAYERS: dict[str, Callable[[bool], nn.Module]] = {

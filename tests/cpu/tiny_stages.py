@@ -46,7 +46,7 @@ def batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor, float]:
     numbers = torch.Generator().manual_seed(seed)
     shape = (microbatches, BATCH, CONTEXT)
     inputs, targets = (torch.randint(0, 32, shape, generator=numbers) for _ in range(2))
-    targets[:, 0, :2] = gpt.IGNORE
+    targets[:, 0, :2] = gpt.IGNORE_INDEX
     return inputs, targets, 1 / gpt.count_tokens(targets)
 
 
@@ -81,7 +81,7 @@ def gpt_executor(
     """
     shape, tp = program.shape, transport.tp_group
     cfg = config(shape.stages, bool(program.tied_weights))
-    own = shape.stages_of[transport.rank]
+    own = shape.stages_on_rank[transport.rank]
     stages = {s: gpt.build_stage(cfg, s, shape.stages, tp=tp).to(device) for s in own}
     if lr is not None:
         parameters = [p for stage in stages.values() for p in stage.parameters()]
@@ -113,7 +113,7 @@ def expected(
     """Loss and gradients of the reference; with a program, in its order."""
     stages = gpt_stages(shape.stages, tied)
     inputs, targets, scale = batch(shape.microbatches)
-    loss = run_sequential(stages, inputs, targets, loss=gpt.loss, scale=scale, program=program)
+    loss = run_sequential(stages, inputs, targets, loss=gpt.loss, grad_scale=scale, program=program)
     return loss, gradients(stages)
 
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from schedir.__main__ import main
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 from schedir.training.train import run
 from tests.cpu.spawn import CONTEXT
 
@@ -110,7 +110,9 @@ def forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
     """The same of a run whose processes find each other as under torchrun, for tests of what is
     trained: two seconds of a core less for each process."""
     # A schedule's file may patch what it likes, and is for the processes alone to load.
-    world = read(config, [one for one in sets if not one.startswith("pipeline.schedule=")]).world
+    world = read_config(
+        config, [one for one in sets if not one.startswith("pipeline.schedule=")]
+    ).world_size
     words = [arguments(config, folder, *sets)] * world
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = fork(

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.ir.cost.costs import Costs
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import TRANSFERS
+from schedir.ir.isa.instructions import TRANSFER_OPS
 from schedir.runtime import in_process, program_runner
 from schedir.runtime.rank_state import Call
 from schedir.runtime.recording import gpu_progress, recorder
@@ -137,19 +137,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     }  # fmt: skip
     for name, patch in patches.items():
         monkeypatch.setattr(torch.cuda, name, patch)
-    monkeypatch.setattr(program_runner, "stamps_of", recorder.EventTimestamps)
-    monkeypatch.setattr(gpu_progress, "event_on", lambda device: Event(gpu))
+    monkeypatch.setattr(program_runner, "make_timestamps", recorder.EventTimestamps)
+    monkeypatch.setattr(gpu_progress, "make_event", lambda device: Event(gpu))
     monkeypatch.setattr(recorder, "perf_counter", lambda: gpu.host)
 
     def mailboxes(program: Any, model: Any, cuda: bool, told: Any) -> list[StreamMailbox]:
         hub = StreamHub()
-        hub.told = told
+        hub.payloads = told
         return [
-            StreamMailbox(hub, rank, mailbox.members_of(program, rank), model)
+            StreamMailbox(hub, rank, mailbox.list_group_members(program, rank), model)
             for rank in range(program.shape.ranks)
         ]
 
-    monkeypatch.setattr(in_process, "mailboxes", mailboxes)
+    monkeypatch.setattr(in_process, "make_mailboxes", mailboxes)
     return gpu
 
 
@@ -159,11 +159,11 @@ def charge(
     """Let every instruction but transfers take its cost, on the stream that it runs on, and the
     host some time before each."""
     index: InstructionIndex = ranks.graph.index
-    table, row = ranks.graph.costs(costs)
-    for rank in ranks.ranks:
+    table, row = ranks.graph.get_cost_table(costs)
+    for rank in ranks.executors:
         first = int(ranks.program.offsets[rank.rank])
         for k, (wait, run) in enumerate(rank.calls):
-            moves = index.op[first + k] in TRANSFERS
+            moves = index.op[first + k] in TRANSFER_OPS
             seconds = 0.0 if moves else float(table[row[first + k]])
             rank.calls[k] = Call(partial(_late, wait, gpu, host), _charged(run, gpu, seconds))
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from schedir.ir.program import Program
-from schedir.transports.gpu_selection import HOST, SHARED
+from schedir.transports.gpu_selection import HOST_ID_VARIABLE, SHARED_GPU_VARIABLES
 from schedir.transports.nccl import initialise, nccl_transport
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 
@@ -24,7 +24,7 @@ REHEARSED = os.environ.get("SCHEDIR_REHEARSAL") == "1"
 
 # "Hosts" talk over sockets of this machine. Their kernels take turns on the GPU: all correct, and
 # nothing fast. One protocol and one ring have the fewest turns.
-VARIABLES = SHARED | {
+VARIABLES = SHARED_GPU_VARIABLES | {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -51,7 +51,7 @@ def share_gpu(rank: int, folder: str) -> torch.device:
     dist.barrier()  # nobody leaves while another still arrives
     dist.destroy_process_group()
     os.environ.update(VARIABLES)
-    os.environ.update({HOST: f"schedir-{rank}", "LOCAL_RANK": f"{rank}"})
+    os.environ.update({HOST_ID_VARIABLE: f"schedir-{rank}", "LOCAL_RANK": f"{rank}"})
     os.environ["LOCAL_WORLD_SIZE"] = f"{world}"
     store = Path(folder, "nccl").as_uri()
     return initialise(120.0, init_method=store, rank=rank, world_size=world)
@@ -64,7 +64,7 @@ def over(
     if not REHEARSED:
         return nccl_transport(program, device, kind)
     transport = EdgeGroups(program) if kind == "per_edge" else GroupedMessages(program)
-    transport.static = True
+    transport.uses_static_buffers = True
     return transport
 
 

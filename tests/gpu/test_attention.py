@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from schedir.models import gpt
-from schedir.models.attention import attention, block_mask, mask_of
+from schedir.models.attention import attention, build_block_mask, build_window_mask
 from schedir.runtime.sequential_reference import run_sequential
 from tests.cpu.tiny_stages import gradients
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("real_gpu")
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float = 0.0) -> Tensor:
-    mask = mask_of(q.shape[2], window[0], window[1], q.device)
+    mask = build_window_mask(q.shape[2], window[0], window[1], q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
 
@@ -48,7 +48,7 @@ def test_it_is_the_whole_with_a_mask(length: int, window: Any, dtype: torch.dtyp
 
 def test_a_mask_is_made_once() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    assert block_mask(512, 64, 16, device) is block_mask(512, 64, 16, device)
+    assert build_block_mask(512, 64, 16, device) is build_block_mask(512, 64, 16, device)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

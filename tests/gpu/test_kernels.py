@@ -16,8 +16,8 @@ from schedir.kernels.embedding_gradient import accumulate_rows_
 from schedir.kernels.gelu import bias_gelu
 from schedir.kernels.layer_norm import add_layer_norm
 from schedir.models import gpt
-from schedir.runtime.autograd.split_backward import DeferredGradients, recording
-from schedir.runtime.parameters.mixed_precision import float32_gradients
+from schedir.runtime.autograd.split_backward import DeferredGradients, defer_weight_gradients
+from schedir.runtime.parameters.mixed_precision import use_float32_gradients
 from schedir.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 from tests.cpu.tiny_stages import batch, gpt_stages
 
@@ -37,7 +37,7 @@ def poisoned() -> Iterator[None]:
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(shape, generator=generator, device="cuda").to(dtype)
-    assert backend_choice.on_triton(x)
+    assert backend_choice.uses_triton(x)
     return x
 
 
@@ -133,11 +133,11 @@ def test_weight_gradient(tokens: int, k: int, n: int, dtype: torch.dtype) -> Non
 def test_a_stage_adds_up_its_weight_gradients_in_products() -> None:
     """All of them: none is a product of 16 bits, which is then added."""
     stage, (inputs, targets, _) = gpt_stages(1)[0].to("cuda", torch.bfloat16), batch(1)
-    float32_gradients(stage)
+    use_float32_gradients(stage)
     for p in stage.parameters():
         p.grad = torch.zeros_like(p, dtype=torch.float32)
     tape = DeferredGradients()
-    with recording(tape):
+    with defer_weight_gradients(tape):
         gpt.loss(stage(inputs[0].cuda()), targets[0].cuda()).backward()
     assert len(tape) > 4
     with Operations() as ran:
@@ -156,12 +156,12 @@ def test_logits_past_an_int32() -> None:
     targets = torch.arange(n, device="cuda") * 97 % k
     dloss = torch.ones((), device="cuda")
     last = logits[-few:].clone()
-    parts = cross_entropy.statistics(logits, targets, 0)
-    alone = cross_entropy.statistics_reference(last, targets[-few:], 0)
+    parts = cross_entropy.compute_statistics(logits, targets, 0)
+    alone = cross_entropy.compute_statistics_reference(last, targets[-few:], 0)
     torch.testing.assert_close(parts[:, -few:], alone, rtol=1e-5, atol=1e-5)
-    cross_entropy.gradient_(logits, targets, parts.unsqueeze(0), dloss, 0, -1)
+    cross_entropy.write_gradient_(logits, targets, parts.unsqueeze(0), dloss, 0, -1)
     rest = targets[-few:], alone.unsqueeze(0), dloss, 0, -1
-    want = cross_entropy.gradient_reference_(last.double(), *rest)
+    want = cross_entropy.write_gradient_reference_(last.double(), *rest)
     assert_near(logits[-few:], want, torch.bfloat16)
 
 
@@ -199,7 +199,7 @@ def test_rows_of_an_embedding_are_added_alike_whatever_their_order(tokens: int) 
     before = random(1000, 256, dtype=torch.float32, seed=1)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sums = [accumulate_rows_(before.clone(), rows, dy, padding=1) for _ in range(4)]
+        sums = [accumulate_rows_(before.clone(), rows, dy, padding_index=1) for _ in range(4)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(sums[0], other) for other in sums)

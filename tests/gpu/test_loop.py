@@ -22,7 +22,7 @@ from schedir.runtime.recording.gpu_progress import GpuProgress
 from schedir.schedules import one_f_one_b
 from schedir.training.batches.prefetch import Prefetch
 from schedir.training.batches.samples import Batches
-from schedir.training.processes.watchdog import standstill
+from schedir.training.processes.watchdog import make_stall_error
 from schedir.training.step_loop import StepLoop
 from schedir.training.train import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
@@ -45,19 +45,19 @@ def test_numbers_follow_the_device_and_the_host_goes_on() -> None:
         torch.cuda._sleep(LONG)
         first = readings.copy(numbers)
         second = readings.copy(numbers + 1)
-        assert not first.row.copied.query()
+        assert not first.row.copy_event.query()
     assert first.read()[0] == 1.5 and math.isnan(second.read()[1])
 
 
 def test_batches_come_in_order_and_nobody_waits_for_their_copies() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source = Batches(np.arange(200, dtype=np.uint8), 8, 4, seed=3)
-    with Prefetch(source, 8, device, replica=1, replicas=2, count=gpt.count_tokens) as ours:
+    with Prefetch(source, 8, device, replica=1, replicas=2, count_tokens=gpt.count_tokens) as ours:
         for step in range(8):
             with no_wait():
                 torch.cuda._sleep(LONG // 100)
                 given = ours.take(step)
-            want = source.batch(4 * step, 4)
+            want = source.read_batch(4 * step, 4)
             assert torch.equal(given.inputs.cpu(), want[0][2:])
             assert torch.equal(given.targets.cpu(), want[1][2:])
 
@@ -67,14 +67,16 @@ def test_the_instruction_that_hangs_is_named() -> None:
         one_f_one_b, PipelineShape(2, 4), progress_model="per_edge", tied_weights=True
     )
     stages = [stage.cuda() for stage in gpt_stages(2)]
-    world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, record=False)
-    progress = [GpuProgress(rank) for rank in world.ranks]
+    world = InProcessExecutor(
+        program, stages, loss=gpt.loss, boundary=BOUNDARY, record_timestamps=False
+    )
+    progress = [GpuProgress(rank) for rank in world.executors]
     inputs, targets, scale = batch(4)
     inputs, targets = inputs.cuda(), targets.cuda()
     world.step(inputs, targets, scale)
     torch.cuda.synchronize()
-    assert [p.standing() for p in progress] == [None, None]
-    one = world.ranks[1]
+    assert [p.get_progress() for p in progress] == [None, None]
+    one = world.executors[1]
     k = one.state.index_of[Instr(Opcode.Forward, 1, 1)]
     wait, run_it = one.calls[k]
 
@@ -86,13 +88,13 @@ def test_the_instruction_that_hangs_is_named() -> None:
     world.step(inputs, targets, scale)
     sleep(0.5)  # the rest of the step is over long before
     said = []
-    for rank, each in zip(world.ranks, progress, strict=True):
-        error = standstill("it stands", rank, 2, each, each.standing())
+    for rank, each in zip(world.executors, progress, strict=True):
+        error = make_stall_error("it stands", rank, 2, each, each.get_progress())
         said.append([(str(site.instr), site.note) for site in error.sites])
     assert said[1] == [("F 1.1", "in step 2, computes")]
     assert said[0] and all("waits for rank 1 to" in note for _, note in said[0])
     torch.cuda.synchronize()
-    assert [p.standing() for p in progress] == [None, None]
+    assert [p.get_progress() for p in progress] == [None, None]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
@@ -106,7 +108,7 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
     issue = StepLoop.issue
 
     def guarded(self: StepLoop, *given: Any) -> None:
-        if self.number < 2:
+        if self.last_issued_step < 2:
             return issue(self, *given)
         with no_wait():
             return issue(self, *given)

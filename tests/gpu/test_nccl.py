@@ -17,7 +17,7 @@ from schedir.ir.program import Program
 from schedir.passes.pass_types import BufferSharing
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
-from schedir.runtime.recording.measured_timeline import measured
+from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.registry import TRANSPORTS
@@ -130,7 +130,7 @@ def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
     executor.step(inputs, targets, scale)
     with no_wait():
         executor.step(inputs, targets, scale)
-    return measured(executor, transport)
+    return gather_timeline(executor, transport)
 
 
 def assert_legal(timelines: list[Timeline | None]) -> None:
@@ -157,9 +157,9 @@ def late_gather(rank: int, folder: str) -> tuple[bool, bool]:
     part = whole[transport.tp_rank :][:1]
     part.fill_(1 + transport.tp_rank)
     torch.cuda.synchronize()
-    with transport.aside():
+    with transport.side_stream():
         torch.cuda._sleep(4_000_000_000)  # cycles, on the stream that waits for messages
-        gather: Any = transport.collective("all_gather", "tp", whole, part)
+        gather: Any = transport.start_collective("all_gather", "tp", whole, part)
     dist.all_reduce(one, group=transport.tp_group)
     summed = torch.cuda.Event()
     summed.record()

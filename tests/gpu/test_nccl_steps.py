@@ -23,7 +23,7 @@ from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.executor import Executor
 from schedir.runtime.rank_state import Call
-from schedir.runtime.recording.allocator_growth import times_asked
+from schedir.runtime.recording.allocator_growth import count_allocations
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.training.processes.process_exit import RunMember
 from schedir.training.processes.watchdog import Watchdog
@@ -93,13 +93,13 @@ def trained(
     for step in range(steps):
         inputs, targets, scale = own_batch(program, transport, seed=step)
         given = inputs.to(device), targets.to(device), scale
-        before = times_asked(device)
+        before = count_allocations(device)
         if step:
             with no_wait():
                 executor.step(*given)
         else:
             executor.step(*given)
-        asked.append(times_asked(device) - before)
+        asked.append(count_allocations(device) - before)
     weights = [p.detach().cpu() for s in executor.stages.values() for p in s.module.parameters()]
     return weights, asked
 
@@ -158,12 +158,13 @@ def waits(rank: int, folder: str) -> int:
     check(program, "per_edge", host_device_sync=True)
     executor = Executor(
         program, rank, {rank: Waits(rank).to(device)}, over(program, device),
-        loss=lambda y, target: (y - target).square().sum(), boundary=Boundary((2, 4)), alike=True,
+        loss=lambda y, target: (y - target).square().sum(), boundary=Boundary((2, 4)),
+        allow_identical_stages=True,
     )  # fmt: skip
     x = torch.ones(4, 2, 4, device=device)
     for _ in range(3):
         executor.step(x, x)
-    return executor.draws.step
+    return executor.random_streams.step
 
 
 def test_a_proven_program_lives_through_waits_for_the_device(tmp_path: Path) -> None:
@@ -195,9 +196,9 @@ def failing(rank: int, folder: str, how: str) -> None:
             forward()
 
         executor.calls[k] = Call(wait, fails)
-    own = RunMember(folder, ProcessLayout.of(program), rank)
-    own.box.enter(ProcessPhase.STEP, executor.draws.step)
-    with Watchdog(own, PATIENCE) as watchdog, watchdog.watching(executor):
+    own = RunMember(folder, ProcessLayout.from_program(program), rank)
+    own.black_box.enter_phase(ProcessPhase.STEP, executor.random_streams.step)
+    with Watchdog(own, PATIENCE) as watchdog, watchdog.watch(executor):
         executor.step(*given)
         wait_for_device()
 

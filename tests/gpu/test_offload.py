@@ -40,8 +40,8 @@ def test_the_bits_of_what_stays(schedule: Any, shape: PipelineShape, recompute: 
             total = world.step(inputs, targets, scale)
         assert not waited
         found.append((total, gradients(stages)))
-        for rank in world.ranks:
-            rooms = [room.place for room in rank.held.tiers.host.free]
+        for rank in world.executors:
+            rooms = [room.location for room in rank.resources.memory_tiers.host_arena.free_blocks]
             assert REHEARSED or all(room.is_pinned() for room in rooms)
     torch.use_deterministic_algorithms(False)
     assert torch.equal(found[0][0], found[1][0]) and same_bits(found[0][1], found[1][1])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from schedir import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.runtime.autograd.random_streams import layer
+from schedir.runtime.autograd.random_streams import fork_layer_rng
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
@@ -37,7 +37,7 @@ class Noisy(nn.Module):
         return self.run(x)
 
     def run(self, x: Tensor) -> Tensor:
-        with layer(self.k):
+        with fork_layer_rng(self.k):
             return F.dropout(torch.tanh(self.inner(x)), 0.5)
 
 
@@ -62,7 +62,7 @@ def test_any_order_draws_as_the_reference(again: bool) -> None:
     for step, order in enumerate((None, 0, 1)):
         theirs = noisy(4)
         total = run_sequential(theirs, x, x, loss=loss, seed=5, step=step)
-        close(ranks.step(x, x, seed=order), total)
+        close(ranks.step(x, x, order_seed=order), total)
         for one, other in zip(ours, theirs, strict=True):
             for p, q in zip(one.parameters(), other.parameters(), strict=True):
                 close(p.grad, q.grad)

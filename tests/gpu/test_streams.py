@@ -18,8 +18,8 @@ from schedir.models import gpt
 from schedir.predict.timeline import Timeline
 from schedir.runtime.boundaries.boundary import Boundary
 from schedir.runtime.in_process import InProcessExecutor
-from schedir.runtime.parameters.mixed_precision import float32_gradients
-from schedir.runtime.recording.recorder import TICK
+from schedir.runtime.parameters.mixed_precision import use_float32_gradients
+from schedir.runtime.recording.recorder import EVENT_RESOLUTION
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, zb
@@ -49,7 +49,7 @@ def close(one: Sequence[dict[str, Tensor]], other: Sequence[dict[str, Tensor]]) 
 def on_gpu(stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
     modules = [m.to("cuda", dtype) for m in gpt_stages(stages)]
     for module in modules:
-        float32_gradients(module)
+        use_float32_gradients(module)
     return modules
 
 
@@ -62,7 +62,7 @@ def test_every_order_gives_the_gradients_of_the_reference(
     inputs, targets, scale = batch(shape.microbatches)
     inputs, targets = inputs.cuda(), targets.cuda()
     plain, ours = on_gpu(shape.stages, dtype), on_gpu(shape.stages, dtype)
-    loss = run_sequential(plain, inputs, targets, loss=gpt.loss, scale=scale)
+    loss = run_sequential(plain, inputs, targets, loss=gpt.loss, grad_scale=scale)
     program = compile(schedule, shape, tied_weights=True)
     boundary = Boundary(BOUNDARY.shape, dtype)
     world = InProcessExecutor(program, ours, loss=gpt.loss, boundary=boundary)
@@ -80,7 +80,9 @@ def test_the_host_never_waits_inside_a_step(record: bool) -> None:
     program = compile(
         one_f_one_b, shape, progress_model="per_edge", tied_weights=True, clip_grad_norm=True
     )
-    world = InProcessExecutor(program, on_gpu(4), loss=gpt.loss, boundary=BOUNDARY, record=record)
+    world = InProcessExecutor(
+        program, on_gpu(4), loss=gpt.loss, boundary=BOUNDARY, record_timestamps=record
+    )
     world.step(inputs, targets, scale)
     with host_waits() as waits:
         world.step(inputs, targets, scale)
@@ -101,10 +103,10 @@ def test_a_wait_of_the_host_is_seen() -> None:
 def assert_measured(timeline: Timeline) -> None:
     """It is complete, in seconds, and nothing begins before what it waits for has ended."""
     spans = timeline.spans
-    assert (timeline.kind, timeline.unit, timeline.begin) == ("measured", "s", 0.0)
+    assert (timeline.kind, timeline.unit, timeline.start_time) == ("measured", "s", 0.0)
     assert 0 < timeline.span < 60 and (spans["end"] <= timeline.span).all()
     assert (spans["end"] > spans["start"])[spans["lane"] == Lane.COMPUTE].all()
-    assert not too_early(timeline, 2 * TICK)
+    assert not too_early(timeline, 2 * EVENT_RESOLUTION)
 
 
 class _Greedy(nn.Module):

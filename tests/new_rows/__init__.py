@@ -59,7 +59,7 @@ EDITS: dict[str, list[tuple[str, str]]] = {
         (_INSTRUCTION_ROWS, """\
     Row(_O.Judge, "judge", _L.DP, _RANK, (_V.GRAD,), (_V.VERDICT,), (),
         "All ranks count together what is not finite.", cost="judge", partner=_O.Judge,
-        group="model", drains_lane="always"),
+        group="model", host_sync="always"),
 """),
     ],
     "compress": [

@@ -19,7 +19,7 @@ from tests.new_rows import NEW
 def new(name: str, seed: int) -> bool:
     """Whether the changed program of a trial has new rows."""
     try:
-        return bool(mutate(name, seed, mixed=True)[1].ops & NEW)
+        return bool(mutate(name, seed, mixed=True)[1].used_opcodes & NEW)
     except SchedirError:
         return False
 

@@ -8,21 +8,25 @@ import numpy as np
 
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import Program
-from schedir.passes.communication.gradient_reduction import append
-from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
+from schedir.passes.communication.gradient_reduction import append_to_updates
+from schedir.passes.pass_types import ExpectedInstructions, Pass, PresenceQuery
 
 
-def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    yield ExpectedInstructions(Opcode.Clamp, np.full(program.shape.holders.size, program.trains))
+def _each(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
+    yield ExpectedInstructions(
+        Opcode.Clamp, np.full(program.shape.replica_ranks.size, program.has_backward)
+    )
 
 
 PASSES = (
     Pass(
         "clamp",
         "ends",
-        lambda program, options: append(program, Opcode.Clamp, program.shape.stages_of),
-        wanted=lambda program, options: program.trains,
-        expected=_each,
+        lambda program, options: append_to_updates(
+            program, Opcode.Clamp, program.shape.stages_on_rank
+        ),
+        should_run=lambda program, options: program.has_backward,
+        list_expected=_each,
         order=8,
     ),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from schedir.ir.isa.instructions import ROWS, Form, Instr, Opcode
-from schedir.runtime.handlers.transfer_handlers import LAYOUTS, received
+from schedir.ir.isa.instructions import INSTRUCTIONS, Form, Instr, Opcode
+from schedir.runtime.handlers.transfer_handlers import FORM_LAYOUTS, get_received_value
 from schedir.runtime.rank_state import Call, State
 
 
@@ -16,14 +16,14 @@ def _in_front(whole: Tensor) -> Tensor:
     return flat.view(torch.float32)[: len(flat)]
 
 
-LAYOUTS[Form.PACKED] = _in_front
+FORM_LAYOUTS[Form.PACKED] = _in_front
 
 
 def compress(state: State, i: Instr) -> Call:
-    out = state.slot(ROWS[i.op].gives[0], i.stage, i.mb)
+    out = state.find_slot(INSTRUCTIONS[i.op].gives[0], i.stage, i.mb)
 
     def run() -> None:
-        whole = out.look()
+        whole = out.peek()
         packed = whole.float()
         assert torch.equal(packed.double(), whole), "only what float32 holds can be packed"
         out.free()
@@ -33,10 +33,10 @@ def compress(state: State, i: Instr) -> Call:
 
 
 def decompress(state: State, i: Instr) -> Call:
-    value = received(state, i)
+    value = get_received_value(state, i)
 
     def run() -> None:
-        value.after.copy_(value.before.clone())  # both begin at one address
+        value.decoded.copy_(value.encoded.clone())  # both begin at one address
 
     return Call(value.wait, run)
 

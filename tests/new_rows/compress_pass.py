@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from schedir.ir.isa.instructions import Form
-from schedir.passes.communication.scatter_gather import with_form
+from schedir.passes.communication.scatter_gather import insert_form_changes
 from schedir.passes.pass_types import Pass
 
 PASSES = (
     Pass(
         "compress",
         "messages",
-        lambda program, options: with_form(program, Form.PACKED),
-        wanted=lambda program, options: bool(options.more.get("compress")),
-        options=("compress",),
+        lambda program, options: insert_form_changes(program, Form.PACKED),
+        should_run=lambda program, options: bool(options.extra_options.get("compress")),
+        option_names=("compress",),
         order=2,  # behind the scatters
     ),
 )

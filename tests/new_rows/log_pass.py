@@ -7,23 +7,23 @@ from collections.abc import Iterator
 import numpy as np
 
 from schedir.ir.isa.instructions import FORWARD, Opcode
-from schedir.ir.program import ADDRESS, OP, Program
-from schedir.passes.insertion import behind
-from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
+from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, Program
+from schedir.passes.insertion import insert_after
+from schedir.passes.pass_types import ExpectedInstructions, Pass, PresenceQuery
 
 
 def log(program: Program) -> Program:
     """ToHost behind each forward, and Log behind that."""
     for new, after in ((Opcode.ToHost, FORWARD), (Opcode.Log, Opcode.ToHost)):
         at = np.flatnonzero(program.op == after)
-        words = (program.words & ADDRESS)[at] | int(new) << OP
-        program = behind(program, at, words)
+        words = (program.words & ADDRESS_MASK)[at] | int(new) << OP_SHIFT
+        program = insert_after(program, at, words)
     return program
 
 
-def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+def _both(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     yield ExpectedInstructions(Opcode.ToHost, present(Opcode.Log), "nobody logs it")
     yield ExpectedInstructions(Opcode.Log, present(Opcode.ToHost), "nothing was moved to the host")
 
 
-PASSES = (Pass("log", "memory", lambda program, options: log(program), expected=_both),)
+PASSES = (Pass("log", "memory", lambda program, options: log(program), list_expected=_both),)

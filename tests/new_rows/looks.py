@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import schedir
 from schedir import Costs, PipelineShape, Program, Sizes
-from schedir.commands.simulate import volume
+from schedir.commands.simulate import count_sent_bytes
 from schedir.io import perfetto, torch_csv
-from schedir.ir.isa.instructions import OFF_COMPUTE, ROWS, Lane, Value
+from schedir.ir.isa.instructions import INSTRUCTIONS, OPS_OFF_COMPUTE_LANE, Lane, Value
 from schedir.predict.what_if import advise
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
 from tests.new_rows import NEW
@@ -52,7 +52,7 @@ def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
     """Round trips, pictures, files, and what explains a run."""
     assert schedir.from_text(schedir.to_text(program)) == program == schedir.check(program)
     run = schedir.simulate(program, costs, sizes=Sizes(activation=1, saved=10))
-    assert f'"{text} ' in perfetto.text(run)
+    assert f'"{text} ' in perfetto.to_json(run)
     schedir.viz.save(schedir.viz.gantt(run, show="lanes,path,phases,memory"), f"{folder}/x.png")
     assert text in schedir.viz.html(run)
     schedir.save_timeline(run, f"{folder}/x.timeline")
@@ -61,8 +61,10 @@ def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
         plain = schedir.compile(plain_of(program), program.shape)
         assert torch_csv.to_csv(program) == torch_csv.to_csv(plain)
     except schedir.errors.UsageError as error:
-        moves = program.ops & {*OFF_COMPUTE[Value.SAVED]}
-        own = [f"has {ROWS[op].text}, for which torch's" for op in program.ops & NEW]
+        moves = program.used_opcodes & {*OPS_OFF_COMPUTE_LANE[Value.SAVED]}
+        own = [
+            f"has {INSTRUCTIONS[op].text}, for which torch's" for op in program.used_opcodes & NEW
+        ]
         whys = ["offloads what forwards saved"] if moves else own
         assert any(why in str(error) for why in whys)
     else:
@@ -99,16 +101,16 @@ def stash(folder: str) -> None:
                 peak = max(peak, now)
             most.append(peak)
         assert run.peak_memory.tolist() == most, (time, run.peak_memory, most)
-        disk = [max(curve.held) for curve in run.memory_on("disk")]
+        disk = [max(curve.total) for curve in run.memory_on("disk")]
         assert (disk[0] > 0) == (time > 0) and disk[3] == 0  # it comes back at once, if it may
-        assert all(curve.held[-1] == 0 for curve in run.memory_on("disk"))
+        assert all(curve.total[-1] == 0 for curve in run.memory_on("disk"))
     everywhere(program, "stash", Costs(F=1, B=2, stash=0.25), folder)
     # Nobody knows when another lane has moved it: a limit counts it until it is freed, or, with a
     # number of slots, as many as there are.
     try:
         schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, sizes=sizes, memory_limit=35)
     except schedir.errors.MemoryLimitError as error:
-        assert error.needs == 40
+        assert error.required_bytes == 40
     else:
         raise AssertionError("a limit is not held")
     few = schedir.compile(one_f_one_b, PipelineShape(4, 8), stash=True, buffer_sharing="minimal")
@@ -123,7 +125,7 @@ def stash(folder: str) -> None:
     )
     late = schedir.simulate(few, Costs(F=1, B=2, stash=0.25), sizes=sizes)
     assert late.peak_memory.tolist() == [10, 10, 10, 10]
-    assert [max(curve.held) for curve in late.memory_on("disk")] == [40, 30, 20, 0]
+    assert [max(curve.total) for curve in late.memory_on("disk")] == [40, 30, 20, 0]
     text = flat(program)
     refused(moved(text, "take 0.0", "B 0.1"), "OrderError", "B 0.0", "take 0.0")
     refused(moved(text, "take 0.0", "stash 0.0"), "OrderError", "take 0.0", "stash 0.0")
@@ -178,7 +180,7 @@ def log(folder: str) -> None:
                     spans[spans["op"] == schedir.Opcode[name]][side]
                     for name, side in ((begins, "start"), (ends, "end"))
                 )
-                for time, seen in zip(curve.times, curve.kinds["seen"], strict=True):
+                for time, seen in zip(curve.times, curve.by_kind["seen"], strict=True):
                     assert seen == 3 * ((start <= time) & (end > time)).sum(), (tier, rank, time)
     text = flat(program)
     refused(moved(text, "log 0.1", "to_host 0.1"), "OrderError", "log 0.1", "to_host 0.1")
@@ -201,7 +203,7 @@ def tape(folder: str) -> None:
             for span in run.spans[run.spans["rank"] == rank]:
                 starts, ends = sizes_of.get(schedir.Opcode(span["op"]).name, (0, 0))
                 changes += [(span["start"], starts), (span["end"], ends)]
-            for moment, now in zip(curve.times, curve.held, strict=True):
+            for moment, now in zip(curve.times, curve.total, strict=True):
                 held = sum(change for when, change in changes if when <= moment)
                 assert now == held, (time, rank, moment, now, held)
     everywhere(program, "offload_tape", Costs(F=1, I=1, W=1, move=0.25), folder)
@@ -220,7 +222,7 @@ def clamp(folder: str) -> None:
     text = flat(schedir.compile(one_f_one_b, PipelineShape(1, 4, optimizer_steps=2)))
     for before, versions in (("step", 1), ("F 0.2", 2), ("step 1", 2)):
         read = schedir.from_text(text.replace(f"  {before}\n", f"  copy\n  {before}\n"))
-        assert schedir.simulate(read).peak_versions.tolist() == [versions], before
+        assert schedir.simulate(read).peak_weight_versions.tolist() == [versions], before
     early = text.replace("  F 0.1\n", "  copy 1\n  F 0.1\n")
     refused(early, "OrderError", "copy 1", "step")
 
@@ -235,12 +237,12 @@ def compress(folder: str) -> None:
             one_f_one_b, PipelineShape(3, 4), tp=tp, compress=True, debug=True
         )
         new = [op for op in schedir.Opcode if op.name in ("Compress", "Decompress")]
-        assert not split.ops & {*new} and {*new} <= program.ops
+        assert not split.used_opcodes & {*new} and {*new} <= program.used_opcodes
         assert len(program) == len(split) + 2 * 4 * 2  # two boundaries, four microbatches
         # Messages have the packed bytes, of which each tensor-parallel rank sends its part.
-        sent = volume(program, sizes)[Lane.ACT]
+        sent = count_sent_bytes(program, sizes)[Lane.ACT]
         assert sent.tolist() == [4 * part, 4 * part, 0]
-        assert volume(program, Sizes(activation=100))[Lane.ACT][0] == 400 / tp
+        assert count_sent_bytes(program, Sizes(activation=100))[Lane.ACT][0] == 400 / tp
         run = schedir.simulate(program, Costs(F=1, B=2, compress=0.25))
         assert run.span > schedir.simulate(split, Costs(F=1, B=2)).span
         slots = schedir.simulate(

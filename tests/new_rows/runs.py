@@ -26,8 +26,8 @@ from schedir.runtime import (
     run_sequential,
 )
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b, zb_h1
-from schedir.testing.tiny_model import WIDTH, batch, loss, tiny_stages
-from schedir.transports.local_processes import run as run_processes
+from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
+from schedir.transports.local_processes import run_processes as run_processes
 from tests.new_rows import NEW
 
 
@@ -44,17 +44,19 @@ class Noisy(nn.Module):
 
 def run(program: Program) -> InProcessExecutor:
     """Two optimizer steps of a program, in orders that a seed picks, beside the reference."""
-    stages = [Noisy(stage) for stage in tiny_stages(program.shape.stages)]
+    stages = [Noisy(stage) for stage in make_tiny_stages(program.shape.stages)]
     plain = deepcopy(stages)
     step = torch.optim.SGD([p for stage in plain for p in stage.parameters()], lr=0.1)
     boundary = Boundary((2, WIDTH), torch.float64)
-    ranks = InProcessExecutor(program, stages, loss=loss, boundary=boundary,
+    ranks = InProcessExecutor(program, stages, loss=squared_error, boundary=boundary,
                       optimizer=lambda own: torch.optim.SGD(own, lr=0.1))  # fmt: skip
     for k in range(2):
-        x, y = batch(program.shape.microbatches, k)
-        total = ranks.step(x, y, seed=k)
+        x, y = make_batch(program.shape.microbatches, k)
+        total = ranks.step(x, y, order_seed=k)
         step.zero_grad()
-        assert torch.equal(total, run_sequential(plain, x, y, loss=loss, program=program, step=k))
+        assert torch.equal(
+            total, run_sequential(plain, x, y, loss=squared_error, program=program, step=k)
+        )
         step.step()
         for one, other in zip(stages, plain, strict=True):
             for p, q in zip(one.parameters(), other.parameters(), strict=True):
@@ -70,10 +72,10 @@ def _on_rank(process: int, transport: type[GlooTransport], tp: int, options: dic
         one_f_one_b, PipelineShape(2, 4), tp=tp, progress_model="per_edge", **options
     )
     ends = transport(program)
-    own = {s: Noisy(stage) for s, stage in enumerate(tiny_stages(2)) if s == ends.rank}
-    executor = Executor(program, ends.rank, own, ends, loss=loss,
+    own = {s: Noisy(stage) for s, stage in enumerate(make_tiny_stages(2)) if s == ends.rank}
+    executor = Executor(program, ends.rank, own, ends, loss=squared_error,
                         boundary=Boundary((2, WIDTH), torch.float64))  # fmt: skip
-    total = executor.step(*batch(4, 0))
+    total = executor.step(*make_batch(4, 0))
     grads = [p.grad for stage in own.values() for p in stage.parameters()]
     return ends.rank, total if ends.rank else None, grads
 
@@ -85,8 +87,8 @@ def in_processes(options: dict[str, Any]) -> None:
             program = schedir.compile(
                 one_f_one_b, PipelineShape(2, 4), tp=tp, progress_model="per_edge", **options
             )
-            plain = [Noisy(stage) for stage in tiny_stages(2)]
-            wanted = run_sequential(plain, *batch(4, 0), loss=loss, program=program)
+            plain = [Noisy(stage) for stage in make_tiny_stages(2)]
+            wanted = run_sequential(plain, *make_batch(4, 0), loss=squared_error, program=program)
             for rank, total, grads in run_processes(
                 _on_rank, 2 * tp, transport, tp, options, context=get_context("spawn")
             ):
@@ -107,7 +109,7 @@ def main(names: str) -> None:
             program = schedir.compile(
                 schedule, shape, progress_model="per_edge", buffer_sharing=slots, **options
             )
-            assert program.ops & NEW
+            assert program.used_opcodes & NEW
             run(program)
     if rows == ["compress"]:
         in_processes(options)

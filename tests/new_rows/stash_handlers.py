@@ -52,10 +52,10 @@ def forward(plain: Handler) -> Handler:
 
 
 def stash(state: State, i: Instr) -> Call:
-    slot = state.slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
+    slot = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
 
     def run() -> None:
-        _HELD[state]["disk", *i[1:]] = slot.look()
+        _HELD[state]["disk", *i[1:]] = slot.peek()
         slot.free()
         for holder in _HELD[state][i[1:]]:
             assert holder.device is not None
@@ -67,7 +67,7 @@ def stash(state: State, i: Instr) -> Call:
 
 
 def take(state: State, i: Instr) -> Call:
-    slot = state.slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
+    slot = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
 
     def run() -> None:
         slot.fill(_HELD[state].pop(("disk", *i[1:])))

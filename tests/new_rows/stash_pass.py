@@ -6,38 +6,40 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from schedir.ir.isa.instructions import COMPUTE, FORWARDS, ROWS, Lane, Opcode, Value
-from schedir.ir.program import ADDRESS, OP, Program, Words
-from schedir.passes.insertion import before, behind
-from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
+from schedir.ir.isa.instructions import COMPUTE_OPS, FORWARD_OPS, INSTRUCTIONS, Lane, Opcode, Value
+from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, Program, Words
+from schedir.passes.insertion import insert_after, insert_before
+from schedir.passes.pass_types import ExpectedInstructions, Pass, PresenceQuery
 
-_USES = tuple(row.op for row in ROWS if Value.SAVED in row.needs and row.lane is Lane.COMPUTE)
+_USES = tuple(
+    row.op for row in INSTRUCTIONS if Value.SAVED in row.needs and row.lane is Lane.COMPUTE
+)
 
 
 def stash(program: Program) -> Program:
     """Stash behind each forward and Take before it is used, if anything is between them."""
     made, used = _ends(program)
-    work = np.cumsum(np.isin(program.op, COMPUTE))
+    work = np.cumsum(np.isin(program.op, COMPUTE_OPS))
     far = work[used] - work[made] > 1
-    address = (program.words & ADDRESS)[made[far]]
-    program = behind(program, made[far], address | int(Opcode.Stash) << OP)
+    address = (program.words & ADDRESS_MASK)[made[far]]
+    program = insert_after(program, made[far], address | int(Opcode.Stash) << OP_SHIFT)
     made, used = _ends(program)
-    used = used[np.isin((program.words & ADDRESS)[used], address)]
-    address = (program.words & ADDRESS)[used]
-    return before(program, used, address | int(Opcode.Take) << OP)
+    used = used[np.isin((program.words & ADDRESS_MASK)[used], address)]
+    address = (program.words & ADDRESS_MASK)[used]
+    return insert_before(program, used, address | int(Opcode.Take) << OP_SHIFT)
 
 
 def _ends(program: Program) -> tuple[Words, Words]:
     """Where each forward stands, and the first that uses what it saved."""
-    address = program.words & ADDRESS
-    made, used = (np.flatnonzero(np.isin(program.op, ops)) for ops in (FORWARDS, _USES))
+    address = program.words & ADDRESS_MASK
+    made, used = (np.flatnonzero(np.isin(program.op, ops)) for ops in (FORWARD_OPS, _USES))
     if not len(used):
         return used, used
     values, first = np.unique(address[used], return_index=True)
     return made, used[first][np.searchsorted(values, address[made])]
 
 
-def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+def _both(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     yield ExpectedInstructions(Opcode.Take, present(Opcode.Stash), "nothing was moved to the disk")
     yield ExpectedInstructions(Opcode.Stash, present(Opcode.Take), "nothing comes back")
 
@@ -47,8 +49,8 @@ PASSES = (
         "stash",
         "memory",
         lambda program, options: stash(program),
-        wanted=lambda program, options: bool(options.more.get("stash")),
-        expected=_both,
-        options=("stash",),
+        should_run=lambda program, options: bool(options.extra_options.get("stash")),
+        list_expected=_both,
+        option_names=("stash",),
     ),
 )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from schedir.ir.isa.instructions import BACKWARD_INPUT, BACKWARD_WEIGHT, Opcode
-from schedir.ir.program import ADDRESS, OP, Program
-from schedir.passes.insertion import before, behind
+from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, Program
+from schedir.passes.insertion import insert_after, insert_before
 from schedir.passes.pass_types import Pass
 
 
 def move(program: Program) -> Program:
     """OffloadTape behind each I, and ReloadTape before each W."""
     for new, beside, put in (
-        (Opcode.OffloadTape, BACKWARD_INPUT, behind),
-        (Opcode.ReloadTape, BACKWARD_WEIGHT, before),
+        (Opcode.OffloadTape, BACKWARD_INPUT, insert_after),
+        (Opcode.ReloadTape, BACKWARD_WEIGHT, insert_before),
     ):
         at = np.flatnonzero(program.op == beside)
-        program = put(program, at, (program.words & ADDRESS)[at] | int(new) << OP)
+        program = put(program, at, (program.words & ADDRESS_MASK)[at] | int(new) << OP_SHIFT)
     return program
 
 

@@ -19,8 +19,8 @@ def judge(state: State, i: Instr) -> Call:
         flats = [flat for stage in state.stages.values() for flat in stage.gradients.flat]
         bad = sum(int((~flat.isfinite()).sum()) for flat in flats)
         own = torch.full((state.shape.ranks,), float(bad))
-        work = state.transport.collective("reduce_scatter", "model", verdict, own)
-        state.reducing.append(work)
+        work = state.transport.start_collective("reduce_scatter", "model", verdict, own)
+        state.pending_reductions.append(work)
 
     return Call(state.wait_for_reductions, run)
 

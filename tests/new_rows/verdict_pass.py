@@ -8,16 +8,16 @@ import numpy as np
 
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import Program
-from schedir.passes.communication.gradient_reduction import append
-from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
+from schedir.passes.communication.gradient_reduction import append_to_updates
+from schedir.passes.pass_types import ExpectedInstructions, Pass, PresenceQuery
 
 
 def judge(program: Program) -> Program:
     """A Judge at the end of every update of every rank."""
-    return append(program, Opcode.Judge, [[0]] * program.shape.ranks)
+    return append_to_updates(program, Opcode.Judge, [[0]] * program.shape.ranks)
 
 
-def _all(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+def _all(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     yield ExpectedInstructions(
         Opcode.Judge, np.full(program.shape.ranks, present(Opcode.Judge).any())
     )
@@ -28,9 +28,9 @@ PASSES = (
         "judge",
         "ends",
         lambda program, options: judge(program),
-        wanted=lambda program, options: bool(options.more.get("judge")),
-        expected=_all,
-        options=("judge",),
+        should_run=lambda program, options: bool(options.extra_options.get("judge")),
+        list_expected=_all,
+        option_names=("judge",),
         order=6,  # behind the norm
     ),
 )

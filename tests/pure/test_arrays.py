@@ -23,20 +23,26 @@ from schedir import (
     simulate,
 )
 from schedir.__main__ import main
-from schedir.analysis.memory.buffer_slots import message_sizes
-from schedir.analysis.memory.footprint import held
-from schedir.commands.common.schedule_options import read_costs, read_sizes
+from schedir.analysis.memory.buffer_slots import compute_message_sizes
+from schedir.analysis.memory.footprint import compute_footprints
+from schedir.commands.common.schedule_options import parse_costs, parse_sizes
 from schedir.errors import CostsError, MemoryLimitError, UsageError
 from schedir.io.timeline_file import load_timeline, save_timeline
-from schedir.ir.cost.per_stage_values import PerStage, by_stage, cut, from_grid, grid
+from schedir.ir.cost.per_stage_values import (
+    PerStage,
+    expand_by_stage,
+    from_grid,
+    redistribute_stages,
+    to_grid,
+)
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import SENDS, VALUES, Instr, Opcode, Value
+from schedir.ir.isa.instructions import SEND_OPS, VALUES, Instr, Opcode, Value
 from schedir.ir.program import Program
-from schedir.predict.calibrate import calibrate, completed, format_costs, rounded
+from schedir.predict.calibrate import calibrate, fill_missing_backwards, format_costs, round_costs
 from schedir.predict.what_if import advise
 from schedir.schedules.greedy import greedy_schedule
 from schedir.testing import compute_programs
-from schedir.verify.check import eager_of
+from schedir.verify.check import parse_eager_limit
 from tests.oracle import Machine
 from tests.strategies import with_slots
 
@@ -97,7 +103,7 @@ def test_a_draft_takes_as_long_as_with_arrays_of_one_number(drafted: Program, da
         name: np.repeat(np.array(row)[:, None], shape.microbatches, 1)
         for name, row in sizes.items()
     }
-    held_by = [held(programs[0], Sizes(**each)) for each in (sizes, wide)]
+    held_by = [compute_footprints(programs[0], Sizes(**each)) for each in (sizes, wide)]
     for one, other in zip(*held_by, strict=True):
         assert one.bytes.tolist() == other.bytes.tolist()
 
@@ -143,13 +149,13 @@ def test_bytes_are_those_of_a_sweep(ranks: int, microbatches: int, data: Any) ->
     sizes = Sizes(
         **{name: data.draw(arrays(shape), name) for name in ("activation", "gradient", "saved")}
     )
-    footprints = held(program, sizes)
-    most = [float(own.bytes.max()) for own in footprints]
+    footprints = compute_footprints(program, sizes)
+    most = [float(own.total_bytes.max()) for own in footprints]
     assert most == [swept(program, rank, sizes) for rank in range(ranks)]
     if max(most) > 0:
         with pytest.raises(MemoryLimitError) as caught:
             compile(expand_schedule(which, shape), sizes=sizes, memory_limit=0.0)
-        assert caught.value.limit == 0
+        assert caught.value.limit_bytes == 0
     assert simulate(program, sizes=sizes).peak_memory.tolist() == most
 
 
@@ -159,14 +165,14 @@ def test_messages_have_their_own_sizes(drafted: Program, data: Any) -> None:
     sizes = Sizes(
         activation=data.draw(arrays(program.shape)), gradient=data.draw(arrays(program.shape))
     )
-    index = InstructionIndex.of(program)
-    sends = index.where_all(SENDS)
+    index = InstructionIndex.from_program(program)
+    sends = index.find_all_positions(SEND_OPS)
     expected = []
     for at in sends.tolist():
         _, _, (op, s, mb) = index.locate(at)
         act = op is Opcode.SendAct
         expected.append(naive(sizes.activation if act else sizes.gradient, s - (not act), mb))
-    assert message_sizes(program, sizes, sends).tolist() == expected
+    assert compute_message_sizes(program, sizes, sends).tolist() == expected
 
 
 @given(compute_programs(), st.data())
@@ -178,8 +184,8 @@ def test_a_run_tells_the_costs_of_each_microbatch(drafted: Program, data: Any) -
     found = calibrate(run, per_microbatch=True)
     again = simulate(run.program, found)
     assert (again.spans["end"] == run.spans["end"]).all()
-    text = format_costs(completed(found, run.program))
-    assert rounded(read_costs(text)) == rounded(completed(found, run.program))
+    text = format_costs(fill_missing_backwards(found, run.program))
+    assert round_costs(parse_costs(text)) == round_costs(fill_missing_backwards(found, run.program))
 
 
 def test_the_mean_misses_what_an_array_tells() -> None:
@@ -227,7 +233,7 @@ def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
         simulate(program, Costs(F=given))
     for call in (
         lambda sizes: check(program, sizes=sizes),
-        lambda sizes: held(program, sizes),
+        lambda sizes: compute_footprints(program, sizes),
         lambda sizes: simulate(program, sizes=sizes).peak_memory,
     ):
         with pytest.raises(
@@ -251,8 +257,8 @@ def test_arrays_are_kept_as_tuples() -> None:
     assert costs.F == ((1.0, 2.0), (3.0, 4.0)) and sizes.activation == ((1.0, 2.0),)
     assert {costs: 1}[Costs(F=((1, 2), (3, 4)))] == 1
     program = compile(schedules.gpipe, PipelineShape(2, 2))
-    assert eager_of(1.0, sizes, program) in {eager_of(1.0, sizes, program)}
-    assert sizes.of("gradient", 3).tolist() == [2.0] * 3  # the largest
+    assert parse_eager_limit(1.0, sizes, program) in {parse_eager_limit(1.0, sizes, program)}
+    assert sizes.for_stages("gradient", 3).tolist() == [2.0] * 3  # the largest
 
 
 def test_greedy_knows_what_each_microbatch_takes() -> None:
@@ -267,11 +273,14 @@ def test_advice_takes_arrays() -> None:
     """Even stages keep what differs between microbatches; twice as many are those again."""
     costs = Costs(F=((1, 2, 3, 4), (3, 6, 9, 12)), B=((2, 4, 6, 8), (6, 12, 18, 24)))
     run = simulate(compile(schedules.one_f_one_b, PipelineShape(2, 4)), costs)
-    found = {change.what.split(" (")[0]: change.saves for change in advise(run, costs).changes}
+    found = {
+        change.description.split(" (")[0]: change.saved_share
+        for change in advise(run, costs).changes
+    }
     even = Costs(F=((2, 4, 6, 8),), B=((4, 8, 12, 16),))
     wanted = 1 - simulate(run.program, even).span / run.span
     assert found["stages that all take the mean"] == pytest.approx(wanted)
-    twice: Any = {name: np.tile(grid(costs.told[name]), 2) for name in ("F", "B")}
+    twice: Any = {name: np.tile(to_grid(costs.specified[name]), 2) for name in ("F", "B")}
     wanted = (
         1
         - simulate(compile(schedules.one_f_one_b, PipelineShape(2, 8)), Costs(**twice)).span
@@ -282,31 +291,31 @@ def test_advice_takes_arrays() -> None:
 
 
 def test_arrays_as_text(tmp_path: Any) -> None:
-    assert read_costs("F=1/2:3/4,B=5/6").F == ((1.0, 2.0), (3.0, 4.0))
-    assert read_costs("F=1/2:3/4,B=5/6").B == ((5.0, 6.0),)
-    assert read_sizes("saved=1KB/2KB").saved == ((1000.0, 2000.0),)
+    assert parse_costs("F=1/2:3/4,B=5/6").F == ((1.0, 2.0), (3.0, 4.0))
+    assert parse_costs("F=1/2:3/4,B=5/6").B == ((5.0, 6.0),)
+    assert parse_sizes("saved=1KB/2KB").saved == ((1000.0, 2000.0),)
     (tmp_path / "costs").write_text("F=1/2:\n  3/4,\nB=5/6\n")
-    assert read_costs(f"@{tmp_path}/costs") == read_costs("F=1/2:3/4,B=5/6")
+    assert parse_costs(f"@{tmp_path}/costs") == parse_costs("F=1/2:3/4,B=5/6")
     for bad in ("F=1/", "F=/", "F=1/x", "F=1//2"):
         with pytest.raises(UsageError, match="--costs: F must be"):
-            read_costs(bad)
+            parse_costs(bad)
     with pytest.raises(CostsError, match="rows of 1 and of 2"):
-        read_costs("F=1/2:3")
+        parse_costs("F=1/2:3")
     with pytest.raises(UsageError, match="cannot read"):
-        read_costs(f"@{tmp_path}/none")
+        parse_costs(f"@{tmp_path}/none")
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.data())
 def test_stages_are_cut_for_each_microbatch(parts: int, into: int, m: int, data: Any) -> None:
     rows = [data.draw(st.tuples(*[st.integers(0, 5).map(float)] * m)) for _ in range(parts)]
-    found = grid(cut(tuple(rows), parts, into))
+    found = to_grid(redistribute_stages(tuple(rows), parts, into))
     for mb in range(m):
-        alone = cut(tuple(row[mb] for row in rows), parts, into)
-        expected = by_stage("x", alone, into, UsageError)
+        alone = redistribute_stages(tuple(row[mb] for row in rows), parts, into)
+        expected = expand_by_stage("x", alone, into, UsageError)
         if parts == 1:  # one row is of all stages alike
             expected = np.full((1, 1), rows[0][mb] / into)
         assert found[:, mb] == pytest.approx(expected[:, 0])
-    assert grid(from_grid(found)).tolist() == found.tolist()
+    assert to_grid(from_grid(found)).tolist() == found.tolist()
 
 
 REFUSED = (Path(__file__).parents[1] / "golden" / "arrays.txt").read_text().split("\n\n")

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from schedir import Costs, PipelineShape, Sizes, compile, simulate, zero_model_states
 from schedir.__main__ import main
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.errors import MemoryLimitError, UsageError
-from schedir.ir.cost.sizes import AT_REST
+from schedir.ir.cost.sizes import STATIC_SIZES
 from schedir.schedules import gpipe, one_f_one_b
 from schedir.viz import gantt
-from schedir.viz.time_bins import memory
+from schedir.viz.time_bins import compute_memory_curve
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TABLE = [
@@ -41,23 +41,27 @@ def test_parts_are_held_as_their_sum() -> None:
     parts["buffers"] = (0, 0.5)
     apart = Sizes(activation=3, saved=10, **parts)
     both = Sizes(activation=3, saved=10, model_states=(9.0, 12.5))
-    assert apart.of("model_states", 2).tolist() == [9, 12.5]
-    for one, other in zip(held(program, apart), held(program, both), strict=True):
-        assert one.bytes.tolist() == other.bytes.tolist()
-    rows = held(program, apart)[1].fixed
-    assert {name: rows[name] for name in AT_REST} == {
+    assert apart.for_stages("model_states", 2).tolist() == [9, 12.5]
+    for one, other in zip(
+        compute_footprints(program, apart), compute_footprints(program, both), strict=True
+    ):
+        assert one.total_bytes.tolist() == other.total_bytes.tolist()
+    rows = compute_footprints(program, apart)[1].static_memory
+    assert {name: rows[name] for name in STATIC_SIZES} == {
         "params": (1, 2), "grads": (1, 4), "optimizer": (1, 6), "buffers": (1, 0.5)
     }  # fmt: skip
-    assert "model_states" not in rows and held(program, both)[1].fixed["model_states"] == (1, 12.5)
+    assert "model_states" not in rows and compute_footprints(program, both)[1].static_memory[
+        "model_states"
+    ] == (1, 12.5)
     curve = simulate(program, Costs(), sizes=apart).memory[0]
-    assert np.sum([*curve.kinds.values()], 0).tolist() == curve.held.tolist()
+    assert np.sum([*curve.by_kind.values()], 0).tolist() == curve.total.tolist()
 
 
 def test_pictures_and_tables_have_a_part_each(capsys: pytest.CaptureFixture[str]) -> None:
     """Layers from below in the memory curve, by rank; columns in tables."""
     sizes = Sizes(saved=1, params=2, grads=1, optimizer=(3, 9))
     run = simulate(compile(one_f_one_b, PipelineShape(2, 4)), sizes=sizes)
-    floors = {name: tops.tolist() for name, tops in memory(run).floors.items()}
+    floors = {name: tops.tolist() for name, tops in compute_memory_curve(run).static_layers.items()}
     assert floors == {"params": [2, 2], "grads": [3, 3], "optimizer": [6, 12]}
     figure = gantt(run, show=("memory",))
     assert "optimizer" in [text.get_text() for text in figure.axes[0].texts]
@@ -65,16 +69,16 @@ def test_pictures_and_tables_have_a_part_each(capsys: pytest.CaptureFixture[str]
     assert main(["simulate", "one_f_one_b", *told, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["optimizer"] == [3, 9]
     one = simulate(compile(one_f_one_b, PipelineShape(2, 4)), sizes=Sizes(saved=1, model_states=9))
-    assert one.at_rest == {} and memory(one).floors == {}
+    assert one.static_memory == {} and compute_memory_curve(one).static_layers == {}
 
 
-@pytest.mark.parametrize("name", AT_REST)
+@pytest.mark.parametrize("name", STATIC_SIZES)
 def test_a_sum_and_a_part_of_it_are_refused(name: str) -> None:
     with pytest.raises(UsageError) as caught:
         Sizes(model_states=0, **{name: 1})
     assert caught.value.fields == ("model_states", name)
-    assert Sizes(**{name: (1, 2)}).at_rest == (name,)
-    assert Sizes().at_rest == Sizes(model_states=1).at_rest == ("model_states",)
+    assert Sizes(**{name: (1, 2)}).static_sizes == (name,)
+    assert Sizes().static_sizes == Sizes(model_states=1).static_sizes == ("model_states",)
 
 
 REFUSED = (GOLDEN / "at_rest.txt").read_text().split("\n\n")
@@ -92,7 +96,7 @@ def test_limits_count_all_parts() -> None:
     compile(gpipe, PipelineShape(1, 2), sizes=sizes, memory_limit=16)
     with pytest.raises(MemoryLimitError) as caught:
         compile(gpipe, PipelineShape(1, 2), sizes=sizes, memory_limit=15)
-    assert {name for name, _, _ in caught.value.holds} == {"saved", *AT_REST}
+    assert {name for name, _, _ in caught.value.live_values} == {"saved", *STATIC_SIZES}
 
 
 # ---------------------------------------------------------------- ZeRO
@@ -103,7 +107,7 @@ def test_the_table_of_the_paper(billions: float, dp: int, zero: int, printed: st
     """arXiv 1910.02054, Table 1: each cell within one unit of its last digit."""
     digits = len(printed.partition(".")[2])
     psi = billions  # 10^9 parameters, and so 10^9 bytes for each byte of one
-    found = zero_model_states(2 * psi, 2 * psi, 12 * psi, zero, dp).bytes
+    found = zero_model_states(2 * psi, 2 * psi, 12 * psi, zero, dp).total
     assert abs(found - float(printed)) <= 10.0**-digits
 
 
@@ -122,7 +126,7 @@ def test_parts_with_padding_hold_all(
     """Whole numbers of parameters, enough for all, and less than one too many on each replica."""
     params, grads, optimizer = ([k * n for n in numbers] for k in item)
     for zero in range(4):
-        states = zero_model_states(params, grads, optimizer, zero, dp, numbers=numbers)
+        states = zero_model_states(params, grads, optimizer, zero, dp, parameter_counts=numbers)
         for level, k, left in zip((3, 2, 1), item, states, strict=True):
             if zero < level or dp == 1:
                 assert left.tolist() == [k * n for n in numbers]

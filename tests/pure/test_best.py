@@ -15,8 +15,8 @@ from schedir import Costs, PipelineShape, Sizes, Timeline
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, SchedirError
 from schedir.ir.isa.instructions import BACKWARD_INPUT
-from schedir.schedules import built_in
-from schedir.schedules.schedule_algebra import delay_for, placed_for, takes_v
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_algebra import get_placement_mark, get_weight_delay_mark, has_free_v
 from tests.commands import refused, said
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -25,8 +25,8 @@ AT = "--costs=F=1,B=2,send=0.05"
 
 def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
     """A schedule of v stages per rank, at F = I = W = 1 of a whole rank."""
-    schedule = built_in()[name]
-    shape = PipelineShape(P, m, v, placed_for(schedule)[0] or "loop")
+    schedule = get_built_in_schedules()[name]
+    shape = PipelineShape(P, m, v, get_placement_mark(schedule)[0] or "loop")
     part = P / shape.stages
     costs = Costs(F=part, I=part, W=part, B=2 * part, send=send)
     return schedir.simulate(
@@ -49,23 +49,23 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
     keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in found]
     assert keys == sorted(keys)
     expected: dict[str, Timeline] = {}
-    for name, schedule in built_in().items():
-        fixed = placed_for(schedule)[1]
-        for v in (fixed,) if fixed else (1, 2, 4) if takes_v(schedule) else (1,):
-            if delay_for(schedule) is None:
+    for name, schedule in get_built_in_schedules().items():
+        fixed = get_placement_mark(schedule)[1]
+        for v in (fixed,) if fixed else (1, 2, 4) if has_free_v(schedule) else (1,):
+            if get_weight_delay_mark(schedule) is None:
                 try:
                     run = run_of(name, v, P, m, 0.05)
                 except SchedirError:
                     continue
-                if run.program.trains:
+                if run.program.has_backward:
                     expected[run.program.digest] = run
     assert {row["digest"] for row in found} == {*expected} and len(found) == len(expected)
     for row in found:
         run, program = expected[row["digest"]], expected[row["digest"]].program
         assert row["span"] == pytest.approx(run.span)
         assert row["peak_activations"] == run.peak_activations
-        assert row["split_backwards"] == (BACKWARD_INPUT in program.ops)
-        assert row["parameters_held"] == program.shape.rows
+        assert row["split_backwards"] == (BACKWARD_INPUT in program.used_opcodes)
+        assert row["parameters_held"] == program.shape.placement_rows
     whole = rows(capsys, *shape, "--no-split-backward", "--max-activations=2.5")
     assert whole == [
         row for row in found if not row["split_backwards"] and row["peak_activations"] <= 2.5
@@ -84,14 +84,18 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
         "--ranks=4",
     )
     names = {row["program"] for row in rows(capsys, *given) if row["stages_per_rank"] == 1}
-    for name, schedule in built_in().items():
-        if not takes_v(schedule) and placed_for(schedule) == (None, None):
+    for name, schedule in get_built_in_schedules().items():
+        if not has_free_v(schedule) and get_placement_mark(schedule) == (None, None):
             try:
                 compile(schedule, PipelineShape(4, 8), sizes=sizes, memory_limit=limit)
             except MemoryLimitError:
                 assert name not in names
             else:
-                assert name in names or name == "forward_only" or delay_for(schedule) is not None
+                assert (
+                    name in names
+                    or name == "forward_only"
+                    or get_weight_delay_mark(schedule) is not None
+                )
     assert names
     none = said(capsys, "recommend", *given[::2], "--sizes=saved=1GB", "--memory-limit=1MB")
     assert none.startswith("none")
@@ -139,7 +143,10 @@ def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = (r for r in uneven if r["program"] == "interleaved" and r["stages_per_rank"] == 2)
     costs = Costs(F=(0.5,) * 6 + (1, 1), B=(1,) * 6 + (2, 2))
     program = compile(
-        built_in()["interleaved"], PipelineShape(4, 8, 2), progress_model="per_edge", costs=costs
+        get_built_in_schedules()["interleaved"],
+        PipelineShape(4, 8, 2),
+        progress_model="per_edge",
+        costs=costs,
     )
     assert row["span"] == schedir.simulate(program, costs, progress_model="per_edge").span
 
@@ -191,9 +198,9 @@ def test_any_number_of_microbatches_compiles() -> None:
     fill = {"zb_v": 7, "dualpipe_v": 8, "dualpipe": 8, "chimera": 2, "bitpipe": 2}
     page = (DOCS / "which-schedule.md").read_text()
     assert "`zb_v` (2P-1), `dualpipe_v` and `dualpipe` (2P, the latter even)" in page
-    for name, schedule in built_in().items():
-        placement, fixed = placed_for(schedule)
-        v = fixed or (2 if takes_v(schedule) else 1)
+    for name, schedule in get_built_in_schedules().items():
+        placement, fixed = get_placement_mark(schedule)
+        v = fixed or (2 if has_free_v(schedule) else 1)
         for m in range(fill.get(name, 1), 13):
             if name != "dualpipe" or m % 2 == 0:
                 assert (

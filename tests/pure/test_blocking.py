@@ -8,9 +8,9 @@ import pytest
 
 from schedir.errors import DeadlockError
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import ROWS, Lane, Opcode
+from schedir.ir.isa.instructions import INSTRUCTIONS, Lane, Opcode
 from schedir.ir.program import Program
-from schedir.passes.communication.transfer_overlap import early_gathers, early_receives
+from schedir.passes.communication.transfer_overlap import post_receives_early, start_gathers_early
 from schedir.predict.simulate import simulate
 from schedir.verify.check import check
 from tests.edits import written
@@ -36,7 +36,7 @@ def test_a_send_behind_a_compute_waits_with_it() -> None:
     check(sends(late=True), "per_edge")
     with pytest.raises(DeadlockError) as caught:
         check(sends(late=True), "per_edge", blocking_hosts=True)
-    steps = [f"{wait.instr} < {wait.needs}" for wait in caught.value.cycle]
+    steps = [f"{wait.instr} < {wait.needed_instr}" for wait in caught.value.cycle]
     assert steps == [
         "recv_grad 0.0 < send_grad 1.0", "send_grad 1.0 < B 1.0", "F 1.1 < recv_act 1.1",
         "recv_act 1.1 < send_act 0.1", "send_act 0.1 < B 0.0", "B 0.0 < recv_grad 0.0",
@@ -56,7 +56,9 @@ def test_a_reduction_that_others_meet_holds_up_the_computes_behind_it() -> None:
         header="optimizer_steps 2 weight_delay 1 tied_weights yes",
     )
     costs = Costs(reduce_grads=5)
-    began = [simulate(program, costs, blocking_hosts=b).of(0, 6)[1] for b in (False, True)]
+    began = [
+        simulate(program, costs, blocking_hosts=b).instruction_at(0, 6)[1] for b in (False, True)
+    ]
     backward = 1 + 1 + 2 + 2  # F and B of both stages
     assert began == [backward, backward + 5]
 
@@ -113,18 +115,18 @@ def finishes(program: Program) -> bool:
         return all(side in begun for side in machine._partners(rank, lists[rank][k]))
 
     def may(rank: int, k: int) -> bool:
-        row = ROWS[lists[rank][k].op]
+        row = INSTRUCTIONS[lists[rank][k].op]
         if row.peer or row.op is Opcode.ReduceGrads:
             return True
         if row.op is Opcode.ReduceReplicatedStages and program.dp == 1:
             return True
         if row.lane is Lane.DP or row.op is Opcode.OptimizerStep:
-            reduces = [j for j in range(k) if ROWS[lists[rank][j].op].lane is Lane.DP]
+            reduces = [j for j in range(k) if INSTRUCTIONS[lists[rank][j].op].lane is Lane.DP]
             return all(arrived(rank, j) for j in reduces)
         needs = [j for _, j in machine._needs(rank, lists[rank][k])]
         needs += machine.left[rank].get(k, [])
         needs += [j for need in needs for _, j in machine._needs(rank, lists[rank][need])]
-        return all(arrived(rank, j) for j in needs if ROWS[lists[rank][j].op].peer)
+        return all(arrived(rank, j) for j in needs if INSTRUCTIONS[lists[rank][j].op].peer)
 
     moved = True
     while moved:
@@ -146,7 +148,7 @@ def test_checker_equals_hosts_that_wait(slots: bool) -> None:
         if seed % 2:
             program = reordered(program, rng)
         else:  # gathers ahead of what their messages may wait for
-            program = early_gathers(early_receives(program, "per_edge", 3), 3)
+            program = start_gathers_early(post_receives_early(program, "per_edge", 3), 3)
         program = with_slots(program, rng) if slots else program
         if refusal(program, "per_edge"):
             continue

@@ -17,14 +17,23 @@ from schedir.compiler.compile import lower
 from schedir.errors import CostsError, ScheduleError
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
-from schedir.schedule_search.bounds.closed_form_bounds import closed_bound
-from schedir.schedule_search.bounds.lower_bound import bound_of
+from schedir.schedule_search.bounds.closed_form_bounds import compute_closed_bound
+from schedir.schedule_search.bounds.lower_bound import compute_bound
 from schedir.schedule_search.bounds.memory_precedences import MemoryLags
 from schedir.schedule_search.bounds.microbatch_latency import MicrobatchLatency
-from schedir.schedule_search.bounds.program_bound import bound_of_program
-from schedir.schedule_search.bounds.round_trip import options_of
-from schedir.schedule_search.problem import OBJECTIVES, Objective, SchedulingProblem, problem_of
-from schedir.schedule_search.rank_order import KINDS, F, I, W, codes_of, length, peaks, starts_of
+from schedir.schedule_search.bounds.program_bound import compute_program_bound
+from schedir.schedule_search.bounds.round_trip import crossing_delays
+from schedir.schedule_search.problem import OBJECTIVES, Objective, SchedulingProblem, make_problem
+from schedir.schedule_search.rank_order import (
+    KINDS,
+    F,
+    I,
+    W,
+    compute_length,
+    compute_peaks,
+    compute_starts,
+    order_of_program,
+)
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compute_programs, shapes_for
 from tests.interleavings import shortest
@@ -77,7 +86,7 @@ def test_the_automatic_schedules_of_the_zero_bubble_paper(
 def test_why_is_a_proof_in_words() -> None:
     priced = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
     least = lower_bound(PipelineShape(8, 24), priced, in_flight=8)
-    assert least.why == (
+    assert least.explanation == (
         "rank 0 works 1102.68 and holds 8: it idles 135.016 between its 8th F and its first I, and "
         "72.709 between its last F and its last I"
     )
@@ -94,7 +103,7 @@ def test_nothing_of_the_zoo_is_shorter() -> None:
                 program = lower(expand_schedule(schedule, shape), priced)
             except ScheduleError:  # it does not take so few microbatches
                 continue
-            if (least := bound_of_program(program, priced)) is not None:
+            if (least := compute_program_bound(program, priced)) is not None:
                 span = simulate(program, priced).span
                 assert least.value * FINE <= span, (name, shape)
                 tried, tight = tried + 1, tight + (span * FINE <= least.value)
@@ -115,8 +124,8 @@ def test_no_program_is_shorter(data: st.DataObject) -> None:
     timeline = simulate(program, priced)
     for told in (None, sizes):
         for objective in OBJECTIVES:
-            least = bound_of_program(program, priced, told, objective=objective)
-            took = timeline.span if objective == "span" else timeline.own_span.max()
+            least = compute_program_bound(program, priced, told, objective=objective)
+            took = timeline.span if objective == "span" else timeline.active_span.max()
             assert least is None or least.value * FINE <= took
 
 
@@ -125,7 +134,8 @@ def _mixed_up(made: Program, rng: random.Random) -> Program:
     number = [*range(made.shape.microbatches)]
     rng.shuffle(number)
     streams = tuple(
-        schedir.Stream.of([i._replace(mb=number[i.mb]) for i in stream]) for stream in made.streams
+        schedir.Stream.from_instructions([i._replace(mb=number[i.mb]) for i in stream])
+        for stream in made.streams
     )
     return replace(made, streams=streams)
 
@@ -136,15 +146,18 @@ def test_no_order_is_shorter(data: st.DataObject) -> None:
     """Of uneven memory, of whole backwards, and whatever is to be short."""
     split = data.draw(st.booleans())
     made = data.draw(compute_programs(3, 4, 2, split=float(split), placements=ONE_HOLDER))
-    problem, order = data.draw(problems(made.shape, split)), codes_of(made, split=split)
-    room = peaks(problem, order)
+    problem, order = (
+        data.draw(problems(made.shape, split)),
+        order_of_program(made, split_backward=split),
+    )
+    room = compute_peaks(problem, order)
     if data.draw(st.booleans()):
         room = [max(room)] * len(room)
-    problem = replace(problem, room=tuple(room))
-    took = length(problem, order)
+    problem = replace(problem, capacity=tuple(room))
+    took = compute_length(problem, order)
     assert took is not None
-    for least in (closed_bound(problem), bound_of(problem, 1.0)):
-        assert least.value * FINE <= took, least.why
+    for least in (compute_closed_bound(problem), compute_bound(problem, 1.0)):
+        assert least.value * FINE <= took, least.explanation
 
 
 @settings(max_examples=200)
@@ -153,24 +166,28 @@ def test_what_does_not_fit_waits(data: st.DataObject) -> None:
     """Each lag holds in any order, within what that order holds at most."""
     split = data.draw(st.booleans())
     made = data.draw(compute_programs(2, 5, 3, split=float(split), placements=ONE_HOLDER))
-    lags_hold(data.draw(problems(made.shape, split)), codes_of(made, split=split))
+    lags_hold(data.draw(problems(made.shape, split)), order_of_program(made, split_backward=split))
 
 
 @pytest.mark.parametrize("saved", [1.0, 2.0])
 def test_tapes_of_a_later_stage_wait_for_no_more_than_they_must(saved: float) -> None:
     """Two of them are there, and that is all that fits beside one F."""
-    problem = replace(problem_of(PipelineShape(1, 3, 2)), saved=(saved, 1.0))
+    problem = replace(make_problem(PipelineShape(1, 3, 2)), saved=(saved, 1.0))
     there = (0, 3, 4, 1, 2)  # F and F, I and I, W of the first stage
     lags_hold(problem, [(*there, *there, 0, 5, 5, *there[1:], 5)])
 
 
 def lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> None:
-    lags = MemoryLags.of(replace(problem, room=tuple(peaks(problem, order))))
+    lags = MemoryLags.from_problem(replace(problem, capacity=tuple(compute_peaks(problem, order))))
     at = [
         [k for k, c in enumerate(order[problem.rank_of[code // KINDS]]) if c == code]
         for code in range(KINDS * problem.shape.stages)
     ]
-    for late, early, each in ((F, I, lags.F_I), (F, W, lags.F_W), (I, W, lags.I_W)):
+    for late, early, each in (
+        (F, I, lags.F_after_I),
+        (F, W, lags.F_after_W),
+        (I, W, lags.I_after_W),
+    ):
         for s, q, lag in each:
             begins, ends = at[KINDS * s + late], at[KINDS * q + early]
             assert all(ends[j - lag] < begins[j] for j in range(lag, len(begins)))
@@ -188,21 +205,24 @@ def test_what_crosses_is_late(data: st.DataObject) -> None:
         shape, data.draw(st.sampled_from(["FIW", "IFW", "WIF"])), k, priced
     )
     try:
-        problem = problem_of(shape, priced, in_flight=k)
+        problem = make_problem(shape, priced, in_flight=k)
     except CostsError:  # all of them are 0
         reject()
-    order, paths = codes_of(made, split=True), MicrobatchLatency.of(problem)
-    started = starts_of(problem, order)
+    order, paths = (
+        order_of_program(made, split_backward=True),
+        MicrobatchLatency.from_problem(problem),
+    )
+    started = compute_starts(problem, order)
     assert started is not None
     for s in range(shape.ranks - 1):
         begins, back = (
             [t for t, code in zip(started[s], order[s], strict=True) if code == KINDS * s + kind]
             for kind in (F, I)
         )
-        way = problem.F[s] + paths.turn[s]
+        way = problem.F[s] + paths.forward_to_backward[s]
         away = way + problem.I[s] + problem.W[s]
         late = [i - f - way for f, i in zip(begins, back, strict=True)]
-        options = [*options_of(problem, paths, s, away)]
+        options = [*crossing_delays(problem, paths, s, away)]
         for j in range(shape.microbatches - k):
             more = begins[j + k] - begins[j] - away  # late, or waits
             assert more >= late[j] - 1e-9
@@ -216,16 +236,16 @@ def problems(draw: st.DrawFn, shape: PipelineShape, split: bool) -> SchedulingPr
     """Problems without a limit of memory."""
     priced = replace(draw(costs(shape)), step=draw(st.integers(0, 4)))
     try:
-        problem = problem_of(
-            shape, priced, split=split, objective=draw(st.sampled_from(OBJECTIVES))
+        problem = make_problem(
+            shape, priced, split_backward=split, objective=draw(st.sampled_from(OBJECTIVES))
         )
     except CostsError:  # all of them are 0
-        problem = problem_of(shape, split=split)
+        problem = make_problem(shape, split_backward=split)
     saved = [draw(st.integers(1, 4)) for _ in range(shape.stages)]
     tape = [draw(st.integers(0, s + 1)) if split else 0 for s in saved]
     both = [draw(st.integers(max(s, t), s + t)) for s, t in zip(saved, tape, strict=True)]
     one, two, three = (tuple(map(float, size)) for size in (saved, tape, both))
-    return replace(problem, saved=one, tape=two, both=three)
+    return replace(problem, saved=one, deferred_wgrad=two, saved_and_deferred=three)
 
 
 @pytest.mark.parametrize("saved", [3948874965.6583247, 1.1, 7e9 / 3])
@@ -261,19 +281,21 @@ def test_no_order_at_all_is_shorter(data: st.DataObject) -> None:
         )
     )
     problem = data.draw(problems(shape, data.draw(st.booleans())))
-    room = [problem.least_room(r) + data.draw(st.integers(0, 4)) for r in range(shape.ranks)]
-    problem = replace(problem, room=tuple(room))
+    room = [problem.get_min_capacity(r) + data.draw(st.integers(0, 4)) for r in range(shape.ranks)]
+    problem = replace(problem, capacity=tuple(room))
     least = shortest(problem)
-    assert closed_bound(problem).value * FINE <= least
-    assert bound_of(problem, 1.0).value * FINE <= least
+    assert compute_closed_bound(problem).value * FINE <= least
+    assert compute_bound(problem, 1.0).value * FINE <= least
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
 def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
     for priced in (Costs(), Costs(F=2, I=3, W=1, send=1), Costs(F=(3, 1), I=2, W=(0, 4))):
-        problem = problem_of(PipelineShape(2, 3), priced, in_flight=in_flight, objective=objective)
-        assert bound_of(problem).value == pytest.approx(shortest(problem))
+        problem = make_problem(
+            PipelineShape(2, 3), priced, in_flight=in_flight, objective=objective
+        )
+        assert compute_bound(problem).value == pytest.approx(shortest(problem))
 
 
 @pytest.mark.parametrize(
@@ -292,10 +314,12 @@ def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
 def test_what_is_strange_has_a_bound(
     shape: PipelineShape, priced: Costs, given: dict[str, Any], split: bool
 ) -> None:
-    least = lower_bound(shape, priced, **given, split=split)
-    made = schedir.greedy_schedule(shape, "FIW" if split else "BF", len(shape.stages_of[0]), priced)
+    least = lower_bound(shape, priced, **given, split_backward=split)
+    made = schedir.greedy_schedule(
+        shape, "FIW" if split else "BF", len(shape.stages_on_rank[0]), priced
+    )
     assert 0 < least.value <= simulate(made, priced).span
-    assert least.why
+    assert least.explanation
 
 
 # ---------------------------------------------------------------- of programs
@@ -306,7 +330,9 @@ def test_of_a_program_at_its_memory() -> None:
     shape, priced = PipelineShape(4, 8), Costs()
     program = schedir.compile(schedules.one_f_one_b, shape)
     span = simulate(program, priced).span
-    least, split = (bound_of_program(program, priced, split=split) for split in (None, True))
+    least, split = (
+        compute_program_bound(program, priced, split_backward=split) for split in (None, True)
+    )
     assert least is not None
     assert split is not None
     assert least.value == span
@@ -315,7 +341,7 @@ def test_of_a_program_at_its_memory() -> None:
 
 def test_in_bytes_a_program_has_what_it_holds() -> None:
     program = schedir.compile(schedules.zb_h1, PipelineShape(4, 8))
-    in_bytes = bound_of_program(
+    in_bytes = compute_program_bound(
         program, sizes=Sizes(saved=2e9, deferred_wgrad=2e9, model_states=(3e9, 0, 0, 0))
     )
     assert in_bytes is not None
@@ -325,19 +351,25 @@ def test_in_bytes_a_program_has_what_it_holds() -> None:
 
 def test_costs_of_microbatches_count_as_the_least() -> None:
     program = schedir.compile(schedules.zb_h1, PipelineShape(2, 3))
-    uneven = bound_of_program(program, Costs(F=((1, 2, 5),)))
-    assert uneven == bound_of_program(program, Costs(F=1))
+    uneven = compute_program_bound(program, Costs(F=((1, 2, 5),)))
+    assert uneven == compute_program_bound(program, Costs(F=1))
 
 
 def test_nothing_is_said_of_what_is_not_known() -> None:
     zb, chimera = schedules.zb_h1, schedules.chimera
-    assert bound_of_program(schedir.compile(zb, PipelineShape(4, 8), frozen_stages=1)) is None
-    assert bound_of_program(schedir.compile(zb, PipelineShape(4, 8), recompute="all")) is None
+    assert compute_program_bound(schedir.compile(zb, PipelineShape(4, 8), frozen_stages=1)) is None
+    assert compute_program_bound(schedir.compile(zb, PipelineShape(4, 8), recompute="all")) is None
     assert (
-        bound_of_program(schedir.compile(chimera, PipelineShape(4, 8, placement="mirror"))) is None
+        compute_program_bound(schedir.compile(chimera, PipelineShape(4, 8, placement="mirror")))
+        is None
     )
-    assert bound_of_program(schedir.compile(schedules.forward_only, PipelineShape(4, 8))) is None
-    assert bound_of_program(schedir.compile(zb, PipelineShape(4, 8)), Costs(F=0, I=0, W=0)) is None
+    assert (
+        compute_program_bound(schedir.compile(schedules.forward_only, PipelineShape(4, 8))) is None
+    )
+    assert (
+        compute_program_bound(schedir.compile(zb, PipelineShape(4, 8)), Costs(F=0, I=0, W=0))
+        is None
+    )
     paired = schedir.compile(schedules.dualpipe_v, PipelineShape(2, 8, 2, "vee"))
-    assert bound_of_program(paired, Costs()) is not None
-    assert bound_of_program(paired, Costs(FB=2)) is None
+    assert compute_program_bound(paired, Costs()) is not None
+    assert compute_program_bound(paired, Costs(FB=2)) is None

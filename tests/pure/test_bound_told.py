@@ -16,13 +16,13 @@ import schedir
 from schedir import Costs, PipelineShape, Sizes, Timeline, load_timeline
 from schedir.compiler.compile import compile
 from schedir.errors import UsageError
-from schedir.predict.calibrate import calibrate, completed
+from schedir.predict.calibrate import calibrate, fill_missing_backwards
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
-from schedir.schedule_search.bounds.program_bound import bound_of_program
+from schedir.schedule_search.bounds.program_bound import compute_program_bound
 from schedir.schedule_search.search import search_schedule
-from schedir.schedules import built_in
-from schedir.schedules.schedule_algebra import delay_for, placed_for, takes_v
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_algebra import get_placement_mark, get_weight_delay_mark, has_free_v
 from schedir.viz import compare, gantt
 from tests.commands import said
 
@@ -32,9 +32,9 @@ SAID = "--costs=F=1:1.2:0.9:1.4,I=1.1:1:1.3:1,W=0.5:0.7:0.6:0.9,send=0.1"
 
 
 def run_of(name: str, costs: Costs | None = None, v: int | None = None) -> Timeline:
-    schedule = built_in()[name]
-    placement, fixed = placed_for(schedule)
-    v = v or fixed or (2 if takes_v(schedule) else 1)
+    schedule = get_built_in_schedules()[name]
+    placement, fixed = get_placement_mark(schedule)
+    v = v or fixed or (2 if has_free_v(schedule) else 1)
     program = compile(schedule, PipelineShape(4, 8, v, placement or "loop"), costs=costs)
     return simulate(program, costs)
 
@@ -49,7 +49,7 @@ def facts(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "gpipe", "zb_h2"])
 def test_simulate_says_what_can_be_gained(capsys: pytest.CaptureFixture[str], name: str) -> None:
     run = run_of(name, UNEVEN)
-    bound = bound_of_program(run.program, UNEVEN)
+    bound = compute_program_bound(run.program, UNEVEN)
     assert bound is not None and bound.value <= run.span * (1 + 1e-9)
     row = facts(capsys, "simulate", name, SAID)
     assert row["bound"] == bound.value and row["gap"] == max(run.span / bound.value - 1, 0)
@@ -80,7 +80,7 @@ def test_nothing_is_said_where_nothing_is_known(capsys: pytest.CaptureFixture[st
     # Its program at costs that are said is a prediction.
     run = load_timeline(RUN)
     row = facts(capsys, "simulate", str(RUN), "--costs=F=1,B=2")
-    bound = bound_of_program(run.program, Costs(F=1, B=2))
+    bound = compute_program_bound(run.program, Costs(F=1, B=2))
     assert bound is not None and row["bound"] == bound.value <= row["span"]
 
 
@@ -92,7 +92,7 @@ def test_tables_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
         cells = re.split(r" {2,}", line.strip())
         gain = None if row["bound"] is None else 1 - row["bound"] / row["span"]
         assert cells[6] == ("-" if gain is None else f"{gain:.1%}" if gain > 1e-9 else "none")
-    half = bound_of_program(run_of("zb_v").program, Costs(F=0.5, I=0.5, W=0.5))
+    half = compute_program_bound(run_of("zb_v").program, Costs(F=0.5, I=0.5, W=0.5))
     assert half is not None and rows[1]["bound"] == half.value  # of half a rank
     for row in facts(capsys, "recommend", "--ranks=4", "--microbatches=8", SAID):
         assert (row["bound"] is None) == (row["parameters_held"] > 1)
@@ -103,7 +103,7 @@ def test_tables_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bytes_are_the_memory_where_they_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = Sizes(saved=1e9, deferred_wgrad=0.25e9)
     row = facts(capsys, "simulate", "zb_h1", SAID, "--sizes=saved=1GB,deferred_wgrad=0.25GB")
-    bound = bound_of_program(run_of("zb_h1", UNEVEN).program, UNEVEN, sizes)
+    bound = compute_program_bound(run_of("zb_h1", UNEVEN).program, UNEVEN, sizes)
     assert bound is not None and row["bound"] == bound.value
 
 
@@ -113,8 +113,8 @@ def test_what_messages_take_is_memory_that_others_may_use(name: str) -> None:
     shape = PipelineShape(ranks=2, microbatches=7)
     costs = Costs(F=(1.7, 1.65), I=(0.94, 0.73), W=1)
     sizes = Sizes(activation=0.1, saved=1, deferred_wgrad=0.5, model_states=(0, 0.2))
-    run = simulate(compile(built_in()[name], shape), costs, sizes=sizes)
-    bound = bound_of_program(run.program, costs, sizes, split=True)
+    run = simulate(compile(get_built_in_schedules()[name], shape), costs, sizes=sizes)
+    bound = compute_program_bound(run.program, costs, sizes, split_backward=True)
     limit = float(run.peak_memory.max())
     found = search_schedule(shape, costs, sizes, limit, evaluations=60)
     assert bound is not None and bound.value <= found.span * (1 + 1e-9) < run.span
@@ -124,7 +124,11 @@ def test_what_messages_take_is_memory_that_others_may_use(name: str) -> None:
 
 
 def zoo() -> list[str]:
-    return [name for name, schedule in built_in().items() if delay_for(schedule) is None]
+    return [
+        name
+        for name, schedule in get_built_in_schedules().items()
+        if get_weight_delay_mark(schedule) is None
+    ]
 
 
 @pytest.mark.parametrize("costs", [Costs(F=1, B=2), Costs(F=2, I=2, W=1, send=0.3)])
@@ -133,24 +137,27 @@ def test_no_advice_promises_more_than_can_be(name: str, costs: Costs) -> None:
     """Of what changes the order alone: not the stages, their costs, nor how much is held."""
     run = run_of(name, costs)
     shape, program = run.program.shape, run.program
-    priced = completed(costs, program)
-    split = bound_of_program(program, priced, split=True)
+    priced = fill_missing_backwards(costs, program)
+    split = compute_program_bound(program, priced, split_backward=True)
     if split is None:
         return
-    same = [f"{other} with {shape.stages_per_rank} stage" for other in built_in()
-            if placed_for(built_in()[other])[0] is None and shape.placement == "loop"]  # fmt: skip
+    same = [f"{other} with {shape.stages_per_rank} stage" for other in get_built_in_schedules()
+            if get_placement_mark(get_built_in_schedules()[other])[0] is None
+            and shape.placement == "loop"]  # fmt: skip
     same += ["a greedy order, which", "the same compute", "the same program"]
     tried = advise(run, costs).changes
-    promised = [change for change in tried if change.what.startswith(tuple(same))]
+    promised = [change for change in tried if change.description.startswith(tuple(same))]
     assert promised or not tried
     for change in promised:
-        assert change.saves <= 1 - split.value / run.span + 1e-9, change.what
+        assert change.saved_share <= 1 - split.value / run.span + 1e-9, change.description
 
 
 def test_explain_says_the_most_that_an_order_saves(capsys: pytest.CaptureFixture[str]) -> None:
-    costs = completed(UNEVEN, run_of("one_f_one_b").program)
+    costs = fill_missing_backwards(UNEVEN, run_of("one_f_one_b").program)
     run = run_of("one_f_one_b", UNEVEN)
-    bounds = [bound_of_program(run.program, costs, split=split) for split in (False, True)]
+    bounds = [
+        compute_program_bound(run.program, costs, split_backward=split) for split in (False, True)
+    ]
     most = [1 - bound.value / run.span for bound in bounds if bound is not None]
     line = said(capsys, "explain", "one_f_one_b", SAID).splitlines()[-1]
     assert abs(most[0]) < 1e-9 < most[1]
@@ -168,8 +175,8 @@ def test_explain_of_a_run_bounds_its_simulation(
 ) -> None:
     run = load_timeline(RUN)
     row = facts(capsys, "explain", str(RUN))
-    costs = completed(calibrate(run), run.program)
-    bound = bound_of_program(run.program, costs, split=False)
+    costs = fill_missing_backwards(calibrate(run), run.program)
+    bound = compute_program_bound(run.program, costs, split_backward=False)
     assert bound is not None and row["bound"] == bound.value
     assert row["gap"] == pytest.approx(row["simulated_span"] / bound.value - 1)
     spans = run.spans.copy()
@@ -190,7 +197,7 @@ def marks(axes: Any) -> list[float]:
 
 def test_a_chart_has_a_mark_at_the_bound() -> None:
     run = run_of("one_f_one_b", UNEVEN)
-    bound = bound_of_program(run.program, UNEVEN, split=True)
+    bound = compute_program_bound(run.program, UNEVEN, split_backward=True)
     assert bound is not None and bound.value < 0.99 * run.span
     (axes,) = gantt(run, bound=bound.value).axes
     assert marks(axes) == [bound.value]
@@ -220,7 +227,7 @@ def test_a_bound_that_is_none_is_refused(bound: Any) -> None:
 
 def test_draw_marks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = said(capsys, "draw", "zb_h1", SAID)
-    bound = bound_of_program(run_of("zb_h1", UNEVEN).program, UNEVEN)
+    bound = compute_program_bound(run_of("zb_h1", UNEVEN).program, UNEVEN)
     assert bound is not None and f"is shorter than {bound.value:.6g}: " in told.splitlines()[-1]
     for argv in (("draw", "zb_h1", SAID), ("compare", "zb_h1", "--ranks=4", SAID)):
         said(capsys, *argv, "-o", str(tmp_path / "x.svg"))

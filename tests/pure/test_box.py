@@ -19,38 +19,42 @@ from schedir import PipelineShape, compile, schedules
 from schedir.analysis.dependency_graph import Graph
 from schedir.hang_diagnosis.stall_cause import ProcessLayout, StalledRun, StallKind
 from schedir.io.black_box import (
-    AT,
-    SIZE,
+    FILE_SIZE,
+    POSITION_FIELD,
     BlackBox,
     BlackBoxField,
     BlackBoxSnapshot,
     ProcessPhase,
-    State,
-    boxes,
-    look,
+    ProcessState,
+    read_black_box,
+    read_black_boxes,
 )
-from schedir.ir.instruction_index import NONE
-from schedir.ir.isa.instructions import ROWS, SENDS
+from schedir.ir.instruction_index import NO_POSITION
+from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS
 from schedir.ir.program import Program
 
 
 def seen(
     process: int, at: int, *, turn: int = 5, phase: ProcessPhase = ProcessPhase.STEP,
-    state: State = "runs", waits: bool = False, said: str = "",
+    state: ProcessState = "runs", waits: bool = False, said: str = "",
 ) -> BlackBoxSnapshot:  # fmt: skip
     """A box of a process that stands somewhere."""
     box = BlackBox(process=process, world=4)
-    box.enter(phase, 3)
-    box.words[BlackBoxField.TURN], box.words[AT], box.words[BlackBoxField.WAITS] = turn, at, waits
+    box.enter_phase(phase, 3)
+    (
+        box.values[BlackBoxField.PHASE_COUNT],
+        box.values[POSITION_FIELD],
+        box.values[BlackBoxField.IS_WAITING],
+    ) = turn, at, waits
     if said:
-        box.say(said, 1)
+        box.report_failure(said, 1)
     return BlackBoxSnapshot(bytes(box.memory), monotonic_ns(), state)
 
 
 def standstill(program: Program, stuck: int, at: int) -> dict[int, BlackBoxSnapshot]:
     """Where all processes stand, if one does not come out of an instruction: they have gone on as
     far as the dependency graph lets them."""
-    graph = Graph.of(program, "per_edge")
+    graph = Graph.from_program(program, "per_edge")
     offsets = program.offsets.tolist()
     stands = [0] * program.shape.ranks
     moved = True
@@ -60,7 +64,11 @@ def standstill(program: Program, stuck: int, at: int) -> dict[int, BlackBoxSnaps
             lo, hi = offsets[rank : rank + 2]
             while lo + stands[rank] < hi and not (rank == stuck and stands[rank] == at):
                 k = lo + stands[rank]
-                if not all(_came(graph, int(n), stands) for n in graph.waits[:, k] if n != NONE):
+                if not all(
+                    _came(graph, int(n), stands)
+                    for n in graph.local_waits[:, k]
+                    if n != NO_POSITION
+                ):
                     break
                 stands[rank] += 1
                 moved = True
@@ -74,11 +82,11 @@ def standstill(program: Program, stuck: int, at: int) -> dict[int, BlackBoxSnaps
 def _came(graph: Graph, need: int, stands: list[int]) -> bool:
     """Whether all that have a part in what a rank has begun have begun it, too."""
     op = graph.index.op[need]
-    if ROWS[op].peer:
+    if INSTRUCTIONS[op].peer:
         others = [int(graph.partner[need])]
-        if op in SENDS:  # into memory of its own, without its receiver
+        if op in SEND_OPS:  # into memory of its own, without its receiver
             return True
-    elif ROWS[op].group:
+    elif INSTRUCTIONS[op].group:
         others = next(m for m in graph.collective_groups if need in m).tolist()
     else:
         return True
@@ -98,9 +106,12 @@ def test_who_is_stuck_is_blamed(schedule: str, stuck: int, where: float, clip: b
         clip_grad_norm=clip,
     )
     at = int(where * len(program.streams[stuck]))
-    found = StalledRun(standstill(program, stuck, at), ProcessLayout(4, 1, 1), program).blame()
+    found = StalledRun(standstill(program, stuck, at), ProcessLayout(4, 1, 1), program).find_cause()
     assert (
-        found is not None and found.process == stuck and found.kind is StallKind.BUSY and found.sure
+        found is not None
+        and found.process == stuck
+        and found.kind is StallKind.BUSY
+        and found.is_certain
     )
     assert f"process {stuck} (pipeline rank {stuck})" in found.fact
     assert f"in step 3 at #{at} {program.streams[stuck][at]}" in found.fact
@@ -117,26 +128,26 @@ def test_who_has_moved_while_others_waited_is_not_said_to_stand(since: float, sl
     now = monotonic_ns()
     for process, one in all_of.items():
         words = bytearray(one.data)
-        for word in (BlackBoxField.SINCE, BlackBoxField.ENTERED):
+        for word in (BlackBoxField.POSITION_TIME, BlackBoxField.PHASE_TIME):
             ago = since if process == 1 else 3.0
             words[word * 8 : word * 8 + 8] = (now - int(ago * 1e9)).to_bytes(8, "little")
-        all_of[process] = replace(one, data=bytes(words), now=now)
+        all_of[process] = replace(one, data=bytes(words), read_time=now)
     found = StalledRun(all_of, ProcessLayout(4, 1, 1), PROGRAM)
-    blame = found.blame()
-    assert blame is not None and blame.process == 1 and found.moves(1) is slow
+    blame = found.find_cause()
+    assert blame is not None and blame.process == 1 and found.is_slow(1) is slow
     assert ("is slow, or has only just come to stand" in blame.fact) is slow
     assert ("does not go on" in blame.fact) is not slow
 
 
 def test_who_has_died_or_is_stopped_is_blamed_before_who_is_busy() -> None:
-    states: list[tuple[State, StallKind]] = [
+    states: list[tuple[ProcessState, StallKind]] = [
         ("gone", StallKind.DIED),
         ("stopped", StallKind.STOPPED),
     ]
     for state, kind in states:
         all_of = standstill(PROGRAM, 1, 4)
         all_of[2] = replace(all_of[2], state=state)
-        found = StalledRun(all_of, ProcessLayout(4, 1, 1), PROGRAM).blame()
+        found = StalledRun(all_of, ProcessLayout(4, 1, 1), PROGRAM).find_cause()
         assert found is not None and (found.process, found.kind) == (2, kind)
 
 
@@ -144,9 +155,9 @@ def test_who_has_said_why_is_blamed_and_not_who_left_because_of_it() -> None:
     all_of = standstill(PROGRAM, 1, 4)
     all_of[1] = replace(seen(1, 4, said="ValueError"), state="gone")
     left = BlackBox(process=0, world=4)
-    left.say("", 1)
+    left.report_failure("", 1)
     all_of[0] = BlackBoxSnapshot(bytes(left.memory), monotonic_ns(), "gone")
-    found = StalledRun(all_of, ProcessLayout(4, 1, 1), PROGRAM).blame()
+    found = StalledRun(all_of, ProcessLayout(4, 1, 1), PROGRAM).find_cause()
     assert found is not None and (found.process, found.kind) == (1, StallKind.SAID)
 
 
@@ -159,9 +170,11 @@ def test_of_tensor_parallel_processes_the_one_in_no_collective_is_blamed() -> No
         clip_grad_norm=True,
     )
     stands = standstill(program, 1, 4)
-    all_of = {2 * r + t: seen(2 * r + t, stands[r][AT]) for r in range(2) for t in range(2)}
-    all_of[2] = seen(2, stands[1][AT], waits=True)
-    found = StalledRun(all_of, ProcessLayout(2, 2, 1), program).blame()
+    all_of = {
+        2 * r + t: seen(2 * r + t, stands[r][POSITION_FIELD]) for r in range(2) for t in range(2)
+    }
+    all_of[2] = seen(2, stands[1][POSITION_FIELD], waits=True)
+    found = StalledRun(all_of, ProcessLayout(2, 2, 1), program).find_cause()
     assert found is not None and found.process == 3
     assert found.fact.startswith("process 3 (pipeline rank 1, tp 1) ")
     assert any(
@@ -172,18 +185,18 @@ def test_of_tensor_parallel_processes_the_one_in_no_collective_is_blamed() -> No
 def test_outside_of_steps_who_is_behind_is_blamed() -> None:
     all_of = {p: seen(p, 0, turn=2, phase=ProcessPhase.SET_UP, waits=True) for p in range(4)}
     all_of[2] = seen(2, 0, turn=2, phase=ProcessPhase.SET_UP)
-    found = StalledRun(all_of, ProcessLayout(4, 1, 1)).blame()
-    assert found is not None and (found.process, found.sure) == (2, True)
+    found = StalledRun(all_of, ProcessLayout(4, 1, 1)).find_cause()
+    assert found is not None and (found.process, found.is_certain) == (2, True)
     del all_of[2]
-    found = StalledRun(all_of, ProcessLayout(4, 1, 1), missing=[2]).blame()
+    found = StalledRun(all_of, ProcessLayout(4, 1, 1), missing=[2]).find_cause()
     assert found is not None and (found.process, found.kind) == (2, StallKind.MISSING)
 
 
 def test_of_several_at_work_the_one_that_is_furthest_behind_is_blamed() -> None:
-    all_of = {p: seen(p, 0, turn=3, phase=ProcessPhase.DATA) for p in range(4)}
+    all_of = {p: seen(p, 0, turn=3, phase=ProcessPhase.DATA_WAIT) for p in range(4)}
     all_of[2] = seen(2, 0, turn=2, phase=ProcessPhase.SET_UP)
-    found = StalledRun(all_of, ProcessLayout(4, 1, 1)).blame()
-    assert found is not None and (found.process, found.kind, found.sure) == (
+    found = StalledRun(all_of, ProcessLayout(4, 1, 1)).find_cause()
+    assert found is not None and (found.process, found.kind, found.is_certain) == (
         2,
         StallKind.BUSY,
         False,
@@ -219,23 +232,23 @@ def test_a_box_outlives_its_process(tmp_path: Path) -> None:
                 os.waitpid(process.pid, os.WUNTRACED)
             if what is signal.SIGKILL:
                 process.wait()
-            one = look(path)
-            assert one is not None and (one.process, one.at, one.note) == (
+            one = read_black_box(path)
+            assert one is not None and (one.process, one.position, one.note) == (
                 3,
                 11,
                 "mine.py:3 in loss",
             )
-            assert one.doing == "in step 7"
+            assert one.activity == "in step 7"
             states.append(one.state)
     assert states == ["runs", "stopped", "gone"]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.stat().st_size == SIZE
-    assert [*boxes(path.parent)] == [3]
-    assert boxes(path.parent, 12345) == {}  # of another run
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.stat().st_size == FILE_SIZE
+    assert [*read_black_boxes(path.parent)] == [3]
+    assert read_black_boxes(path.parent, 12345) == {}  # of another run
 
 
-@given(st.binary(max_size=200) | st.binary(min_size=SIZE, max_size=SIZE + 60))
+@given(st.binary(max_size=200) | st.binary(min_size=FILE_SIZE, max_size=FILE_SIZE + 60))
 def test_what_is_no_box_is_none(data: bytes) -> None:
-    assert BlackBoxSnapshot.unpacked(data) is None
+    assert BlackBoxSnapshot.from_bytes(data) is None
 
 
 FULL = """
@@ -259,6 +272,6 @@ def test_a_disk_that_has_no_room_for_a_box_keeps_no_run_from_going_on(tmp_path: 
 
 def test_a_box_goes_to_another_machine_and_back(tmp_path: Path) -> None:
     one = seen(1, 4, said="why")
-    assert BlackBoxSnapshot.unpacked(one.packed()) == one
+    assert BlackBoxSnapshot.from_bytes(one.to_bytes()) == one
     (tmp_path / "0").write_bytes(b"no box")
-    assert boxes(tmp_path) == {}
+    assert read_black_boxes(tmp_path) == {}

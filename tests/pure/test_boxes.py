@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.checkpoints.tensor_slices import boxes
+from schedir.checkpoints.tensor_slices import split_range_into_slices
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.data())
@@ -15,10 +15,10 @@ def test_boxes_are_the_run_in_its_order(shape: list[int], data: st.DataObject) -
     low = data.draw(st.integers(0, total))
     high = data.draw(st.integers(low, total))
     numbers = np.arange(total).reshape(shape)
-    found = [*boxes(shape, low, high)]
+    found = [*split_range_into_slices(shape, low, high)]
     got: list[int] = []
     for box in found:
-        assert box.at == len(got)
+        assert box.flat_offset == len(got)
         where = tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
         assert numbers[where].shape == box.size
         got += numbers[where].ravel().tolist()

@@ -13,9 +13,15 @@ import schedir
 from schedir import Costs, PipelineShape, Program, Timeline
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
-from schedir.ir.isa.instructions import SPLIT_CHANGES, TRANSFERS, Lane
-from schedir.passes.communication.transfer_overlap import group_opposites
-from schedir.predict.bubble_causes import IdleCause, by_cause, exposed, idleness, ready_gaps
+from schedir.ir.isa.instructions import TP_SPLIT_OPS, TRANSFER_OPS, Lane
+from schedir.passes.communication.transfer_overlap import group_opposite_transfers
+from schedir.predict.bubble_causes import (
+    IdleCause,
+    compute_exposed_share,
+    find_ready_gaps,
+    idleness,
+    sum_by_cause,
+)
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
 from tests.strategies import compute_programs, costs
 
@@ -25,20 +31,20 @@ WAITS = (IdleCause.WARMUP, IdleCause.COOLDOWN, IdleCause.PEER, IdleCause.IMBALAN
 def covers(timeline: Timeline) -> None:
     """By rank: intervals and work together are the span, each moment once."""
     idle, spans = idleness(timeline), timeline.spans
-    second = timeline.second_of_pair
+    second = timeline.is_second_of_pair
     for rank in range(timeline.ranks):
         work = (spans["rank"] == rank) & (spans["lane"] == Lane.COMPUTE) & ~second
         own = idle[idle["rank"] == rank]
         assert (own["end"] > own["start"]).all()
         both = np.concatenate([own[["start", "end"]], spans[work][["start", "end"]]])
         both.sort()
-        assert both["start"][0] == timeline.begin and both["end"][-1] == spans["end"].max()
+        assert both["start"][0] == timeline.start_time and both["end"][-1] == spans["end"].max()
         assert (both["end"][:-1] == both["start"][1:]).all()
-    assert np.allclose(by_cause(idle, timeline.ranks).sum(1), timeline.idle, rtol=0, atol=1e-9)
+    assert np.allclose(sum_by_cause(idle, timeline.ranks).sum(1), timeline.idle, rtol=0, atol=1e-9)
 
 
 def program_of(draft: Program, how: str) -> Program:
-    return group_opposites(lower(draft)) if how == "grouped" else lower(draft)
+    return group_opposite_transfers(lower(draft)) if how == "grouped" else lower(draft)
 
 
 HOW = st.sampled_from(["lowered", "grouped"])
@@ -54,7 +60,7 @@ def test_intervals_are_all_the_idle_time(
     )
     covers(timeline)
     idle, spans = idleness(timeline), timeline.spans
-    assert (by_cause(idle, timeline.ranks).sum(1) == timeline.idle).all()  # whole costs: exact
+    assert (sum_by_cause(idle, timeline.ranks).sum(1) == timeline.idle).all()  # whole costs: exact
     assert not (idle["cause"] == IdleCause.HOST).any()
     work = np.flatnonzero(spans["lane"] == Lane.COMPUTE)
     last = {int(spans["rank"][k]): k for k in work}  # of each rank
@@ -70,10 +76,10 @@ def test_intervals_are_all_the_idle_time(
             assert awaited["lane"] == Lane.DP and awaited["start"] <= one["start"]
             assert awaited["end"] >= one["end"]
         else:
-            assert awaited["op"] in TRANSFERS + SPLIT_CHANGES
+            assert awaited["op"] in TRANSFER_OPS + TP_SPLIT_OPS
             assert awaited["start"] <= one["start"] < one["end"] <= awaited["end"]
     spare = timeline.busy.max() - timeline.busy
-    assert (by_cause(idle, timeline.ranks)[:, IdleCause.IMBALANCE] <= spare).all()
+    assert (sum_by_cause(idle, timeline.ranks)[:, IdleCause.IMBALANCE] <= spare).all()
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
@@ -95,7 +101,7 @@ def test_measured_times_that_nothing_explains(
 
 def causes(timeline: Timeline) -> dict[IdleCause, list[float]]:
     """Causes that are there, with the idle time of each rank."""
-    table = by_cause(idleness(timeline), timeline.ranks)
+    table = sum_by_cause(idleness(timeline), timeline.ranks)
     return {c: table[:, c].round(9).tolist() for c in IdleCause if table[:, c].any()}
 
 
@@ -141,7 +147,7 @@ def test_a_gather_is_part_of_the_message() -> None:
     timeline = schedir.simulate(program, Costs(tp_gather=1, tp_scatter=1))
     idle = idleness(timeline)
     ops = timeline.spans["op"][idle["awaits"][idle["cause"] == IdleCause.MESSAGE]]
-    assert {*ops.tolist()} <= {*map(int, SPLIT_CHANGES)}
+    assert {*ops.tolist()} <= {*map(int, TP_SPLIT_OPS)}
     covers(timeline)
 
 
@@ -165,8 +171,8 @@ def test_a_prediction_has_no_gap_where_nothing_is_missing(
     timeline = schedir.simulate(
         program_of(draft, how), data.draw(costs(draft.shape)), progress_model=progress_model
     )
-    assert not ready_gaps(timeline).any()
-    assert 0 <= exposed(timeline) <= 1
+    assert not find_ready_gaps(timeline).any()
+    assert 0 <= compute_exposed_share(timeline) <= 1
 
 
 def test_gaps_are_those_for_which_nothing_is_missing() -> None:
@@ -178,7 +184,7 @@ def test_gaps_are_those_for_which_nothing_is_missing() -> None:
         after = spans["start"] >= spans["start"][of.index(instr)]
         spans["start"][after] += late
         spans["end"][after] += late
-    gaps = ready_gaps(replace(timeline, spans=spans))
+    gaps = find_ready_gaps(replace(timeline, spans=spans))
     # Rank 0: F F, then B waits for its message, B for another, and step.  Rank 1: F B, where F has
     # made all that B needs, F, B, step.
     assert sorted(gaps.tolist()) == [0.0, 0.0, 0.0, 0.0, 0.25, 0.5]
@@ -189,7 +195,13 @@ def test_exposed_transfers_are_those_of_the_steady_phase() -> None:
     timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), progress_model="per_edge")
     # Rank 0 is steady from 5 to 8 and never waits there; rank 1 from 2.5 to 9.5, and waits for
     # its third forward from 7.5 on: of which half a unit the message is under way.
-    assert exposed(timeline) == pytest.approx(0.5 / (3 + 7))
-    assert exposed(schedir.simulate(program, Costs(F=1, B=2), progress_model="per_edge")) == 0
+    assert compute_exposed_share(timeline) == pytest.approx(0.5 / (3 + 7))
+    assert (
+        compute_exposed_share(schedir.simulate(program, Costs(F=1, B=2), progress_model="per_edge"))
+        == 0
+    )
     none = schedir.compile(gpipe, PipelineShape(2, 3), progress_model="per_edge")
-    assert exposed(schedir.simulate(none, Costs(send=0.5), progress_model="per_edge")) == 0
+    assert (
+        compute_exposed_share(schedir.simulate(none, Costs(send=0.5), progress_model="per_edge"))
+        == 0
+    )

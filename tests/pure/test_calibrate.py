@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Costs, PipelineShape, Program
 from schedir.compiler.compile import lower
-from schedir.ir.cost.per_stage_values import grid
-from schedir.ir.isa.instructions import SENDS
-from schedir.predict.calibrate import calibrate, format_bubbles, unexplained
+from schedir.ir.cost.per_stage_values import to_grid
+from schedir.ir.isa.instructions import SEND_OPS
+from schedir.predict.calibrate import calibrate, compute_unexplained_share, format_bubbles
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, looped_bfs, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, Schedule, W
@@ -44,7 +44,7 @@ def test_simulated_costs_come_back() -> None:
     timeline = schedir.simulate(program, GIVEN, progress_model="per_edge")
     found = calibrate(timeline)
     for name in ("F", "B", "step", "reduce_grads", "tp_scatter", "tp_gather", "reduce_norm"):
-        assert np.allclose(getattr(found, name), GIVEN.told.get(name, 0.0)), name
+        assert np.allclose(getattr(found, name), GIVEN.specified.get(name, 0.0)), name
     again = schedir.simulate(program, found, progress_model="per_edge")
     assert again.span == pytest.approx(timeline.span)
     assert again.bubble == pytest.approx(timeline.bubble)
@@ -58,7 +58,7 @@ def test_a_step_costs_each_rank_its_own_time() -> None:
         timeline = schedir.simulate(program, given)
         found = calibrate(timeline)
         assert found.step is not None
-        assert np.allclose(grid(found.step)[: shape.ranks, 0], (1, 2, 5, 5)[: shape.ranks])
+        assert np.allclose(to_grid(found.step)[: shape.ranks, 0], (1, 2, 5, 5)[: shape.ranks])
         assert schedir.simulate(program, found).span == pytest.approx(timeline.span)
 
 
@@ -76,7 +76,7 @@ def test_nothing_costs_less_than_it_took() -> None:
     given = Costs(F=1, B=2, send=(1, 50, 50, 50))
     program = schedir.compile(one_f_one_b, PipelineShape(4, 8))
     found = calibrate(schedir.simulate(program, given, progress_model="per_edge"))
-    assert (grid(found.told["F"]) >= 1).all() and (grid(found.told["B"]) >= 2).all()
+    assert (to_grid(found.specified["F"]) >= 1).all() and (to_grid(found.specified["B"]) >= 2).all()
 
 
 def test_a_pipeline_of_one() -> None:
@@ -176,9 +176,9 @@ def test_messages_that_nobody_waits_for_cost_nothing() -> None:
     program = schedir.compile(looped_bfs, shape, progress_model="per_edge")
     given = Costs(F=(2, 2, 3), B=(4, 4, 5), send=0.05, step=1)
     run = measured(program, given, host=0.02)
-    sends = run.spans[np.isin(run.spans["op"], SENDS)]
+    sends = run.spans[np.isin(run.spans["op"], SEND_OPS)]
     assert np.median(sends["end"] - sends["start"]) > 5  # as they are seen
-    assert np.max(calibrate(run).told["send"]) <= 0.05 + 1e-9
+    assert np.max(calibrate(run).specified["send"]) <= 0.05 + 1e-9
     assert again(run).bubble == pytest.approx(run.bubble, abs=0.01)
 
 
@@ -209,7 +209,7 @@ def test_what_a_prediction_counts_as_work_is_said() -> None:
     program = schedir.compile(gpipe, PipelineShape(2, 4))
     run = measured(program, Costs(F=10, B=10), "per_device", host=1.0)
     predicted = again(run)
-    lost = unexplained(predicted, run)
+    lost = compute_unexplained_share(predicted, run)
     assert lost == pytest.approx(0.08, abs=0.005)
     assert run.bubble == pytest.approx(predicted.bubble + lost, abs=0.005)
     assert format_bubbles(run, predicted).endswith(
@@ -225,6 +225,6 @@ def test_what_a_prediction_hides_costs_what_it_costs() -> None:
     program = schedir.compile(
         one_f_one_b, PipelineShape(4, 8), costs=costs, offload="all", offload_to_disk="half"
     )
-    told = calibrate(schedir.simulate(program, costs)).told
+    told = calibrate(schedir.simulate(program, costs)).specified
     for name in ("F", "B", "send", "offload", "reload", "offload_to_disk", "reload_from_disk"):
-        assert np.allclose(told[name], costs.told[name])
+        assert np.allclose(told[name], costs.specified[name])

@@ -23,7 +23,7 @@ from schedir.errors import (
     UnmatchedTransferError,
 )
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.isa.instructions import COMPUTE, RECEIVES, SENDS
+from schedir.ir.isa.instructions import COMPUTE_OPS, RECV_OPS, SEND_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream, pack
 from schedir.ir.text_format import from_text, to_text
@@ -158,7 +158,7 @@ def test_a_plan_has_room_for_its_programs() -> None:
         (pipedream_2bw, PipelineShape(4, 16, optimizer_steps=4, weight_delay=1)),
     ):
         program = compile(schedule, shape, tp=2, dp=2, tied_weights=True, clip_grad_norm=True)
-        assert shape.stages * shape.microbatches < len(program) < shape.room
+        assert shape.stages * shape.microbatches < len(program) < shape.max_instructions
 
 
 def test_draft_is_refused_where_a_program_is_needed() -> None:
@@ -177,8 +177,8 @@ def test_deadlock_names_the_cycle() -> None:
         compile(wrong, PipelineShape(4, 8))
     cycle = caught.value.cycle
     assert [(w.rank, w.index, str(w.instr)) for w in cycle] == [(0, 1, "B 0.0"), (1, 1, "F 1.1")]
-    assert [(w.needs_rank, str(w.needs)) for w in cycle] == [(1, "B 1.0"), (0, "F 0.1")]
-    assert (caught.value.ran, caught.value.total) == (4, 64)
+    assert [(w.needed_rank, str(w.needed_instr)) for w in cycle] == [(1, "B 1.0"), (0, "F 0.1")]
+    assert (caught.value.executed_count, caught.value.instruction_count) == (4, 64)
 
 
 def chain(program: Program, **how: object) -> list[str]:
@@ -187,8 +187,8 @@ def chain(program: Program, **how: object) -> list[str]:
         check(program, "per_edge", **how)  # type: ignore[arg-type]
     links = caught.value.cycle
     for one, after in pairwise([*links, links[0]]):
-        assert (one.needs_rank, one.stands_at) == (after.rank, after.index)
-    return [f"{w.instr} < {w.needs}" for w in links]
+        assert (one.needed_rank, one.current_index) == (after.rank, after.index)
+    return [f"{w.instr} < {w.needed_instr}" for w in links]
 
 
 def test_two_groups_that_are_there_do_not_wait_for_each_other() -> None:
@@ -257,14 +257,14 @@ def naive(program: Program) -> Program:
         instrs = list(stream)
         moved = {(i.op, i.stage, i.mb): i for i in instrs}
         for i in instrs:
-            if i.op not in COMPUTE:
+            if i.op not in COMPUTE_OPS:
                 continue
-            back = i.op != COMPUTE[0]
-            before = moved.get((RECEIVES[back], i.stage, i.mb))
-            after = moved.get((SENDS[back], i.stage, i.mb))
+            back = i.op != COMPUTE_OPS[0]
+            before = moved.get((RECV_OPS[back], i.stage, i.mb))
+            after = moved.get((SEND_OPS[back], i.stage, i.mb))
             out += [x for x in (before, i, after) if x]
-        tail = [i for i in instrs if i.op not in (*COMPUTE, *SENDS, *RECEIVES)]
-        streams.append(Stream.of([*out, *tail]))
+        tail = [i for i in instrs if i.op not in (*COMPUTE_OPS, *SEND_OPS, *RECV_OPS)]
+        streams.append(Stream.from_instructions([*out, *tail]))
     return replace(lowered, streams=tuple(streams))
 
 
@@ -291,7 +291,9 @@ def _swap(program: Program) -> Program:
     """Rank 1 receives microbatches 1 and 2 the wrong way round, both before their use."""
     own = [i for i in program.streams[1] if str(i) not in ("recv_act 1.1", "recv_act 1.2")]
     two = [i for i in program.streams[1] if str(i) in ("recv_act 1.1", "recv_act 1.2")]
-    return replace(program, streams=(program.streams[0], Stream.of([*two[::-1], *own])))
+    return replace(
+        program, streams=(program.streams[0], Stream.from_instructions([*two[::-1], *own]))
+    )
 
 
 def test_two_ranks_with_both_neighbours_the_same() -> None:
@@ -339,7 +341,7 @@ def test_forward_only_needs_no_reductions() -> None:
     program = compile(
         lambda r, P, m: m * F, PipelineShape(3, 4), tied_weights=True, clip_grad_norm=True
     )
-    assert not program.trains
+    assert not program.has_backward
     assert {i.op.name for s in program.streams for i in s} == {"Forward", "SendAct", "RecvAct"}
 
 

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.checkpoints.checkpoint_directory import (
-    LOCK,
-    MANIFEST,
+    LOCK_FILE,
+    MANIFEST_NAME,
     CheckpointDirectory,
     Manifest,
     ManifestFile,
@@ -28,8 +28,8 @@ from schedir.checkpoints.checkpoint_directory import (
     TensorMeta,
 )
 from schedir.checkpoints.manifest import IncompleteCheckpointError
-from schedir.checkpoints.manifest_json import _cover
-from schedir.checkpoints.tensor_slices import boxes
+from schedir.checkpoints.manifest_json import _is_exact_cover
+from schedir.checkpoints.tensor_slices import split_range_into_slices
 from schedir.errors import CheckpointError, UsageError
 from tests.commands import ENV
 from tests.file_size_limit import small_files
@@ -61,13 +61,18 @@ def folder(tmp_path: Path) -> Iterator[CheckpointDirectory]:
 
 
 def test_what_is_saved_is_read(folder: CheckpointDirectory) -> None:
-    assert folder.steps() == [] and folder.newest() is None
+    assert folder.list_steps() == [] and folder.find_newest_step() is None
     path = save(folder, 12, note="ü \N{SNOWMAN}")
     read = folder.verify(12)
-    assert read == replace(fill(path, 12, "ü \N{SNOWMAN}"), when=read.when) and read.when
-    assert folder.read(12, tensors=False).files == read.files
-    assert (folder.newest(), folder.of(12)) == (12, path)
-    assert {*read.share(0, 2), *read.share(1, 2)} == {*read.files} and read.share(2, 3) == []
+    assert (
+        read == replace(fill(path, 12, "ü \N{SNOWMAN}"), finished_at=read.finished_at)
+        and read.finished_at
+    )
+    assert folder.load_manifest(12, include_tensors=False).files == read.files
+    assert (folder.find_newest_step(), folder.locate_step(12)) == (12, path)
+    assert {*read.assign_files(0, 2), *read.assign_files(1, 2)} == {
+        *read.files
+    } and read.assign_files(2, 3) == []
 
 
 # Ends
@@ -84,7 +89,7 @@ def test_what_cannot_be_removed_is_said(
     monkeypatch.setattr(Path, "rename", fails)
     with pytest.raises(CheckpointError, match=r"step 7 is still in .*run"):
         folder.remove_all()
-    assert folder.newest() == 7
+    assert folder.find_newest_step() == 7
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(
@@ -106,7 +111,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(
     monkeypatch.setattr(Path, "rename", renames)
     save(folder, 1)
     assert order == [
-        "__0_0.distcp", "__1_0.distcp", MANIFEST, "step-00000001.tmp", "rename", "run",
+        "__0_0.distcp", "__1_0.distcp", MANIFEST_NAME, "step-00000001.tmp", "rename", "run",
     ]  # fmt: skip
 
 
@@ -116,22 +121,25 @@ def test_no_room_for_the_manifest_leaves_nothing_but_what_was(folder: Checkpoint
     with small_files(100), pytest.raises(CheckpointError) as error:
         folder.finish(manifest, keep=1)
     assert error.value.step == 2 and "File too large" in error.value.fact
-    assert sorted(os.listdir(folder.path)) == [LOCK, "step-00000001"] and folder.newest() == 1
+    assert (
+        sorted(os.listdir(folder.path)) == [LOCK_FILE, "step-00000001"]
+        and folder.find_newest_step() == 1
+    )
 
 
 def test_what_is_not_all_there_is_not_finished(folder: CheckpointDirectory) -> None:
     manifest = fill(folder.begin(1), 1)
     with pytest.raises(CheckpointError, match="numbers"):  # a process told of no boxes
-        folder.finish(replace(manifest, boxes=manifest.boxes[:1]))
+        folder.finish(replace(manifest, slices=manifest.slices[:1]))
     strange: list[Any] = [{1: 2}, {"x": float("nan")}, {"x": object()}]
     for state in strange:
         with pytest.raises(CheckpointError):
             folder.finish(replace(fill(folder.begin(1), 1), state=state))
     manifest = fill(folder.begin(1), 1)
-    (folder.unfinished(1) / "__1_0.distcp").write_bytes(b"short")
+    (folder.get_unfinished_path(1) / "__1_0.distcp").write_bytes(b"short")
     with pytest.raises(CheckpointError) as error:
         folder.finish(manifest)
-    assert error.value.file == "__1_0.distcp" and os.listdir(folder.path) == [LOCK]
+    assert error.value.file == "__1_0.distcp" and os.listdir(folder.path) == [LOCK_FILE]
 
 
 # Keeping
@@ -142,16 +150,16 @@ def test_only_whole_ones_count_and_those_of_others_stay(folder: CheckpointDirect
         (folder.path / name).mkdir(parents=True)
     for step in (1, 2, 3):
         save(folder, step)
-    (folder.of(3) / "__0_0.distcp").unlink()
+    (folder.locate_step(3) / "__0_0.distcp").unlink()
     save(folder, 4, keep=2)
-    assert folder.steps() == [2, 3, 4]
+    assert folder.list_steps() == [2, 3, 4]
     save(folder, 3, keep=1)  # of a run that went back: what it has written is not removed
-    assert folder.steps() == [3, 4]
+    assert folder.list_steps() == [3, 4]
     assert {"step-5", "notes.tmp", "step-00000005.bak"} < {*os.listdir(folder.path)}
     (folder.path / "step-00000009").mkdir()
     with pytest.raises(CheckpointError) as error:
         folder.begin(9)
-    assert error.value.hint == "move it away" and folder.of(9).is_dir()
+    assert error.value.hint == "move it away" and folder.locate_step(9).is_dir()
 
 
 def test_a_second_writer_is_refused_until_the_first_has_ended(folder: CheckpointDirectory) -> None:
@@ -169,12 +177,12 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(folder: Checkpoint
         with pytest.raises(CheckpointError) as error:
             folder.begin(6)
         assert f"process {other.pid}" in error.value.fact
-        assert folder.unfinished(5).is_dir()  # it is alive
+        assert folder.get_unfinished_path(5).is_dir()  # it is alive
     finally:
         other.kill()
         other.communicate(timeout=30)
     folder.begin(6)
-    assert not folder.unfinished(5).exists()
+    assert not folder.get_unfinished_path(5).exists()
 
 
 # What is read
@@ -183,19 +191,21 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(folder: Checkpoint
 def test_the_newest_whole_one_and_why_others_are_not(folder: CheckpointDirectory) -> None:
     for step in range(1, 6):
         save(folder, step)
-    (folder.of(5) / "__1_0.distcp").write_bytes(DATA)
-    changed = bytearray((folder.of(4) / "__0_0.distcp").read_bytes())
+    (folder.locate_step(5) / "__1_0.distcp").write_bytes(DATA)
+    changed = bytearray((folder.locate_step(4) / "__0_0.distcp").read_bytes())
     changed[3] ^= 1
-    (folder.of(4) / "__0_0.distcp").write_bytes(changed)
-    with (folder.of(3) / MANIFEST).open("rb+") as file:
+    (folder.locate_step(4) / "__0_0.distcp").write_bytes(changed)
+    with (folder.locate_step(3) / MANIFEST_NAME).open("rb+") as file:
         file.truncate(200)
-    (folder.of(2) / "__0_0.distcp").unlink()
-    (folder.of(2) / "__0_0.distcp").symlink_to("/dev/zero")
-    found = folder.find()
-    assert found.manifest is not None and found.manifest.step == 1 and len(found.passed) == 4
+    (folder.locate_step(2) / "__0_0.distcp").unlink()
+    (folder.locate_step(2) / "__0_0.distcp").symlink_to("/dev/zero")
+    found = folder.find_checkpoint()
+    assert found.manifest is not None and found.manifest.step == 1 and len(found.skip_reasons) == 4
     size = len(DATA) + len("5 1 ")
-    assert found.passed[0] == (f"step-00000005 is not whole: __1_0.distcp has 32 bytes, not {size}")
-    for step, name in ((5, "__1_0.distcp"), (4, "__0_0.distcp"), (3, MANIFEST)):
+    assert found.skip_reasons[0] == (
+        f"step-00000005 is not whole: __1_0.distcp has 32 bytes, not {size}"
+    )
+    for step, name in ((5, "__1_0.distcp"), (4, "__0_0.distcp"), (3, MANIFEST_NAME)):
         with pytest.raises(IncompleteCheckpointError) as error:
             folder.verify(step)
         assert (error.value.step, error.value.file) == (step, name)
@@ -204,9 +214,9 @@ def test_the_newest_whole_one_and_why_others_are_not(folder: CheckpointDirectory
 def test_processes_agree_though_each_reads_files_of_its_own(folder: CheckpointDirectory) -> None:
     for step in (1, 2):
         save(folder, step)
-    broken = bytearray((folder.of(2) / "__0_0.distcp").read_bytes())
+    broken = bytearray((folder.locate_step(2) / "__0_0.distcp").read_bytes())
     broken[3] ^= 1
-    (folder.of(2) / "__0_0.distcp").write_bytes(broken)
+    (folder.locate_step(2) / "__0_0.distcp").write_bytes(broken)
     rounds: list[dict[int, str]] = []
     meet = Barrier(2)
 
@@ -223,8 +233,8 @@ def test_processes_agree_though_each_reads_files_of_its_own(folder: CheckpointDi
             turn += 1
             return [rounds[turn - 1][0], rounds[turn - 1][1]]
 
-        found = folder.find(lambda manifest: [f"__{k}_0.distcp"], agree)
-        assert len(found.passed) == 1 and "__0_0.distcp" in found.passed[0]
+        found = folder.find_checkpoint(lambda manifest: [f"__{k}_0.distcp"], agree)
+        assert len(found.skip_reasons) == 1 and "__0_0.distcp" in found.skip_reasons[0]
         assert found.manifest is not None
         return found.manifest.step
 
@@ -236,11 +246,11 @@ def test_another_format_is_no_reason_to_go_back(folder: CheckpointDirectory) -> 
     save(folder, 1)
     save(folder, 2)
     reseal(
-        folder.of(2),
+        folder.locate_step(2),
         lambda lines: [lines[0].replace(b'"schedir_checkpoint":1', b'"schedir_checkpoint":2')],
     )
     with pytest.raises(CheckpointError, match="format 2") as error:
-        folder.find()
+        folder.find_checkpoint()
     assert not isinstance(error.value, IncompleteCheckpointError)
 
 
@@ -259,7 +269,7 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     relative = CheckpointDirectory("link")
     monkeypatch.chdir("/")
     save(relative, 1)
-    assert CheckpointDirectory("~/real ü").newest() == 1
+    assert CheckpointDirectory("~/real ü").find_newest_step() == 1
     relative.release()
     for step in (-1, True, 1.5, 10**16):
         with pytest.raises(UsageError):
@@ -268,10 +278,10 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reseal(path: Path, change: Any) -> None:
     """A manifest whose lines are changed, with the digest of these."""
-    lines = (path / MANIFEST).read_bytes().splitlines(keepends=True)[:-1]
+    lines = (path / MANIFEST_NAME).read_bytes().splitlines(keepends=True)[:-1]
     changed = b"".join([*change(lines), *lines[len(change(lines)) :]])
     seal = json.dumps({"sha256": hashlib.sha256(changed).hexdigest()}).encode() + b"\n"
-    (path / MANIFEST).write_bytes(changed + seal)
+    (path / MANIFEST_NAME).write_bytes(changed + seal)
 
 
 @pytest.mark.parametrize(
@@ -307,13 +317,15 @@ def reseal(path: Path, change: Any) -> None:
 )  # fmt: skip
 def test_a_manifest_that_lies_is_refused(folder: CheckpointDirectory, old: str, new: str) -> None:
     path = save(folder, 12)
-    text = (path / MANIFEST).read_text()
+    text = (path / MANIFEST_NAME).read_text()
     assert old in text
     lines = text.replace(old, new, 1).encode().splitlines(keepends=True)[:-1]
     reseal(path, lambda _: lines)
     with pytest.raises(IncompleteCheckpointError) as error:
-        folder.read(12)
-    assert (error.value.step, error.value.file) == (12, MANIFEST) and len(error.value.fact) < 400
+        folder.load_manifest(12)
+    assert (error.value.step, error.value.file) == (12, MANIFEST_NAME) and len(
+        error.value.fact
+    ) < 400
 
 
 @given(st.lists(st.integers(1, 4), max_size=3), st.data())
@@ -326,13 +338,13 @@ def test_boxes_cover_a_tensor_or_do_not(shape: list[int], data: st.DataObject) -
     whole = [
         StoredSlice("t", box.offset, box.size, "f", 0, 0)
         for low, high in zip([0, *cuts], [*cuts, total], strict=True)
-        for box in boxes(shape, low, high)
+        for box in split_range_into_slices(shape, low, high)
     ]
     whole = data.draw(st.permutations(whole))
-    assert _cover(tuple(shape), whole)
+    assert _is_exact_cover(tuple(shape), whole)
     k = data.draw(st.integers(0, len(whole) - 1))
-    assert not _cover(tuple(shape), whole[:k] + whole[k + 1 :])
-    assert not _cover(tuple(shape), [*whole, whole[k]])
+    assert not _is_exact_cover(tuple(shape), whole[:k] + whole[k + 1 :])
+    assert not _is_exact_cover(tuple(shape), [*whole, whole[k]])
     if len(whole) > 1:
         other = whole[k - 1]
-        assert not _cover(tuple(shape), whole[:k] + whole[k + 1 :] + [other])
+        assert not _is_exact_cover(tuple(shape), whole[:k] + whole[k + 1 :] + [other])

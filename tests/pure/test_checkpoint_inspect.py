@@ -14,7 +14,7 @@ import pytest
 
 from schedir.__main__ import main
 from schedir.checkpoints.checkpoint_directory import (
-    MANIFEST,
+    MANIFEST_NAME,
     CheckpointDirectory,
     Manifest,
     ManifestFile,
@@ -44,10 +44,10 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for name, kind in KINDS.items():
             boxes.append(
                 StoredSlice(
-                    name, (0,) * len(kind.shape), kind.shape, "__0_0", len(data), kind.bytes
+                    name, (0,) * len(kind.shape), kind.shape, "__0_0", len(data), kind.nbytes
                 )
             )
-            data += bytes([step]) * kind.bytes
+            data += bytes([step]) * kind.nbytes
         (at / "__0_0").write_bytes(data)
         files = {"__0_0": ManifestFile(len(data), hashlib.sha256(data).hexdigest())}
         facts = {"program": "gpipe\x1b[2J", "tp": 2}
@@ -77,11 +77,11 @@ def test_a_table_of_all_and_what_the_newest_has(
 def test_what_is_not_whole_is_told_and_passed_over(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (saved / "step-00000006" / MANIFEST).unlink()
+    (saved / "step-00000006" / MANIFEST_NAME).unlink()
     file = saved / "step-00000004" / "__0_0"
     file.write_bytes(b"?" + file.read_bytes()[1:])
     out = said(capsys, "checkpoint", "inspect", "run")
-    assert f"step 6: step-00000006 is not whole: {MANIFEST} is not there\n" in out
+    assert f"step 6: step-00000006 is not whole: {MANIFEST_NAME} is not there\n" in out
     assert "\nstep 4\n" in out  # its sizes are right
     assert main(["checkpoint", "inspect", "run", "--verify"]) == 2
     out = capsys.readouterr().out

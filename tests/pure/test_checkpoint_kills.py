@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from schedir.checkpoints.checkpoint_directory import LOCK, CheckpointDirectory
+from schedir.checkpoints.checkpoint_directory import LOCK_FILE, CheckpointDirectory
 from tests.killed import killed_before
 from tests.pure.test_checkpoint_folder import save
 
@@ -30,19 +30,19 @@ def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path
     for step in (20, 30):
         save(template, step, note="old")
     template.begin(25)
-    (template.unfinished(25) / "half").write_bytes(b"x")
+    (template.get_unfinished_path(25) / "half").write_bytes(b"x")
     template.release()
     notes = set()
     for call in range(1000):
         place = CheckpointDirectory(tmp_path / "run")
         shutil.copytree(template.path, place.path)
         ended = not killed_before(call, partial(save, place, 30, 1, "new"))
-        found = place.find()
-        assert found.manifest is not None and found.manifest.step == 30 and not found.passed
+        found = place.find_checkpoint()
+        assert found.manifest is not None and found.manifest.step == 30 and not found.skip_reasons
         notes.add(found.manifest.facts["note"])
         assert not ended or found.manifest.facts["note"] == "new"
         save(place, 40, keep=2)  # who was killed keeps nobody out
-        assert sorted(os.listdir(place.path)) == [LOCK, "step-00000030", "step-00000040"]
+        assert sorted(os.listdir(place.path)) == [LOCK_FILE, "step-00000030", "step-00000040"]
         place.release()
         shutil.rmtree(place.path)
         if ended:
@@ -61,11 +61,11 @@ def test_killed_while_all_are_removed_there_are_whole_ones_or_none(tmp_path: Pat
         place = CheckpointDirectory(tmp_path / "run")
         shutil.copytree(template.path, place.path)
         ended = not killed_before(call, place.remove_all)
-        for step in place.steps():
+        for step in place.list_steps():
             place.verify(step)
-        left.add(tuple(place.steps()))
+        left.add(tuple(place.list_steps()))
         save(place, 40, keep=1)
-        assert sorted(os.listdir(place.path)) == [LOCK, "step-00000040"]
+        assert sorted(os.listdir(place.path)) == [LOCK_FILE, "step-00000040"]
         place.release()
         shutil.rmtree(place.path)
         if ended:

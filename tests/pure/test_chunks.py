@@ -24,7 +24,7 @@ from schedir import (
 )
 from schedir.errors import CompletenessError, OrderError, SchedirError, ShapeError, UsageError
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.isa.instructions import COMPUTE, Instr, Opcode, between_segments
+from schedir.ir.isa.instructions import COMPUTE_OPS, Instr, Opcode, find_segment_collectives
 from tests.commands import said
 from tests.mutants import known
 from tests.pure.test_cut import NAMES, edited, refused, shape_of
@@ -44,7 +44,7 @@ def test_whole_zoo_in_chunks(schedule: Any) -> None:
     program = compile(schedule, shape, tp=2, stage_segments=3, microbatch_chunks=2)
     assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
     assert from_text(to_text(program)) == program and len(program) > len(whole)
-    assert program.ascending == whole.ascending
+    assert program.reduces_in_microbatch_order == whole.reduces_in_microbatch_order
     before, after = (
         simulate(
             one,
@@ -81,7 +81,11 @@ def test_chunks_go_through_a_piece_in_turn() -> None:
     program = compile(
         schedules.zb_h1, PipelineShape(1, 2), tp=2, stage_segments="g", microbatch_chunks=2
     )
-    found = [str(i) for i in program.streams[0] if i.op not in between_segments(sequence=False)]
+    found = [
+        str(i)
+        for i in program.streams[0]
+        if i.op not in find_segment_collectives(sequence_parallel=False)
+    ]
     assert found[:8] == ["F 0.0", "F 0.1", "F 1.0", "F 1.1", "I 1.0", "I 1.1", "I 0.0", "I 0.1"]
     assert found[8:12] == ["W 1.0", "W 1.1", "W 0.0", "W 0.1"]
     assert program.shape.microbatches == 4 and program.shape.stages == 2
@@ -116,7 +120,7 @@ def test_updates_rows_and_segments() -> None:
         stage_segments=3,
         microbatch_chunks=3,
     )
-    assert program.shape.optimizer_steps == 2 and program.shape.per_update == 6
+    assert program.shape.optimizer_steps == 2 and program.shape.microbatches_per_update == 6
     program = compile(
         schedules.chimera,
         PipelineShape(2, 4, 2, "mirror"),
@@ -124,7 +128,7 @@ def test_updates_rows_and_segments() -> None:
         stage_segments=3,
         microbatch_chunks=2,
     )
-    assert program.shape.parts == (0, 4, 8)
+    assert program.shape.microbatch_row_offsets == (0, 4, 8)
     shape = PipelineShape(2, 4, sequence_chunks=2)
     text = "F 0.0; F 0.1; F 0.2; F 0.3; B 0.1; B 0.0; B 0.3; B 0.2"
     header = "stages_per_rank 1 placement 0 segments 2"
@@ -247,4 +251,4 @@ def computes(stream: Iterable[Instr], chunks: int, chunk: int) -> list[tuple[Opc
         (i.op, i.stage, i.mb // chunks) for i in stream if i.mb % chunks == chunk and i.mb >= 0
     ]
     passed = sorted(one for one in every if "Skip" in Opcode(one[0]).name)
-    return [one for one in every if one[0] in COMPUTE] + passed
+    return [one for one in every if one[0] in COMPUTE_OPS] + passed

@@ -18,7 +18,7 @@ from schedir.commands import check
 from schedir.compiler.compile import compile
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.text_format import from_text, to_text
-from schedir.schedules import built_in, gpipe, one_f_one_b
+from schedir.schedules import get_built_in_schedules, gpipe, one_f_one_b
 from schedir.schedules.schedule_expansion import expand_schedule
 from tests.commands import ENV, command, refused, said
 
@@ -151,7 +151,7 @@ def test_interrupt_ends_with_130() -> None:
 def test_a_bug_of_ours_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "request_of", None)
+    monkeypatch.setattr(check, "make_request", None)
     assert main(["check", "gpipe"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("this is a bug in schedir\nTraceback")
@@ -213,8 +213,8 @@ def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: P
 
 
 def test_every_built_in_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {"gpipe", "one_f_one_b", "interleaved"} <= built_in().keys()
-    assert "weave" not in built_in()
+    assert {"gpipe", "one_f_one_b", "interleaved"} <= get_built_in_schedules().keys()
+    assert "weave" not in get_built_in_schedules()
 
 
 @pytest.mark.parametrize("where", ["vee", "0,1,1,0"])

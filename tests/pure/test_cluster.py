@@ -35,7 +35,7 @@ OPTION = "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB"
 
 def cluster(nodes: int = 2, gpus_per_node: int = 4, **more: Any) -> Cluster:
     usual: dict[str, Any] = {
-        "flops": 300e12, "memory": 80e9, "hbm": 2e12, "nvlink": 300e9, "network": 20e9,
+        "flops": 300e12, "memory": 80e9, "hbm_bandwidth": 2e12, "nvlink_bandwidth": 300e9, "network_bandwidth": 20e9,
         "latency": 1e-5, "kernel_us": 5,
     }  # fmt: skip
     return Cluster(nodes, gpus_per_node, **(usual | more))
@@ -59,8 +59,10 @@ def walked(of: Cluster, size: float, processes: list[int], turns: int) -> float:
             arrives = [0.0] * g
             for k in range(g):
                 after = (k + 1) % g
-                width = of.nvlink / rings if node[k] == node[after] else of.network
-                width = min(width, of.nvlink / rings)
+                width = (
+                    of.nvlink_bandwidth / rings if node[k] == node[after] else of.network_bandwidth
+                )
+                width = min(width, of.nvlink_bandwidth / rings)
                 free[k] = max(free[k], came[k]) + of.latency + size / rings / g / width
                 arrives[after] = free[k]
             came = arrives
@@ -80,39 +82,46 @@ def test_rings_take_what_their_messages_take(
     ring = [n * each * apart + k * apart for n in range(nodes) for k in range(each)]
     g = len(ring)
     once = walked(of, size, ring, g - 1) if g > 1 else 0.0
-    assert of.all_gather(size, ring) == pytest.approx(once)
-    assert of.reduce_scatter(size, ring) == pytest.approx(once)
+    assert of.all_gather_time(size, ring) == pytest.approx(once)
+    assert of.reduce_scatter_time(size, ring) == pytest.approx(once)
     twice = walked(of, size, ring, 2 * (g - 1)) if g > 1 else 0.0
-    assert of.all_reduce(size, ring) == pytest.approx(twice)
+    assert of.all_reduce_time(size, ring) == pytest.approx(twice)
 
 
 def test_formulas_of_one_gpu() -> None:
-    of = cluster(host=12e9, disk=2e9)
-    assert of.gemm(4096, 4096, 4096) == 2 * 4096**3 / 300e12  # bound by compute
-    assert of.gemm(4096, 1, 4096) == 2 * (4096**2 + 2 * 4096) / 2e12  # by memory
-    assert of.gemm(1, 1, 1) == 5e-6 == of.elementwise(2)  # by the host
-    assert of.elementwise(2e9) == 1e-3
-    assert of.host_transfer(12e9) == 1 + 1e-5 and of.disk_transfer(2e9) == 1 + 1e-5
-    assert of.send(3e9, 0, 3) == 0.01 + 1e-5 and of.send(2e9, 3, 4) == 0.1 + 1e-5
-    assert of.send(1e9, 2, 2) == of.all_reduce(1e9, 1) == of.all_reduce_small(8, 1) == 0
-    assert of.all_reduce_small(8, 4) == pytest.approx(2 * (1e-5 + 8 / 300e9))
+    of = cluster(host_bandwidth=12e9, disk_bandwidth=2e9)
+    assert of.gemm_time(4096, 4096, 4096) == 2 * 4096**3 / 300e12  # bound by compute
+    assert of.gemm_time(4096, 1, 4096) == 2 * (4096**2 + 2 * 4096) / 2e12  # by memory
+    assert of.gemm_time(1, 1, 1) == 5e-6 == of.elementwise_time(2)  # by the host
+    assert of.elementwise_time(2e9) == 1e-3
+    assert of.host_transfer_time(12e9) == 1 + 1e-5 and of.disk_transfer_time(2e9) == 1 + 1e-5
+    assert of.send_time(3e9, 0, 3) == 0.01 + 1e-5 and of.send_time(2e9, 3, 4) == 0.1 + 1e-5
+    assert (
+        of.send_time(1e9, 2, 2) == of.all_reduce_time(1e9, 1) == of.small_all_reduce_time(8, 1) == 0
+    )
+    assert of.small_all_reduce_time(8, 4) == pytest.approx(2 * (1e-5 + 8 / 300e9))
     for name in ("host", "disk"):
         with pytest.raises(UsageError) as caught:
-            getattr(cluster(), f"{name}_transfer")(1)
-        assert caught.value.fields == (name,)
+            getattr(cluster(), f"{name}_transfer_time")(1)
+        assert caught.value.fields == (f"{name}_bandwidth",)
 
 
 @pytest.mark.parametrize("processes", [0, 9, -1, [], [0, 8], [-1, 0], [1, 1]])
 def test_groups_are_processes_of_the_cluster(processes: Any) -> None:
     of = cluster()  # of 8
-    for collective in (of.all_gather, of.reduce_scatter, of.all_reduce, of.all_reduce_small):
+    for collective in (
+        of.all_gather_time,
+        of.reduce_scatter_time,
+        of.all_reduce_time,
+        of.small_all_reduce_time,
+    ):
         with pytest.raises(UsageError) as caught:
             collective(1e6, processes)
         assert caught.value.fields == ("processes",)
     with pytest.raises(UsageError) as caught:
-        of.send(1e6, 0, 8)
+        of.send_time(1e6, 0, 8)
     with pytest.raises(UsageError) as caught:
-        of.send(-1, 0, 1)
+        of.send_time(-1, 0, 1)
     assert caught.value.fields == ("size",)
 
 
@@ -121,7 +130,7 @@ def test_groups_are_processes_of_the_cluster(processes: Any) -> None:
 
 def test_links_are_those_of_the_nodes_that_processes_are_on() -> None:
     """Of four ranks on two nodes stage 1 sends to the other node, and stage 2 back."""
-    costs = cluster(2, 2).costs(PipelineShape(4, 8), SIZES, Costs(F=1, B=2))
+    costs = cluster(2, 2).fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, B=2))
     near, far = 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 20e9
     assert costs.send == pytest.approx((near, far, far, near))
     assert costs.step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 2e12)
@@ -133,13 +142,13 @@ def test_links_are_those_of_the_nodes_that_processes_are_on() -> None:
 def test_slices_and_replicas() -> None:
     """Slices stand side by side, then ranks, then replicas: so a replica is on a node each."""
     of = cluster(3, 8)
-    costs = of.costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
+    costs = of.fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
     assert costs.send == pytest.approx(1e-5 + 30e6 / 300e9)
-    assert costs.tp_gather == pytest.approx(of.all_gather(60e6, 2))
+    assert costs.tp_gather == pytest.approx(of.all_gather_time(60e6, 2))
     assert costs.tp_scatter == pytest.approx(2 * 30e6 / 2e12)
-    assert costs.reduce_grads == pytest.approx(of.all_reduce(4e9, range(0, 24, 8)))
-    beside = cluster(4, 6).costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
-    assert beside.reduce_grads == pytest.approx(cluster(4, 6).all_reduce(4e9, [0, 8, 16]))
+    assert costs.reduce_grads == pytest.approx(of.all_reduce_time(4e9, range(0, 24, 8)))
+    beside = cluster(4, 6).fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
+    assert beside.reduce_grads == pytest.approx(cluster(4, 6).all_reduce_time(4e9, [0, 8, 16]))
     assert beside.send == pytest.approx(1e-5 + 30e6 / 20e9)  # each crosses in some replica
 
 
@@ -147,19 +156,19 @@ def test_a_mesh_says_where_processes_are() -> None:
     """Replicas side by side, and then ranks, as Megatron-LM has them."""
     of, told = cluster(2, 4), Costs(F=1, I=1, W=1)
     mesh = np.arange(8).reshape(2, 4, 1).swapaxes(0, 1)  # by replica, rank and slice
-    costs = of.costs(PipelineShape(2, 8), SIZES, told, dp=4, mesh=mesh)
-    assert costs.reduce_grads == pytest.approx(of.all_reduce(4e9, 4))
+    costs = of.fill_costs(PipelineShape(2, 8), SIZES, told, dp=4, mesh=mesh)
+    assert costs.reduce_grads == pytest.approx(of.all_reduce_time(4e9, 4))
     assert costs.send == pytest.approx(1e-5 + 60e6 / 20e9)
-    usual = of.costs(PipelineShape(2, 8), SIZES, told, dp=4)
-    assert usual.reduce_grads == pytest.approx(of.all_reduce(4e9, [0, 2, 4, 6]))
+    usual = of.fill_costs(PipelineShape(2, 8), SIZES, told, dp=4)
+    assert usual.reduce_grads == pytest.approx(of.all_reduce_time(4e9, [0, 2, 4, 6]))
     assert usual.send == pytest.approx(1e-5 + 60e6 / 300e9)
     with pytest.raises(UsageError):
-        of.costs(PipelineShape(2, 8), SIZES, told, dp=4, mesh=mesh.T)
+        of.fill_costs(PipelineShape(2, 8), SIZES, told, dp=4, mesh=mesh.T)
 
 
 def test_bytes_of_each_stage_and_microbatch() -> None:
     sizes = replace(SIZES, activation=((3e6, 6e6), (9e6, 3e6), (0, 0)), grads=(1e9, 2e9, 0))
-    costs = cluster(1, 6, latency=0).costs(PipelineShape(3, 2), sizes, Costs(F=1, B=1), dp=2)
+    costs = cluster(1, 6, latency=0).fill_costs(PipelineShape(3, 2), sizes, Costs(F=1, B=1), dp=2)
     us = np.array(costs.send) * 1e6
     assert us.tolist() == pytest.approx(np.array([[10, 20], [30, 20], [30, 10]]))
     assert costs.reduce_grads == pytest.approx((1e9 / 300e9, 2e9 / 300e9, 0))
@@ -167,24 +176,26 @@ def test_bytes_of_each_stage_and_microbatch() -> None:
 
 def test_holders_and_stages_beside_each_other() -> None:
     """What stays on a rank sends nothing; a stage with two holders sums over both."""
-    near = cluster(1, 2).costs(PipelineShape(2, 4, placement=(0, 0, 1)), SIZES, Costs(F=1, B=1))
+    near = cluster(1, 2).fill_costs(
+        PipelineShape(2, 4, placement=(0, 0, 1)), SIZES, Costs(F=1, B=1)
+    )
     assert near.send == pytest.approx((0, 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 300e9))
     assert near.step == pytest.approx((0.032, 0.016, 0.016))
     mirror = PipelineShape(2, 4, placement="mirror")
-    assert cluster(2, 1).costs(
+    assert cluster(2, 1).fill_costs(
         mirror, SIZES, Costs(F=1, B=1)
-    ).reduce_replicated_stages == pytest.approx(cluster(2, 1).all_reduce(4e9, 2))
+    ).reduce_replicated_stages == pytest.approx(cluster(2, 1).all_reduce_time(4e9, 2))
 
 
 @given(st.sets(st.sampled_from(["send", "step", "reduce_grads", "reduce_norm", "tp_gather"])))
 def test_what_is_told_stays(names: set[str]) -> None:
     told = Costs(F=1, I=2, W=3, **dict.fromkeys(names, 0.0))
-    found = cluster(2, 4).costs(PipelineShape(2, 4), SIZES, told, tp=2, dp=2)
-    for name, cost in told.told.items():
+    found = cluster(2, 4).fill_costs(PipelineShape(2, 4), SIZES, told, tp=2, dp=2)
+    for name, cost in told.specified.items():
         assert getattr(found, name) == cost
     assert found.reduce_tied is None and found.B is None  # nobody knows; I + W
     assert {"send", "step", "reduce_grads", "tp_gather"} - names <= {
-        name for name, cost in found.told.items() if cost
+        name for name, cost in found.specified.items() if cost
     }
 
 
@@ -196,9 +207,9 @@ def test_only_what_is_filled_needs_bytes() -> None:
                         ("step", {"params", "grads", "optimizer"})]:  # fmt: skip
         rest = {other: cost for other, cost in told.items() if other != name}
         with pytest.raises(UsageError) as caught:
-            of.costs(shape, Sizes(model_states=1e9), Costs(F=1, B=2, **rest), tp=2, dp=2)
+            of.fill_costs(shape, Sizes(model_states=1e9), Costs(F=1, B=2, **rest), tp=2, dp=2)
         assert {*caught.value.fields} == sizes
-    assert of.costs(shape, None, Costs(F=1, B=2, **told), tp=2, dp=2).send == 0
+    assert of.fill_costs(shape, None, Costs(F=1, B=2, **told), tp=2, dp=2).send == 0
 
 
 @pytest.mark.parametrize(
@@ -207,13 +218,13 @@ def test_only_what_is_filled_needs_bytes() -> None:
 def test_compute_must_be_told(told: set[str]) -> None:
     """A cost of 1 that nobody told would be a second."""
     with pytest.raises(CostsError):
-        cluster(1, 2).costs(PipelineShape(2, 4), SIZES, Costs(**dict.fromkeys(told, 1.0)))
+        cluster(1, 2).fill_costs(PipelineShape(2, 4), SIZES, Costs(**dict.fromkeys(told, 1.0)))
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (3, 2), (8, 2)])
 def test_gpus_are_the_product(tp: int, dp: int) -> None:
     with pytest.raises(UsageError) as caught:
-        cluster(2, 8).costs(PipelineShape(4, 4), SIZES, Costs(F=1, B=1), tp=tp, dp=dp)
+        cluster(2, 8).fill_costs(PipelineShape(4, 4), SIZES, Costs(F=1, B=1), tp=tp, dp=dp)
     assert {"nodes", "gpus_per_node", "tp", "dp"} <= {*caught.value.fields}
 
 
@@ -222,10 +233,10 @@ def test_gpus_are_the_product(tp: int, dp: int) -> None:
 
 def test_texts_have_units() -> None:
     text = cluster(
-        nodes="2", flops="300TFLOP/s", memory="80GB", hbm="2TB/s", nvlink="300 GB/s",  # type: ignore[arg-type]
-        network="20e9", latency="10us", kernel_us="5",
+        nodes="2", flops="300TFLOP/s", memory="80GB", hbm_bandwidth="2TB/s", nvlink_bandwidth="300 GB/s",  # type: ignore[arg-type]
+        network_bandwidth="20e9", latency="10us", kernel_us="5",
     )  # fmt: skip
-    assert text == cluster() and text.gpus == 8
+    assert text == cluster() and text.gpu_count == 8
     assert cluster(latency="1ms").latency == cluster(latency="0.001s").latency == 1e-3
     assert cluster(memory="64GiB").memory == 64 * 2**30
     with pytest.raises(FrozenInstanceError):
@@ -236,10 +247,10 @@ WRONG: dict[str, list[Any]] = {
     "nodes": [0, -1, 1.5, True, "two", None],
     "flops": [0, -1e12, float("inf"), "312 TFLOPs", "312T"],
     "memory": ["80 gigabytes", "80GB/s", 0, []],
-    "nvlink": ["300GB", "300Gb/s", "-300GB/s", float("nan"), ""],
-    "network": ["200Gbit/s", 0, b"1"],
+    "nvlink_bandwidth": ["300GB", "300Gb/s", "-300GB/s", float("nan"), ""],
+    "network_bandwidth": ["200Gbit/s", 0, b"1"],
     "latency": [-1e-6, "5 minutes", "5us/s"],
-    "host": [0, "12GB"],
+    "host_bandwidth": [0, "12GB"],
 }
 
 
@@ -252,16 +263,18 @@ def test_what_is_no_number_of_a_field(name: str, value: Any) -> None:
 
 def test_the_example_is_read() -> None:
     of = load_cluster(ROOT / "examples" / "selene.toml")
-    assert (of.gpus, of.flops, of.network) == (16, 312e12, 25e9)
+    assert (of.gpu_count, of.flops, of.network_bandwidth) == (16, 312e12, 25e9)
 
 
 @pytest.mark.parametrize(
     ("line", "name"),
     [("nvlnk = 1", "nvlnk"), ('flops = "x"', "flops"), ("memory = [1]", "memory"),
-     ("[network]", "network"), ("latency = -1", "latency"), ("nodes = true", "nodes")],
+     ("[network_bandwidth]", "network_bandwidth"), ("latency = -1", "latency"), ("nodes = true", "nodes")],
 )  # fmt: skip
 def test_a_file_says_where(line: str, name: str, tmp_path: Path) -> None:
-    rest = [f.name for f in fields(Cluster) if f.name not in (name, "host", "disk")]
+    rest = [
+        f.name for f in fields(Cluster) if f.name not in (name, "host_bandwidth", "disk_bandwidth")
+    ]
     path = tmp_path / "cluster.toml"
     path.write_text("".join(f"{other} = 1\n" for other in rest) + f"  {line}\n")
     with pytest.raises(ConfigError) as caught:
@@ -287,7 +300,7 @@ def _shape(command: str) -> list[str]:
 def test_commands_say_what_is_filled(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In words and, where there are any, in numbers; and it is what they predict by."""
     of = load_cluster(ROOT / "examples" / "selene.toml")
-    costs = of.costs(PipelineShape(4, 4), SIZES, Costs(F=0.01, B=0.02, send=1e-3), tp=2, dp=2)
+    costs = of.fill_costs(PipelineShape(4, 4), SIZES, Costs(F=0.01, B=0.02, send=1e-3), tp=2, dp=2)
     told = "--costs=F=0.01,B=0.02,send=1e-3"
     line = said(capsys, *_shape(command), told).partition("the cluster fills, in seconds: ")[2]
     assert "I=" in line and "reduce_grads=" in line and "send" not in line
@@ -332,8 +345,8 @@ def test_what_a_person_is_told(
     text = (ROOT / "examples" / "selene.toml").read_text()
     Path("selene.toml").write_text(text)
     Path("bits.toml").write_text(text.replace("25GB/s", "200Gb/s"))
-    Path("misspelt.toml").write_text(text.replace("nvlink", "nvlnk"))
-    Path("less.toml").write_text(text.replace("network", "# network"))
+    Path("misspelt.toml").write_text(text.replace("nvlink_bandwidth", "nvlnk"))
+    Path("less.toml").write_text(text.replace("network_bandwidth", "# network_bandwidth"))
     Path("negative.toml").write_text(text.replace('"80GB"', "-80e9"))
     Path("broken.toml").write_text("nodes = \n")
     save_timeline(simulate(compile(schedules.gpipe, PipelineShape(4, 4))), "run.timeline")

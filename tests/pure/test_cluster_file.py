@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from schedir import Cluster, load_cluster, planner, save_cluster
 from schedir.errors import UsageError
-from schedir.ir.cost.number_parsing import MOST_GPUS, SMALLEST_RATE
+from schedir.ir.cost.number_parsing import MAX_GPUS, MIN_RATE
 
 RATES = st.floats(1e-3, 1e18)
 COUNTS = st.integers(1, 10**6)
-SMALL = st.just(0.0) | st.floats(SMALLEST_RATE, 1e3)
+SMALL = st.just(0.0) | st.floats(MIN_RATE, 1e3)
 
 
 def numbers(name: str) -> st.SearchStrategy[float]:
     """What a field takes."""
-    if name in ("nodes", "gpus_per_node", "sms", "itemsize", "processors"):
+    if name in ("nodes", "gpus_per_node", "num_sms", "itemsize", "processors"):
         return COUNTS
     return SMALL if name in ("latency", "kernel_us") else RATES
 
 
-_LEFT_OUT = ("host", "host_memory", "disk", "peak", "sms", "processors")
+_LEFT_OUT = ("host_bandwidth", "host_memory", "disk_bandwidth", "peak", "num_sms", "processors")
 
 
 @st.composite
@@ -39,7 +39,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         if f.name not in _LEFT_OUT or draw(st.booleans())
     }
     said["peak"] = max(said.get("peak", 0), said["flops"])
-    said["gpus_per_node"] = min(said["gpus_per_node"], MOST_GPUS // int(said["nodes"]))
+    said["gpus_per_node"] = min(said["gpus_per_node"], MAX_GPUS // int(said["nodes"]))
     return Cluster(**said)  # type: ignore[arg-type]
 
 
@@ -47,7 +47,9 @@ def clusters(draw: st.DrawFn) -> Cluster:
 def test_what_is_written_is_read(cluster: Cluster) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder, "cluster.toml")
-        save_cluster(cluster, path, about="One\n\ntwo", notes={"hbm": "measured\nhere # so"})
+        save_cluster(
+            cluster, path, comment="One\n\ntwo", notes={"hbm_bandwidth": "measured\nhere # so"}
+        )
         assert load_cluster(path) == cluster
         assert [p.name for p in Path(folder).iterdir()] == ["cluster.toml"]
         assert path.read_text().startswith("# One\n#\n# two\nnodes = ")
@@ -76,7 +78,7 @@ def test_what_cannot_be_written_leaves_what_is_there(tmp_path: Path) -> None:
 def here(**more: Any) -> Cluster:
     """Four processes, all of whose rates are simple."""
     usual: dict[str, Any] = {
-        "flops": 1e10, "memory": 1e9, "hbm": 1e9, "nvlink": 1e9, "network": 1e9, "kernel_us": 10,
+        "flops": 1e10, "memory": 1e9, "hbm_bandwidth": 1e9, "nvlink_bandwidth": 1e9, "network_bandwidth": 1e9, "kernel_us": 10,
         "itemsize": 4,
     }  # fmt: skip
     return Cluster(1, 4, **(usual | more))
@@ -87,16 +89,16 @@ def test_processors_do_one_thing_after_the_other() -> None:
     model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
     choice = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
     gpus, cpus = (planner.layer_time(model, here(processors=n), choice) for n in (None, 2))
-    faster: list[dict[str, float]] = [{"flops": 1e30}, {"hbm": 1e30}, {"kernel_us": 0}]
+    faster: list[dict[str, float]] = [{"flops": 1e30}, {"hbm_bandwidth": 1e30}, {"kernel_us": 0}]
     without = [planner.layer_time(model, here(processors=2, **more), choice) for more in faster]
     parts = [cpus.compute.F - one.compute.F for one in without]
     assert pytest.approx(sum(parts)) == cpus.compute.F
     assert min(parts) > 0
-    assert cpus.tensor.I > gpus.tensor.I
+    assert cpus.tensor_parallel.I > gpus.tensor_parallel.I
 
 
 def test_a_process_alone_is_faster_where_processors_are_shared() -> None:
-    assert [here(processors=n).alone for n in (None, 1, 2, 4, 8)] == [1, 4, 2, 1, 1]
+    assert [here(processors=n).solo_speedup for n in (None, 1, 2, 4, 8)] == [1, 4, 2, 1, 1]
 
 
 def test_numbers_of_32_bits_take_twice_the_bytes() -> None:
@@ -105,5 +107,8 @@ def test_numbers_of_32_bits_take_twice_the_bytes() -> None:
     short, long = (
         planner.layer_time(model, here(itemsize=n, kernel_us=0, flops=1e30), choice) for n in (2, 4)
     )
-    for a, b in ((short.tensor.F, long.tensor.F), (short.compute.F, long.compute.F)):
+    for a, b in (
+        (short.tensor_parallel.F, long.tensor_parallel.F),
+        (short.compute.F, long.compute.F),
+    ):
         assert pytest.approx(2 * a) == b

@@ -18,11 +18,11 @@ from schedir.errors import SchedirError, UsageError
 from schedir.io.command_line import option_words
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
-from schedir.schedules import built_in
-from schedir.schedules.schedule_algebra import shape_for
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_algebra import apply_schedule_defaults
 from schedir.testing import assert_schedule
 
-NAMES = sorted(built_in())
+NAMES = sorted(get_built_in_schedules())
 
 
 @given(st.sampled_from(NAMES), st.sampled_from((2, 4)), st.sampled_from((8, 12)))
@@ -45,8 +45,8 @@ def test_defaults_are_those_of_the_command_line(name: str, tmp_path: Path) -> No
 
 def test_stages_that_are_given_stay() -> None:
     one = PipelineShape(4, 8, stages_per_rank=1)
-    assert one == PipelineShape(4, 8) and one.defaulted == {"placement", "weight_delay"}
-    assert shape_for(schedules.interleaved, one) is one
+    assert one == PipelineShape(4, 8) and one.default_fields == {"placement", "weight_delay"}
+    assert apply_schedule_defaults(schedules.interleaved, one) is one
     assert schedir.compile(schedules.interleaved, one).shape.stages_per_rank == 1
     assert schedir.compile(schedules.interleaved, PipelineShape(4, 8)).shape.stages_per_rank == 2
 
@@ -64,23 +64,27 @@ def test_a_placement_has_the_defaults_of_the_command_line(name: str, placement: 
     """The stages per rank of the schedule, where only the placement is given."""
     schedule = three if name == "three" else getattr(schedules, name)
     request = Request(
-        Source.of(schedule, name), {"ranks": 4, "microbatches": 8, "placement": placement}, {}
+        Source.from_loaded(schedule, name),
+        {"ranks": 4, "microbatches": 8, "placement": placement},
+        {},
     )
     try:
         wanted = request.shape
     except SchedirError:
         return
-    assert shape_for(schedule, PipelineShape(4, 8, placement=placement)) == wanted
+    assert apply_schedule_defaults(schedule, PipelineShape(4, 8, placement=placement)) == wanted
 
 
 def test_a_program_has_no_open_fields() -> None:
     """What is compiled for one schedule is not open for another."""
     shape = schedir.compile("one_f_one_b", ranks=4, microbatches=8).shape
-    assert not shape.defaulted and schedir.compile("looped_bfs", shape).shape.stages_per_rank == 1
+    assert (
+        not shape.default_fields and schedir.compile("looped_bfs", shape).shape.stages_per_rank == 1
+    )
     shape = PipelineShape(4, 8)
-    assert shape.resolved() == shape and not shape.resolved().defaulted
+    assert shape.resolve_defaults() == shape and not shape.resolve_defaults().default_fields
     for same in (copy.copy(shape), pickle.loads(pickle.dumps(shape)), replace(shape, ranks=4)):
-        assert same == shape and same.defaulted == shape.defaulted
+        assert same == shape and same.default_fields == shape.default_fields
 
 
 def test_a_draft_takes_a_shape_with_open_fields() -> None:

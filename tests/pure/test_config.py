@@ -15,10 +15,10 @@ from schedir.errors import ConfigError, ParseError, SchedirError, UsageError
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import RECOMPUTE
 from schedir.models.gpt_config import GPTConfig
-from schedir.schedules import built_in
-from schedir.training.config.config_file import read
+from schedir.schedules import get_built_in_schedules
+from schedir.training.config.config_file import read_config
 from schedir.training.config.run_config import Config
-from schedir.training.train import program_of
+from schedir.training.train import build_program
 
 FULL = """\
 # A run on eight processes.
@@ -49,22 +49,22 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
-    assert read(write(tmp_path, "")) == Config()
+    assert read_config(write(tmp_path, "")) == Config()
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
-    config = read(write(tmp_path, FULL))
+    config = read_config(write(tmp_path, FULL))
     assert config.model == GPTConfig(layers=4, heads=4)
     assert config.pipeline.shape == schedir.PipelineShape(2, 8, 2)
-    assert config.world == 8
+    assert config.world_size == 8
     assert config.data.source == ("a.txt", "b/*.txt")
     assert config.train.lr == 1.0 and isinstance(config.train.lr, float)
     assert config.train.betas == (0.5, 0.75)
 
 
 def test_the_demo_is_for_four_processes() -> None:
-    config = read(str(Path(__file__).resolve().parents[2] / "examples" / "demo.toml"))
-    assert config.world == 4 and config.pipeline.shape.stages == 4
+    config = read_config(str(Path(__file__).resolve().parents[2] / "examples" / "demo.toml"))
+    assert config.world_size == 4 and config.pipeline.shape.stages == 4
 
 
 def test_sets_come_on_top(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_sets_come_on_top(tmp_path: Path) -> None:
         "pipeline.layers_per_stage=[1, 3]",
         "model.tied=false",
     ]
-    config = read(write(tmp_path, FULL), sets)
+    config = read_config(write(tmp_path, FULL), sets)
     assert config.pipeline.shape == schedir.PipelineShape(2, 4)
     assert config.pipeline.schedule == "gpipe" and config.pipeline.layers_per_stage == (1, 3)
     assert config.output.dir == "a b" and not config.model.tied
@@ -84,22 +84,27 @@ def test_sets_come_on_top(tmp_path: Path) -> None:
 
 def test_lists_of_numbers_need_no_brackets(tmp_path: Path) -> None:
     sets = ["pipeline.placement=0,1,1,0", "train.betas=0.5, 0.75", "pipeline.ranks=2"]
-    config = read(write(tmp_path, ""), sets)
+    config = read_config(write(tmp_path, ""), sets)
     assert config.pipeline.placement == (0, 1, 1, 0) and config.train.betas == (0.5, 0.75)
-    assert read(write(tmp_path, ""), ["data.source=a,b.txt"]).data.source == "a,b.txt"
+    assert read_config(write(tmp_path, ""), ["data.source=a,b.txt"]).data.source == "a,b.txt"
 
 
 def test_a_schedule_brings_its_placement(tmp_path: Path) -> None:
     vee = write(tmp_path, "[pipeline]\nschedule = 'v_half'\nranks = 2")
-    assert read(vee).pipeline.shape == schedir.PipelineShape(2, 8, 2, "vee")
+    assert read_config(vee).pipeline.shape == schedir.PipelineShape(2, 8, 2, "vee")
     # What is said stands, though the schedule may refuse it later.
-    assert read(vee, ["pipeline.placement=0,1,1,0"]).pipeline.placement == (0, 1, 1, 0)
-    assert read(vee, ["pipeline.stages_per_rank=4", "model.layers=8"]).pipeline.shape.stages == 8
-    partly = read(vee, ["pipeline.schedule=interleaved(group=2)"]).pipeline
+    assert read_config(vee, ["pipeline.placement=0,1,1,0"]).pipeline.placement == (0, 1, 1, 0)
+    assert (
+        read_config(vee, ["pipeline.stages_per_rank=4", "model.layers=8"]).pipeline.shape.stages
+        == 8
+    )
+    partly = read_config(vee, ["pipeline.schedule=interleaved(group=2)"]).pipeline
     assert (partly.placement, partly.stages_per_rank) == ("loop", 2)
-    mapped = read(vee, ["pipeline.schedule=interleaved", "pipeline.placement=0,1"]).pipeline
+    mapped = read_config(vee, ["pipeline.schedule=interleaved", "pipeline.placement=0,1"]).pipeline
     assert mapped.shape == schedir.PipelineShape(2, 8, placement=(0, 1))
-    told = read(vee, ["pipeline.schedule=interleaved", "pipeline.stages_per_rank=1"]).pipeline
+    told = read_config(
+        vee, ["pipeline.schedule=interleaved", "pipeline.stages_per_rank=1"]
+    ).pipeline
     assert told.stages_per_rank == 1
 
 
@@ -107,7 +112,7 @@ def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:
     sets = ["pipeline.ranks=2", "pipeline.stages_per_rank=2", "pipeline.microbatches=8"]
 
     def program(*more: str) -> schedir.Program:
-        return program_of(read(write(tmp_path, ""), [*sets, *more]))
+        return build_program(read_config(write(tmp_path, ""), [*sets, *more]))
 
     plain = program("pipeline.schedule=interleaved")
     wide = program("pipeline.schedule=interleaved(group=4)")
@@ -123,7 +128,9 @@ def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:
     draft.write_text(
         schedir.to_text(schedir.expand_schedule(schedir.schedules.interleaved, plain.shape))
     )
-    same = program_of(read(write(tmp_path, f"[pipeline]\nschedule = '{draft}'\noverlap = true\n")))
+    same = build_program(
+        read_config(write(tmp_path, f"[pipeline]\nschedule = '{draft}'\noverlap = true\n"))
+    )
     assert same.digest == plain.digest
 
 
@@ -132,7 +139,7 @@ def test_on_gpus_values_share_slots_unless_told(tmp_path: Path) -> None:
     gpu, file = "train.device=cuda", tmp_path / "own.sched"
 
     def program(*sets: str) -> schedir.Program:
-        return program_of(read(path, sets))
+        return build_program(read_config(path, sets))
 
     own, few = program(), program("pipeline.buffer_sharing=minimal")
     assert program(gpu) == program("pipeline.buffer_sharing=latency_preserving") not in (own, few)
@@ -142,15 +149,15 @@ def test_on_gpus_values_share_slots_unless_told(tmp_path: Path) -> None:
         assert program(gpu, f"pipeline.schedule={file}").slots == there.slots
 
 
-@pytest.mark.parametrize("schedule", sorted({*built_in()} - {"forward_only"}))
+@pytest.mark.parametrize("schedule", sorted({*get_built_in_schedules()} - {"forward_only"}))
 @pytest.mark.parametrize("transport", ["nccl_per_edge", "nccl_grouped"])
 def test_no_built_in_schedule_is_refused_for_the_slots_of_gpus(
     tmp_path: Path, schedule: str, transport: str
 ) -> None:
     sets = [f"pipeline.schedule={schedule}", f"train.transport={transport}", "model.layers=8"]
     text = "[pipeline]\nranks = 4\nmicrobatches = 16\ntp = 2\n[train]\ndevice = 'cuda'"
-    config = read(write(tmp_path, text), sets)
-    assert program_of(config).slots
+    config = read_config(write(tmp_path, text), sets)
+    assert build_program(config).slots
 
 
 @pytest.mark.parametrize(
@@ -201,8 +208,8 @@ def test_what_is_wrong_is_refused_with_its_place(
 ) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as error:
-        read(path)
-    assert (error.value.where, error.value.line, error.value.column) == (path, line, column)
+        read_config(path)
+    assert (error.value.location, error.value.line, error.value.column) == (path, line, column)
     assert word in str(error.value)
 
 
@@ -226,16 +233,19 @@ def test_what_is_wrong_is_refused_with_its_place(
 )
 def test_a_wrong_set_is_refused(tmp_path: Path, option: str, word: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read(write(tmp_path, ""), [option])
+        read_config(write(tmp_path, ""), [option])
     assert word in str(error.value)
 
 
 def test_layers_that_cannot_be_divided_are_refused_with_a_division(tmp_path: Path) -> None:
     path = write(tmp_path, "[model]\nlayers = 5\n[pipeline]\nranks = 2")
     with pytest.raises(ConfigError) as error:
-        read(path)
+        read_config(path)
     assert error.value.line == 2 and "[3, 2]" in error.value.hint
-    assert read(path, ["pipeline.layers_per_stage=[3, 2]"]).pipeline.layers_per_stage == (3, 2)
+    assert read_config(path, ["pipeline.layers_per_stage=[3, 2]"]).pipeline.layers_per_stage == (
+        3,
+        2,
+    )
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
@@ -244,10 +254,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | 
     if content:
         path.write_bytes(content)
     with pytest.raises(UsageError) as error:
-        read(str(path))
+        read_config(str(path))
     assert str(path) in str(error.value)
     with pytest.raises(UsageError):
-        read(str(tmp_path))
+        read_config(str(tmp_path))
 
 
 @pytest.fixture
@@ -259,21 +269,21 @@ def program(tmp_path: Path) -> Path:
 
 
 def test_a_program_brings_its_shape(tmp_path: Path, program: Path) -> None:
-    config = read(write(tmp_path, f"[pipeline]\nschedule = '{program}'\nranks = 4"))
+    config = read_config(write(tmp_path, f"[pipeline]\nschedule = '{program}'\nranks = 4"))
     assert config.pipeline.shape == schedir.PipelineShape(4, 6, placement=(0, 1, 2, 3))
-    assert config.pipeline.tp == 2 and config.world == 8
+    assert config.pipeline.tp == 2 and config.world_size == 8
 
 
 @pytest.mark.parametrize("setting", ["ranks = 2", "microbatches = 8", "tp = 1", "dp = 2"])
 def test_a_program_is_not_contradicted(tmp_path: Path, program: Path, setting: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read(write(tmp_path, f"[pipeline]\nschedule = '{program}'\n{setting}"))
+        read_config(write(tmp_path, f"[pipeline]\nschedule = '{program}'\n{setting}"))
     assert error.value.line == 3 and str(program) in error.value.fact
 
 
 def test_a_lowered_program_has_no_overlap_to_choose(tmp_path: Path, program: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        read(write(tmp_path, f"[pipeline]\nschedule = '{program}'\noverlap = true"))
+        read_config(write(tmp_path, f"[pipeline]\nschedule = '{program}'\noverlap = true"))
     assert error.value.line == 3
 
 
@@ -284,7 +294,7 @@ def test_a_draft_takes_tp_and_dp(tmp_path: Path) -> None:
             schedir.expand_schedule(schedir.schedules.gpipe, schedir.PipelineShape(2, 4))
         )
     )
-    config = read(write(tmp_path, f"[pipeline]\nschedule = '{path}'\ntp = 2"))
+    config = read_config(write(tmp_path, f"[pipeline]\nschedule = '{path}'\ntp = 2"))
     assert (config.pipeline.ranks, config.pipeline.tp) == (2, 2)
 
 
@@ -295,18 +305,18 @@ def test_a_draft_brings_its_traits_unless_a_setting_says_another(tmp_path: Path)
     path = tmp_path / "draft.sched"
     path.write_text(schedir.to_text(drafted))
     text = f"[pipeline]\nschedule = '{path}'\n"
-    assert read(write(tmp_path, text)).pipeline.tp == 2
-    assert read(write(tmp_path, text + "tp = 1")).pipeline.tp == 1
+    assert read_config(write(tmp_path, text)).pipeline.tp == 2
+    assert read_config(write(tmp_path, text + "tp = 1")).pipeline.tp == 1
 
 
 def test_a_program_that_is_none_is_refused_with_its_place(tmp_path: Path, program: Path) -> None:
     program.write_text(program.read_text().replace("send_act", "sent_act"))
     with pytest.raises(ParseError) as error:
-        read(write(tmp_path, f"[pipeline]\nschedule = '{program}'"))
+        read_config(write(tmp_path, f"[pipeline]\nschedule = '{program}'"))
     assert error.value.line > 5
     program.unlink()
     with pytest.raises(SchedirError):
-        read(write(tmp_path, f"[pipeline]\nschedule = '{program}'"))
+        read_config(write(tmp_path, f"[pipeline]\nschedule = '{program}'"))
 
 
 def test_nothing_heavy_is_needed(tmp_path: Path) -> None:
@@ -338,7 +348,7 @@ print('torch' in sys.modules)"""
 )
 def test_messages(tmp_path: Path, sets: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read(write(tmp_path, ""), sets)
+        read_config(write(tmp_path, ""), sets)
     assert str(error.value).startswith(message)
 
 
@@ -363,7 +373,7 @@ def test_memory_that_cannot_be(settings: str, fact: str, tmp_path: Path) -> None
     path = tmp_path / "config.toml"
     path.write_text(f"[memory]\n{settings}\n")
     with pytest.raises(ConfigError, match=fact):
-        read(str(path), [])
+        read_config(str(path), [])
 
 
 def test_memory_is_of_the_program(tmp_path: Path) -> None:
@@ -371,8 +381,8 @@ def test_memory_is_of_the_program(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('[pipeline]\nranks = 2\n[memory]\nmemory_limit = "15"\nrecompute = "fit"\n')
     sizes = Sizes(saved=10, checkpoint=1)
-    config = read(str(path), [])
-    assert RECOMPUTE not in config.request.program.ops
-    assert RECOMPUTE in config.request_within(sizes).program.ops
+    config = read_config(str(path), [])
+    assert RECOMPUTE not in config.request.program.used_opcodes
+    assert RECOMPUTE in config.request_with_sizes(sizes).program.used_opcodes
     path.write_text('[pipeline]\nranks = 2\n[memory]\nrecompute = "all"\n')
-    assert RECOMPUTE in read(str(path), []).request.program.ops
+    assert RECOMPUTE in read_config(str(path), []).request.program.used_opcodes

@@ -23,7 +23,7 @@ from schedir import (
     split_costs,
     to_text,
 )
-from schedir.compiler.relower import compute_of, options_of
+from schedir.compiler.relower import extract_compute, infer_options
 from schedir.errors import (
     CompletenessError,
     OrderError,
@@ -32,22 +32,22 @@ from schedir.errors import (
     UsageError,
 )
 from schedir.io import torch_csv
-from schedir.io.source_loader import load
-from schedir.ir.isa.instructions import COMPUTE, Opcode, between_segments
-from schedir.ir.pipeline.placement import named_of
-from schedir.passes.splitting.stage_segmentation import over_stages, pieces_of
+from schedir.io.source_loader import load_source
+from schedir.ir.isa.instructions import COMPUTE_OPS, Opcode, find_segment_collectives
+from schedir.ir.pipeline.placement import find_named_placement
+from schedir.passes.splitting.stage_segmentation import count_segments, divide_over_stages
 from tests import commands
 from tests.mutants import known
 from tests.threads import verdict
 
-_SUMS = {*between_segments(sequence=False)}
+_SUMS = {*find_segment_collectives(sequence_parallel=False)}
 WHOLE = Costs(F=5, B=10, I=5, W=5, send=0.5)
 NAMES = [schedule.__name__ for schedule in known()]
 
 
 def shape_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineShape:
     placement, v = getattr(schedule, "placed", ("loop", None))
-    v = v or named_of(placement).stages_per_rank
+    v = v or find_named_placement(placement).stages_per_rank
     return PipelineShape(ranks, microbatches, v, placement)
 
 
@@ -64,7 +64,7 @@ def test_whole_zoo_in_pieces(schedule: Any) -> None:
     assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
     assert from_text(to_text(program)) == program and program.shape.stages == 3 * shape.stages
     number = shape.stages * shape.microbatches
-    trains = 1 + uncut.trains
+    trains = 1 + uncut.has_backward
     assert (
         sum(program.op == Opcode.TPReduceAct) + sum(program.op == Opcode.TPReduceGrad)
         == number * trains
@@ -83,9 +83,10 @@ def test_pieces_of_a_stage_are_its_neighbours() -> None:
         clip_grad_norm=True,
     )
     assert (
-        program.shape.rank_of.tolist() == [0, 0, 1, 1, 1] and program.segment_boundaries == "f-gf"
+        program.shape.first_rank_per_stage.tolist() == [0, 0, 1, 1, 1]
+        and program.segment_boundaries == "f-gf"
     )
-    last = [str(i) for i in program.streams[1] if i.op in {*COMPUTE, *_SUMS}]
+    last = [str(i) for i in program.streams[1] if i.op in {*COMPUTE_OPS, *_SUMS}]
     assert last[:5] == ["F 2.0", "tp_reduce_act 3.0", "F 3.0", "F 4.0", "I 4.0"]
     assert last[5:9] == ["tp_reduce_grad 3.0", "I 3.0", "I 2.0", "F 2.1"]
     assert [i.stage for i in program.streams[1] if i.op is Opcode.BackwardWeight] == [4, 3, 2] * 2
@@ -116,8 +117,8 @@ def test_traits_are_of_pieces() -> None:
 
 def test_one_rank_meets_nobody() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 2), stage_segments=5)
-    assert program.shape.stages == 10 and program.ops.isdisjoint(_SUMS)
-    assert program.segment_boundaries == "....-...." and program.pieces == (5, 5)
+    assert program.shape.stages == 10 and program.used_opcodes.isdisjoint(_SUMS)
+    assert program.segment_boundaries == "....-...." and program.segments_per_stage == (5, 5)
     assert compile(schedules.gpipe, PipelineShape(2, 2), tp=2, stage_segments=1) == compile(
         schedules.gpipe, PipelineShape(2, 2), tp=2
     )
@@ -125,8 +126,8 @@ def test_one_rank_meets_nobody() -> None:
 
 def test_lowered_again_it_is_the_same() -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tp=2, stage_segments="fg")
-    draft = compute_of(program)
-    assert compile(draft, **options_of(program, "per_device", draft)) == program
+    draft = extract_compute(program)
+    assert compile(draft, **infer_options(program, "per_device", draft)) == program
     told = evaluation_program(program)
     assert (
         told.segment_boundaries == program.segment_boundaries
@@ -184,13 +185,18 @@ def test_a_file_tells_whole_stages(
     file, stages = str(tmp_path / "x.sched"), 4 if name == "interleaved" else 2
     shape = ("--ranks=2", "--microbatches=4", "-O", f"tp={tp}", "-O", "microbatch_chunks=2")
     how = ("--costs=F=8,B=16,I=8,W=8,tp_reduce=1", "--sizes=saved=40,activation=2", "--json")
-    of_stages = ",".join(str(one) for one in over_stages(cut, 2, stages))
+    of_stages = ",".join(str(one) for one in divide_over_stages(cut, 2, stages))
     commands.said(capsys, "print", name, *shape, "-O", f"stage_segments={of_stages}", "-o", file)
-    program = load(file)
+    program = load_source(file)
     assert isinstance(program, Program) and program.chunks_per_microbatch == 2
-    assert program.whole == PipelineShape(2, 4, stages // 2, program.whole.placement)
-    assert program.pieces == pieces_of(of_stages, program.whole)
-    assert from_text(to_text(program)) == program and compute_of(program).whole == program.whole
+    assert program.unsegmented_shape == PipelineShape(
+        2, 4, stages // 2, program.unsegmented_shape.placement
+    )
+    assert program.segments_per_stage == count_segments(of_stages, program.unsegmented_shape)
+    assert (
+        from_text(to_text(program)) == program
+        and extract_compute(program).unsegmented_shape == program.unsegmented_shape
+    )
     told = [commands.said(capsys, "compare", file, *how)]
     told += [commands.said(capsys, "compare", name, *shape, "-O", f"stage_segments={cut}", *how)]
     own, live = (json.loads(one)[0] for one in told)
@@ -323,7 +329,9 @@ def test_refusals() -> None:
         "different ranks",
     )
     refused(lambda: replace(program, segment_boundaries="fxxfg"), ShapeError, "fgfg-fgfg")
-    refused(lambda: compile(compute_of(program), stage_segments=2), UsageError, "of pieces already")
+    refused(
+        lambda: compile(extract_compute(program), stage_segments=2), UsageError, "of pieces already"
+    )
     for form in ("torch", "torch-2.13"):
         refused(lambda f=form: torch_csv.to_csv(program, f), UsageError, "sums what pieces")
         assert torch_csv.to_csv(compile(schedules.gpipe, shape, stage_segments=3), form)

@@ -9,10 +9,10 @@ import pytest
 from schedir import check, compile, schedules
 from schedir.errors import DeadlockError
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import ROWS
+from schedir.ir.isa.instructions import INSTRUCTIONS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.passes.communication.transfer_overlap import early_gathers, early_receives
+from schedir.passes.communication.transfer_overlap import post_receives_early, start_gathers_early
 from tests.edits import written
 from tests.mutants import legal, refusal, reordered
 from tests.oracle import Machine
@@ -80,7 +80,7 @@ def lives(program: Program) -> bool:
         return group[-1] < at[rank] and all((rank, j) in over for j in before)
 
     def moves(rank: int, k: int) -> bool:
-        message = bool(ROWS[lists[rank][k].op].peer)
+        message = bool(INSTRUCTIONS[lists[rank][k].op].peer)
         others = (j for j in range(k) if j not in grouped[rank][k])
         return message or all((rank, j) in over for j in others)
 
@@ -106,7 +106,9 @@ def test_checker_equals_hosts_that_wait_for_their_device(slots: bool) -> None:
         if seed % 2:
             program = reordered(program, rng)
         else:
-            program = early_gathers(early_receives(program, "per_edge", rng.choice([0, 1, 3])), 3)
+            program = start_gathers_early(
+                post_receives_early(program, "per_edge", rng.choice([0, 1, 3])), 3
+            )
         program = with_slots(program, rng) if slots else program
         if refusal(program, "per_edge"):
             continue

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, PipelineShape, Program
-from schedir.commands.common.schedule_options import read_costs
+from schedir.commands.common.schedule_options import parse_costs
 from schedir.compiler.compile import lower
 from schedir.errors import UsageError
-from schedir.predict.calibrate import calibrate, completed, format_costs
-from schedir.predict.timeline_diff import differences
+from schedir.predict.calibrate import calibrate, fill_missing_backwards, format_costs
+from schedir.predict.timeline_diff import compare_timelines
 from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b
 from tests.commands import refused, said
 from tests.strategies import compute_programs, costs
@@ -30,25 +30,25 @@ def test_differences_of_a_rank_are_that_of_the_spans(draft: Program, data: st.Da
     program = lower(draft)
     one, other = (schedir.simulate(program, data.draw(costs(draft.shape))) for _ in range(2))
     more: dict[int, float] = defaultdict(float)
-    for difference in differences(one, other):
-        more[difference.rank] += difference.more
+    for difference in compare_timelines(one, other):
+        more[difference.rank] += difference.increase
     assert {*more.values()} <= {other.span - one.span}
 
 
 def test_the_largest_difference_comes_first() -> None:
     one = schedir.simulate(PROGRAM, Costs(F=1, B=2, send=0.5))
     other = schedir.simulate(PROGRAM, Costs(F=(1, 1, 2), B=2, send=0.5))
-    first = differences(one, other)[0]
-    assert (first.rank, first.what, first.first, first.second) == (2, "F 2", 4, 8)
-    assert all(d.more == 0 for d in differences(one, one))
+    first = compare_timelines(one, other)[0]
+    assert (first.rank, first.activity, first.first_time, first.second_time) == (2, "F 2", 4, 8)
+    assert all(d.increase == 0 for d in compare_timelines(one, one))
 
 
 def test_runs_that_cannot_be_compared() -> None:
     one = schedir.simulate(PROGRAM)
     with pytest.raises(UsageError, match="different programs"):
-        differences(one, schedir.simulate(schedir.compile(gpipe, PipelineShape(3, 4))))
+        compare_timelines(one, schedir.simulate(schedir.compile(gpipe, PipelineShape(3, 4))))
     with pytest.raises(UsageError, match="costs' units and s"):
-        differences(one, replace(one, unit="s"))
+        compare_timelines(one, replace(one, unit="s"))
 
 
 def test_the_hosts_time_counts_with_what_it_delays() -> None:
@@ -77,8 +77,8 @@ def test_pairs_have_a_cost_of_their_own() -> None:
 
 def test_told_costs_are_read_again() -> None:
     found = Costs(F=(1.5, 2), B=3, send=1e-5, FB=(1, 2))
-    assert read_costs(format_costs(found)) == found
-    assert completed(Costs(F=1, B=3, I=0, W=0), PROGRAM) == Costs(
+    assert parse_costs(format_costs(found)) == found
+    assert fill_missing_backwards(Costs(F=1, B=3, I=0, W=0), PROGRAM) == Costs(
         F=1, B=(3, 3, 3), I=(1.5,) * 3, W=(1.5,) * 3
     )
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.data.corpus import read, split
+from schedir.data.corpus import read_documents, split_documents
 from schedir.data.megatron_indexed_dataset import Documents
-from schedir.data.megatron_indexed_dataset import read as read_indexed
+from schedir.data.megatron_indexed_dataset import read_indexed_dataset as read_indexed
 from schedir.data.tokenizer import Bytes
 from schedir.errors import UsageError
 from tests.tokens import write_index
@@ -26,7 +26,7 @@ def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
     write_index(path.with_suffix(".idx"), np.dtype(kind), [4, 0, 5])
     tokens, ends = read_indexed(path)
     assert tokens.tolist() == [*range(9)] and ends is not None and ends.tolist() == [4, 9]
-    assert read(str(path), Bytes(), 256).ends is not None
+    assert read_documents(str(path), Bytes(), 256).ends is not None
 
 
 def spoil(at: int, value: bytes) -> object:
@@ -87,28 +87,28 @@ def test_documents_of_bytes_have_their_ends(tmp_path: Path) -> None:
     for name, text in (("a.txt", b"ab"), ("b.txt", b""), ("c.txt", b"\xff")):
         (tmp_path / name).write_bytes(text)
     source = str(tmp_path / "*.txt")
-    tokens, ends = read(source, Bytes(), 257, whole=True)
+    tokens, ends = read_documents(source, Bytes(), 257, with_document_ends=True)
     assert tokens.tolist() == [97, 98, 256, 255, 256] and tokens.dtype == np.uint16
     assert ends is not None and ends.tolist() == [3, 5]
     with pytest.raises(UsageError) as caught:
-        read(source, Bytes(), 256, whole=True)
+        read_documents(source, Bytes(), 256, with_document_ends=True)
     assert caught.value.hint == "model.vocab = 257"
-    assert read(source, Bytes(), 256).tokens.tolist() == [97, 98, 255]
+    assert read_documents(source, Bytes(), 256).tokens.tolist() == [97, 98, 255]
 
 
 def test_lines_of_json_are_refused_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
     for source in (str(tmp_path / "a.jsonl"), [str(tmp_path / "*.jsonl")]):
         with pytest.raises(UsageError, match="no text file") as caught:
-            read(source, Bytes(), 257)
+            read_documents(source, Bytes(), 257)
         assert "preprocess_data.py" in caught.value.hint
         assert caught.value.fields == ("source",)
 
 
 def test_whole_documents_are_held_out() -> None:
     tokens, ends = np.arange(10), np.array([4, 6, 10])
-    trained, held_out = split(Documents(tokens, ends), 0.3)
+    trained, held_out = split_documents(Documents(tokens, ends), 0.3)
     assert trained.tokens.tolist() == [*range(6)] and trained.ends.tolist() == [4, 6]  # type: ignore[union-attr]
     assert held_out.tokens.tolist() == [6, 7, 8, 9] and held_out.ends.tolist() == [4]  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="leaves none to train on"):
-        split(Documents(tokens, ends), 0.7)
+        split_documents(Documents(tokens, ends), 0.7)

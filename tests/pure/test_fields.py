@@ -12,9 +12,9 @@ import pytest
 from schedir.errors import ConfigError, ParseError, SchedirError, ShapeError
 from schedir.ir.input_trust import input_limits
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.program import HEADER, Program
+from schedir.ir.program import HEADER_FIELDS, Program
 from schedir.ir.text_format import from_text
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 from schedir.training.config.run_config import Config, MemoryConfig, PipelineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def test_a_plan_that_cannot_be_names_its_fields(shape: dict[str, Any], blamed: l
 
 
 def test_a_plan_that_is_too_large_names_its_fields() -> None:
-    with input_limits(instructions=10**8), pytest.raises(ShapeError) as caught:
+    with input_limits(max_instructions=10**8), pytest.raises(ShapeError) as caught:
         PipelineShape(ranks=2**10, microbatches=2**20)
     assert [*caught.value.fields][:2] == ["microbatches", "ranks"]
 
@@ -97,8 +97,8 @@ def test_a_configuration_is_blamed_where_it_is_said(
 ) -> None:
     (tmp_path / "run.toml").write_text("")
     with pytest.raises(ConfigError) as caught:
-        read(str(tmp_path / "run.toml"), sets)
-    assert caught.value.where == where and blamed in caught.value.fields
+        read_config(str(tmp_path / "run.toml"), sets)
+    assert caught.value.location == where and blamed in caught.value.fields
 
 
 def test_a_name_in_a_value_is_not_to_blame() -> None:
@@ -127,13 +127,13 @@ def test_every_refusal_of_a_setting_names_it() -> None:
 def test_a_configuration_has_each_field() -> None:
     """Those that it names itself are of the same default, but for the shape of a run."""
     own = {f.name: f for kind in (PipelineConfig, MemoryConfig) for f in fields(kind)}
-    differ = [f.name for f in HEADER if f.in_config and own[f.name].default != f.default]
+    differ = [f.name for f in HEADER_FIELDS if f.in_config and own[f.name].default != f.default]
     assert differ == ["ranks", "microbatches"]
-    assert [f.name for f in HEADER if f.default is MISSING] == differ
+    assert [f.name for f in HEADER_FIELDS if f.default is MISSING] == differ
     program = Config().request.program
     ours = {"tied_weights", "clip_grad_norm", "skips", "sequence_chunks"}
     ours |= {"checkpoint_snapshots", "norm_check", "segment_boundaries", "chunks_per_microbatch"}
-    assert {f.name for f in HEADER if not f.in_config} == ours
+    assert {f.name for f in HEADER_FIELDS if not f.in_config} == ours
     assert (program.tied_weights, program.clip_grad_norm) == (
         (),
         True,

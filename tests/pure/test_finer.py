@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from schedir import PipelineShape, compile, schedules, to_text
-from schedir.compiler.relower import compute_of
+from schedir.compiler.relower import extract_compute
 from schedir.errors import ConfigError
-from schedir.ir.isa.instructions import between_segments
-from schedir.passes.splitting.stage_segmentation import cut
+from schedir.ir.isa.instructions import find_segment_collectives
+from schedir.passes.splitting.stage_segmentation import split_stages
 from schedir.schedules.schedule_expansion import expand_schedule
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 from schedir.training.config.run_config import Config
 from schedir.training.config.segmentation import StageSegmentation
-from schedir.training.train import program_of
+from schedir.training.train import build_program
 
 TEXT = """\
 [model]
@@ -31,7 +31,7 @@ tp = 2
 microbatch_size = 4
 """
 
-_SUMS = {*between_segments(sequence=False)}
+_SUMS = {*find_segment_collectives(sequence_parallel=False)}
 
 
 @pytest.fixture
@@ -42,7 +42,9 @@ def path(tmp_path: Path) -> str:
 
 def sched(path: str, frozen: int | None, tp: int = 2) -> str:
     """A file of a program in pieces of two stages of two layers."""
-    own = cut(replace(expand_schedule(schedules.one_f_one_b, PipelineShape(2, 4)), tp=tp), 9)
+    own = split_stages(
+        replace(expand_schedule(schedules.one_f_one_b, PipelineShape(2, 4)), tp=tp), 9
+    )
     tied = frozen is None
     (file := Path(path).with_name("x.sched")).write_text(
         to_text(compile(own, clip_grad_norm=True, tied_weights=tied, frozen_stages=frozen or 0))
@@ -65,18 +67,21 @@ def sched(path: str, frozen: int | None, tp: int = 2) -> str:
     ],
 )
 def test_what_may_be_said(path: str, sets: list[str], pieces: tuple[int, ...]) -> None:
-    config = read(path, [f"pipeline.{one}" for one in sets])
-    program, chunks = program_of(config), 4 // config.finer.size
-    assert config.finer.pieces == pieces and sum(pieces) == program.shape.stages
+    config = read_config(path, [f"pipeline.{one}" for one in sets])
+    program, chunks = build_program(config), 4 // config.segmentation.microbatch_size
+    assert config.segmentation.segments_per_stage == pieces and sum(pieces) == program.shape.stages
     assert program.shape.microbatches == 4 * chunks
-    assert bool(program.ops & _SUMS) == (pieces != (1, 1) and config.pipeline.tp == 2)
+    assert bool(program.used_opcodes & _SUMS) == (pieces != (1, 1) and config.pipeline.tp == 2)
 
 
 def test_a_file_says_its_pieces(path: str) -> None:
-    config = read(path, [sched(path, None)])
-    assert config.finer == read(path, ["pipeline.stage_segments=layers"]).finer
-    config = read(path, [sched(path, 9), "model.tied=false"])
-    assert config.finer.first == [0, 9, 18] and program_of(config).frozen_stages == 9
+    config = read_config(path, [sched(path, None)])
+    assert config.segmentation == read_config(path, ["pipeline.stage_segments=layers"]).segmentation
+    config = read_config(path, [sched(path, 9), "model.tied=false"])
+    assert (
+        config.segmentation.first_segments == [0, 9, 18]
+        and build_program(config).frozen_stages == 9
+    )
     for sets, word, hint in (
         (["model.layers=6"], "stage 0 has 3 layers, 13 pieces", "layers = 4"),
         (
@@ -88,22 +93,25 @@ def test_a_file_says_its_pieces(path: str) -> None:
         (["model.kind=llama"], "kind llama have no pieces", "kind gpt"),
     ):
         with pytest.raises(ConfigError, match=word) as error:
-            read(path, [sched(path, None), *sets])
+            read_config(path, [sched(path, None), *sets])
         assert hint in error.value.hint
     with pytest.raises(ConfigError, match="the first 3 pieces are frozen"):
-        read(path, [sched(path, 3), "model.tied=false"])
+        read_config(path, [sched(path, 3), "model.tied=false"])
 
 
 def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
     """One rank has no sums in its pieces; a draft of it is none for two, which would lack them."""
     alone = sched(path, None, tp=1)
-    config = read(path, [alone, "pipeline.tp=1"])
-    assert config.finer.pieces == (9, 9) and not program_of(config).ops & _SUMS
+    config = read_config(path, [alone, "pipeline.tp=1"])
+    assert (
+        config.segmentation.segments_per_stage == (9, 9)
+        and not build_program(config).used_opcodes & _SUMS
+    )
     file = Path(path).with_name("x.sched")
-    file.write_text(to_text(compute_of(program_of(config))))
-    assert program_of(read(path, [alone, "pipeline.tp=1"])).tp == 1
+    file.write_text(to_text(extract_compute(build_program(config))))
+    assert build_program(read_config(path, [alone, "pipeline.tp=1"])).tp == 1
     with pytest.raises(ConfigError, match=r"with 'fgfgfgfg' between them, and not '\.{8}'"):
-        read(path, [alone, "pipeline.tp=2"])
+        read_config(path, [alone, "pipeline.tp=2"])
 
 
 @pytest.mark.parametrize(
@@ -136,8 +144,8 @@ def test_a_file_of_pieces_where_nobody_meets(path: str) -> None:
 def test_what_is_refused(path: str, sets: list[str], word: str) -> None:
     """In one sentence, at the setting, before a process is started."""
     with pytest.raises(ConfigError, match=word) as error:
-        read(path, sets)
-    assert error.value.where == f"--set {sets[0]}" and "\n" not in error.value.fact
+        read_config(path, sets)
+    assert error.value.location == f"--set {sets[0]}" and "\n" not in error.value.fact
     if (
         sets[0].startswith("pipeline.stage_segments=") and len(sets) == 1
     ):  # what else it may say is named
@@ -146,5 +154,7 @@ def test_what_is_refused(path: str, sets: list[str], word: str) -> None:
 
 def test_whole_stages_are_as_before() -> None:
     example = Path(__file__).parents[2] / "examples" / "pieces.toml"
-    assert read(str(example)).finer == StageSegmentation((2, 2), (9, 9), 2)
-    assert Config().finer.pieces == (1,) and Config().finer.division == (4,)
+    assert read_config(str(example)).segmentation == StageSegmentation((2, 2), (9, 9), 2)
+    assert Config().segmentation.segments_per_stage == (
+        1,
+    ) and Config().segmentation.layers_per_stage == (4,)

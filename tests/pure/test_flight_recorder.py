@@ -37,18 +37,18 @@ def test_what_a_rank_has_recorded(tmp_path: Path) -> None:
     recorder().save(tmp_path)
     found, passed = read_dumps([str(tmp_path)])
     dump = found[0]
-    assert (dump.rank, dump.lost, passed) == (0, 0, [])
+    assert (dump.rank, dump.num_lost, passed) == (0, 0, [])
     assert [str(op) for op in dump.ops] == [
         "send to 4", "recv from 6", "send to 2", "all_reduce 1 of default_pg",
         "recv from 4", "send to 4", "recv from 6",
     ]  # fmt: skip
     # A batch has the state of its last entry, whatever is said of its members.
-    assert [op.ended for op in dump.ops] == [True] * 4 + [False] * 3
+    assert [op.is_done for op in dump.ops] == [True] * 4 + [False] * 3
     assert [bool(op.batch) for op in dump.ops] == [False, True, True, False, True, True, False]
-    assert [op.nth for op in dump.ops] == [1, 2, 2, 1, 3, 3, 4]
+    assert [op.sequence_number for op in dump.ops] == [1, 2, 2, 1, 3, 3, 4]
     assert dump.ops[0].group.ranks == (4, 2, 0, 6)
-    assert dump.ops[0].shape == "float [2, 8]"
-    assert dump.ops[0].line == "train.py:7"
+    assert dump.ops[0].shape_text == "float [2, 8]"
+    assert dump.ops[0].source_line == "train.py:7"
 
 
 def test_json_says_the_same_without_stacks(tmp_path: Path) -> None:
@@ -56,15 +56,15 @@ def test_json_says_the_same_without_stacks(tmp_path: Path) -> None:
     recorder().save(tmp_path)
     recorder().save(tmp_path / "json", as_json=True)
     (a,), (b,) = (read_dumps([str(p)])[0].values() for p in (tmp_path, tmp_path / "json"))
-    assert [op._replace(line="") for op in a.ops] == [*b.ops]
+    assert [op._replace(source_line="") for op in a.ops] == [*b.ops]
 
 
 def test_what_the_ring_has_lost(tmp_path: Path) -> None:
     recorder().save(tmp_path, last=3)
     (dump,) = read_dumps([str(tmp_path)])[0].values()
     # Of a batch the last member is left, with the entry that says how far the batch is.
-    assert dump.lost == 6
-    assert [(str(op), bool(op.batch), op.nth) for op in dump.ops] == [
+    assert dump.num_lost == 6
+    assert [(str(op), bool(op.batch), op.sequence_number) for op in dump.ops] == [
         ("send to 4", True, 3), ("recv from 6", False, 4),
     ]  # fmt: skip
 
@@ -101,10 +101,10 @@ def test_gloo_retires_what_has_ended(tmp_path: Path) -> None:
     made.collective("0", "all_reduce", ended=True)
     made.entries[0]["state"] = "scheduled"
     made.save(tmp_path)
-    assert read_dumps([str(tmp_path)])[0][0].ops[0].ended
+    assert read_dumps([str(tmp_path)])[0][0].ops[0].is_done
     made.entries[0]["profiling_name"] = "nccl:all_reduce"  # there it has run out of time
     made.save(tmp_path)
-    assert not read_dumps([str(tmp_path)])[0][0].ops[0].ended
+    assert not read_dumps([str(tmp_path)])[0][0].ops[0].is_done
 
 
 # ---------------------------------------------------------------- what is refused
@@ -211,6 +211,6 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 
 def test_as_many_entries_as_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder().save(tmp_path)
-    monkeypatch.setattr(flight_recorder, "MOST_ENTRIES", 5)
+    monkeypatch.setattr(flight_recorder, "MAX_ENTRIES", 5)
     with pytest.raises(TraceError):
         read_dumps([str(tmp_path)])

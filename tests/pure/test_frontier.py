@@ -39,49 +39,53 @@ def found(request: pytest.FixtureRequest) -> MemoryFrontier:
 def test_what_fits_a_smaller_limit_fits_a_larger_one(found: MemoryFrontier) -> None:
     limits = [level.limit for level in found.levels]
     assert limits == sorted(set(limits))
-    spans = [level.run.span for level in found.levels]
+    spans = [level.timeline.span for level in found.levels]
     assert spans == sorted(spans, reverse=True)
     for level in found.levels:
-        assert found.memory(level.run) <= level.limit * (1 + 1e-9)
-        assert 0 < level.bound <= level.run.span
-    assert found.complete
+        assert found.measure_memory(level.timeline) <= level.limit * (1 + 1e-9)
+        assert 0 < level.bound <= level.timeline.span
+    assert found.is_complete
 
 
 def test_bounds_descend_to_that_without_a_limit_and_lie_below_all(found: MemoryFrontier) -> None:
     limits, bounds = zip(*found.bounds, strict=True)
     assert limits[-1] == inf and list(limits) == sorted(set(limits))
     assert list(bounds) == sorted(bounds, reverse=True)
-    runs = [*found.runs, *(level.run for level in found.levels)]
+    runs = [*found.timelines, *(level.timeline for level in found.levels)]
     for run in runs:
         for limit, bound in found.bounds:
-            if found.memory(run) <= limit * (1 - 1e-9):
+            if found.measure_memory(run) <= limit * (1 - 1e-9):
                 assert run.span >= bound * (1 - 1e-9)
 
 
 def test_no_run_beside_is_shorter_than_what_is_found_in_its_memory(found: MemoryFrontier) -> None:
-    for run in found.runs:
-        fits = [v.run.span for v in found.levels if v.limit <= found.memory(run) * (1 + 1e-9)]
+    for run in found.timelines:
+        fits = [
+            v.timeline.span
+            for v in found.levels
+            if v.limit <= found.measure_memory(run) * (1 + 1e-9)
+        ]
         assert not fits or min(fits) <= run.span * (1 + 1e-9), run
 
 
 def test_runs_are_those_of_the_zoo() -> None:
     shape, costs = PipelineShape(4, 8), Costs(F=2, I=2, W=1)
     found = memory_frontier(shape, costs, evaluations=200)
-    assert {t.program.name: t.span for t in found.runs} == {
+    assert {t.program.name: t.span for t in found.timelines} == {
         name: simulate(compile(getattr(schedules, name), shape, costs=costs), costs).span
         for name in ("eager_1f1b", "gpipe", "one_f_one_b", "zb_h1", "zb_h2")
     }
     assert (
-        found.levels[-1].run.span == schedir.lower_bound(shape, costs).value
+        found.levels[-1].timeline.span == schedir.lower_bound(shape, costs).value
     )  # and no more is gained
     program = compile(schedules.interleaved, PipelineShape(2, 4, 2))
-    again = memory_frontier(program.shape, evaluations=20, start=[program])
-    assert again.runs[0].program.digest == program.digest
-    whole = memory_frontier(shape, costs, evaluations=20, split=False)
-    assert {"zb_h1", "zb_h2"}.isdisjoint(t.program.name for t in whole.runs)
+    again = memory_frontier(program.shape, evaluations=20, initial_schedules=[program])
+    assert again.timelines[0].program.digest == program.digest
+    whole = memory_frontier(shape, costs, evaluations=20, split_backward=False)
+    assert {"zb_h1", "zb_h2"}.isdisjoint(t.program.name for t in whole.timelines)
     # A whole backward that takes less than its halves is no schedule of these halves.
     cheap = memory_frontier(shape, Costs(F=2, I=2, W=1, B=2.5), evaluations=20)
-    assert {t.program.name for t in cheap.runs} == {"zb_h1", "zb_h2"}
+    assert {t.program.name for t in cheap.timelines} == {"zb_h1", "zb_h2"}
 
 
 @settings(max_examples=8)
@@ -98,8 +102,8 @@ def test_the_same_numbers_give_the_same_frontier(
         for _ in "ab"
     )
     assert one.bounds == other.bounds
-    assert [(v.limit, v.run.program.digest) for v in one.levels] == [
-        (v.limit, v.run.program.digest) for v in other.levels
+    assert [(v.limit, v.timeline.program.digest) for v in one.levels] == [
+        (v.limit, v.timeline.program.digest) for v in other.levels
     ]
 
 
@@ -114,11 +118,11 @@ def test_what_has_no_frontier_is_refused() -> None:
 def test_the_picture_shows_it(found: MemoryFrontier) -> None:
     (axes,) = viz.memory_frontier(found).axes
     (points,) = (c for c in axes.collections if isinstance(c, PathCollection))
-    unit = 1e9 if found.in_bytes else found.shape.stages / found.shape.ranks
+    unit = 1e9 if found.is_in_bytes else found.shape.stages / found.shape.ranks
     assert np.asarray(points.get_offsets()).tolist() == [
-        [found.memory(t) / unit, t.bubble] for t in found.runs
+        [found.measure_memory(t) / unit, t.bubble] for t in found.timelines
     ]
-    assert {text.get_text() for text in axes.texts} == {t.program.name for t in found.runs}
+    assert {text.get_text() for text in axes.texts} == {t.program.name for t in found.timelines}
     (line,) = axes.lines
     x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
     assert (np.diff(y) <= 0).all() and x[-1] == axes.get_xlim()[1]
@@ -130,7 +134,7 @@ def test_the_picture_shows_it(found: MemoryFrontier) -> None:
     for middle, height in zip(between, y, strict=False):
         assert not path.contains_point((middle, height + 1e-6))
         assert path.contains_point((middle, -1e-9 + min(height / 2, 0.001))) or height < 1e-6
-    assert ("GB" in axes.get_xlabel()) == found.in_bytes
+    assert ("GB" in axes.get_xlabel()) == found.is_in_bytes
 
 
 AT = ("search", "--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1", "--max-evaluations=300")
@@ -145,7 +149,7 @@ def test_the_command_tells_and_draws_it(
     facts = json.loads(said(capsys, *AT, "--frontier", "--json"))
     found = memory_frontier(PipelineShape(4, 8), Costs(F=2, I=2, W=1), evaluations=300)
     assert facts["levels"] == [
-        {"limit": v.limit, "span": v.run.span, "bubble": v.run.bubble, "bound": v.bound}
+        {"limit": v.limit, "span": v.timeline.span, "bubble": v.timeline.bubble, "bound": v.bound}
         for v in found.levels
     ]
     assert facts["complete"] and facts["memory"] == "in flight"

@@ -24,7 +24,11 @@ from schedir import (
     to_text,
 )
 from schedir.__main__ import main
-from schedir.analysis.memory.footprint import held, peak_in_flight, peak_versions
+from schedir.analysis.memory.footprint import (
+    compute_footprints,
+    count_peak_versions,
+    peak_in_flight,
+)
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import (
     CompletenessError,
@@ -36,10 +40,10 @@ from schedir.errors import (
 from schedir.io import torch_csv
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
-from schedir.ir.isa.instructions import OF_TRAINED, STEPS, Opcode
-from schedir.ir.pipeline.placement import named_of
+from schedir.ir.isa.instructions import OPTIMIZER_STEP_OPS, TRAINED_STAGE_OPS, Opcode
+from schedir.ir.pipeline.placement import find_named_placement
 from schedir.ir.program import Program
-from schedir.passes.splitting.frozen_stages import without_backwards
+from schedir.passes.splitting.frozen_stages import drop_frozen_backwards
 from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_algebra import B, F, RankSchedule, overlapped_pair
 from schedir.testing import compute_programs, shapes
@@ -84,7 +88,7 @@ def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
         where, v = getattr(source, "placed", ("loop", None))
         shape = PipelineShape(
             2 * data.draw(st.integers(1, 2)), 2 * data.draw(st.integers(1, 3)),
-            v or named_of(where).stages_per_rank, where,
+            v or find_named_placement(where).stages_per_rank, where,
         )  # fmt: skip
     frozen = data.draw(st.integers(0, shape.stages - 1))
     how = {"clip_grad_norm": data.draw(st.booleans()), "tp": data.draw(st.integers(1, 2))}
@@ -95,7 +99,9 @@ def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
     for model in MODELS:
         check(program, model)
         assert verdict(program, model).kind == "ok"
-    assert not [i for s in program.streams for i in s if i.op in OF_TRAINED and i.stage < frozen]
+    assert not [
+        i for s in program.streams for i in s if i.op in TRAINED_STAGE_OPS and i.stage < frozen
+    ]
     gone = {f"{text} {s}" for text in "BIW" for s in range(frozen)}
     assert compute(program) == [
         [i for i in own if i.split(".")[0] not in gone] for own in compute(whole)
@@ -110,7 +116,10 @@ def test_what_it_saves() -> None:
     assert simulate(program, priced).span == 2 + 8 * 3 + 3  # two forwards ahead of 1F1B on two
     assert simulate(whole, priced).span == 33
     assert peak_in_flight(program).tolist() == [0, 0, 2, 1]
-    assert [int(own.kept["saved"][0].max(initial=0)) for own in held(program, sizes)] == [
+    assert [
+        int(own.dynamic_memory["saved"][0].max(initial=0))
+        for own in compute_footprints(program, sizes)
+    ] == [
         0,
         0,
         2,
@@ -137,11 +146,15 @@ def test_several_updates(schedule: Any, frozen_stages: int, clip: bool) -> None:
     for model in MODELS:
         check(program, model)
         assert verdict(program, model).kind == "ok"
-    assert peak_versions(program).tolist() == [1 if r < frozen_stages else 2 for r in range(4)]
-    own = held(program, Sizes(version=1.0, model_states=1.0))
-    assert [rank.fixed["versions"][0] for rank in own][:frozen_stages] == [0] * frozen_stages
+    assert count_peak_versions(program).tolist() == [
+        1 if r < frozen_stages else 2 for r in range(4)
+    ]
+    own = compute_footprints(program, Sizes(version=1.0, model_states=1.0))
+    assert [rank.static_memory["versions"][0] for rank in own][:frozen_stages] == [
+        0
+    ] * frozen_stages
     for stream in program.streams:  # each step stands behind the work of its update
-        steps = [k for k, i in enumerate(stream) if i.op in STEPS]
+        steps = [k for k, i in enumerate(stream) if i.op in OPTIMIZER_STEP_OPS]
         for update, at in enumerate(steps):
             last = max(k for k, i in enumerate(stream) if i.op is O.Forward and i.mb // 4 == update)
             assert last < at
@@ -193,7 +206,7 @@ def test_a_rank_that_only_runs_forwards_ends_its_updates_in_turn(
         mine, PipelineShape(3, 4, optimizer_steps=2, weight_delay=1), frozen_stages=frozen_stages
     )
     for rank, stream in enumerate(program.streams):
-        steps = [(at, i.mb) for at, i in enumerate(stream) if i.op in STEPS]
+        steps = [(at, i.mb) for at, i in enumerate(stream) if i.op in OPTIMIZER_STEP_OPS]
         assert [update for _, update in steps] == [0, 1]
         early = {i.mb for i in stream[steps[0][0] + 1 :] if i.op is O.Forward and i.mb < 2}
         assert not (early and rank < frozen_stages)
@@ -237,7 +250,7 @@ def test_one_weight_is_not_both() -> None:
 
 def test_torch_has_no_such_schedule() -> None:
     program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)
-    for form in torch_csv.FORMS:
+    for form in torch_csv.CSV_FORMATS:
         with pytest.raises(UsageError, match="frozen"):
             torch_csv.to_csv(program, form)
 
@@ -269,7 +282,7 @@ def test_a_draft_may_say_what_is_left_out(schedule: Any, shape: PipelineShape) -
     whole = expand_schedule(schedule, shape)
     assert any(stream.joined.any() for stream in whole.streams)
     said = check_draft(replace(whole, frozen_stages=shape.stages // 2))
-    less = without_backwards(said)
+    less = drop_frozen_backwards(said)
     assert check_draft(less) == less and len(less) < len(said)
     assert (
         simulate(said).program
@@ -289,10 +302,10 @@ def test_greedy_knows_of_it(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     frozen, priced = data.draw(st.integers(0, shape.stages - 1)), data.draw(costs(shape))
     prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "IFW", "WIF"]))
-    limits = [sum(s >= frozen for s in own) for own in shape.stages_of]
+    limits = [sum(s >= frozen for s in own) for own in shape.stages_on_rank]
     found = greedy_schedule(shape, prefer, limits.__getitem__, priced, frozen_stages=frozen)
     program = compile(found, costs=priced)
-    assert program.frozen_stages == frozen and check_draft(found) == without_backwards(found)
+    assert program.frozen_stages == frozen and check_draft(found) == drop_frozen_backwards(found)
     check(program, "blocking_serial")
     assert (peak_in_flight(program) <= limits).all()
 
@@ -334,9 +347,9 @@ def test_compared_schedules_freeze_the_same_part_of_the_model(tmp_path: Path) ->
     file.write_text(to_text(compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)))
     said = {"ranks": 4, "microbatches": 8, "frozen_stages": 2}
     for name in ("one_f_one_b", "interleaved", "dualpipe", "chimera", str(file)):
-        program = Request(Source(name), said, usual={}, share=True).program
+        program = Request(Source(name), said, defaults={}, for_comparison=True).program
         assert 2 * program.frozen_stages == program.shape.stages
     uneven = {**said, "frozen_stages": 1, "placement": (0, 1, 1, 2, 3)}
     with pytest.raises(ShapeError) as caught:
-        _ = Request(Source("gpipe"), uneven, usual={}, share=True).program
+        _ = Request(Source("gpipe"), uneven, defaults={}, for_comparison=True).program
     assert "frozen_stages" in caught.value.fields

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schedir.errors import UsageError
 from schedir.models.gpt_config import GPTConfig, split_heads, split_layers
 from schedir.models.llama_config import LlamaConfig
-from schedir.models.window_config import windows_of
+from schedir.models.window_config import get_windows
 
 
 @given(layers=st.integers(1, 40), stages=st.integers(1, 40))
@@ -68,15 +68,15 @@ def test_a_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_windows_of_layers() -> None:
     """One number is for all, strides are those of windows, and a window over all is none."""
-    assert windows_of(GPTConfig()) == (None,) * 4
-    assert windows_of(GPTConfig(window=32, stride=8)) == ((32, 8),) * 4
-    assert windows_of(GPTConfig(window=128)) == (None,) * 4
-    found = windows_of(GPTConfig(window=(32, 0, 64, 200), stride=32))
+    assert get_windows(GPTConfig()) == (None,) * 4
+    assert get_windows(GPTConfig(window=32, stride=8)) == ((32, 8),) * 4
+    assert get_windows(GPTConfig(window=128)) == (None,) * 4
+    found = get_windows(GPTConfig(window=(32, 0, 64, 200), stride=32))
     assert found == ((32, 32), None, (64, 32), None)
 
 
 @pytest.mark.parametrize("wrong", [{"window": -1}, {"stride": 2}, {"window": (8, 8)}])
 def test_a_llama_has_the_same_windows(wrong: dict[str, Any]) -> None:
-    assert windows_of(LlamaConfig(window=32, stride=8)) == ((32, 8),) * 4
+    assert get_windows(LlamaConfig(window=32, stride=8)) == ((32, 8),) * 4
     with pytest.raises(UsageError, match=next(iter(wrong))):
         LlamaConfig(**wrong)

@@ -46,7 +46,7 @@ def test_whatever_comes_out_is_legal(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     priced = data.draw(costs(shape))
     prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "FWI", "IFW", "IWF", "WFI", "WIF"]))
-    limits = [data.draw(st.integers(len(own), len(own) + 4)) for own in shape.stages_of]
+    limits = [data.draw(st.integers(len(own), len(own) + 4)) for own in shape.stages_on_rank]
     found = greedy_schedule(shape, prefer, limits.__getitem__, priced)
     check(lower(found, priced), "blocking_serial")
     assert (peak_in_flight(found) <= limits).all()

@@ -21,7 +21,7 @@ from schedir import (
     simulate,
 )
 from schedir.compiler.relower import Lowering
-from schedir.predict.calibrate import repriced
+from schedir.predict.calibrate import adjust_for_zero
 from schedir.predict.what_if import SimulatedChange, advise
 from tests.commands import said
 
@@ -53,7 +53,7 @@ def most(change: SimulatedChange) -> float:
 def test_each_change_is_a_simulation_and_none_is_beaten(zero: int) -> None:
     here = run(zero)
     advice = advise(here, COSTS)
-    now, held = advice.now, advice.held
+    now, held = advice.current, advice.memory_changes
     assert now.run.span == here.span and most(now) == here.peak_memory.max()
     assert held
     for one in held:
@@ -62,7 +62,9 @@ def test_each_change_is_a_simulation_and_none_is_beaten(zero: int) -> None:
             (0, "update_end"), (1, "update_end"), (2, "update_end"), (2, "each_backward"),
             (3, "update_end"), (3, "each_backward"),
         }  # fmt: skip
-        again = simulate(program, repriced(COSTS, here.program, program.zero, SIZES), sizes=SIZES)
+        again = simulate(
+            program, adjust_for_zero(COSTS, here.program, program.zero, SIZES), sizes=SIZES
+        )
         assert (again.span, again.peak_memory.max()) == (one.run.span, most(one))
         assert one.run.span < now.run.span or most(one) < most(now)
         assert not any(other.run.span < one.run.span and most(other) <= most(one) for other in held)
@@ -71,18 +73,22 @@ def test_each_change_is_a_simulation_and_none_is_beaten(zero: int) -> None:
 def test_above_a_limit_nothing_is_said() -> None:
     """More memory if it leaves room, and else none."""
     here = run(3, unsharded_stages=1)
-    free = advise(here, COSTS).held
+    free = advise(here, COSTS).memory_changes
     high = 1.1 * max(map(most, free))
-    assert [one.what for one in advise(here, COSTS, memory_limit=high).held] == [
-        one.what for one in free
+    assert [one.description for one in advise(here, COSTS, memory_limit=high).memory_changes] == [
+        one.description for one in free
     ]
-    least = advise(here, COSTS, memory_limit=here.peak_memory.max()).held
+    least = advise(here, COSTS, memory_limit=here.peak_memory.max()).memory_changes
     assert all(most(one) <= here.peak_memory.max() for one in least) and len(least) < len(free)
 
 
 def test_without_replicas_or_sizes_nothing_is_said() -> None:
     def levels(here: Timeline, costs: Costs = COSTS) -> list[str]:
-        return [one.what for one in advise(here, costs).held if "zero" in one.what]
+        return [
+            one.description
+            for one in advise(here, costs).memory_changes
+            if "zero" in one.description
+        ]
 
     assert levels(run(3, dp=1)) == []
     assert levels(run(0, sizes=None)) == []
@@ -92,8 +98,10 @@ def test_without_replicas_or_sizes_nothing_is_said() -> None:
 
 def test_without_sizes_it_is_time_that_is_compared() -> None:
     advice = advise(run(3, sizes=None, unsharded_stages=1), COSTS)
-    assert advice.held and all(one.run.span < advice.base.span for one in advice.held)
-    assert not any("GB" in one.in_words() for one in advice.held)
+    assert advice.memory_changes and all(
+        one.run.span < advice.baseline.span for one in advice.memory_changes
+    )
+    assert not any("GB" in one.describe() for one in advice.memory_changes)
 
 
 # ---------------------------------------------------------------- costs of another level
@@ -104,19 +112,21 @@ def test_an_all_reduce_is_two_halves(whole: float, step: float, dp: int, zero: i
     """arXiv 1910.02054, section 7.1; there and back."""
     program = compile(schedules.gpipe, PipelineShape(2, 2), dp=dp)
     plain = Costs(F=1, B=2, reduce_grads=whole, step=step)
-    costs = repriced(plain, program, zero)
+    costs = adjust_for_zero(plain, program, zero)
     assert costs.reduce_scatter == costs.unshard == pytest.approx(whole / 2)
     assert costs.step == pytest.approx(step / dp)
     there = replace(costs, reduce_grads=None)
-    back = repriced(there, compile(schedules.gpipe, PipelineShape(2, 2), dp=dp, zero=zero), 0)
+    back = adjust_for_zero(
+        there, compile(schedules.gpipe, PipelineShape(2, 2), dp=dp, zero=zero), 0
+    )
     assert back.reduce_grads == pytest.approx(whole) and back.step == pytest.approx(step)
-    assert repriced(plain, program, 0) == plain
+    assert adjust_for_zero(plain, program, 0) == plain
 
 
 def test_what_is_told_stays_and_bytes_say_the_rest() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 2), dp=2)
     plain = Costs(F=1, B=2, reduce_grads=(4, 8), reduce_scatter=3)
-    costs = repriced(plain, program, 1, Sizes(params=(1e9, 2e9), grads=4e9))
+    costs = adjust_for_zero(plain, program, 1, Sizes(params=(1e9, 2e9), grads=4e9))
     assert costs.reduce_scatter == 3 and costs.unshard == (0.5, 2.0)
 
 
@@ -128,7 +138,9 @@ def test_other_plans_keep_no_more_stages_whole_than_they_have() -> None:
     program = compile(schedules.interleaved, PLAN, dp=2, zero=3, unsharded_stages=2)
     lowering = Lowering(program, "per_device")
     assert lowering.options["unsharded_stages"] == 2
-    other = lowering.of(expand_schedule(schedules.one_f_one_b, PipelineShape(2, 6)), COSTS)
+    other = lowering.compile_draft(
+        expand_schedule(schedules.one_f_one_b, PipelineShape(2, 6)), COSTS
+    )
     assert other.zero == 3 and [slots.unsharded_params for slots in other.slots] == [1, 1]
 
 

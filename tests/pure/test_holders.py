@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile, lower
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.pipeline.tied_weights import tied_stages
+from schedir.ir.pipeline.tied_weights import normalize_tied_stages
 from schedir.ir.program import Program, Stream
 from schedir.schedules import chimera, dualpipe
 from schedir.schedules.greedy import greedy_schedule
@@ -47,7 +47,9 @@ def span(
 ) -> float:
     check(program, progress_model, blocking_hosts=blocking_hosts)
     return float(
-        walk(Graph(program, progress_model, blocking_hosts=blocking_hosts), costs).end.max()
+        compute_earliest_times(
+            Graph(program, progress_model, blocking_hosts=blocking_hosts), costs
+        ).end.max()
     )
 
 
@@ -70,7 +72,7 @@ def mirrored(ranks: int, units: int, schedule: Schedule | str, costs: Costs, tie
     if not isinstance(schedule, str):
         return compile(schedule, shape, costs=costs, tied_weights=tied)
     found = greedy_schedule(shape, schedule, lambda rank: 2 + (ranks + rank) // 2, costs)
-    return lower(replace(found, tied_weights=tied_stages(tied, shape)), costs)
+    return lower(replace(found, tied_weights=normalize_tied_stages(tied, shape)), costs)
 
 
 amounts = st.sampled_from([0.0, 0.25, 1.0, 3.0, 10.0])

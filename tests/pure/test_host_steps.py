@@ -24,7 +24,7 @@ from schedir.errors import (
     UsageError,
 )
 from schedir.ir.isa.instructions import Opcode
-from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.schedules import (
     dualpipe,
     forward_only,
@@ -89,7 +89,7 @@ def test_any_draft_has_them_once_and_is_legal(
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
-        assert np.count_nonzero(program.op == op) == shape.holders.size
+        assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
     plain = schedir.compile(draft, shape, **how)
     assert (program.words[~np.isin(program.op, ROWS)] == plain.words).all()
     assert len({program.digest, plain.digest}) == 2
@@ -97,7 +97,7 @@ def test_any_draft_has_them_once_and_is_legal(
 
 def test_what_is_frozen_or_does_not_step_has_none() -> None:
     assert len(names(lowered(frozen_stages=3), 0)) == 3
-    assert not lowered(forward_only, PipelineShape(2, 4)).ops & {*ROWS}
+    assert not lowered(forward_only, PipelineShape(2, 4)).used_opcodes & {*ROWS}
     both = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))  # each holder has its own
     assert len(names(both, 0)) == len(names(both, 1)) == 6
 
@@ -196,10 +196,10 @@ def test_bytes_are_told_by_tier(zero: int) -> None:
     run = schedir.simulate(lowered(**more), Costs(), sizes=sizes)
     for rank, curve in enumerate(run.memory_on("host")):
         own = sum(8 * (s + 1) + 2 + 4 for s in range(rank, 6, 2))
-        assert (curve.held == own / (dp if zero else 1)).all()
+        assert (curve.total == own / (dp if zero else 1)).all()
     for curve in run.memory:
-        assert not {"optimizer", "optimizer in parts"} & curve.kinds.keys()
-        assert not curve.kinds["state"].any()
+        assert not {"optimizer", "optimizer in parts"} & curve.by_kind.keys()
+        assert not curve.by_kind["state"].any()
 
 
 def test_a_limit_of_the_host_counts_what_it_has() -> None:
@@ -234,28 +234,30 @@ def test_gradients_go_under_backwards_and_hosts_step_beside_other_ranks() -> Non
         for states in ("device", "cpu_step")
     ]
     assert spans[1] == spans[0] + 1 + 1 + 0.5
-    idle = by_cause(idleness(schedir.simulate(program, costs)), 1)
+    idle = sum_by_cause(idleness(schedir.simulate(program, costs)), 1)
     assert idle[0, IdleCause.STEP] == 4 and idle[0, IdleCause.OFFLOAD] == 1.5
 
 
 def test_a_cluster_prices_them() -> None:
     made: dict[str, Any] = {
-        "nodes": 1, "gpus_per_node": 4, "flops": 1e15, "memory": "80GB", "hbm": "2TB/s",
-        "nvlink": "300GB/s", "network": "25GB/s", "host": "20GB/s",
+        "nodes": 1, "gpus_per_node": 4, "flops": 1e15, "memory": "80GB", "hbm_bandwidth": "2TB/s",
+        "nvlink_bandwidth": "300GB/s", "network_bandwidth": "25GB/s", "host_bandwidth": "20GB/s",
     }  # fmt: skip
-    node = Cluster(**made | {"dram": "100GB/s"})
+    node = Cluster(**made | {"dram_bandwidth": "100GB/s"})
     sizes = Sizes(activation=1, params=2e9, grads=4e9, optimizer=12e9)
     costs, shape = Costs(F=1, B=2), PipelineShape(2, 4)
     for zero, part in ((0, 1), (1, 2)):
-        found = node.costs(shape, sizes, costs, dp=2, zero=zero, optimizer_placement="cpu_step")
+        found = node.fill_costs(
+            shape, sizes, costs, dp=2, zero=zero, optimizer_placement="cpu_step"
+        )
         assert found.offload_grads == pytest.approx(4e9 / 20e9 / part)
         assert found.reload_weights == pytest.approx(2e9 / 20e9 / part)
         assert found.host_step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 100e9 / part)
         assert found.step == 0 and found.reload_state is None
-    with pytest.raises(UsageError, match="nobody tells dram"):
-        Cluster(**made).costs(shape, sizes, costs, dp=2, optimizer_placement="cpu_step")
+    with pytest.raises(UsageError, match="nobody tells dram_bandwidth"):
+        Cluster(**made).fill_costs(shape, sizes, costs, dp=2, optimizer_placement="cpu_step")
     assert (
-        Cluster(**made).costs(shape, sizes, costs, dp=2, optimizer_placement="host").host_step
+        Cluster(**made).fill_costs(shape, sizes, costs, dp=2, optimizer_placement="host").host_step
         is None
     )
 

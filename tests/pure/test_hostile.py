@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 import schedir
 from schedir.__main__ import main
 from schedir.errors import ConfigError, ParseError, ShapeError, UsageError
-from schedir.io.black_box import BlackBoxSnapshot, boxes
-from schedir.ir.input_trust import MOST
+from schedir.io.black_box import BlackBoxSnapshot, read_black_boxes
+from schedir.ir.input_trust import DEFAULT_MAX_INSTRUCTIONS
 from schedir.ir.program import Program
 from schedir.schedules.schedule_algebra import F
 from schedir.testing import compute_programs
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 from tests.confined import Said, confined
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits as Linux has them")
@@ -190,8 +190,8 @@ def test_a_box_is_an_ordinary_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "0")
     (tmp_path / "1").symlink_to("/dev/zero")
     (tmp_path / "2").write_bytes(b"\0" * 16384)
-    assert boxes(tmp_path) == {}
-    assert BlackBoxSnapshot.unpacked("\u00b2 runs\n".encode() + b"\0" * 16384) is None
+    assert read_black_boxes(tmp_path) == {}
+    assert BlackBoxSnapshot.from_bytes("\u00b2 runs\n".encode() + b"\0" * 16384) is None
 
 
 # ---------------------------------------------------------------- how large, and what may run
@@ -214,15 +214,15 @@ def test_an_option_raises_the_limit(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_program_that_code_builds_has_the_limit_that_trusting_sets() -> None:
-    assert schedir.PipelineShape(1000, 3 * MOST // 1000).stages == 1000
-    with schedir.input_limits(instructions=2 * MOST):
-        assert schedir.PipelineShape(1000, MOST // 999).stages == 1000
-        with schedir.input_limits(code=False), pytest.raises(ShapeError):
-            schedir.PipelineShape(1000, 3 * MOST // 1000)
-        with pytest.raises(ValueError, match=f"{2 * MOST} instructions"):
-            (2 * MOST + 1) * F
-    assert len((2 * MOST + 1) * F) == 2 * MOST + 1
-    with pytest.raises(UsageError), schedir.input_limits(instructions=0):
+    assert schedir.PipelineShape(1000, 3 * DEFAULT_MAX_INSTRUCTIONS // 1000).stages == 1000
+    with schedir.input_limits(max_instructions=2 * DEFAULT_MAX_INSTRUCTIONS):
+        assert schedir.PipelineShape(1000, DEFAULT_MAX_INSTRUCTIONS // 999).stages == 1000
+        with schedir.input_limits(allow_code=False), pytest.raises(ShapeError):
+            schedir.PipelineShape(1000, 3 * DEFAULT_MAX_INSTRUCTIONS // 1000)
+        with pytest.raises(ValueError, match=f"{2 * DEFAULT_MAX_INSTRUCTIONS} instructions"):
+            (2 * DEFAULT_MAX_INSTRUCTIONS + 1) * F
+    assert len((2 * DEFAULT_MAX_INSTRUCTIONS + 1) * F) == 2 * DEFAULT_MAX_INSTRUCTIONS + 1
+    with pytest.raises(UsageError), schedir.input_limits(max_instructions=0):
         pass
 
 
@@ -242,7 +242,11 @@ def test_a_small_file_with_many_instructions_is_refused_before_they_are_made(
     asked = [["check", "a.sched"], ["train", "a.toml"]]
     asked += [["check", "interleaved", "--ranks=2", "--microbatches=1000000"]]
     for said in confined(asked, tmp_path):
-        assert refused(said) and str(MOST) in said.text and "--max-instructions" in said.text
+        assert (
+            refused(said)
+            and str(DEFAULT_MAX_INSTRUCTIONS) in said.text
+            and "--max-instructions" in said.text
+        )
 
 
 def test_a_schedule_without_backwards_is_counted_without_them() -> None:
@@ -262,10 +266,10 @@ def test_a_file_has_the_limit_in_python_too(tmp_path: Path) -> None:
     assert peak < 2**20 and "--max-instructions" in caught.value.hint
     (tmp_path / "a.toml").write_text("[pipeline]\nranks = 4\nmicrobatches = 1000000\n")
     with pytest.raises(ConfigError) as wrong:
-        read(str(tmp_path / "a.toml"))
+        read_config(str(tmp_path / "a.toml"))
     assert "--max-instructions" in wrong.value.hint and wrong.value.line == 3
-    with schedir.input_limits(instructions=10**9):
-        assert read(str(tmp_path / "a.toml")).pipeline.microbatches == 1000000
+    with schedir.input_limits(max_instructions=10**9):
+        assert read_config(str(tmp_path / "a.toml")).pipeline.microbatches == 1000000
 
 
 @given(compute_programs(), st.integers(0, 2))
@@ -274,10 +278,10 @@ def test_no_program_is_refused_for_more_instructions_than_it_has(
 ) -> None:
     frozen_stages = min(frozen_stages, draft.shape.stages - 1)
     program = schedir.compile(replace(draft, frozen_stages=frozen_stages))
-    with schedir.input_limits(instructions=len(program)):
+    with schedir.input_limits(max_instructions=len(program)):
         schedir.compile(replace(draft, frozen_stages=frozen_stages))
-        program.shape.require_room_lowered(
-            trains=program.trains, frozen_stages=program.frozen_stages
+        program.shape.require_lowered_limit(
+            has_backward=program.has_backward, frozen_stages=program.frozen_stages
         )
 
 

@@ -20,8 +20,8 @@ from schedir.ir.cost.sizes import Sizes
 
 DIGITS = "9" * 400  # Python converts it to an int, but not to a float
 CLUSTER = {
-    "nodes": "1", "gpus_per_node": "4", "flops": "1e14", "memory": "8e10", "hbm": "2e12",
-    "nvlink": "3e11", "network": "2e10",
+    "nodes": "1", "gpus_per_node": "4", "flops": "1e14", "memory": "8e10", "hbm_bandwidth": "2e12",
+    "nvlink_bandwidth": "3e11", "network_bandwidth": "2e10",
 }  # fmt: skip
 MODEL = {"layers": "4", "hidden": "64", "heads": "4", "vocab": "128", "sequence": "32"}
 

@@ -78,7 +78,7 @@ TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "a number of slots": (lambda v: replace(PROGRAM, slots=(SlotCounts(1, 1, 1, v),) * 2), (int,)),
     "check on hosts": (lambda v: check(PROGRAM, blocking_hosts=v), ()),
     "simulate on hosts": (lambda v: simulate(PROGRAM, blocking_hosts=v), ()),
-    "simulate, unchecked": (lambda v: simulate(PROGRAM, unchecked=v), ()),
+    "simulate, unchecked": (lambda v: simulate(PROGRAM, skip_checks=v), ()),
     "simulate at": (lambda v: simulate(PROGRAM, v), (Costs, NoneType)),
     "simulate of": (lambda v: simulate(PROGRAM, sizes=v), (Sizes, NoneType)),
     "greedy": (lambda v: greedy_schedule(v, "BF", 4), (PipelineShape,)),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from schedir.training.processes.launcher import BYTES
-from schedir.training.train import _load
+from schedir.training.processes.launcher import MAX_OUTPUT_BYTES
+from schedir.training.train import _import_modules
 
 PASSES_ON = """\
 import subprocess, sys
@@ -36,8 +36,8 @@ def test_lines_have_the_number_of_their_process() -> None:
 def test_more_than_a_bound_is_left_out_and_that_is_said() -> None:
     run = passed_on("for _ in range(50000): print(99 * 'x')")
     lines = run.stdout.splitlines()
-    assert lines[0] == "[3] " + 99 * "x" and len(lines) == BYTES // 100 + 1
-    assert lines[-1] == f"[3] ... more than {BYTES} bytes: the rest is left out"
+    assert lines[0] == "[3] " + 99 * "x" and len(lines) == MAX_OUTPUT_BYTES // 100 + 1
+    assert lines[-1] == f"[3] ... more than {MAX_OUTPUT_BYTES} bytes: the rest is left out"
 
 
 def test_it_comes_as_it_is_printed() -> None:
@@ -56,7 +56,7 @@ def test_nothing_looks_for_garbage_while_a_process_loads(
     monkeypatch.syspath_prepend(tmp_path)
     before = gc.get_freeze_count()
     try:
-        _load(name)
+        _import_modules(name)
     except ImportError:
         assert end
     assert gc.isenabled()

@@ -13,8 +13,16 @@ import pytest
 
 from schedir import PipelineShape, compile, schedules, to_text
 from schedir.__main__ import main
-from schedir.hang_diagnosis.post_mortem import leave_verdict
-from schedir.io.black_box import AT, FOLDER, PROGRAM, BlackBox, BlackBoxField, ProcessPhase, run_of
+from schedir.hang_diagnosis.post_mortem import write_verdict
+from schedir.io.black_box import (
+    BLACK_BOX_DIRECTORY,
+    POSITION_FIELD,
+    PROGRAM_FILE,
+    BlackBox,
+    BlackBoxField,
+    ProcessPhase,
+    compute_run_id,
+)
 from tests.commands import refused
 
 PROGRAM_RUN = compile(schedules.one_f_one_b, PipelineShape(2, 2), progress_model="per_edge")
@@ -25,13 +33,13 @@ Change = Callable[[memoryview], None]
 
 def leave(folder: Path, process: int, at: int, *changes: Change, ago: int = LONG) -> BlackBox:
     """A box of one of two processes that stands in step 3, or what is made of that."""
-    box = BlackBox(folder / FOLDER / str(process), process=process, world=2)
-    (folder / FOLDER / PROGRAM).write_text(to_text(PROGRAM_RUN))
-    box.enter(ProcessPhase.STEP, 3)
-    box.words[AT], box.words[BlackBoxField.ENTERED] = at, monotonic_ns() - ago
-    box.words[BlackBoxField.SINCE] = monotonic_ns() - ago
+    box = BlackBox(folder / BLACK_BOX_DIRECTORY / str(process), process=process, world=2)
+    (folder / BLACK_BOX_DIRECTORY / PROGRAM_FILE).write_text(to_text(PROGRAM_RUN))
+    box.enter_phase(ProcessPhase.STEP, 3)
+    box.values[POSITION_FIELD], box.values[BlackBoxField.PHASE_TIME] = at, monotonic_ns() - ago
+    box.values[BlackBoxField.POSITION_TIME] = monotonic_ns() - ago
     for change in changes:
-        change(box.words)
+        change(box.values)
     return box
 
 
@@ -56,7 +64,7 @@ def test_of_a_run_that_stands_the_cause_and_who_waits(tmp_path: Path, capsys: Ca
         f"  process 0 (pipeline rank 0)  in step 3 at #{at} B 0.0, "
         "waits for process 1 to come to #4 send_grad 1.0"
     ]
-    assert where(capsys, str(tmp_path / FOLDER))[1:] == said[1:]
+    assert where(capsys, str(tmp_path / BLACK_BOX_DIRECTORY))[1:] == said[1:]
     facts = json.loads("\n".join(where(capsys, str(tmp_path), "--json")))
     assert facts["cause"] == {"process": 1, "kind": "busy", "sure": True}
     assert [one["at"] for one in facts["processes"]] == [at, 1] and facts["no_box"] == []
@@ -74,7 +82,7 @@ def test_who_has_died_is_told_apart_from_processes_that_were_ended(
     tmp_path: Path, capsys: Capture
 ) -> None:
     def before(words: memoryview) -> None:
-        words[BlackBoxField.BEAT] -= LONG
+        words[BlackBoxField.HEARTBEAT] -= LONG
 
     leave(tmp_path, 0, 3, gone)
     leave(tmp_path, 1, 1, gone)
@@ -82,18 +90,24 @@ def test_who_has_died_is_told_apart_from_processes_that_were_ended(
     leave(tmp_path, 1, 1, gone, before)
     said = where(capsys, str(tmp_path))
     assert said[0].startswith("process 1 (pipeline rank 1) has died without a word, in step 3")
-    leave_verdict(tmp_path / FOLDER, run_of(os.getppid()), "process 1 had no luck")
+    write_verdict(
+        tmp_path / BLACK_BOX_DIRECTORY, compute_run_id(os.getppid()), "process 1 had no luck"
+    )
     said = where(capsys, str(tmp_path))
     assert said[0] == "process 1 had no luck" and len(said) == 3
-    leave_verdict(tmp_path / FOLDER, 1, "of another run")
+    write_verdict(tmp_path / BLACK_BOX_DIRECTORY, 1, "of another run")
     assert where(capsys, str(tmp_path))[0].startswith("process 1 (pipeline rank 1) has died")
-    leave(tmp_path, 0, 3).say("process 0: why\n  process 1 somewhere", 1)
+    leave(tmp_path, 0, 3).report_failure("process 0: why\n  process 1 somewhere", 1)
     assert where(capsys, str(tmp_path)) == ["process 0: why", "  process 1 somewhere"]
 
 
 def test_boxes_of_an_earlier_run_are_not_looked_at(tmp_path: Path, capsys: Capture) -> None:
     def earlier(words: memoryview) -> None:
-        words[BlackBoxField.RUN], words[BlackBoxField.BORN], words[BlackBoxField.BEAT] = 1, 1, 1
+        (
+            words[BlackBoxField.RUN_ID],
+            words[BlackBoxField.START_TIME],
+            words[BlackBoxField.HEARTBEAT],
+        ) = 1, 1, 1
 
     leave(tmp_path, 0, 3, gone, earlier)
     leave(tmp_path, 1, 1)
@@ -103,8 +117,12 @@ def test_boxes_of_an_earlier_run_are_not_looked_at(tmp_path: Path, capsys: Captu
 
 def test_boxes_of_another_machine(tmp_path: Path, capsys: Capture) -> None:
     def elsewhere(words: memoryview) -> None:
-        words[BlackBoxField.PLACE] = 7
-        for word in (BlackBoxField.ENTERED, BlackBoxField.SINCE, BlackBoxField.BEAT):
+        words[BlackBoxField.NAMESPACE_ID] = 7
+        for word in (
+            BlackBoxField.PHASE_TIME,
+            BlackBoxField.POSITION_TIME,
+            BlackBoxField.HEARTBEAT,
+        ):
             words[word] -= 10**15
 
     leave(tmp_path, 0, 3, elsewhere)
@@ -117,8 +135,8 @@ def test_boxes_of_another_machine(tmp_path: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("word", "value"),
     [
-        (BlackBoxField.WORLD, 2**62),
-        (BlackBoxField.WORLD, 0),
+        (BlackBoxField.WORLD_SIZE, 2**62),
+        (BlackBoxField.WORLD_SIZE, 0),
         (BlackBoxField.PROCESS, 9),
         (BlackBoxField.PROCESS, -1),
         (BlackBoxField.TP, 2**40),

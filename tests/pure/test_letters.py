@@ -17,7 +17,7 @@ from schedir import save_timeline, viz
 from schedir.__main__ import main
 from schedir.compiler.compile import compile, lower
 from schedir.errors import UsageError
-from schedir.io.terminal import painted
+from schedir.io.terminal import color_lines
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
@@ -27,7 +27,7 @@ from schedir.predict.timeline import Timeline
 from schedir.schedules import dualpipe_v, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs
-from schedir.viz.palette import colour, written
+from schedir.viz.palette import choose_box_color, format_hex
 from schedir.viz.terminal_chart import text_chart
 from tests.strategies import costs
 
@@ -51,7 +51,7 @@ def timeline(
 
 
 def test_a_chart_in_letters() -> None:
-    assert painted(text_chart(timeline(ranks=2, m=3, B=2), 60)) == (
+    assert color_lines(text_chart(timeline(ranks=2, m=3, B=2), 60)) == (
         "one_f_one_b, predicted: span 12, bubble 25.0%\n"
         "                                              idle  held\n"
         "rank 0 F0 F1 ......B0--- F2 B1--- ...B2---   25.0%     2\n"
@@ -60,7 +60,7 @@ def test_a_chart_in_letters() -> None:
 
 
 def test_uneven_boxes_fill_the_width() -> None:
-    first = painted(text_chart(timeline(ranks=2, m=3, B=2, send=0.1), 60)).splitlines()[2]
+    first = color_lines(text_chart(timeline(ranks=2, m=3, B=2, send=0.1), 60)).splitlines()[2]
     assert len(first) == 60
 
 
@@ -69,7 +69,7 @@ def test_no_line_is_wider_than_the_terminal(
     draft: Program, data: st.DataObject, width: int
 ) -> None:
     t = simulate(lower(draft), data.draw(costs(draft.shape)))
-    lines = painted(text_chart(t, width)).splitlines()
+    lines = color_lines(text_chart(t, width)).splitlines()
     rows = [line for line in lines if line.startswith("rank ")]
     assert all(len(row) <= max(width, 32) for row in rows)
     assert len(rows) % t.ranks == 0 and len(lines) <= 70
@@ -77,34 +77,34 @@ def test_no_line_is_wider_than_the_terminal(
 
 def test_no_short_box_is_cut() -> None:
     for width in range(30, 140):
-        chart = painted(text_chart(timeline(), width))
+        chart = color_lines(text_chart(timeline(), width))
         assert "mixed" in chart or all(chart.count(f"F{k}") == 4 for k in range(8)), width
 
 
 def test_a_long_run_is_cut_and_a_longer_one_mixed() -> None:
-    one = painted(text_chart(timeline(), 130))
+    one = color_lines(text_chart(timeline(), 130))
     assert one.count("rank 0 ") == 1 and "B7" in one
-    some = painted(text_chart(timeline(), 60))
+    some = color_lines(text_chart(timeline(), 60))
     assert some.count("rank 0 ") == 3 and all(f"F{k}" in some for k in range(8))
-    most = painted(text_chart(timeline(ranks=16, m=200), 80))
+    most = color_lines(text_chart(timeline(ranks=16, m=200), 80))
     assert most.count("rank 0 ") == 1 and "mixed" in most and "F0" not in most
-    assert "one rank in 3 of 100" in painted(text_chart(timeline(ranks=100, m=3), 80))
+    assert "one rank in 3 of 100" in color_lines(text_chart(timeline(ranks=100, m=3), 80))
 
 
 def test_boxes_are_where_they_are() -> None:
     t = timeline(B=2)
-    row = painted(text_chart(t, 33 * 4 + 7 + 13)).splitlines()[2]
+    row = color_lines(text_chart(t, 33 * 4 + 7 + 13)).splitlines()[2]
     for s in t.spans[(t.spans["rank"] == 0) & (t.spans["end"] > t.spans["start"])]:
         at = 7 + 4 * int(s["start"])
         assert row[at : at + 2] == f"{'FB'[s['op']]}{s['mb']}"
-    stages = painted(text_chart(timeline(interleaved, v=2), 300))
+    stages = color_lines(text_chart(timeline(interleaved, v=2), 300))
     assert "F0' " in stages or "F0'-" in stages
     pairs = simulate(compile(dualpipe_v, PipelineShape(4, 10, 2, "vee")))
-    assert painted(text_chart(pairs, 300)).count("F9") >= 4
+    assert color_lines(text_chart(pairs, 300)).count("F9") >= 4
 
 
 def test_runs_without_time_have_a_chart_too() -> None:
-    assert "rank 1" in painted(text_chart(timeline(ranks=2, m=2, F=0, I=0, W=0), 80))
+    assert "rank 1" in color_lines(text_chart(timeline(ranks=2, m=2, F=0, I=0, W=0), 80))
 
 
 def test_draw_without_a_file_draws_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +174,7 @@ def test_what_is_mixed_has_its_colours_where_they_are() -> None:
     rows, columns, _ = pixels.shape
     assert rows % 16 == 0 and columns > 400
     first, last = pixels[0], pixels[rows - rows // 16]
-    forward = tuple(int(written(colour(0, 0, 1))[k : k + 2], 16) for k in (1, 3, 5))
+    forward = tuple(int(format_hex(choose_box_color(0, 0, 1))[k : k + 2], 16) for k in (1, 3, 5))
     assert (first[0] * 255).tolist() == pytest.approx([*forward, 255], abs=2)
     assert last[0, 3] == 0 and last[-1, 3] == 0 and last[columns // 2, 3] == 1
 

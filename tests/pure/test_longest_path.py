@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from schedir import Costs, PipelineShape, compile, schedules, simulate
 from schedir.analysis import numba_jit
 from schedir.analysis.critical_path import longest_path
-from schedir.analysis.critical_path.level_sweep import by_frontiers
-from schedir.analysis.critical_path.longest_path import problem_of
-from schedir.analysis.critical_path.node_loop import LOOPS, LongestPathProblem, by_loop
+from schedir.analysis.critical_path.level_sweep import solve_by_frontiers
+from schedir.analysis.critical_path.longest_path import build_problem
+from schedir.analysis.critical_path.node_loop import LOOPS, LongestPathProblem, solve_by_loop
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.errors import UsageError
@@ -30,9 +30,9 @@ from tests.strategies import with_slots
 def agree(problem: LongestPathProblem) -> bool:
     """Solve it in each way that there is here; returns whether all nodes were reached."""
     problem = problem._replace(edges=[*problem.edges])
-    ways = [by_loop(problem), by_frontiers(problem)]
+    ways = [solve_by_loop(problem), solve_by_frontiers(problem)]
     if (machine_code := numba_jit._compile(LOOPS)) is not None:
-        ways.append(by_loop(problem, machine_code))
+        ways.append(solve_by_loop(problem, machine_code))
     start, turn = ways[0]
     for other_start, other_turn in ways[1:]:
         np.testing.assert_array_equal(turn, other_turn)
@@ -60,7 +60,7 @@ def known(program: Program, rng: random.Random) -> np.ndarray[tuple[int], np.dty
 def test_of_drafts(draft: Program, seed: int) -> None:
     rng = random.Random(seed)
     ends = known(draft, rng) if seed % 3 == 0 else None
-    assert agree(problem_of(Graph(draft), odd(draft.shape, rng), ends))
+    assert agree(build_problem(Graph(draft), odd(draft.shape, rng), ends))
 
 
 CHANGES = ("swap_any", "move_anywhere", "join_computes", "join_transfers", "join_both_sides")
@@ -76,7 +76,7 @@ def test_of_programs(
         program = with_slots(program, rng)
         ends = known(program, rng) if seed % 3 == 0 else None
         graph = Graph(program, progress_model, blocking_hosts=blocking_hosts)
-        event("ends" if agree(problem_of(graph, odd(program.shape, rng), ends)) else "hangs")
+        event("ends" if agree(build_problem(graph, odd(program.shape, rng), ends)) else "hangs")
 
 
 @given(
@@ -123,7 +123,7 @@ def test_of_hubs(readers: list[int], hops: bool, seed: int) -> None:
     problem = LongestPathProblem(parts, np.ones(nodes, bool), rng.random(nodes))
     if hops:
         rank = rng.integers(0, 3, nodes).astype(np.int32)
-        problem = problem._replace(rank=rank, hop=rng.random(nodes))
+        problem = problem._replace(rank=rank, hop_time=rng.random(nodes))
     assert agree(problem)
 
 
@@ -137,9 +137,9 @@ def test_memory_of_a_walk_grows_with_its_edges(hops: bool) -> None:
         [(hub, readers) for hub in hubs], np.ones(nodes, bool), np.ones(nodes)
     )
     if hops:
-        problem = problem._replace(rank=np.zeros(nodes, np.int32), hop=np.ones(nodes))
+        problem = problem._replace(rank=np.zeros(nodes, np.int32), hop_time=np.ones(nodes))
     tracemalloc.start()
-    by_frontiers(problem)
+    solve_by_frontiers(problem)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 200 * sum(map(len, hubs))
@@ -155,9 +155,9 @@ def test_one_that_many_wait_for() -> None:
 def test_of_a_large_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that walks once walks by frontiers; whoever asks for it, by what is numba_jit."""
     program = compile(schedules.interleaved, PipelineShape(8, 64, 2), costs=Costs(send=0.1))
-    assert agree(problem_of(Graph(program), Costs(F=1.1, send=0.3)))
+    assert agree(build_problem(Graph(program), Costs(F=1.1, send=0.3)))
     spans = simulate(program, Costs(F=1.1, send=0.3)).spans
-    monkeypatch.setattr(longest_path, "FEW", 0)
+    monkeypatch.setattr(longest_path, "MAX_LOOP_NODES", 0)
     assert (simulate(program, Costs(F=1.1, send=0.3)).spans == spans).all()
 
 

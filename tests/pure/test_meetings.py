@@ -14,12 +14,12 @@ from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import dualpipe_v, one_f_one_b
 from schedir.testing import random_compute_program
-from schedir.verify.communication import meetings
+from schedir.verify.communication import require_group_members
 from schedir.verify.inspector import Inspector
 
 
 def met(program: Program) -> None:
-    meetings(Inspector(program, InstructionIndex.of(program)))
+    require_group_members(Inspector(program, InstructionIndex.from_program(program)))
 
 
 def without(program: Program, rank: int, what: str) -> Program:
@@ -49,7 +49,7 @@ def test_one_of_two_holders_is_missing(stage: int, side: int) -> None:
     shape = PipelineShape(4, 4, placement="mirror")
     program = compile(random_compute_program(shape, random.Random(1)))
     met(program)
-    rank, other = shape.holders[side, stage], shape.holders[1 - side, stage]
+    rank, other = shape.replica_ranks[side, stage], shape.replica_ranks[1 - side, stage]
     with pytest.raises(UnmatchedTransferError, match=f"meets no other on rank {rank}") as caught:
         met(without(program, rank, f"reduce_replicated_stages {stage}"))
     (site,) = caught.value.sites

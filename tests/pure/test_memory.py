@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.memory.buffer_slots import KINDS, counts
+from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_slots
 from schedir.compiler.compile import check_memory, compile, lower
 from schedir.errors import MemoryLimitError, UsageError, format_bytes
 from schedir.ir.cost.costs import Costs
-from schedir.ir.cost.sizes import Sizes, bytes_of
-from schedir.ir.isa.instructions import ROWS, SENDS, Instr, Opcode, Value
+from schedir.ir.cost.sizes import Sizes, parse_bytes
+from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, Instr, Opcode, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
-from schedir.passes.communication.transfer_overlap import group_opposites
+from schedir.passes.communication.transfer_overlap import group_opposite_transfers
 from schedir.predict.simulate import simulate
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from schedir.schedules.schedule_algebra import F, I, W
@@ -41,7 +41,7 @@ def sizes(draw: st.DrawFn, shape: PipelineShape) -> Sizes:
     names = ("activation", "gradient", "saved", "deferred_wgrad", "model_states")
     given = Sizes(**{name: some() for name in names if draw(st.booleans())})
     if draw(st.booleans()):
-        saved, tape = (given.of(name, shape.stages) for name in ("saved", "deferred_wgrad"))
+        saved, tape = (given.for_stages(name, shape.stages) for name in ("saved", "deferred_wgrad"))
         new = [draw(st.integers(0, int(n))) for n in np.minimum(saved, tape)]
         given = replace(given, saved_and_deferred=tuple(np.maximum(saved, tape) + new))
     return given
@@ -51,12 +51,12 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
     """What a rank holds while each of its instructions runs, by kind; the machine has run."""
     program = machine.program
     shape, stream = program.shape, program.streams[rank]
-    size = {name: given.of(name, shape.stages).tolist() for name in
+    size = {name: given.for_stages(name, shape.stages).tolist() for name in
             ("activation", "gradient", "saved", "deferred_wgrad", "saved_and_deferred",
              "model_states")}  # fmt: skip
     values, at = machine.values(rank), {i: k for k, i in enumerate(stream)}
     number = slots_by_hand(machine, rank)
-    fixed = {"model_states": sum(size["model_states"][s] for s in shape.stages_of[rank])}
+    fixed = {"model_states": sum(size["model_states"][s] for s in shape.stages_on_rank[rank])}
     handed: list[tuple[int, int, float]] = []  # from when until when, and how large
     for kind in SlotCounts._fields:
         most, has = 0.0, set[tuple[int, float]]()  # slots, and their share of a boundary
@@ -67,7 +67,7 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
             whole = size["activation" if kind.startswith("act") else "gradient"][edge]
             out = {"act_out": Opcode.TPScatterAct, "grad_out": Opcode.TPScatterGrad}.get(kind)
             cut = at.get(Instr(out, stage, mb)) if out is not None else None
-            taken = out is None or stream[free].op in SENDS
+            taken = out is None or stream[free].op in SEND_OPS
             if taken:
                 most = max(most, whole)
                 has.add((number[kind, stage, mb], 1 if cut is None else 1 / program.tp))
@@ -76,11 +76,11 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
         fixed[kind] = most * sum(share for _, share in has)
     holds, alive = [], {"saved": 0.0, "deferred_wgrad": 0.0, "handed_over": 0.0}
     for group in machine.groups[rank]:
-        rows = [(ROWS[stream[k].op], stream[k].stage) for k in group]
+        rows = [(INSTRUCTIONS[stream[k].op], stream[k].stage) for k in group]
         alive["handed_over"] += sum(whole for fill, _, whole in handed if fill in group)
         for row, stage in rows:
             for token in (
-                {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.gives} if program.trains else ()
+                {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.gives} if program.has_backward else ()
             ):
                 alive[token.name.lower()] += size[token.name.lower()][stage]
         # What an I reads goes as what it makes comes: together they are less.
@@ -124,7 +124,7 @@ def test_peaks_are_those_counted_by_hand(
 ) -> None:
     program = lower(replace(draft, tp=data.draw(st.sampled_from([1, 2]))))
     if data.draw(st.booleans()):
-        program = group_opposites(program)
+        program = group_opposite_transfers(program)
     program, given = with_slots(program, rng), data.draw(sizes(draft.shape))
     timeline = simulate(program, data.draw(costs(draft.shape)), sizes=given)
     machine = Machine(program, "blocking_serial", Costs())
@@ -134,28 +134,30 @@ def test_peaks_are_those_counted_by_hand(
         holds = by_hand(machine, given, rank)
         total = [sum(kinds.values()) for kinds in holds]
         peaks.append(max(total))
-        assert curve.held.max() == timeline.peak_memory[rank] == max(total)
-        for kind, part in curve.kinds.items():
+        assert curve.total.max() == timeline.peak_memory[rank] == max(total)
+        for kind, part in curve.by_kind.items():
             assert part.max() == max(kinds[kind] for kinds in holds)
-        assert np.array_equal(np.sum([*curve.kinds.values()], axis=0), curve.held)
-        assert curve.held[0] == curve.held[-1]  # nothing is kept from step to step
-        assert (np.diff(curve.times) >= 0).all() and curve.times[0] == timeline.begin
+        assert np.array_equal(np.sum([*curve.by_kind.values()], axis=0), curve.total)
+        assert curve.total[0] == curve.total[-1]  # nothing is kept from step to step
+        assert (np.diff(curve.times) >= 0).all() and curve.times[0] == timeline.start_time
     assert check_memory(program, given, max(peaks)) is program
     if not max(peaks):
         return
     with pytest.raises(MemoryLimitError) as caught:
         check_memory(program, given, max(peaks) - 1)
     error, site = caught.value, caught.value.sites[0]
-    assert error.needs == peaks[site.rank] == sum(size for _, _, size in error.holds)
+    assert error.required_bytes == peaks[site.rank] == sum(size for _, _, size in error.live_values)
     then = by_hand(machine, given, site.rank)[site.index]
-    assert {kind: size for kind, _, size in error.holds} == {k: b for k, b in then.items() if b}
+    assert {kind: size for kind, _, size in error.live_values} == {
+        k: b for k, b in then.items() if b
+    }
 
 
 def test_without_sizes_it_is_in_activations() -> None:
     for schedule, shape in ((zb_h1, PipelineShape(3, 6)), (interleaved, PipelineShape(2, 4, 2))):
         timeline = simulate(compile(schedule, shape))
         assert timeline.peak_memory.tolist() == timeline.peak_in_flight.tolist()
-        assert [c.held.max() for c in timeline.memory] == timeline.peak_in_flight.tolist()
+        assert [c.total.max() for c in timeline.memory] == timeline.peak_in_flight.tolist()
 
 
 def test_what_is_kept_is_there_from_a_start_to_an_end() -> None:
@@ -164,7 +166,7 @@ def test_what_is_kept_is_there_from_a_start_to_an_end() -> None:
     )
     curve = timeline.memory[0]
     assert curve.times.tolist() == [0, 0, 1, 4, 6]
-    assert curve.held.tolist() == [1, 6, 11, 6, 1]
+    assert curve.total.tolist() == [1, 6, 11, 6, 1]
 
 
 def test_what_does_not_train_keeps_nothing() -> None:
@@ -209,38 +211,38 @@ def test_a_split_backward_holds_no_more_than_a_whole_one_unless_told() -> None:
     assert whole.peak_memory.tolist() == [30, 20, 10]
     assert split.peak_memory[0] == 30
     curve = split.memory[0]
-    assert curve.kinds["deferred_wgrad"].max() == 4 and curve.kinds["saved"].max() == 30
+    assert curve.by_kind["deferred_wgrad"].max() == 4 and curve.by_kind["saved"].max() == 30
 
 
 def test_what_is_handed_over_on_a_rank_has_no_slot() -> None:
     """The last rank of a V has the turn of every microbatch, one way and the other."""
     program = compile(zb_v, PipelineShape(2, 8, placement="vee"))
-    assert counts(program)[1, KINDS.index(Value.ACT_OUT)] == 16
+    assert count_slots(program)[1, SLOT_KINDS.index(Value.ACT_OUT)] == 16
     curve = simulate(program, sizes=Sizes(activation=1)).memory[1]
-    assert curve.kinds["act_out"].max() == 8  # what its second stage sends
-    assert curve.kinds["handed_over"].max() == 2  # and not one for each microbatch
+    assert curve.by_kind["act_out"].max() == 8  # what its second stage sends
+    assert curve.by_kind["handed_over"].max() == 2  # and not one for each microbatch
 
 
 def test_what_is_scattered_is_whole_only_before() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 8), tp=4, buffer_sharing="minimal")
     curve = simulate(program, sizes=Sizes(activation=1)).memory[0]
-    assert {kind: part.max() for kind, part in curve.kinds.items() if part.any()} == {
+    assert {kind: part.max() for kind, part in curve.by_kind.items() if part.any()} == {
         "act_out": 0.25, "grad_in": 1, "handed_over": 1
     }  # fmt: skip
 
     program = compile(lambda r, P, m: F + I + W, PipelineShape(1, 1))
     told = Sizes(saved=10, deferred_wgrad=4, saved_and_deferred=12)
     curve = simulate(program, Costs(), sizes=told).memory[0]
-    assert [part.tolist() for part in (curve.times, curve.held)] == [
+    assert [part.tolist() for part in (curve.times, curve.total)] == [
         [0, 0, 1, 2, 2, 3],
         [0, 10, 12, 2, 4, 0],
     ]
-    assert curve.kinds["saved"].tolist() == [0, 10, 10, 0, 0, 0]
+    assert curve.by_kind["saved"].tolist() == [0, 10, 10, 0, 0, 0]
     assert simulate(program, sizes=Sizes(saved=4, deferred_wgrad=10)).peak_memory.tolist() == [10]
     with pytest.raises(MemoryLimitError) as caught:
         check_memory(program, told, 11)
-    assert caught.value.needs == 12 and caught.value.sites[0].index == 1
-    assert caught.value.holds == (("saved", 1, 10.0), ("deferred_wgrad", 1, 2.0))
+    assert caught.value.required_bytes == 12 and caught.value.sites[0].index == 1
+    assert caught.value.live_values == (("saved", 1, 10.0), ("deferred_wgrad", 1, 2.0))
     assert (
         str(caught.value)
         == """\
@@ -270,13 +272,13 @@ def test_what_cannot_be_there_at_once(both: float) -> None:
     ],
 )
 def test_bytes_are_read(text: str, number: float) -> None:
-    assert bytes_of(text) == number
+    assert parse_bytes(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "GB", "4G", "4gb", "-1GB", "nan", "1.2.3", "1 GB x"])
 def test_what_are_no_bytes(text: str) -> None:
     with pytest.raises(ValueError):
-        bytes_of(text)
+        parse_bytes(text)
 
 
 def test_bytes_are_said() -> None:
@@ -348,12 +350,12 @@ def test_what_ranks_hold_together_is_the_sum_at_one_time(
     curves = timeline.memory
     # The last of what changes at a time holds from then on.
     now = [
-        sum(float(c.held[np.searchsorted(c.times, t, "right") - 1]) for c in curves)
+        sum(float(c.total[np.searchsorted(c.times, t, "right") - 1]) for c in curves)
         for t in {*np.concatenate([c.times for c in curves]).tolist()}
     ]
-    assert max(now) <= timeline.peak_together <= timeline.peak_memory.sum()
+    assert max(now) <= timeline.peak_over_all_ranks <= timeline.peak_memory.sum()
     if timeline.ranks == 1:
-        assert timeline.peak_together == timeline.peak_memory[0]
+        assert timeline.peak_over_all_ranks == timeline.peak_memory[0]
 
 
 def test_memory_of_what_is_not_known_is_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile
@@ -23,10 +23,10 @@ from schedir.ir.isa.instructions import Opcode as O
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Proof
 from schedir.ir.text_format import to_text
-from schedir.passes.communication.transfer_overlap import early_receives
+from schedir.passes.communication.transfer_overlap import post_receives_early
 from schedir.predict.simulate import simulate
 from schedir.schedules import interleaved, one_f_one_b
-from schedir.verify.check import check, complete
+from schedir.verify.check import build_complete_graph, check
 from tests.commands import refused as refuses
 from tests.commands import said
 from tests.edits import written
@@ -112,7 +112,7 @@ def test_a_message_whose_ends_are_on_two_communicators_never_meets() -> None:
     ]  # fmt: skip
     for unchecked in (False, True):
         with pytest.raises(ChannelMismatchError):
-            simulate(ALONE, progress_model="torch_lazy", unchecked=unchecked)
+            simulate(ALONE, progress_model="torch_lazy", skip_checks=unchecked)
     assert {model for model in MODELS if not refusal(ALONE, model)} == {*MODELS} - {"torch_lazy"}
     assert verdict(ALONE, "torch_lazy").kind == "hang"
 
@@ -159,20 +159,20 @@ def _agrees(
         act, grad, skip = (
             getattr(eager_messages.sizes, k) for k in ("activation", "gradient", "skip")
         )
-        machine.small, machine.sizes = eager_messages.limit, (act, grad, skip)
+        machine.small, machine.sizes = eager_messages.max_bytes, (act, grad, skip)
     try:
-        graph = complete(program, progress_model, eager_messages=eager_messages)
+        graph = build_complete_graph(program, progress_model, eager_messages=eager_messages)
     except SchedirError:
         return  # the machine takes it that groups can be issued as one
-    reached = walk(graph, priced)
-    assert machine.run() == reached.done.all()
-    event("ends" if reached.done.all() else "hangs")
-    if not reached.done.all():
+    reached = compute_earliest_times(graph, priced)
+    assert machine.run() == reached.is_done.all()
+    event("ends" if reached.is_done.all() else "hangs")
+    if not reached.is_done.all():
         return
-    left = np.zeros(graph.nodes)  # a group is left when all its transfers have ended
-    np.maximum.at(left, graph.enter_leave[1], reached.end)
+    left = np.zeros(graph.node_id_limit)  # a group is left when all its transfers have ended
+    np.maximum.at(left, graph.entry_exit_nodes[1], reached.end)
     for (rank, index), end in machine.ended.items():
-        assert left[graph.enter_leave[1][int(program.offsets[rank]) + index]] == end
+        assert left[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
 
 
 @settings(max_examples=150)
@@ -241,7 +241,7 @@ def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
     }.items():
         for limit in (2, 3, 8, 9):
             graph = Graph(program, eager_messages=EagerMessages(limit, sizes))
-            sends[name, limit] = [str(graph.index.locate(k)[2]) for k in graph.waits_for_nobody]
+            sends[name, limit] = [str(graph.index.locate(k)[2]) for k in graph.eager_sends]
     both, act = ["send_act 0.0", "send_grad 1.0"], ["send_act 0.0"]
     assert sends == {
         ("equal", 2): [], ("equal", 3): both, ("equal", 8): both, ("equal", 9): both,
@@ -250,7 +250,7 @@ def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
     sliced = compile(one_f_one_b, PipelineShape(2, 1), tp=4)
     for limit, number in ((24, 0), (25, 2)):
         graph = Graph(sliced, eager_messages=EagerMessages(limit, Sizes(activation=100.0)))
-        assert len(graph.waits_for_nobody) == number
+        assert len(graph.eager_sends) == number
 
 
 def test_a_proof_says_for_which_limit_it_is() -> None:
@@ -268,8 +268,10 @@ def test_a_proof_says_for_which_limit_it_is() -> None:
 
 def test_no_graph_is_kept_of_a_limit() -> None:
     eager = EagerMessages(1, Sizes(activation=1))
-    assert Graph.of(CROSSED) is Graph.of(CROSSED)
-    assert Graph.of(CROSSED, eager_messages=eager) is not Graph.of(CROSSED, eager_messages=eager)
+    assert Graph.from_program(CROSSED) is Graph.from_program(CROSSED)
+    assert Graph.from_program(CROSSED, eager_messages=eager) is not Graph.from_program(
+        CROSSED, eager_messages=eager
+    )
 
 
 @pytest.mark.parametrize("wrong", [-1, True, "1", float("nan"), float("inf")])
@@ -310,7 +312,7 @@ def _past_first_uses(program: Program, model: str, seed: int) -> bool:
             for i in group:
                 if i.op not in MESSAGES:
                     continue
-                peer = int(shape.rank_at(machine._other(i), i.mb))
+                peer = int(shape.rank_of_stage(machine._other(i), i.mb))
                 acts = (O.SendAct, O.RecvAct, O.SendSkip, O.RecvSkip)
                 kind = "act" if i.op in acts else "grad"
                 way = (rank, peer) if i.op in SENDING else (peer, rank)
@@ -345,7 +347,7 @@ def test_hosts_meet_where_communicators_are_made(seed: int, progress_model: Prog
     rng = random.Random(seed)
     program = legal(rng)
     if rng.random() < 0.7:
-        program = early_receives(reordered(program, rng), "per_edge", rng.randint(1, 3))
+        program = post_receives_early(reordered(program, rng), "per_edge", rng.randint(1, 3))
     if refusal(program, progress_model):
         return
     past = _past_first_uses(program, progress_model, seed)
@@ -364,7 +366,7 @@ def test_a_ring_of_receives_that_are_posted_first() -> None:
     check(RING, "per_pair")
     error = refused(RING, "per_pair", lazy_communicators=True)
     assert isinstance(error, DeadlockError)
-    assert [(w.rank, str(w.instr), w.needs_rank, w.stands_at) for w in error.cycle] == [
+    assert [(w.rank, str(w.instr), w.needed_rank, w.current_index) for w in error.cycle] == [
         (0, "recv_act 4.0", 3, 0), (3, "recv_act 3.0", 2, 0),
         (2, "recv_act 2.0", 1, 0), (1, "recv_act 1.0", 0, 0),
     ]  # fmt: skip

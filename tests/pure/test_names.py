@@ -15,10 +15,17 @@ import pytest
 
 import schedir
 from schedir.analysis.progress_models import MODELS
-from schedir.commands.common.program_options import ALL
-from schedir.ir.isa.instructions import ROWS
-from schedir.retired_names import COSTS, INSTRUCTIONS, NAMES, RETIRED, SIZES, VALUES
-from schedir.training.config.settings_table import settings
+from schedir.commands.common.program_options import PROGRAM_OPTIONS
+from schedir.ir.isa.instructions import INSTRUCTIONS
+from schedir.retired_names import (
+    RENAMED_COSTS,
+    RENAMED_FIELDS,
+    RENAMED_INSTRUCTIONS,
+    RENAMED_SIZES,
+    RENAMED_VALUES,
+    RETIRED_HINTS,
+)
+from schedir.training.config.settings_table import list_settings
 from tests.pure.test_layout import MODULES, ROOT
 
 # A folder fits on a screen, with the exceptions and their reasons.
@@ -125,28 +132,34 @@ def test_a_module_does_not_hide_a_function(name: str) -> None:
     inside |= {path.parent.name for path in folder.glob("*/__init__.py")}
     functions = exported(MODULES[name]) & inside
     if name == "schedir":  # it exports modules, too
-        functions = {each for each in functions if ":" in schedir._HOME[each]}
+        functions = {each for each in functions if ":" in schedir._LAZY_IMPORTS[each]}
     assert not functions
 
 
 def test_no_option_has_a_retired_name() -> None:
     """In Python, after `-O`, in a configuration, and in the text of a program."""
-    options = {*ALL, *signature(schedir.compile).parameters, *signature(schedir.check).parameters}
-    assert options.isdisjoint(NAMES)
-    found = {f"{section}.{one.name}" for section, (_, own) in settings().items() for one in own}
-    assert found.isdisjoint(RETIRED)
-    assert {row.text for row in ROWS}.isdisjoint(INSTRUCTIONS)
-    assert {f.name for f in fields(schedir.Costs)}.isdisjoint(COSTS)
-    assert {f.name for f in fields(schedir.Sizes)}.isdisjoint(SIZES)
-    assert {*MODELS}.isdisjoint(VALUES["progress_model"])
+    options = {
+        *PROGRAM_OPTIONS,
+        *signature(schedir.compile).parameters,
+        *signature(schedir.check).parameters,
+    }
+    assert options.isdisjoint(RENAMED_FIELDS)
+    found = {
+        f"{section}.{one.name}" for section, (_, own) in list_settings().items() for one in own
+    }
+    assert found.isdisjoint(RETIRED_HINTS)
+    assert {row.text for row in INSTRUCTIONS}.isdisjoint(RENAMED_INSTRUCTIONS)
+    assert {f.name for f in fields(schedir.Costs)}.isdisjoint(RENAMED_COSTS)
+    assert {f.name for f in fields(schedir.Sizes)}.isdisjoint(RENAMED_SIZES)
+    assert {*MODELS}.isdisjoint(RENAMED_VALUES["progress_model"])
 
 
 def test_every_retired_name_leads_to_one_that_there_is() -> None:
     shape = {"shape", "progress_model", "blocking_hosts", "memory_limit", "buffer_sharing"}
     hosts = {*signature(schedir.check).parameters}
-    assert {*NAMES.values()} <= {*ALL} | shape | hosts
-    texts = {row.text for row in ROWS}
-    assert {*INSTRUCTIONS.values()} <= texts
-    assert {*COSTS.values()} - texts <= {f.name for f in fields(schedir.Costs)}
-    assert {*SIZES.values()} <= {f.name for f in fields(schedir.Sizes)}
-    assert {*VALUES["progress_model"].values()} == {*MODELS}
+    assert {*RENAMED_FIELDS.values()} <= {*PROGRAM_OPTIONS} | shape | hosts
+    texts = {row.text for row in INSTRUCTIONS}
+    assert {*RENAMED_INSTRUCTIONS.values()} <= texts
+    assert {*RENAMED_COSTS.values()} - texts <= {f.name for f in fields(schedir.Costs)}
+    assert {*RENAMED_SIZES.values()} <= {f.name for f in fields(schedir.Sizes)}
+    assert {*RENAMED_VALUES["progress_model"].values()} == {*MODELS}

@@ -22,7 +22,7 @@ from schedir.errors import (
     OrderError,
 )
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import ROWS
+from schedir.ir.isa.instructions import INSTRUCTIONS
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from tests.mutants import mutate
@@ -57,7 +57,7 @@ def explicit(program: Program, progress_model: ProgressModel, costs: Costs) -> n
                 for giver, at in machine._needs(rank, own[k]) + needs:
                     done = ("complete", giver, machine._group_of(giver, at))
                     graph.add_edge(done, posted, weight=0.0)
-                if ROWS[own[k].op].partner is None:
+                if INSTRUCTIONS[own[k].op].partner is None:
                     graph[posted][complete]["weight"] += machine._cost(rank, own[k])
                     continue
                 partners = machine._partners(rank, own[k])
@@ -105,7 +105,7 @@ def test_networkx_says_the_same(seed: int, name: str, progress_model: ProgressMo
     program = with_slots(program, random.Random(seed))
     priced = whole_costs(random.Random(seed), program.shape.stages)
     try:
-        span = simulate(program, priced, progress_model=progress_model, unchecked=True).span
+        span = simulate(program, priced, progress_model=progress_model, skip_checks=True).span
     except (DeadlockError, ChannelMismatchError, OrderError):  # the last where one rank is all
         event("deadlock")
         assert not nx.is_directed_acyclic_graph(explicit(program, progress_model, priced))

@@ -12,25 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, OrderError, ShapeError, SlotError, UsageError
 from schedir.io import torch_csv
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.costs import Costs
-from schedir.ir.cost.sizes import Sizes, ample
+from schedir.ir.cost.sizes import Sizes, add_tolerance
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
-from schedir.schedules import built_in, forward_only, gpipe, interleaved, one_f_one_b
+from schedir.schedules import forward_only, get_built_in_schedules, gpipe, interleaved, one_f_one_b
 from schedir.verify.check import check
 from tests.laws import ZOO, least, shape_of
 
 SIZES = Sizes(saved=10, checkpoint=1)
 COSTS = Costs(F=1, I=1, W=1, offload=1, reload=1, offload_to_disk=0.5, reload_from_disk=0.5)
-TRAINED = {name: each for name, each in ZOO.items() if each is not built_in()["forward_only"]}
+TRAINED = {
+    name: each for name, each in ZOO.items() if each is not get_built_in_schedules()["forward_only"]
+}
 
 
 def moved(program: Program, op: Opcode = Opcode.Offload) -> list[list[tuple[int, int]]]:
@@ -70,7 +72,7 @@ def test_memory_is_that_counted_by_hand() -> None:
     ]
     assert [run.span for run in runs] == [27, 27, 27]
     assert [run.peak_memory.tolist() for run in runs] == [[80, 80], [20, 30], [50, 60]]
-    host = [max(curve.held) for curve in runs[1].memory_on("host")]
+    host = [max(curve.total) for curve in runs[1].memory_on("host")]
     assert host == [80, 70]
 
 
@@ -102,8 +104,8 @@ def test_spilled_goes_on_and_comes_back_through_the_host() -> None:
     assert moved(program, Opcode.OffloadToDisk) == moved(program, Opcode.ReloadFromDisk)
     assert {mb for own in moved(program, Opcode.OffloadToDisk) for _, mb in own} == {0, 2, 4, 6}
     run = simulate(program, COSTS, sizes=SIZES)
-    assert max(max(curve.held) for curve in run.memory_on("disk")) == 40
-    assert all(curve.held[-1] == 0 for curve in run.memory_on("host"))
+    assert max(max(curve.total) for curve in run.memory_on("disk")) == 40
+    assert all(curve.total[-1] == 0 for curve in run.memory_on("host"))
 
 
 def test_what_is_recomputed_moves_its_checkpoint() -> None:
@@ -111,7 +113,7 @@ def test_what_is_recomputed_moves_its_checkpoint() -> None:
         gpipe, PipelineShape(2, 4), costs=COSTS, offload="all", recompute="all", debug=True
     )
     run = simulate(program, COSTS, sizes=SIZES)
-    assert max(run.memory_on("host")[0].held) <= 4 * 1
+    assert max(run.memory_on("host")[0].total) <= 4 * 1
     order = [i.op.name for i in program.streams[0] if i.mb == 1 and i.op.name != "SendAct"]
     assert order[:4] == ["Forward", "Offload", "Reload", "Recompute"]
 
@@ -195,28 +197,29 @@ def test_no_choice_of_the_same_kind_is_much_better(schedule: Any, limit: int) ->
 # ---------------------------------------------------------------- what it costs
 
 
-NODE = Cluster(1, 2, flops=1e12, memory=80e9, hbm=1e12, nvlink=1e11, network=1e10, host=1e10,
-               disk=1e9, latency=1e-3)  # fmt: skip
+NODE = Cluster(1, 2, flops=1e12, memory=80e9, hbm_bandwidth=1e12, nvlink_bandwidth=1e11,
+    network_bandwidth=1e10, host_bandwidth=1e10,
+               disk_bandwidth=1e9, latency=1e-3)  # fmt: skip
 
 
 def test_a_cluster_prices_moves_by_their_bytes() -> None:
     sizes = Sizes(activation=1e6, saved=(1e9, 2e9), params=1, grads=1, checkpoint=1e8)
     told = Costs(F=0.1, B=0.2)
-    found = NODE.costs(PipelineShape(2, 4), sizes, told, offload=True, offload_to_disk=True)
+    found = NODE.fill_costs(PipelineShape(2, 4), sizes, told, offload=True, offload_to_disk=True)
     assert found.offload == found.reload == (0.101, 0.201)
     assert found.offload_to_disk == found.reload_from_disk == (1.001, 2.001)
-    again = NODE.costs(PipelineShape(2, 2), sizes, told, offload=True, recomputed=[(0, 1)])
+    again = NODE.fill_costs(PipelineShape(2, 2), sizes, told, offload=True, recomputed=[(0, 1)])
     assert again.offload == ((0.101, 0.011), (0.201, 0.201)) and again.offload_to_disk is None
-    own = NODE.costs(PipelineShape(2, 4), sizes, replace(told, offload=3.0), offload=True)
+    own = NODE.fill_costs(PipelineShape(2, 4), sizes, replace(told, offload=3.0), offload=True)
     assert own.offload == 3.0 and own.reload == (0.101, 0.201)
     with pytest.raises(UsageError, match="bytes of saved, which nobody tells"):
-        NODE.costs(PipelineShape(2, 4), replace(sizes, saved=0.0), told, offload=True)
+        NODE.fill_costs(PipelineShape(2, 4), replace(sizes, saved=0.0), told, offload=True)
     with pytest.raises(UsageError, match="nobody tells disk"):
-        replace(NODE, disk=None).costs(
+        replace(NODE, disk_bandwidth=None).fill_costs(
             PipelineShape(2, 4), sizes, told, offload=True, offload_to_disk=True
         )
     with pytest.raises(UsageError, match="host"):
-        replace(NODE, host=0)
+        replace(NODE, host_bandwidth=0)
 
 
 def test_the_command_says_what_is_free(capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,12 +276,15 @@ def test_limits_hold_whatever_takes_how_long(
         names = ("F", "I", "W", "send", "offload", "reload", "offload_to_disk", "reload_from_disk")
         costs = Costs(**{name: data.draw(TIMES, label=name) for name in names})
         run = simulate(program, costs, sizes=SIZES)
-        assert run.peak_memory.max() <= ample(limit)
-        assert all(max(curve.held) <= ample(host) for curve in run.memory_on("host"))
+        assert run.peak_memory.max() <= add_tolerance(limit)
+        assert all(max(curve.total) <= add_tolerance(host) for curve in run.memory_on("host"))
 
 
 def peaks(program: Program, tier: str) -> list[float]:
-    return [float(own.bytes.max()) for own in held(program, SIZES, tier, late=True)]
+    return [
+        float(own.total_bytes.max())
+        for own in compute_footprints(program, SIZES, tier, worst_case=True)
+    ]
 
 
 # ---------------------------------------------------------------- what is refused
@@ -329,7 +335,7 @@ def test_what_the_host_cannot_hold_is_refused_by_rank() -> None:
             sizes=SIZES,
             host_memory_limit=5,
         )
-    assert caught.value.tier == "host" and caught.value.holds[0][0] == "saved"
+    assert caught.value.tier == "host" and caught.value.live_values[0][0] == "saved"
     assert "offload_to_disk" in caught.value.hint
 
 
@@ -347,12 +353,12 @@ def test_forwards_alone_save_nothing() -> None:
 
 
 def test_a_program_says_what_it_was_lowered_with() -> None:
-    from schedir.compiler.relower import compute_of, options_of
+    from schedir.compiler.relower import extract_compute, infer_options
 
     program = compile(
         interleaved, PipelineShape(2, 4, 2), costs=COSTS, offload="half", offload_to_disk=[0]
     )
-    again = compile(compute_of(program), costs=COSTS, **options_of(program, "per_device"))
+    again = compile(extract_compute(program), costs=COSTS, **infer_options(program, "per_device"))
     assert moved(again) == moved(program)
     assert moved(again, Opcode.ReloadFromDisk) == moved(program, Opcode.ReloadFromDisk)
     assert np.array_equal(again.slots, program.slots)
@@ -391,7 +397,7 @@ def test_what_is_said_in_other_forms_is_the_same() -> None:
 def test_torch_has_no_moves() -> None:
     """Its file would say less, and its run hold what this program moves away."""
     program = compile(one_f_one_b, PipelineShape(2, 4), costs=COSTS, offload="all")
-    for form in torch_csv.FORMS:
+    for form in torch_csv.CSV_FORMATS:
         with pytest.raises(UsageError, match="offloads what forwards saved"):
             torch_csv.to_csv(program, form)
 

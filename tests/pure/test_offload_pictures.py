@@ -12,8 +12,8 @@ from schedir import Costs, PipelineShape, Sizes, Timeline, check, compile, sched
 from schedir.errors import UsageError
 from schedir.io import perfetto
 from schedir.ir.isa.instructions import LANES, Lane, Opcode
-from schedir.viz.layout import CURVE
-from schedir.viz.palette import NIGHT, PALETTES, colour, lightness, written
+from schedir.viz.layout import CURVE_HEIGHT
+from schedir.viz.palette import DARK_PALETTE, PALETTES, choose_box_color, format_hex, lightness
 from tests.offloaded import offloaded
 
 COSTS = Costs(
@@ -32,8 +32,8 @@ def run(*, spilled: bool = False, ranks: int = 4) -> Timeline:
 
 @pytest.mark.parametrize("name", [*PALETTES, "night"])
 def test_moves_are_told_apart_in_every_palette(name: str) -> None:
-    palette = NIGHT if name == "night" else PALETTES[name]
-    light = {op: lightness(written(colour(op, 0, 1, palette))) for op in MOVES}
+    palette = DARK_PALETTE if name == "night" else PALETTES[name]
+    light = {op: lightness(format_hex(choose_box_color(op, 0, 1, palette))) for op in MOVES}
     assert len({*light.values()}) == len(MOVES)
     out, back, spill, fetch = (light[op] for op in MOVES)
     assert min(abs(out - back), abs(spill - fetch), abs(out - spill)) > 10, light
@@ -51,7 +51,7 @@ def test_a_chart_has_lanes_and_a_curve_for_each_tier(spilled: bool) -> None:
     names = ["in flight", "memory", "host", *["disk"] * spilled]
     assert sorted(name for name, _, _ in tiers) == sorted(4 * names)
     for tier in names[2:]:
-        most = [f"≤ {c.held.max() / 1e6:g} MB" for c in run(spilled=spilled).memory_on(tier)]
+        most = [f"≤ {c.total.max() / 1e6:g} MB" for c in run(spilled=spilled).memory_on(tier)]
         assert [told for name, _, told in tiers if name == tier] == most
     # Curves lie in the row of their rank, and there is room for as many.
     sheet = axes.get_ylim()[0] / 4
@@ -76,7 +76,7 @@ def test_limits_are_lines_on_the_tiers_that_they_are_of() -> None:
     assert len(both) == 8 and len({round(y, 6) for y in both}) == 8
     # To the scale of the curve: as high as its peak, 10 MB, half as high, or alone at the top.
     low, peak, above = (np.array(dashed(host=size)) for size in (5e6, 1e7, 2e7))
-    assert low - peak == pytest.approx(CURVE / 2) and above == pytest.approx(peak)
+    assert low - peak == pytest.approx(CURVE_HEIGHT / 2) and above == pytest.approx(peak)
     (legend,) = viz.gantt(run(), show="memory", limits={"device": 1e8}).legends
     assert "limit of memory" in [t.get_text() for t in legend.get_texts()]
     for wrong in ({"gpu": 1}, {"host": -1}, {"device": "5GB"}, 5):
@@ -100,7 +100,7 @@ def test_letters_count_what_is_elsewhere() -> None:
     for rank, line in enumerate(lines[2:]):
         held = [f"{4 - rank}"]
         for tier in ("host", "disk"):
-            held.append(f"{max(run(spilled=True).memory_on(tier)[rank].held) / 1e7:.0f}")
+            held.append(f"{max(run(spilled=True).memory_on(tier)[rank].total) / 1e7:.0f}")
         assert line.split()[-3:] == held
     assert max(map(len, lines)) <= 300
     narrow = ["".join(t for t, _ in line) for line in viz.text_chart(run(spilled=True), 70)]
@@ -119,7 +119,7 @@ def test_a_page_has_all_lanes_and_tiers() -> None:
 
 
 def test_a_trace_counts_bytes_on_each_tier() -> None:
-    events = json.loads(perfetto.text(run(spilled=True)))["traceEvents"]
+    events = json.loads(perfetto.to_json(run(spilled=True)))["traceEvents"]
     threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"d2h", "h2d", "disk"} <= threads
     slices = {e["name"].split()[0] for e in events if e["ph"] == "X"}
@@ -127,4 +127,4 @@ def test_a_trace_counts_bytes_on_each_tier() -> None:
     for tier, name in ("device", "bytes"), ("host", "bytes on host"), ("disk", "bytes on disk"):
         for rank, curve in enumerate(run(spilled=True).memory_on(tier)):
             own = [e for e in events if e["name"] == name and e["pid"] == rank]
-            assert max(sum(e["args"].values()) for e in own) == curve.held.max()
+            assert max(sum(e["args"].values()) for e in own) == curve.total.max()

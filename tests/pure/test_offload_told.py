@@ -25,7 +25,7 @@ from schedir import (
 from schedir.__main__ import main
 from schedir.errors import MemoryLimitError
 from schedir.ir.isa.instructions import Opcode
-from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.what_if import Advice, advise
 from tests.offloaded import offloaded
 
@@ -36,7 +36,7 @@ def run(costs: Costs, *, spilled: bool = False, **options: object) -> Timeline:
 
 
 def causes(timeline: Timeline) -> dict[IdleCause, float]:
-    table = by_cause(idleness(timeline), timeline.ranks).sum(0)
+    table = sum_by_cause(idleness(timeline), timeline.ranks).sum(0)
     return {c: round(float(table[c]), 9) for c in IdleCause if table[c]}
 
 
@@ -79,7 +79,7 @@ def test_a_forward_that_waits_for_room_waits_for_the_offload_that_leaves_it() ->
 def test_free_copies_are_tried_and_free_snapshots_are_not_they() -> None:
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=0.1)
     timeline = run(costs, checkpoint_snapshots=True)
-    told = {change.what: change.saves for change in advise(timeline, costs).changes}
+    told = {change.description: change.saved_share for change in advise(timeline, costs).changes}
     (copies,) = [saves for what, saves in told.items() if "copies to the host" in what]
     (kept,) = [saves for what, saves in told.items() if "snapshots" in what]
     free = simulate(timeline.program, Costs(F=1, B=2, snapshot=0.1))
@@ -100,10 +100,10 @@ def advice_of(costs: Costs, limit: float | None = None, **options: Any) -> Advic
 
 def test_offload_is_proposed_if_it_takes_no_time() -> None:
     advice = advice_of(PRICED)
-    (best,) = [change for change in advice.held if change.what == 'offload="all"']
-    assert best.run.span == advice.base.span
-    assert best.memory["device"] < advice.now.memory["device"] and best.memory["host"] > 0
-    for change in advice.held:  # each is what compile makes of its options
+    (best,) = [change for change in advice.memory_changes if change.description == 'offload="all"']
+    assert best.run.span == advice.baseline.span
+    assert best.memory["device"] < advice.current.memory["device"] and best.memory["host"] > 0
+    for change in advice.memory_changes:  # each is what compile makes of its options
         options = {k: v for k, v in change.row.options.items() if v is not None}
         program = compile(schedules.gpipe, PipelineShape(2, 8), costs=PRICED, **options)
         assert program == change.run.program
@@ -112,29 +112,33 @@ def test_offload_is_proposed_if_it_takes_no_time() -> None:
 def test_what_takes_more_time_and_memory_than_another_is_not_proposed() -> None:
     slow = replace(PRICED, offload=6, reload=6)
     advice = advice_of(slow)
-    assert [change.what for change in advice.held] == ['recompute="all"']
-    first, *_ = advice_of(slow, offload=[0, 1]).held
-    assert first.what == "all kept" and first.saves > 0
-    most = [change.memory["device"] for change in advice_of(PRICED).held]
+    assert [change.description for change in advice.memory_changes] == ['recompute="all"']
+    first, *_ = advice_of(slow, offload=[0, 1]).memory_changes
+    assert first.description == "all kept" and first.saved_share > 0
+    most = [change.memory["device"] for change in advice_of(PRICED).memory_changes]
     assert most == sorted(most, reverse=True) and len({*most}) == len(most)
 
 
 def test_within_a_limit_is_proposed_what_fits() -> None:
     advice = advice_of(PRICED, limit=35)
-    assert not advice.fits and any("offload" in change.what for change in advice.held)
-    assert all(change.memory["device"] <= 35 for change in advice.held)
-    first, *_ = advice_of(PRICED, limit=50).held  # the same time as "all", and fewer copies
-    assert first.what == 'offload="fit"' and first.run.span == advice.base.span
+    assert not advice.fits_memory and any(
+        "offload" in change.description for change in advice.memory_changes
+    )
+    assert all(change.memory["device"] <= 35 for change in advice.memory_changes)
+    first, *_ = advice_of(
+        PRICED, limit=50
+    ).memory_changes  # the same time as "all", and fewer copies
+    assert first.description == 'offload="fit"' and first.run.span == advice.baseline.span
     advice = advice_of(PRICED, limit=5)
-    assert not advice.fits and not advice.held
-    assert advice_of(PRICED, limit=500).fits
+    assert not advice.fits_memory and not advice.memory_changes
+    assert advice_of(PRICED, limit=500).fits_memory
 
 
 def test_nothing_is_claimed_of_copies_without_costs_or_sizes() -> None:
     program, free = compile(schedules.gpipe, PipelineShape(2, 8)), Costs(F=1, B=2)
-    held = advise(simulate(program, free, sizes=SIZES), free).held
-    assert not any("offload" in change.what for change in held)
-    assert advise(simulate(program, PRICED), PRICED).held == []  # no sizes
+    held = advise(simulate(program, free, sizes=SIZES), free).memory_changes
+    assert not any("offload" in change.description for change in held)
+    assert advise(simulate(program, PRICED), PRICED).memory_changes == []  # no sizes
 
 
 def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +188,9 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
 def test_what_is_named_for_nothing_is_told(how: dict[str, Any], told: str) -> None:
     with pytest.warns(UserWarning, match=told):
         program = compile(schedules.one_f_one_b, PipelineShape(4, 8), **how)
-    assert Opcode.Offload in program.ops and Opcode.OffloadToDisk not in program.ops
+    assert (
+        Opcode.Offload in program.used_opcodes and Opcode.OffloadToDisk not in program.used_opcodes
+    )
 
 
 def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from schedir.compiler.compile import lower
 from schedir.errors import CostsError, UsageError
 from schedir.ir.isa.instructions import FORWARD
 from schedir.ir.program import Program
-from schedir.predict.cpu_contention import WORK, on_processors
+from schedir.predict.cpu_contention import CPU_LANES, simulate_on_cpus
 from tests import strategies
 
 PROCESSORS = st.sampled_from([0.5, 1, 1.5, 2, 3, 7])
@@ -33,7 +33,7 @@ def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
 def given_work(timeline: Timeline, processors: float) -> Any:
     """What each compute has been given until its end, and what all were, by the speeds of all."""
     spans = timeline.spans
-    computes = np.isin(spans["lane"], WORK)
+    computes = np.isin(spans["lane"], CPU_LANES)
     times = np.unique([spans["start"], spans["end"]])
     total, each = 0.0, np.zeros(len(spans))
     for a, b in pairwise(times.tolist()):
@@ -49,7 +49,7 @@ def test_shares(data: st.DataObject) -> None:
     program, costs = data.draw(priced())
     processors = data.draw(PROCESSORS)
     alone = simulate(program, costs, progress_model="per_edge", blocking_hosts=True)
-    shared = on_processors(program, costs, processors)
+    shared = simulate_on_cpus(program, costs, processors)
     each, total, computes = given_work(shared, processors)
     cost = alone.spans["end"] - alone.spans["start"]
     np.testing.assert_allclose(each[computes], cost[computes], atol=1e-9)
@@ -61,7 +61,9 @@ def test_shares(data: st.DataObject) -> None:
     # Graham, "Bounds on multiprocessing timing anomalies" (1969): a processor stands idle only
     # while the longest path goes on.
     assert shared.span <= work / processors + alone.span / min(1, processors) + 1e-9
-    latest = Graph.of(program, "per_edge", blocking_hosts=True).latest(shared.spans["end"])
+    latest = Graph.from_program(program, "per_edge", blocking_hosts=True).find_last_predecessors(
+        shared.spans["end"]
+    )
     ended = np.where(latest < 0, 0.0, shared.spans["end"][latest])
     np.testing.assert_allclose(shared.spans["start"], ended, atol=1e-9)
 
@@ -70,14 +72,14 @@ def test_shares(data: st.DataObject) -> None:
 def test_enough_processors_are_no_limit(data: st.DataObject) -> None:
     program, costs = data.draw(priced())
     alone = simulate(program, costs, progress_model="per_edge", blocking_hosts=True)
-    shared = on_processors(program, costs, program.shape.ranks)
+    shared = simulate_on_cpus(program, costs, program.shape.ranks)
     assert shared.spans.tolist() == alone.spans.tolist()
 
 
 def test_other_ranks_go_faster_while_one_waits() -> None:
     """Two ranks of one processor: a rank has half of it while both compute."""
     program = compile(schedules.one_f_one_b, PipelineShape(2, 2))
-    timeline = on_processors(program, Costs(F=1, B=2), 1)
+    timeline = simulate_on_cpus(program, Costs(F=1, B=2), 1)
     assert timeline.span == 2 * 2 * 3  # nobody idles
     forwards = [i for i in timeline.spans[timeline.spans["rank"] == 0] if i["op"] == FORWARD]
     # The first alone; the second beside the first of the other rank.
@@ -88,10 +90,10 @@ def test_other_ranks_go_faster_while_one_waits() -> None:
 def test_what_is_no_number_of_processors(processors: Any) -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 2))
     with pytest.raises(UsageError, match="above 0"):
-        on_processors(program, Costs(F=1, B=2), processors)
+        simulate_on_cpus(program, Costs(F=1, B=2), processors)
 
 
 def test_costs_that_are_too_large() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 8))
     with pytest.raises(CostsError, match="add up to more than"):
-        on_processors(program, Costs(F=1e308, B=1e308), 1)
+        simulate_on_cpus(program, Costs(F=1e308, B=1e308), 1)

@@ -13,8 +13,8 @@ import schedir
 from schedir.analysis.dependency_graph import Graph
 from schedir.ir.dataflow import Dataflow
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.training.config.config_file import read
-from schedir.training.train import program_of
+from schedir.training.config.config_file import read_config
+from schedir.training.train import build_program
 from tests.commands import said
 from tests.proofs import proofs
 
@@ -96,8 +96,8 @@ def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_training_run_checks_once(sets: list[str], proven: list[tuple[str, str]]) -> None:
     """Proven as its transport needs it: nobody looks again, be it the executor or a report."""
     Path("run.toml").write_text("[model]\ntied = false\n[train]\nclip_grad_norm = 0\n")
-    config = read("run.toml", [f"pipeline.{setting}" for setting in sets])
-    program = program_of(config)
+    config = read_config("run.toml", [f"pipeline.{setting}" for setting in sets])
+    program = build_program(config)
     schedir.check(program, config.train.progress_model, blocking_hosts=True)
     schedir.simulate(program, progress_model=config.train.progress_model, blocking_hosts=True)
     assert proven == [("complete", program.name), ("proof", program.name)]
@@ -107,7 +107,7 @@ def test_a_training_run_checks_once(sets: list[str], proven: list[tuple[str, str
 
 def test_a_configuration_that_has_loaded_a_file_is_pickled_without_it() -> None:
     Path("run.toml").write_text("[pipeline]\nschedule = 'mine.py:mine'\n")
-    config = read("run.toml")
+    config = read_config("run.toml")
     assert pickle.loads(pickle.dumps(config)) == config
     assert Path("loaded").read_text() == "once\n"
 

@@ -9,24 +9,24 @@ import pytest
 
 from schedir import check
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.total_order import one_order
+from schedir.analysis.total_order import find_total_order
 from schedir.errors import SchedirError
-from schedir.ir.isa.instructions import COMPUTE, RECEIVES
-from schedir.ir.program import JOINED, Program
-from schedir.passes.communication.transfer_overlap import early_gathers, early_receives
+from schedir.ir.isa.instructions import COMPUTE_OPS, RECV_OPS
+from schedir.ir.program import JOINED_BIT, Program
+from schedir.passes.communication.transfer_overlap import post_receives_early, start_gathers_early
 from tests.mutants import legal, refusal
 from tests.strategies import with_slots
 
 
 def in_order(program: Program) -> Program:
-    """A program whose Streams have the order of `one_order`, and nothing issued together."""
-    orders = one_order(Graph.of(program, "per_edge"))
+    """A program whose Streams have the order of `find_total_order`, and nothing issued together."""
+    orders = find_total_order(Graph.from_program(program, "per_edge"))
     streams = []
     for stream, order in zip(program.streams, orders, strict=True):
         assert sorted(order) == [*range(len(stream))]
-        words = stream.words[order] & ~JOINED
+        words = stream.words[order] & ~JOINED_BIT
         streams.append(type(stream)(words))
-    return replace(program, streams=tuple(streams), order={})
+    return replace(program, streams=tuple(streams), message_order={})
 
 
 @pytest.mark.parametrize("slots", [False, True])
@@ -36,7 +36,9 @@ def test_it_lives_through_anything(slots: bool) -> None:
         rng = random.Random(seed)
         program = legal(rng)
         if seed % 2:
-            program = early_gathers(early_receives(program, "per_edge", rng.choice([1, 3])), 3)
+            program = start_gathers_early(
+                post_receives_early(program, "per_edge", rng.choice([1, 3])), 3
+            )
         program = with_slots(program, rng) if slots else program
         if refusal(program, "per_edge"):
             continue
@@ -45,7 +47,9 @@ def test_it_lives_through_anything(slots: bool) -> None:
         for model in ("blocking_serial", "per_edge"):
             check(found, model, host_device_sync=True)
         for was, now in zip(program.streams, found.streams, strict=True):
-            assert [i for i in was if i.op in COMPUTE] == [i for i in now if i.op in COMPUTE]
+            assert [i for i in was if i.op in COMPUTE_OPS] == [
+                i for i in now if i.op in COMPUTE_OPS
+            ]
     assert groups > 10
 
 
@@ -53,7 +57,9 @@ def test_only_receives_move() -> None:
     """As long as slots are enough: memory comes and goes as in the Streams."""
     kept = 0
     for seed in range(100):
-        program = early_gathers(early_receives(legal(random.Random(seed)), "per_edge", 3), 3)
+        program = start_gathers_early(
+            post_receives_early(legal(random.Random(seed)), "per_edge", 3), 3
+        )
         if program.joined.any():
             continue
         try:
@@ -62,6 +68,6 @@ def test_only_receives_move() -> None:
             continue
         kept += 1
         for was, now in zip(program.streams, in_order(program).streams, strict=True):
-            others = ([i for i in own if i.op not in RECEIVES] for own in (was, now))
+            others = ([i for i in own if i.op not in RECV_OPS] for own in (was, now))
             assert next(others) == next(others)
     assert kept > 30

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.data.shuffle import shuffled
+from schedir.data.shuffle import shuffle_indices
 
 
 def order(size: int, seed: int = 0, epoch: int = 0) -> list[int]:
-    return list(map(int, shuffled(np.arange(size, dtype=np.uint64), size, seed, epoch)))
+    return list(map(int, shuffle_indices(np.arange(size, dtype=np.uint64), size, seed, epoch)))
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**62), st.integers(0, 2**62))
@@ -24,9 +24,9 @@ def test_an_order_has_every_number_once(size: int, seed: int, epoch: int) -> Non
 @given(st.integers(1, 2**62), st.lists(st.integers(0, 2**62), min_size=1, max_size=9, unique=True))
 def test_large_ones_too_and_each_number_by_itself(size: int, at: list[int]) -> None:
     at = [k % size for k in at]
-    found = shuffled(np.array(at, np.uint64), size, 1, 2).tolist()
+    found = shuffle_indices(np.array(at, np.uint64), size, 1, 2).tolist()
     assert all(0 <= k < size for k in found) and len({*found}) == len({*at})
-    assert found == [shuffled(np.array([k], np.uint64), size, 1, 2).tolist()[0] for k in at]
+    assert found == [shuffle_indices(np.array([k], np.uint64), size, 1, 2).tolist()[0] for k in at]
 
 
 def test_orders_are_spread_as_if_drawn() -> None:

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.compiler.compile import lower
-from schedir.ir.isa.instructions import COMPUTE, Instr, Opcode
+from schedir.ir.isa.instructions import COMPUTE_OPS, Instr, Opcode
 from schedir.ir.program import Program
 from schedir.passes.communication.transfer_overlap import (
-    early_gathers,
-    early_receives,
-    group_opposites,
+    group_opposite_transfers,
+    post_receives_early,
+    start_gathers_early,
 )
 from schedir.testing import compute_programs
 from tests.edits import written
@@ -38,7 +38,7 @@ def around(program: Program) -> Iterator[tuple[int, int, int, list[int]]]:
     for rank in range(program.shape.ranks):
         issued = groups(program, rank)
         at = {instr: k for k, group in enumerate(issued) for instr in group}
-        computes = [k for k, group in enumerate(issued) if group[0].op in COMPUTE]
+        computes = [k for k, group in enumerate(issued) if group[0].op in COMPUTE_OPS]
         for instr, k in at.items():
             if instr.op in TAKEN:
                 receive, users = TAKEN[instr.op]
@@ -51,13 +51,13 @@ def around(program: Program) -> Iterator[tuple[int, int, int, list[int]]]:
 def test_a_gather_begins_some_computes_ahead(draft: Program, grouped: bool, ahead: int) -> None:
     """Between a gather and its consumer are `ahead` computes, or all that follow its receive."""
     program = lower(replace(draft, tp=2))
-    program = early_gathers(group_opposites(program) if grouped else program, ahead)
+    program = start_gathers_early(group_opposite_transfers(program) if grouped else program, ahead)
     for gather, receive, user, computes in around(program):
         assert receive < gather < user
         between = sum(gather < k < user for k in computes)
         assert between == min(ahead, sum(receive < k < user for k in computes))
     # Its message may be posted earlier still.
-    for gather, receive, _, _ in around(early_receives(program, "per_edge", ahead)):
+    for gather, receive, _, _ in around(post_receives_early(program, "per_edge", ahead)):
         assert receive < gather
 
 
@@ -66,7 +66,7 @@ def test_computes_that_run_together_are_one() -> None:
     taken = "recv_act 1.0; recv_act 1.1; recv_act 1.2; tp_gather_act 1.0; F 1.0; tp_gather_act 1.1"
     late = written(first, f"{taken}; F 1.1 & B 1.0; tp_gather_act 1.2; F 1.2 & B 1.1; B 1.2",
                    microbatches=3, header="tp 2")  # fmt: skip
-    begun = [str(group[-1]) for group in groups(early_gathers(late), 1)]
+    begun = [str(group[-1]) for group in groups(start_gathers_early(late), 1)]
     assert begun[3:] == [
         "tp_gather_act 1.0",
         "tp_gather_act 1.1",

@@ -29,7 +29,7 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.bubble_causes import idleness
 from schedir.predict.simulate import simulate
-from schedir.predict.timeline import Timeline, spans_of
+from schedir.predict.timeline import Timeline, build_spans
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from schedir.testing import compute_programs
 from schedir.viz import html, save_html
@@ -147,7 +147,7 @@ def test_the_numbers_arrive(draft: Program, data: st.DataObject) -> None:
     assert np.allclose(ticks * run["tick"], spans["start"], atol=slack)
     ends = (ticks + column(run, "length")) * run["tick"]
     assert np.allclose(ends, spans["end"], atol=slack)
-    for name, want in (("latest", t.latest), ("partner", t.graph.partner),
+    for name, want in (("latest", t.critical_predecessor), ("partner", t.graph.partner),
                        ("need0", t.graph.needs[0]), ("need1", t.graph.needs[1])):  # fmt: skip
         away = column(run, name)
         assert (np.where(away == 0, -1, n + away) == want).all(), name
@@ -223,7 +223,7 @@ def test_runs_without_time_or_instructions_are_pages_too() -> None:
 
     empty = from_text("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
     none = np.empty(0)
-    data = data_of(html(Timeline(empty, spans_of(empty, none, none))))
+    data = data_of(html(Timeline(empty, build_spans(empty, none, none))))
     assert data["runs"][0]["count"] == 0
 
 

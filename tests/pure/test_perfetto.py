@@ -22,10 +22,10 @@ from schedir.compiler.compile import lower
 from schedir.errors import UsageError
 from schedir.io import perfetto
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.isa.instructions import COMPUTE, SENDS
+from schedir.ir.isa.instructions import COMPUTE_OPS, SEND_OPS
 from schedir.ir.program import Program
-from schedir.passes.communication.transfer_overlap import group_opposites
-from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
+from schedir.passes.communication.transfer_overlap import group_opposite_transfers
+from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from tests.commands import refused, said
 from tests.strategies import compute_programs, costs
@@ -87,7 +87,7 @@ def test_any_run_keeps_the_rules(
     grouped: bool,
     measured: bool,
 ) -> None:
-    program = group_opposites(lower(draft)) if grouped else lower(draft)
+    program = group_opposite_transfers(lower(draft)) if grouped else lower(draft)
     timeline = schedir.simulate(
         program,
         data.draw(costs(draft.shape)),
@@ -98,9 +98,9 @@ def test_any_run_keeps_the_rules(
         spans = timeline.spans.copy()
         spans["start"], spans["end"] = spans["start"] * scale + 0.1, spans["end"] * scale + 0.1
         timeline = replace(timeline, spans=spans, kind="measured", unit="s")
-    events = read(perfetto.text(timeline))
+    events = read(perfetto.to_json(timeline))
     kinds = Counter(event["ph"] for event in events)
-    sends = int(np.isin(timeline.spans["op"], SENDS).sum())
+    sends = int(np.isin(timeline.spans["op"], SEND_OPS).sum())
     assert kinds["s"] == kinds["f"] == sends
     assert kinds["X"] == len(timeline) + len(idleness(timeline))
 
@@ -108,7 +108,7 @@ def test_any_run_keeps_the_rules(
 def test_it_says_what_the_run_was() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True)
     timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.25))
-    events = read(perfetto.text(timeline))
+    events = read(perfetto.to_json(timeline))
     slices = [e for e in events if e["ph"] == "X"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {*threads.values()} == {
@@ -117,7 +117,7 @@ def test_it_says_what_the_run_was() -> None:
     # A unit of the costs is a millisecond.
     first = next(e for e in slices if e["name"] == "B 2.0")
     assert (first["pid"], first["ts"], first["dur"]) == (2, 3_500_000, 2_000_000)
-    idle = by_cause(idleness(timeline), 3) * 1e6
+    idle = sum_by_cause(idleness(timeline), 3) * 1e6
     for e in slices:
         if threads[e["tid"]] == "idle":
             idle[e["pid"], IdleCause[e["name"].upper()]] -= e["dur"]
@@ -135,15 +135,15 @@ def _peaks(events: list[Event], name: str, ranks: int) -> list[float]:
 def test_memory_is_a_counter() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(3, 4))
     timeline = schedir.simulate(program, sizes=Sizes(activation=3, saved=5, model_states=7))
-    events = read(perfetto.text(timeline))
+    events = read(perfetto.to_json(timeline))
     assert _peaks(events, "bytes", 3) == timeline.peak_memory.tolist()
 
 
 def test_a_pair_run_together_is_one_slice() -> None:
     program = schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee"))
     timeline = schedir.simulate(program, Costs(send=0.5))
-    events = read(perfetto.text(timeline))
-    pairs = sum(int((s.joined & np.isin(s.op, COMPUTE)).sum()) for s in program.streams)
+    events = read(perfetto.to_json(timeline))
+    pairs = sum(int((s.joined & np.isin(s.op, COMPUTE_OPS)).sum()) for s in program.streams)
     assert pairs and pairs == sum(" & " in e["name"] for e in events)
 
 
@@ -155,7 +155,7 @@ def test_messages_that_overlap_have_threads_of_their_own() -> None:
         Costs(F=1, B=1, send=9),
         progress_model="per_edge",
     )
-    events = read(perfetto.text(timeline))
+    events = read(perfetto.to_json(timeline))
     assert "act out 2" in {e["args"]["name"] for e in events if e["name"] == "thread_name"}
 
 
@@ -167,7 +167,7 @@ def gpipe_of_all(rank: int, ranks: int, microbatches: int, v: int) -> schedir.Ra
 
 def test_a_name_is_only_text() -> None:
     program = replace(schedir.compile(gpipe, PipelineShape(2, 2)), name='</script>"\\é')
-    trace = perfetto.text(schedir.simulate(program))
+    trace = perfetto.to_json(schedir.simulate(program))
     assert json.loads(trace)["otherData"]["program"] == program.name
     assert trace.isascii()
 
@@ -175,7 +175,7 @@ def test_a_name_is_only_text() -> None:
 def test_a_run_too_long_is_refused() -> None:
     timeline = schedir.simulate(schedir.compile(gpipe, PipelineShape(2, 2)), Costs(F=1e200))
     with pytest.raises(UsageError, match="too long"):
-        perfetto.text(timeline)
+        perfetto.to_json(timeline)
 
 
 def test_the_command(
@@ -187,7 +187,7 @@ def test_the_command(
     events = read(Path("x.json").read_text())
     assert said(capsys, *export, "x.json.gz") == "wrote x.json.gz\n"
     assert read(gzip.decompress(Path("x.json.gz").read_bytes()).decode()) == events
-    monkeypatch.setattr("schedir.commands.export.LARGE", 1000)
+    monkeypatch.setattr("schedir.commands.export.COMPRESS_ABOVE_BYTES", 1000)
     assert said(capsys, *export, "large.json") == "wrote large.json.gz\n"
     assert not Path("large.json").exists()
     assert "ends in .json" in refused(capsys, *export, "x.csv")

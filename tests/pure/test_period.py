@@ -12,7 +12,7 @@ from schedir import Costs, PipelineShape, compile, schedules, simulate
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import UsageError
 from schedir.ir.program import Program
-from schedir.predict.step_period import period
+from schedir.predict.step_period import compute_step_period
 from schedir.testing import compute_programs
 
 TIMES = st.floats(0.0, 4.0)
@@ -39,10 +39,12 @@ def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
     at = Costs(F=each, I=each, W=each)
     before, after = both(schedule, shape)
     run = simulate(before, at, blocking_hosts=blocking_hosts)
-    assert period(before, at, blocking_hosts=blocking_hosts) == pytest.approx(run.span)
-    assert period(after, at, blocking_hosts=blocking_hosts) == pytest.approx(run.own_span.max())
+    assert compute_step_period(before, at, blocking_hosts=blocking_hosts) == pytest.approx(run.span)
+    assert compute_step_period(after, at, blocking_hosts=blocking_hosts) == pytest.approx(
+        run.active_span.max()
+    )
     gains = schedule is not schedules.zb_h1 or slow > 1
-    assert (run.own_span.max() < run.span - 1) == gains
+    assert (run.active_span.max() < run.span - 1) == gains
 
 
 @settings(max_examples=20, deadline=None)
@@ -53,7 +55,9 @@ def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
     for model in MODELS:
         for blocks in (False, True):
             before, after = (
-                period(program, at, progress_model=model, blocking_hosts=blocks, steps=5)
+                compute_step_period(
+                    program, at, progress_model=model, blocking_hosts=blocks, steps=5
+                )
                 for program in both(draft)
             )
             assert after <= before * (1 + 1e-9) + 1e-9
@@ -62,10 +66,12 @@ def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
 def test_a_norm_that_takes_long_is_waited_for_a_step_later() -> None:
     """It is no part of a step, until it takes longer than one."""
     _, after = both(schedules.zb_h2, PipelineShape(4, 12))
-    told = [period(after, Costs(reduce_norm_after_step=cost)) for cost in (0.0, 30.0, 60.0)]
+    told = [
+        compute_step_period(after, Costs(reduce_norm_after_step=cost)) for cost in (0.0, 30.0, 60.0)
+    ]
     assert told[:2] == [36.0, 36.0] and told[2] == 60.0
 
 
 def test_one_step_has_no_period() -> None:
     with pytest.raises(UsageError, match="2 steps"):
-        period(both(schedules.gpipe, PipelineShape(2, 2))[0], steps=1)
+        compute_step_period(both(schedules.gpipe, PipelineShape(2, 2))[0], steps=1)

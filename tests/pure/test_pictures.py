@@ -17,7 +17,7 @@ from schedir.compiler.compile import compile, lower
 from schedir.errors import UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.isa.instructions import SENDS, Opcode
+from schedir.ir.isa.instructions import SEND_OPS, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
@@ -26,9 +26,9 @@ from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import compute_programs
 from schedir.viz import bubble_vs_memory, compare, gantt, idle_map, save
-from schedir.viz.figures.overlays import OVERLAYS, messages, phase_times
-from schedir.viz.palette import ACCENT
-from schedir.viz.time_bins import in_flight, memory, shares
+from schedir.viz.figures.overlays import OVERLAYS, find_messages, find_phase_times
+from schedir.viz.palette import ACCENT_COLOR
+from schedir.viz.time_bins import compute_in_flight_curve, compute_memory_curve, compute_shares
 from tests.strategies import costs
 
 PAIRED = simulate(compile(dualpipe_v, PipelineShape(4, 10, 2, "vee")))
@@ -48,7 +48,7 @@ def timeline(
 def test_shares_are_the_parts_of_time(draft: Program, data: st.DataObject, columns: int) -> None:
     t = simulate(lower(draft), data.draw(costs(draft.shape)))
     kind = t.spans["op"].astype(np.int64)
-    share = shares(t, kind, len(Opcode), columns)
+    share = compute_shares(t, kind, len(Opcode), columns)
     assert share.shape == (t.ranks, columns, len(Opcode))
     assert (share >= 0).all() and (share.sum(-1) <= 1 + 1e-9).all()
     assert np.allclose(share.sum((1, 2)) * t.span / columns, t.busy)
@@ -67,8 +67,8 @@ def test_shares_are_the_parts_of_time(draft: Program, data: st.DataObject, colum
 
 
 def test_a_pair_shares_its_time() -> None:
-    share = shares(PAIRED, PAIRED.spans["op"].astype(np.int64), len(Opcode), 97)
-    assert PAIRED.second_of_pair.any()
+    share = compute_shares(PAIRED, PAIRED.spans["op"].astype(np.int64), len(Opcode), 97)
+    assert PAIRED.is_second_of_pair.any()
     assert np.allclose(share.sum((1, 2)) * PAIRED.span / 97, PAIRED.busy)
 
 
@@ -114,8 +114,8 @@ def test_a_paper_has_widths(width: str, inches: float) -> None:
     "t", [timeline(send=0.2), timeline(interleaved, v=2), timeline(gpipe), timeline(zb_h1), PAIRED]
 )
 def test_an_arrow_for_every_message(t: Timeline) -> None:
-    sends = int(np.isin(t.spans["op"], SENDS).sum())
-    pairs = messages(t)
+    sends = int(np.isin(t.spans["op"], SEND_OPS).sum())
+    pairs = find_messages(t)
     assert len(pairs) == sends > 0
     assert (t.spans["rank"][pairs[:, 0]] != t.spans["rank"][pairs[:, 1]]).all()
     assert (t.spans["mb"][pairs[:, 0]] == t.spans["mb"][pairs[:, 1]]).all()
@@ -133,7 +133,7 @@ def test_the_critical_path_is_outlined() -> None:
     (outlined,) = [
         c
         for c, edge in zip(polygons, edges, strict=True)
-        if len(edge) and to_hex(edge[0]) == ACCENT
+        if len(edge) and to_hex(edge[0]) == ACCENT_COLOR
     ]
     work = t.critical_path[t.spans["end"][t.critical_path] > t.spans["start"][t.critical_path]]
     assert len(outlined.get_paths()) == len(work)
@@ -141,23 +141,23 @@ def test_the_critical_path_is_outlined() -> None:
 
 
 def test_phases_end_where_backwards_begin_and_forwards_end() -> None:
-    times = phase_times(timeline(B=2))
+    times = find_phase_times(timeline(B=2))
     assert times["warmup"][1].tolist() == [10, 8, 6, 4]
     assert times["cooldown"][0].tolist() == [22, 23, 24, 25]
     for lo, hi in times.values():
         assert (lo <= hi).all()
-    warm, cool = (phase_times(timeline(gpipe))[name] for name in ("warmup", "cooldown"))
+    warm, cool = (find_phase_times(timeline(gpipe))[name] for name in ("warmup", "cooldown"))
     assert (warm[1] <= cool[0]).all()
     assert gantt(timeline(), show=("phases",)).legends[0].get_texts()[-1].get_text() == "cooldown"
 
 
 def test_curves_rise_to_the_peaks() -> None:
     t = timeline(B=2)
-    for rank, (times, counts) in enumerate(in_flight(t).steps):
+    for rank, (times, counts) in enumerate(compute_in_flight_curve(t).steps):
         assert (np.diff(times) > 0).all() and counts.max() == t.peak_in_flight[rank]
     sized = replace(t, sizes=Sizes(saved=1e9, activation=1e8))
-    assert memory(t).unit == "" and memory(sized).unit == "B"
-    for (_, values), peak in zip(memory(sized).steps, sized.peak_memory, strict=True):
+    assert compute_memory_curve(t).unit == "" and compute_memory_curve(sized).unit == "B"
+    for (_, values), peak in zip(compute_memory_curve(sized).steps, sized.peak_memory, strict=True):
         assert values.max() == peak
     figure = gantt(sized, show=("in_flight", "memory"))
     assert len(lines_of(figure)) == 2 and "GB" in figure.axes[0].get_title("right")

@@ -15,7 +15,7 @@ from schedir.compiler.compile import compile
 from schedir.errors import CompletenessError, SchedirError, ShapeError
 from schedir.ir.isa.instructions import BACKWARD, FORWARD, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.pipeline.placement import PLACEMENTS, show_placement
+from schedir.ir.pipeline.placement import NAMED_PLACEMENTS, format_placement
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.schedules import dualpipe
@@ -34,9 +34,11 @@ def test_names_are_rows() -> None:
     }.items():
         named = PipelineShape(4, 6, placement=name)
         given = PipelineShape(4, 6, placement=tuple(map(tuple, rows)))
-        assert named.holders.tolist() == given.holders.tolist() == rows
-        assert named.stages_of == given.stages_of
-        assert named.stages_per_rank == given.stages_per_rank == PLACEMENTS[name].stages_per_rank
+        assert named.replica_ranks.tolist() == given.replica_ranks.tolist() == rows
+        assert named.stages_on_rank == given.stages_on_rank
+        assert (
+            named.stages_per_rank == given.stages_per_rank == NAMED_PLACEMENTS[name].stages_per_rank
+        )
         programs = [
             compile(random_compute_program(shape, random.Random(1))) for shape in (named, given)
         ]
@@ -49,17 +51,17 @@ def test_names_are_rows() -> None:
 )
 def test_parts_are_as_even_as_can_be(rows: int, m: int, parts: tuple[int, ...]) -> None:
     shape = PipelineShape(3, m, placement=tuple((k, (k + 1) % 3, (k + 2) % 3) for k in range(rows)))
-    assert shape.parts == parts and shape.rows == rows
+    assert shape.microbatch_row_offsets == parts and shape.placement_rows == rows
     for stage in range(3):
         on = [(stage + k) % 3 for k in range(rows) for _ in range(parts[k], parts[k + 1])]
-        assert np.broadcast_to(shape.rank_at(stage, range(m)), m).tolist() == on
+        assert np.broadcast_to(shape.rank_of_stage(stage, range(m)), m).tolist() == on
 
 
 @pytest.mark.parametrize("text", ["loop", "mirror-vee", "0,1,1", "0,1,2,3/3,2,1,0", "0,1/1,2/2,0"])
 def test_a_placement_is_a_text(text: str) -> None:
     ranks = 4 if text[0] in "lm" or "3" in text else 2 + ("2" in text)
     shape = PipelineShape(ranks, 6, placement=text)
-    assert show_placement(shape.placement) == text
+    assert format_placement(shape.placement) == text
     program = compile(random_compute_program(shape, random.Random(0)))
     assert f"placement {text}\n" in to_text(program)
     assert from_text(to_text(program)) == program
@@ -97,8 +99,8 @@ def test_what_is_no_placement(shape: dict[str, Any], fact: str) -> None:
 def test_an_own_stage_may_have_two_names() -> None:
     """Stage 1 is `F[1]` of rank 0, and `F[0]` of rank 1."""
     shape = PipelineShape(3, 4, placement=((0, 0), (2, 1)))
-    assert shape.stages_of == ((0, 1), (1,), (0,))
-    assert shape.local_of(1, [0, 1]).tolist() == [1, 0]
+    assert shape.stages_on_rank == ((0, 1), (1,), (0,))
+    assert shape.local_stage(1, [0, 1]).tolist() == [1, 0]
     words = [2 * (F[0] + F[1] + B[1] + B[0]), 2 * (F + B), 2 * (F + B)]
 
     def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
@@ -124,11 +126,13 @@ def test_any_holders(shape: PipelineShape, rng: random.Random, tied: bool) -> No
     for rank, stream in enumerate(program.streams):
         for op, s, mb in stream:
             if op in (FORWARD, BACKWARD):
-                assert shape.holders[shape.row_at(mb), s] == rank
+                assert shape.replica_ranks[shape.replica_row_of_microbatch(mb), s] == rank
     for op in (Opcode.ReduceGrads, Opcode.ReduceReplicatedStages):
         each = [[i.stage for i in stream if i.op is op] for stream in program.streams]
-        assert [sorted(own) for own in each] == [[*own] for own in shape.stages_of]
-    assert simulate(program).span >= 3 * shape.parts[1]  # what one holder of a stage computes
+        assert [sorted(own) for own in each] == [[*own] for own in shape.stages_on_rank]
+    assert (
+        simulate(program).span >= 3 * shape.microbatch_row_offsets[1]
+    )  # what one holder of a stage computes
 
 
 def test_each_holder_is_missed() -> None:

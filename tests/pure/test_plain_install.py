@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from schedir.extras import EXTRAS, MissingPackageError, require
+from schedir.extras import EXTRAS, MissingPackageError, require_package
 from tests import plain_install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,9 +105,9 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path, content: str | None, wo
 
 
 def test_a_version_that_is_too_low_is_refused() -> None:
-    require("hypothesis", "this", lowest="6.0")
+    require_package("hypothesis", "this", min_version="6.0")
     with pytest.raises(MissingPackageError) as caught:
-        require("hypothesis", "this", lowest="999.1")
+        require_package("hypothesis", "this", min_version="999.1")
     assert caught.value.name == "hypothesis" and "999.1 or later" in caught.value.fact
 
 
@@ -116,4 +116,4 @@ def test_the_lowest_versions_are_those_of_the_project() -> None:
     for package, extra in EXTRAS.items():
         needed = map(Requirement, project["optional-dependencies"][extra.name])
         (own,) = [each for each in needed if each.name == package]
-        assert str(own.specifier) == (f">={extra.lowest}" if extra.lowest else "")
+        assert str(own.specifier) == (f">={extra.min_version}" if extra.min_version else "")

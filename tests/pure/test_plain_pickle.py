@@ -92,7 +92,7 @@ def test_room_is_made_only_for_what_is_there(monkeypatch: pytest.MonkeyPatch) ->
     # An entry of the memo with a large number is one entry.
     assert loads(b"\x80\x02]r\xff\xff\xff\x7f0."[:-2] + b".") == []
     assert loads(b"\x80\x04\x95" + huge + b"N.") is None
-    monkeypatch.setattr(safe_unpickler, "MOST", 1000)
+    monkeypatch.setattr(safe_unpickler, "MAX_OPCODES", 1000)
     with pytest.raises(TraceError):
         loads(b"\x80\x02(" + b"]" * 1000 + b"t.")
 

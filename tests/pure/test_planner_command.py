@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from schedir import from_text
-from schedir.commands.common.plan_report import in_words
-from schedir.commands.common.plan_request import PlanRequest, with_gpus
+from schedir.commands.common.plan_report import format_plans
+from schedir.commands.common.plan_request import PlanRequest, resize_cluster
 from schedir.errors import UsageError
 from schedir.planner import GpuMemory, PlanEstimate, StepBreakdown, cluster_preset
-from schedir.planner.bottleneck import alone
-from schedir.planner.transformer.model_presets import MODELS, load_model
+from schedir.planner.bottleneck import attach_bottleneck
+from schedir.planner.transformer.model_presets import MODEL_PRESETS, load_model
 from tests.commands import refused, said
 from tests.tutorial import blocks
 
@@ -28,36 +28,47 @@ PARTS = StepBreakdown(20, 4, 2, 1, 5, 0.5, 0.25)
 PLAN = PlanEstimate(
     pp=8, tp=8, dp=16, microbatches=96, stages_per_rank=2, schedule="interleaved",
     recompute="selective", zero=1,
-    step=sum(PARTS), parts=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12,
+    step_time=sum(PARTS), breakdown=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9),
+    flops_per_second=150e12,
     mfu=0.48,
-    bound="memory", why="memory: the next faster plan takes 31.2 s, and does not fit by 4.1 GB",
+    bottleneck="memory",
+    explanation="memory: the next faster plan takes 31.2 s, and does not fit by 4.1 GB",
 )  # fmt: skip
 
 
 def test_plans_in_words() -> None:
     """All that is told, of plans that are written down here."""
     asked = PlanRequest(
-        MODELS["gpt-175b"][0], cluster_preset("a100", 128), 1536, ("gpt-175b", "a100"), {}
+        MODEL_PRESETS["gpt-175b"][0], cluster_preset("a100", 128), 1536, ("gpt-175b", "a100"), {}
     )
     uneven = replace(PLAN, layers_per_stage=(5, *[6] * 14, 7), tp=16, dp=8, sequence_parallel=True)
     plain = replace(
-        PLAN, schedule="one_f_one_b", stages_per_rank=1, step=40.0, zero=0, recompute="none"
+        PLAN, schedule="one_f_one_b", stages_per_rank=1, step_time=40.0, zero=0, recompute="none"
     )
-    plain = replace(plain, exact=True, why="", parts=StepBreakdown(0.04, 0, 0, 0, 0, 0, 0))
-    text = in_words(asked, [uneven, plain], 1, 300e9)
-    text += in_words(asked, [plain], 1, None)
+    plain = replace(
+        plain, exact=True, explanation="", breakdown=StepBreakdown(0.04, 0, 0, 0, 0, 0, 0)
+    )
+    text = format_plans(asked, [uneven, plain], 1, 300e9)
+    text += format_plans(asked, [plain], 1, None)
     assert text == GOLDEN.read_text()
 
 
 def test_one_of_a_kind_is_told_as_one() -> None:
     one = replace(PLAN, pp=1, tp=1, dp=1, microbatches=1)
     asked = PlanRequest(
-        MODELS["gpt-175b"][0], with_gpus(cluster_preset("a100", 1), 1), 2, ("gpt", "a100"), {}
+        MODEL_PRESETS["gpt-175b"][0],
+        resize_cluster(cluster_preset("a100", 1), 1),
+        2,
+        ("gpt", "a100"),
+        {},
     )
-    text = in_words(asked, [one], 1, None)
+    text = format_plans(asked, [one], 1, None)
     assert "; 1 GPU of a100 " in text and ", 1 microbatch of 1" in text
-    long = alone(asked.cluster, replace(one, parts=PARTS._replace(host=8658.774), step=8669.0))
-    assert long.why == "host: 8659 s of 8669 s"
+    long = attach_bottleneck(
+        asked.cluster,
+        replace(one, breakdown=PARTS._replace(host_copies=8658.774), step_time=8669.0),
+    )
+    assert long.explanation == "host: 8659 s of 8669 s"
 
 
 REFUSED = {
@@ -138,7 +149,7 @@ def test_a_file_says_a_model(
 
 
 def test_shapes_are_as_large_as_their_names() -> None:
-    for name, (model, _) in MODELS.items():
+    for name, (model, _) in MODEL_PRESETS.items():
         number, unit = re.fullmatch(r"\w+-(\d+)([bt])", name).groups()  # type: ignore[union-attr]
         params = model.params / {"b": 1e9, "t": 1e12}[unit]
         assert abs(params / float(number) - 1) < 0.04, (name, params)
@@ -146,10 +157,10 @@ def test_shapes_are_as_large_as_their_names() -> None:
 
 def test_gpus_are_whole_nodes_or_a_part_of_one() -> None:
     node = cluster_preset("a100")
-    assert with_gpus(node, 3072).nodes == 384
-    assert (with_gpus(node, 4).nodes, with_gpus(node, 4).gpus_per_node) == (1, 4)
+    assert resize_cluster(node, 3072).nodes == 384
+    assert (resize_cluster(node, 4).nodes, resize_cluster(node, 4).gpus_per_node) == (1, 4)
     with pytest.raises(UsageError):
-        with_gpus(node, 20)
+        resize_cluster(node, 20)
 
 
 def test_it_is_told_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:

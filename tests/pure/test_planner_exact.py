@@ -16,19 +16,23 @@ from hypothesis import strategies as st
 from schedir import Cluster, Costs, planner, simulate
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Opcode
-from schedir.planner.config_export import plan_of, plan_program
+from schedir.planner.config_export import build_pipeline_shape, plan_program
 from schedir.planner.estimate import closed_form
-from schedir.planner.estimate.instruction_costs import costs_of, times_of
+from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
 from schedir.planner.estimate.simulated_estimate import simulate_plan
 from schedir.planner.plan_columns import PlanColumns
 from schedir.planner.schedule_improvement import improve_schedule
-from schedir.planner.transformer.layer_division_search import balanced, optimize_layer_division
-from schedir.planner.transformer.memory_estimate import ADAM, layer_numbers
+from schedir.planner.transformer.layer_division_search import (
+    balance_layers,
+    optimize_layer_division,
+)
+from schedir.planner.transformer.memory_estimate import ADAM, count_layer_params
 from schedir.predict.activation_bytes import Recompute
 
 MODEL = planner.TransformerSpec(layers=12, hidden=768, heads=12, vocab=8192, sequence=512)
-NODE = Cluster(nodes=1, gpus_per_node=8, flops=250e12, memory=80e9, hbm=1.7e12,
-               nvlink=230e9, network=25e9, latency=5e-6, kernel_us=2)  # fmt: skip
+NODE = Cluster(nodes=1, gpus_per_node=8, flops=250e12, memory=80e9, hbm_bandwidth=1.7e12,
+               nvlink_bandwidth=230e9, network_bandwidth=25e9, latency=5e-6,
+               kernel_us=2)  # fmt: skip
 SCHEDULES = {"one_f_one_b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2}
 
 
@@ -65,14 +69,14 @@ def test_parts_add_up_and_work_is_a_bound(
     where = cluster(choice.gpus)
     found = simulate_plan(model, where, choice)
     assert found.exact
-    assert sum(found.parts) == pytest.approx(found.step, rel=1e-9)
-    assert min(found.parts) >= 0
+    assert sum(found.breakdown) == pytest.approx(found.step_time, rel=1e-9)
+    assert min(found.breakdown) >= 0
     # The busiest rank computes all of its layers, and nothing makes it faster.
-    times = times_of(model, where, choice)
-    own = plan_program(choice, tied=model.tied).shape.stages_of
+    times = compute_stage_times(model, where, choice)
+    own = plan_program(choice, tied_weights=model.tied).shape.stages_on_rank
     work = [sum(sum(times[s].total) for s in stages) * choice.microbatches for stages in own]
-    assert found.step >= max(work) * (1 - 1e-9)
-    busy = found.parts.compute + found.parts.recompute + found.parts.tensor
+    assert found.step_time >= max(work) * (1 - 1e-9)
+    busy = found.breakdown.compute + found.breakdown.recompute + found.breakdown.tensor_parallel
     assert min(abs(busy - each) for each in work) <= 1e-9 * busy
 
 
@@ -80,7 +84,7 @@ def alike(
     p: int, m: int, **more: Any
 ) -> tuple[planner.TransformerSpec, Cluster, planner.ParallelPlan]:
     """A choice whose stages all take the same, and whose messages take nothing."""
-    free = cluster(p, nvlink=1e30, network=1e30, latency=0.0)
+    free = cluster(p, nvlink_bandwidth=1e30, network_bandwidth=1e30, latency=0.0)
     model = planner.TransformerSpec(layers=2 * p, hidden=256, heads=4, vocab=1, sequence=64)
     return model, free, planner.ParallelPlan(pp=p, microbatches=m, **more)
 
@@ -101,11 +105,11 @@ def test_balanced_flush_is_the_closed_formula(
     )
     found = simulate_plan(model, free, choice)
     one = sum(inner.total)
-    step = found.parts.optimizer + found.parts.data
-    assert found.step - step == pytest.approx((m + p - 1) * one, rel=1e-12)
-    assert found.parts.bubble == pytest.approx((p - 1) * one, rel=1e-9)
-    assert found.parts.transfers == 0
-    assert found.parts.recompute == pytest.approx(m * inner.compute.R, rel=1e-12)
+    step = found.breakdown.optimizer + found.breakdown.data_parallel
+    assert found.step_time - step == pytest.approx((m + p - 1) * one, rel=1e-12)
+    assert found.breakdown.bubble == pytest.approx((p - 1) * one, rel=1e-9)
+    assert found.breakdown.transfers == 0
+    assert found.breakdown.recompute == pytest.approx(m * inner.compute.R, rel=1e-12)
 
 
 def compositions(total: int, parts: int, least: list[int]) -> Iterator[tuple[int, ...]]:
@@ -127,9 +131,9 @@ def test_balanced_against_all_divisions(data: st.DataObject) -> None:
     )
     if np.isinf(best):
         with pytest.raises(UsageError):
-            balanced(seconds)
+            balance_layers(seconds)
         return
-    found = balanced(seconds)
+    found = balance_layers(seconds)
     assert sum(found) == layers
     assert max(seconds[r, n] for r, n in enumerate(found)) == best
 
@@ -145,7 +149,7 @@ def test_cut_against_all_divisions(p: int, v: int, schedule: str, layers: int) -
     stages = p * v
     least = [0, *[1] * (stages - 2), 0]
     steps = {
-        each: simulate_plan(model, cluster(p), replace(choice, layers_per_stage=each)).step
+        each: simulate_plan(model, cluster(p), replace(choice, layers_per_stage=each)).step_time
         for each in compositions(layers, stages, least)
         if max(each) - min(each) <= 4
     }
@@ -185,11 +189,11 @@ def test_a_shorter_schedule_is_found_within_memory() -> None:
     )
     own = simulate_plan(MODEL, cluster(choice.gpus), choice)
     tight = cluster(choice.gpus, memory=1.02 * own.memory.total)
-    found = improve_schedule(MODEL, tight, choice, seconds=60, evaluations=150)
-    told = found.priced
-    assert told.step <= own.step
-    assert found.bound <= told.step and told.fits
-    assert sum(told.parts) == pytest.approx(told.step, rel=1e-9)
+    found = improve_schedule(MODEL, tight, choice, time_limit=60, max_evaluations=150)
+    told = found.estimate
+    assert told.step_time <= own.step_time
+    assert found.lower_bound <= told.step_time and told.fits
+    assert sum(told.breakdown) == pytest.approx(told.step_time, rel=1e-9)
     assert (told.pp, told.microbatches, told.zero) == (choice.pp, choice.microbatches, choice.zero)
     run = simulate(found.program)  # it is proven, with all that the choice has
     assert (run.program.dp, run.program.zero) == (choice.dp, choice.zero)
@@ -218,10 +222,12 @@ def test_near_the_closed_form(model: planner.TransformerSpec, choice: planner.Pa
     where = replace(cluster(4), nodes=choice.gpus // 4)
     one = simulate_plan(model, where, choice)
     other = planner.estimate_step(model, where, choice, exact=False)
-    assert one.step == pytest.approx(other.step, rel=0.05)
+    assert one.step_time == pytest.approx(other.step_time, rel=0.05)
     assert one.memory.total == pytest.approx(other.memory.total, rel=0.05)
-    assert one.parts.data == pytest.approx(other.parts.data, abs=0.05 * one.step)
-    assert one.parts.optimizer == pytest.approx(other.parts.optimizer, rel=0.02, abs=1e-4)
+    assert one.breakdown.data_parallel == pytest.approx(
+        other.breakdown.data_parallel, abs=0.05 * one.step_time
+    )
+    assert one.breakdown.optimizer == pytest.approx(other.breakdown.optimizer, rel=0.02, abs=1e-4)
 
 
 @pytest.mark.parametrize(("model", "e"), [(DENSE, 1), (MIXED, 1), (MIXED, 2)])
@@ -235,22 +241,29 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
                                   schedule="interleaved", zero=zero,
                             sequence_parallel=True, ep=e)  # fmt: skip
     where = replace(cluster(8), nodes=2)
-    one, two = (np.array(layer_numbers(model, t, e)) for t in (1, 2))
+    one, two = (np.array(count_layer_params(model, t, e)) for t in (1, 2))
     whole, of_experts = (2 * two - one) * model.layers / 4
     whole += of_experts * (e if zero else 1)  # which e of the replicas have in as many fewer parts
     numbers = [whole + model.sequence * model.hidden, whole, whole, whole + 2 * model.hidden]
 
     def costs(choice: planner.ParallelPlan) -> Costs:
-        times = times_of(model, where, choice)
-        return costs_of(model, where, choice, plan_of(choice), times, planner.SoftwareConstants())
+        times = compute_stage_times(model, where, choice)
+        return compute_costs(
+            model, where, choice, build_pipeline_shape(choice), times, planner.SoftwareConstants()
+        )
 
     sizes = [2 * number / (2 if zero else 1) for number in numbers]
-    ring = [where.all_reduce(size, 4) for size in sizes]
-    tree = [where.all_reduce_small(size, 4) for size in sizes]
+    ring = [where.all_reduce_time(size, 4) for size in sizes]
+    tree = [where.small_all_reduce_time(size, 4) for size in sizes]
     found: Any = costs(choice).reduce_sequence_parallel_grads
     assert found == pytest.approx(tuple(map(min, ring, tree)), rel=1e-9)
     assert costs(replace(choice, sequence_parallel=False)).reduce_sequence_parallel_grads is None
-    assert Opcode.ReduceSequenceParallelGrads in plan_program(choice, tied=model.tied).ops
-    plans = PlanColumns.of(choice)
-    told = closed_form._sequence(model, where, plans, plans.shares(model), ADAM)
+    assert (
+        Opcode.ReduceSequenceParallelGrads
+        in plan_program(choice, tied_weights=model.tied).used_opcodes
+    )
+    plans = PlanColumns.from_plan(choice)
+    told = closed_form._estimate_sequence_sums(
+        model, where, plans, plans.compute_shares(model), ADAM
+    )
     assert told == pytest.approx([max(found[0] + found[2], found[1] + found[3])], rel=1e-9)

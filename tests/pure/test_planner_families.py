@@ -11,19 +11,28 @@ from schedir.analysis.memory.footprint import peak_in_flight
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Opcode
 from schedir.planner import TransformerSpec
-from schedir.planner.estimate.schedule_formulas import FAMILIES, ScheduleFormulas, family, gathers
+from schedir.planner.estimate.schedule_formulas import (
+    SCHEDULE_FORMULAS,
+    ScheduleFormulas,
+    count_unshards,
+    get_formulas,
+)
 from schedir.planner.parallel_plan import ParallelPlan
-from schedir.planner.transformer.layer_division import even, layers_of, shares
+from schedir.planner.transformer.layer_division import (
+    compute_rank_shares,
+    divide_evenly,
+    get_layers_per_stage,
+)
 
-ALL = [pytest.param(each, id=name) for name, each in FAMILIES.items()]
+ALL = [pytest.param(each, id=name) for name, each in SCHEDULE_FORMULAS.items()]
 
 
 def plan(each: ScheduleFormulas, P: int, v: int, turns: int) -> PipelineShape:
     """A plan with a few microbatches more than the family takes."""
-    stages = {"one": 1, "two": 2, "many": v}[each.stages]
-    least = int(each.least(P))
-    m = P * turns if each.grouped else max(least, P) + turns
-    return PipelineShape(P, m, stages, "vee" if each.vee else "loop")
+    stages = {"one": 1, "two": 2, "many": v}[each.stages_per_rank]
+    least = int(each.min_microbatches(P))
+    m = P * turns if each.needs_multiple_of_ranks else max(least, P) + turns
+    return PipelineShape(P, m, stages, "vee" if each.is_vee else "loop")
 
 
 def span(each: ScheduleFormulas, of: PipelineShape, **costs: float) -> float:
@@ -40,11 +49,13 @@ def test_idle_time_and_messages_are_those_of_the_program(each: ScheduleFormulas,
     F, I, W = 1.0, data.draw(st.floats(1.0, 1.6)), data.draw(st.floats(0.4, 1.0))
     m, v = of.microbatches, of.stages_per_rank
     costs = {"F": F, "I": I, "W": W, "B": I + W}
-    law = (P - 1) * float(each.wait(F, I, W)) + m * v * (F + I + W)
+    law = (P - 1) * float(each.wait_time(F, I, W)) + m * v * (F + I + W)
     assert span(each, of, **costs) == pytest.approx(law)
     send = 0.02
     more = (span(each, of, **costs, send=send) - law) / send
-    assert more == pytest.approx(float(each.messages(P, v, m)), abs=P + 1 if each.split else 2)
+    assert more == pytest.approx(
+        float(each.exposed_messages(P, v, m)), abs=P + 1 if each.has_split_backward else 2
+    )
 
 
 @pytest.mark.parametrize("each", ALL)
@@ -53,7 +64,7 @@ def test_idle_time_and_messages_are_those_of_the_program(each: ScheduleFormulas,
 def test_held_is_what_the_program_holds(each: ScheduleFormulas, P: int, v: int, turns: int) -> None:
     of = plan(each, P, v, turns)
     found = peak_in_flight(compile(getattr(schedules, each.name), of))
-    law = [each.held(P, of.stages_per_rank, of.microbatches, r) for r in range(P)]
+    law = [each.live_activations(P, of.stages_per_rank, of.microbatches, r) for r in range(P)]
     assert found.tolist() == law
 
 
@@ -63,12 +74,12 @@ def test_gathers_are_those_of_the_program(P: int, v: int, groups: int) -> None:
     for name in ("looped_bfs", "interleaved", "interleaved_zb"):
         made = compile(getattr(schedules, name), PipelineShape(P, P * groups, v), dp=2, zero=3)
         found = {int((stream.op == Opcode.Unshard).sum()) for stream in made.streams}
-        assert found == {int(gathers(name, P, v, P * groups))}, (name, P, v, groups)
+        assert found == {int(count_unshards(name, P, v, P * groups))}, (name, P, v, groups)
 
 
 @given(layers=st.integers(1, 60), stages=st.integers(1, 12))
 def test_layers_divide_as_evenly_as_can_be(layers: int, stages: int) -> None:
-    found = even(layers, stages)
+    found = divide_evenly(layers, stages)
     assert sum(found) == layers and len(found) == stages and max(found) - min(found) <= 1
     if stages > 2 and layers % stages <= stages - 2:
         assert found[0] == found[-1] == min(found)
@@ -79,9 +90,16 @@ def test_shares_have_all_layers_once() -> None:
     choice = ParallelPlan(
         pp=2, stages_per_rank=2, microbatches=4, schedule="zb_v", layers_per_stage=(1, 2, 3, 4)
     )
-    assert [share[2:] for share in shares(model, choice)] == [(5, True, True), (5, False, False)]
+    assert [share[2:] for share in compute_rank_shares(model, choice)] == [
+        (5, True, True),
+        (5, False, False),
+    ]
     choice = ParallelPlan(pp=4, microbatches=4, layers_per_stage=(2, 3, 3, 2))
-    assert [share[:3] for share in shares(model, choice)] == [(1, 0, 2), (2, 1, 3), (1, 3, 2)]
+    assert [share[:3] for share in compute_rank_shares(model, choice)] == [
+        (1, 0, 2),
+        (2, 1, 3),
+        (1, 3, 2),
+    ]
 
 
 def test_refusals() -> None:
@@ -89,8 +107,8 @@ def test_refusals() -> None:
     with pytest.raises(
         UsageError, match=r"10 layers do not divide into pp 4 x stages_per_rank 1 = 4 stages"
     ):
-        layers_of(model, ParallelPlan(pp=4))
+        get_layers_per_stage(model, ParallelPlan(pp=4))
     with pytest.raises(UsageError, match="divides 9 layers into 2 stages, and there are 10"):
-        layers_of(model, ParallelPlan(pp=2, layers_per_stage=(4, 5)))
+        get_layers_per_stage(model, ParallelPlan(pp=2, layers_per_stage=(4, 5)))
     with pytest.raises(UsageError, match="did you mean interleaved"):
-        family("interleave")
+        get_formulas("interleave")

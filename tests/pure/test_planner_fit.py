@@ -17,16 +17,18 @@ from schedir.planner.hardware.cluster_fit import (
     MeasuredAllReduce,
     MeasuredGemm,
     MeasuredLayer,
-    fitted,
-    rows,
+    compare_measurements,
+    fit_cluster,
 )
 
 HERE = Cluster(
-    1, 4, flops=50e9, memory=6e9, hbm=6e9, nvlink=0.8e9, network=0.8e9, latency=200e-6,
+    1, 4, flops=50e9, memory=6e9, hbm_bandwidth=6e9, nvlink_bandwidth=0.8e9,
+    network_bandwidth=0.8e9, latency=200e-6,
     kernel_us=25, itemsize=4, processors=2,
 )  # fmt: skip
 NODE = replace(
-    HERE, flops=600e12, hbm=2e12, nvlink=400e9, network=400e9, latency=1e-5, itemsize=2,
+    HERE, flops=600e12, hbm_bandwidth=2e12, nvlink_bandwidth=400e9, network_bandwidth=400e9,
+    latency=1e-5, itemsize=2,
     processors=None,
 )  # fmt: skip
 
@@ -49,12 +51,12 @@ def seen(cluster: Cluster, copied: float = 10.0) -> MachineMeasurements:
         processes=cluster.gpus_per_node,
         itemsize=cluster.itemsize,
         memory=cluster.memory,
-        products=[MeasuredGemm(m, k, n, 6.0 * m * k * n / cluster.flops) for m, k, n in products],
-        copied=copied * cluster.hbm,
-        smallest=[block(cluster, 16, 8, 1)],
+        gemms=[MeasuredGemm(m, k, n, 6.0 * m * k * n / cluster.flops) for m, k, n in products],
+        copy_bandwidth=copied * cluster.hbm_bandwidth,
+        tiny_layers=[block(cluster, 16, 8, 1)],
         layers=[block(cluster, *one) for one in large],
-        sums=[
-            MeasuredAllReduce(g, x, cluster.all_reduce(x, g))
+        all_reduces=[
+            MeasuredAllReduce(g, x, cluster.all_reduce_time(x, g))
             for g in (2, 4)
             for x in (4e3, 1e6, 2e7)
         ],
@@ -65,15 +67,15 @@ def seen(cluster: Cluster, copied: float = 10.0) -> MachineMeasurements:
 @pytest.mark.parametrize("cluster", [HERE, NODE], ids=["processors", "GPUs"])
 def test_what_is_as_it_says_comes_back(cluster: Cluster) -> None:
     """But for what the smallest layers take beside their issue, which on a GPU is hidden."""
-    found = fitted(seen(cluster))
-    for name in ("flops", "memory", "hbm", "nvlink", "latency", "kernel_us"):
+    found = fit_cluster(seen(cluster))
+    for name in ("flops", "memory", "hbm_bandwidth", "nvlink_bandwidth", "latency", "kernel_us"):
         assert getattr(found, name) == pytest.approx(getattr(cluster, name), rel=0.05), name
-    assert (found.gpus, found.itemsize, found.processors) == (
+    assert (found.gpu_count, found.itemsize, found.processors) == (
         4,
         cluster.itemsize,
         cluster.processors,
     )
-    assert max(abs(row.error) for row in rows(found, seen(cluster))) < 0.05
+    assert max(abs(row.relative_error) for row in compare_measurements(found, seen(cluster))) < 0.05
 
 
 @given(st.data())
@@ -86,24 +88,24 @@ def test_noise_stays_as_small_as_it_is(data: st.DataObject) -> None:
         return [one._replace(seconds=one.seconds * data.draw(wrong)) for one in some]
 
     measured = true._replace(
-        products=noisy(true.products), smallest=noisy(true.smallest), layers=noisy(true.layers),
-        sums=noisy(true.sums),
+        gemms=noisy(true.gemms), tiny_layers=noisy(true.tiny_layers), layers=noisy(true.layers),
+        all_reduces=noisy(true.all_reduces),
     )  # fmt: skip
-    found = fitted(measured)
-    assert max(abs(row.error) for row in rows(found, true)) < 0.25
+    found = fit_cluster(measured)
+    assert max(abs(row.relative_error) for row in compare_measurements(found, true)) < 0.25
 
 
 def test_layers_faster_than_their_products_have_the_memory_of_a_copy() -> None:
     true = seen(HERE)
     quick = true._replace(layers=[one._replace(seconds=one.seconds / 2) for one in true.layers])
-    assert fitted(quick).hbm == true.copied
+    assert fit_cluster(quick).hbm_bandwidth == true.copy_bandwidth
 
 
 def test_one_process_has_no_sums() -> None:
-    alone = seen(HERE)._replace(processes=1, sums=[])
-    found = fitted(alone)
+    alone = seen(HERE)._replace(processes=1, all_reduces=[])
+    found = fit_cluster(alone)
     assert found.latency == 0
-    assert found.nvlink == alone.copied
+    assert found.nvlink_bandwidth == alone.copy_bandwidth
 
 
 def test_no_latency_is_less_than_none() -> None:
@@ -112,11 +114,11 @@ def test_no_latency_is_less_than_none() -> None:
         MeasuredAllReduce(2, 2e6, 2.2e-3),
         MeasuredAllReduce(2, 4e6, 4.6e-3),
     ]
-    found = fitted(seen(HERE)._replace(sums=falling))
+    found = fit_cluster(seen(HERE)._replace(all_reduces=falling))
     assert found.latency == 0
-    assert 0.8e9 < found.nvlink < 1e9
+    assert 0.8e9 < found.nvlink_bandwidth < 1e9
 
 
 def test_nothing_measured_is_refused() -> None:
     with pytest.raises(UsageError, match="nothing was measured"):
-        fitted(seen(HERE)._replace(layers=[]))
+        fit_cluster(seen(HERE)._replace(layers=[]))

@@ -13,7 +13,7 @@ from schedir import planner
 from schedir.errors import UsageError
 from schedir.ir.cost.cluster import Cluster
 from schedir.planner import ParallelPlan, SoftwareConstants, TransformerSpec
-from schedir.planner.transformer.layer_ops import Gemm, head_pieces, layer_pieces
+from schedir.planner.transformer.layer_ops import Gemm, list_head_ops, list_layer_ops
 from schedir.planner.transformer.op_time import OpTimes
 from tests import published_runs
 
@@ -57,8 +57,8 @@ def choices(draw: st.DrawFn) -> ParallelPlan:
 @given(models(), choices())
 def test_products_do_what_the_model_asks_for(model: TransformerSpec, choice: ParallelPlan) -> None:
     per_layer, ends = (
-        sum(3 * gemm.flops for gemm in pieces(model, choice).gemms if gemm.what != "router")
-        for pieces in (layer_pieces, head_pieces)
+        sum(3 * gemm.forward_flops for gemm in pieces(model, choice).gemms if gemm.name != "router")
+        for pieces in (list_layer_ops, list_head_ops)
     )
     copies = max(choice.tp // model.kv_heads, 1)  # where there are fewer keys than slices
     more = (
@@ -73,7 +73,7 @@ def test_products_do_what_the_model_asks_for(model: TransformerSpec, choice: Par
     every = (
         model.layers * (per_layer * choice.tp * choice.cp - more)
     ) + ends * choice.tp * choice.cp
-    assert every == pytest.approx(model.flops(choice.microbatch_size), rel=1e-9)
+    assert every == pytest.approx(model.count_flops(choice.microbatch_size), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -174,32 +174,32 @@ def test_stages_of_another_paper_take_what_was_published() -> None:
 def test_sums_hide_under_whole_backwards_only() -> None:
     choice = ParallelPlan(tp=8, microbatch_size=4)
     whole, split, bare = (
-        planner.layer_time(GPT, NODE, replace(choice, schedule=schedule), constants).tensor
+        planner.layer_time(GPT, NODE, replace(choice, schedule=schedule), constants).tensor_parallel
         for schedule, constants in (
             ("one_f_one_b", SoftwareConstants()),
             ("zb_h1", SoftwareConstants()),
-            ("one_f_one_b", SoftwareConstants(tensor_hidden=0)),
+            ("one_f_one_b", SoftwareConstants(tensor_overlap_share=0)),
         )
     )
-    assert pytest.approx((1 - SoftwareConstants().tensor_hidden) * split.I) == whole.I
+    assert pytest.approx((1 - SoftwareConstants().tensor_overlap_share) * split.I) == whole.I
     assert split == bare and whole.F == split.F > 0
 
 
 def test_products_are_made_of_whole_tiles_in_whole_waves() -> None:
-    one = replace(NODE, flops=108e12, peak=None, hbm=1e18)  # a multiprocessor does 1e12
-    prices = OpTimes(one, ParallelPlan(), SoftwareConstants(most_splits=1), True)
+    one = replace(NODE, flops=108e12, peak=None, hbm_bandwidth=1e18)  # a multiprocessor does 1e12
+    prices = OpTimes(one, ParallelPlan(), SoftwareConstants(max_splits=1), True)
     tile = 2 * 128 * 256 * 4096 / 1e12
 
     def product(m: int, n: int) -> float:
-        return prices.gemm(Gemm("one", m, n, 4096)).F
+        return prices.time_gemm(Gemm("one", m, n, 4096)).F
 
     assert product(128, 256) == product(256, 128) == product(1, 1) == pytest.approx(tile)
     assert product(128 * 108, 256) == pytest.approx(tile)
     assert product(128 * 108 + 1, 256) == pytest.approx(2 * tile)
-    fine = OpTimes(replace(one, sms=None), ParallelPlan(), SoftwareConstants(), True)
-    assert pytest.approx(2 * 4096 / 108e12) == fine.gemm(Gemm("one", 1, 1, 4096)).F
+    fine = OpTimes(replace(one, num_sms=None), ParallelPlan(), SoftwareConstants(), True)
+    assert pytest.approx(2 * 4096 / 108e12) == fine.time_gemm(Gemm("one", 1, 1, 4096)).F
     split = OpTimes(one, ParallelPlan(), SoftwareConstants(), True)
-    assert pytest.approx(tile / 8) == split.gemm(Gemm("one", 128, 256, 4096)).F
+    assert pytest.approx(tile / 8) == split.time_gemm(Gemm("one", 128, 256, 4096)).F
 
 
 def test_experts_and_parts_of_a_sequence_talk() -> None:
@@ -214,16 +214,16 @@ def test_experts_and_parts_of_a_sequence_talk() -> None:
         replace(NODE, nodes=8),
         ParallelPlan(microbatch_size=4, dp=8, pp=8, ep=8, rank_order="tp-dp-pp"),
     )
-    assert here.tensor.F == 0 < near.tensor.F < far.tensor.F
+    assert here.tensor_parallel.F == 0 < near.tensor_parallel.F < far.tensor_parallel.F
     assert by_replicas == near
     size = 2.0 * 4 * 2048 * 6144 * 2
-    assert pytest.approx(2 * NODE.all_to_all(size, 8)) == near.tensor.F
-    slow = replace(NODE, nodes=2, network=1e9)
-    parts = planner.layer_time(GPT, slow, ParallelPlan(cp=16, microbatch_size=4)).tensor
+    assert pytest.approx(2 * NODE.all_to_all_time(size, 8)) == near.tensor_parallel.F
+    slow = replace(NODE, nodes=2, network_bandwidth=1e9)
+    parts = planner.layer_time(GPT, slow, ParallelPlan(cp=16, microbatch_size=4)).tensor_parallel
     keys = 2 * 2.0 * 4 * 2048 * 6144
-    assert 0 < parts.F < slow.all_gather(keys, 16)  # some of it under attention
+    assert 0 < parts.F < slow.all_gather_time(keys, 16)  # some of it under attention
     assert (
-        planner.layer_time(GPT, NODE, ParallelPlan(cp=2, microbatch_size=4)).tensor.F == 0
+        planner.layer_time(GPT, NODE, ParallelPlan(cp=2, microbatch_size=4)).tensor_parallel.F == 0
     )  # all of it
 
 
@@ -240,17 +240,17 @@ def test_flash_attention_saves_what_scores_take() -> None:
     # Two products on half of the scores; five of as much in the backward.
     product = 2.0 * 4 * 2048**2 * 6144 / 8 / NODE.flops
     constants = SoftwareConstants()
-    assert pytest.approx(product / constants.flash_forward) == flash.compute.R
+    assert pytest.approx(product / constants.flash_forward_efficiency) == flash.compute.R
     prices = OpTimes(NODE, ParallelPlan(), constants, True)
-    gemms = layer_pieces(GPT, ParallelPlan(tp=8, microbatch_size=4, attention="flash")).gemms
-    backward = sum(prices.gemm(gemm).I for gemm in gemms if gemm.flash)
-    assert pytest.approx(2.5 * product / constants.flash_backward) == backward
+    gemms = list_layer_ops(GPT, ParallelPlan(tp=8, microbatch_size=4, attention="flash")).gemms
+    backward = sum(prices.time_gemm(gemm).I for gemm in gemms if gemm.is_flash)
+    assert pytest.approx(2.5 * product / constants.flash_backward_efficiency) == backward
 
 
 def test_constants_are_bounded() -> None:
-    for one in SoftwareConstants().each():
-        assert one.least <= one.value <= one.most and one.meaning and one.source
-        for beyond in (one.least - 1, one.most + 1, float("nan"), "many"):
+    for one in SoftwareConstants().list_constants():
+        assert one.min_value <= one.value <= one.max_value and one.meaning and one.source
+        for beyond in (one.min_value - 1, one.max_value + 1, float("nan"), "many"):
             with pytest.raises(UsageError, match=one.name):
                 SoftwareConstants(**{one.name: beyond})  # type: ignore[arg-type]
 
@@ -259,17 +259,17 @@ def test_clusters_that_are_known() -> None:
     for name in planner.cluster_presets():
         known = planner.cluster_preset(name, nodes=3)
         assert known.nodes == 3 and known.peak is not None and known.flops < known.peak
-        assert known.sms is not None and known.kernel_us > 0
+        assert known.num_sms is not None and known.kernel_us > 0
     with pytest.raises(UsageError, match="nobody knows a cluster 'a10'"):
         planner.cluster_preset("a10")
 
 
 def test_peak_is_not_below_what_is_reached() -> None:
-    usual: dict[str, Any] = dict(memory=1, hbm=1, nvlink=1, network=1)
-    assert Cluster(1, 1, flops=10, **usual).roof == 10
+    usual: dict[str, Any] = dict(memory=1, hbm_bandwidth=1, nvlink_bandwidth=1, network_bandwidth=1)
+    assert Cluster(1, 1, flops=10, **usual).peak_flops == 10
     said: dict[str, Any] = dict(peak="2GFLOP/s")
-    assert Cluster(1, 1, flops=10, **usual, **said).roof == 2e9
+    assert Cluster(1, 1, flops=10, **usual, **said).peak_flops == 2e9
     with pytest.raises(UsageError, match="more than the peak"):
         Cluster(1, 1, flops=10, peak=9, **usual)
-    with pytest.raises(UsageError, match="sms is a whole number"):
-        Cluster(1, 1, flops=10, **usual, **dict(said, sms=1.5))
+    with pytest.raises(UsageError, match="num_sms is a whole number"):
+        Cluster(1, 1, flops=10, **usual, **dict(said, num_sms=1.5))

@@ -22,21 +22,23 @@ from schedir import (
     schedules,
     simulate,
 )
-from schedir.commands.common.schedule_options import read_costs
+from schedir.commands.common.schedule_options import parse_costs
 from schedir.errors import MemoryLimitError, UsageError
-from schedir.ir.cost.sizes import ample
+from schedir.ir.cost.sizes import add_tolerance
 from schedir.ir.isa.instructions import Opcode
 from schedir.planner.config_export import plan_program
-from schedir.planner.estimate.instruction_costs import costs_of, times_of
+from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
 from schedir.planner.hardware.software_constants import SoftwareConstants
-from schedir.planner.plan_columns import simulated_only
-from schedir.planner.transformer.stage_bytes import sizes
+from schedir.planner.plan_columns import simulation_only_error
+from schedir.planner.transformer.stage_bytes import compute_sizes
 from schedir.predict.activation_bytes import Recompute
 from tests.commands import refused, said
 
 MODEL = planner.TransformerSpec(layers=8, hidden=2048, heads=16, vocab=8192, sequence=1024)
-NODE = Cluster(nodes=1, gpus_per_node=4, flops=250e12, memory=8e9, hbm=1.7e12, nvlink=230e9,
-               network=25e9, latency=5e-6, kernel_us=2, host=240e9, host_memory=60e9)  # fmt: skip
+NODE = Cluster(nodes=1, gpus_per_node=4, flops=250e12, memory=8e9, hbm_bandwidth=1.7e12,
+    nvlink_bandwidth=230e9,
+               network_bandwidth=25e9, latency=5e-6, kernel_us=2, host_bandwidth=240e9,
+               host_memory=60e9)  # fmt: skip
 CLOSE = 1e-9
 
 
@@ -63,7 +65,7 @@ def cases(draw: st.DrawFn) -> tuple[planner.ParallelPlan, Cluster]:
         optimizer_placement=draw(st.sampled_from(["device", "host"])),
         offload=draw(st.sampled_from(["none", "fit"])),
     )  # fmt: skip
-    assume(choice.offloads)
+    assume(choice.has_offload)
     plain = planner.simulate_plan(MODEL, cluster(p * t * d), on_device(choice)).memory
     share = draw(st.floats(0.5, 1.0))
     return choice, cluster(p * t * d, memory=max(share * plain.total, 1.1e9))
@@ -84,32 +86,38 @@ def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> No
     except MemoryLimitError:
         assert choice.offload == "fit" and not plain.fits
         return
-    assert sum(found.parts) == pytest.approx(found.step, rel=CLOSE) and min(found.parts) >= 0
-    assert (found.host.optimizer > 0) == (choice.optimizer_placement == "host")
+    assert (
+        sum(found.breakdown) == pytest.approx(found.step_time, rel=CLOSE)
+        and min(found.breakdown) >= 0
+    )
+    assert (found.host_memory.optimizer > 0) == (choice.optimizer_placement == "host")
     if choice.offload == "fit":
-        assert found.memory.total <= ample(where.memory)
+        assert found.memory.total <= add_tolerance(where.memory)
     # The same program, made, checked and simulated by hand.
     whole = check(planner.simulated_program(MODEL, where, choice))
     constants = SoftwareConstants()
-    times = times_of(MODEL, where, choice)
-    costs = costs_of(MODEL, where, choice, whole.shape, times, constants)
-    held = sizes(MODEL, choice, whole.shape, constants)
+    times = compute_stage_times(MODEL, where, choice)
+    costs = compute_costs(MODEL, where, choice, whole.shape, times, constants)
+    held = compute_sizes(MODEL, choice, whole.shape, constants)
     run = simulate(whole, costs, progress_model="per_edge", sizes=held)
-    assert run.span == pytest.approx(found.step, rel=CLOSE)
+    assert run.span == pytest.approx(found.step_time, rel=CLOSE)
     # Costs say in which order messages go, too: the program beside it is lowered with them as well.
     lowered: dict[str, Any] = {} if choice.offload == "none" else {"costs": costs}
     alike = simulate(plan_program(on_device(choice), **lowered), costs, progress_model="per_edge")
-    assert found.step >= alike.span * (1 - CLOSE)
-    most = run.peak_memory.max() * (1 + constants.allocator_share) + constants.reserved
+    assert found.step_time >= alike.span * (1 - CLOSE)
+    most = run.peak_memory.max() * (1 + constants.allocator_share) + constants.reserved_bytes
     assert most == pytest.approx(found.memory.total, rel=CLOSE)
-    away = max(curve.held.max() for curve in run.memory_on("host"))
-    assert away == pytest.approx(found.host.total, rel=CLOSE)
+    away = max(curve.total.max() for curve in run.memory_on("host"))
+    assert away == pytest.approx(found.host_memory.total, rel=CLOSE)
     # Nobody copies faster than the link: each rank's bytes out, and in, take no more than the step.
     for stream in whole.streams:
         for op, name in ((Opcode.Offload, "saved"), (Opcode.ReloadState, "optimizer")):
-            size = held.of(name, whole.shape.stages)[stream.stage[stream.op == op]].sum()
+            size = held.for_stages(name, whole.shape.stages)[stream.stage[stream.op == op]].sum()
             parts = choice.dp if op == Opcode.ReloadState and choice.zero else 1
-            assert NODE.host is not None and size / parts / NODE.host <= found.step
+            assert (
+                NODE.host_bandwidth is not None
+                and size / parts / NODE.host_bandwidth <= found.step_time
+            )
 
 
 def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
@@ -119,11 +127,11 @@ def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
     plain, found = (
         planner.simulate_plan(MODEL, where, each) for each in (on_device(choice), choice)
     )
-    assert NODE.host is not None
-    once = NODE.latency + plain.memory.optimizer / NODE.host
-    assert found.parts.host == pytest.approx(2 * once, rel=CLOSE)
-    assert found.step == pytest.approx(plain.step + 2 * once, rel=CLOSE)
-    assert found.host == planner.HostMemory(optimizer=plain.memory.optimizer)
+    assert NODE.host_bandwidth is not None
+    once = NODE.latency + plain.memory.optimizer / NODE.host_bandwidth
+    assert found.breakdown.host_copies == pytest.approx(2 * once, rel=CLOSE)
+    assert found.step_time == pytest.approx(plain.step_time + 2 * once, rel=CLOSE)
+    assert found.host_memory == planner.HostMemory(optimizer=plain.memory.optimizer)
 
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))
@@ -135,23 +143,28 @@ def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> No
     least = planner.simulate_plan(MODEL, cluster(4, memory=80e9), on_device(tight)).memory.total
     where = cluster(4, memory=0.9 * least)
     whole = plan_program(on_device(tight))
-    costs = costs_of(
-        MODEL, where, tight, whole.shape, times_of(MODEL, where, tight), SoftwareConstants()
+    costs = compute_costs(
+        MODEL,
+        where,
+        tight,
+        whole.shape,
+        compute_stage_times(MODEL, where, tight),
+        SoftwareConstants(),
     )
-    saved = sizes(MODEL, tight, whole.shape).of("saved", tight.stages)
-    assert NODE.host is not None and costs.offload == costs.reload
+    saved = compute_sizes(MODEL, tight, whole.shape).for_stages("saved", tight.stages)
+    assert NODE.host_bandwidth is not None and costs.offload == costs.reload
     for stage in range(tight.stages):
-        told = costs.of(Opcode.Offload, whole.shape)[stage]
-        assert told == pytest.approx(NODE.latency + saved[stage] / NODE.host, rel=CLOSE)
+        told = costs.for_opcode(Opcode.Offload, whole.shape)[stage]
+        assert told == pytest.approx(NODE.latency + saved[stage] / NODE.host_bandwidth, rel=CLOSE)
     if recompute == "none":
         found, moved = (
             planner.simulate_plan(MODEL, where, tight),
             planner.simulated_program(MODEL, where, tight),
         )
-        far, times = replace(where, host=1e9), times_of(MODEL, where, tight)
-        slow = costs_of(MODEL, far, tight, whole.shape, times, SoftwareConstants())
-        assert found.fits and found.host.activations > 0
-        assert simulate(moved, slow, progress_model="per_edge").span > 2 * found.step
+        far, times = replace(where, host_bandwidth=1e9), compute_stage_times(MODEL, where, tight)
+        slow = compute_costs(MODEL, far, tight, whole.shape, times, SoftwareConstants())
+        assert found.fits and found.host_memory.activations > 0
+        assert simulate(moved, slow, progress_model="per_edge").span > 2 * found.step_time
 
 
 def test_what_does_not_fit_gets_a_plan() -> None:
@@ -163,11 +176,11 @@ def test_what_does_not_fit_gets_a_plan() -> None:
     with pytest.raises(UsageError, match="plans fits into"):
         planner.plan(MODEL, where, 4, **how)  # type: ignore[arg-type]
     best, *_ = found = planner.plan(MODEL, where, 4, top=3, offload=True, **how)  # type: ignore[arg-type]
-    assert all(one.fits and one.exact and one.offloads for one in found)
-    assert [one.step for one in found] == sorted(one.step for one in found)
-    assert best.beside.startswith("no plan fits without: the least holds ")
+    assert all(one.fits and one.exact and one.has_offload for one in found)
+    assert [one.step_time for one in found] == sorted(one.step_time for one in found)
+    assert best.offload_comparison.startswith("no plan fits without: the least holds ")
     shortest = min(everything(where, 4, how))
-    assert best.step <= shortest
+    assert best.step_time <= shortest
 
 
 def everything(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
@@ -176,9 +189,9 @@ def everything(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
     steps = []
     for at in range(len(plans)):
         one = planner.simulate_plan(
-            MODEL, where, replace(plans.choice(MODEL, at), optimizer_placement="host")
+            MODEL, where, replace(plans.plan_at(MODEL, at), optimizer_placement="host")
         )
-        steps += [one.step] * one.fits
+        steps += [one.step_time] * one.fits
     return steps
 
 
@@ -189,8 +202,8 @@ def test_offload_beside_what_fits() -> None:
         planner.plan(MODEL, where, 8, top=3, schedules=("one_f_one_b", "zb_h1"), offload=way)
         for way in (False, True)
     )
-    assert [replace(one, beside="") for one in found] == plain
-    assert found[0].beside == "no plan that fits with it is among the first"
+    assert [replace(one, offload_comparison="") for one in found] == plain
+    assert found[0].offload_comparison == "no plan that fits with it is among the first"
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -212,7 +225,7 @@ def test_hosts_are_told(fact: str) -> None:
 
 def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
     one, where = planner.ParallelPlan(pp=4, microbatches=8, offload="fit"), cluster(4)
-    closed = simulated_only().fact
+    closed = simulation_only_error().fact
     with pytest.raises(UsageError, match=closed):
         planner.plan(MODEL, where, 8, offload=True, exact=False)
     with pytest.raises(UsageError, match=closed):
@@ -228,7 +241,9 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
         plan_program(one)
     tight, small = said_choice(where)
     moves = planner.simulated_program(MODEL, small, tight)
-    told = tomllib.loads(planner.train_config(MODEL, tight, moves=moves))["memory"]["offload"]
+    told = tomllib.loads(planner.train_config(MODEL, tight, offload_program=moves))["memory"][
+        "offload"
+    ]
     again = compile(schedules.one_f_one_b, PipelineShape(4, 8), offload=told)
     assert offloaded(again) == offloaded(moves) != set()
     told = tomllib.loads(
@@ -267,7 +282,7 @@ def said_program(where: Cluster) -> str:
 
     tight, small = said_choice(where)
     whole = planner.simulated_program(MODEL, small, tight)
-    assert Opcode.Offload in whole.ops
+    assert Opcode.Offload in whole.used_opcodes
     return to_text(whole)
 
 
@@ -286,12 +301,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
                   " states ", "bound by "):  # fmt: skip
         assert words in text, text
     whole = check(from_text(out.read_text(encoding="utf-8")))
-    assert Opcode.ReloadState in whole.ops
+    assert Opcode.ReloadState in whole.used_opcodes
     (told,) = [line for line in out.read_text(encoding="utf-8").splitlines() if "--costs" in line]
     costs = told.partition("--costs ")[2]
-    step = simulate(whole, read_costs(costs), progress_model="per_edge").span
+    step = simulate(whole, parse_costs(costs), progress_model="per_edge").span
     best, *_ = planner.plan(MODEL, cluster(2, memory=4e9), 8, pp=1, top=2, offload=True)
-    assert step == pytest.approx(best.step, rel=1e-3)
+    assert step == pytest.approx(best.step_time, rel=1e-3)
     alone, *_ = planner.plan(MODEL, cluster(2, memory=4e9), 8, pp=1, top=1, offload=True)
     assert alone == best
     for option in ("--tradeoff", "--optimize-division", "--improve-schedules"):

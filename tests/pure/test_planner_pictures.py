@@ -19,14 +19,15 @@ PARTS = StepBreakdown(20, 4, 2, 1, 5, 0.25, 0.125, 0.375)
 PLAN = PlanEstimate(
     pp=8, tp=8, dp=16, microbatches=96, stages_per_rank=2, schedule="interleaved",
     recompute="selective", zero=1,
-    step=sum(PARTS), parts=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9), flops=150e12,
+    step_time=sum(PARTS), breakdown=PARTS, memory=GpuMemory(5e9, 6e9, 7e9, 20e9, 3e9),
+    flops_per_second=150e12,
     mfu=0.48,
 )  # fmt: skip
 
 
 def plan(step: float, held: float, **other: object) -> PlanEstimate:
     parts, memory = StepBreakdown(step, 0, 0, 0, 0, 0, 0), GpuMemory(held, 0, 0, 0, 0)
-    return replace(PLAN, step=step, parts=parts, memory=memory, **other)  # type: ignore[arg-type]
+    return replace(PLAN, step_time=step, breakdown=parts, memory=memory, **other)  # type: ignore[arg-type]
 
 
 def words(axes: Axes) -> list[str]:

@@ -20,25 +20,30 @@ from schedir.planner import (
     peak_memory,
     plan,
 )
-from schedir.planner.estimate.link_time import mesh, places_of, rings, ways
-from schedir.planner.estimate.schedule_formulas import FAMILIES
+from schedir.planner.estimate.link_time import (
+    build_process_mesh,
+    build_replica_rings,
+    compute_link_times,
+    place_plans_on_nodes,
+)
+from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS
 from schedir.planner.plan_columns import PlanColumns
-from schedir.planner.plan_enumeration import asked, choices
-from schedir.planner.plan_estimate import plain
-from schedir.planner.plan_table import closed_form
-from schedir.planner.transformer.layer_division import layers_of
+from schedir.planner.plan_enumeration import build_field_filter, enumerate_plans
+from schedir.planner.plan_estimate import strip_estimates
+from schedir.planner.plan_table import estimate_closed_form
+from schedir.planner.transformer.layer_division import get_layers_per_stage
 from schedir.planner.transformer.memory_estimate import (
     ADAM,
-    by_rank,
-    ends_numbers,
-    layer_kept,
-    layer_numbers,
+    compute_saved_bytes,
+    count_end_params,
+    count_layer_params,
+    estimate_by_rank,
 )
 
 SMALL = TransformerSpec(layers=12, hidden=1024, heads=16, vocab=51200, sequence=1024)
 NODE: dict[str, Any] = {
-    "gpus_per_node": 8, "flops": "250TFLOP/s", "memory": "80GB", "hbm": "1.7TB/s",
-    "nvlink": "230GB/s", "network": "20GB/s", "latency": "5us", "kernel_us": 8,
+    "gpus_per_node": 8, "flops": "250TFLOP/s", "memory": "80GB", "hbm_bandwidth": "1.7TB/s",
+    "nvlink_bandwidth": "230GB/s", "network_bandwidth": "20GB/s", "latency": "5us", "kernel_us": 8,
 }  # fmt: skip
 
 
@@ -54,7 +59,7 @@ models = st.builds(
     st.sampled_from([8, 16]), st.sampled_from([64, 128]), st.integers(4, 14),
     st.sampled_from([1, 2]), st.booleans(), st.sampled_from([1, 4]), st.booleans(),
 )  # fmt: skip
-EVERY = tuple(FAMILIES)
+EVERY = tuple(SCHEDULE_FORMULAS)
 
 
 @settings(max_examples=8)
@@ -68,22 +73,22 @@ def test_all_plans_at_once_cost_what_each_does_alone(
     cluster = machine(nodes)
     e = data.draw(st.sampled_from([1, 2])) if model.experts > 1 else 1
     c = data.draw(st.sampled_from([1, 2]))
-    want = asked(schedules=EVERY, rank_order=order, attention=attention, cp=c, ep=e)
-    plans = choices(model, cluster, batch, want)
-    found = closed_form(model, cluster, plans, SoftwareConstants(), ADAM)
+    want = build_field_filter(schedules=EVERY, rank_order=order, attention=attention, cp=c, ep=e)
+    plans = enumerate_plans(model, cluster, batch, want)
+    found = estimate_closed_form(model, cluster, plans, SoftwareConstants(), ADAM)
     for i in data.draw(st.lists(st.integers(0, len(plans) - 1), min_size=8, max_size=8)):
-        choice = plans.choice(model, i)
-        assert (choice.gpus, choice.batch) == (cluster.gpus, batch)
-        assert sum(layers_of(model, choice)) == model.layers
+        choice = plans.plan_at(model, i)
+        assert (choice.gpus, choice.batch) == (cluster.gpu_count, batch)
+        assert sum(get_layers_per_stage(model, choice)) == model.layers
         alone, among = (
             estimate_step(model, cluster, choice, exact=False),
-            found.at(model, cluster, i),
+            found.estimate_at(model, cluster, i),
         )
-        assert among.step == pytest.approx(alone.step, rel=1e-12)
-        assert among.parts == pytest.approx(alone.parts, rel=1e-9, abs=1e-12)
+        assert among.step_time == pytest.approx(alone.step_time, rel=1e-12)
+        assert among.breakdown == pytest.approx(alone.breakdown, rel=1e-9, abs=1e-12)
         assert among.memory == pytest.approx(alone.memory, rel=1e-12)
-        assert alone.step == pytest.approx(sum(alone.parts)) and min(alone.parts) >= 0
-        fullest = max(by_rank(model, cluster, choice), key=lambda rank: rank.total)
+        assert alone.step_time == pytest.approx(sum(alone.breakdown)) and min(alone.breakdown) >= 0
+        fullest = max(estimate_by_rank(model, cluster, choice), key=lambda rank: rank.total)
         assert alone.memory.total == pytest.approx(fullest.total)
 
 
@@ -112,7 +117,7 @@ def test_the_closed_form_is_near_to_the_program() -> None:
         closed, simulated = (
             estimate_step(SMALL, room, choice, exact=exact) for exact in (False, True)
         )
-        off.append([closed.step / simulated.step - 1,
+        off.append([closed.step_time / simulated.step_time - 1,
                     closed.memory.total / simulated.memory.total - 1])  # fmt: skip
     steps, memories = np.abs(off).T
     assert steps.mean() <= 0.01 and steps.max() <= 0.03, steps
@@ -122,27 +127,33 @@ def test_the_closed_form_is_near_to_the_program() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_sums_over_a_slow_network_are_near_to_the_program(tied: bool) -> None:
     """Those of replicas, and that of a tied embedding, which are most of these steps."""
-    model, cluster = replace(SMALL, tied=tied), machine(2, network="1GB/s")
+    model, cluster = replace(SMALL, tied=tied), machine(2, network_bandwidth="1GB/s")
     for t, d, zero in ((1, 8, 0), (1, 8, 1), (8, 1, 0)):
         choice = ParallelPlan(pp=2, tp=t, dp=d, zero=zero, microbatches=16)
         closed, exact = (
             estimate_step(model, cluster, choice, exact=exact) for exact in (False, True)
         )
-        assert closed.step == pytest.approx(exact.step, rel=0.03)
+        assert closed.step_time == pytest.approx(exact.step_time, rel=0.03)
         if not choice.zero:  # for gathers at the head another rank may wait than the busiest
-            assert closed.parts.data == pytest.approx(exact.parts.data, rel=0.02)
+            assert closed.breakdown.data_parallel == pytest.approx(
+                exact.breakdown.data_parallel, rel=0.02
+            )
         assert closed.memory.weights == pytest.approx(exact.memory.weights)
 
 
 def test_the_best_are_simulated_and_ranked_again() -> None:
     cluster = machine(1, memory="4GB")
     closed, found = (plan(SMALL, cluster, 32, top=5, exact=exact) for exact in (False, True))
-    steps = [one.step for one in found]
+    steps = [one.step_time for one in found]
     assert steps == sorted(steps) and all(one.exact and one.fits for one in found)
     for one in found:
-        assert one.step == pytest.approx(estimate_step(SMALL, cluster, plain(one)).step)
-        assert one.step == pytest.approx(sum(one.parts)) and one.why
-    assert steps[0] <= min(estimate_step(SMALL, cluster, plain(one)).step for one in closed)
+        assert one.step_time == pytest.approx(
+            estimate_step(SMALL, cluster, strip_estimates(one)).step_time
+        )
+        assert one.step_time == pytest.approx(sum(one.breakdown)) and one.explanation
+    assert steps[0] <= min(
+        estimate_step(SMALL, cluster, strip_estimates(one)).step_time for one in closed
+    )
 
 
 @settings(max_examples=4)
@@ -150,10 +161,10 @@ def test_the_best_are_simulated_and_ranked_again() -> None:
 def test_more_of_a_machine_makes_no_best_plan_slower(nodes: int, batch: int, sp: bool) -> None:
     def best(**other: Any) -> float:
         cluster = machine(nodes, **{"memory": "16GB", **other})
-        return plan(SMALL, cluster, batch, top=1, sequence_parallel=sp, exact=False)[0].step
+        return plan(SMALL, cluster, batch, top=1, sequence_parallel=sp, exact=False)[0].step_time
 
     least = best()
-    for more in ("memory", "nvlink", "network", "hbm", "flops"):
+    for more in ("memory", "nvlink_bandwidth", "network_bandwidth", "hbm_bandwidth", "flops"):
         large = {"memory": "40GB", "flops": "500TFLOP/s"}.get(more, "3TB/s")
         assert best(**{more: large}) <= least * (1 + 1e-12), more
 
@@ -162,31 +173,33 @@ def test_plans_are_ranked_and_each_says_what_holds_it_back() -> None:
     cluster = machine(2, memory="16GB")
     found = plan(SMALL, cluster, 64, top=40, exact=False)
     assert len(found) == 40 and all(one.fits for one in found)
-    steps = [one.step for one in found]
+    steps = [one.step_time for one in found]
     assert steps == sorted(steps)
     first, last = found[0], found[-1]
-    assert first.mfu == pytest.approx(SMALL.flops(64) / first.step / 16 / 250e12)
+    assert first.mfu == pytest.approx(SMALL.count_flops(64) / first.step_time / 16 / 250e12)
     for one in found:
-        assert one.bound in (*one.parts._fields, "memory") and one.why.startswith(one.bound)
-    assert "less of it: it takes" in last.why and "% less" in last.why
+        assert one.bottleneck in (*one.breakdown._fields, "memory") and one.explanation.startswith(
+            one.bottleneck
+        )
+    assert "less of it: it takes" in last.explanation and "% less" in last.explanation
 
 
 def test_memory_is_the_bound_where_only_memory_is_in_the_way() -> None:
     """And the plan that is named there is the next one with as much memory more."""
     best = plan(SMALL, machine(1, memory="3GB"), 32, top=1, exact=False)[0]
     words = r"memory: the next faster .* takes ([\d.]+) s, .* does not fit by ([\d.]+) MB"
-    found = re.fullmatch(words, best.why)
-    assert found is not None and best.bound == "memory"
+    found = re.fullmatch(words, best.explanation)
+    assert found is not None and best.bottleneck == "memory"
     step, over = map(float, found.groups())
     larger = machine(1, memory=3e9 + over * 1.001e6)
-    assert plan(SMALL, larger, 32, top=1, exact=False)[0].step <= step * 1.001 < best.step
+    assert plan(SMALL, larger, 32, top=1, exact=False)[0].step_time <= step * 1.001 < best.step_time
 
 
 def test_layers_keep_what_the_paper_says() -> None:
     """arXiv 2205.05198, Table 2, of a plain GPT; 2307.08691 keeps no scores."""
     for t, recompute, cut in [(1, "none", False), (8, "none", True), (8, "selective", False)]:
         choice = ParallelPlan(tp=t, microbatch_size=2, recompute=recompute, sequence_parallel=cut)  # type: ignore[arg-type]
-        kept, again = layer_kept(SMALL, choice)
+        kept, again = compute_saved_bytes(SMALL, choice)
         of: dict[str, Any] = {"sequence": 1024, "microbatch": 2, "hidden": 1024, "heads": 16}
         of["tp"] = t
         whole = activation_bytes_per_layer(**of, sequence_parallel=cut)
@@ -197,21 +210,23 @@ def test_layers_keep_what_the_paper_says() -> None:
         # In 32 bits all but masks of a byte is twice as large.
         masks = 2 * 1024 * 1024 * 2 / (t if cut else 1)
         masks += (recompute == "none") * 16 * 1024**2 * 2 / t
-        assert layer_kept(SMALL, choice, 4)[0] == pytest.approx(2 * kept - masks)
-    grouped, _ = layer_kept(replace(SMALL, kv_heads=4), ParallelPlan(tp=8, microbatch_size=2))
+        assert compute_saved_bytes(SMALL, choice, 4)[0] == pytest.approx(2 * kept - masks)
+    grouped, _ = compute_saved_bytes(
+        replace(SMALL, kv_heads=4), ParallelPlan(tp=8, microbatch_size=2)
+    )
     tokens = 1024 * 2 * 1024 / 8  # of queries; of keys and values there are a quarter
     assert (
-        layer_kept(SMALL, ParallelPlan(tp=8, microbatch_size=2))[0] - grouped
+        compute_saved_bytes(SMALL, ParallelPlan(tp=8, microbatch_size=2))[0] - grouped
         == 2 * 2 * 3 / 4 * tokens
     )
-    gated, _ = layer_kept(
+    gated, _ = compute_saved_bytes(
         replace(SMALL, gated=True, ffn=2048), ParallelPlan(tp=8, microbatch_size=2)
     )
     assert (
-        layer_kept(SMALL, ParallelPlan(tp=8, microbatch_size=2))[0] - gated
+        compute_saved_bytes(SMALL, ParallelPlan(tp=8, microbatch_size=2))[0] - gated
         == (4 * 4 - 6 * 2) * tokens
     )
-    flash, _ = layer_kept(SMALL, ParallelPlan(tp=8, microbatch_size=2, attention="flash"))
+    flash, _ = compute_saved_bytes(SMALL, ParallelPlan(tp=8, microbatch_size=2, attention="flash"))
     assert flash == activation_bytes_per_layer(**of, recompute="selective") + 4 * 16 * 1024 * 2 / 8
 
 
@@ -267,7 +282,7 @@ def test_states_are_those_of_zero() -> None:
     """arXiv 1910.02054, table 1: parts of 1/d, where weights of two of 96 stages are whole beside
     theirs, one of them with the embedding, and the gradient of one."""
     model = TransformerSpec(layers=96, hidden=1024, heads=16, vocab=1024, sequence=1024)
-    numbers, one = model.params, layer_numbers(model)[0] + 2048 * 1024
+    numbers, one = model.params, count_layer_params(model)[0] + 2048 * 1024
     for zero in range(4):
         v, schedule = (96, "looped_bfs") if zero > 1 else (1, "one_f_one_b")
         of = peak_memory(
@@ -278,15 +293,15 @@ def test_states_are_those_of_zero() -> None:
         law = zero_model_states(2 * numbers, 2 * numbers, 12 * numbers, zero, 16)
         assert of.optimizer == pytest.approx(law.optimizer)
         assert of.weights == pytest.approx(
-            law.params + (zero == 3) * 2 * (one + layer_numbers(model)[0])
+            law.params + (zero == 3) * 2 * (one + count_layer_params(model)[0])
         )
         assert of.gradients == pytest.approx(law.grads + (zero >= 2) * 2 * one)
 
 
 def test_numbers_of_a_model_are_those_of_its_parts() -> None:
     for model in (SMALL, replace(SMALL, kv_heads=4, gated=True, ffn=2048, tied=False)):
-        common, experts = layer_numbers(model)
-        table, norm, matrix = ends_numbers(model)
+        common, experts = count_layer_params(model)
+        table, norm, matrix = count_end_params(model)
         ends = table + norm + (0 if model.tied else matrix)
         assert model.layers * (common + experts) + ends == model.params
 
@@ -353,8 +368,12 @@ def test_one_choice_is_priced_also_where_it_does_not_fit() -> None:
     cluster = machine(1, memory="2GB")
     choice = ParallelPlan(pp=4, tp=2, microbatches=8)
     found = estimate_step(SMALL, cluster, choice, exact=False)
-    assert not found.fits and found.bound == "memory" and "does not fit by" in found.why
-    assert estimate_step(SMALL, machine(1), choice, exact=False).bound in found.parts._fields
+    assert (
+        not found.fits and found.bottleneck == "memory" and "does not fit by" in found.explanation
+    )
+    assert (
+        estimate_step(SMALL, machine(1), choice, exact=False).bottleneck in found.breakdown._fields
+    )
 
 
 @pytest.mark.parametrize(
@@ -433,20 +452,26 @@ def test_links_are_those_that_processes_cross() -> None:
         choice = ParallelPlan(pp=p, tp=t, dp=d, rank_order=order)  # type: ignore[arg-type]
         strides = (p * t, t) if order == "tp-pp-dp" else (t, d * t)
         for at in np.ndindex(d, p, t):
-            assert mesh(choice)[at] == at[0] * strides[0] + at[1] * strides[1] + at[2]
-        where, cluster, plans = mesh(choice), machine(12, gpus_per_node=4), PlanColumns.of(choice)
-        placed = places_of(cluster, plans)
+            assert build_process_mesh(choice)[at] == at[0] * strides[0] + at[1] * strides[1] + at[2]
+        where, cluster, plans = (
+            build_process_mesh(choice),
+            machine(12, gpus_per_node=4),
+            PlanColumns.from_plan(choice),
+        )
+        placed = place_plans_on_nodes(cluster, plans)
         size = 2.0 * 1024 * 1024 / t  # each slice sends its part
         path = 0.0
         for rank in range(p - 1):
             pairs = zip(where[:, rank].flat, where[:, rank + 1].flat, strict=True)
-            path += max(cluster.send(size, int(a), int(b)) for a, b in pairs)
+            path += max(cluster.send_time(size, int(a), int(b)) for a, b in pairs)
         cut = replace(plans, sequence_parallel=np.array([1]))
-        assert ways(SMALL, cluster, cut, placed).borders.item() == pytest.approx(path)
+        assert compute_link_times(SMALL, cluster, cut, placed).neighbors.item() == pytest.approx(
+            path
+        )
         groups = where.reshape(d, -1).T
-        ring = rings(cluster, plans, placed)[0]
-        law = max(cluster.all_gather(1e9, group) for group in groups)
-        assert ring.turn(np.array([[1e9]])).item() == pytest.approx(law)
+        ring = build_replica_rings(cluster, plans, placed)[0]
+        law = max(cluster.all_gather_time(1e9, group) for group in groups)
+        assert ring.compute_gather_time(np.array([[1e9]])).item() == pytest.approx(law)
 
 
 def test_of_plans_as_long_the_plainest_comes_first() -> None:
@@ -463,8 +488,10 @@ def test_of_plans_as_long_the_plainest_comes_first() -> None:
     found = plan(
         SMALL, machine(), 8, schedules=("zb_h1", "one_f_one_b"), recompute=("full", "none"), **own
     )
-    assert len({f"{one.step:.6g}" for one in found}) < len(found)
+    assert len({f"{one.step_time:.6g}" for one in found}) < len(found)
     first = found[0]
     assert (first.schedule, first.recompute) == ("one_f_one_b", "none")
-    times = [(float(f"{one.step:.6g}"), [*FAMILIES].index(one.schedule)) for one in found]
+    times = [
+        (float(f"{one.step_time:.6g}"), [*SCHEDULE_FORMULAS].index(one.schedule)) for one in found
+    ]
     assert times == sorted(times)

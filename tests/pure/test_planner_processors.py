@@ -12,7 +12,8 @@ from schedir.planner import ParallelPlan
 
 MODEL = planner.TransformerSpec(layers=8, hidden=256, heads=8, vocab=256, sequence=128)
 HERE = Cluster(
-    1, 4, flops=50e9, memory=6e9, hbm=6e9, nvlink=1e9, network=1e9, latency=200e-6, kernel_us=25,
+    1, 4, flops=50e9, memory=6e9, hbm_bandwidth=6e9, nvlink_bandwidth=1e9, network_bandwidth=1e9,
+    latency=200e-6, kernel_us=25,
     itemsize=4, processors=2,
 )  # fmt: skip
 PLANS = [
@@ -42,14 +43,14 @@ def price(choice: ParallelPlan, *, exact: bool, **more: Any) -> planner.PlanEsti
 )
 def test_the_closed_form_is_near_the_program(choice: ParallelPlan) -> None:
     told, exact = (price(choice, exact=e) for e in (False, True))
-    assert told.step == pytest.approx(exact.step, rel=0.12)
+    assert told.step_time == pytest.approx(exact.step_time, rel=0.12)
 
 
 def test_two_of_four_keep_two_processors_busy() -> None:
     """Of 2 ranks x 2 replicas two processes compute while the pipeline fills."""
     two = ParallelPlan(pp=2, dp=2, microbatch_size=1, microbatches=8, attention="flash")
-    assert price(two, exact=False).parts.bubble == 0
-    assert price(two, exact=False, processors=4).parts.bubble > 0
+    assert price(two, exact=False).breakdown.bubble == 0
+    assert price(two, exact=False, processors=4).breakdown.bubble > 0
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -65,13 +66,13 @@ def test_nothing_is_shorter_than_its_work(exact: bool) -> None:
         exact=exact,
         processors=1,
     )
-    work = alone.parts.compute
-    assert piped.step >= 0.97 * work
-    assert piped.parts.bubble < 0.2 * work
+    work = alone.breakdown.compute
+    assert piped.step_time >= 0.97 * work
+    assert piped.breakdown.bubble < 0.2 * work
 
 
 def test_as_many_processors_as_processes_are_those_of_gpus_that_wait() -> None:
     choice = ParallelPlan(pp=4, microbatch_size=1, microbatches=16, attention="flash")
     many, more = (price(choice, exact=True, processors=n) for n in (4, 8))
-    assert many.step == more.step
-    assert many.step > price(choice, exact=True).step
+    assert many.step_time == more.step_time
+    assert many.step_time > price(choice, exact=True).step_time

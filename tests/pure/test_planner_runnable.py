@@ -141,14 +141,16 @@ def test_the_trainer_makes_the_program_of_the_choice(
     model = replace(MODEL, layers=sum(choice.layers_per_stage), tied=tied)
     file = tmp_path / "plan.toml"
     file.write_text(train_config(model, choice, device=device, clip_grad_norm=1.0))
-    read = config_file.read(str(file))
+    read = config_file.read_config(str(file))
     own = read.request.program
     assert (
         own.digest
-        == plan_program(choice, tied=tied, overlap=True, buffer_sharing=read.slots).digest
+        == plan_program(
+            choice, tied_weights=tied, overlap=True, buffer_sharing=read.buffer_sharing
+        ).digest
     )
     assert (read.pipeline.layers_per_stage or choice.layers_per_stage) == choice.layers_per_stage
-    assert (read.world, read.data.microbatch_size) == (choice.gpus, choice.microbatch_size)
+    assert (read.world_size, read.data.microbatch_size) == (choice.gpus, choice.microbatch_size)
     assert (read.model.layers, read.model.hidden, read.model.heads, read.model.vocab,
             read.model.context) == (model.layers, 768, 12, 8192, 512)  # fmt: skip
 

@@ -3,8 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.io.profiler_range_names import NamedInstruction, RangeName, mark_of, marks, read_mark
-from schedir.ir.isa.instructions import ROWS, Instr, Opcode, Scope
+from schedir.io.profiler_range_names import (
+    NamedInstruction,
+    RangeName,
+    format_range_name,
+    is_instruction_range,
+    parse_range_name,
+)
+from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Opcode, Scope
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES
 
 
@@ -15,7 +21,7 @@ from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES
     st.booleans(),
 )
 def test_names_are_read_as_they_are_written(op: Opcode, stage: int, mb: int, joined: bool) -> None:
-    instr = Instr(op, 0 if ROWS[op].per is Scope.RANK else stage, mb)
-    name = mark_of(instr, joined)
-    assert marks(name)
-    assert read_mark(name) == RangeName((NamedInstruction(*instr),), joined=joined)
+    instr = Instr(op, 0 if INSTRUCTIONS[op].scope is Scope.RANK else stage, mb)
+    name = format_range_name(instr, joined)
+    assert is_instruction_range(name)
+    assert parse_range_name(name) == RangeName((NamedInstruction(*instr),), is_joined=joined)

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import schedir
-from schedir.__main__ import _parser, main
-from schedir.commands import COMMANDS, module_of
-from schedir.commands.common.program_options import ALL, parse, read_config
+from schedir.__main__ import _build_parser, main
+from schedir.commands import COMMANDS, import_command
+from schedir.commands.common.program_options import PROGRAM_OPTIONS, parse_option, read_config
 from schedir.errors import UsageError
-from schedir.io.command_line import FLAGS
-from schedir.retired_names import ATTRIBUTES
+from schedir.io.command_line import FIELDS_WITH_FLAGS
+from schedir.retired_names import RENAMED_ATTRIBUTES
 from tests.commands import refused, said
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,11 +74,13 @@ def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", PROGRAM_OPTIONS)
 def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ALL[name].help and (name in FLAGS or f"-O {name}" in said(capsys, "options", name))
-    if not ALL[name].kind.metavar:
-        assert parse(name) == (name, True)
+    assert PROGRAM_OPTIONS[name].help and (
+        name in FIELDS_WITH_FLAGS or f"-O {name}" in said(capsys, "options", name)
+    )
+    if not PROGRAM_OPTIONS[name].kind.metavar:
+        assert parse_option(name) == (name, True)
 
 
 @pytest.mark.parametrize(
@@ -162,26 +164,26 @@ def test_examples_of_the_help_are_commands(
     monkeypatch.chdir(ROOT)
     if command == "checkpoint":  # its commands have their own help
         return
-    examples = module_of(command).EXAMPLES
+    examples = import_command(command).EXAMPLES
     assert examples in said(capsys, command, "--help")
     lines = [line.split("   ")[0] for line in examples.splitlines() if line.startswith("  ")]
     assert lines
     for line in lines:
         words = shlex.split(line)
         assert words[0] == "schedir"
-        _parser(words[1:]).parse_args(words[1:])
+        _build_parser(words[1:]).parse_args(words[1:])
     page = examples.rpartition("The page ")[2].split()[0]
     assert (ROOT / page).is_file()
 
 
 def test_the_module_of_a_command_is_found() -> None:
-    assert import_module("schedir.commands.import_") is module_of("import")
+    assert import_module("schedir.commands.import_") is import_command("import")
 
 
-@pytest.mark.parametrize("module", sorted({*ATTRIBUTES} - {"schedir.runtime"}))
+@pytest.mark.parametrize("module", sorted({*RENAMED_ATTRIBUTES} - {"schedir.runtime"}))
 def test_an_old_attribute_is_answered_with_the_new_one(module: str) -> None:
     found = import_module(module)
-    for old, new in ATTRIBUTES[module].items():
+    for old, new in RENAMED_ATTRIBUTES[module].items():
         assert old not in found.__all__ and new in {*dir(found), *found.__all__}
         for code in (f"import {module}; {module}.{old}", f"from {module} import {old}"):
             with pytest.raises(ImportError, match=f"has no attribute '{old}': it is now {new}$"):

@@ -81,7 +81,7 @@ def test_a_copy_has_no_proof_and_cannot_be_written_to(copied: Callable[[Program]
     program = compile(zb_h1, PipelineShape(2, 4), buffer_sharing="minimal")
     other = copied(program)
     assert other == program and other.digest == program.digest and not other.proofs
-    assert other.order.keys() == program.order.keys()
+    assert other.message_order.keys() == program.message_order.keys()
     assert all(np.shares_memory(stream.words, other.words) for stream in other.streams)
     for words in (other.words, other.streams[0].words, copied(other).streams[1].words):
         with pytest.raises(ValueError, match="read-only"):
@@ -110,7 +110,7 @@ def test_each_proof_holds_by_itself(seed: int) -> None:
     program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "per_edge")
     event(f"{len(program.proofs)} proofs")
     for model, blocks, device_waits, *more in program.proofs:
-        again = replace(program, order={})
+        again = replace(program, message_order={})
         check(again, model, blocking_hosts=blocks, host_device_sync=device_waits)  # type: ignore[arg-type]
         assert more == [False, None]
 
@@ -159,7 +159,7 @@ def test_what_is_simulated_is_what_is_right(
     assert bool(mutant.proofs) == (not refused)
     if not refused:
         one, other = (
-            simulate(mutant, progress_model=progress_model, unchecked=b) for b in (False, True)
+            simulate(mutant, progress_model=progress_model, skip_checks=b) for b in (False, True)
         )
         assert (one.spans == other.spans).all()
 
@@ -173,7 +173,7 @@ def test_unchecked_for_what_finishes_but_is_wrong() -> None:
     )
     with pytest.raises(OrderError):
         simulate(wrong)
-    assert simulate(wrong, unchecked=True).span == simulate(program).span
+    assert simulate(wrong, skip_checks=True).span == simulate(program).span
     assert not wrong.proofs
 
 
@@ -192,9 +192,9 @@ def test_a_slot_that_only_its_own_filler_frees() -> None:
     with pytest.raises(SlotError):
         simulate(program)
     with pytest.raises(DeadlockError) as caught:
-        simulate(program, unchecked=True)
+        simulate(program, skip_checks=True)
     (wait,) = caught.value.cycle
-    assert str(wait.instr) == str(wait.needs) == "F 1.0"
+    assert str(wait.instr) == str(wait.needed_instr) == "F 1.0"
 
 
 # ---------------------------------------------------------------- drafts
@@ -220,7 +220,7 @@ def test_drafts_of_any_kind_are_compiled() -> None:
     imported = torch_csv.from_csv(torch_csv.to_csv(program, "torch"))
     for each in (expand_schedule(one_f_one_b, shape), listed, imported, from_text(to_text(listed))):
         assert compile(each).streams == compile(each, shape).streams == program.streams
-    assert compile(listed, costs=Costs(send=5)).order.keys() == program.order.keys()
+    assert compile(listed, costs=Costs(send=5)).message_order.keys() == program.message_order.keys()
 
 
 def test_a_draft_brings_its_traits() -> None:
@@ -250,7 +250,11 @@ def test_what_is_derived_of_a_program_goes_with_it() -> None:
     gc.disable()
     try:
         program = compile(one_f_one_b, PipelineShape(2, 4))
-        index, flow, graph = InstructionIndex.of(program), Dataflow.of(program), Graph.of(program)
+        index, flow, graph = (
+            InstructionIndex.from_program(program),
+            Dataflow.from_program(program),
+            Graph.from_program(program),
+        )
         timeline = simulate(program)
         assert timeline.graph is graph and graph.flow is flow and flow.index is index
         gone = [weakref.ref(each) for each in (program, index, flow, graph)]
@@ -299,7 +303,7 @@ def test_large_programs_keep_nothing(made: list[object], monkeypatch: pytest.Mon
     program = from_text(
         to_text(compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal"))
     )
-    monkeypatch.setattr("schedir.ir.program._LARGE", 10)
+    monkeypatch.setattr("schedir.ir.program._MAX_CACHED_INSTRUCTIONS", 10)
     made.clear()
     check(program)  # once to see that it is complete, and once for its graph
     assert sorted(type(each).__name__ for each in made) == [

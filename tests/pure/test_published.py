@@ -15,7 +15,7 @@ def test_zb_1p_is_proved_shortest(row: Row) -> None:
     found = search_schedule(
         row.shape, row.costs, row.sizes, row.shape.ranks, objective="own", evaluations=500
     )
-    assert found.stopped == "proved" and found.gap < 1e-9
+    assert found.stop_reason == "proved" and found.gap_to_bound < 1e-9
     assert row.rate(found.span) == pytest.approx(row.rates["rate_ZB_1p"], abs=PRINTED / 2)
 
 

@@ -30,7 +30,7 @@ from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
-from schedir.schedules import built_in, gpipe, interleaved, one_f_one_b, zb_h1
+from schedir.schedules import get_built_in_schedules, gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_algebra import B, F, I, R, RankSchedule, W
 from schedir.schedules.schedule_expansion import expand_schedule
@@ -85,7 +85,7 @@ def test_r_without_a_backward_behind_it() -> None:
 
 def test_a_program_with_r_is_written_and_read() -> None:
     program = compile(interleaved, PipelineShape(2, 4, 2), recompute="all")
-    assert RECOMPUTE in program.ops
+    assert RECOMPUTE in program.used_opcodes
     assert from_text(to_text(program)) == program == check(program)
 
 
@@ -106,8 +106,8 @@ def test_memory_is_that_counted_by_hand() -> None:
 
 def test_a_checkpoint_is_the_activation_of_the_stage_before() -> None:
     sizes = Sizes(activation=(1, 2, 3), saved=10)
-    assert sizes.of("checkpoint", 3).tolist() == [0, 1, 2]
-    assert Sizes(checkpoint=5).of("checkpoint", 2).tolist() == [5, 5]
+    assert sizes.for_stages("checkpoint", 3).tolist() == [0, 1, 2]
+    assert Sizes(checkpoint=5).for_stages("checkpoint", 2).tolist() == [5, 5]
 
 
 def test_an_r_costs_as_much_as_its_f_unless_told() -> None:
@@ -129,8 +129,8 @@ def test_r_runs_while_the_gradient_is_on_its_way() -> None:
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_hidden_is_no_longer_and_holds_no_more(schedule: Any) -> None:
-    if schedule is built_in()["forward_only"]:
-        assert RECOMPUTE not in compile(schedule, PipelineShape(4, 8), recompute="all").ops
+    if schedule is get_built_in_schedules()["forward_only"]:
+        assert RECOMPUTE not in compile(schedule, PipelineShape(4, 8), recompute="all").used_opcodes
         return
     shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     for costs in (Costs(F=1, I=1, W=1), Costs(F=2, I=3, W=1, send=0.5, R=1)):
@@ -258,7 +258,7 @@ def test_no_fewer_would_do(schedule: Any, shape: PipelineShape) -> None:
 def test_what_never_fits_is_refused() -> None:
     with pytest.raises(MemoryLimitError) as caught:
         compile(one_f_one_b, PipelineShape(4, 8), recompute="fit", sizes=SIZES, memory_limit=9)
-    assert caught.value.needs == 13
+    assert caught.value.required_bytes == 13
 
 
 @pytest.mark.parametrize("given", [{}, {"sizes": SIZES}])
@@ -276,9 +276,9 @@ def test_recomputing_and_keeping_are_simulated() -> None:
     kept = compile(one_f_one_b, PipelineShape(4, 8), costs=costs)
     again = compile(one_f_one_b, PipelineShape(4, 8), recompute="all", costs=costs)
     for program, what, other in ((kept, 'recompute="all"', again), (again, "all kept", kept)):
-        assert not advise(simulate(program, costs), costs).held  # without sizes
-        (change,) = advise(simulate(program, costs, sizes=SIZES), costs).held
-        assert change.what == what and change.run.program == other
+        assert not advise(simulate(program, costs), costs).memory_changes  # without sizes
+        (change,) = advise(simulate(program, costs, sizes=SIZES), costs).memory_changes
+        assert change.description == what and change.run.program == other
         run = simulate(other, costs, sizes=SIZES)
         assert change.run.span == run.span
         assert change.memory == {"device": run.peak_memory.max()}
@@ -305,9 +305,14 @@ def test_other_orders_are_advised_with_as_much_recomputed() -> None:
     """What holds no more must not keep what the program does not."""
     program, costs = compile(gpipe, PipelineShape(4, 8), recompute="all"), Costs(F=1, B=2)
     for change in advise(simulate(program, costs), costs).changes:
-        assert RECOMPUTE in change.run.program.ops
+        assert RECOMPUTE in change.run.program.used_opcodes
     lowering = Lowering(program, "per_device")
-    assert RECOMPUTE in lowering.of(expand_schedule(one_f_one_b, PipelineShape(4, 8)), costs).ops
+    assert (
+        RECOMPUTE
+        in lowering.compile_draft(
+            expand_schedule(one_f_one_b, PipelineShape(4, 8)), costs
+        ).used_opcodes
+    )
 
 
 # ---------------------------------------------------------------- what is refused
@@ -361,7 +366,7 @@ def test_nothing_is_recomputed_where_there_is_no_backward() -> None:
 
 def test_torch_has_no_word_for_it() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), recompute="all")
-    for form in torch_csv.FORMS:
+    for form in torch_csv.CSV_FORMATS:
         with pytest.raises(UsageError, match="within backwards only"):
             torch_csv.to_csv(program, form)
 
@@ -373,7 +378,7 @@ def test_curves_of_memory_never_hold_more_than_predicted() -> None:
     for rank, curve in enumerate(run.memory):
         spans = run.spans[run.spans["rank"] == rank]
         names = np.array([str(i.op.name) for i in program.streams[rank]])
-        for time, now in dict(zip(curve.times, curve.held, strict=True)).items():
+        for time, now in dict(zip(curve.times, curve.total, strict=True)).items():
             begun = names[spans["start"] <= time]
             over = names[spans["end"] <= time]
             again = {(s["stage"], s["mb"]) for s in spans[names == "Recompute"]}

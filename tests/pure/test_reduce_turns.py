@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
-from schedir.ir.isa.instructions import ADDS, Opcode
+from schedir.ir.isa.instructions import GRAD_ADDING_OPS, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
@@ -28,11 +28,11 @@ def events(program: Program, rank: int) -> Events:
     stream, found = program.streams[rank], list[tuple[str, set[int]]]()
     for instr, joined in zip(stream, stream.joined, strict=True):
         if joined:
-            found[-1][1].update({instr.stage} if instr.op in ADDS else ())
+            found[-1][1].update({instr.stage} if instr.op in GRAD_ADDING_OPS else ())
         elif instr.op is Opcode.ReduceScatter:
             found.append(("reduce", {instr.stage}))
         else:
-            found.append(("add", {instr.stage} if instr.op in ADDS else set()))
+            found.append(("add", {instr.stage} if instr.op in GRAD_ADDING_OPS else set()))
     return [(what, stages) for what, stages in found if stages]
 
 

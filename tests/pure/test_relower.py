@@ -17,15 +17,15 @@ import schedir
 from schedir import Costs, PipelineShape, Program, Timeline
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
-from schedir.commands.common.schedule_options import read_costs
-from schedir.compiler.compile import compile, finish
-from schedir.compiler.relower import compute_of, options_of
+from schedir.commands.common.schedule_options import parse_costs
+from schedir.compiler.compile import compile, finish_lowering
+from schedir.compiler.relower import extract_compute, infer_options
 from schedir.errors import SchedirError
 from schedir.io import torch_csv
-from schedir.io.source_loader import load
-from schedir.ir.program import JOINED, StreamSlices
+from schedir.io.source_loader import load_source
+from schedir.ir.program import JOINED_BIT, StreamSlices
 from schedir.passes.pass_types import BufferSharing
-from schedir.predict.calibrate import completed, format_costs, rounded
+from schedir.predict.calibrate import fill_missing_backwards, format_costs, round_costs
 from schedir.predict.what_if import advise
 from schedir.schedules import chimera, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_v
 from schedir.schedules.schedule_algebra import Schedule
@@ -42,11 +42,11 @@ AT = "--costs=F=1,B=2,send=0.1"
 def theirs() -> Program:
     """Interleaved1F1B of 4 ranks, 8 stages and 8 microbatches, as torch 2.13 lowers it."""
     text = (GOLDEN / "torch_interleaved_1f1b.csv").read_text()
-    return finish(torch_csv.from_csv(text, "torch_interleaved_1f1b"))
+    return finish_lowering(torch_csv.from_csv(text, "torch_interleaved_1f1b"))
 
 
 def in_file(path: str) -> Program:
-    found = load(path)
+    found = load_source(path)
     assert isinstance(found, Program)
     return found
 
@@ -110,8 +110,8 @@ def test_the_commands_give_what_is_said(here: Path, capsys: pytest.CaptureFixtur
                     in_file("other.sched"),
                     torch_csv.from_csv(Path("other.csv").read_text()),
                 )
-                assert finish(own).streams == other.streams
-                assert compute_of(other).streams == compute_of(program).streams
+                assert finish_lowering(own).streams == other.streams
+                assert extract_compute(other).streams == extract_compute(program).streams
     assert orders == {False, True}
 
 
@@ -119,13 +119,16 @@ def in_another_order(program: Program, seed: int) -> Program:
     """The same instructions, each issued alone, in any order that finishes under edge; or not."""
     if seed % 2:
         return program
-    program = replace(program, streams=StreamSlices.at(program.words & ~JOINED, program.offsets))
-    graph = Graph.of(program, "per_edge")
+    program = replace(
+        program, streams=StreamSlices.from_words(program.words & ~JOINED_BIT, program.offsets)
+    )
+    graph = Graph.from_program(program, "per_edge")
     turn = {node: k for k, node in enumerate(graph.random_topological_order(seed))}
     turns = np.array([turn[node] for node in graph.node.tolist()])
     order = np.lexsort((turns, graph.index.rank))
     return check(
-        replace(program, streams=StreamSlices.at(program.words[order], program.offsets)), "per_edge"
+        replace(program, streams=StreamSlices.from_words(program.words[order], program.offsets)),
+        "per_edge",
     )
 
 
@@ -147,21 +150,26 @@ def test_what_is_said_is_simulated_and_right(
     except SchedirError:  # not under this model
         assume(False)
     advice = advise(run, costs)
-    costs = completed(costs, program)
+    costs = fill_missing_backwards(costs, program)
     for change in advice.changes:
         row = change.row
         if row.progress_model is not None:
-            assert row.progress_model == "per_edge" != progress_model and change.saves >= -1e-9
+            assert (
+                row.progress_model == "per_edge" != progress_model and change.saved_share >= -1e-9
+            )
             span = schedir.simulate(
                 program, costs, progress_model="per_edge", blocking_hosts=blocking_hosts
             ).span
         elif row.kind in ("transfers", "grouped"):
             again, overlap = change.run.program, row.kind == "grouped"
-            assert compute_of(again).streams == compute_of(program).streams
+            assert extract_compute(again).streams == extract_compute(program).streams
             check(again, progress_model, blocking_hosts=blocking_hosts)
-            options = options_of(program, progress_model) | {"overlap": overlap}
+            options = infer_options(program, progress_model) | {"overlap": overlap}
             same = compile(
-                compute_of(program), progress_model=progress_model, costs=row.order, **options
+                extract_compute(program),
+                progress_model=progress_model,
+                costs=row.transfer_costs,
+                **options,
             )
             assert same.digest == again.digest
             span = schedir.simulate(
@@ -169,8 +177,8 @@ def test_what_is_said_is_simulated_and_right(
             ).span
         else:
             continue
-        assert change.saves == pytest.approx(1 - span / advice.base.span, abs=1e-9)
-        assert change.in_words().startswith(f"span {span:.4g}, bubble ")
+        assert change.saved_share == pytest.approx(1 - span / advice.baseline.span, abs=1e-9)
+        assert change.describe().startswith(f"span {span:.4g}, bubble ")
 
 
 def test_what_is_no_better_is_not_said() -> None:
@@ -179,7 +187,7 @@ def test_what_is_no_better_is_not_said() -> None:
     alone = schedir.simulate(compile(gpipe, PipelineShape(1, 4)), COSTS)
     for changes in (advise(run).changes, advise(alone, COSTS).changes):
         kinds = ("transfers", "grouped", "queues")
-        assert all(change.saves <= 1e-9 for change in changes if change.row.kind in kinds)
+        assert all(change.saved_share <= 1e-9 for change in changes if change.row.kind in kinds)
 
 
 def test_what_is_grouped_is_told_only_where_that_is_of_worth() -> None:
@@ -258,9 +266,9 @@ def test_what_was_said_of_the_source_is_said_again(
 
 def test_costs_as_they_are_said() -> None:
     costs = Costs(F=(1 / 3, 2 / 3), B=(1 / 7, 1 / 7), FB=(1e-9 / 3, 1.0), send=1 / 3)
-    assert read_costs(format_costs(costs)) == replace(rounded(costs), B=(0.142857, 0.142857))
-    assert rounded(costs).B == 0.142857
-    assert rounded(Costs()) == Costs()
+    assert parse_costs(format_costs(costs)) == replace(round_costs(costs), B=(0.142857, 0.142857))
+    assert round_costs(costs).B == 0.142857
+    assert round_costs(Costs()) == Costs()
 
 
 # ---------------------------------------------------------------- --relower
@@ -294,7 +302,7 @@ def test_a_program_lowered_anew_is_itself(
         buffer_sharing=buffer_sharing,
     )
     drafted = replace(schedir.expand_schedule(schedule, shape), tp=2, dp=2, clip_grad_norm=True)
-    assert compute_of(program) == drafted
+    assert extract_compute(program) == drafted
     own, again = tmp_path / "own.sched", tmp_path / "again.sched"
     own.write_text(schedir.to_text(program))
     said(capsys, "print", str(own), "--relower", "-o", str(again))
@@ -318,9 +326,9 @@ def test_a_program_in_a_file_takes_the_options_of_lowering_with_it_alone(
         refused(capsys, "print", "theirs.sched", option)
     refused(capsys, "print", "theirs.sched", "--relower", "--ranks=3")
     said(capsys, "print", "theirs.sched", "--relower", *options, "-o", "ours.sched")
-    draft = compute_of(theirs())
+    draft = extract_compute(theirs())
     ours = compile(draft, dp=2, clip_grad_norm=True, overlap=True, buffer_sharing="minimal")
-    assert load("ours.sched") == replace(ours, name=draft.name)
+    assert load_source("ours.sched") == replace(ours, name=draft.name)
 
 
 def test_torchs_file_is_lowered_anew_as_it_is_read(
@@ -329,7 +337,7 @@ def test_torchs_file_is_lowered_anew_as_it_is_read(
     text = str(GOLDEN / "torch_interleaved_1f1b.csv")
     refused(capsys, "import", text, "-O", "overlap", "-o", "ours.sched")
     said(capsys, "import", text, "--relower", "-O", "overlap", "-o", "ours.sched")
-    assert load("ours.sched") == compile(compute_of(theirs()), overlap=True)
+    assert load_source("ours.sched") == compile(extract_compute(theirs()), overlap=True)
 
 
 def test_a_run_that_is_lowered_anew_is_predicted_at_its_means(
@@ -339,17 +347,17 @@ def test_a_run_that_is_lowered_anew_is_predicted_at_its_means(
     run = schedir.simulate(theirs(), COSTS, progress_model="blocking_serial")
     schedir.save_timeline(replace(run, kind="measured", unit="s"), "x.timeline")
     facts = json.loads(said(capsys, "simulate", "x.timeline", "--relower", "--json"))
-    ours = compile(compute_of(theirs()))
+    ours = compile(extract_compute(theirs()))
     expected = schedir.simulate(ours, COSTS, progress_model="blocking_serial").span
     assert (facts["kind"], facts["unit"]) == ("predicted", "s")
     assert facts["span"] == pytest.approx(expected)
     schedir.save_timeline(replace(run, progress_model="per_edge"), "edge.timeline")
     said(capsys, "print", "edge.timeline", "--relower", "-O", "overlap", "-o", "edge.sched")
     made = [
-        compile(compute_of(theirs()), progress_model=each, overlap=True)
+        compile(extract_compute(theirs()), progress_model=each, overlap=True)
         for each in ("per_edge", "blocking_serial")
     ]
     assert in_file("edge.sched") == made[0] != made[1]
     slow = json.loads(said(capsys, "simulate", "x.timeline", "--relower", AT, "--json"))
-    ordered = compile(compute_of(theirs()), costs=COSTS, progress_model="blocking_serial")
+    ordered = compile(extract_compute(theirs()), costs=COSTS, progress_model="blocking_serial")
     assert slow["span"] == schedir.simulate(ordered, COSTS, progress_model="blocking_serial").span

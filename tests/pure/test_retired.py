@@ -5,11 +5,11 @@ import pytest
 import schedir
 from schedir import PipelineShape
 from schedir.errors import ParseError, SchedirError, UsageError
-from schedir.retired_names import RETIRED
+from schedir.retired_names import RETIRED_HINTS
 
 
 def hint(error: SchedirError) -> str:
-    assert error.hint in RETIRED.values()
+    assert error.hint in RETIRED_HINTS.values()
     return error.hint
 
 

@@ -31,7 +31,7 @@ def test_bubble_of_gpipe_and_1f1b(schedule, ranks: int, priced: Costs) -> None: 
             timeline = simulate(program, priced, progress_model=model)
             assert timeline.bubble_over_ideal == pytest.approx((ranks - 1) / m, abs=1e-12)
             f, b = (
-                priced.of(op, PipelineShape(1, 1)).item()
+                priced.for_opcode(op, PipelineShape(1, 1)).item()
                 for op in (Opcode.Forward, Opcode.Backward)
             )
             assert timeline.span == (m + ranks - 1) * (f + b)
@@ -72,7 +72,7 @@ def test_interleaved_takes_any_number_of_microbatches(ranks: int, v: int, m: int
     timeline = simulate(program, UNIT)
     # Uneven groups cost nothing: the fill of P ranks, or of all stages where m cannot fill them.
     assert timeline.span == 3 * (v * max(m, ranks) + min(m, ranks) - 1)
-    assert program.ascending
+    assert program.reduces_in_microbatch_order
 
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(1, 20))
@@ -102,4 +102,4 @@ def test_both_bubbles_differ() -> None:
     """1F1B's last rank never idles in its own span, and waits P-1 slots for the others."""
     timeline = simulate(compile(one_f_one_b, PipelineShape(4, 8), costs=UNIT), UNIT)
     assert timeline.idle.tolist() == [9.0] * 4
-    assert timeline.idle_in_own_span.tolist() == [9.0, 6.0, 3.0, 0.0]
+    assert timeline.idle_in_active_span.tolist() == [9.0, 6.0, 3.0, 0.0]

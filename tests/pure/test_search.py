@@ -27,17 +27,22 @@ from schedir import (
     simulate,
     to_text,
 )
-from schedir.analysis.numba_jit import FIRST_USE, within
+from schedir.analysis.numba_jit import MIN_COMPILE_SECONDS, compile_within
 from schedir.compiler.compile import check_memory
 from schedir.errors import CostsError, MemoryLimitError, SchedirError, UsageError
 from schedir.ir.program import Program
-from schedir.schedule_search.bounds.program_bound import bound_of_program
-from schedir.schedule_search.heuristics.annealing import wave
+from schedir.schedule_search.bounds.program_bound import compute_program_bound
+from schedir.schedule_search.heuristics.annealing import move_on_several_ranks
 from schedir.schedule_search.heuristics.local_search import LocalSearch
 from schedir.schedule_search.heuristics.order_evaluator import LOOPS, DispatchPolicy, OrderEvaluator
-from schedir.schedule_search.problem import problem_of
-from schedir.schedule_search.rank_order import codes_of, draft_of, length, peaks
-from schedir.schedules import built_in
+from schedir.schedule_search.problem import make_problem
+from schedir.schedule_search.rank_order import (
+    compute_length,
+    compute_peaks,
+    draft_from_order,
+    order_of_program,
+)
+from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_expansion import expand_schedule
 
 EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
@@ -49,7 +54,7 @@ def test_what_is_found_is_a_program() -> None:
     for model in ("per_device", "blocking_serial", "per_edge"):
         check(found.program, model)
     assert simulate(found.program, EVEN).span == found.span >= found.bound
-    assert found.trail[-1].span == pytest.approx(found.span)
+    assert found.improvements[-1].span == pytest.approx(found.span)
     assert (
         found.span
         <= simulate(compile(schedules.zb_h1, PipelineShape(4, 12), costs=EVEN), EVEN).span
@@ -80,20 +85,20 @@ def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
         for _ in "12"
     )
     assert to_text(one.program) == to_text(other.program)
-    assert one.tried == other.tried <= 5000
+    assert one.num_evaluated == other.num_evaluated <= 5000
 
 
 def test_nothing_is_moved_when_the_seconds_are_over() -> None:
-    problem = problem_of(PipelineShape(4, 8), Costs(F=2, I=2, W=1), in_flight=3)
-    order = codes_of(compile(schedules.zb_h1, problem.shape), split=True)
+    problem = make_problem(PipelineShape(4, 8), Costs(F=2, I=2, W=1), in_flight=3)
+    order = order_of_program(compile(schedules.zb_h1, problem.shape), split_backward=True)
     hunt = LocalSearch(
-        problem, 0.0, begin=perf_counter(), seconds=1e-9, evaluations=None, seed=0,
+        problem, 0.0, start_time=perf_counter(), seconds=1e-9, evaluations=None, seed=0,
         report=lambda _: None,
     )  # fmt: skip
-    hunt.take(1.0, order, "given")
+    hunt.add_order(1.0, order, "given")
     assert not hunt.run()
-    tried = hunt.tried
-    assert list(hunt.finalists()) == [(1.0, order)] and hunt.tried == tried
+    tried = hunt.num_evaluated
+    assert list(hunt.list_finalists()) == [(1.0, order)] and hunt.num_evaluated == tried
 
 
 def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
@@ -125,7 +130,7 @@ def test_a_limit_of_some_times_what_is_saved_holds_as_many(saved: float) -> None
 def test_a_search_without_an_end_ends_with_a_proof_or_an_interrupt(seconds: float) -> None:
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
     assert (
-        search_schedule(PipelineShape(4, 8), uneven, in_flight=3, seconds=seconds).stopped
+        search_schedule(PipelineShape(4, 8), uneven, in_flight=3, seconds=seconds).stop_reason
         == "proved"
     )
 
@@ -144,7 +149,7 @@ def test_what_is_found_is_kept_where_it_is_interrupted_as_it_is_compiled(
     monkeypatch.setattr("schedir.schedule_search.heuristics.program_builder.compile", interrupted)
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
     found = search_schedule(PipelineShape(4, 8), uneven, in_flight=3, evaluations=300)
-    assert found.stopped == "interrupted" and found.span == found.trail[-1].span
+    assert found.stop_reason == "interrupted" and found.span == found.improvements[-1].span
 
 
 def test_numbers_may_be_of_numpy() -> None:
@@ -191,10 +196,12 @@ def test_nothing_that_it_begins_with_is_shorter(
 ) -> None:
     """As programs, in which messages of a rank wait for each other, and not by their orders."""
     found = search_schedule(shape, costs, in_flight=in_flight, evaluations=50)
-    assert found.tried <= 50 + len(built_in())
-    for schedule in built_in().values():
+    assert found.num_evaluated <= 50 + len(get_built_in_schedules())
+    for schedule in get_built_in_schedules().values():
         try:
-            run = simulate(compile(expand_schedule(schedule, shape.resolved()), costs=costs), costs)
+            run = simulate(
+                compile(expand_schedule(schedule, shape.resolve_defaults()), costs=costs), costs
+            )
         except SchedirError:  # it is for other shapes
             continue
         split = "I" in to_text(run.program)
@@ -208,7 +215,7 @@ def test_costs_that_no_number_can_hold_are_refused(F: float) -> None:
         with pytest.raises(CostsError, match="more than a search can count"):
             take(PipelineShape(4, 8), Costs(F=F))
     program = compile(schedules.zb_h1, PipelineShape(4, 8))
-    assert bound_of_program(program, Costs(F=F)) is None
+    assert compute_program_bound(program, Costs(F=F)) is None
 
 
 def test_pairs_that_save_time_are_not_searched() -> None:
@@ -218,10 +225,12 @@ def test_pairs_that_save_time_are_not_searched() -> None:
     for refused in (search_schedule, lower_bound):
         with pytest.raises(CostsError):
             refused(shape, costs)
-    assert bound_of_program(program, costs) is None
+    assert compute_program_bound(program, costs) is None
     same = replace(costs, FB=5)
     assert lower_bound(shape, same) == lower_bound(shape, replace(same, FB=None))
-    assert bound_of_program(program, same) == bound_of_program(program, replace(same, FB=None))
+    assert compute_program_bound(program, same) == compute_program_bound(
+        program, replace(same, FB=None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +243,7 @@ def test_pairs_that_save_time_are_not_searched() -> None:
 )
 def test_a_start_that_does_other_work_is_refused(start: Program) -> None:
     with pytest.raises(UsageError) as caught:
-        search_schedule(PipelineShape(4, 8), EVEN, start=[start], evaluations=30)
+        search_schedule(PipelineShape(4, 8), EVEN, initial_schedules=[start], evaluations=30)
     assert caught.value.fields == ("start",)
 
 
@@ -242,24 +251,28 @@ def test_costs_of_whole_backwards_are_not_split() -> None:
     with pytest.raises(CostsError, match="not its parts, I and W"):
         search_schedule(PipelineShape(2, 4), Costs(F=10, B=20))
     assert (
-        search_schedule(PipelineShape(2, 4), Costs(F=10, B=20), split=False, evaluations=99).span
+        search_schedule(
+            PipelineShape(2, 4), Costs(F=10, B=20), split_backward=False, evaluations=99
+        ).span
         == 150
     )
 
 
 def test_machine_code_and_lists_have_the_same_bits() -> None:
-    problem = problem_of(
+    problem = make_problem(
         PipelineShape(4, 8, 2), Costs(F=(1, 2, 1, 3, 1, 2, 2, 2), I=2, W=1.1, send=0.3), in_flight=5
     )
-    loops, _ = within(LOOPS, 60)
+    loops, _ = compile_within(LOOPS, 60)
     if loops is None:
         pytest.skip("numba is not here")
     found = []
     for machine in (OrderEvaluator(problem), OrderEvaluator(problem, loops)):
-        first = machine.run(DispatchPolicy((9, 7, 6, 5, 4, 3, 2, 1), (2, 1, 1, 0), slack=0.5))
-        order = machine.made
-        moving = machine.annealing(order, 3.0, 0.999, 5)
-        found.append((first, order, moving.run(700, 0.0), moving.run(300, 0.0), moving.best))
+        first = machine.evaluate_policy(
+            DispatchPolicy((9, 7, 6, 5, 4, 3, 2, 1), (2, 1, 1, 0), idle_share=0.5)
+        )
+        order = machine.last_order
+        moving = machine.start_annealing(order, 3.0, 0.999, 5)
+        found.append((first, order, moving.run(700, 0.0), moving.run(300, 0.0), moving.best_order))
     assert found[0] == found[1]
 
 
@@ -285,17 +298,19 @@ policy = st.builds(
 def test_any_policy_ends_and_fits(policy, placement, room, split, seed) -> None:  # type: ignore[no-untyped-def]
     """And so does all that comes of it by moving work; both loops agree with plain evaluation."""
     costs = Costs(F=(1, 2, 1, 3, 1, 2), I=2, W=1.1, send=0.3)
-    problem = problem_of(PipelineShape(3, 5, 2, placement), costs, in_flight=room, split=split)
+    problem = make_problem(
+        PipelineShape(3, 5, 2, placement), costs, in_flight=room, split_backward=split
+    )
     machine = OrderEvaluator(problem)
-    takes = machine.run(policy)
-    moving = machine.annealing(machine.made, 2.0, 0.99, seed)
+    takes = machine.evaluate_policy(policy)
+    moving = machine.start_annealing(machine.last_order, 2.0, 0.99, seed)
     shorter = moving.run(60, 0.0)
     assert shorter <= takes < float("inf")
-    for order, said in ((machine.made, takes), (moving.best, shorter)):
-        assert length(problem, order) == said
-        assert all(map(problem.fits, peaks(problem, order), count()))
-        program = compile(draft_of(problem, order), costs=costs)
-        assert codes_of(program, split=split) == order
+    for order, said in ((machine.last_order, takes), (moving.best_order, shorter)):
+        assert compute_length(problem, order) == said
+        assert all(map(problem.fits_on_rank, compute_peaks(problem, order), count()))
+        program = compile(draft_from_order(problem, order), costs=costs)
+        assert order_of_program(program, split_backward=split) == order
 
 
 def test_a_wave_does_the_like_on_other_ranks() -> None:
@@ -306,7 +321,9 @@ def test_a_wave_does_the_like_on_other_ranks() -> None:
 
     def after(low: int, high: int, behind: int) -> tuple[int, list[int]]:
         code = list(codes)
-        return wave(low, high, own, begin, first, code, nth, rank_at, 6, behind), code
+        return move_on_several_ranks(
+            low, high, own, begin, first, code, nth, rank_at, 6, behind
+        ), code
 
     # Rank 1's I0 goes before its F1; on ranks 0 and 2, too, where they are among those.
     changed, code = after(1, 2, 0)
@@ -346,8 +363,8 @@ def test_a_search_says_whether_it_used_numba(tmp_path: Path) -> None:
         import numba  # noqa: F401
     except ImportError:
         return
-    short, in_short = _numba_of(FIRST_USE - 0.1, tmp_path)
+    short, in_short = _numba_of(MIN_COMPILE_SECONDS - 0.1, tmp_path)
     enough, in_enough = _numba_of(600, tmp_path)
-    again, in_again = _numba_of(FIRST_USE - 0.1, tmp_path)
+    again, in_again = _numba_of(MIN_COMPILE_SECONDS - 0.1, tmp_path)
     assert (short, enough, again) == ("no time", "used", "used")
     assert in_short == in_enough == in_again == found

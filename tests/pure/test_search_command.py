@@ -18,13 +18,13 @@ import pytest
 import schedir
 from schedir import Costs, PipelineShape, from_text, load_timeline, schedules, simulate
 from schedir.__main__ import main
-from schedir.commands.common.schedule_options import read_costs
+from schedir.commands.common.schedule_options import parse_costs
 from schedir.compiler.compile import compile
 from schedir.errors import MemoryLimitError, SchedirError
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import BACKWARD_INPUT
-from schedir.predict.calibrate import calibrate, completed
-from schedir.schedule_search.search_results import numba_in_words
+from schedir.predict.calibrate import calibrate, fill_missing_backwards
+from schedir.schedule_search.search_results import describe_numba
 from tests.commands import ENV, refused, said
 
 RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
@@ -49,9 +49,9 @@ def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
     assert f"span {found.span:.6g}," in told and f"span: {found.span:.6g};" in text
     least = schedir.lower_bound(PLAN, COSTS, in_flight=4)
     assert f"is shorter than {least.value:.6g}:" in told and f"bound: {least.value:.6g};" in text
-    assert least.why in told and least.why in text
+    assert least.explanation in told and least.explanation in text
     assert "zb_h1 " in told and "zb_h2 (7 in flight)" in told
-    assert f"\nsearched {numba_in_words('not needed')}\nwrote best.sched\n" in told
+    assert f"\nsearched {describe_numba('not needed')}\nwrote best.sched\n" in told
     assert told.endswith("wrote best.sched\n")
 
 
@@ -144,8 +144,8 @@ def test_whole_backwards_and_the_own_span(
     file = str(tmp_path / "x.sched")
     told = said(capsys, "search", *AT, "--no-split-backward", "--objective=own", "-o", file)
     program = from_text(Path(file).read_text())
-    assert BACKWARD_INPUT not in program.ops
-    own = simulate(program, COSTS).own_span.max()
+    assert BACKWARD_INPUT not in program.used_opcodes
+    own = simulate(program, COSTS).active_span.max()
     assert f"longest own span {own:.6g}," in told and "with whole backwards is shorter" in told
     assert "zb_h1" not in told
 
@@ -157,7 +157,7 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     told = said(capsys, "search", *at, "-o", file)
     program = from_text(Path(file).read_text())
     assert program.shape == run.program.shape
-    costs = completed(calibrate(run), run.program)
+    costs = fill_missing_backwards(calibrate(run), run.program)
     found = simulate(program, costs)
     assert f"span {found.span:.6g} s" in told
     again = simulate(
@@ -297,6 +297,6 @@ def test_what_is_found_is_kept_when_it_is_interrupted(tmp_path: Path) -> None:
     assert shown.endswith(b"\r\x1b[K")
     text = (tmp_path / "best.sched").read_text()
     assert "interrupted" in text.split("\nschedir 1\n")[0]
-    found = simulate(from_text(text), read_costs(costs))
+    found = simulate(from_text(text), parse_costs(costs))
     assert f"search: span {found.span:.6g}," in told and found.peak_in_flight.max() <= 6
     assert [path.name for path in tmp_path.iterdir()] == ["best.sched"]

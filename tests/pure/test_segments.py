@@ -34,7 +34,7 @@ from schedir.errors import OrderError, SchedirError, ScheduleError
 from schedir.predict.simulate import simulate
 from schedir.predict.what_if import advise
 from schedir.schedules import forward_only, one_f_one_b
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,7 +138,7 @@ def test_no_advice_is_out_of_turn() -> None:
 
     run = simulate(compile(late, PipelineShape(2, 6, sequence_chunks=2)), Costs(F=(1, 2), B=(2, 4)))
     for change in advise(run, Costs(F=(1, 2), B=(2, 4)), late).changes:
-        assert "GPipe" not in change.what and "one_f_one_b" not in change.what
+        assert "GPipe" not in change.description and "one_f_one_b" not in change.description
         assert change.run.program.shape.sequence_chunks == 2
     with pytest.raises(SchedirError):
         compile(one_f_one_b, PipelineShape(2, 6, sequence_chunks=2))
@@ -150,7 +150,7 @@ def test_a_training_run_takes_whole_sequences(tmp_path: Path) -> None:
     )
     (tmp_path / "c.toml").write_text(f'[pipeline]\nschedule = "{tmp_path}/p.sched"\n')
     with pytest.raises(SchedirError, match="splits each sequence into 2 chunks"):
-        read(str(tmp_path / "c.toml"))
+        read_config(str(tmp_path / "c.toml"))
 
 
 def test_segments_are_those_of_a_plan() -> None:

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir import schedules
-from schedir.analysis.memory.buffer_slots import KINDS, minimum_slots
-from schedir.analysis.memory.unshard_residency import stays
+from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_min_slots
+from schedir.analysis.memory.unshard_residency import find_stays
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
-from schedir.compiler.relower import compute_of, options_of
+from schedir.compiler.relower import extract_compute, infer_options
 from schedir.errors import ShapeError, UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.isa.instructions import Opcode, Value
@@ -29,11 +29,11 @@ from schedir.predict.simulate import simulate
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program, tied_weights
-from schedir.training.config.config_file import read
-from schedir.training.train import program_of
+from schedir.training.config.config_file import read_config
+from schedir.training.train import build_program
 from schedir.verify.check import check
 
-FULL = KINDS.index(Value.UNSHARDED_PARAMS)
+FULL = SLOT_KINDS.index(Value.UNSHARDED_PARAMS)
 
 
 def gathers(program: Program) -> list[int]:
@@ -58,17 +58,17 @@ def test_stages_are_whole_where_they_are_used(
     schedule: Schedule, shape: PipelineShape, fewest: int, zero: int
 ) -> None:
     program = compile(schedule, shape, dp=2, zero=zero, clip_grad_norm=True)
-    own = [len(stages) for stages in shape.stages_of]
+    own = [len(stages) for stages in shape.stages_on_rank]
     for model in MODELS:
         check(program, model, blocking_hosts=True)
     if zero < 3:
         assert gathers(program) == own
-        assert not any("unsharded_params" in slots.said() for slots in program.slots)
+        assert not any("unsharded_params" in slots.specified() for slots in program.slots)
     else:
         room = [min(stages, 2) for stages in own]
         assert min(gathers(program)) >= fewest
         assert (
-            minimum_slots(program)[:, FULL].tolist()
+            count_min_slots(program)[:, FULL].tolist()
             == [s.unsharded_params for s in program.slots]
             == room
         )
@@ -106,7 +106,7 @@ def test_every_draft_is_lowered_for_every_level(
     assert from_text(to_text(program)) == program
     if zero == 3:
         full = [slots.unsharded_params for slots in program.slots]
-        assert (minimum_slots(program)[:, FULL] == full).all()
+        assert (count_min_slots(program)[:, FULL] == full).all()
 
 
 Steps = list[set[int]]
@@ -148,7 +148,7 @@ def test_there_are_no_fewer_gathers_than_by_beladys_rule(
     """By brute force; and what must be whole is, by when there is room for it, and no more."""
     step = np.array([k for k, own in enumerate(steps) for _ in own], np.int64)
     stage = np.array([one for own in steps for one in sorted(own)], np.int64)
-    found = stays(step, stage, active, ahead)
+    found = find_stays(step, stage, active, ahead)
     assert len(found) == fewest(steps, active, ahead)
     begins = [-1] * active + sorted(int(step[last]) for _, last in found)
     for at in range(len(steps)):
@@ -212,7 +212,7 @@ def test_options_are_read_off_a_program(
     shape: PipelineShape, seed: int, active: int, ahead: int
 ) -> None:
     """So that it is lowered anew as it is."""
-    most = max(map(len, shape.stages_of))
+    most = max(map(len, shape.stages_on_rank))
     program = compile(
         random_compute_program(shape, random.Random(seed)),
         zero=3,
@@ -220,11 +220,14 @@ def test_options_are_read_off_a_program(
         unsharded_stages=min(active, most),
         unshard_prefetch=ahead,
     )
-    assert compile(compute_of(program), **options_of(program, "per_device")) == program
+    assert compile(extract_compute(program), **infer_options(program, "per_device")) == program
 
 
 def test_in_a_configuration(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     pipeline = '[pipeline]\nschedule = "looped_bfs"\nranks = 2\nstages_per_rank = 2\nzero = 3\n'
     path.write_text(pipeline + "[memory]\nunsharded_stages = 1\nunshard_prefetch = 0\n")
-    assert [slots.unsharded_params for slots in program_of(read(str(path))).slots] == [1, 1]
+    assert [slots.unsharded_params for slots in build_program(read_config(str(path))).slots] == [
+        1,
+        1,
+    ]

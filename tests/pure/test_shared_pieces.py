@@ -26,12 +26,12 @@ from schedir import (
     split_costs,
     to_text,
 )
-from schedir.commands.simulate import volume
-from schedir.compiler.relower import compute_of, options_of
+from schedir.commands.simulate import count_sent_bytes
+from schedir.compiler.relower import extract_compute, infer_options
 from schedir.errors import CompletenessError, SchedirError
-from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, Lane, Opcode
-from schedir.ir.pipeline.placement import named_of
-from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
+from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, Lane, Opcode
+from schedir.ir.pipeline.placement import find_named_placement
+from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.what_if import advise
 from tests.edits import Edit, move, pull, push
 from tests.mutants import known
@@ -48,7 +48,7 @@ def of(schedule: Any, shape: PipelineShape, cut: Any = 3, **how: Any) -> Program
 
 def shape_of(schedule: Any) -> PipelineShape:
     placement, v = getattr(schedule, "placed", ("loop", None))
-    return PipelineShape(2, 4, v or named_of(placement).stages_per_rank, placement)
+    return PipelineShape(2, 4, v or find_named_placement(placement).stages_per_rank, placement)
 
 
 @pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
@@ -68,7 +68,7 @@ def test_whole_zoo(schedule: Any) -> None:
     assert machine.run() and max(machine.ended.values()) == pytest.approx(
         simulate(program, costs, progress_model="per_edge").span
     )
-    for way, ops in ((1, MET[:2]), (uncut.trains, MET[2:])):
+    for way, ops in ((1, MET[:2]), (uncut.has_backward, MET[2:])):
         each = [int(np.sum(program.op == op)) for op in ops]
         assert each == [way * shape.stages * shape.microbatches] * 2
     if not uncut.joined.any():
@@ -89,9 +89,9 @@ def test_where_ranks_meet(data: st.DataObject) -> None:
     schedule = data.draw(st.sampled_from([schedules.one_f_one_b, schedules.zb_h1]))
     program = of(schedule, PipelineShape(ranks, m), cut, frozen_stages=frozen)
     for own in program.streams:
-        for before, i in pairwise([None, *(j for j in own if j.op in (*MET, *COMPUTE))]):
+        for before, i in pairwise([None, *(j for j in own if j.op in (*MET, *COMPUTE_OPS))]):
             assert i is not None
-            if i.op is O.Forward or i.op in BACKWARDS:
+            if i.op is O.Forward or i.op in BACKWARD_OPS:
                 ahead, k = i.op is O.Forward, i.stage - (i.op is O.Forward)
                 letter = (program.segment_boundaries + "-")[k : k + 1] if k >= 0 else ""
                 want = dict(
@@ -143,10 +143,13 @@ def test_what_stands_where() -> None:
 
 def test_lowered_again_it_is_the_same() -> None:
     program = of(schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True)
-    drafted = compute_of(program)
-    assert compile(drafted, **options_of(program, "per_device", drafted)) == program
+    drafted = extract_compute(program)
+    assert compile(drafted, **infer_options(program, "per_device", drafted)) == program
     told = evaluation_program(program)
-    assert told.sequence_parallel and {*told.ops} & {*MET} == {O.TPGatherAct, O.TPReduceAct}
+    assert told.sequence_parallel and {*told.used_opcodes} & {*MET} == {
+        O.TPGatherAct,
+        O.TPReduceAct,
+    }
     grouped = of(
         schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True, overlap=True
     )
@@ -208,9 +211,9 @@ def test_gathers_are_filled_priced_and_told_of() -> None:
     assert filled.span < unfilled.span - 4 * 0.6
     shape, costs = PipelineShape(1, 4), Costs(F=2, I=2, W=2, tp_gather=0.6)
     plain = simulate(of(schedules.zb_h1, shape, 5), costs)
-    idle = by_cause(idleness(plain), 1)[0]
+    idle = sum_by_cause(idleness(plain), 1)[0]
     assert {*np.flatnonzero(idle).tolist()} == {IdleCause.SUM}
-    told = {change.what: change.saves for change in advise(plain, costs).changes}
+    told = {change.description: change.saved_share for change in advise(plain, costs).changes}
     free = next(saves for what, saves in told.items() if "sums of pieces" in what)
     assert free == pytest.approx(
         1 - simulate(plain.program, Costs(F=2, I=2, W=2)).span / plain.span
@@ -225,7 +228,7 @@ def test_half_the_bytes_go_around_each_time() -> None:
     shape = PipelineShape(1, 2)
     whole = compile(schedules.gpipe, shape, tp=2, stage_segments="fg")
     sent = [
-        volume(p, Sizes(activation=size))[Lane.TP][0]
+        count_sent_bytes(p, Sizes(activation=size))[Lane.TP][0]
         for p, size in ((whole, 100.0), (of(schedules.gpipe, shape, "fg"), 100.0 + 50.0))
     ]
     assert sent == pytest.approx([2 * 2 * 100.0, 2 * 4 * 50.0])

@@ -25,10 +25,10 @@ from schedir import (
     to_text,
 )
 from schedir.errors import ReductionError, SchedirError, ShapeError, UsageError
-from schedir.ir.isa.instructions import SPLIT_CHANGES, Opcode
+from schedir.ir.isa.instructions import TP_SPLIT_OPS, Opcode
 from schedir.models.gpt_config import GPTConfig
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
-from schedir.training.config.config_file import read
+from schedir.training.config.config_file import read_config
 from schedir.training.config.run_config import Config, PipelineConfig
 from tests.edits import Edit, move, op, pull, push
 
@@ -67,8 +67,8 @@ def test_each_trained_stage_is_summed_once_behind_all_else(
         clip_grad_norm=clip,
         **how,
     )
-    assert whole.ops.isdisjoint(SPLIT_CHANGES)
-    for rank, own in enumerate(shape.stages_of):
+    assert whole.used_opcodes.isdisjoint(TP_SPLIT_OPS)
+    for rank, own in enumerate(shape.stages_on_rank):
         stream = [*whole.streams[rank]]
         summed = [k for k, i in enumerate(stream) if i.op is O.ReduceSequenceParallelGrads]
         assert [stream[k].stage for k in summed] == [s for s in own if s >= frozen_stages]
@@ -169,8 +169,10 @@ def test_it_takes_several_to_share_a_sequence() -> None:
 
 def test_what_evaluates_has_none() -> None:
     for program in (evaluation_program(made()), made(schedules.forward_only)):
-        assert program.sequence_parallel and O.ReduceSequenceParallelGrads not in program.ops
-        assert program.ops.isdisjoint(SPLIT_CHANGES)
+        assert (
+            program.sequence_parallel and O.ReduceSequenceParallelGrads not in program.used_opcodes
+        )
+        assert program.used_opcodes.isdisjoint(TP_SPLIT_OPS)
 
 
 def test_it_runs_beside_what_computes_and_costs_what_is_said() -> None:
@@ -199,7 +201,7 @@ def test_a_plan_that_cuts_the_sequence_is_one_to_train(tmp_path: Any) -> None:
     file.write_text(planner.train_config(model, choice))
     assert "sequence_parallel = true" in file.read_text()
     assert (
-        read(str(file)).request.program.sequence_parallel
+        read_config(str(file)).request.program.sequence_parallel
         and planner.plan_program(choice).sequence_parallel
     )
     assert not planner.plan_program(replace(choice, tp=1)).sequence_parallel

@@ -24,16 +24,16 @@ from schedir import (
     to_text,
 )
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.memory.buffer_slots import KINDS, minimum_slots
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_min_slots
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import DeadlockError, ShapeError, UsageError
 from schedir.io import torch_csv
 from schedir.ir.dataflow import Dataflow
-from schedir.ir.isa.instructions import ROWS, Opcode, PeerRule, Value
+from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode, PeerRule, Value
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.ir.program import Program, Stream
-from schedir.ir.stream import OP
+from schedir.ir.stream import OP_SHIFT
 from schedir.ir.text_format import from_text as read
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.testing import random_compute_program
@@ -64,22 +64,22 @@ def test_legal_under_every_model(schedule: Schedule, shape: PipelineShape, skips
         (s, t)
         for s, t in skips
         if (
-            shape.rank_at(s, range(shape.microbatches))
-            != shape.rank_at(t, range(shape.microbatches))
+            shape.rank_of_stage(s, range(shape.microbatches))
+            != shape.rank_of_stage(t, range(shape.microbatches))
         ).any()
     }
     assert stages == {
         (op, end)
         for s, t in crossing
         for op, end in zip(OF_SKIPS, (s, t, t, s), strict=True)
-        if program.trains or op in OF_SKIPS[:2]
+        if program.has_backward or op in OF_SKIPS[:2]
     }
 
 
 def changed(program: Program, rank: int, words: list[int]) -> Program:
     streams = [*program.streams]
     streams[rank] = Stream(np.array(words, np.int64))
-    return replace(program, streams=tuple(streams), order={})
+    return replace(program, streams=tuple(streams), message_order={})
 
 
 @pytest.mark.parametrize(("schedule", "shape", "skips"), SMALL, ids=NAMES)
@@ -94,7 +94,7 @@ def test_every_change_is_refused_or_harmless(
         for k, i in enumerate(stream):
             if i.op not in OF_SKIPS:
                 continue
-            other = words[k] + ((int(Opcode.SendAct) - int(Opcode.SendSkip)) << OP)
+            other = words[k] + ((int(Opcode.SendAct) - int(Opcode.SendSkip)) << OP_SHIFT)
             if len(stream) > 24 and i.mb not in (0, shape.microbatches - 1):
                 continue  # of large ones the first and the last, which go different ways
             for mutant in (
@@ -158,7 +158,7 @@ def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -
 def test_memory_counts_it_on_both_ranks() -> None:
     shape, skip = PipelineShape(3, 4), 10.0
     program = compile(schedules.one_f_one_b, shape, skips=((0, 2),), buffer_sharing="minimal")
-    least = dict(zip(KINDS, minimum_slots(program).T.tolist(), strict=True))
+    least = dict(zip(SLOT_KINDS, count_min_slots(program).T.tolist(), strict=True))
     # Rank 0 keeps its skip until it is sent, rank 2 from when it comes until F takes it.
     assert least[Value.SKIP_OUT] == [1, 0, 0] and least[Value.SKIP_GRAD_OUT] == [0, 0, 1]
     assert least[Value.SKIP_IN][0] == least[Value.SKIP_IN][1] == 0 < least[Value.SKIP_IN][2]
@@ -171,33 +171,40 @@ def test_memory_counts_it_on_both_ranks() -> None:
     assert simulate(own, sizes=sizes).peak_memory.tolist() == [2 * 4 * skip, 0, 2 * 4 * skip]
     # On one rank it is handed over, and lies where it was made until it is used.
     vee = compile(schedules.zb_v, PipelineShape(2, 3, 2, "vee"), skips=((0, 3),))
-    assert vee.ops.isdisjoint(OF_SKIPS)
-    (here, there) = held(vee, Sizes(skip=(skip, 0, 0, 0)))
-    assert here.bytes.max() >= skip and here.bytes[-1] == 0 and not there.bytes.any()
+    assert vee.used_opcodes.isdisjoint(OF_SKIPS)
+    (here, there) = compute_footprints(vee, Sizes(skip=(skip, 0, 0, 0)))
+    assert (
+        here.total_bytes.max() >= skip and here.total_bytes[-1] == 0 and not there.total_bytes.any()
+    )
 
 
 def test_programs_without_stay_as_they_are() -> None:
     program = compile(schedules.zb_h1, PipelineShape(4, 8))
-    assert "skips" not in to_text(program) and len(Dataflow.of(program).needs) == 2
-    assert not any(program.has(ROWS[op].needs[0]) for op in (Opcode.SendSkip, Opcode.SendSkipGrad))
+    assert "skips" not in to_text(program) and len(Dataflow.from_program(program).givers) == 2
+    assert not any(
+        program.uses_value(INSTRUCTIONS[op].needs[0])
+        for op in (Opcode.SendSkip, Opcode.SendSkipGrad)
+    )
     assert compile(schedules.zb_h1, PipelineShape(4, 8), skips=()).digest == program.digest
     other = compile(schedules.zb_h1, PipelineShape(4, 8), skips=[(0, 2)])
     assert replace(program, skips=((0, 2),)).digest not in (program.digest, other.digest)
-    assert len(Dataflow.of(other).needs) == 3
+    assert len(Dataflow.from_program(other).givers) == 3
     assert from_text(to_text(other)) == other and from_text(to_text(other)).skips == ((0, 2),)
 
 
 def test_the_stages_beside() -> None:
     program = compile(schedules.gpipe, PipelineShape(4, 1), skips=((0, 2), (1, 3)))
-    assert program.beside(PeerRule.NEXT).tolist() == [1, 2, 3, -1]
-    assert program.beside(PeerRule.PREVIOUS).tolist() == [-1, 0, 1, 2]
-    assert program.beside(PeerRule.SKIP_TO).tolist() == [2, 3, -1, -1]
-    assert program.beside(PeerRule.SKIP_FROM).tolist() == [-1, -1, 0, 1]
-    index = Graph.of(program).index
+    assert program.neighbor_stages(PeerRule.NEXT).tolist() == [1, 2, 3, -1]
+    assert program.neighbor_stages(PeerRule.PREVIOUS).tolist() == [-1, 0, 1, 2]
+    assert program.neighbor_stages(PeerRule.SKIP_TO).tolist() == [2, 3, -1, -1]
+    assert program.neighbor_stages(PeerRule.SKIP_FROM).tolist() == [-1, -1, 0, 1]
+    index = Graph.from_program(program).index
     for one, other in pairwise((PeerRule.SKIP_TO, PeerRule.SKIP_FROM)):
         at = index.positions[Opcode.Forward]
-        there = index.beside(one, at)
-        back = index.beside(other, index.where(Opcode.Forward, there)[there >= 0])
+        there = index.find_neighbor_keys(one, at)
+        back = index.find_neighbor_keys(
+            other, index.find_positions(Opcode.Forward, there)[there >= 0]
+        )
         assert back.tolist() == index.key[at][there >= 0].tolist()
 
 

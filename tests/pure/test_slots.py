@@ -13,22 +13,27 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.critical_path.longest_path import remaining
+from schedir.analysis.critical_path.longest_path import compute_remaining_times
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.memory.buffer_slots import KINDS, assign, minimum_slots, reuses
+from schedir.analysis.memory.buffer_slots import (
+    SLOT_KINDS,
+    assign_slots,
+    count_min_slots,
+    find_slot_reuses,
+)
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile, lower
 from schedir.errors import ParseError, ShapeError, SlotError, UsageError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.instruction_index import InstructionIndex
-from schedir.ir.isa.instructions import BOUNDARY, ROWS, Value
+from schedir.ir.isa.instructions import BOUNDARY_VALUES, INSTRUCTIONS, Value
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, SlotCounts
 from schedir.ir.text_format import from_text, to_text
 from schedir.passes.communication.transfer_overlap import (
-    early_gathers,
-    early_receives,
-    group_opposites,
+    group_opposite_transfers,
+    post_receives_early,
+    start_gathers_early,
 )
 from schedir.passes.memory.buffer_sharing import share_slots
 from schedir.passes.pass_types import BufferSharing
@@ -50,11 +55,11 @@ def varied(draft: Program, data: st.DataObject, progress_model: ProgressModel) -
     """A lowered program, perhaps with groups, tensor-parallel ranks, early gathers and receives."""
     program = lower(replace(draft, tp=data.draw(st.integers(1, 2))))
     if data.draw(st.booleans()):
-        program = group_opposites(program)
+        program = group_opposite_transfers(program)
     if data.draw(st.booleans()):
-        program = early_gathers(program)
+        program = start_gathers_early(program)
     if data.draw(st.booleans()):
-        program = early_receives(program, progress_model, data.draw(st.integers(1, 3)))
+        program = post_receives_early(program, progress_model, data.draw(st.integers(1, 3)))
     return program
 
 
@@ -74,30 +79,31 @@ def test_no_two_values_share_a_slot_at_once(
     waits = None
     if program.slots:
         waits = np.full(len(index), -1)
-        for fills, frees in reuses(program).values():
+        for fills, frees in find_slot_reuses(program).values():
             waits[fills] = frees
     for rank, stream in enumerate(program.streams):
         at = {i: k for k, i in enumerate(stream)}
         group = np.cumsum(~stream.joined).tolist()
-        slots = assign(program, rank)
+        slots = assign_slots(program, rank)
         lives: dict[tuple[str, int], list[tuple[int, int]]] = {}
         values = machine.values(rank)
         for (kind, stage, mb), (slot,) in ((of, fills.values()) for of, fills in slots.items()):
-            if kind in BOUNDARY:
+            if kind in BOUNDARY_VALUES:
                 fill, free = values.pop((kind.name.lower(), stage, mb))
             else:  # compute alone fills and frees it
                 ends = [k for i, k in at.items() if i[1:] == (stage, mb)
-                        and kind in (*ROWS[i.op].gives, *ROWS[i.op].frees)]  # fmt: skip
+                        and kind in (*INSTRUCTIONS[i.op].gives,
+                            *INSTRUCTIONS[i.op].frees)]  # fmt: skip
                 fill, free = min(ends), max(ends)
             lives.setdefault((kind.name, slot), []).append((fill, free))
-            if program.slots and kind in BOUNDARY:
-                assert slot < program.slots[rank][BOUNDARY.index(kind)]
+            if program.slots and kind in BOUNDARY_VALUES:
+                assert slot < program.slots[rank][BOUNDARY_VALUES.index(kind)]
         assert not values
         for (kind_name, _), used in lives.items():
             used.sort()
             for (_, freed), (filled, _) in pairwise(used):
                 assert group[freed] < group[filled]
-                if waits is not None and kind_name in {k.name for k in BOUNDARY}:
+                if waits is not None and kind_name in {k.name for k in BOUNDARY_VALUES}:
                     assert waits[int(program.offsets[rank]) + filled] == (
                         int(program.offsets[rank]) + freed
                     )
@@ -111,19 +117,19 @@ def test_the_fewest_are_the_most_that_overlap(
     program = varied(draft, data, progress_model)
     machine = Machine(program, progress_model, Costs())
     machine.run()
-    few = minimum_slots(program)
+    few = count_min_slots(program)
     for rank, stream in enumerate(program.streams):
         group = np.cumsum(~stream.joined).tolist()
         alive = [Counter[str]() for _ in range(max(group, default=0) + 1)]
         for (name, _, _), (fill, free) in machine.values(rank).items():
             for g in range(group[fill], group[free] + 1):
                 alive[g][name] += 1
-        for kind, count in zip(BOUNDARY, few[rank].tolist(), strict=False):
+        for kind, count in zip(BOUNDARY_VALUES, few[rank].tolist(), strict=False):
             assert count == max(a[kind.name.lower()] for a in alive)
-        used = Counter(kind for kind, _ in {(k, *s.values()) for (k, _, _), s in assign(
+        used = Counter(kind for kind, _ in {(k, *s.values()) for (k, _, _), s in assign_slots(
             replace(program, slots=tuple(SlotCounts(*row[:4]) for row in few.tolist())), rank
         ).items()})  # fmt: skip
-        assert [used[kind] for kind in KINDS] == few[rank].tolist()
+        assert [used[kind] for kind in SLOT_KINDS] == few[rank].tolist()
 
 
 @settings(max_examples=100)
@@ -143,7 +149,7 @@ def test_one_fewer_is_refused(
         check(replace(program, slots=slots), progress_model)
     fills, frees = caught.value.sites
     assert fills.rank == frees.rank == rank
-    assert f"{BOUNDARY[kind].name.lower()} slot" in caught.value.fact
+    assert f"{BOUNDARY_VALUES[kind].name.lower()} slot" in caught.value.fact
     assert f"needs {counts[kind] + 1}" in caught.value.hint
 
 
@@ -157,7 +163,7 @@ def test_enough_keeps_the_predicted_time(
     shared = check(
         share_slots(program, "latency_preserving", priced, progress_model), progress_model
     )
-    few, own = minimum_slots(program)[:, :4], [len(s) for s in program.streams]
+    few, own = count_min_slots(program)[:, :4], [len(s) for s in program.streams]
     assert shared.streams == program.streams
     assert (np.array(shared.slots)[:, :4] >= few).all()
     assert all(max(counts[:4]) <= max(n, 1) for counts, n in zip(shared.slots, own, strict=True))
@@ -304,7 +310,7 @@ def test_waiting_for_a_slot_can_be_why() -> None:
     own = simulate(replace(program, slots=()), priced, progress_model="per_edge")
     assert (timeline.span, own.span) == (13, 12)
     second = int(program.offsets[1]) + 2
-    assert timeline.latest[second] == second - 1  # F 1.0
+    assert timeline.critical_predecessor[second] == second - 1  # F 1.0
 
 
 GROUPED = """schedir 1
@@ -337,7 +343,7 @@ def test_what_remains_is_known(
     program = with_slots(varied(draft, data, progress_model), rng)
     priced = data.draw(costs(draft.shape))
     timeline = simulate(program, priced, progress_model=progress_model)
-    left = remaining(Graph(program, progress_model), priced)
+    left = compute_remaining_times(Graph(program, progress_model), priced)
     assert (timeline.spans["start"] + left).max(initial=0) == timeline.span
     path = timeline.critical_path
     assert (timeline.spans["start"][path] + left[path] == timeline.span).all()
@@ -345,9 +351,9 @@ def test_what_remains_is_known(
 
 def test_a_draft_takes_nothing_in() -> None:
     program = expand_schedule(one_f_one_b, PipelineShape(3, 4))
-    assert not minimum_slots(program)[:, :4].any()
-    looped = minimum_slots(expand_schedule(interleaved, PipelineShape(1, 4, 2)))
-    assert looped[0, BOUNDARY.index(Value.ACT_OUT)] > 0
+    assert not count_min_slots(program)[:, :4].any()
+    looped = count_min_slots(expand_schedule(interleaved, PipelineShape(1, 4, 2)))
+    assert looped[0, BOUNDARY_VALUES.index(Value.ACT_OUT)] > 0
 
 
 @pytest.mark.parametrize("skips", [[], ["-O", "skips=0=3"]])

@@ -17,9 +17,14 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.predict.simulate import simulate
-from schedir.schedule_search.cp_sat import CLOSED, EXACT, SolverResult, solve
-from schedir.schedule_search.problem import OBJECTIVES, SchedulingProblem, problem_of
-from schedir.schedule_search.rank_order import draft_of, length, one_by_one, peaks
+from schedir.schedule_search.cp_sat import CLOSED_EXPLANATION, PROOF_TOLERANCE, SolverResult, solve
+from schedir.schedule_search.problem import OBJECTIVES, SchedulingProblem, make_problem
+from schedir.schedule_search.rank_order import (
+    compute_length,
+    compute_peaks,
+    draft_from_order,
+    order_one_by_one,
+)
 from schedir.schedule_search.search import search_schedule
 from schedir.schedule_search.search_results import LowerBound
 from tests.certified import Case, cases
@@ -40,16 +45,19 @@ def small(stages_per_rank: int, most: int) -> list[Case]:
 def test_the_solver_gets_to_the_optimum_again(case: Case) -> None:
     problem = case.problem
     found = solved(problem)
-    assert found.proved and found.order is not None
-    assert found.value == pytest.approx(case.optimum, rel=EXACT)
+    assert found.is_proved and found.order is not None
+    assert found.value == pytest.approx(case.optimum, rel=PROOF_TOLERANCE)
     assert found.bound.value <= found.value
-    assert all(problem.fits(held, rank) for rank, held in enumerate(peaks(problem, found.order)))
+    assert all(
+        problem.fits_on_rank(held, rank)
+        for rank, held in enumerate(compute_peaks(problem, found.order))
+    )
     # Beside it, nothing is shorter; and with it at hand, nothing better is found.
     none = solved(problem, below=case.optimum)
-    assert none.order is None and none.proved
-    assert none.bound.value == pytest.approx(case.optimum, rel=2 * EXACT)
+    assert none.order is None and none.is_proved
+    assert none.bound.value == pytest.approx(case.optimum, rel=2 * PROOF_TOLERANCE)
     kept = solved(problem, hint=found.order)
-    assert kept.proved and kept.value <= found.value
+    assert kept.is_proved and kept.value <= found.value
 
 
 @pytest.mark.parametrize("case", small(1, 50), ids=str)
@@ -58,7 +66,7 @@ def test_a_found_order_simulates_as_predicted(case: Case) -> None:
     problem = replace(case.problem, objective="span")
     found = solved(problem)
     assert found.order is not None
-    run = simulate(compile(draft_of(problem, found.order), costs=case.costs), case.costs)
+    run = simulate(compile(draft_from_order(problem, found.order), costs=case.costs), case.costs)
     if case.send:
         assert found.value * (1 - 1e-9) <= run.span
     else:
@@ -83,14 +91,14 @@ def tiny(draw: st.DrawFn) -> SchedulingProblem:
     objective = draw(st.sampled_from(OBJECTIVES))
     if draw(st.booleans()):
         room = draw(st.integers(v, 6))
-        return problem_of(shape, costs, in_flight=room, objective=objective, split=split)
+        return make_problem(shape, costs, in_flight=room, objective=objective, split_backward=split)
     saved = row(st.integers(1, 5).map(float))
     tape = tuple(float(draw(st.integers(0, int(s)))) for s in saved)
     both = tuple(s + draw(st.integers(0, int(t))) for s, t in zip(saved, tape, strict=True))
     sizes = Sizes(saved=saved, deferred_wgrad=tape, saved_and_deferred=both)
     limit = draw(st.integers(1, 30))
     try:
-        return problem_of(shape, costs, sizes, limit, objective=objective, split=split)
+        return make_problem(shape, costs, sizes, limit, objective=objective, split_backward=split)
     except UsageError:  # there is no room for one microbatch
         assume(False)
         raise
@@ -101,37 +109,43 @@ def tiny(draw: st.DrawFn) -> SchedulingProblem:
 def test_the_solver_finds_what_trying_every_order_finds(problem: SchedulingProblem) -> None:
     best = shortest(problem)
     found = solved(problem)
-    assert found.proved and found.order is not None
-    assert found.value == pytest.approx(best, rel=EXACT)
+    assert found.is_proved and found.order is not None
+    assert found.value == pytest.approx(best, rel=PROOF_TOLERANCE)
     assert found.bound.value <= best * (1 + 1e-9)
-    assert length(problem, found.order) == found.value
+    assert compute_length(problem, found.order) == found.value
 
 
 def test_a_known_bound_closes_it_at_once() -> None:
-    problem = problem_of(PipelineShape(ranks=2, microbatches=4), in_flight=2)
+    problem = make_problem(PipelineShape(ranks=2, microbatches=4), in_flight=2)
     order = solved(problem).order
     known = LowerBound(13.0, "rank 0 ends last")
     found = solved(problem, hint=order, closed=known)
-    assert (found.order, found.value, found.bound, found.proved) == (order, 13.0, known, True)
+    assert (found.order, found.value, found.bound, found.is_proved) == (order, 13.0, known, True)
     assert solved(problem, below=13.0, closed=known).order is None
 
 
 def test_without_a_known_bound_cp_sat_says_why() -> None:
-    problem = problem_of(PipelineShape(ranks=2, microbatches=4), in_flight=2)
-    assert solved(problem).bound == LowerBound(13.0, CLOSED)
+    problem = make_problem(PipelineShape(ranks=2, microbatches=4), in_flight=2)
+    assert solved(problem).bound == LowerBound(13.0, CLOSED_EXPLANATION)
 
 
 def test_costs_that_are_no_decimals_are_rounded_down_for_the_bound() -> None:
     costs = Costs(F=(1 / 3, 2 / 7), I=(0.1 + 0.2, 3**0.5), W=(2 / 3, 5**0.5))
-    problem = problem_of(PipelineShape(ranks=2, microbatches=3), costs, in_flight=2)
+    problem = make_problem(PipelineShape(ranks=2, microbatches=3), costs, in_flight=2)
     best = shortest(problem)
     found = solved(problem)
-    assert best * (1 - EXACT) <= found.bound.value <= best <= found.value <= best * (1 + EXACT)
+    assert (
+        best * (1 - PROOF_TOLERANCE)
+        <= found.bound.value
+        <= best
+        <= found.value
+        <= best * (1 + PROOF_TOLERANCE)
+    )
 
 
 def test_it_tells_how_far_it_is() -> None:
     told: list[tuple[float, float]] = []
-    problem = problem_of(
+    problem = make_problem(
         PipelineShape(ranks=6, microbatches=12), Costs(F=3, I=4, W=2.5), in_flight=3
     )
     found = solved(problem, report=lambda value, bound: told.append((value, bound)))
@@ -144,7 +158,7 @@ def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     monkeypatch.setitem(sys.modules, "ortools", None)
     with pytest.raises(UsageError) as caught:
-        solve(problem_of(PipelineShape(ranks=2, microbatches=2)), 1)
+        solve(make_problem(PipelineShape(ranks=2, microbatches=2)), 1)
     assert caught.value.hint == "pip install 'schedir[solver]'"
     with pytest.raises(UsageError) as caught:
         search_schedule(PipelineShape(ranks=2, microbatches=2), prove="solver")
@@ -162,17 +176,21 @@ def test_a_search_goes_on_with_the_solver() -> None:
         report=lambda _, bound: told.append(bound),
     )  # fmt: skip
     assert closed.bound < found.bound == found.span < closed.span
-    assert (found.stopped, found.why, found.trail[-1].method) == ("proved", CLOSED, "CP-SAT")
+    assert (found.stop_reason, found.explanation, found.improvements[-1].method) == (
+        "proved",
+        CLOSED_EXPLANATION,
+        "CP-SAT",
+    )
     assert told == sorted(told) and told[-1] == pytest.approx(found.bound)
 
 
 def test_ctrl_c_keeps_what_there_is() -> None:
     rng = Random(0)
     costs = Costs(*(tuple(rng.uniform(0.7, 1.3) for _ in range(8)) for _ in range(3)))
-    problem = problem_of(PipelineShape(ranks=8, microbatches=24), costs, in_flight=5)
-    order = one_by_one(problem)
+    problem = make_problem(PipelineShape(ranks=8, microbatches=24), costs, in_flight=5)
+    order = order_one_by_one(problem)
     timer = Timer(1.0, os.kill, (os.getpid(), SIGINT))
     timer.start()
     found = solved(problem, hint=order)
-    assert found.interrupted and not found.proved
-    assert found.order is not None and found.value <= (length(problem, order) or 0)
+    assert found.interrupted and not found.is_proved
+    assert found.order is not None and found.value <= (compute_length(problem, order) or 0)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from schedir.schedules import interleaved, one_f_one_b, zb_v
-from schedir.schedules.schedule_algebra import EMPTY, RankSchedule, Schedule, stages_per_rank_for
+from schedir.schedules.schedule_algebra import EMPTY, RankSchedule, Schedule, get_stages_per_rank
 from tests.commands import said
 
 
@@ -23,7 +23,7 @@ def test_stages_per_rank_unless_told() -> None:
         mine: 3,
         partial(mine, v=4): 4,
     }
-    assert {s: stages_per_rank_for(s) for s in wanted} == wanted
+    assert {s: get_stages_per_rank(s) for s in wanted} == wanted
 
 
 def test_a_schedule_for_several_stages_has_several(capsys: pytest.CaptureFixture[str]) -> None:

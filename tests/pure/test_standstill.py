@@ -18,8 +18,8 @@ from schedir.ir.program import Program
 from schedir.ir.text_format import from_text, to_text
 from schedir.schedules import gpipe
 from schedir.verify.check import check
-from schedir.viz.deadlock_diagram import standstill
-from schedir.viz.palette import ACCENT
+from schedir.viz.deadlock_diagram import draw_deadlock
+from schedir.viz.palette import ACCENT_COLOR
 from tests.commands import refused
 from tests.museum.cases import Case, cases
 from tests.mutants import mutate
@@ -29,7 +29,7 @@ MOVES = ("swap_neighbours", "swap_any", "move_anywhere", "swap_receives", "late_
 
 
 def drawn(program: Program, error: SchedirError) -> ElementTree.Element:
-    picture = ElementTree.fromstring(standstill(program, error))
+    picture = ElementTree.fromstring(draw_deadlock(program, error))
     wide, high = (float(picture.get(side, "")) for side in ("width", "height"))
     for box in picture.iter(f"{SVG}rect"):
         if box.get("rx"):
@@ -65,13 +65,13 @@ def test_a_deadlock(seed: int, move: str) -> None:
         check(program, "per_device")
     except DeadlockError as error:
         picture = drawn(program, error)
-        assert filled(picture, ACCENT) == sorted(str(wait.instr) for wait in error.cycle)
+        assert filled(picture, ACCENT_COLOR) == sorted(str(wait.instr) for wait in error.cycle)
         waits = {(wait.rank, wait.index) for wait in error.cycle}
-        needs = {(wait.needs_rank, wait.needs_index): wait.needs for wait in error.cycle}
+        needs = {(wait.needed_rank, wait.needed_index): wait.needed_instr for wait in error.cycle}
         others = [str(instr) for place, instr in needs.items() if place not in waits]
         assert filled(picture, "#fbe3ee") == sorted(others)
         assert arrows(picture) == len(error.cycle) - sum(
-            (wait.rank, wait.index) == (wait.needs_rank, wait.needs_index) for wait in error.cycle
+            (wait.rank, wait.index) == (wait.needed_rank, wait.needed_index) for wait in error.cycle
         )
         heads = {text.text for text in picture.iter(f"{SVG}text") if text.get("font-weight")}
         assert {f"rank {wait.rank}" for wait in error.cycle} <= heads
@@ -91,7 +91,7 @@ def test_every_refusal_can_be_drawn(case: Case) -> None:
     if isinstance(error, GroupError) and len(error.sites) == 4:
         assert arrows(picture) == 2
     elif not isinstance(error, DeadlockError):
-        assert filled(picture, ACCENT) == sorted(str(site.instr) for site in error.sites)
+        assert filled(picture, ACCENT_COLOR) == sorted(str(site.instr) for site in error.sites)
 
 
 def test_of_many_ranks_those_that_wait_are_shown() -> None:
@@ -114,7 +114,7 @@ def test_the_shell_writes_it(
     assert "wrote x.svg" in refused(capsys, "check", "late.sched", "-o", "x.svg")
     error = case.refusal("per_device")
     assert error is not None
-    assert Path("x.svg").read_text() == standstill(case.made(), error)
+    assert Path("x.svg").read_text() == draw_deadlock(case.made(), error)
     assert ".svg" in refused(capsys, "check", "late.sched", "-o", "x.png")
     assert "-o" in refused(capsys, "check", "late.sched", "late.sched", "-o", "y.svg")
     assert main(["check", "late.sched", "--progress-model", "per_edge", "-o", "z.svg"]) == 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Costs, PipelineShape, Program, Sizes
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import (
     CompletenessError,
@@ -53,7 +53,7 @@ def test_loads_stand_ahead_by_the_slots() -> None:
     ]  # fmt: skip
     alone = names(lowered(optimizer_device_buffers=1), 1)
     assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in _WORDS]
-    assert {slots.said()["state"] for slots in lowered().slots} == {2}
+    assert {slots.specified()["state"] for slots in lowered().slots} == {2}
     assert not lowered(
         shape=PipelineShape(2, 4, 2)
     ).slots  # as many as there are stages: nobody waits
@@ -78,7 +78,7 @@ def test_any_draft_has_them_once_and_is_legal(
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
-        assert np.count_nonzero(program.op == op) == shape.holders.size
+        assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
     plain = schedir.compile(draft, shape, **how)
     assert program.digest != plain.digest
     same = ~np.isin(program.op, ROWS)
@@ -87,7 +87,7 @@ def test_any_draft_has_them_once_and_is_legal(
 
 def test_what_is_frozen_or_does_not_step_has_none() -> None:
     assert names(lowered(frozen_stages=3), 0) == [f"{what} 4" for what in _WORDS]
-    assert not lowered(forward_only, PipelineShape(2, 4)).ops & {*ROWS}
+    assert not lowered(forward_only, PipelineShape(2, 4)).used_opcodes & {*ROWS}
     both = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))  # each holder has its own
     assert len(names(both, 0)) == len(names(both, 1)) == 6
 
@@ -155,7 +155,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ShapeError, match="optimizer_device_buffers"):
         lowered(optimizer_device_buffers=0)
     with pytest.raises(UsageError, match="optimizer of a stage is on the host"):
-        held(lowered(), Sizes(model_states=10))
+        compute_footprints(lowered(), Sizes(model_states=10))
 
 
 # ---------------------------------------------------------------- bytes
@@ -176,18 +176,18 @@ def test_bytes_are_told_by_tier(zero: int, slots: int) -> None:
     part = dp if zero else 1
     for rank, curve in enumerate(run.memory_on("host")):
         own = sum(bytes_of[s] for s in range(rank, 6, 2))
-        assert (curve.held == own / part).all()
+        assert (curve.total == own / part).all()
     for rank, curve in enumerate(run.memory):
-        assert "optimizer" not in curve.kinds
+        assert "optimizer" not in curve.by_kind
         each = [bytes_of[s] / part for s in (4 + rank, 2 + rank, rank)]
         most = max(sum(each[k : k + slots]) for k in range(3))
-        assert curve.kinds["state"].max() == most
-        assert curve.kinds["state"][0] == curve.kinds["state"][-1] == 0
+        assert curve.by_kind["state"].max() == most
+        assert curve.by_kind["state"][0] == curve.by_kind["state"][-1] == 0
     plain = schedir.compile(interleaved, PipelineShape(2, 4, 3), dp=dp, zero=zero)
     before = schedir.simulate(plain, costs, sizes=sizes)
     rest = {"optimizer in parts" if zero else "optimizer"}
-    assert rest <= before.memory[0].kinds.keys()
-    assert all((curve.held == 0).all() for curve in before.memory_on("host"))
+    assert rest <= before.memory[0].by_kind.keys()
+    assert all((curve.total == 0).all() for curve in before.memory_on("host"))
 
 
 @given(
@@ -208,7 +208,9 @@ def test_a_limit_holds_whatever_takes_how_long(
     names = ("reload_state", "stage_step", "offload_state", "reduce_grads", "send")
     costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
     sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
-    most = [float(own.bytes.max()) for own in held(program, sizes, late=True)]
+    most = [
+        float(own.total_bytes.max()) for own in compute_footprints(program, sizes, worst_case=True)
+    ]
     run = schedir.simulate(program, costs, sizes=sizes)
     assert (run.peak_memory <= np.array(most)).all()
 

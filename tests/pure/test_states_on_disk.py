@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import Cluster, Costs, PipelineShape, Program, Sizes
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.analysis.progress_models import MODELS
 from schedir.errors import CompletenessError, MemoryLimitError, OrderError, SlotError, UsageError
 from schedir.ir.isa.instructions import Opcode
-from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.schedules import interleaved, looped_bfs
 from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program
@@ -56,7 +56,7 @@ def test_fetches_stand_ahead_by_the_rooms() -> None:
     assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in order]
     for rooms in (1, 2, 3):
         (said,) = lowered(looped_bfs, PipelineShape(1, 2, 4), optimizer_host_buffers=rooms).slots
-        assert said.said() == {"state": 2, "state_host": rooms}
+        assert said.specified() == {"state": 2, "state_host": rooms}
         few = lowered(
             looped_bfs,
             PipelineShape(1, 2, 4),
@@ -118,7 +118,7 @@ def test_any_draft_has_them_once_and_is_legal(
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
-        assert np.count_nonzero(program.op == op) == shape.holders.size
+        assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
     host = schedir.compile(
         draft, shape, optimizer_placement="host", optimizer_device_buffers=slots, **how
     )
@@ -187,7 +187,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(UsageError, match="stay on the device"):
         schedir.compile(interleaved, PLAN, optimizer_host_buffers=2)
     with pytest.raises(UsageError, match="optimizer of a stage is on the disk"):
-        held(lowered(), Sizes(model_states=10))
+        compute_footprints(lowered(), Sizes(model_states=10))
     with pytest.raises(UsageError, match="spill_dir names no directory"):
         MemoryConfig(optimizer_placement="disk")  # type: ignore[call-arg]
     MemoryConfig(optimizer_placement="disk", spill_dir="/nvme")  # type: ignore[call-arg]
@@ -216,14 +216,22 @@ def test_bytes_are_told_by_tier(zero: int, rooms: int) -> None:
     run = schedir.simulate(program, costs, sizes=sizes)
     part = 2 if zero else 1
     for rank, curve in enumerate(run.memory_on("disk")):
-        assert (curve.held == sum(bytes_of[rank::2]) / part).all()
+        assert (curve.total == sum(bytes_of[rank::2]) / part).all()
     for rank, curve in enumerate(run.memory_on("host")):
         each = sorted((size / part for size in bytes_of[rank::2]), reverse=True)
-        assert curve.held.max() <= sum(each[:rooms])
-        assert curve.held.max() >= each[0] and curve.held[-1] == 0
+        assert curve.total.max() <= sum(each[:rooms])
+        assert curve.total.max() >= each[0] and curve.total[-1] == 0
     for curve in run.memory:
-        assert curve.kinds["state"][0] == curve.kinds["state"][-1] == 0 < curve.kinds["state"].max()
-    limit = max(float(own.bytes.max()) for own in held(program, sizes, "host", late=True))
+        assert (
+            curve.by_kind["state"][0]
+            == curve.by_kind["state"][-1]
+            == 0
+            < curve.by_kind["state"].max()
+        )
+    limit = max(
+        float(own.total_bytes.max())
+        for own in compute_footprints(program, sizes, "host", worst_case=True)
+    )
     lowered(dp=2, zero=zero, optimizer_host_buffers=rooms, sizes=sizes, host_memory_limit=limit)
     with pytest.raises(MemoryLimitError, match="on the host"):
         lowered(
@@ -257,8 +265,11 @@ def test_no_tier_ever_holds_more_than_it_may(
     sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
     run = schedir.simulate(program, costs, sizes=sizes)
     for tier in ("device", "host", "disk"):
-        most = [float(own.bytes.max()) for own in held(program, sizes, tier, late=True)]
-        seen = [curve.held.max() for curve in run.memory_on(tier)]
+        most = [
+            float(own.total_bytes.max())
+            for own in compute_footprints(program, sizes, tier, worst_case=True)
+        ]
+        seen = [curve.total.max() for curve in run.memory_on(tier)]
         assert (np.array(seen) <= np.array(most) + 1e-9).all()
 
 
@@ -321,16 +332,17 @@ def test_a_step_is_a_pipeline_of_four_lanes(slots: int, rooms: int, times: Any) 
 
 def test_a_cluster_and_explain_tell_what_the_disk_takes() -> None:
     node = Cluster(
-        nodes=1, gpus_per_node=2, flops=312e12, memory=80e9, hbm=2e12, nvlink=300e9, network=25e9,
-        latency=0.0, host=10e9, disk=2e9,
+        nodes=1, gpus_per_node=2, flops=312e12, memory=80e9, hbm_bandwidth=2e12,
+        nvlink_bandwidth=300e9, network_bandwidth=25e9,
+        latency=0.0, host_bandwidth=10e9, disk_bandwidth=2e9,
     )  # fmt: skip
     sizes = Sizes(activation=1e6, params=1e9, grads=1e9, optimizer=6e9)
-    costs = node.costs(PLAN, sizes, Costs(F=0.01, B=0.02), optimizer_placement="disk")
+    costs = node.fill_costs(PLAN, sizes, Costs(F=0.01, B=0.02), optimizer_placement="disk")
     assert (costs.reload_state, costs.read_state_from_disk, costs.write_state_to_disk) == (
         0.6,
         3.0,
         3.0,
     )
     run = schedir.simulate(lowered(), costs)
-    table = by_cause(idleness(run), run.ranks)
+    table = sum_by_cause(idleness(run), run.ranks)
     assert table[:, IdleCause.DISK].sum() > 2 * 3.0  # on two ranks

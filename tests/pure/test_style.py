@@ -21,7 +21,15 @@ from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, interleaved, one_f_one_b, zb_h1
 from schedir.schedules.schedule_algebra import Schedule
 from schedir.viz import bubble_vs_memory, compare, gantt
-from schedir.viz.palette import DAY, IDLE, PALETTES, colour, lightness, recoloured, written
+from schedir.viz.palette import (
+    IDLE_COLOR,
+    LIGHT_PALETTE,
+    PALETTES,
+    choose_box_color,
+    format_hex,
+    lightness,
+    recolor,
+)
 from tests.commands import refused, said
 
 
@@ -81,33 +89,33 @@ def test_palettes_and_colours() -> None:
     for name, palette in PALETTES.items():
         ops = (Opcode.Forward, Opcode.Backward)
         assert faces(gantt(timeline(), palette=name)) == {
-            written(colour(op, 0, 1, palette)) for op in ops
+            format_hex(choose_box_color(op, 0, 1, palette)) for op in ops
         }
     for face in faces(gantt(timeline(zb_h1), palette="grey")):
         assert face[1:3] == face[3:5] == face[5:7]
     own = gantt(timeline(), colours={"F": "navy", "B": "#ff8800"})
     assert faces(own) == {"#000080", "#ff8800"}
     assert faces(gantt(timeline(), colours={"F": "white"})) == {
-        "#ffffff", written(colour(Opcode.Backward, 0, 1)),
+        "#ffffff", format_hex(choose_box_color(Opcode.Backward, 0, 1)),
     }  # fmt: skip
-    shades = recoloured(DAY, {"F": "#808080"})
-    each = [lightness(colour(Opcode.Forward, k, 3, shades)) for k in range(3)]
+    shades = recolor(LIGHT_PALETTE, {"F": "#808080"})
+    each = [lightness(choose_box_color(Opcode.Forward, k, 3, shades)) for k in range(3)]
     assert each[0] > each[1] > each[2]
 
 
 def test_white_boxes_are_seen_on_paper() -> None:
     """They have an outline, and so has what the legend says of them."""
-    for fill, edge in (("white", IDLE), ("#fdfdfd", IDLE), ("skyblue", "white")):
+    for fill, edge in (("white", IDLE_COLOR), ("#fdfdfd", IDLE_COLOR), ("skyblue", "white")):
         figure = gantt(timeline(), colours={"F": fill})
         boxes: Any = figure.axes[0].collections[2]
         pairs = zip(boxes.get_facecolor(), boxes.get_edgecolor(), strict=True)
         assert (to_hex(fill), to_hex(edge)) in {(to_hex(f), to_hex(e)) for f, e in pairs}
         first: Any = figure.legends[0].get_patches()[0]
-        assert (to_hex(first.get_edgecolor()) == IDLE) is (edge == IDLE)
+        assert (to_hex(first.get_edgecolor()) == IDLE_COLOR) is (edge == IDLE_COLOR)
 
 
 def test_the_bright_palette_is_told_apart_by_hue() -> None:
-    seen = [np.array(colour(op, 0, 1, PALETTES["bright"])) for op in DAY.tones]
+    seen = [np.array(choose_box_color(op, 0, 1, PALETTES["bright"])) for op in LIGHT_PALETTE.tones]
     apart = [float(np.abs(a - b).sum()) for k, a in enumerate(seen) for b in seen[:k]]
     assert min(apart) > 0.4
 

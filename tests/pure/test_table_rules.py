@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from schedir.ir.cost.cost_fields import STUB, stub
+from schedir.ir.cost.cost_fields import STUB_PATH, make_stub
 from schedir.ir.isa.instructions import (
     FORMS,
+    INSTRUCTIONS,
     LANES,
-    ROWS,
     VALUES,
     Change,
     Form,
@@ -31,7 +31,7 @@ O, T = Opcode, Value
 
 def row(op: Opcode, **other: Any) -> list[Row]:
     """The table with one row changed."""
-    return [each._replace(**other) if each.op is op else each for each in ROWS]
+    return [each._replace(**other) if each.op is op else each for each in INSTRUCTIONS]
 
 
 def value(token: Value, **other: Any) -> list[ValueRow]:
@@ -46,7 +46,7 @@ def test_the_tables_keep_to_the_rules() -> None:
     ("who", "rows"),
     [
         # A message that is not of a microbatch, or whose other side is another's.
-        ("SendAct", row(O.SendAct, per=Scope.OCCURRENCE)),
+        ("SendAct", row(O.SendAct, scope=Scope.OCCURRENCE)),
         ("SendAct", row(O.SendAct, partner=O.RecvGrad)),
         ("SendAct", row(O.RecvAct, peer=PeerRule.NEXT)),
         ("SendAct", row(O.SendAct, peer=None)),
@@ -55,12 +55,12 @@ def test_the_tables_keep_to_the_rules() -> None:
         # A collective of several stages of one rank, or of nobody.
         ("ReduceGrads", row(O.ReduceGrads, partner=O.ReduceGrads, group="model")),
         ("ReduceNorm", row(O.ReduceNorm, group="")),
-        ("ReduceNorm", row(O.ReduceNorm, per=Scope.OCCURRENCE)),
+        ("ReduceNorm", row(O.ReduceNorm, scope=Scope.OCCURRENCE)),
         ("ReduceNorm", row(O.ReduceNorm, partner=None)),
         ("ReduceNorm", row(O.ReduceNorm, partner=O.ReduceTied)),
         # Values that are found by another address than that of who needs them.
         ("OptimizerStep", row(O.OptimizerStep, needs=(T.SAVED,))),
-        ("Forward", row(O.Forward, per=Scope.STAGE)),
+        ("Forward", row(O.Forward, scope=Scope.STAGE)),
         ("OptimizerStep", row(O.OptimizerStep, needs=(T.GRAD, T.UNSHARDED_PARAMS))),
         ("OptimizerStep", row(O.OptimizerStep, needs=(T.GRAD, T.WGRAD_BUFFER))),
         ("Backward", row(O.Backward, gives=(T.GRAD_OUT, T.WGRAD, T.PARAMS))),
@@ -79,22 +79,25 @@ def test_the_tables_keep_to_the_rules() -> None:
         # A form without a second row, a form changed twice, and a form of a value that stays.
         ("TPGatherAct", row(O.TPScatterAct, form=None, traffic=None)),
         ("TPScatterAct", row(O.TPGatherAct, form=None)),
-        ("TPGatherAct: ACT_IN has several", row(O.TPReduceAct, form=Form.PART)),
-        ("Offload", row(O.Offload, form=Form.PART)),
+        ("TPGatherAct: ACT_IN has several", row(O.TPReduceAct, form=Form.TP_SHARD)),
+        ("Offload", row(O.Offload, form=Form.TP_SHARD)),
         # A row that reads a value, and that no row orders before the one that frees it.
         ("TPReduceAct: it reads ACT_IN", row(O.TPReduceAct, gives=())),
         # Collectives of another group between segments, and a reduction that computes.
         ("ReduceGrads", row(O.ReduceGrads, between_segments="always")),
-        ("ReduceGrads", row(O.ReduceGrads, computes=True)),
-        ("Snapshot", row(O.Snapshot, traffic=Traffic("host", ("params",), attribute="snapshot"))),
+        ("ReduceGrads", row(O.ReduceGrads, is_compute=True)),
+        (
+            "Snapshot",
+            row(O.Snapshot, traffic=Traffic("host", ("params",), program_attribute="snapshot")),
+        ),
         ("Snapshot", row(O.Snapshot, traffic=Traffic("host"))),
         # And the rest.
         ("BackwardWeight", row(O.BackwardWeight, needs=())),
         ("Backward", row(O.Backward, text="F")),
         ("Backward", row(O.Backward, text="b 1")),
-        ("TPGatherAct", row(O.TPGatherAct, drains_lane="always")),
-        ("Backward", [ROWS[0], ROWS[2], ROWS[1], *ROWS[3:]]),
-        ([*O][-1].name, [*ROWS[:-1]]),
+        ("TPGatherAct", row(O.TPGatherAct, host_sync="always")),
+        ("Backward", [INSTRUCTIONS[0], INSTRUCTIONS[2], INSTRUCTIONS[1], *INSTRUCTIONS[3:]]),
+        ([*O][-1].name, [*INSTRUCTIONS[:-1]]),
     ],
 )
 def test_rows_that_cannot_be_read(who: str, rows: list[Row]) -> None:
@@ -114,12 +117,12 @@ def test_rows_that_cannot_be_read(who: str, rows: list[Row]) -> None:
             "DEFERRED_WGRAD",
             value(T.DEFERRED_WGRAD, converted_from=(T.ACT_OUT, "saved_and_deferred")),
         ),
-        ("WGRAD", value(T.WGRAD, per=Scope.OCCURRENCE, producer_rule=ProducerRule.LATEST)),
-        ("WGRAD_BUFFER", value(T.WGRAD_BUFFER, per=Scope.OCCURRENCE)),
-        ("WGRAD_BUFFER", value(T.WGRAD_BUFFER, per=Scope.MICROBATCH)),
+        ("WGRAD", value(T.WGRAD, scope=Scope.OCCURRENCE, producer_rule=ProducerRule.LATEST)),
+        ("WGRAD_BUFFER", value(T.WGRAD_BUFFER, scope=Scope.OCCURRENCE)),
+        ("WGRAD_BUFFER", value(T.WGRAD_BUFFER, scope=Scope.MICROBATCH)),
         ("WGRAD_BUFFER", value(T.WGRAD_BUFFER, size="params")),
-        ("WGRAD_BUFFER", value(T.WGRAD_BUFFER, attribute="room")),
-        ("WGRAD_BUFFER", value(T.WGRAD_BUFFER, attribute="plan")),
+        ("WGRAD_BUFFER", value(T.WGRAD_BUFFER, program_attribute="room")),
+        ("WGRAD_BUFFER", value(T.WGRAD_BUFFER, program_attribute="plan")),
         ("SHARDED_PARAMS", value(T.SHARDED_PARAMS, producer_rule=ProducerRule.LATEST_OR_START)),
         ("WGRAD: it is there", value(T.WGRAD, producer_rule=ProducerRule.LATEST_OR_START)),
         ("GRAD", value(T.GRAD, producer_rule=ProducerRule.ONCE)),
@@ -129,7 +132,7 @@ def test_rows_that_cannot_be_read(who: str, rows: list[Row]) -> None:
 )
 def test_values_that_cannot_be_read(who: str, tokens: list[ValueRow]) -> None:
     with pytest.raises(TableError, match=who):
-        require_tables(tokens=tokens)
+        require_tables(values=tokens)
 
 
 def test_values_that_nobody_gives() -> None:
@@ -143,7 +146,7 @@ def test_forms_without_a_row() -> None:
 
 
 def test_the_stub_of_costs_is_that_of_the_table() -> None:
-    assert STUB.read_text() == stub(), "python -m schedir.ir.cost.cost_fields writes it"
+    assert STUB_PATH.read_text() == make_stub(), "python -m schedir.ir.cost.cost_fields writes it"
 
 
 def test_lanes_without_a_row() -> None:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from schedir.compiler.compile import compile, lower
 from schedir.errors import CompletenessError, ParseError, SchedirError, ShapeError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.program import HEADER, Program, Stream
+from schedir.ir.program import HEADER_FIELDS, Program, Stream
 from schedir.ir.text_format import from_text, to_text
-from schedir.passes.communication.transfer_overlap import group_opposites
-from schedir.retired_names import NAMES
+from schedir.passes.communication.transfer_overlap import group_opposite_transfers
+from schedir.retired_names import RENAMED_FIELDS
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.testing import compute_programs, tied_weights
 from schedir.verify.check import check
@@ -32,7 +32,7 @@ def test_what_prints_parses(
         draft, tp=2, tied_weights=data.draw(tied_weights(draft.shape)), clip_grad_norm=grouped
     )
     program = lower(program) if lowered else program
-    program = group_opposites(program) if grouped else program
+    program = group_opposite_transfers(program) if grouped else program
     for folded in (True, False):
         again = from_text(to_text(program, folded))
         assert again == program
@@ -42,12 +42,12 @@ def test_what_prints_parses(
 @given(st.lists(st.integers(0, 2**57 - 1), max_size=40), st.integers(1, 3))
 def test_any_words_survive(words: list[int], period: int) -> None:
     """Not only right programs: whatever the grammar can say, in any order."""
-    from schedir.ir.isa.instructions import ROWS, Scope
+    from schedir.ir.isa.instructions import INSTRUCTIONS, Scope
 
     kept: list[int] = []
     for word in words * period:
         op, stage, mb = (word >> 48 & 0xFF) % 16, word >> 32 & 0xFFFF, word & 0xFFFF
-        per = ROWS[op].per
+        per = INSTRUCTIONS[op].scope
         stage, mb = (0 if per is Scope.RANK else stage), (mb if per is Scope.MICROBATCH else 0)
         kept.append(op << 48 | stage << 32 | mb | (word & 1 << 56 if kept else 0))
     program = Program("any", PipelineShape(1, 1), (Stream(np.array(kept, np.int64)),))
@@ -178,7 +178,7 @@ def test_digest_is_of_what_runs() -> None:
         compile(one_f_one_b, shape, dp=2),
         compile(one_f_one_b, PipelineShape(2, 5)),
         compile(partial(interleaved, v=1), shape),
-        group_opposites(one),
+        group_opposite_transfers(one),
     ]
     assert len({one.digest, *(o.digest for o in others)}) == 1 + len(others)
 
@@ -201,8 +201,8 @@ def test_names_of_before_are_read() -> None:
     )
     for one in (program, sharded):
         old = to_text(one)
-        for before, now in NAMES.items():
+        for before, now in RENAMED_FIELDS.items():
             old = re.sub(rf"\b{now} (?=[^;\n]*\n)", f"{before} ", old)
         old = old.replace("each_backward", "turn")
         assert old != to_text(one) and from_text(old) == one
-    assert {f.name for f in HEADER}.isdisjoint(NAMES)
+    assert {f.name for f in HEADER_FIELDS}.isdisjoint(RENAMED_FIELDS)

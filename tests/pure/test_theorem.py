@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile, lower
@@ -20,9 +20,9 @@ from schedir.ir.isa.instructions import Opcode as O
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream, pack
 from schedir.passes.communication.transfer_overlap import (
-    early_gathers,
-    early_receives,
-    group_opposites,
+    group_opposite_transfers,
+    post_receives_early,
+    start_gathers_early,
 )
 from schedir.predict.simulate import simulate
 from schedir.schedules import interleaved, interleaved_zb
@@ -61,15 +61,19 @@ def test_overlap_keeps_programs_legal(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, ahead: int
 ) -> None:
     program, _ = programs(data, draft)
-    grouped = group_opposites(program)
+    grouped = group_opposite_transfers(program)
     for other in MODELS:
         check(grouped, other)
     for start in (program, grouped):
-        begun = early_gathers(start, ahead)
+        begun = start_gathers_early(start, ahead)
         for other in MODELS:
             check(begun, other, blocking_hosts=True)
-        check(early_receives(begun, progress_model, ahead), progress_model, blocking_hosts=True)
-        check(early_receives(start, progress_model, ahead), progress_model, blocking_hosts=True)
+        check(
+            post_receives_early(begun, progress_model, ahead), progress_model, blocking_hosts=True
+        )
+        check(
+            post_receives_early(start, progress_model, ahead), progress_model, blocking_hosts=True
+        )
 
 
 @settings(max_examples=200)
@@ -80,7 +84,7 @@ def test_nobody_trusts_the_order_that_a_program_brings(
     """That of the program before it was changed, or any order, finishes nothing that hangs."""
     rng = random.Random(seed)
     program, mutant = mutate(rng.choice(REORDER), seed)
-    order = program.order
+    order = program.message_order
     if made_up:
         order = {
             op: np.array(rng.choices(range(9), k=len(at)), np.int32) for op, at in order.items()
@@ -88,7 +92,7 @@ def test_nobody_trusts_the_order_that_a_program_brings(
     verdicts = []
     for brought in ({}, order):
         try:
-            check(replace(mutant, order=brought), progress_model)
+            check(replace(mutant, message_order=brought), progress_model)
             verdicts.append("")
         except SchedirError as error:
             verdicts.append(str(error))
@@ -112,14 +116,14 @@ def agrees(program: Program, progress_model: ProgressModel, priced: Costs) -> No
     finishes = machine.run()
     if not finishes:
         with pytest.raises(DeadlockError):
-            simulate(program, priced, progress_model=progress_model, unchecked=True)
+            simulate(program, priced, progress_model=progress_model, skip_checks=True)
         return
-    timeline = simulate(program, priced, progress_model=progress_model, unchecked=True)
+    timeline = simulate(program, priced, progress_model=progress_model, skip_checks=True)
     graph = Graph(program, progress_model)
-    left = np.zeros(graph.nodes)  # a group is left when all its transfers have ended
-    np.maximum.at(left, graph.enter_leave[1], walk(graph, priced).end)
+    left = np.zeros(graph.node_id_limit)  # a group is left when all its transfers have ended
+    np.maximum.at(left, graph.entry_exit_nodes[1], compute_earliest_times(graph, priced).end)
     for (rank, index), end in machine.ended.items():
-        assert left[graph.enter_leave[1][int(program.offsets[rank]) + index]] == end
+        assert left[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
     assert timeline.span == max(machine.ended.values(), default=0.0)
 
 
@@ -130,11 +134,11 @@ def test_graph_equals_the_machine(
 ) -> None:
     program, priced = programs(data, draft)
     if data.draw(st.booleans()):
-        program = group_opposites(program)
+        program = group_opposite_transfers(program)
     if data.draw(st.booleans()):
-        program = early_gathers(program, data.draw(st.integers(1, 3)))
+        program = start_gathers_early(program, data.draw(st.integers(1, 3)))
     if data.draw(st.booleans()):
-        program = early_receives(program, progress_model, data.draw(st.integers(1, 3)))
+        program = post_receives_early(program, progress_model, data.draw(st.integers(1, 3)))
     agrees(
         with_slots(program, data.draw(st.randoms(use_true_random=False))), progress_model, priced
     )

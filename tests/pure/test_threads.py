@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile, lower
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.pipeline.placement import named_of
+from schedir.ir.pipeline.placement import find_named_placement
 from schedir.ir.program import Program
-from schedir.schedules.schedule_algebra import Schedule, name_of
+from schedir.schedules.schedule_algebra import Schedule, get_schedule_name
 from schedir.testing import compute_programs
 from tests.edits import written
 from tests.mutants import MUTATIONS, known, trial
@@ -24,11 +24,11 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("schedule", known(), ids=name_of)
+@pytest.mark.parametrize("schedule", known(), ids=get_schedule_name)
 def test_every_schedule_runs(schedule: Schedule, overlap: bool) -> None:
     placement, v = getattr(schedule, "placed", ("loop", None))
     takes_v = "v" in inspect.signature(schedule).parameters
-    v = v or (2 if takes_v else named_of(placement).stages_per_rank)
+    v = v or (2 if takes_v else find_named_placement(placement).stages_per_rank)
     for model in MODELS:
         right = compile(
             schedule, PipelineShape(4, 8, v, placement), tp=2, tied_weights=True,

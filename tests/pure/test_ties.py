@@ -14,7 +14,7 @@ from schedir import PipelineShape, TiedWeights, from_text, to_text
 from schedir.__main__ import main
 from schedir.errors import ParseError, ReductionError, ShapeError, UsageError
 from schedir.ir.isa.instructions import Opcode
-from schedir.ir.pipeline.tied_weights import parties
+from schedir.ir.pipeline.tied_weights import number_tied_groups
 from schedir.schedules import dualpipe, one_f_one_b, zb_v
 from tests.commands import refused
 
@@ -51,19 +51,19 @@ def test_of_a_model_by_object_and_by_name() -> None:
     ties = schedir.find_tied_weights(MODEL)
     assert ties.names == (("wte", "lm_head"),)
     shared = [Module(w=BOTH), Module(a=A), Module(v=BOTH)]
-    assert ties.among(shared) == TiedWeights((((0, "w"), (2, "v")),))
+    assert ties.locate_in_stages(shared) == TiedWeights((((0, "w"), (2, "v")),))
     copies = [Module(wte=Weight()), Module(a=Weight()), Module(lm_head=Weight())]
-    assert ties.among(copies) == TiedWeights((((0, "wte"), (2, "lm_head")),))
+    assert ties.locate_in_stages(copies) == TiedWeights((((0, "wte"), (2, "lm_head")),))
     one = Weight()
-    assert not ties.among([Module(a=A), Module(wte=one, lm_head=one)])
+    assert not ties.locate_in_stages([Module(a=A), Module(wte=one, lm_head=one)])
 
 
 def test_what_is_lost_is_refused() -> None:
     ties = schedir.find_tied_weights(MODEL)
     with pytest.raises(UsageError, match="no stage has lm_head"):
-        ties.among([Module(wte=Weight()), Module(head=Weight())])
+        ties.locate_in_stages([Module(wte=Weight()), Module(head=Weight())])
     with pytest.raises(UsageError, match="one weight in the model, and two in stage 0"):
-        ties.among([Module(wte=Weight(), lm_head=Weight())])
+        ties.locate_in_stages([Module(wte=Weight(), lm_head=Weight())])
 
 
 def test_true_is_first_and_last() -> None:
@@ -125,7 +125,7 @@ def test_what_is_no_tie(tied: Any) -> None:
     ],
 )
 def test_who_meets(shape: PipelineShape, tied: Any, party: list[int]) -> None:
-    assert parties(tied, shape) == party
+    assert number_tied_groups(tied, shape) == party
     schedule = {"vee": zb_v, "mirror": dualpipe}.get(str(shape.placement), one_f_one_b)
     program = schedir.compile(schedule, shape, tied_weights=tied)
     (node,) = {
@@ -135,7 +135,9 @@ def test_who_meets(shape: PipelineShape, tied: Any, party: list[int]) -> None:
             ]
         )
     }
-    held = [r for r, own in enumerate(shape.stages_of) if {*own} & {s for t in tied for s in t}]
+    held = [
+        r for r, own in enumerate(shape.stages_on_rank) if {*own} & {s for t in tied for s in t}
+    ]
     assert len({*node}) == len({party[r] for r in held})
 
 

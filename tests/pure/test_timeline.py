@@ -12,7 +12,7 @@ from schedir.compiler.compile import compile, lower
 from schedir.ir.cost.costs import Costs
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
-from schedir.passes.communication.transfer_overlap import group_opposites
+from schedir.passes.communication.transfer_overlap import group_opposite_transfers
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.schedules import gpipe, one_f_one_b
@@ -37,14 +37,14 @@ def test_the_critical_path_explains_every_start(
     no_gap(timeline, timeline.critical_path)
     assert timeline.spans["end"][timeline.critical_path[-1]] == timeline.span
     position = data.draw(st.integers(0, len(timeline) - 1))
-    path = timeline.path_to(position)
+    path = timeline.critical_path_to(position)
     no_gap(timeline, path)
     assert path[-1] == position
 
 
 @given(compute_programs(ranks=3, microbatches=3), st.data())
 def test_paths_through_groups_end(draft: Program, data: st.DataObject) -> None:
-    timeline = simulate(group_opposites(lower(draft)), data.draw(costs(draft.shape)))
+    timeline = simulate(group_opposite_transfers(lower(draft)), data.draw(costs(draft.shape)))
     path = timeline.critical_path
     assert timeline.spans["start"][path[0]] == 0
     assert (timeline.spans["start"][path[1:]] >= timeline.spans["end"][path[:-1]]).all()
@@ -52,7 +52,7 @@ def test_paths_through_groups_end(draft: Program, data: st.DataObject) -> None:
 
 def waits_for(graph: Graph, position: int) -> list[int]:
     """All that must have ended before an instruction starts, its partners' waits included."""
-    enter = graph.enter_leave[0]
+    enter = graph.entry_exit_nodes[0]
     meets = np.flatnonzero(graph.node == graph.node[position])
     members = np.flatnonzero(np.isin(enter, enter[meets]))
     before = np.concatenate([graph.needs[:, members].reshape(-1), graph.queue_predecessor[members]])
@@ -63,21 +63,24 @@ def waits_for(graph: Graph, position: int) -> list[int]:
 def test_what_ended_last_is_told_of_every_instruction(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, grouped: bool
 ) -> None:
-    program = group_opposites(lower(draft)) if grouped else lower(draft)
+    program = group_opposite_transfers(lower(draft)) if grouped else lower(draft)
     timeline = simulate(
         program,
         data.draw(costs(draft.shape)),
         progress_model="per_edge" if grouped else progress_model,
     )
     end = timeline.spans["end"]
-    for position, latest in enumerate(timeline.latest.tolist()):
+    for position, latest in enumerate(timeline.critical_predecessor.tolist()):
         before = waits_for(timeline.graph, position)
         assert latest == max(before, key=lambda k: (end[k], -k), default=-1)
 
 
 def test_1f1b_is_decided_by_its_fill_its_last_rank_and_its_drain() -> None:
     timeline = simulate(compile(one_f_one_b, PipelineShape(3, 4)), Costs(F=1, B=2))
-    said = [timeline.of(int(s["rank"]), 0)[0] for s in timeline.spans[timeline.critical_path][:1]]
+    said = [
+        timeline.instruction_at(int(s["rank"]), 0)[0]
+        for s in timeline.spans[timeline.critical_path][:1]
+    ]
     assert [str(i) for i in said] == ["F 0.0"]
     work = timeline.spans[timeline.critical_path]
     work = work[work["end"] > work["start"]]
@@ -90,13 +93,13 @@ def test_spans_follow_the_program() -> None:
     assert len(timeline.spans) == len(program)
     for rank, stream in enumerate(program.streams):
         for index, instr in enumerate(stream):
-            assert timeline.of(rank, index)[0] == instr
+            assert timeline.instruction_at(rank, index)[0] == instr
     assert timeline.spans.dtype.itemsize <= 32
 
 
 def test_in_flight_is_a_step_curve() -> None:
     timeline = simulate(compile(one_f_one_b, PipelineShape(2, 3)), Costs(F=1, B=2))
-    times, counts = timeline.in_flight(0)
+    times, counts = timeline.count_in_flight(0)
     assert counts.tolist() == [1, 2, 1, 2, 1, 0]
     assert times.tolist() == sorted(times.tolist())
     assert counts.max() == timeline.peak_in_flight[0] == timeline.peak_memory[0]

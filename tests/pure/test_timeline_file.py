@@ -22,7 +22,7 @@ from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import lower
 from schedir.errors import SchedirError, TraceError, UsageError
 from schedir.ir.program import Program
-from schedir.passes.communication.transfer_overlap import group_opposites
+from schedir.passes.communication.transfer_overlap import group_opposite_transfers
 from schedir.schedules import dualpipe_v, one_f_one_b
 from schedir.testing import compute_programs
 from tests.commands import refused, said
@@ -57,9 +57,11 @@ def test_what_is_saved_comes_back(
 ) -> None:
     program = lower(draft)
     if grouped:
-        program, progress_model = group_opposites(program), "per_edge"
+        program, progress_model = group_opposite_transfers(program), "per_edge"
     saved = schedir.simulate(program, data.draw(costs(draft.shape)), progress_model=progress_model)
-    assert not saved.early.by.any()  # whatever the simulator does, causes come first
+    assert (
+        not saved.causality_violations.amount.any()
+    )  # whatever the simulator does, causes come first
     shift = data.draw(st.floats(-1e6, 1e6))
     saved.spans["start"] += shift
     saved.spans["end"] += shift
@@ -68,7 +70,7 @@ def test_what_is_saved_comes_back(
     saved = replace(saved, kind="measured", unit="s", clock_error=0.25, sizes=sizes or None)
     save_timeline(saved, FILE)
     found = load_timeline(FILE)
-    assert same(found, saved) and not found.doubt
+    assert same(found, saved) and not found.causality_warning
 
 
 def test_a_pair_run_together_comes_back() -> None:
@@ -318,13 +320,15 @@ def test_effects_before_causes_are_told_by_every_view(
     wrong = replace(right, spans=spans, kind="measured", unit="s")
     # What is sent from 1 ms on is there at 1.1 ms, less the 4 ms of a wrong clock.
     says = "effects up to 0.0039 s before causes"
-    assert wrong.doubt == says and says in repr(wrong) and says in wrong.caption
-    instr = wrong.graph.index.locate(int(wrong.early.by.argmax()))[2]
-    cause = wrong.graph.index.locate(int(wrong.early.cause[wrong.early.by.argmax()]))[2]
+    assert wrong.causality_warning == says and says in repr(wrong) and says in wrong.caption
+    instr = wrong.graph.index.locate(int(wrong.causality_violations.amount.argmax()))[2]
+    cause = wrong.graph.index.locate(
+        int(wrong.causality_violations.cause[wrong.causality_violations.amount.argmax()])
+    )[2]
     assert (str(instr), str(cause)) == ("recv_act 1.3", "send_act 0.3")
     # Clocks that may be that far apart say nothing of it.
-    assert not replace(wrong, clock_error=0.0039001).doubt
-    assert replace(wrong, clock_error=0.0038).doubt
+    assert not replace(wrong, clock_error=0.0039001).causality_warning
+    assert replace(wrong, clock_error=0.0038).causality_warning
     save_timeline(wrong, FILE)
     for command in ("simulate", "explain", "draw"):
         assert says in said(capsys, command, str(FILE))

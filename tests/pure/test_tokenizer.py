@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from schedir.data import tokenizer as module
-from schedir.data.corpus import read, tokenizer_of
-from schedir.data.tokenizer import BPE, load
+from schedir.data.corpus import get_tokenizer, read_documents
+from schedir.data.tokenizer import BPE, load_tokenizer
 from schedir.errors import UsageError
 from tests.tokens import END, decode, train
 
@@ -36,22 +36,22 @@ def bpe() -> BPE:
 @example(b" \xc3\xa4\xff\xff ")
 def test_what_is_encoded_comes_back(text: bytes) -> None:
     ids = bpe().encode(text)
-    assert decode(MADE, ids.tolist()) == text and bpe().end not in ids
-    assert all(0 <= i < bpe().size for i in ids)
+    assert decode(MADE, ids.tolist()) == text and bpe().end_token not in ids
+    assert all(0 <= i < bpe().vocab_size for i in ids)
 
 
 def test_words_of_the_text_are_tokens() -> None:
     ids = bpe().encode(b"the quick brown fox")
-    assert len(ids) < 8 and bpe().size <= 300
+    assert len(ids) < 8 and bpe().vocab_size <= 300
 
 
 def test_long_texts_are_cut_where_the_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     text = TEXT + b"no end of a line " * 30 + "ää".encode() * 80 + b"\n\n  x\xff" * 9
     whole = bpe().encode(TEXT)
-    monkeypatch.setattr(module, "LONGEST", 100)
+    monkeypatch.setattr(module, "MAX_TEXT_BYTES", 100)
     assert bpe().encode(TEXT).tolist() == whole.tolist()
     assert decode(MADE, bpe().encode(text).tolist()) == text
-    assert max(map(len, module._pieces(text))) <= 100
+    assert max(map(len, module._split_long_text(text))) <= 100
 
 
 def foreign(**change: Any) -> str:
@@ -80,7 +80,7 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path, text: str, said:
     path = tmp_path / "tokenizer.json"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
-        load(str(path), None)
+        load_tokenizer(str(path), None)
     assert str(path) in caught.value.fact and said in caught.value.fact
     assert caught.value.fields == ("tokenizer",)
 
@@ -92,15 +92,15 @@ def test_the_tokenizer_of_a_file(tmp_path: Path) -> None:
     told["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst",
                           "stride": 0}  # fmt: skip
     path.write_text(json.dumps(told))
-    found = load(str(path), None)
-    assert len(found.encode(TEXT)) > 2 and found.end == 0
+    found = load_tokenizer(str(path), None)
+    assert len(found.encode(TEXT)) > 2 and found.end_token == 0
     with pytest.raises(UsageError, match=r"no token <s> to end a document"):
-        load(str(path), "<s>")
+        load_tokenizer(str(path), "<s>")
     with pytest.raises(UsageError, match="cannot read"):
-        load(str(tmp_path / "none.json"), None)
+        load_tokenizer(str(tmp_path / "none.json"), None)
     path.write_bytes(b"\xff")
     with pytest.raises(UsageError, match="not UTF-8"):
-        load(str(path), None)
+        load_tokenizer(str(path), None)
 
 
 def test_a_missing_library_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_missing_library_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path.write_text(MADE)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UsageError) as caught:
-        tokenizer_of(str(path), 300)
+        get_tokenizer(str(path), 300)
     assert caught.value.hint == "pip install 'schedir[tokenizers]'"
 
 
@@ -116,23 +116,23 @@ def test_text_is_encoded_with_an_end_behind_each_file(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(MADE)
     with pytest.raises(UsageError) as caught:
-        tokenizer_of(str(path), 270)
-    assert caught.value.hint == f"model.vocab = {bpe().size}"
-    tokenizer = tokenizer_of(str(path), 300)
+        get_tokenizer(str(path), 270)
+    assert caught.value.hint == f"model.vocab = {bpe().vocab_size}"
+    tokenizer = get_tokenizer(str(path), 300)
     for name, text in (("a.txt", TEXT), ("b.txt", b""), ("c.txt", b"the fox")):
         (tmp_path / name).write_bytes(text)
-    tokens, ends = read(str(tmp_path / "*.txt"), tokenizer, 300)
+    tokens, ends = read_documents(str(tmp_path / "*.txt"), tokenizer, 300)
     assert tokens.dtype == np.uint16 and ends is not None and len(ends) == 2
     assert decode(MADE, tokens[: ends[0]].tolist()) == TEXT
     assert decode(MADE, tokens[ends[0] :].tolist()) == b"the fox"
     assert [tokens[end - 1] for end in ends] == [0, 0] and ends[1] == len(tokens)
     (tmp_path / "a.bin").write_bytes(b"ab")
     with pytest.raises(UsageError, match="has tokens already"):
-        read(str(tmp_path / "a.bin"), tokenizer, 300)
+        read_documents(str(tmp_path / "a.bin"), tokenizer, 300)
 
 
 def test_the_tokenizer_that_was_trained_here_is_refused_with_a_hint() -> None:
     with pytest.raises(UsageError, match="tokenizer bpe is not known") as caught:
-        tokenizer_of("bpe", 300)
+        get_tokenizer("bpe", 300)
     assert caught.value.hint.startswith("name the path of a tokenizer.json")
     assert caught.value.fields == ("tokenizer",)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from schedir.analysis.memory.unshard_counts import gathers
-from schedir.compiler.compile import compile, finish, lower
+from schedir.analysis.memory.unshard_counts import count_unshards
+from schedir.compiler.compile import compile, finish_lowering, lower
 from schedir.errors import (
     CompletenessError,
     CsvCellError,
@@ -25,11 +25,11 @@ from schedir.errors import (
     UsageError,
 )
 from schedir.io import torch_csv
-from schedir.ir.isa.instructions import COMPUTE
+from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program, Stream
 from schedir.ir.text_format import from_text, to_text
-from schedir.passes.communication.transfer_overlap import group_opposites
+from schedir.passes.communication.transfer_overlap import group_opposite_transfers
 from schedir.schedules import chimera, dualpipe_v, forward_only, gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, RankSchedule, overlapped_pair
 from schedir.schedules.schedule_expansion import expand_schedule
@@ -41,12 +41,15 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def compute(program: Program) -> list[list[int]]:
-    return [s.words[np.isin(s.op, COMPUTE)].tolist() for s in program.streams]
+    return [s.words[np.isin(s.op, COMPUTE_OPS)].tolist() for s in program.streams]
 
 
-@given(compute_programs().filter(lambda d: d.shape.rows == 1), st.sampled_from(torch_csv.FORMS))
+@given(
+    compute_programs().filter(lambda d: d.shape.placement_rows == 1),
+    st.sampled_from(torch_csv.CSV_FORMATS),
+)
 def test_what_is_exported_imports(draft: Program, form: str) -> None:
-    assume(draft.shape.rows == 1)
+    assume(draft.shape.placement_rows == 1)
     lowered = lower(draft)
     again = torch_csv.from_csv(torch_csv.to_csv(lowered, form), draft.name)
     if again.is_draft:
@@ -54,12 +57,12 @@ def test_what_is_exported_imports(draft: Program, form: str) -> None:
         assert torch_csv.to_csv(again) == torch_csv.to_csv(draft)
         again = lower(again)
     else:
-        again = finish(again)
+        again = finish_lowering(again)
     assert again.digest == lowered.digest
 
 
 @given(
-    compute_programs(stages_per_rank=4).filter(lambda d: d.shape.rows == 1),
+    compute_programs(stages_per_rank=4).filter(lambda d: d.shape.placement_rows == 1),
     st.integers(1, 3),
     st.integers(1, 4),
 )
@@ -67,25 +70,31 @@ def test_what_is_in_parts_is_exported_and_imports(draft: Program, zero: int, act
     """Of zero 3 with stages whole where torch wants them: no more than before, and as it is when it
     is exported again."""
     most: dict[str, Any] = (
-        {"unsharded_stages": min(active, max(map(len, draft.shape.stages_of)))} if zero == 3 else {}
+        {"unsharded_stages": min(active, max(map(len, draft.shape.stages_on_rank)))}
+        if zero == 3
+        else {}
     )
     lowered = compile(draft, dp=2, zero=zero, **most)
     text = torch_csv.to_csv(lowered, "torch-2.13")
-    again = check(finish(replace(torch_csv.from_csv(text, draft.name, zero=zero), dp=2)))
+    again = check(finish_lowering(replace(torch_csv.from_csv(text, draft.name, zero=zero), dp=2)))
     if zero < 3:
         assert again.streams == lowered.streams and "SHARD" not in text
     assert compute(again) == compute(lowered) and torch_csv.to_csv(again, "torch-2.13") == text
-    before, after = gathers(lowered), gathers(again)
-    assert all(a <= b for a, b in zip(after.whole, before.whole, strict=True))
+    before, after = count_unshards(lowered), count_unshards(again)
+    assert all(a <= b for a, b in zip(after.max_unsharded, before.max_unsharded, strict=True))
     assert after.reductions == before.reductions
 
 
 def test_torchs_own_shards_are_kept_where_they_are_asked_for() -> None:
     text = (GOLDEN / "torch_interleaved_1f1b.csv").read_text()
-    program = check(finish(torch_csv.from_csv(text, zero=3)))
-    assert gathers(program).times == [2] * 4 == [slots.unsharded_params for slots in program.slots]
+    program = check(finish_lowering(torch_csv.from_csv(text, zero=3)))
+    assert (
+        count_unshards(program).unshards
+        == [2] * 4
+        == [slots.unsharded_params for slots in program.slots]
+    )
     assert torch_csv.to_csv(program, "torch-2.13") == text
-    assert "SHARD" not in torch_csv.to_csv(finish(torch_csv.from_csv(text)), "torch-2.13")
+    assert "SHARD" not in torch_csv.to_csv(finish_lowering(torch_csv.from_csv(text)), "torch-2.13")
 
 
 def test_turns_are_not_exported() -> None:
@@ -110,14 +119,14 @@ def test_an_import_says_what_it_reads_over(
     assert "unshard 4" in Path("x.sched").read_text()
 
 
-@pytest.mark.parametrize("form", torch_csv.FORMS)
+@pytest.mark.parametrize("form", torch_csv.CSV_FORMATS)
 def test_cells_that_run_as_one(form: str) -> None:
     program = compile(dualpipe_v, PipelineShape(3, 7, placement="vee"))
     text = torch_csv.to_csv(program, form)
     assert text.count(")OVERLAP_F_B") == sum(int(s.joined.sum()) for s in program.streams) > 0
     again = torch_csv.from_csv(text)
     assert again.shape == program.shape and compute(again) == compute(program)
-    again = lower(again) if again.is_draft else finish(again)
+    again = lower(again) if again.is_draft else finish_lowering(again)
     assert again.streams == program.streams
 
 
@@ -190,7 +199,7 @@ def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> Non
     assert str(error).startswith(f"row {row}, column {column}: ")
 
 
-@pytest.mark.parametrize("form", torch_csv.FORMS)
+@pytest.mark.parametrize("form", torch_csv.CSV_FORMATS)
 @pytest.mark.parametrize(
     "program",
     [
@@ -235,7 +244,7 @@ def test_what_torch_has_no_word_for_is_not_exported() -> None:
         torch_csv.to_csv(expand_schedule(gpipe, shape), "torch-2.13")
     with pytest.raises(UsageError):
         torch_csv.to_csv(compile(chimera, PipelineShape(2, 4, placement="mirror")))
-    grouped = group_opposites(compile(one_f_one_b, shape))
+    grouped = group_opposite_transfers(compile(one_f_one_b, shape))
     assert torch_csv.to_csv(grouped) == torch_csv.to_csv(compile(one_f_one_b, shape))
     with pytest.raises(GroupError) as caught:
         torch_csv.to_csv(grouped, "torch-2.13")
@@ -257,11 +266,11 @@ def test_reductions_are_theirs_or_ours() -> None:
     """Without REDUCE_GRAD torch does not scale a gradient, and does not say so."""
     program = compile(one_f_one_b, PipelineShape(2, 4))
     text = torch_csv.to_csv(program, "torch-2.13")
-    one_is_missing = finish(torch_csv.from_csv(text.replace(",1REDUCE_GRAD", "")))
+    one_is_missing = finish_lowering(torch_csv.from_csv(text.replace(",1REDUCE_GRAD", "")))
     with pytest.raises(ReductionError):
         check(one_is_missing)
     none_are_there = torch_csv.from_csv(re.sub(r",\dREDUCE_GRAD", "", text))
-    assert check(finish(none_are_there)).streams == program.streams
+    assert check(finish_lowering(none_are_there)).streams == program.streams
 
 
 # ---------------------------------------------------------------- commands
@@ -273,7 +282,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("form", torch_csv.FORMS)
+@pytest.mark.parametrize("form", torch_csv.CSV_FORMATS)
 def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -> None:
     shape = ["--ranks", "4", "--microbatches", "8", "--stages-per-rank", "2"]
     out = said(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my shape.csv")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from schedir.errors import SchedirError, TraceError
-from schedir.ir.isa.instructions import COMPUTE
+from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.traces.trace_import import read_run
 from tests.commands import said
 
@@ -95,7 +95,7 @@ def save(
 def times(folder: Path) -> np.ndarray:
     """When forwards and backwards began and ended, in microseconds from the first."""
     spans = read_run([folder]).timeline.spans
-    spans = spans[np.isin(spans["op"], COMPUTE)]
+    spans = spans[np.isin(spans["op"], COMPUTE_OPS)]
     return np.array([spans["start"], spans["end"]]) * 1e6
 
 

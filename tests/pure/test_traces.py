@@ -19,14 +19,14 @@ from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.errors import SchedirError, TraceError, UsageError
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import COMPUTE, SENDS
+from schedir.ir.isa.instructions import COMPUTE_OPS, SEND_OPS
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.traces import trace_files
 from schedir.traces import trace_import as run_module
-from schedir.traces.clock_alignment import align
+from schedir.traces.clock_alignment import align_clocks
 from schedir.traces.kineto import read_trace
 from schedir.traces.trace_import import read_run
 from schedir.verify.check import check
@@ -78,8 +78,8 @@ def same(got: Timeline, want: Timeline, within: float) -> None:
     assert (got.kind, got.unit, got.blocking_hosts) == ("measured", "s", False)
     known = want.spans["end"] > want.spans["start"]
     for name in ("start", "end"):
-        ours = got.spans[name] - got.begin
-        theirs = (want.spans[name] - want.begin) * UNIT
+        ours = got.spans[name] - got.start_time
+        theirs = (want.spans[name] - want.start_time) * UNIT
         np.testing.assert_allclose(ours[known], theirs[known], atol=within, rtol=0)
     np.testing.assert_allclose(got.busy, want.busy * UNIT, atol=within * len(want))
 
@@ -93,12 +93,12 @@ def test_batches_have_one_kernel(program: Program, seed: int, own: bool) -> None
         kineto.write(Path(folder), [want], seed, unit=UNIT, own=own)
         got = read_run([folder], name=program.name).timeline
     assert got.program == program
-    compute = np.isin(got.spans["op"], COMPUTE)
+    compute = np.isin(got.spans["op"], COMPUTE_OPS)
     for name in ("start", "end"):
-        ours = got.spans[name][compute] - got.begin
-        theirs = (want.spans[name][compute] - want.begin) * UNIT
+        ours = got.spans[name][compute] - got.start_time
+        theirs = (want.spans[name][compute] - want.start_time) * UNIT
         np.testing.assert_allclose(ours, theirs, atol=2e-9, rtol=0)
-    sent = np.isin(got.spans["op"], SENDS)
+    sent = np.isin(got.spans["op"], SEND_OPS)
     assert (got.spans["end"][sent] >= want.spans["end"][sent] * UNIT - 2e-9).all()
 
 
@@ -117,7 +117,7 @@ def test_clocks_are_aligned(program: Program, seed: int, offsets: list[int]) -> 
     error = found.timeline.clock_error
     same(found.timeline, want, 2 * error + 3e-9)
     assert 0 < error <= len(set(hosts)) * 3 * want.span * UNIT
-    assert found.timeline.doubt == ""
+    assert found.timeline.causality_warning == ""
     assert any("aligned by their messages" in note for note in found.notes)
 
 
@@ -128,13 +128,13 @@ def test_offsets_are_within_what_is_said(hosts: int, seed: int) -> None:
     ring = [(a, b) for a in range(hosts) for b in ((a + 1) % hosts, (a - 1) % hosts)] * 3
     sender, receiver = np.array(ring).T
     took = rng.exponential(1e-3, len(ring))
-    found = align("abcde"[:hosts], sender, receiver, took + true[receiver] - true[sender])
-    off = (found.of - found.of[0]) - (true - true[0])
+    found = align_clocks("abcde"[:hosts], sender, receiver, took + true[receiver] - true[sender])
+    off = (found.offsets - found.offsets[0]) - (true - true[0])
     assert np.abs(off[:, None] - off[None]).max() <= found.error + 1e-12
     with pytest.raises(TraceError, match="before they were sent"):
-        align("ab", np.array([0, 1]), np.array([1, 0]), np.array([-1.0, 0.5]))
+        align_clocks("ab", np.array([0, 1]), np.array([1, 0]), np.array([-1.0, 0.5]))
     with pytest.raises(TraceError, match="no messages go from b to a"):
-        align("ab", np.array([0]), np.array([1]), np.array([1.0]))
+        align_clocks("ab", np.array([0]), np.array([1]), np.array([1.0]))
 
 
 # ---------------------------------------------------------------- what cannot be read
@@ -221,10 +221,10 @@ def test_messages_that_are_not_marked(traces: Path, capsys: pytest.CaptureFixtur
     assert found.timeline.program.name == "mine-lowered"
     for timeline in (whole, found.timeline):
         check(timeline.program, "blocking_serial")
-    spans = [t.spans[np.isin(t.spans["op"], COMPUTE)] for t in (whole, found.timeline)]
+    spans = [t.spans[np.isin(t.spans["op"], COMPUTE_OPS)] for t in (whole, found.timeline)]
     assert (spans[0] == spans[1]).all()
-    assert found.timeline.doubt == ""
-    sends = found.timeline.spans[np.isin(found.timeline.spans["op"], SENDS)]
+    assert found.timeline.causality_warning == ""
+    sends = found.timeline.spans[np.isin(found.timeline.spans["op"], SEND_OPS)]
     assert (sends["end"] >= sends["start"]).all() and len(sends) == 6
 
 
@@ -252,8 +252,8 @@ def test_processes_of_their_own_read_the_same(
     traces: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, seen = read_run([traces]), list[Path]()
-    monkeypatch.setattr(trace_files, "LARGE", 1)
-    several = read_run([traces], seen=seen.append)
+    monkeypatch.setattr(trace_files, "PARALLEL_READ_BYTES", 1)
+    several = read_run([traces], on_read=seen.append)
     assert (alone.timeline.spans == several.timeline.spans).all()
     assert sorted(seen) == sorted(traces.iterdir())
     of_rank(traces, 1).write_text("{")
@@ -338,4 +338,4 @@ def test_changed_files_are_read_or_refused(seed: int) -> None:
 
 
 def test_all_models_but_serial_are_tried() -> None:
-    assert {*run_module._ON_GPUS, "blocking_serial"} == {*MODELS}
+    assert {*run_module._GPU_MODELS, "blocking_serial"} == {*MODELS}

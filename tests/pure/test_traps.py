@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.compiler.compile import compile
@@ -115,7 +115,7 @@ def test_both_send_before_they_receive() -> None:
     assert accepted(program) == ["per_edge"]
     error = refused(program, "per_pair")
     assert isinstance(error, DeadlockError)
-    assert [(w.rank, str(w.instr), str(w.needs)) for w in error.cycle] == [
+    assert [(w.rank, str(w.instr), str(w.needed_instr)) for w in error.cycle] == [
         (0, "send_act 0.1", "recv_act 1.1"), (1, "send_act 2.0", "recv_act 3.0"),
     ]  # fmt: skip
 
@@ -269,4 +269,4 @@ def test_a_walk_ends_where_an_instruction_is_there_twice() -> None:
     one, two = program.streams
     twice = replace(program, streams=(Stream(np.concatenate([one.words, one.words])), two))
     for model in MODELS:
-        assert walk(Graph(twice, model)).done.any()
+        assert compute_earliest_times(Graph(twice, model)).is_done.any()

@@ -80,7 +80,7 @@ def test_a_gather_waits_for_the_slot_that_is_let_go(time: float) -> None:
         assert 0 <= now <= 2
     assert now == 0
     (curve,) = run.memory
-    assert max(curve.kinds["whole weights"]) == 200 and max(curve.kinds["saved"]) == 30
+    assert max(curve.by_kind["whole weights"]) == 200 and max(curve.by_kind["saved"]) == 30
     assert run.span == {0.0: 9, 0.25: 9.25, 9.0: 5 * 9 + 2}[time]
 
 
@@ -120,7 +120,7 @@ def lowered() -> Program:
     program = compile(
         interleaved, PipelineShape(2, 4, 2), zero=3, dp=2, clip_grad_norm=True, debug=True
     )
-    return replace(program, slots=(SlotCounts.unsaid()._replace(unsharded_params=2),) * 2)
+    return replace(program, slots=(SlotCounts.unspecified()._replace(unsharded_params=2),) * 2)
 
 
 def test_everybody_reads_them(tmp_path: object) -> None:
@@ -130,7 +130,7 @@ def test_everybody_reads_them(tmp_path: object) -> None:
     run = simulate(program, costs, sizes=Sizes(params=100, saved=10))
     plain = simulate(compile(interleaved, PipelineShape(2, 4, 2)), costs)
     assert run.peak_in_flight.tolist() == plain.peak_in_flight.tolist()
-    assert '"unshard 0"' in perfetto.text(run) and "unshard" in html(run)
+    assert '"unshard 0"' in perfetto.to_json(run) and "unshard" in html(run)
     save_timeline(run, f"{tmp_path}/x.timeline")
     assert load_timeline(f"{tmp_path}/x.timeline").program == program
     assert torch_csv.to_csv(program).startswith("0F0")

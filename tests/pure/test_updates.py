@@ -15,7 +15,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
-from schedir.analysis.memory.footprint import held, peak_versions
+from schedir.analysis.memory.footprint import compute_footprints, count_peak_versions
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.errors import (
@@ -74,7 +74,7 @@ def test_2bw_flushes_nothing(P: int) -> None:
             timeline = run(pipedream_2bw, two_buffers(P, n, updates), costs)
             assert timeline.idle.tolist() == [(P - 1) * (F + I + W)] * P
             assert timeline.peak_in_flight.tolist() == [min(P - r, n * updates) for r in range(P)]
-            assert timeline.peak_versions.tolist() == [2] * P
+            assert timeline.peak_weight_versions.tolist() == [2] * P
 
 
 @pytest.mark.parametrize("P", [2, 4])
@@ -82,22 +82,30 @@ def test_pipedream_keeps_a_version_for_each_in_flight(P: int) -> None:
     shape = pipedream(P, 3 * P)
     timeline = run(one_f_one_b, shape, Costs(F=2, B=3))
     assert timeline.idle.tolist() == [(P - 1) * 5] * P
-    assert timeline.peak_versions.tolist() == timeline.peak_in_flight.tolist()
-    assert timeline.peak_versions.tolist() == [P - r for r in range(P)]
+    assert timeline.peak_weight_versions.tolist() == timeline.peak_in_flight.tolist()
+    assert timeline.peak_weight_versions.tolist() == [P - r for r in range(P)]
 
 
 def test_memory_counts_versions() -> None:
     sizes = Sizes(model_states=100.0, version=10.0, saved=1.0)
     for shape, copies in ((two_buffers(3, 4, 3), [2, 2, 2]), (pipedream(3, 6), [3, 2, 1])):
-        for own, n in zip(held(compile(one_f_one_b, shape), sizes), copies, strict=True):
-            assert own.fixed["versions"] == (n, 10.0 * n)
-    assert "versions" not in held(compile(gpipe, PipelineShape(2, 4)), sizes)[0].fixed
-    (own,) = held(compile(one_f_one_b, two_buffers(1, 2, 2)), Sizes(params=10.0))
-    assert own.fixed["versions"] == (2, 20.0)  # unless told, a version is as large as parameters
+        for own, n in zip(
+            compute_footprints(compile(one_f_one_b, shape), sizes), copies, strict=True
+        ):
+            assert own.static_memory["versions"] == (n, 10.0 * n)
+    assert (
+        "versions"
+        not in compute_footprints(compile(gpipe, PipelineShape(2, 4)), sizes)[0].static_memory
+    )
+    (own,) = compute_footprints(compile(one_f_one_b, two_buffers(1, 2, 2)), Sizes(params=10.0))
+    assert own.static_memory["versions"] == (
+        2,
+        20.0,
+    )  # unless told, a version is as large as parameters
 
 
 def test_one_update_has_one_version() -> None:
-    assert peak_versions(compile(gpipe, PipelineShape(3, 6))).tolist() == [1, 1, 1]
+    assert count_peak_versions(compile(gpipe, PipelineShape(3, 6))).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("P", [3, 4, 6])
@@ -136,9 +144,9 @@ def test_an_input_gradient_of_the_next_update_waits_for_the_step(schedule: Sched
 
 def test_versions_of_microbatches() -> None:
     shape = two_buffers(3, 2, 4)
-    assert shape.version(0, range(8)).tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert shape.weight_version(0, range(8)).tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
     shape = pipedream(3, 5)
-    table = [shape.version(s, range(5)).tolist() for s in range(3)]
+    table = [shape.weight_version(s, range(5)).tolist() for s in range(3)]
     assert table == [[0, 0, 0, 1, 2], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
 
 
@@ -339,7 +347,7 @@ def test_what_runs_alone_runs_where_ranks_meet(seed: int) -> None:
     program = compile(
         drafted, costs=costs, clip_grad_norm=rng.random() < 0.5, tied_weights=rng.random() < 0.7
     )
-    check(replace(program, order={}), "blocking_serial", blocking_hosts=True)
+    check(replace(program, message_order={}), "blocking_serial", blocking_hosts=True)
 
 
 @pytest.mark.parametrize("told", [{}, {"clip_grad_norm": True}, {"tied_weights": True}])

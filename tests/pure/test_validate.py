@@ -21,7 +21,7 @@ from schedir import (
     to_text,
 )
 from schedir.__main__ import main
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.analysis.progress_models import MODELS
 from schedir.compiler.relower import Lowering
 from schedir.errors import ShapeError, UsageError
@@ -82,7 +82,9 @@ def test_a_step_waits_for_no_other_rank() -> None:
 def test_what_an_update_changes_is_held_once_more() -> None:
     sizes = Sizes(activation=1, saved=2, model_states=(10, 20, 30, 40))
     most = [
-        np.array([rank.bytes.max() for rank in held(program(validate, **how), sizes)])
+        np.array(
+            [rank.total_bytes.max() for rank in compute_footprints(program(validate, **how), sizes)]
+        )
         for validate in ("before_step", "after_step")
         for how in ({}, {"frozen_stages": 2})
     ]
@@ -122,7 +124,10 @@ def test_advice_is_of_programs_of_its_kind() -> None:
     """What another schedule would gain is simulated without a wait for the norm, too."""
     costs = Costs(F=(1, 1, 1, 2))
     other = expand_schedule(schedules.zb_h1, PLAN)
-    assert Lowering(program("after_step"), "per_device").of(other, costs).norm_check == "after_step"
+    assert (
+        Lowering(program("after_step"), "per_device").compile_draft(other, costs).norm_check
+        == "after_step"
+    )
 
 
 def test_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,20 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.ir.text_format import from_text
 from schedir.predict.simulate import simulate
-from schedir.predict.timeline import Timeline, spans_of
+from schedir.predict.timeline import Timeline, build_spans
 from schedir.schedules import gpipe, interleaved, one_f_one_b
 from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, Schedule, W, overlapped_pair
 from schedir.viz import compare, gantt, save
 from schedir.viz.layout import ChartRectangles
-from schedir.viz.palette import TONES, at_lightness, ink, lightness, linear, luminance, shade
+from schedir.viz.palette import (
+    TONES,
+    choose_shade,
+    choose_text_color,
+    lightness,
+    luminance,
+    mix_to_lightness,
+    to_linear_light,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LETTERS = (Opcode.Forward, Opcode.BackwardInput, Opcode.BackwardWeight, Opcode.Backward)
@@ -138,7 +146,9 @@ def test_receives_and_sends_of_a_lane_do_not_hide_each_other() -> None:
     costs = Costs(send=0.5)
     program = compile(one_f_one_b, PipelineShape(4, 8), costs=costs, progress_model="per_edge")
     sheet = ChartRectangles(simulate(program, costs, progress_model="per_edge"))
-    talk = sheet.talk[np.lexsort((sheet.left[sheet.talk], sheet.top[sheet.talk]))]
+    talk = sheet.transfer_indices[
+        np.lexsort((sheet.left[sheet.transfer_indices], sheet.top[sheet.transfer_indices]))
+    ]
     for a, b in pairwise(talk.tolist()):
         assert sheet.top[a] != sheet.top[b] or sheet.right[a] <= sheet.left[b] + 1e-9
 
@@ -155,7 +165,7 @@ def test_a_program_without_time_or_instructions_is_a_picture_too(tmp_path: Path)
     free = timeline(F=0, I=0, W=0)
     empty: Program = from_text("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
     none = np.empty(0)
-    for k, t in enumerate([free, Timeline(empty, spans_of(empty, none, none))]):
+    for k, t in enumerate([free, Timeline(empty, build_spans(empty, none, none))]):
         save(gantt(t), tmp_path / f"{k}.png")
 
 
@@ -217,20 +227,22 @@ BLIND = {
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])
 def test_letters_differ_in_grey(stages: int) -> None:
-    bands = [[lightness(shade(op, k, stages)) for k in range(stages)] for op in LETTERS]
+    bands = [[lightness(choose_shade(op, k, stages)) for k in range(stages)] for op in LETTERS]
     assert all(min(a) > max(b) + 7 for a, b in pairwise(bands))
 
 
 def test_forward_is_light_and_backward_dark() -> None:
-    assert lightness(shade(Opcode.Forward, 0, 1)) > 80
-    assert lightness(shade(Opcode.Backward, 0, 1)) < 30
+    assert lightness(choose_shade(Opcode.Forward, 0, 1)) > 80
+    assert lightness(choose_shade(Opcode.Backward, 0, 1)) < 30
 
 
 @pytest.mark.parametrize("kind", BLIND)
 @pytest.mark.parametrize("stages", [1, 2, 8])
 def test_letters_differ_for_the_colour_blind(kind: str, stages: int) -> None:
     def seen(op: Opcode, k: int) -> float:
-        light = np.clip(np.asarray(BLIND[kind]) @ linear(shade(op, k, stages)), 0, 1)
+        light = np.clip(
+            np.asarray(BLIND[kind]) @ to_linear_light(choose_shade(op, k, stages)), 0, 1
+        )
         return float(116 * np.cbrt(light @ (0.2126, 0.7152, 0.0722)) - 16)
 
     bands = [[seen(op, k) for k in range(stages)] for op in LETTERS]
@@ -240,20 +252,22 @@ def test_letters_differ_for_the_colour_blind(kind: str, stages: int) -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_shades_of_a_letter_differ(stages: int) -> None:
     for op in TONES:
-        shades = [lightness(shade(op, k, stages)) for k in range(stages)]
+        shades = [lightness(choose_shade(op, k, stages)) for k in range(stages)]
         assert all(a > b + 2 for a, b in pairwise(shades))
 
 
 def test_mixing_reaches_the_lightness() -> None:
     for l_star in (9, 30, 60, 95):
-        assert lightness(at_lightness("#f0a63c", l_star)) == pytest.approx(l_star)
+        assert lightness(mix_to_lightness("#f0a63c", l_star)) == pytest.approx(l_star)
 
 
 def test_text_reads_on_every_box() -> None:
     for op in TONES:
         for k in range(8):
-            box = shade(op, k, 8)
-            pair = sorted([luminance(box) + 0.05, 0.05 if ink(box) == "black" else 1.05])
+            box = choose_shade(op, k, 8)
+            pair = sorted(
+                [luminance(box) + 0.05, 0.05 if choose_text_color(box) == "black" else 1.05]
+            )
             assert pair[1] / pair[0] >= 4.5
 
 

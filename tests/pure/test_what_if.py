@@ -12,7 +12,7 @@ import pytest
 
 import schedir
 from schedir import Costs, PipelineShape, RankSchedule, Timeline
-from schedir.ir.isa.instructions import COMPUTE
+from schedir.ir.isa.instructions import COMPUTE_OPS
 from schedir.predict.what_if import Advice, advise
 from schedir.schedules import gpipe, one_f_one_b, pipedream_2bw, zb_h1, zb_v
 from tests.commands import refused, said
@@ -29,14 +29,14 @@ def run_of(
 
 
 def saves(advice: Advice, what: str) -> float:
-    [change] = [c for c in advice.changes if what in c.what]
-    return change.saves
+    [change] = [c for c in advice.changes if what in c.description]
+    return change.saved_share
 
 
 def test_claims_are_simulations() -> None:
     timeline = run_of(one_f_one_b, COSTS)
     program, advice = timeline.program, advise(timeline, COSTS)
-    assert advice.error == 0 and advice.base.span == timeline.span
+    assert advice.relative_error == 0 and advice.baseline.span == timeline.span
 
     def saved(changed: Costs) -> float:
         return 1 - schedir.simulate(program, changed).span / timeline.span
@@ -47,7 +47,9 @@ def test_claims_are_simulations() -> None:
     assert even == pytest.approx(saved(Costs(F=1.125, B=2.25, send=0.25, reduce_grads=2)))
     twice = run_of(one_f_one_b, COSTS, PipelineShape(4, 16))
     assert saves(advice, "twice") == pytest.approx(1 - twice.span / timeline.span / 2)
-    assert [c.saves for c in advice.changes] == sorted(c.saves for c in advice.changes)[::-1]
+    assert [c.saved_share for c in advice.changes] == sorted(c.saved_share for c in advice.changes)[
+        ::-1
+    ]
 
 
 def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
@@ -68,7 +70,7 @@ def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
     best = min(of(costs, fill_collective_waits=which) for which in ("W", "F", "all"))
     assert saves(advice, "fill_collective_waits=") == pytest.approx(1 - best / base) and best < base
     pair = schedir.compile(schedir.schedules.dualpipe_v, PipelineShape(2, 4, 2, "vee"), tp=2)
-    assert not any("fill" in c.what for c in advise(schedir.simulate(pair)).changes)
+    assert not any("fill" in c.description for c in advise(schedir.simulate(pair)).changes)
 
 
 @pytest.mark.parametrize(("cut", "chunks"), [(3, 1), (1, 2), (("fgfg", "g"), 2)])
@@ -88,10 +90,10 @@ def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
         advice = advise(base, costs, schedule)
         twice = of(one_f_one_b, PipelineShape(2, 8)).span
         assert saves(advice, "twice") == pytest.approx(1 - twice / base.span / 2)
-    other = next((c for c in advice.changes if "with 1 stage per rank" in c.what), None)
+    other = next((c for c in advice.changes if "with 1 stage per rank" in c.description), None)
     if other is not None:
-        assert other.saves == pytest.approx(1 - of(zb_h1).span / base.span)
-    whats = " ".join(c.what for c in advice.changes)
+        assert other.saved_share == pytest.approx(1 - of(zb_h1).span / base.span)
+    whats = " ".join(c.description for c in advice.changes)
     assert ("(stage of pieces 0 to 4 on rank 0 takes 1.43x)" in whats) == (cut == ("fgfg", "g"))
     if cut == ("fgfg", "g"):
         even = Costs(F=(0.7,) * 5 + (1.75,) * 2, B=(1.4,) * 5 + (3.5,) * 2, tp_reduce=0.3, send=0.1)
@@ -102,21 +104,26 @@ def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
 def test_other_schedules_hold_no_more() -> None:
     """1F1B has m activations of GPipe's at most P: GPipe is no advice for it, ZB-H1 is."""
     plain = Costs(F=1, B=2)
-    whats = [c.what for c in advise(run_of(one_f_one_b, plain, PipelineShape(2, 4)), plain).changes]
+    whats = [
+        c.description
+        for c in advise(run_of(one_f_one_b, plain, PipelineShape(2, 4)), plain).changes
+    ]
     assert any("holds no more activations; I and W each half of B" in what for what in whats)
     timeline = run_of(zb_h1, Costs())
-    whats = [c.what for c in advise(timeline, Costs()).changes]
+    whats = [c.description for c in advise(timeline, Costs()).changes]
     assert not any("half of B" in what for what in whats)
 
 
 def test_one_more_activation_is_tried_where_there_is_one_and_its_order_alone_before() -> None:
     """GPipe holds all there are; what a greedy order saves of it with as many, order saves."""
     uneven = Costs(F=(2, 1), B=(3, 4))
-    whats = [c.what for c in advise(run_of(gpipe, uneven, PipelineShape(2, 4)), uneven).changes]
+    whats = [
+        c.description for c in advise(run_of(gpipe, uneven, PipelineShape(2, 4)), uneven).changes
+    ]
     assert "a greedy order, which holds no more activations" in whats
     assert not any("one more activation" in what for what in whats)
     far = Costs(F=1, B=2, send=0.5)
-    whats = [c.what for c in advise(run_of(one_f_one_b, far), far).changes]
+    whats = [c.description for c in advise(run_of(one_f_one_b, far), far).changes]
     assert any("one more activation" in what for what in whats)
 
 
@@ -126,13 +133,13 @@ def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
 
 def test_more_microbatches_need_the_schedule() -> None:
     timeline = run_of(mine, Costs())
-    assert not any("twice" in c.what for c in advise(timeline).changes)
-    assert any("twice" in c.what for c in advise(timeline, schedule=mine).changes)
+    assert not any("twice" in c.description for c in advise(timeline).changes)
+    assert any("twice" in c.description for c in advise(timeline, schedule=mine).changes)
     # A name is not trusted: what it compiles to is.
     named = replace(timeline, program=replace(timeline.program, name="one_f_one_b"))
-    assert not any("twice" in c.what for c in advise(named).changes)
+    assert not any("twice" in c.description for c in advise(named).changes)
     named = replace(timeline, program=replace(timeline.program, name="gpipe"))
-    assert any("twice" in c.what for c in advise(named).changes)
+    assert any("twice" in c.description for c in advise(named).changes)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +169,7 @@ def test_updates_stay() -> None:
     """Fewer updates of larger batches would be another training, and no advice."""
     costs = Costs(F=1, B=2)
     timeline = run_of(pipedream_2bw, costs, PipelineShape(4, 16, optimizer_steps=4, weight_delay=1))
-    whats = [change.what for change in advise(timeline, costs).changes]
+    whats = [change.description for change in advise(timeline, costs).changes]
     assert any("twice" in what for what in whats)
     assert not any("gpipe" in what or "zb_v" in what for what in whats)
 
@@ -172,8 +179,8 @@ def test_a_measured_run_is_judged_at_its_means() -> None:
     spans = timeline.spans.copy()
     spans["end"] += 2 * (np.arange(len(spans)) == timeline.critical_path[-1])
     advice = advise(replace(timeline, spans=spans, kind="measured", unit="s"))
-    assert advice.error == pytest.approx(advice.base.span / (timeline.span + 2) - 1)
-    assert -0.1 < advice.error < 0 and advice.given and advice.changes
+    assert advice.relative_error == pytest.approx(advice.baseline.span / (timeline.span + 2) - 1)
+    assert -0.1 < advice.relative_error < 0 and advice.is_reliable and advice.changes
 
 
 def test_a_run_that_its_means_miss_is_no_ground_for_advice(
@@ -181,13 +188,13 @@ def test_a_run_that_its_means_miss_is_no_ground_for_advice(
 ) -> None:
     run = slow_at_the_end(schedir.compile(one_f_one_b, PLAN, progress_model="per_edge"), 9)
     advice = advise(run)
-    assert advice.error < -0.1 and not advice.given and advice.changes == []
+    assert advice.relative_error < -0.1 and not advice.is_reliable and advice.changes == []
     schedir.save_timeline(run, tmp_path / "x.timeline")
     golden = Path(__file__).parents[1] / "golden" / "explain_no_advice.txt"
     assert said(capsys, "explain", str(tmp_path / "x.timeline")) == golden.read_text()
     found = json.loads(said(capsys, "explain", str(tmp_path / "x.timeline"), "--json"))
     assert found["advice_given"] is False and found["changes"] == []
-    assert found["simulated_span"] == advice.base.span
+    assert found["simulated_span"] == advice.baseline.span
 
 
 def test_what_is_less_than_a_simulation_misses_is_not_told(
@@ -196,7 +203,7 @@ def test_what_is_less_than_a_simulation_misses_is_not_told(
     program = schedir.compile(zb_v, PipelineShape(4, 8, 2, "vee"), progress_model="per_edge")
     for slow, told in ((1.2, "2.9%  twice as many"), (2.0, "nothing that was tried saves 8.9%")):
         run = slow_at_the_end(program, slow)
-        assert advise(run).given
+        assert advise(run).is_reliable
         schedir.save_timeline(run, tmp_path / "x.timeline")
         *_, line, most = said(capsys, "explain", str(tmp_path / "x.timeline")).splitlines()
         assert line.strip().startswith(told) and most.startswith("another order of these stages")
@@ -205,7 +212,7 @@ def test_what_is_less_than_a_simulation_misses_is_not_told(
 def test_a_draft_and_a_single_rank() -> None:
     assert advise(schedir.simulate(schedir.expand_schedule(gpipe, PLAN))).changes
     alone = advise(run_of(gpipe, Costs(), PipelineShape(1, 4)), Costs())
-    assert all(abs(c.saves) < 1e-9 for c in alone.changes)
+    assert all(abs(c.saved_share) < 1e-9 for c in alone.changes)
 
 
 def test_the_command(
@@ -228,7 +235,7 @@ def test_the_command(
     lines = said(capsys, "explain", "x.timeline").splitlines()
     assert "at the run's mean times" in lines[2] and "unexplained" not in lines[2]
     spans = measured.spans.copy()
-    spans["start"] += 0.5 * np.isin(spans["op"], COMPUTE)  # the host's, more than a message
+    spans["start"] += 0.5 * np.isin(spans["op"], COMPUTE_OPS)  # the host's, more than a message
     schedir.save_timeline(replace(measured, spans=spans), "late.timeline")
     assert "19.9% of the ranks' time is unexplained" in said(capsys, "explain", "late.timeline")
     assert "--ranks" in refused(capsys, "explain", "x.timeline", "--ranks=3")

@@ -14,11 +14,11 @@ from schedir import PipelineShape, Program, check, compile, from_text, schedules
 from schedir.analysis.dependency_graph import Graph
 from schedir.analysis.progress_models import MODELS, ProgressModel
 from schedir.errors import DeadlockError, SchedirError, UsageError
-from schedir.hang_diagnosis.hang_report import job_lines, program_lines
-from schedir.hang_diagnosis.program_matching import match
-from schedir.hang_diagnosis.rank_positions import ChainEnd, ProgramVerdict, judge
+from schedir.hang_diagnosis.hang_report import describe_job, describe_program
+from schedir.hang_diagnosis.program_matching import match_program
+from schedir.hang_diagnosis.rank_positions import ChainEnd, ProgramVerdict, diagnose_copies
 from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
-from schedir.ir.isa.instructions import TRANSFERS
+from schedir.ir.isa.instructions import TRANSFER_OPS
 from tests.flight import Recorder, a_group_each, job_of, one_group, record, stopped
 from tests.museum.cases import cases
 
@@ -40,12 +40,14 @@ def program_of(name: str, overlap: bool = False) -> Program:
 def verdicts_of(
     job: DistributedJob, program: Program, progress_model: ProgressModel | None = None
 ) -> list[ProgramVerdict]:
-    return judge(program, match(job, program), progress_model)
+    return diagnose_copies(program, match_program(job, program), progress_model)
 
 
 def culprits(verdict: ProgramVerdict) -> set[int]:
     """The program's ranks that are said to be the cause."""
-    return {int(verdict.placed.rank[at]) for cause in verdict.causes for at in cause.at}
+    return {
+        int(verdict.positioned.rank_of[at]) for cause in verdict.causes for at in cause.positions
+    }
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
@@ -60,48 +62,50 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
     at = data.draw(st.integers(0, len(program) - 1))
     kernels = not blocks and data.draw(st.booleans())
     state = stopped(graph, at, blocks, kernels)
-    transfers = [k for k in range(len(program)) if graph.index.op[k] in TRANSFERS]
+    transfers = [k for k in range(len(program)) if graph.index.op[k] in TRANSFER_OPS]
     assume(not all(state.ended[k] for k in transfers))
     before = data.draw(st.sampled_from([0, 0, 3]))
     ranks = range(program.shape.ranks)
     recorders = record(state, before=before, layout=groups(ranks))
     job = job_of(tmp_path, recorders, as_json=data.draw(st.booleans()))
     (verdict,) = verdicts_of(job, program, model)
-    placed, rank = verdict.placed, int(graph.index.rank[at])
+    placed, rank = verdict.positioned, int(graph.index.rank[at])
     # What was recorded is matched to the last transfer.
     assert verdict.matched.step == before
     for k in transfers:
-        whole = placed._group(k)
-        assert verdict.matched.issued[k] == state.issued[k]
-        assert verdict.matched.ended[k] == all(state.ended[one] for one in whole)
+        whole = placed._list_group(k)
+        assert verdict.matched.issued_mask[k] == state.issued[k]
+        assert verdict.matched.ended_mask[k] == all(state.ended[one] for one in whole)
     # Nobody but the rank that was stopped is the cause, if a batch or a collective, which these
     # dumps have not, does not hide who it was, or it computes on its device: then it has one side
     # of a message, and which it is nobody can tell.
     assert not verdict.is_deadlock
     waits = any(state.issued[k] and not state.ended[k] for k in transfers)
     assert bool(verdict.causes) or not waits
-    if waits and (graph.index.any_joined or program.shape.rows > 1):
+    if waits and (graph.index.has_joined or program.shape.placement_rows > 1):
         assert rank in culprits(verdict)
     elif kernels:  # one message may stand behind another's compute: then each only may be it
-        named = [line for line in program_lines(job, [verdict]) if " is the cause" in line]
+        named = [line for line in describe_program(job, [verdict]) if " is the cause" in line]
         assert all(line.startswith(f"rank {rank} ") for line in named)
     elif waits:
         for cause in verdict.causes:
-            owners = {int(placed.rank[k]) for k in cause.at}
+            owners = {int(placed.rank_of[k]) for k in cause.positions}
             assert owners == {rank} or (cause.kind is ChainEnd.BUSY and rank in owners)
             assert len(owners) <= 2
     # It stands where it was stopped, and whoever waits at a transfer waits at one of its own.
-    for place in verdict.places:
-        if place.at is not None and place.late:
-            lo, hi = place.between
-            own = place.rank == rank and (lo <= at <= hi or at in placed._group(place.at))
-            assert own or program.shape.rows > 1
-        elif place.at is not None:
-            assert not placed.ended[place.at]
+    for place in verdict.positions:
+        if place.position is not None and place.is_late:
+            lo, hi = place.compute_range
+            own = place.rank == rank and (
+                lo <= at <= hi or at in placed._list_group(place.position)
+            )
+            assert own or program.shape.placement_rows > 1
+        elif place.position is not None:
+            assert not placed.ended_mask[place.position]
     for cause in verdict.causes:
         if cause.kind is ChainEnd.BUSY and not kernels:
-            assert any(graph.index.rank[k] == rank and at <= k for k in cause.at)
-            assert not placed.sure[at]
+            assert any(graph.index.rank[k] == rank and at <= k for k in cause.positions)
+            assert not placed.surely_ended[at]
 
 
 @pytest.mark.parametrize("blocking_hosts", [True, False])
@@ -115,9 +119,12 @@ def test_a_rank_that_waits_is_named_with_what_it_waits_for(
     (verdict,) = verdicts_of(
         job_of(tmp_path, record(stopped(graph, at, blocking_hosts), before=2)), program
     )
-    stands = [None if p.at is None else str(graph.index.locate(p.at)[2]) for p in verdict.places]
+    stands = [
+        None if p.position is None else str(graph.index.locate(p.position)[2])
+        for p in verdict.positions
+    ]
     assert stands == ["recv_grad 0.0", "recv_grad 1.0", "send_grad 2.0", "recv_act 3.2"]
-    assert [p.late for p in verdict.places] == [False, False, blocking_hosts, False]
+    assert [p.is_late for p in verdict.positions] == [False, False, blocking_hosts, False]
 
 
 CASES = {case.name: case for case in cases()}
@@ -141,9 +148,9 @@ def test_the_deadlocks_of_the_museum(
     with pytest.raises(DeadlockError) as caught:
         check(program, progress_model)
     assert verdict.is_deadlock
-    ranks = {int(graph.index.rank[link.at]) for link in verdict.circle}
+    ranks = {int(graph.index.rank[link.position]) for link in verdict.cycle}
     assert ranks == {wait.rank for wait in caught.value.cycle}
-    lines = program_lines(job, [verdict])
+    lines = describe_program(job, [verdict])
     said = str(caught.value).splitlines()
     assert lines[2 : 2 + len(said)] == said
     assert {wait.rank for wait in job.cycle} == ranks
@@ -164,7 +171,7 @@ def test_a_rank_without_a_dump_is_the_cause(tmp_path: Path) -> None:
     assert {cause.kind for cause in verdict.causes} == {ChainEnd.SILENT} and culprits(verdict) == {
         2
     }
-    assert [place.rank for place in verdict.places] == [0, 1, 3]
+    assert [place.rank for place in verdict.positions] == [0, 1, 3]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -175,10 +182,10 @@ def test_a_ring_that_has_lost_its_beginning(tmp_path: Path, overlap: bool) -> No
     whole = verdicts_of(job_of(tmp_path, record(state, before=41)), program)
     for last in (40, 9, 5):
         job = job_of(tmp_path, record(state, before=41), last)
-        assert all(dump.lost for dump in job.dumps.values())
+        assert all(dump.num_lost for dump in job.dumps.values())
         (verdict,) = verdicts_of(job, program)
         assert verdict.matched.step == 41
-        assert (verdict.places, verdict.causes) == (whole[0].places, whole[0].causes)
+        assert (verdict.positions, verdict.causes) == (whole[0].positions, whole[0].causes)
         assert job.roots == (1,)
 
 
@@ -189,12 +196,12 @@ def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.6")
     recorders = record(stopped(graph, at, True), before=5)
     (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=4), program)
-    assert verdict.matched.counted == (0, 1) and verdict.matched.step == 5
-    assert verdict.places[0].at is not None and culprits(verdict) == {0}
-    assert str(graph.index.locate(verdict.places[0].at)[2]) == "send_act 0.6"
-    assert any("only counters" in line for line in program_lines(DistributedJob({}), [verdict]))
+    assert verdict.matched.counter_ranks == (0, 1) and verdict.matched.step == 5
+    assert verdict.positions[0].position is not None and culprits(verdict) == {0}
+    assert str(graph.index.locate(verdict.positions[0].position)[2]) == "send_act 0.6"
+    assert any("only counters" in line for line in describe_program(DistributedJob({}), [verdict]))
     (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=30), program)
-    assert verdict.matched.counted == () and verdict.matched.step == 5
+    assert verdict.matched.counter_ranks == () and verdict.matched.step == 5
     # Counters that count something else as well tell nothing.
     for recorder in recorders:
         recorder.entries[-2]["op_id"] += 1
@@ -211,8 +218,8 @@ def test_a_process_group_that_is_not_used_yet_is_of_this_step(tmp_path: Path) ->
     recorders = record(stopped(graph, at, True), layout=a_group_each(range(2)))
     (verdict,) = verdicts_of(job_of(tmp_path, recorders[1:]), program)
     assert verdict.matched.step == 0
-    place = verdict.places[0]
-    assert place.late and place.between[0] <= at <= place.between[1]
+    place = verdict.positions[0]
+    assert place.is_late and place.compute_range[0] <= at <= place.compute_range[1]
 
 
 def test_of_one_queue_what_is_behind_does_not_end_first(tmp_path: Path) -> None:
@@ -223,7 +230,7 @@ def test_of_one_queue_what_is_behind_does_not_end_first(tmp_path: Path) -> None:
     for at in range(0, len(program), 3):
         state, before = stopped(edge, at, False), device.queue_predecessor
         passed = [
-            k for k in range(len(program)) if state.ended[k] and device.index.op[k] in TRANSFERS
+            k for k in range(len(program)) if state.ended[k] and device.index.op[k] in TRANSFER_OPS
         ]
         if all(before[k] < 0 or state.ended[before[k]] for k in passed):
             continue
@@ -232,7 +239,7 @@ def test_of_one_queue_what_is_behind_does_not_end_first(tmp_path: Path) -> None:
         with pytest.raises(UsageError) as caught:
             verdicts_of(job, program, "per_device")
         assert caught.value.fields == ("progress_model",)
-        assert verdicts_of(job, program)[0].model != "per_device"
+        assert verdicts_of(job, program)[0].progress_model != "per_device"
     assert found
 
 
@@ -241,9 +248,9 @@ def test_another_order_of_computes_is_another_program(tmp_path: Path) -> None:
     gpipe, other = (
         compile(s, PipelineShape(2, 4)) for s in (schedules.gpipe, schedules.one_f_one_b)
     )
-    job = job_of(tmp_path, record(stopped(Graph.of(gpipe), None, False)))
+    job = job_of(tmp_path, record(stopped(Graph.from_program(gpipe), None, False)))
     with pytest.raises(UsageError) as caught:
-        match(job, other)
+        match_program(job, other)
     assert "too late for its use" in caught.value.fact
 
 
@@ -260,10 +267,10 @@ def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> Non
             entry["record_id"] = number
             entry["op_id"] += number >= 30
     whole = verdicts_of(job_of(tmp_path, recorders), program)
-    assert whole[0].matched.step == 5 and whole[0].matched.left_out == 4
+    assert whole[0].matched.step == 5 and whole[0].matched.num_ignored == 4
     (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=40), program)
     assert verdict.matched.step is None
-    assert (verdict.places, verdict.causes) == (whole[0].places, whole[0].causes)
+    assert (verdict.positions, verdict.causes) == (whole[0].positions, whole[0].causes)
     with pytest.raises(UsageError):  # too little to tell one place from another
         verdicts_of(job_of(tmp_path, recorders, last=3) and _marked(tmp_path, recorders), program)
 
@@ -308,8 +315,10 @@ def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
     other.group("tp", (1, 3), "tp")
     job = job_of(tmp_path, [*recorders, other])
     assert job.roots == (3,)
-    assert [(w.rank, w.on, w.why) for w in job.waits[1]] == [(1, 3, WaitReason.NOT_ISSUED)]
-    lines = program_lines(job, verdicts_of(job, program))
+    assert [(w.rank, w.awaited_rank, w.reason) for w in job.waits[1]] == [
+        (1, 3, WaitReason.NOT_ISSUED)
+    ]
+    lines = describe_program(job, verdicts_of(job, program))
     assert any("it is in all_reduce 1 of tp" in line and "rank 3" in line for line in lines)
 
 
@@ -335,7 +344,7 @@ def test_a_receive_that_is_posted_early_is_no_deadlock(tmp_path: Path) -> None:
     assert str(graph.index.locate(3)[2]) == "F 0.1"
     job = job_of(tmp_path, record(stopped(graph, 3, True)))
     assert {wait.rank for wait in job.cycle} == {0, 1}
-    assert any("may still compute" in line for line in job_lines(job))
+    assert any("may still compute" in line for line in describe_job(job))
     (verdict,) = verdicts_of(job, program, "per_edge")
     assert not verdict.is_deadlock and culprits(verdict) == {0}
 
@@ -349,8 +358,8 @@ def test_a_model_that_the_dumps_contradict(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         verdicts_of(apart, program, "per_device")
     assert caught.value.fields == ("progress_model",)
-    assert verdicts_of(apart, program)[0].model == "per_edge"
-    assert verdicts_of(job_of(tmp_path, record(state)), program)[0].model == "per_device"
+    assert verdicts_of(apart, program)[0].progress_model == "per_edge"
+    assert verdicts_of(job_of(tmp_path, record(state)), program)[0].progress_model == "per_device"
 
 
 def test_dumps_of_another_program(tmp_path: Path) -> None:

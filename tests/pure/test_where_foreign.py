@@ -10,7 +10,7 @@ import pytest
 from schedir import PipelineShape, compile, schedules
 from schedir.analysis.dependency_graph import Graph
 from schedir.errors import UsageError
-from schedir.hang_diagnosis.program_matching import match
+from schedir.hang_diagnosis.program_matching import match_program
 from tests.flight import Layout, a_group_each, job_of, one_group, record, stopped
 
 
@@ -23,7 +23,7 @@ def test_more_messages_than_the_program_has(
     at = next(k for k in range(len(graph)) if str(graph.index.locate(k)[2]) == "F 1.6")
     job = job_of(tmp_path, record(stopped(graph, at, True), layout=layout(range(2))))
     with pytest.raises(UsageError) as caught:
-        match(job, compile(schedules.gpipe, PipelineShape(2, 4)))
+        match_program(job, compile(schedules.gpipe, PipelineShape(2, 4)))
     assert "messages of the step before" in caught.value.fact or layout is one_group
 
 
@@ -37,7 +37,7 @@ def test_two_tensors_of_a_stage(tmp_path: Path) -> None:
         twice = [dict(entry) for entry in recorder.entries for _ in range(2)]
         recorder.entries = [entry | {"record_id": k} for k, entry in enumerate(twice)]
     with pytest.raises(UsageError) as caught:
-        match(job_of(tmp_path, recorders), program)
+        match_program(job_of(tmp_path, recorders), program)
     assert "messages of the step before" in caught.value.fact
 
 
@@ -47,5 +47,5 @@ def test_only_whole_numbers_place_no_program(tmp_path: Path) -> None:
     for recorder in recorders:
         recorder.entries = [entry | {"input_dtypes": ["Byte"]} for entry in recorder.entries]
     with pytest.raises(UsageError) as caught:
-        match(job_of(tmp_path, recorders), program)
+        match_program(job_of(tmp_path, recorders), program)
     assert "none is a transfer" in caught.value.fact

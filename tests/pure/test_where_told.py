@@ -16,11 +16,11 @@ from schedir import PipelineShape, Program, check, compile, schedules
 from schedir.analysis.dependency_graph import Graph
 from schedir.errors import UsageError
 from schedir.hang_diagnosis.flight_recorder import read_dumps
-from schedir.hang_diagnosis.hang_report import job_lines, program_lines
-from schedir.hang_diagnosis.program_matching import match
-from schedir.hang_diagnosis.rank_positions import judge
+from schedir.hang_diagnosis.hang_report import describe_job, describe_program
+from schedir.hang_diagnosis.program_matching import match_program
+from schedir.hang_diagnosis.rank_positions import diagnose_copies
 from schedir.hang_diagnosis.wait_graph import DistributedJob, WaitReason
-from schedir.ir.isa.instructions import RECEIVES
+from schedir.ir.isa.instructions import RECV_OPS
 from schedir.ir.stream import Stream
 from tests.commands import refused, said
 from tests.flight import Recorder, job_of, record, stopped
@@ -57,8 +57,8 @@ def _collective(rank: int, title: str = "all_reduce", shape: Sequence[int] = (4,
 )
 def test_parts_that_do_not_fit(other: Callable[[], list[Recorder]], tmp_path: Path) -> None:
     job = job_of(tmp_path, other())
-    assert {wait.why for wait in job.unmet} == {WaitReason.OTHER} and not job.cycle
-    assert any("does not fit" in line for line in job_lines(job))
+    assert {wait.reason for wait in job.unmatched} == {WaitReason.OTHER} and not job.cycle
+    assert any("does not fit" in line for line in describe_job(job))
 
 
 def test_what_a_ring_has_kept_is_paired_in_order(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_what_a_ring_has_kept_is_paired_in_order(tmp_path: Path) -> None:
             side = ("recv", 0) if recorder.rank else ("send", 1)
             recorder.messages("1", [side], k < ended, shape=shape)
     job = job_of(tmp_path, ends, last=5)
-    assert all(dump.lost for dump in job.dumps.values())
-    assert {wait.why for wait in job.unmet} == {WaitReason.THERE} and not job.cycle
+    assert all(dump.num_lost for dump in job.dumps.values())
+    assert {wait.reason for wait in job.unmatched} == {WaitReason.THERE} and not job.cycle
 
 
 def test_rings_that_have_kept_different_numbers_are_paired_by_what_is_open(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_rings_that_have_kept_different_numbers_are_paired_by_what_is_open(tmp_p
             recorder.messages("1", [side], k < 9, shape=(2, 8) if k < 10 else (3, 3))
         recorder.save(tmp_path, last)
     job = DistributedJob(read_dumps([str(tmp_path)])[0])
-    assert [dump.lost for dump in job.dumps.values()] == [6, 7]
-    assert {wait.why for wait in job.unmet} == {WaitReason.THERE}
+    assert [dump.num_lost for dump in job.dumps.values()] == [6, 7]
+    assert {wait.reason for wait in job.unmatched} == {WaitReason.THERE}
 
 
 def test_the_only_rank_that_is_waited_for_may_have_gone_on_since(tmp_path: Path) -> None:
@@ -96,22 +96,24 @@ def test_the_only_rank_that_is_waited_for_may_have_gone_on_since(tmp_path: Path)
     ends[0].collective("1", "all_reduce", ended=True)
     ends[0].collective("1", "all_reduce", ended=False)
     job = job_of(tmp_path, ends)
-    assert job.behind == job.roots == (1,)
-    assert job_lines(job)[0].startswith("rank 1 may be the cause")
+    assert job.old_dump_ranks == job.roots == (1,)
+    assert describe_job(job)[0].startswith("rank 1 may be the cause")
 
 
 def test_both_sides_are_there_and_it_has_not_ended(tmp_path: Path) -> None:
     job = job_of(tmp_path, [_message(0), _message(1)])
     assert (
-        {wait.why for wait in job.unmet} == {WaitReason.THERE} and not job.cycle and not job.roots
+        {wait.reason for wait in job.unmatched} == {WaitReason.THERE}
+        and not job.cycle
+        and not job.roots
     )
 
 
 def received_when_needed(program: Program) -> Program:
     """The same computes, with each receive just before what needs it."""
-    graph = Graph.of(program)
+    graph = Graph.from_program(program)
     used = {int(at): k for row in graph.needs for k, at in enumerate(row) if at >= 0}
-    receives = graph.index.is_op(RECEIVES)
+    receives = graph.index.is_op(RECV_OPS)
     key = [used[k] - 0.5 if receives[k] else float(k) for k in range(len(program))]
     streams = []
     for lo, hi in pairwise(program.offsets.tolist()):
@@ -126,11 +128,11 @@ def test_a_message_in_a_batch_and_alone_may_never_meet(tmp_path: Path) -> None:
         recorder.group("1", (0, 1))
     ends[0].messages("1", [("send", 1), ("recv", 1)], False)
     ends[1].messages("1", [("recv", 0)], False)
-    (line,) = [line for line in job_lines(job_of(tmp_path, ends)) if "in a batch" in line]
+    (line,) = [line for line in describe_job(job_of(tmp_path, ends)) if "in a batch" in line]
     assert "rank 0 has issued it in a batch and rank 1 alone" in line
     ends[0].entries.clear()
     ends[0].messages("1", [("send", 1)], False)
-    assert not any("in a batch" in line for line in job_lines(job_of(tmp_path, ends)))
+    assert not any("in a batch" in line for line in describe_job(job_of(tmp_path, ends)))
 
 
 def _stage(folder: Path, name: str) -> list[str]:
@@ -191,7 +193,7 @@ def test_of_many_ranks_who_matters_is_told(tmp_path: Path) -> None:
         recorder.group("0", range(60), "default_pg")
         if recorder.rank != 41:
             recorder.collective("0", "barrier", ended=False)
-    lines = job_lines(job_of(tmp_path, recorders))
+    lines = describe_job(job_of(tmp_path, recorders))
     assert len(lines) < 25 and any("rank 41 is the cause" in line for line in lines)
 
 
@@ -212,15 +214,15 @@ def test_a_rank_that_computes_behind_an_open_receive_may_be_the_cause(tmp_path: 
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 2.2")
     recorders = record(stopped(graph, at, False, kernels=True))
     job = job_of(tmp_path, recorders)
-    lines = program_lines(job, judge(program, match(job, program)))
+    lines = describe_program(job, diagnose_copies(program, match_program(job, program)))
     assert any(line.startswith("rank 1 or rank 2 may be the cause") for line in lines)
     # Where they record what has started, one of the two is left.
     held = [e for e in recorders[1].entries if e["state"] == "scheduled"]
     held[0]["state"] = "started"
     job = job_of(tmp_path, recorders)
-    lines = program_lines(job, judge(program, match(job, program)))
+    lines = describe_program(job, diagnose_copies(program, match_program(job, program)))
     assert any(line.startswith("rank 2 is the cause: #6 recv_act 2.3") for line in lines)
-    assert any("has started on rank 1: rank 2 may be" in line for line in job_lines(job))
+    assert any("has started on rank 1: rank 2 may be" in line for line in describe_job(job))
 
 
 def test_the_kernels_of_the_last_step_may_still_run(tmp_path: Path) -> None:
@@ -228,7 +230,7 @@ def test_the_kernels_of_the_last_step_may_still_run(tmp_path: Path) -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(2, 4))
     for before, may in ((0, False), (2, True)):
         job = job_of(tmp_path, record(stopped(Graph(program), 0, False), before=before))
-        lines = program_lines(job, judge(program, match(job, program)))
+        lines = describe_program(job, diagnose_copies(program, match_program(job, program)))
         assert any("rank 0 or rank 1 may be the cause" in line for line in lines) is may
         assert any(line.startswith("rank 0 is the cause") for line in lines) is not may
 
@@ -242,34 +244,37 @@ def test_dumps_of_different_moments(tmp_path: Path) -> None:
         for rank, at in ((2, 8), (1, 17))
     )
     job = job_of(tmp_path, [*late[:2], early[2], late[3]])
-    assert job.behind == (2,)
-    for lines in (job_lines(job), program_lines(job, judge(program, match(job, program)))):
+    assert job.old_dump_ranks == (2,)
+    for lines in (
+        describe_job(job),
+        describe_program(job, diagnose_copies(program, match_program(job, program))),
+    ):
         assert any("the dump of rank 2 is older" in line for line in lines)
         assert not any("is the cause" in line for line in lines)
     recorders = [_collective(0), _collective(1)]
     recorders[0].collective("1", "all_reduce", ended=True)
     job = job_of(tmp_path, recorders)
-    assert job.behind == (1,)
+    assert job.old_dump_ranks == (1,)
     recorders[0].entries[-1]["profiling_name"] = "nccl:broadcast"  # its root waits for nobody
-    assert job_of(tmp_path, recorders).behind == ()
+    assert job_of(tmp_path, recorders).old_dump_ranks == ()
 
 
 def test_a_buffer_that_may_have_lost_where_its_rank_stands(tmp_path: Path) -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 6))
     graph = Graph(program)
     job = job_of(tmp_path, record(stopped(graph, 0, False), before=2), last=4)
-    assert any("where it stands may be lost" in line for line in job_lines(job))
-    assert not any("is the cause" in line for line in job_lines(job))
+    assert any("where it stands may be lost" in line for line in describe_job(job))
+    assert not any("is the cause" in line for line in describe_job(job))
     with pytest.raises(UsageError) as caught:
-        match(job, program)
+        match_program(job, program)
     assert "may be lost, too" in caught.value.fact
 
 
 def test_a_collective_that_has_not_started_everywhere(tmp_path: Path) -> None:
     recorders = [_collective(0), _collective(1)]
     recorders[0].entries[0]["state"] = "started"
-    lines = job_lines(job_of(tmp_path, recorders))
+    lines = describe_job(job_of(tmp_path, recorders))
     assert any("has started on rank 0: rank 1 may be the cause" in line for line in lines)
     recorders[1].entries[0]["state"] = "completed"
-    lines = job_lines(job_of(tmp_path, recorders))
+    lines = describe_job(job_of(tmp_path, recorders))
     assert any("has ended on rank 1: rank 0 may be the cause" in line for line in lines)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schedir import viz
 from schedir.errors import UsageError
-from schedir.predict.window_tiles import Axis, tiles
+from schedir.predict.window_tiles import Axis, compute_tiles
 
 
 def sees(query: int, key: int, axis: Axis) -> bool:
@@ -66,7 +66,7 @@ def of(found: list[Case], **other: Any) -> Any:
     axes, q_tiles, kv_tiles = zip(*found, strict=True)
     given: dict[str, Any] = {"q_tile": q_tiles, "kv_tile": kv_tiles}
     given |= {name: [getattr(a, name) for a in axes] for name in ("length", "window", "stride")}
-    return tiles(causal=[a.causal for a in axes], **(given | other))
+    return compute_tiles(causal=[a.causal for a in axes], **(given | other))
 
 
 @given(
@@ -97,7 +97,7 @@ def test_tiles_are_those_of_single_queries_and_keys(found: list[Case]) -> None:
 @given(cases(30))
 def test_everybody_sees_itself_and_as_many_as_a_window_has(one: Case) -> None:
     axis, _, _ = one
-    start, end = axis.seen
+    start, end = axis.visible_keys
     query = np.arange(axis.length)
     assert ((start <= query) & (query < end)).all()
     if not axis.causal:  # shifted inwards at the ends, so that everybody sees as many
@@ -118,9 +118,9 @@ def test_these_tiles_are_cut_by_no_end_of_a_window(
     causal = data.draw(st.booleans())
     length = kv * lengths * windows + (data.draw(st.integers(0, 9)) if causal else 0)
     assume(causal or (window // 2 - stride // 2) % kv == 0)
-    found = tiles(length, window, stride, q_tile=q, kv_tile=kv, causal=causal)
-    assert found.aligned
-    assert found.block_sparse or causal
+    found = compute_tiles(length, window, stride, q_tile=q, kv_tile=kv, causal=causal)
+    assert found.is_aligned
+    assert found.is_block_sparse or causal
 
 
 @given(cases(16))
@@ -152,17 +152,19 @@ END_TO_END = {
 
 @pytest.mark.parametrize(("stride", "published"), END_TO_END.items())
 def test_the_paper_s_video_model(stride: tuple[int, ...], published: float) -> None:
-    found = tiles(stride=stride, **VIDEO)  # type: ignore[arg-type]
-    gained = 1 / (1 - SHARE + SHARE / found.speedup_of_worst)
+    found = compute_tiles(stride=stride, **VIDEO)  # type: ignore[arg-type]
+    gained = 1 / (1 - SHARE + SHARE / found.worst_tile_speedup)
     assert gained == pytest.approx(published, abs=0.011)  # two decimals, of a share of three
-    assert found.block_sparse == (stride == (16, 8, 8))
+    assert found.is_block_sparse == (stride == (16, 8, 8))
 
 
 def test_a_large_one_takes_no_time_and_little_memory() -> None:
-    found = tiles((128, 128, 32), (40, 40, 8), (8, 8, 4), q_tile=(4, 8, 4), kv_tile=(2, 8, 4))
-    assert found.visited > 0 and found.speedup_of_pairs > found.speedup > 1
-    single = tiles((128, 128, 32), (40, 40, 8), (8, 8, 4), q_tile=1, kv_tile=1)
-    assert single.visited == 128 * 128 * 32 * 40 * 40 * 8
+    found = compute_tiles(
+        (128, 128, 32), (40, 40, 8), (8, 8, 4), q_tile=(4, 8, 4), kv_tile=(2, 8, 4)
+    )
+    assert found.visited_count > 0 and found.pair_speedup > found.speedup > 1
+    single = compute_tiles((128, 128, 32), (40, 40, 8), (8, 8, 4), q_tile=1, kv_tile=1)
+    assert single.visited_count == 128 * 128 * 32 * 40 * 40 * 8
 
 
 @pytest.mark.parametrize(
@@ -185,21 +187,21 @@ def test_a_large_one_takes_no_time_and_little_memory() -> None:
 def test_refused(given: dict[str, Any], fields: list[str]) -> None:
     usual: dict[str, Any] = {"length": 8, "window": 4, "stride": 2, "q_tile": 2, "kv_tile": 2}
     with pytest.raises(UsageError) as error:
-        tiles(**usual | given)
+        compute_tiles(**usual | given)
     assert [*error.value.fields] == fields
 
 
 def test_a_picture_has_each_tile() -> None:
-    causal = tiles(300, 64, 16, q_tile=32, kv_tile=16, causal=True)
-    plane = tiles((12, 8), (5, 4), (1, 4), q_tile=(4, 4), kv_tile=(4, 2))
+    causal = compute_tiles(300, 64, 16, q_tile=32, kv_tile=16, causal=True)
+    plane = compute_tiles((12, 8), (5, 4), (1, 4), q_tile=(4, 4), kv_tile=(4, 2))
     figure = viz.window_tiles(causal, plane)
     for axes, found in zip(figure.axes, (causal, plane), strict=True):
         (shown,) = axes.images
         kinds = np.asarray(shown.get_array())
         assert kinds.shape == found.grid.shape
         assert (np.maximum(kinds - 1, 0) == found.grid).all()
-        assert (kinds > 0).sum() == found.dense
-    large = tiles(10**4, 64, q_tile=1, kv_tile=1)
+        assert (kinds > 0).sum() == found.dense_count
+    large = compute_tiles(10**4, 64, q_tile=1, kv_tile=1)
     for wrong in ((), (causal, large)):
         with pytest.raises(UsageError):
             viz.window_tiles(*wrong)

@@ -21,7 +21,7 @@ def test_packed_windows_have_each_target_of_each_document_once(
             PackedWindows(ends, context)
         return
     windows = PackedWindows(ends, context)
-    at, counts = windows.find(np.arange(len(windows)))
+    at, counts = windows.locate(np.arange(len(windows)))
     assert at.shape == (len(windows), context + 1) and counts.shape == (len(windows), context)
     assert counts.any(axis=1).all()  # a window without targets would be a step of nothing
     inputs, targets = at[:, :-1][counts], at[:, 1:][counts]
@@ -48,8 +48,8 @@ def test_windows_are_as_few_as_best_fit_decreasing_promises(lengths: list[int]) 
 def test_the_fullest_window_that_has_room_is_taken() -> None:
     """Windows of 10: 7, then 6, then 3 beside the 7, then 2 and 2 beside the 6."""
     windows = PackedWindows(np.cumsum([2, 6, 3, 2, 7]), 9)
-    assert len(windows) == 2 and windows.full == 1
-    at, counts = windows.find(np.array([0, 1]))
+    assert len(windows) == 2 and windows.fill_ratio == 1
+    at, counts = windows.locate(np.array([0, 1]))
     assert at.tolist() == [[13, 14, 15, 16, 17, 18, 19, 8, 9, 10], [*range(2, 8), 0, 1, 11, 12]]
     assert counts.tolist() == [
         [True] * 6 + [False] + [True] * 2, [True] * 5 + [False, True, False, True]

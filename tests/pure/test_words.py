@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
 from schedir.compiler.compile import compile
 from schedir.errors import CostsError, ScheduleError, ShapeError, UsageError
@@ -19,7 +19,7 @@ from schedir.io import torch_csv
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.input_trust import input_limits
-from schedir.ir.isa.instructions import ROWS, Opcode, Scope
+from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode, Scope
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, PipelineShape
 from schedir.ir.text_format import to_text
 from schedir.predict.simulate import simulate
@@ -178,17 +178,21 @@ def test_bad_schedules_are_refused(schedule: object) -> None:
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_placements(ranks: int, v: int) -> None:
     loop, vee = PipelineShape(ranks, 1, v), PipelineShape(ranks, 1, 2 * v, "vee")
-    assert loop.rank_of.tolist() == [*range(ranks)] * v
-    assert vee.rank_of.tolist() == [*range(ranks), *reversed(range(ranks))] * v
-    for shape in (loop, vee, PipelineShape(ranks, 1, placement=tuple(vee.rank_of.tolist()))):
-        for rank, own in enumerate(shape.stages_of):
+    assert loop.first_rank_per_stage.tolist() == [*range(ranks)] * v
+    assert vee.first_rank_per_stage.tolist() == [*range(ranks), *reversed(range(ranks))] * v
+    for shape in (
+        loop,
+        vee,
+        PipelineShape(ranks, 1, placement=tuple(vee.first_rank_per_stage.tolist())),
+    ):
+        for rank, own in enumerate(shape.stages_on_rank):
             assert list(own) == sorted(own)
-            assert (shape.rank_of[list(own)] == rank).all()
+            assert (shape.first_rank_per_stage[list(own)] == rank).all()
 
 
 def test_uneven_placement() -> None:
     shape = PipelineShape(2, 1, placement=[0, 1, 1])  # type: ignore[arg-type]
-    assert (shape.stages, shape.stages_per_rank, shape.stages_of) == (3, 2, ((0,), (1, 2)))
+    assert (shape.stages, shape.stages_per_rank, shape.stages_on_rank) == (3, 2, ((0,), (1, 2)))
     assert PipelineShape(3, 1, placement="vee").stages == 6
 
 
@@ -210,13 +214,13 @@ def test_bad_placements(bad: object) -> None:
 
 def test_plans_too_large_are_refused_before_anything_is_built() -> None:
     """Where there is a limit; a program that Python code builds has none by default."""
-    with input_limits(instructions=10**8), pytest.raises(ShapeError):
+    with input_limits(max_instructions=10**8), pytest.raises(ShapeError):
         PipelineShape(2**14, MAX_MICROBATCHES)
 
 
 def test_costs() -> None:
     costs = Costs(F=2, I=(1, 2), W=1.5, send=(0.1, 0.2))
-    table = {op: costs.of(op, PipelineShape(1, 4, 2))[:, 0] for op in Opcode}
+    table = {op: costs.for_opcode(op, PipelineShape(1, 4, 2))[:, 0] for op in Opcode}
     assert table[Opcode.Backward].tolist() == [2.5, 3.5]
     assert table[Opcode.SendAct].tolist() == table[Opcode.SendGrad].tolist() == [0.1, 0.2]
     assert not table[Opcode.RecvAct].any() and not table[Opcode.OptimizerStep].any()
@@ -225,17 +229,17 @@ def test_costs() -> None:
             Costs(F=bad)  # type: ignore[arg-type]
         assert "cost F" in caught.value.fact
     with pytest.raises(CostsError):
-        Costs(F=(1, 2)).of(Opcode.Forward, PipelineShape(1, 1, 3))
+        Costs(F=(1, 2)).for_opcode(Opcode.Forward, PipelineShape(1, 1, 3))
 
 
 def test_cells_cost_what_they_are_told() -> None:
     program = expand_schedule(lambda r, P, m: F + overlapped_pair(F, B) + B, PipelineShape(1, 2))
-    assert walk(Graph(program), Costs(F=1, B=2)).end.max() == 6
-    assert walk(Graph(program), Costs(F=1, B=2, FB=2.5)).end.max() == 5.5
+    assert compute_earliest_times(Graph(program), Costs(F=1, B=2)).end.max() == 6
+    assert compute_earliest_times(Graph(program), Costs(F=1, B=2, FB=2.5)).end.max() == 5.5
     program = expand_schedule(
         lambda r, P, m: F + overlapped_pair(I, F) + I + 2 * W, PipelineShape(1, 2)
     )
-    assert walk(Graph(program), Costs(FB=1.25)).end.max() == 1 + 1.25 + 1 + 2
+    assert compute_earliest_times(Graph(program), Costs(FB=1.25)).end.max() == 1 + 1.25 + 1 + 2
 
 
 def test_only_a_forward_with_a_backward_costs_less() -> None:
@@ -246,28 +250,35 @@ def test_only_a_forward_with_a_backward_costs_less() -> None:
         lambda r, P, m: F + I + overlapped_pair(W, F) + I + W,
     ):
         program = expand_schedule(schedule, PipelineShape(1, 2))
-        assert walk(Graph(program), priced).end.max() == walk(Graph(program), plain).end.max()
+        assert (
+            compute_earliest_times(Graph(program), priced).end.max()
+            == compute_earliest_times(Graph(program), plain).end.max()
+        )
 
 
 def test_the_table_numbers_its_rows() -> None:
-    assert [row.op for row in ROWS] == list(Opcode)
-    assert len({row.text for row in ROWS}) == len(ROWS)
-    for row in ROWS:
-        assert (row.peer is not None) <= (row.per is Scope.MICROBATCH and row.partner is not None)
+    assert [row.op for row in INSTRUCTIONS] == list(Opcode)
+    assert len({row.text for row in INSTRUCTIONS}) == len(INSTRUCTIONS)
+    for row in INSTRUCTIONS:
+        assert (row.peer is not None) <= (row.scope is Scope.MICROBATCH and row.partner is not None)
         if row.partner is not None:
-            assert ROWS[row.partner].partner is row.op
-            assert ROWS[row.partner].peer is (row.peer and row.peer.back)
+            assert INSTRUCTIONS[row.partner].partner is row.op
+            assert INSTRUCTIONS[row.partner].peer is (row.peer and row.peer.opposite)
 
 
 def test_ascending() -> None:
     shape = PipelineShape(1, 2)
-    assert compile(one_f_one_b, shape).ascending
-    assert not expand_schedule(lambda r, P, m: 2 * F + B.at(1) + B.at(0), shape).ascending
-    assert not expand_schedule(lambda r, P, m: 2 * F + 2 * I + W.at(1) + W.at(0), shape).ascending
-    assert expand_schedule(lambda r, P, m: 2 * F + I + W + B, shape).ascending
+    assert compile(one_f_one_b, shape).reduces_in_microbatch_order
+    assert not expand_schedule(
+        lambda r, P, m: 2 * F + B.at(1) + B.at(0), shape
+    ).reduces_in_microbatch_order
+    assert not expand_schedule(
+        lambda r, P, m: 2 * F + 2 * I + W.at(1) + W.at(0), shape
+    ).reduces_in_microbatch_order
+    assert expand_schedule(lambda r, P, m: 2 * F + I + W + B, shape).reduces_in_microbatch_order
     assert not expand_schedule(
         lambda r, P, m: 2 * F + I + B + W, shape
-    ).ascending  # W 0.0 after B 0.1
+    ).reduces_in_microbatch_order  # W 0.0 after B 0.1
 
 
 def test_bad_options() -> None:

@@ -23,12 +23,12 @@ from schedir import (
     simulate,
 )
 from schedir.analysis.progress_models import MODELS, ProgressModel
-from schedir.commands.simulate import volume
+from schedir.commands.simulate import count_sent_bytes
 from schedir.errors import UsageError
 from schedir.ir.isa.instructions import Lane, Opcode
-from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
+from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 from schedir.predict.calibrate import calibrate
-from schedir.predict.step_period import period
+from schedir.predict.step_period import compute_step_period
 from schedir.predict.what_if import advise
 from tests.commands import said
 
@@ -65,7 +65,7 @@ def test_volumes_of_the_paper(dp: int) -> None:
     sizes = Sizes(params=each, grads=each)
     for zero, times in enumerate((2, 2, 2, 3)):
         program = compile(schedules.looped_bfs, PipelineShape(1, 4, 6), dp=dp, zero=zero)
-        sent = sum(each[0] for each in volume(program, sizes).values())
+        sent = sum(each[0] for each in count_sent_bytes(program, sizes).values())
         assert sent == pytest.approx(times * psi * (dp - 1) / dp)
 
 
@@ -93,19 +93,19 @@ def test_bytes_are_those_of_the_instructions(name: str) -> None:
                     want[Lane.ACT if i.op.name == "SendAct" else Lane.GRAD, rank] += 30e6
                 if i.op.name in ("TPGatherAct", "TPGatherGrad"):
                     want[Lane.TP, rank] += 30e6
-        found = volume(program, SIZES)
+        found = count_sent_bytes(program, SIZES)
         for lane in Lane:
             assert found.get(lane, np.zeros(program.shape.ranks)) == pytest.approx(want[lane])
 
 
 def test_reducing_each_turn_sends_as_often_as_there_are_turns() -> None:
     end, turn = (
-        volume(of("interleaved", dp=2, zero=3, reduce_scatter_at=r), SIZES)
+        count_sent_bytes(of("interleaved", dp=2, zero=3, reduce_scatter_at=r), SIZES)
         for r in ("update_end", "each_backward")
     )
     assert (turn[Lane.DP] > end[Lane.DP]).all() and (turn[Lane.PARAMS] == end[Lane.PARAMS]).all()
     same = [
-        volume(of("looped_bfs", dp=2, zero=3, reduce_scatter_at=r), SIZES)
+        count_sent_bytes(of("looped_bfs", dp=2, zero=3, reduce_scatter_at=r), SIZES)
         for r in ("update_end", "each_backward")
     ]
     assert (same[0][Lane.DP] == same[1][Lane.DP]).all()  # it has one run of backwards of each
@@ -127,11 +127,11 @@ def test_gathers_and_reductions_take_half_of_an_all_reduce() -> None:
     """Of replicas within a node, and on a node each: the link that their ring crosses."""
     for nodes, each, link in ((1, 8, 300e9), (2, 4, 20e9)):
         near, shape = cluster(nodes, each, 1e-5), PipelineShape(4, 8)
-        plain = near.costs(shape, SIZES, Costs(F=1, B=2), dp=2)
+        plain = near.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2)
         assert plain.unshard is None and plain.reduce_scatter is None
         assert plain.reduce_grads == pytest.approx(2 * (1e-5 + 4e9 / 2 / link))
         for zero in (1, 2, 3):
-            costs = near.costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
+            costs = near.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
             assert costs.unshard == pytest.approx(1e-5 + 2e9 / 2 / link)
             assert costs.reduce_scatter == pytest.approx(1e-5 + 4e9 / 2 / link)
             assert costs.reduce_grads is None  # there is none
@@ -140,7 +140,7 @@ def test_gathers_and_reductions_take_half_of_an_all_reduce() -> None:
 
 def test_each_stage_costs_what_its_weights_take() -> None:
     sizes = replace(SIZES, params=(1e9, 2e9), grads=(0, 4e9))
-    costs = cluster().costs(PipelineShape(2, 4), sizes, Costs(F=1, B=2), dp=2, zero=3)
+    costs = cluster().fill_costs(PipelineShape(2, 4), sizes, Costs(F=1, B=2), dp=2, zero=3)
     assert costs.unshard == pytest.approx((0.5 / 300, 1 / 300))
     assert costs.reduce_scatter == pytest.approx((0, 2 / 300))
 
@@ -151,14 +151,14 @@ def test_each_stage_costs_what_its_weights_take() -> None:
 def test_bytes_are_asked_for(name: str, sizes: set[str]) -> None:
     told = dict.fromkeys({"unshard", "reduce_scatter", "send", "step"} - {name}, 0.0)
     with pytest.raises(UsageError) as caught:
-        cluster().costs(PipelineShape(2, 4), None, Costs(F=1, B=2, **told), dp=2, zero=2)
+        cluster().fill_costs(PipelineShape(2, 4), None, Costs(F=1, B=2, **told), dp=2, zero=2)
     assert {*caught.value.fields} == sizes
 
 
 def test_holders_sum_parts() -> None:
     shape = PipelineShape(2, 4, placement="mirror")
     for zero, parts in ((0, 1), (3, 2)):
-        costs = cluster().costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
+        costs = cluster().fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
         assert costs.reduce_replicated_stages == pytest.approx(4e9 / parts / 300e9)
 
 
@@ -211,7 +211,7 @@ def test_what_costs_more_never_takes_less(
 def test_a_step_begins_with_its_gathers() -> None:
     """Nobody gathers before the step that makes the parts: of many steps each waits anew."""
     program = of("one_f_one_b", dp=2, zero=3)
-    plain, waits = (period(program, Costs(F=1, B=2, unshard=c)) for c in (0.0, 2.0))
+    plain, waits = (compute_step_period(program, Costs(F=1, B=2, unshard=c)) for c in (0.0, 2.0))
     assert waits == plain + 2
 
 
@@ -222,7 +222,7 @@ def test_waits_for_weights_have_a_cause() -> None:
     """One rank: its first gather is waited for, and no other is longer than what runs meanwhile."""
     program = compile(schedules.looped_bfs, PipelineShape(1, 4, 4), dp=2, zero=3)
     found = simulate(program, Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.25))
-    table = by_cause(idleness(found), 1)
+    table = sum_by_cause(idleness(found), 1)
     assert table[0, IdleCause.WEIGHTS] == 0.5 and table[0, IdleCause.REDUCTION] == 0.25
     assert table.sum() == found.idle.sum() == 0.75
     idle = idleness(found)
@@ -244,7 +244,10 @@ def test_a_measured_run_tells_what_its_gathers_cost(name: str) -> None:
 def test_gathers_that_take_no_time_are_tried() -> None:
     program = compile(schedules.looped_bfs, PipelineShape(1, 4, 4), dp=2, zero=3)
     run = simulate(program, Costs(F=1, B=2, unshard=7))
-    best = {change.what: change.saves for change in advise(run, Costs(F=1, B=2, unshard=7)).changes}
+    best = {
+        change.description: change.saved_share
+        for change in advise(run, Costs(F=1, B=2, unshard=7)).changes
+    }
     assert best["gathers of weights that take no time"] == pytest.approx(1 - 48 / run.span)
 
 
@@ -253,5 +256,5 @@ def test_advice_keeps_what_replicas_hold() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 4), dp=2, zero=3)
     costs = Costs(F=1, B=2, unshard=100)
     changes = advise(simulate(program, costs), costs).changes
-    other = max(c.saves for c in changes if "gathers of weights" not in c.what)
+    other = max(c.saved_share for c in changes if "gathers of weights" not in c.description)
     assert other < 0.6  # twice as many microbatches have as many gathers

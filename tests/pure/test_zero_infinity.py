@@ -23,7 +23,7 @@ from schedir import (
 )
 from schedir.errors import UsageError
 from schedir.planner import ParallelPlan, TransformerSpec
-from schedir.planner.transformer.layer_ops import layer_pieces
+from schedir.planner.transformer.layer_ops import list_layer_ops
 from schedir.predict import zero_infinity as zi
 
 K, GiB, TiB = 1024, 2**30, 2**40
@@ -46,9 +46,9 @@ def test_figure_2a(model: tuple[int, int, int], told: tuple[float | None, ...]) 
     layers, hidden, heads = model
     found = (
         zi.zero_model_states(layers, hidden) / TiB,
-        zi.checkpoints(layers, hidden, K, 32) / TiB,
-        zi.largest_operator(hidden) / GiB,
-        zi.between_checkpoints(hidden, heads, K, 4) / GiB,
+        zi.checkpoint_bytes(layers, hidden, K, 32) / TiB,
+        zi.largest_operator_bytes(hidden) / GiB,
+        zi.activation_working_bytes(hidden, heads, K, 4) / GiB,
     )
     for ours, theirs in zip(found, told, strict=True):
         assert theirs is None or abs(ours - theirs) < 0.00501
@@ -60,18 +60,18 @@ def test_the_equations_as_they_are_printed(
 ) -> None:
     ait = zi.intensity_of_checkpoints(hd, ci)
     printed = {
-        12 * nl * hd**2: zi.parameters(nl, hd),
+        12 * nl * hd**2: zi.count_parameters(nl, hd),
         240 * nl * hd**2: zi.zero_model_states(nl, hd),
-        2 * bsz * seq * hd * nl / ci: zi.checkpoints(nl, hd, seq, bsz, ci),
-        4 * hd * 4 * hd: zi.largest_operator(hd),
-        bsz * seq * ci * (16 * hd + 2 * heads * seq): zi.between_checkpoints(
+        2 * bsz * seq * hd * nl / ci: zi.checkpoint_bytes(nl, hd, seq, bsz, ci),
+        4 * hd * 4 * hd: zi.largest_operator_bytes(hd),
+        bsz * seq * ci * (16 * hd + 2 * heads * seq): zi.activation_working_bytes(
             hd, heads, seq, bsz, ci
         ),
-        2 * 4 * 12 * bsz * seq * nl * hd**2: zi.operations(nl, hd, seq, bsz),
+        2 * 4 * 12 * bsz * seq * nl * hd**2: zi.count_operations(nl, hd, seq, bsz),
         seq * bsz: zi.intensity_of_parameters(seq, bsz),
         seq * bsz / 4: zi.intensity_of_optimizer(seq, bsz),
         24 * hd * ci: ait,
-        ait * bw / (ait * bw + PEAK): zi.efficiency(ait, bw, PEAK),
+        ait * bw / (ait * bw + PEAK): zi.compute_efficiency(ait, bw, PEAK),
     }
     for theirs, ours in printed.items():
         assert ours == pytest.approx(theirs, rel=1e-12)
@@ -83,36 +83,36 @@ def test_bytes_and_operations_are_those_of_other_tables(
 ) -> None:
     """Of a layer's checkpoint (2205.05198), of its states (1910.02054), and of the planner's."""
     one = schedir.activation_bytes_per_layer(sequence, batch, hidden, 1, recompute="full")
-    assert zi.checkpoints(layers, hidden, sequence, batch) == layers * one
-    psi = zi.parameters(layers, hidden)
+    assert zi.checkpoint_bytes(layers, hidden, sequence, batch) == layers * one
+    psi = zi.count_parameters(layers, hidden)
     states = schedir.zero_model_states(2 * psi, 2 * psi, 16 * psi, zero=0, dp=1)
-    assert zi.zero_model_states(layers, hidden) == pytest.approx(states.bytes)
+    assert zi.zero_model_states(layers, hidden) == pytest.approx(states.total)
     width = 64 * min(hidden, 2**16)  # the feed-forward network is at most 2**24 wide
     model = TransformerSpec(layers=1, hidden=width, heads=1, vocab=2, sequence=sequence)
     weights = [
-        g for g in layer_pieces(model, ParallelPlan(microbatch_size=batch)).gemms if g.weight
+        g for g in list_layer_ops(model, ParallelPlan(microbatch_size=batch)).gemms if g.has_weight
     ]
-    forward = sum(g.flops for g in weights)  # attention's scores are left out
-    assert zi.operations(1, width, sequence, batch) == pytest.approx(4 * forward)
-    assert zi.parameters(1, width) == sum(g.n * g.k for g in weights)
+    forward = sum(g.forward_flops for g in weights)  # attention's scores are left out
+    assert zi.count_operations(1, width, sequence, batch) == pytest.approx(4 * forward)
+    assert zi.count_parameters(1, width) == sum(g.n * g.k for g in weights)
     wide = max(weights, key=lambda g: g.n * g.k)
-    assert zi.largest_operator(width) == 4 * wide.n * wide.k
+    assert zi.largest_operator_bytes(width) == 4 * wide.n * wide.k
 
 
 @given(st.floats(0.01, 0.99), RATE, st.booleans())
 def test_a_bandwidth_is_that_of_its_efficiency(share: float, ait: float, overlapped: bool) -> None:
-    bw = zi.bandwidth_for(share, ait, PEAK, overlapped=overlapped)
-    assert zi.efficiency(ait, bw, PEAK, overlapped=overlapped) == pytest.approx(share)
+    bw = zi.required_bandwidth(share, ait, PEAK, overlapped=overlapped)
+    assert zi.compute_efficiency(ait, bw, PEAK, overlapped=overlapped) == pytest.approx(share)
 
 
 def test_what_section_4_reads_off_figure_3() -> None:
-    over_half = zi.efficiency(zi.intensity_of_parameters(K, 1), 70e9, PEAK)
+    over_half = zi.compute_efficiency(zi.intensity_of_parameters(K, 1), 70e9, PEAK)
     assert over_half > 0.5  # of parameters and gradients, with 70 GB/s and the smallest batch
-    states = zi.bandwidth_for(0.5, zi.intensity_of_optimizer(K, 1), PEAK)
-    assert states == 4 * zi.bandwidth_for(0.5, zi.intensity_of_parameters(K, 1), PEAK)
-    assert zi.efficiency(zi.intensity_of_optimizer(K, 2), 1.5e12, PEAK) > 0.9
-    assert zi.efficiency(zi.intensity_of_checkpoints(2 * K), 2e9, PEAK) > 0.5
-    assert zi.efficiency(zi.intensity_of_checkpoints(8 * K), 1e9, PEAK) > 0.5
+    states = zi.required_bandwidth(0.5, zi.intensity_of_optimizer(K, 1), PEAK)
+    assert states == 4 * zi.required_bandwidth(0.5, zi.intensity_of_parameters(K, 1), PEAK)
+    assert zi.compute_efficiency(zi.intensity_of_optimizer(K, 2), 1.5e12, PEAK) > 0.9
+    assert zi.compute_efficiency(zi.intensity_of_checkpoints(2 * K), 2e9, PEAK) > 0.5
+    assert zi.compute_efficiency(zi.intensity_of_checkpoints(8 * K), 1e9, PEAK) > 0.5
 
 
 # ---------------------------------------------------------------- as programs
@@ -144,8 +144,8 @@ def program(microbatches: int, lead: int, slots: int, *, disk: bool = False) -> 
 
 def measured(program: Program, hidden: int, bandwidth: float, *, disk: bool = False) -> float:
     """The share of its time that a device computes, of one layer and one token in a microbatch."""
-    work = zi.operations(1, hidden, 1, 1) / 4 / PEAK  # of a forward
-    copy = zi.checkpoints(1, hidden, 1, 1) / bandwidth
+    work = zi.count_operations(1, hidden, 1, 1) / 4 / PEAK  # of a forward
+    copy = zi.checkpoint_bytes(1, hidden, 1, 1) / bandwidth
     moved = (
         {"offload_to_disk": copy, "reload_from_disk": copy}
         if disk
@@ -164,7 +164,7 @@ def test_with_one_slot_nothing_overlaps_and_equation_6_is_exact(
 ) -> None:
     """All forwards, then all backwards: each F waits for the Offload that leaves it room, each
     Reload for the B before, and each R for its Reload."""
-    theirs = zi.efficiency(zi.intensity_of_checkpoints(hidden), bandwidth, PEAK)
+    theirs = zi.compute_efficiency(zi.intensity_of_checkpoints(hidden), bandwidth, PEAK)
     for microbatches in (1, 2, 7, 64):
         ours = measured(program(microbatches, microbatches, 1), hidden, bandwidth)
         assert ours == pytest.approx(theirs, rel=1e-9)
@@ -174,7 +174,9 @@ def test_with_one_slot_nothing_overlaps_and_equation_6_is_exact(
 def test_with_slots_to_spare_the_longer_decides(hidden: int, bandwidth: float) -> None:
     """F and B of different microbatches by turns; transfers of both ways run over one lane, the
     disk's, as the paper counts one bandwidth: its efficiency is the limit of many microbatches."""
-    theirs = zi.efficiency(zi.intensity_of_checkpoints(hidden), bandwidth, PEAK, overlapped=True)
+    theirs = zi.compute_efficiency(
+        zi.intensity_of_checkpoints(hidden), bandwidth, PEAK, overlapped=True
+    )
     off = []
     for microbatches in (32, 128, 512):
         ours = measured(program(microbatches, 6, 8, disk=True), hidden, bandwidth, disk=True)
@@ -190,7 +192,7 @@ def test_lanes_of_both_ways_are_as_one_of_twice_the_bandwidth(
 ) -> None:
     """The host's two lanes run side by side, where as much goes as comes."""
     ait = zi.intensity_of_checkpoints(hidden)
-    theirs = zi.efficiency(ait, 2 * bandwidth, PEAK, overlapped=True)
+    theirs = zi.compute_efficiency(ait, 2 * bandwidth, PEAK, overlapped=True)
     ours = measured(program(512, 6, 8), hidden, bandwidth)
     assert ours == pytest.approx(theirs, rel=0.01)
 
@@ -198,16 +200,16 @@ def test_lanes_of_both_ways_are_as_one_of_twice_the_bandwidth(
 @pytest.mark.parametrize(
     ("call", "field"),
     [
-        (lambda: zi.parameters(0, 8), "layers"),
+        (lambda: zi.count_parameters(0, 8), "layers"),
         (lambda: zi.zero_model_states(2, 2.5), "hidden"),  # type: ignore[arg-type]
-        (lambda: zi.checkpoints(2, 8, 8, True), "batch"),
-        (lambda: zi.checkpoints(2, 8, 8, 1, 0), "every"),
-        (lambda: zi.between_checkpoints(8, -1, 8, 8), "heads"),
-        (lambda: zi.efficiency(1, 0, 1), "bandwidth"),
-        (lambda: zi.efficiency(float("nan"), 1, 1), "intensity"),
-        (lambda: zi.efficiency(1, 1, float("inf")), "peak"),
-        (lambda: zi.bandwidth_for(1, 1, 1), "share"),
-        (lambda: zi.bandwidth_for(1.5, 1, 1, overlapped=True), "share"),
+        (lambda: zi.checkpoint_bytes(2, 8, 8, True), "batch"),
+        (lambda: zi.checkpoint_bytes(2, 8, 8, 1, 0), "every"),
+        (lambda: zi.activation_working_bytes(8, -1, 8, 8), "heads"),
+        (lambda: zi.compute_efficiency(1, 0, 1), "bandwidth"),
+        (lambda: zi.compute_efficiency(float("nan"), 1, 1), "intensity"),
+        (lambda: zi.compute_efficiency(1, 1, float("inf")), "peak"),
+        (lambda: zi.required_bandwidth(1, 1, 1), "share"),
+        (lambda: zi.required_bandwidth(1.5, 1, 1, overlapped=True), "share"),
     ],
 )
 def test_what_is_no_size_and_no_rate(call: Any, field: str) -> None:

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedir.__main__ import main
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.compiler.compile import check_memory, compile, lower
 from schedir.errors import MemoryLimitError, UsageError
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.isa.instructions import ADDS, Opcode
+from schedir.ir.isa.instructions import GRAD_ADDING_OPS, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.predict.simulate import simulate
@@ -34,7 +34,7 @@ def by_hand(program: Program, rank: int) -> list[tuple[set[int], set[int]]]:
     runs, on a host that frees a gradient when it waits for its reduction: it waits for the oldest
     first, at ends, and where it adds to what is not there, or where slots say so."""
     stream, found = program.streams[rank], []
-    said = program.slots[rank].said() if program.slots else {}
+    said = program.slots[rank].specified() if program.slots else {}
     slots = said.get("wgrad", 2**31)
     weights, gradients = set[int](), set[int]()
     under_way, filled, heard = deque[int](), 0, 0
@@ -46,7 +46,7 @@ def by_hand(program: Program, rank: int) -> list[tuple[set[int], set[int]]]:
             if i.op is Opcode.Unshard:
                 assert i.stage not in weights
                 weights.add(i.stage)
-            if i.op in ADDS and i.stage >= program.frozen_stages:
+            if i.op in GRAD_ADDING_OPS and i.stage >= program.frozen_stages:
                 new = i.stage not in gradients or i.stage in under_way
                 while new and under_way and (i.stage in under_way or filled - heard >= slots):
                     gradients.remove(under_way.popleft())
@@ -69,15 +69,15 @@ def by_hand(program: Program, rank: int) -> list[tuple[set[int], set[int]]]:
 
 def while_it_runs(program: Program, sizes: Sizes, name: str, rank: int) -> list[float]:
     """The bytes of a name that a prediction has while each instruction of a rank runs."""
-    own, joined = held(program, sizes)[rank], program.streams[rank].joined.tolist()
-    bytes_of, found = own.kept[name][1], []
+    own, joined = compute_footprints(program, sizes)[rank], program.streams[rank].joined.tolist()
+    bytes_of, found = own.dynamic_memory[name][1], []
     for k in range(len(joined)):
         first = last = k
         while joined[first]:
             first -= 1
         while last + 1 < len(joined) and joined[last + 1]:
             last += 1
-        began = (own.at < first) | own.starts & (own.at <= last)
+        began = (own.positions < first) | own.is_at_start & (own.positions <= last)
         found.append(float(bytes_of[np.flatnonzero(began)[-1]]))
     return found
 
@@ -87,7 +87,7 @@ def while_it_runs(program: Program, sizes: Sizes, name: str, rank: int) -> list[
 def test_what_is_whole_is_counted_by_hand(
     draft: Program, zero: int, rng: random.Random, data: st.DataObject
 ) -> None:
-    if draft.shape.optimizer_steps > 1 or not draft.trains:
+    if draft.shape.optimizer_steps > 1 or not draft.has_backward:
         return
     program = replace(
         draft,
@@ -100,31 +100,33 @@ def test_what_is_whole_is_counted_by_hand(
     each = st.lists(st.integers(0, 9), min_size=draft.shape.stages, max_size=draft.shape.stages)
     of = {name: np.array(data.draw(each), float) for name in ("params", "grads", "optimizer")}
     sizes = Sizes(**{name: tuple((4 * size).tolist()) for name, size in of.items()})
-    late = held(program, sizes, late=True)
+    late = compute_footprints(program, sizes, worst_case=True)
     time = data.draw(costs(draft.shape))
     slow = replace(time, **{op: float(rng.randrange(9)) for op in ("unshard", "reduce_scatter")})
     curves = simulate(program, slow, sizes=sizes).memory
-    for rank, own in enumerate(held(program, sizes)):
+    for rank, own in enumerate(compute_footprints(program, sizes)):
         expected = by_hand(program, rank)
         for name, k, size in ((WEIGHTS, 0, "params"), (GRADIENT, 1, "grads")):
             whole = [float(sum(4 * of[size][s] for s in now[k])) for now in expected]
             if name == WEIGHTS and zero < 3:
-                assert name not in own.kept
+                assert name not in own.dynamic_memory
                 continue
             assert while_it_runs(program, sizes, name, rank) == whole
-            most = late[rank].kept[name][1].max()  # whatever the timing
-            assert max(whole) <= most and curves[rank].kinds[name].max() <= most
-            assert max(own.bytes.max(), curves[rank].held.max()) <= late[rank].bytes.max()
-        fixed = {name: size for name, (_, size) in own.fixed.items()}
+            most = late[rank].dynamic_memory[name][1].max()  # whatever the timing
+            assert max(whole) <= most and curves[rank].by_kind[name].max() <= most
+            assert (
+                max(own.total_bytes.max(), curves[rank].total.max()) <= late[rank].total_bytes.max()
+            )
+        fixed = {name: size for name, (_, size) in own.static_memory.items()}
         for name, cut, level in (
             ("params", "weights in parts", 3),
             ("grads", "gradient in parts", 2),
             ("optimizer", "optimizer in parts", 1),
         ):
-            stages = np.array(draft.shape.stages_of[rank])
+            stages = np.array(draft.shape.stages_on_rank[rank])
             trained = stages >= program.frozen_stages
             assert level <= zero or cut not in fixed
-            if level <= zero and sizes.told_apart:
+            if level <= zero and sizes.specified_parts:
                 assert fixed.get(cut, 0) == of[name][stages[trained]].sum()
                 assert fixed.get(name, 0) == 4 * of[name][stages[~trained]].sum()
 
@@ -145,10 +147,10 @@ def test_each_level_holds_what_the_paper_says(zero: int, rest: float, most: floa
     """And, breadth first with the fewest slots, one whole gradient beside it, and the weights of
     the stage that computes and of the next one."""
     program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=zero, buffer_sharing="minimal")
-    owns = held(program, replace(SIZES, saved=0))
-    assert [sum(size for _, size in own.fixed.values()) for own in owns] == [rest, rest]
+    owns = compute_footprints(program, replace(SIZES, saved=0))
+    assert [sum(size for _, size in own.static_memory.values()) for own in owns] == [rest, rest]
     curves = simulate(program, sizes=replace(SIZES, saved=0)).memory
-    assert [curve.held.max() for curve in curves] == [most, most]
+    assert [curve.total.max() for curve in curves] == [most, most]
 
 
 def test_each_turn_makes_room_for_the_next() -> None:
@@ -163,26 +165,32 @@ def test_each_turn_makes_room_for_the_next() -> None:
             reduce_scatter_at=when,
             buffer_sharing="minimal",
         )
-        peaks[when] = [own.kept[GRADIENT][1].max() for own in held(program, SIZES)]
+        peaks[when] = [
+            own.dynamic_memory[GRADIENT][1].max() for own in compute_footprints(program, SIZES)
+        ]
     assert peaks == {"update_end": [320, 320], "each_backward": [160, 160]}
 
 
 def test_what_is_there_all_the_time_takes_nothing_more() -> None:
     """At level 1 whole weights are where the parameters are, and so are gradients."""
     program = compile(zb_h1, PipelineShape(2, 4), dp=4, zero=1, buffer_sharing="minimal")
-    assert all(not {WEIGHTS, GRADIENT} & {*own.kept, *own.fixed} for own in held(program, SIZES))
+    assert all(
+        not {WEIGHTS, GRADIENT} & {*own.dynamic_memory, *own.static_memory}
+        for own in compute_footprints(program, SIZES)
+    )
     assert (
-        "unsharded_params" not in program.slots[0].said() and "wgrad" not in program.slots[0].said()
+        "unsharded_params" not in program.slots[0].specified()
+        and "wgrad" not in program.slots[0].specified()
     )
 
 
 def test_a_limit_names_parts_and_what_is_whole() -> None:
     program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=3, buffer_sharing="minimal")
-    most = max(own.bytes.max() for own in held(program, SIZES, late=True))
+    most = max(own.total_bytes.max() for own in compute_footprints(program, SIZES, worst_case=True))
     assert check_memory(program, SIZES, most) is program
     with pytest.raises(MemoryLimitError) as error:
         check_memory(program, SIZES, most - 1)
-    rows = {name: (number, size) for name, number, size in error.value.holds}
+    rows = {name: (number, size) for name, number, size in error.value.live_values}
     assert rows[WEIGHTS] == (2, 320) and rows[GRADIENT] == (1, 160)
     assert rows["weights in parts"] == rows["gradient in parts"] == (2, 80)
     assert rows["optimizer in parts"] == (2, 240)
@@ -191,9 +199,14 @@ def test_a_limit_names_parts_and_what_is_whole() -> None:
 def test_a_sum_of_all_cannot_be_cut() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), dp=2, zero=1)
     with pytest.raises(UsageError) as error:
-        held(program, Sizes(saved=1, model_states=100))
+        compute_footprints(program, Sizes(saved=1, model_states=100))
     assert error.value.fields == ("model_states", "zero")
-    assert held(program, Sizes(saved=1, params=10, grads=10, optimizer=80))[0].bytes[0] == 60
+    assert (
+        compute_footprints(program, Sizes(saved=1, params=10, grads=10, optimizer=80))[
+            0
+        ].total_bytes[0]
+        == 60
+    )
 
 
 def test_recomputation_fits_beside_what_is_whole() -> None:

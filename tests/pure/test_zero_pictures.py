@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from schedir import Costs, PipelineShape, Timeline, compile, schedules, simulate, viz
 from schedir.io import perfetto
-from schedir.ir.isa.instructions import COMPUTE, Lane, Opcode
-from schedir.viz.time_bins import whole
+from schedir.ir.isa.instructions import COMPUTE_OPS, Lane, Opcode
+from schedir.viz.time_bins import find_unsharded_intervals
 
 ZOO = {
     "one_f_one_b": PipelineShape(3, 6), "interleaved": PipelineShape(2, 4, 3),
@@ -36,17 +36,17 @@ def test_computes_that_need_whole_weights_stand_in_a_band(
 ) -> None:
     name, active = case
     shape = ZOO[name]
-    least = 2 if shape.rows > 1 else 1  # what runs together may be of two stages
-    active = max(least, min(active, len(shape.stages_of[0])))
+    least = 2 if shape.placement_rows > 1 else 1  # what runs together may be of two stages
+    active = max(least, min(active, len(shape.stages_on_rank[0])))
     found = run(name, 3, active, unshard=unshard, reduce_scatter=reduce)
-    bands, spans = whole(found), found.spans
-    assert bands.rows <= active
-    for s in spans[np.isin(spans["op"], COMPUTE) & (spans["op"] != Opcode.BackwardWeight)]:
+    bands, spans = find_unsharded_intervals(found), found.spans
+    assert bands.row_count <= active
+    for s in spans[np.isin(spans["op"], COMPUTE_OPS) & (spans["op"] != Opcode.BackwardWeight)]:
         own = (bands.rank == s["rank"]) & (bands.stage == s["stage"])
         inside = (bands.start <= s["start"]) & (bands.end >= s["end"])
         assert (own & inside).sum() == 1
     for rank in range(found.ranks):
-        for row in range(bands.rows):
+        for row in range(bands.row_count):
             own = (bands.rank == rank) & (bands.row == row)
             order = np.argsort(bands.start[own])
             assert (bands.start[own][order][1:] >= bands.end[own][order][:-1]).all()
@@ -55,7 +55,7 @@ def test_computes_that_need_whole_weights_stand_in_a_band(
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_weights_that_are_whole_all_the_time_have_no_band(zero: int) -> None:
     found = run("looped_bfs", zero, unshard=1)
-    assert whole(found).rows == 0
+    assert find_unsharded_intervals(found).row_count == 0
     texts = {t.get_text() for t in viz.gantt(found).axes[0].texts}
     assert "whole" not in texts and ("params" in texts) == (zero > 0)
 
@@ -85,12 +85,12 @@ def test_a_page_has_the_bands() -> None:
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
     (one,) = data["runs"]
     assert one["bandRows"] == 2 and len(data["whole"]["light"]) == 3
-    assert one["columns"]["bandRank"][2] == len(whole(found).rank)
+    assert one["columns"]["bandRank"][2] == len(find_unsharded_intervals(found).rank)
     assert data["whole"]["name"] == "whole weights" and data["lanes"][Lane.PARAMS] == "params"
 
 
 def test_a_trace_has_the_lane_and_counts_stages() -> None:
-    events = json.loads(perfetto.text(run("looped_bfs", active=2, unshard=1)))["traceEvents"]
+    events = json.loads(perfetto.to_json(run("looped_bfs", active=2, unshard=1)))["traceEvents"]
     threads = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert "params" in threads
     counts = [e["args"]["stages"] for e in events if e["name"] == "whole weights"]

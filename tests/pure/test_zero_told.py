@@ -9,7 +9,7 @@ import pytest
 
 from schedir import PipelineShape, compile, schedules
 from schedir.__main__ import main
-from schedir.analysis.memory.unshard_counts import gathers, in_parts
+from schedir.analysis.memory.unshard_counts import count_unshards, describe_sharding
 from schedir.ir.text_format import to_text
 from tests.commands import said
 
@@ -62,9 +62,9 @@ def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> 
     heads, _, *rows = said(capsys, *argv, "-O", "zero=3").splitlines()
     assert heads.endswith("gathers")
     for name, row in zip(("looped_bfs", "interleaved"), rows, strict=True):
-        times = gathers(
+        times = count_unshards(
             compile(getattr(schedules, name), PipelineShape(2, 4, 4), dp=2, zero=3)
-        ).times
+        ).unshards
         assert row.endswith(f"  {min(times)} to {max(times)}") or row.endswith(f"  {times[0]}")
     assert "gathers" not in said(capsys, *argv)
 
@@ -88,12 +88,12 @@ def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[
     program = compile(
         schedules.forward_only, PipelineShape(2, 4), dp=2, zero=2, reduce_scatter_at=when
     )
-    assert gathers(program).reductions == [0, 0]
+    assert count_unshards(program).reductions == [0, 0]
 
 
 def test_levels_name_what_they_cut() -> None:
     of = [
-        in_parts(compile(schedules.gpipe, PipelineShape(2, 4), dp=4, zero=zero))
+        describe_sharding(compile(schedules.gpipe, PipelineShape(2, 4), dp=4, zero=zero))
         for zero in range(4)
     ]
     assert of[0] == ""
@@ -110,7 +110,7 @@ def test_whole_stages_are_those_between_unshard_and_reshard(name: str, zero: int
     v = {"interleaved": 2, "looped_bfs": 2, "zb_v": 2, "chimera": 2}.get(name, 1)
     placement = {"zb_v": "vee", "chimera": "mirror"}.get(name, "loop")
     program = compile(schedule, PipelineShape(2, 4, v, placement), dp=2, zero=zero)
-    for stream, most in zip(program.streams, gathers(program).whole, strict=True):
+    for stream, most in zip(program.streams, count_unshards(program).max_unsharded, strict=True):
         whole, peak = set[int](), 0
         for i in stream:
             if i.op.name == "Unshard":

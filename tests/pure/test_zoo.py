@@ -15,9 +15,9 @@ from schedir.analysis.progress_models import MODELS
 from schedir.compiler.compile import compile
 from schedir.errors import ScheduleError, ShapeError
 from schedir.ir.cost.costs import Costs
-from schedir.ir.isa.instructions import ROWS, Opcode
+from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.ir.program import JOINED
+from schedir.ir.program import JOINED_BIT
 from schedir.predict.simulate import simulate
 from schedir.schedules import (
     bitpipe,
@@ -113,7 +113,7 @@ def test_forward_only(P: int) -> None:
         for m in (P, 2 * P + 1):
             timeline = run(forward_only, PipelineShape(P, m, v, placement), Costs(F=3))
             assert timeline.idle.tolist() == [3 * idle] * P
-            assert not timeline.program.trains
+            assert not timeline.program.has_backward
     ragged = PipelineShape(3, 4, placement=(2, 0, 1, 1, 0, 2, 1))
     assert len(expand_schedule(forward_only, ragged)) == 7 * 4
     compile(forward_only, ragged, progress_model="blocking_serial")
@@ -192,7 +192,7 @@ def test_dualpipe() -> None:
 @pytest.mark.parametrize("schedule", [dualpipe, dualpipe_v])
 def test_pairs_whose_halves_hand_on_their_results_apart(schedule: Schedule) -> None:
     def halves(r: int, P: int, m: int) -> RankSchedule:
-        return RankSchedule(schedule(r, P, m).letters & ~JOINED)  # type: ignore[union-attr]
+        return RankSchedule(schedule(r, P, m).letters & ~JOINED_BIT)  # type: ignore[union-attr]
 
     for P, m in ((2, 8), (4, 10), (8, 20)):
         steps = (P // 2 if schedule is dualpipe else P) - 1
@@ -238,7 +238,7 @@ def test_bitpipe() -> None:
         3: "F3 F4 F1 F1 F2 F2 F3 B3 F4 B4 B1 B1 B2 B2 B3 B4",
     }
     for rank, stream in enumerate(program.streams):
-        assert [f"{ROWS[i.op].text}{i.mb + 1}" for i in stream] == drawn[rank].split()
+        assert [f"{INSTRUCTIONS[i.op].text}{i.mb + 1}" for i in stream] == drawn[rank].split()
     streams = compile(bitpipe, shape_of(bitpipe, 4, 4)).streams
     sent = [i for stream in streams for i in stream if i.op is Opcode.SendAct]
     assert len(sent) == 4 * (8 - 1 - 1)  # each microbatch over each boundary but the turn
@@ -295,7 +295,7 @@ def test_unequal_costs_stall_v_half_and_v_min(P: int) -> None:
 )
 def test_published_bubble_rates(row: Row, schedule: Schedule, published: str) -> None:
     timeline = run(schedule, row.shape, row.costs)
-    rate = row.rate(timeline.own_span.max())
+    rate = row.rate(timeline.active_span.max())
     assert rate == pytest.approx(row.rates[published], abs=PRINTED)
 
 
@@ -311,7 +311,7 @@ def test_every_schedule_finishes_everywhere(name: str) -> None:
         for model in MODELS:
             for costs in (Costs(), Costs(F=uneven, I=uneven[::-1], W=0.5, send=0.3)):
                 program = compile(schedule, shape, progress_model=model, costs=costs)
-                assert program.ascending or shape.rows > 1
+                assert program.reduces_in_microbatch_order or shape.placement_rows > 1
                 simulate(program, costs, progress_model=model)
 
 
@@ -359,7 +359,7 @@ def test_other_placements_are_refused(schedule: Schedule) -> None:
         with pytest.raises(ScheduleError):
             expand_schedule(schedule, shape)
     vee = shape_of(schedule, 3, 9)
-    same = PipelineShape(3, 9, placement=tuple(vee.rank_of.tolist()))
+    same = PipelineShape(3, 9, placement=tuple(vee.first_rank_per_stage.tolist()))
     assert expand_schedule(schedule, same).streams == expand_schedule(schedule, vee).streams
 
 

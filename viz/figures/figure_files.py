@@ -11,16 +11,16 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from schedir.errors import UsageError, require_type
-from schedir.io.files import atomic_write, path_of
+from schedir.io.files import atomic_write, require_path
 
 # By suffix, the metadata that would make two equal pictures differ, left out.
-FORMATS: Final[dict[str, dict[str, None]]] = {
+FORMAT_METADATA: Final[dict[str, dict[str, None]]] = {
     ".png": {},
     ".svg": {"Date": None},
     ".pdf": {"CreationDate": None},
 }
 # Text stays text: fonts are embedded in PDF, named in SVG; equal pictures are equal bytes.
-_STYLE: Final[dict[Any, Any]] = {
+_RC_PARAMS: Final[dict[Any, Any]] = {
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
     "svg.hashsalt": "schedir",
@@ -28,11 +28,13 @@ _STYLE: Final[dict[Any, Any]] = {
 _DPI: Final = 200
 
 
-def suffix_of(path: str | Path, hint: str = "") -> str:
+def require_figure_suffix(path: str | Path, hint: str = "") -> str:
     """The suffix of a picture's file name, in lower case; UsageError if it is none of ours."""
-    suffix = path_of(path).suffix.lower()
-    if suffix not in FORMATS:
-        raise UsageError(f"a picture ends in {', '.join(FORMATS)}: {path} does not", hint=hint)
+    suffix = require_path(path).suffix.lower()
+    if suffix not in FORMAT_METADATA:
+        raise UsageError(
+            f"a picture ends in {', '.join(FORMAT_METADATA)}: {path} does not", hint=hint
+        )
     return suffix
 
 
@@ -52,14 +54,14 @@ def save(figure: Figure, path: str | Path) -> None:
     gpipe.svg
     """
     require_type(figure, Figure, "schedir.viz.gantt(timeline)")
-    suffix = suffix_of(path)
+    suffix = require_figure_suffix(path)
     # Figures are first written to memory: on a full disk, matplotlib's PDF writer hides the OSError
     # behind errors of its own.
     content = BytesIO()
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+    with matplotlib.rc_context(_RC_PARAMS), warnings.catch_warnings():
         # A letter that the font does not have is drawn as a box, and nothing more is to be said.
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-        figure.savefig(content, format=suffix[1:], dpi=_DPI, metadata=FORMATS[suffix])
+        figure.savefig(content, format=suffix[1:], dpi=_DPI, metadata=FORMAT_METADATA[suffix])
     with atomic_write(path) as temporary:
         # Not `getbuffer`: Python 3.12.1 crashes when it collects a BytesIO with a view (gh-77894).
         temporary.write_bytes(content.getvalue())

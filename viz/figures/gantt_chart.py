@@ -18,15 +18,21 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError, describe, format_bytes
 from schedir.ir.isa.instructions import TIERS
-from schedir.predict.possible_saving import at_most, gain_of
-from schedir.predict.timeline import Timeline, expect_runs
+from schedir.predict.possible_saving import compute_saving, describe_saving
+from schedir.predict.timeline import Timeline, require_timelines
 from schedir.viz.figures import overlays
-from schedir.viz.figures.figure_layout import NOTE, SLIM, ChartLayout, FigureLayout, lay_out
-from schedir.viz.figures.render import legend, render
-from schedir.viz.layout import BAND, LANE
-from schedir.viz.style import LEFT, ResolvedStyle, Style, look_of
+from schedir.viz.figures.figure_layout import (
+    NARROW_WIDTH,
+    NOTE_HEIGHT,
+    ChartLayout,
+    FigureLayout,
+    lay_out,
+)
+from schedir.viz.figures.render import add_legend, render_chart
+from schedir.viz.layout import BAND_HEIGHT, LANE_HEIGHT
+from schedir.viz.style import LEFT_MARGIN, ResolvedStyle, Style, resolve_style
 
-_SECONDS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_TIME_UNITS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def gantt(
@@ -44,11 +50,11 @@ def gantt(
     several stages, their shades and the small numbers tell them apart.  A pair run together is
     one box cut in two.  Hatching is idle time.
 
-    `title` stands for name and kind; "" leaves out the whole line above the chart.  `bound` is the
-    least span that a schedule can have (`schedir.lower_bound`), in the run's unit: a line marks it,
-    and the most that could be gained is told above.  `style` is any of `schedir.viz.Style`.  Boxes
-    too small to be seen are mixed to the colour that they have from afar, without their lanes and
-    arrows.
+    `title` stands for name and kind; "" leaves out the whole line above the chart.  `draw_bound` is
+    the least span that a schedule can have (`schedir.lower_bound`), in the run's unit: a line marks
+    it, and the most that could be gained is told above.  `style` is any of `schedir.viz.Style`.
+    Boxes too small to be seen are mixed to the colour that they have from afar, without their lanes
+    and arrows.
 
     >>> import schedir
     >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
@@ -88,120 +94,143 @@ def compare(
     >>> [axes.get_title("right") for axes in figure.axes]
     ['bubble 27.3%, peak 8 activations, span 33', 'bubble 11.1%, peak 4 activations, span 27']
     """
-    expect_runs(timelines)
-    look = look_of(style)
-    told = _titles(titles, len(timelines)), _bounds(bounds, len(timelines))
-    return _drawn(lay_out(timelines, *told, look), look)
+    require_timelines(timelines)
+    look = resolve_style(style)
+    told = _require_titles(titles, len(timelines)), _require_bounds(bounds, len(timelines))
+    return _draw_figure(lay_out(timelines, *told, look), look)
 
 
-def _titles(given: object, charts: int) -> Sequence[str | None]:
+def _require_titles(value: object, chart_count: int) -> Sequence[str | None]:
     """A title for each chart, or none."""
-    if given is None:
-        return [None] * charts
-    titles = [given] if isinstance(given, str) else given
+    if value is None:
+        return [None] * chart_count
+    titles = [value] if isinstance(value, str) else value
     if not isinstance(titles, Sequence) or not all(isinstance(title, str) for title in titles):
-        raise UsageError(f"titles are texts, one for each chart, not {describe(given)}")
-    if len(titles) != charts:
-        raise UsageError(f"there are {len(titles)} titles for {charts} charts")
+        raise UsageError(f"titles are texts, one for each chart, not {describe(value)}")
+    if len(titles) != chart_count:
+        raise UsageError(f"there are {len(titles)} titles for {chart_count} charts")
     return titles
 
 
-def _bounds(given: object, charts: int) -> Sequence[float | None]:
+def _require_bounds(value: object, chart_count: int) -> Sequence[float | None]:
     """A bound for each chart, or none."""
-    if given is None:
-        return [None] * charts
-    bounds = [_bound(one) for one in given] if isinstance(given, Sequence) else [_bound(given)]
-    if len(bounds) != charts:
-        raise UsageError(f"there are {len(bounds)} bounds for {charts} charts")
+    if value is None:
+        return [None] * chart_count
+    bounds = (
+        [_require_bound(one) for one in value]
+        if isinstance(value, Sequence)
+        else [_require_bound(value)]
+    )
+    if len(bounds) != chart_count:
+        raise UsageError(f"there are {len(bounds)} bounds for {chart_count} charts")
     return bounds
 
 
-def _bound(given: object) -> float | None:
+def _require_bound(value: object) -> float | None:
     """The least span that there can be, if it is known."""
-    if given is None or (isinstance(given, Real) and 0 < float(given) < inf):
-        return None if given is None else float(given)
-    raise UsageError(f"a bound is a positive number, the least span, not {describe(given)}")
+    if value is None or (isinstance(value, Real) and 0 < float(value) < inf):
+        return None if value is None else float(value)
+    raise UsageError(f"a bound is a positive number, the least span, not {describe(value)}")
 
 
-def _drawn(paper: FigureLayout, look: ResolvedStyle) -> Figure:
+def _draw_figure(layout: FigureLayout, style: ResolvedStyle) -> Figure:
     """All charts under each other, notes and legend at the foot."""
-    across, height = paper.size
+    across, height = layout.size
     figure, y = Figure(figsize=(across, height)), height
-    for chart in paper.charts:
-        tall = chart.sheet.height * paper.row
-        y -= chart.head + tall
-        axes = figure.add_axes((LEFT / across, y / height, paper.width / across, tall / height))
-        axes.set_xlim(*chart.frame)
-        inches = paper.width / chart.length
-        ground = "phases" not in look.show
-        render(axes, chart.sheet, inches, paper.row, dense=chart.dense, ground=ground)
-        _overlay(axes, chart, look, paper.row)
-        _frame(axes, chart, look, paper.row)
-        _head(axes, chart, paper.width)
-        y -= chart.foot
-    for k, text in enumerate(paper.notes):
+    for chart in layout.charts:
+        tall = chart.rectangles.height * layout.row_height
+        y -= chart.top_margin + tall
+        axes = figure.add_axes(
+            (LEFT_MARGIN / across, y / height, layout.width / across, tall / height)
+        )
+        axes.set_xlim(*chart.time_range)
+        inches = layout.width / chart.duration
+        ground = "phases" not in style.overlays
+        render_chart(
+            axes,
+            chart.rectangles,
+            inches,
+            layout.row_height,
+            is_dense=chart.is_dense,
+            has_background=ground,
+        )
+        _draw_overlays(axes, chart, style, layout.row_height)
+        _format_axes(axes, chart, style, layout.row_height)
+        _draw_title(axes, chart, layout.width)
+        y -= chart.bottom_margin
+    for k, text in enumerate(layout.notes):
         figure.text(
-            paper.left / across,
-            (y - 0.12 - NOTE * k) / height,
+            layout.left_margin / across,
+            (y - 0.12 - NOTE_HEIGHT * k) / height,
             text,
-            fontsize=6.5 if paper.slim else 7.5,
+            fontsize=6.5 if layout.is_narrow else 7.5,
             style="italic",
             parse_math=False,
         )
-    legend(figure, paper.sheets, paper.left, paper.columns, paper.extra)
+    add_legend(
+        figure,
+        layout.chart_rectangles,
+        layout.left_margin,
+        layout.legend_columns,
+        layout.extra_colors,
+    )
     return figure
 
 
-def _overlay(axes: Axes, chart: ChartLayout, look: ResolvedStyle, row: float) -> None:
+def _draw_overlays(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_height: float) -> None:
     """What is shown besides boxes."""
-    sheet = chart.sheet
-    if "phases" in look.show:
-        overlays.phases(axes, sheet)
-    for nth, held in enumerate(overlays.curves_of(sheet.timeline, look.show)):
+    sheet = chart.rectangles
+    if "phases" in style.overlays:
+        overlays.draw_phases(axes, sheet)
+    for nth, held in enumerate(overlays.list_curves(sheet.timeline, style.overlays)):
         tier = TIERS[0] if held.name == "memory" else held.name
-        limit = look.limits.get(tier) if held.unit else None
-        overlays.curve(axes, sheet, held, nth, row * 72, limit)
-    if "arrows" in look.show and not chart.dense:
-        overlays.arrows(axes, sheet)
-    if "path" in look.show:
-        overlays.path(axes, sheet, dense=chart.dense)
-    if chart.bound is not None and chart.frame[0] <= chart.bound <= chart.frame[1]:
-        overlays.bound(axes, chart.bound)
+        limit = style.memory_limits.get(tier) if held.unit else None
+        overlays.draw_curve(axes, sheet, held, nth, row_height * 72, limit)
+    if "arrows" in style.overlays and not chart.is_dense:
+        overlays.draw_arrows(axes, sheet)
+    if "path" in style.overlays:
+        overlays.draw_critical_path(axes, sheet, is_dense=chart.is_dense)
+    if chart.bound is not None and chart.time_range[0] <= chart.bound <= chart.time_range[1]:
+        overlays.draw_bound(axes, chart.bound)
 
 
-def _frame(axes: Axes, chart: ChartLayout, look: ResolvedStyle, row: float) -> None:
-    """Limits, ticks and names of one chart; `row` is a lane's height."""
-    sheet, timeline = chart.sheet, chart.sheet.timeline
-    axes.set_xlim(*chart.frame)
+def _format_axes(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_height: float) -> None:
+    """Limits, ticks and names of one chart; `row_height` is a lane's height."""
+    sheet, timeline = chart.rectangles, chart.rectangles.timeline
+    axes.set_xlim(*chart.time_range)
     axes.set_ylim(sheet.height, 0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    every = ceil(8 / (sheet.pitch * row * 72))  # rows that one rank's number takes
+    every = ceil(8 / (sheet.pitch * row_height * 72))  # rows that one rank's number takes
     ranks = np.arange(0, timeline.ranks, every)
     axes.set_yticks(ranks * sheet.pitch + 0.5, [f"rank {r}" for r in ranks], fontsize=7.5)
     axes.tick_params(axis="y", length=0)
-    if every == 1 and row * LANE * 72 >= 4.5:
+    if every == 1 and row_height * LANE_HEIGHT * 72 >= 4.5:
         for lane in sheet.lanes:
-            middle = ranks * sheet.pitch + sheet.lane_top(lane) + LANE / 2
-            _names(axes, lane.name.lower(), middle)
-        if sheet.whole.rows:
-            middle = ranks * sheet.pitch + sheet.whole_top + BAND * sheet.whole.rows / 2
-            _names(axes, "whole", middle)
-    one, unit = _clock(timeline, chart.length)
-    bare = look.axis == "none"
+            middle = ranks * sheet.pitch + sheet.lane_top(lane) + LANE_HEIGHT / 2
+            _draw_lane_names(axes, lane.name.lower(), middle)
+        if sheet.unsharded.row_count:
+            middle = (
+                ranks * sheet.pitch
+                + sheet.unsharded_top
+                + BAND_HEIGHT * sheet.unsharded.row_count / 2
+            )
+            _draw_lane_names(axes, "whole", middle)
+    one, unit = _choose_time_unit(timeline, chart.duration)
+    bare = style.axis_label == "none"
     axes.spines["bottom"].set_visible(not bare)
-    numbered = chart.last and not bare
+    numbered = chart.has_axis_numbers and not bare
     axes.tick_params(axis="x", labelsize=7.5, length=3 * (not bare), labelbottom=numbered)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / one:g}"))
     if numbered:
-        label = f"time in {unit}" if look.axis is None else look.axis
+        label = f"time in {unit}" if style.axis_label is None else style.axis_label
         axes.set_xlabel(label, fontsize=7.5, labelpad=2, parse_math=False)
 
 
-def _names(axes: Axes, name: str, middle: NDArray[np.floating[Any]]) -> None:
+def _draw_lane_names(axes: Axes, name: str, positions: NDArray[np.floating[Any]]) -> None:
     """The name of a lane, left of it in each rank."""
-    for y in middle.tolist():
+    for y in positions.tolist():
         axes.annotate(
             name, (0, y), (-4, 0), textcoords="offset points",
             xycoords=("axes fraction", "data"),
@@ -209,13 +238,13 @@ def _names(axes: Axes, name: str, middle: NDArray[np.floating[Any]]) -> None:
         )  # fmt: skip
 
 
-def _head(axes: Axes, chart: ChartLayout, inches: float) -> None:
+def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
     """What stands above a chart: its name on the left, its figures on the right."""
-    timeline, title, slim = chart.sheet.timeline, chart.title, inches < SLIM
+    timeline, title, slim = chart.rectangles.timeline, chart.title, width_inches < NARROW_WIDTH
     if title == "":
         return
     size = 7 if slim else 9
-    one, unit = _clock(timeline, chart.length)
+    one, unit = _choose_time_unit(timeline, chart.duration)
     most = timeline.peak_activations
     peak = f"{most:.4g} activation{'s' * (most != 1)}"
     if timeline.sizes is not None:
@@ -223,19 +252,24 @@ def _head(axes: Axes, chart: ChartLayout, inches: float) -> None:
     facts = [f"bubble {timeline.bubble:.1%}", f"peak {peak}"]
     facts += [] if slim else [f"span {timeline.span / one:.4g} {timeline.unit and unit}".rstrip()]
     if chart.bound is not None:
-        gain = gain_of(timeline.span, chart.bound)
-        of_orders = f"another order gains {at_most(gain)}" if gain else "no order is shorter"
+        gain = compute_saving(timeline.span, chart.bound)
+        of_orders = (
+            f"another order gains {describe_saving(gain)}" if gain else "no order is shorter"
+        )
         facts.insert(1, of_orders)
-    v, name = timeline.program.whole.stages_per_rank, timeline.program.name
+    v, name = timeline.program.unsegmented_shape.stages_per_rank, timeline.program.name
     kind = "" if slim else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
     if title is not None:
         name, kind = " ".join(title.split()), ""
     # A title that somebody chose is whole before any figure; of a name the bubble is told first.
     about, left = ", ".join(facts), name[:300]
-    while len(facts) > (title is None) and _inches(f"{name}{kind}  {about}", size) > inches:
+    while (
+        len(facts) > (title is None)
+        and _measure_inches(f"{name}{kind}  {about}", size) > width_inches
+    ):
         facts.pop()
         about = ", ".join(facts)
-    while left and _inches(f"{name}{kind}  {about}", size) > inches:
+    while left and _measure_inches(f"{name}{kind}  {about}", size) > width_inches:
         left = left[:-1]
         name = f"{left}…"
     plain: dict[str, Any] = {
@@ -247,7 +281,7 @@ def _head(axes: Axes, chart: ChartLayout, inches: float) -> None:
     axes.set_title(about, loc="right", **plain)
 
 
-def _inches(text: str, size: float) -> float:
+def _measure_inches(text: str, size: float) -> float:
     """How wide a text is, with some room: letters are drawn at whole pixels."""
     with warnings.catch_warnings():  # as `save` says
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
@@ -256,8 +290,8 @@ def _inches(text: str, size: float) -> float:
     return 1.06 * float(points) / 72
 
 
-def _clock(timeline: Timeline, end: float) -> tuple[float, str]:
+def _choose_time_unit(timeline: Timeline, longest: float) -> tuple[float, str]:
     """What one tick of the axis counts, and its name."""
     if timeline.unit != "s":
         return 1.0, timeline.unit or "units of cost"
-    return next((s for s in _SECONDS if end >= 2 * s[0]), _SECONDS[-1])
+    return next((s for s in _TIME_UNITS if longest >= 2 * s[0]), _TIME_UNITS[-1])

@@ -16,31 +16,40 @@ from numpy.typing import NDArray
 from schedir.errors import UsageError, describe
 from schedir.ir.isa.instructions import FORWARD, Lane
 from schedir.planner.parallel_plan import PlanEstimate, StepBreakdown
-from schedir.viz.palette import ACCENT, DAY, IDLE, RGB, TONES, WIRES, at_lightness, ink
+from schedir.viz.palette import (
+    ACCENT_COLOR,
+    IDLE_COLOR,
+    LANE_COLORS,
+    LIGHT_PALETTE,
+    RGB,
+    TONES,
+    choose_text_color,
+    mix_to_lightness,
+)
 
-_BLUE: Final = TONES[FORWARD].hue
+_FORWARD_COLOR: Final = TONES[FORWARD].hue
 # The parts of a step: what a legend calls them, their colour, and how they are hatched.
-PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
-    "compute": ("compute", _BLUE, ""),
-    "recompute": ("what runs again", at_lightness(_BLUE, 62), "////"),
-    "tensor": ("tensor parallel", WIRES[Lane.TP], ""),
-    "transfers": ("messages", WIRES[Lane.ACT], ""),
+STEP_PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
+    "compute": ("compute", _FORWARD_COLOR, ""),
+    "recompute": ("what runs again", mix_to_lightness(_FORWARD_COLOR, 62), "////"),
+    "tensor": ("tensor parallel", LANE_COLORS[Lane.TP], ""),
+    "transfers": ("messages", LANE_COLORS[Lane.ACT], ""),
     "bubble": ("bubble", "white", "xxxx"),
-    "data": ("sums and gathers of replicas", WIRES[Lane.DP], ""),
-    "optimizer": ("optimizer", DAY.step, ""),
-    "host": ("copies to the host", WIRES[Lane.D2H], ""),
+    "data": ("sums and gathers of replicas", LANE_COLORS[Lane.DP], ""),
+    "optimizer": ("optimizer", LIGHT_PALETTE.step_color, ""),
+    "host": ("copies to the host", LANE_COLORS[Lane.D2H], ""),
 }
 # What is told of a plan, left of its bar and right of it: the heading, inches, and to which side.
-_LEFT: Final = (
+_LEFT_COLUMNS: Final = (
     ("", 0.22, "right"), ("pp", 0.28, "right"), ("tp", 0.26, "right"), ("dp", 0.36, "right"),
     ("v", 0.22, "right"), ("b", 0.26, "right"), ("SP", 0.32, "right"), ("schedule", 1.06, "left"),
     ("recompute", 0.74, "left"), ("ZeRO", 0.36, "right"),
 )  # fmt: skip
-_RIGHT: Final = (("step", 0.6), ("TFLOP/s", 0.62), ("memory", 0.66))
-_ROW: Final = 0.27  # inches of a bar and the room around it
-_WIDE: Final = 5.4  # inches of the longest bar
-_AGAIN: Final = {"none": "#0072b2", "selective": "#e6ab02", "full": "#d55e00"}
-_STRONG, _WEAK = "#0072b2", "#d55e00"
+_RIGHT_COLUMNS: Final = (("step", 0.6), ("TFLOP/s", 0.62), ("memory", 0.66))
+_ROW_HEIGHT: Final = 0.27  # inches of a bar and the room around it
+_BARS_WIDTH: Final = 5.4  # inches of the longest bar
+_RECOMPUTE_COLORS: Final = {"none": "#0072b2", "selective": "#e6ab02", "full": "#d55e00"}
+_STRONG_COLOR, _WEAK_COLOR = "#0072b2", "#d55e00"
 
 
 def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
@@ -61,22 +70,25 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     >>> [text.get_text() for text in figure.axes[0].texts if "%" in text.get_text()]
     ['80%', '7%', '10%', '3%']
     """
-    plans = _some(plans)
-    left, right = sum(wide for _, wide, _ in _LEFT) + 0.2, sum(wide for _, wide in _RIGHT) + 0.1
+    plans = _require_plans(plans)
+    left, right = (
+        sum(wide for _, wide, _ in _LEFT_COLUMNS) + 0.2,
+        sum(wide for _, wide in _RIGHT_COLUMNS) + 0.1,
+    )
     head, foot = 0.28, 0.78
-    size = left + _WIDE + right, head + _ROW * len(plans) + foot
+    size = left + _BARS_WIDTH + right, head + _ROW_HEIGHT * len(plans) + foot
     figure = Figure(figsize=size)
     axes = figure.add_axes(
-        (left / size[0], foot / size[1], _WIDE / size[0], _ROW * len(plans) / size[1])
+        (left / size[0], foot / size[1], _BARS_WIDTH / size[0], _ROW_HEIGHT * len(plans) / size[1])
     )
-    longest = max(plan.step for plan in plans)
-    one, unit = _clock(longest)
+    longest = max(plan.step_time for plan in plans)
+    one, unit = _choose_time_unit(longest)
     axes.set_xlim(0, longest / one * 1.001)
     axes.set_ylim(len(plans) - 0.5, -0.5)
     for row, plan in enumerate(plans):
-        _bar(axes, row, plan, one)
-        _told(axes, row, plan)
-    _headings(axes)
+        _draw_bar(axes, row, plan, one)
+        _draw_cells(axes, row, plan)
+    _draw_headings(axes)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
     axes.tick_params(labelsize=7.5)
@@ -86,10 +98,10 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     there = [
-        name for name in StepBreakdown._fields if any(getattr(p.parts, name) > 0 for p in plans)
+        name for name in StepBreakdown._fields if any(getattr(p.breakdown, name) > 0 for p in plans)
     ]
     figure.legend(
-        [_patch(name) for name in there], [PARTS[name][0] for name in there],
+        [_make_legend_patch(name) for name in there], [STEP_PARTS[name][0] for name in there],
         loc="lower left", bbox_to_anchor=(left / size[0], 0.06 / size[1]), ncols=len(there),
         fontsize=7.5, frameon=False, borderpad=0, borderaxespad=0,
         handlelength=1.4, handleheight=0.9, columnspacing=1.1,
@@ -97,7 +109,7 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     return figure
 
 
-def _some(plans: Sequence[PlanEstimate]) -> Sequence[PlanEstimate]:
+def _require_plans(plans: Sequence[PlanEstimate]) -> Sequence[PlanEstimate]:
     """The plans; UsageError if there are none, or if they are something else."""
     if not plans or not all(isinstance(plan, PlanEstimate) for plan in plans):
         raise UsageError(f"this draws plans, one at least, not {describe(plans)}",
@@ -105,86 +117,92 @@ def _some(plans: Sequence[PlanEstimate]) -> Sequence[PlanEstimate]:
     return plans
 
 
-def _clock(longest: float) -> tuple[float, str]:
+def _choose_time_unit(longest: float) -> tuple[float, str]:
     """The unit that times are told in: seconds, and its name."""
     return (1.0, "s") if longest >= 1 else (1e-3, "ms")
 
 
-def _patch(name: str) -> Patch:
+def _make_legend_patch(name: str) -> Patch:
     """A part as a legend shows it."""
-    _, colour, hatch = PARTS[name]
-    edge = IDLE if hatch else "white"
+    _, colour, hatch = STEP_PARTS[name]
+    edge = IDLE_COLOR if hatch else "white"
     return Patch(facecolor=colour, hatch=hatch, edgecolor=edge, linewidth=0.4)
 
 
-def _bar(axes: Axes, row: int, plan: PlanEstimate, one: float) -> None:
+def _draw_bar(axes: Axes, row: int, plan: PlanEstimate, seconds_per_unit: float) -> None:
     """The parts of a step, beside each other; those wide enough bear their share."""
-    begin, scale = 0.0, _WIDE / axes.get_xlim()[1]
-    for name, seconds in zip(StepBreakdown._fields, plan.parts, strict=True):
-        wide, (_, colour, hatch) = seconds / one, PARTS[name]
+    begin, scale = 0.0, _BARS_WIDTH / axes.get_xlim()[1]
+    for name, seconds in zip(StepBreakdown._fields, plan.breakdown, strict=True):
+        wide, (_, colour, hatch) = seconds / seconds_per_unit, STEP_PARTS[name]
         if wide <= 0:
             continue
         axes.barh(
             row, wide, left=begin, height=0.74, color=colour, hatch=hatch,
-            edgecolor=IDLE if hatch else "white", linewidth=0.4,
+            edgecolor=IDLE_COLOR if hatch else "white", linewidth=0.4,
         )  # fmt: skip
-        share = f"{seconds / plan.step:.0%}"
+        share = f"{seconds / plan.step_time:.0%}"
         if wide * scale > 0.075 * len(share):
             light = name == "bubble"  # which is hatched: the number stands on a ground of its own
             axes.text(
                 begin + wide / 2, row, share, ha="center", va="center_baseline", fontsize=6.5,
-                color="black" if light or hatch else ink(colour),
+                color="black" if light or hatch else choose_text_color(colour),
                 path_effects=[withStroke(linewidth=2.4, foreground="white")] if hatch else None,
             )  # fmt: skip
         begin += wide
 
 
-def _told(axes: Axes, row: int, plan: PlanEstimate) -> None:
+def _draw_cells(axes: Axes, row: int, plan: PlanEstimate) -> None:
     """What the plan is, and what it comes to."""
     cells = [
         str(row + 1), *(str(n) for n in (plan.pp, plan.tp, plan.dp, plan.stages_per_rank,
                                          plan.microbatch_size)),
         "yes" if plan.sequence_parallel else "-", plan.schedule, plan.recompute, str(plan.zero),
     ]  # fmt: skip
-    at = -sum(wide for _, wide, _ in _LEFT) - 0.1
-    for cell, (_, wide, side) in zip(cells, _LEFT, strict=True):
-        _cell(axes, row, at, wide, side, cell)
+    at = -sum(wide for _, wide, _ in _LEFT_COLUMNS) - 0.1
+    for cell, (_, wide, side) in zip(cells, _LEFT_COLUMNS, strict=True):
+        _draw_cell(axes, row, at, wide, side, cell)
         at += wide
     over = "" if plan.fits else " too much"
-    ends = [_seconds(plan.step), f"{plan.flops / 1e12:.1f}",
+    ends = [_format_seconds(plan.step_time), f"{plan.flops_per_second / 1e12:.1f}",
             f"{plan.memory.total / 1e9:.1f} GB{over}"]  # fmt: skip
-    at = _WIDE
-    for cell, (_, wide) in zip(ends, _RIGHT, strict=True):
-        _cell(axes, row, at, wide, "right", cell)
+    at = _BARS_WIDTH
+    for cell, (_, wide) in zip(ends, _RIGHT_COLUMNS, strict=True):
+        _draw_cell(axes, row, at, wide, "right", cell)
         at += wide
 
 
-def _headings(axes: Axes) -> None:
-    at = -sum(wide for _, wide, _ in _LEFT) - 0.1
-    for name, wide, side in _LEFT:
-        _cell(axes, -0.95, at, wide, side, name, "#555555")
+def _draw_headings(axes: Axes) -> None:
+    at = -sum(wide for _, wide, _ in _LEFT_COLUMNS) - 0.1
+    for name, wide, side in _LEFT_COLUMNS:
+        _draw_cell(axes, -0.95, at, wide, side, name, "#555555")
         at += wide
-    at = _WIDE
-    for name, wide in _RIGHT:
-        _cell(axes, -0.95, at, wide, "right", name, "#555555")
+    at = _BARS_WIDTH
+    for name, wide in _RIGHT_COLUMNS:
+        _draw_cell(axes, -0.95, at, wide, "right", name, "#555555")
         at += wide
 
 
-def _cell(
-    axes: Axes, row: float, at: float, wide: float, side: str, text: str, colour: str = "black"
+def _draw_cell(
+    axes: Axes,
+    row: float,
+    offset: float,
+    width: float,
+    alignment: str,
+    text: str,
+    colour: str = "black",
 ) -> None:
     """A word beside the bars, in a column that begins so many inches from their left."""
-    x = at + (wide if side == "right" else 0.14)
+    x = offset + (width if alignment == "right" else 0.14)
     axes.annotate(
         text, (0, row), (72 * x, 0), xycoords=("axes fraction", "data"),
-        textcoords="offset points", ha=side, va="center_baseline", fontsize=7, color=colour,
+        textcoords="offset points", ha=alignment, va="center_baseline", fontsize=7, color=colour,
         annotation_clip=False, parse_math=False,
     )  # fmt: skip
 
 
-def _seconds(time: float) -> str:
+def _format_seconds(time: float) -> str:
     """A time for people to read."""
-    one, unit = _clock(time)
+    one, unit = _choose_time_unit(time)
     return f"{time / one:.{2 if time / one < 100 else 1}f} {unit}"
 
 
@@ -213,15 +231,15 @@ def plan_memory(
     >>> [text.get_text().split(",")[0] for text in figure.axes[0].texts]
     ['pp 16', '80 GB: does not fit']
     """
-    plans = _some(plans)
+    plans = _require_plans(plans)
     held = np.array([plan.memory.total for plan in plans]) / 1e9
-    one, unit = _clock(max(plan.step for plan in plans))
-    step = np.array([plan.step for plan in plans]) / one
+    one, unit = _choose_time_unit(max(plan.step_time for plan in plans))
+    step = np.array([plan.step_time for plan in plans]) / one
     figure = Figure(figsize=(6.6, 4.4), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for again, colour in _AGAIN.items():
+    for again, colour in _RECOMPUTE_COLORS.items():
         those = np.array([plan.recompute == again for plan in plans])
         if those.any():
             many = int(those.sum()) > 2000
@@ -230,22 +248,22 @@ def plan_memory(
                 alpha=0.35 if many else 0.8, rasterized=many, zorder=2,
                 label="recompute none" if again == "none" else again,
             )  # fmt: skip
-    x, y = _frontier(held, step)
+    x, y = _find_frontier(held, step)
     axes.plot(
         [*x, 1e3 * held.max()], [*y, y[-1]],
-        color=ACCENT, linewidth=1.4, drawstyle="steps-post", zorder=3,
+        color=ACCENT_COLOR, linewidth=1.4, drawstyle="steps-post", zorder=3,
         label="shortest within each memory",
     )  # fmt: skip
-    _window(axes, held, step, limit)
+    _set_axis_limits(axes, held, step, limit)
     fit = [plan for plan in plans if plan.fits]
-    best = min(fit, key=lambda plan: plan.step) if best is None and fit else best
+    best = min(fit, key=lambda plan: plan.step_time) if best is None and fit else best
     if best is not None:
-        _mark(axes, best, one)
+        _mark_plan(axes, best, one)
     if limit is not None:
-        _limit(axes, limit / 1e9)
+        _draw_limit(axes, limit / 1e9)
     axes.set_xlabel("memory of the fullest GPU, in GB", fontsize=8)
     axes.set_ylabel(f"time of a step, in {unit}", fontsize=8)
-    _frame(axes)
+    _format_axes(axes)
     shown = axes.legend(
         loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=7.5, frameon=False,
         borderaxespad=0.2, columnspacing=1.0, handletextpad=0.4, markerscale=2,
@@ -256,44 +274,44 @@ def plan_memory(
     return figure
 
 
-def _frontier(
-    held: NDArray[np.float64], step: NDArray[np.float64]
+def _find_frontier(
+    memory: NDArray[np.float64], step_times: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Of all points those that none is left of and below, from the least memory on."""
-    order = np.lexsort((step, held))
-    low = np.minimum.accumulate(step[order])
+    order = np.lexsort((step_times, memory))
+    low = np.minimum.accumulate(step_times[order])
     best = order[np.r_[True, low[1:] < low[:-1]]]
-    return held[best], step[best]
+    return memory[best], step_times[best]
 
 
-def _window(
-    axes: Axes, held: NDArray[np.float64], step: NDArray[np.float64], limit: float | None
+def _set_axis_limits(
+    axes: Axes, memory: NDArray[np.float64], step_times: NDArray[np.float64], limit: float | None
 ) -> None:
     """What is shown: from the least memory to some times the limit, and steps up to some times
     the shortest; what lies beyond has nothing to say."""
-    right = float(held.max())
+    right = float(memory.max())
     if limit is not None:
         right = max(min(right, 8 * limit / 1e9), limit / 1e9)
-    axes.set_xlim(float(held.min()) / 1.15, right * 1.3)
-    seen = step[held <= right * 1.3]
+    axes.set_xlim(float(memory.min()) / 1.15, right * 1.3)
+    seen = step_times[memory <= right * 1.3]
     low = float(seen.min())
     axes.set_ylim(low / 1.25, min(float(seen.max()), 12 * low) * 1.25)
 
 
-def _mark(axes: Axes, best: PlanEstimate, one: float) -> None:
+def _mark_plan(axes: Axes, best: PlanEstimate, seconds_per_unit: float) -> None:
     """The plan that is chosen."""
-    x, y = best.memory.total / 1e9, best.step / one
+    x, y = best.memory.total / 1e9, best.step_time / seconds_per_unit
     axes.scatter(
         [x], [y], s=64, marker="o", facecolor="none", edgecolor="black", linewidth=1.3, zorder=5
     )
     axes.annotate(
-        name_of(best), (x, y), (-9, -11), textcoords="offset points", ha="right",
+        label_plan(best), (x, y), (-9, -11), textcoords="offset points", ha="right",
         fontsize=7, zorder=6, path_effects=[withStroke(linewidth=2.4, foreground="white")],
         parse_math=False,
     )  # fmt: skip
 
 
-def name_of(plan: PlanEstimate) -> str:
+def label_plan(plan: PlanEstimate) -> str:
     """A plan in a few words.
 
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
@@ -306,7 +324,7 @@ def name_of(plan: PlanEstimate) -> str:
     return f"pp {plan.pp}, tp {plan.tp}, dp {plan.dp}{v}, b {plan.microbatch_size}, {plan.schedule}"
 
 
-def _limit(axes: Axes, limit: float) -> None:
+def _draw_limit(axes: Axes, limit: float) -> None:
     """What a GPU has; what is right of it is grey."""
     axes.axvspan(limit, axes.get_xlim()[1], color="#e4e4e4", linewidth=0, zorder=0.5)
     axes.axvline(limit, color="#555555", linewidth=1, zorder=1)
@@ -317,7 +335,7 @@ def _limit(axes: Axes, limit: float) -> None:
     )  # fmt: skip
 
 
-def _frame(axes: Axes) -> None:
+def _format_axes(axes: Axes) -> None:
     """Numbers in full beside logarithmic axes, and a light grid."""
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     for axis in (axes.xaxis, axes.yaxis):
@@ -359,13 +377,13 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['8 x 1 x 1', '8 x 1 x 2', '8 x 1 x 4']
     """
-    all_plans = _some([*strong, *weak])
-    one, unit = _clock(max(plan.step for plan in all_plans))
+    all_plans = _require_plans([*strong, *weak])
+    one, unit = _choose_time_unit(max(plan.step_time for plan in all_plans))
     figure = Figure(figsize=(9.6, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     lines = [
-        ("strong: one batch", _STRONG, "o", strong),
-        ("weak: the batch grows with the GPUs", _WEAK, "s", weak),
+        ("strong: one batch", _STRONG_COLOR, "o", strong),
+        ("weak: the batch grows with the GPUs", _WEAK_COLOR, "s", weak),
     ]
     for name, colour, marker, plans in lines:
         if not plans:
@@ -373,15 +391,15 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
         plans = sorted(plans, key=lambda plan: plan.gpus)
         gpus = [plan.gpus for plan in plans]
         style = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.4}
-        left.plot(gpus, [plan.step / one for plan in plans], label=name, zorder=3, **style)
-        right.plot(gpus, [plan.flops / 1e12 for plan in plans], zorder=3, **style)
+        left.plot(gpus, [plan.step_time / one for plan in plans], label=name, zorder=3, **style)
+        right.plot(gpus, [plan.flops_per_second / 1e12 for plan in plans], zorder=3, **style)
         if marker == "o":
-            ideal = [plans[0].step / one * gpus[0] / n for n in gpus]
-            left.plot(gpus, ideal, color=IDLE, linewidth=0.8, zorder=2,
+            ideal = [plans[0].step_time / one * gpus[0] / n for n in gpus]
+            left.plot(gpus, ideal, color=IDLE_COLOR, linewidth=0.8, zorder=2,
                       label="if all GPUs gave what the first do")  # fmt: skip
         for plan in plans:
             left.annotate(
-                f"{plan.pp} x {plan.tp} x {plan.dp}", (plan.gpus, plan.step / one),
+                f"{plan.pp} x {plan.tp} x {plan.dp}", (plan.gpus, plan.step_time / one),
                 (4, 5 if marker == "o" else -10), textcoords="offset points",
                 fontsize=6.5, color=colour, zorder=4,
                 path_effects=[withStroke(linewidth=2, foreground="white")],
@@ -389,13 +407,13 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
     left.set_yscale("log")
     left.set_ylabel(f"time of a step, in {unit}", fontsize=8)
     right.set_ylabel("model TFLOP/s of a GPU", fontsize=8)
-    right.set_ylim(0, 1.12 * max(plan.flops for plan in all_plans) / 1e12)
+    right.set_ylim(0, 1.12 * max(plan.flops_per_second for plan in all_plans) / 1e12)
     number = sorted({plan.gpus for plan in all_plans})
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xlim(number[0] / 1.2, number[-1] * 1.8)
         axes.set_xlabel("GPUs", fontsize=8)
-        _frame(axes)
+        _format_axes(axes)
         axes.xaxis.set_major_locator(FixedLocator(number))
     left.legend(loc="best", fontsize=7.5, frameon=False)
     return figure

@@ -12,17 +12,21 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from schedir.predict.bubble_causes import IdleCause, by_cause, idleness
-from schedir.predict.timeline import Timeline, expect_runs
-from schedir.viz.palette import ACCENT, CAUSES, ink
+from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
+from schedir.predict.timeline import Timeline, require_timelines
+from schedir.viz.palette import ACCENT_COLOR, IDLE_CAUSES, choose_text_color
 
 if TYPE_CHECKING:
     from schedir.schedule_search.memory_frontier import MemoryFrontier
 
-_POINT: Final = "#0072b2"
-_NEVER: Final = "#e4e4e4"
-_CELL: Final = (0.95, 0.26, 11.0)  # inches: width and height of a cell, and most of all together
-_SMALLEST: Final = 4.5  # points, of a number in a cell
+_POINT_COLOR: Final = "#0072b2"
+_INFEASIBLE_COLOR: Final = "#e4e4e4"
+_CELL_SIZE: Final = (
+    0.95,
+    0.26,
+    11.0,
+)  # inches: width and height of a cell, and most of all together
+_MIN_FONT_SIZE: Final = 4.5  # points, of a number in a cell
 
 
 def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
@@ -42,9 +46,9 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['zb_h1', 'one_f_one_b', 'gpipe']
     """
-    expect_runs(timelines)
+    require_timelines(timelines)
     sized = all(t.sizes is not None for t in timelines)
-    x = np.array([_gigabytes(t) if sized else t.peak_activations for t in timelines])
+    x = np.array([_find_peak_gigabytes(t) if sized else t.peak_activations for t in timelines])
     y = np.array([t.bubble for t in timelines])
     larger = max(1.0, min(len(timelines) / 12, 1.6))  # for many names
     figure = Figure(figsize=(5.2 * larger, 3.7 * larger), layout="constrained")
@@ -52,15 +56,23 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     order = np.lexsort((y, x))
     best = order[y[order] <= np.minimum.accumulate(y[order])]
     axes.plot(
-        x[best], y[best], color=ACCENT, alpha=0.45, linewidth=1, drawstyle="steps-post", zorder=1
+        x[best],
+        y[best],
+        color=ACCENT_COLOR,
+        alpha=0.45,
+        linewidth=1,
+        drawstyle="steps-post",
+        zorder=1,
     )
-    _scatter(axes, x, y)
+    _draw_points(axes, x, y)
     axes.set_xlim(0, float(x.max()) * 1.3 or 1)
     axes.set_ylim(0, max(float(y.max()) * 1.15, 0.01))
-    _name(axes, x, y, [t.program.name for t in timelines], larger)
-    if doubts := [f"{t.program.name}: {t.doubt}" for t in timelines if t.doubt]:
+    _draw_names(axes, x, y, [t.program.name for t in timelines], larger)
+    if doubts := [
+        f"{t.program.name}: {t.causality_warning}" for t in timelines if t.causality_warning
+    ]:
         axes.set_title("\n".join(doubts), fontsize=7, style="italic", loc="left", parse_math=False)
-    _axes(axes, in_bytes=sized)
+    _format_axes(axes, in_bytes=sized)
     return figure
 
 
@@ -78,10 +90,12 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
     >>> [text.get_text() for text in figure.axes[0].texts]
     ['zb_h1', 'zb_h2', 'one_f_one_b', 'eager_1f1b', 'gpipe']
     """
-    unit = 1e9 if frontier.in_bytes else frontier.shape.stages / frontier.shape.ranks
-    points = np.array([[frontier.memory(t) / unit, t.bubble] for t in frontier.runs])
-    found = np.array([[k.limit / unit, k.run.bubble] for k in frontier.levels])
-    bound = np.array([[limit / unit, frontier.bubble(span)] for limit, span in frontier.bounds])
+    unit = 1e9 if frontier.is_in_bytes else frontier.shape.stages / frontier.shape.ranks
+    points = np.array([[frontier.measure_memory(t) / unit, t.bubble] for t in frontier.timelines])
+    found = np.array([[k.limit / unit, k.timeline.bubble] for k in frontier.levels])
+    bound = np.array(
+        [[limit / unit, frontier.compute_bubble(span)] for limit, span in frontier.bounds]
+    )
     points = points.reshape(-1, 2)
     bound = np.vstack([[0, 1], [bound[0, 0], 1], bound])  # with less memory nothing fits
     right = max(points[:, 0].max(initial=0), found[-1, 0]) * 1.3
@@ -90,30 +104,33 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
     figure = Figure(figsize=(6.2, 4.2), layout="constrained")
     axes = figure.subplots()
     # A count that is not whole is as good as the whole one below; a bound of more bytes holds here.
-    step: Literal["pre", "post"] = "pre" if frontier.in_bytes else "post"
+    step: Literal["pre", "post"] = "pre" if frontier.is_in_bytes else "post"
     axes.fill_between(
-        bound[:, 0], bound[:, 1], step=step, color=_NEVER, linewidth=0, zorder=0.5,
+        bound[:, 0], bound[:, 1], step=step, color=_INFEASIBLE_COLOR, linewidth=0, zorder=0.5,
         label="no schedule of these stages can be here",
     )  # fmt: skip
     axes.plot(
-        found[:, 0], found[:, 1], color=ACCENT, linewidth=1.4, drawstyle="steps-post", zorder=1,
+        found[:, 0], found[:, 1], color=ACCENT_COLOR, linewidth=1.4, drawstyle="steps-post",
+        zorder=1,
         label="the shortest that a search found",
     )  # fmt: skip
-    _scatter(axes, points[:, 0], points[:, 1])
+    _draw_points(axes, points[:, 0], points[:, 1])
     top = 1.6 * points[:, 1].max() if len(points) else found[0, 1] * 1.15
     axes.set_xlim(0, right)
     axes.set_ylim(0, max(min(top, 1.0), 0.01))
-    _name(axes, points[:, 0], points[:, 1], [t.program.name for t in frontier.runs], 6.2 / 5.2)
+    _draw_names(
+        axes, points[:, 0], points[:, 1], [t.program.name for t in frontier.timelines], 6.2 / 5.2
+    )
     axes.legend(loc="upper right", fontsize=7.5, frameon=False)
-    _axes(axes, in_bytes=frontier.in_bytes)
+    _format_axes(axes, in_bytes=frontier.is_in_bytes)
     return figure
 
 
-def _scatter(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
-    axes.scatter(x, y, s=34, color=_POINT, edgecolor="white", linewidth=0.8, zorder=2)
+def _draw_points(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
+    axes.scatter(x, y, s=34, color=_POINT_COLOR, edgecolor="white", linewidth=0.8, zorder=2)
 
 
-def _axes(axes: Axes, *, in_bytes: bool) -> None:
+def _format_axes(axes: Axes, *, in_bytes: bool) -> None:
     """Bubble against memory."""
     axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.6g}%"))
@@ -130,17 +147,19 @@ def _axes(axes: Axes, *, in_bytes: bool) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _gigabytes(timeline: Timeline) -> float:
+def _find_peak_gigabytes(timeline: Timeline) -> float:
     return float(timeline.peak_memory.max()) / 1e9
 
 
-def _name(axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str], larger: float) -> None:
+def _draw_names(
+    axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str], scale: float
+) -> None:
     """Write names above the right of their points, moved until none lies on another.
 
     A line leads to one that has been moved.
     """
     wide, high = axes.get_xlim()[1], axes.get_ylim()[1]
-    room = 320 * larger, 210 * larger  # points, of the type kind
+    room = 320 * scale, 210 * scale  # points, of the type kind
     spots = np.stack([x / wide * room[0], y / high * room[1]], 1).tolist()
     taken = [(left - 4, left + 4, up) for left, up in spots]  # left, right and height
     for k in np.lexsort((x, y)).tolist():
@@ -187,21 +206,21 @@ def idle_map(timeline: Timeline) -> Figure:
     >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
     ['warmup', 'cooldown', 'all']
     """
-    expect_runs([timeline])
-    share = by_cause(idleness(timeline), timeline.ranks) / (timeline.span or 1.0)
+    require_timelines([timeline])
+    share = sum_by_cause(idleness(timeline), timeline.ranks) / (timeline.span or 1.0)
     present = np.flatnonzero(share.sum(0) > 0)
     columns = np.column_stack([share[:, present], share.sum(1)])
     cells = np.vstack([columns, columns.mean(0)])
-    wide, high, most = _CELL
+    wide, high, most = _CELL_SIZE
     high = min(high, most / len(cells))
-    left, head, foot = 0.7, 0.75 + 0.15 * bool(timeline.doubt), 0.15
+    left, head, foot = 0.7, 0.75 + 0.15 * bool(timeline.causality_warning), 0.15
     size = (left + wide * cells.shape[1] + 0.15, head + high * len(cells) + foot)
     figure = Figure(figsize=size)
     axes = figure.add_axes((left / size[0], foot / size[1], wide * cells.shape[1] / size[0],
                             high * len(cells) / size[1]))  # fmt: skip
     top = float(cells.max(initial=0)) or 1.0
     axes.imshow(cells, cmap="YlOrBr", vmin=0, vmax=top, aspect="auto")
-    names = [CAUSES[IdleCause(k)][0] for k in present.tolist()]
+    names = [IDLE_CAUSES[IdleCause(k)][0] for k in present.tolist()]
     axes.set_xticks(range(cells.shape[1]), [*names, "all"], fontsize=7.5)
     axes.xaxis.tick_top()
     every = -(-9 // max(int(high * 72), 1))
@@ -213,16 +232,18 @@ def idle_map(timeline: Timeline) -> Figure:
     axes.axhline(timeline.ranks - 0.5, color="white", linewidth=3)
     axes.axvline(cells.shape[1] - 1.5, color="white", linewidth=3)
     points = min(7.0, high * 72 * 0.6)
-    if points >= _SMALLEST:
+    if points >= _MIN_FONT_SIZE:
         paint = axes.images[0]
         for (row, column), value in np.ndenumerate(cells):
             face = tuple(float(part) for part in paint.to_rgba(value)[:3])
             said = f"{value:.1%}" if value else "0"
             axes.text(column, row, said, ha="center", va="center_baseline", fontsize=points,
-                      color=ink((face[0], face[1], face[2])))  # fmt: skip
+                      color=choose_text_color((face[0], face[1], face[2])))  # fmt: skip
     name = timeline.program.name
     name = name if len(name) <= 40 else f"{name[:39]}…"
-    about = f"{name} ({timeline.about}): idle share of the span, by cause"
+    about = f"{name} ({timeline.description}): idle share of the span, by cause"
     figure.text(0.1 / size[0], 1 - 0.22 / size[1], about, fontsize=9, parse_math=False)
-    figure.text(0.1 / size[0], 1 - 0.4 / size[1], timeline.doubt, fontsize=7.5, style="italic")
+    figure.text(
+        0.1 / size[0], 1 - 0.4 / size[1], timeline.causality_warning, fontsize=7.5, style="italic"
+    )
     return figure

@@ -14,17 +14,17 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from schedir.errors import UsageError
 from schedir.predict.window_tiles import Tiles
 
-_KINDS: Final = {
+_TILE_COLORS: Final = {
     "not computed with any window": "#ffffff",
     "skipped": "#e4e4e4",
     "computed, masked in part": "#8fc3e0",
     "computed, nothing masked": "#0072b2",
 }
-_MOST: Final = 2**22  # tiles of a panel: more are no picture
-_PANEL: Final = 2.6  # inches
+_MAX_TILES: Final = 2**22  # tiles of a panel: more are no picture
+_PANEL_SIZE: Final = 2.6  # inches
 
 
-def window_tiles(*found: Tiles) -> Figure:
+def window_tiles(*tile_sets: Tiles) -> Figure:
     """The tiles that each of these computes, and skips: query tiles by key tiles, in a panel each.
 
     Tiles of several dimensions lie in row-major order.  Raises UsageError for none, and for more
@@ -38,19 +38,23 @@ def window_tiles(*found: Tiles) -> Figure:
     window 256, stride 64
     58 of 136 tiles: 2.34 x
     """
-    if not found:
+    if not tile_sets:
         raise UsageError(
             "nothing to draw: no tiles are given", hint="schedir.predict.window_tiles.tiles"
         )
-    figure = Figure(figsize=(_PANEL * len(found) + 0.4, _PANEL + 1.0), layout="constrained")
-    colors = ListedColormap([*_KINDS.values()])
-    for axes, one in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
-        rows, columns = _shape(one)
-        if rows * columns > _MOST:
+    figure = Figure(
+        figsize=(_PANEL_SIZE * len(tile_sets) + 0.4, _PANEL_SIZE + 1.0), layout="constrained"
+    )
+    colors = ListedColormap([*_TILE_COLORS.values()])
+    for axes, one in zip(
+        figure.subplots(1, len(tile_sets), squeeze=False)[0], tile_sets, strict=True
+    ):
+        rows, columns = _measure_grid(one)
+        if rows * columns > _MAX_TILES:
             raise UsageError(
                 f"{rows} x {columns} tiles are too many for a picture", fields=["found"]
             )
-        dense = replace(one, axes=tuple(axis.dense for axis in one.axes)).grid > 0
+        dense = replace(one, axes=tuple(axis.dense_tiles for axis in one.axes)).grid > 0
         kinds = one.grid + dense
         axes.imshow(
             kinds,
@@ -68,26 +72,26 @@ def window_tiles(*found: Tiles) -> Figure:
         axes.tick_params(which="both", length=0, labelsize=7)
         axes.set_xlabel("key tile", fontsize=8)
         axes.set_ylabel("query tile", fontsize=8)
-        axes.set_title(_title(one), fontsize=8)
-    shown = [Patch(facecolor=color, label=kind) for kind, color in [*_KINDS.items()][1:]]
+        axes.set_title(_format_title(one), fontsize=8)
+    shown = [Patch(facecolor=color, label=kind) for kind, color in [*_TILE_COLORS.items()][1:]]
     figure.legend(handles=shown, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     return figure
 
 
-def _shape(found: Tiles) -> tuple[int, int]:
+def _measure_grid(tiles: Tiles) -> tuple[int, int]:
     rows = columns = 1
-    for a in found.axes:
-        rows *= len(a.visited)
+    for a in tiles.axes:
+        rows *= len(a.visited_ranges)
         columns *= -(-a.axis.length // a.kv_tile)
     return rows, columns
 
 
-def _title(found: Tiles) -> str:
+def _format_title(tiles: Tiles) -> str:
     def said(numbers: Sequence[int]) -> str:
         return " x ".join(map(str, numbers))
 
-    window, stride = ([getattr(a.axis, name) for a in found.axes] for name in ("window", "stride"))
+    window, stride = ([getattr(a.axis, name) for a in tiles.axes] for name in ("window", "stride"))
     return (
         f"window {said(window)}, stride {said(stride)}\n"
-        f"{found.visited} of {found.dense} tiles: {found.speedup:.2f} x"
+        f"{tiles.visited_count} of {tiles.dense_count} tiles: {tiles.speedup:.2f} x"
     )

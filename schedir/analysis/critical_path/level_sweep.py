@@ -15,21 +15,21 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.critical_path.node_loop import LongestPathProblem, Times, Turns
+from schedir.analysis.critical_path.node_loop import Levels, LongestPathProblem, Times
 from schedir.ir.instruction_index import Positions
 
-_MOST = np.iinfo(np.int32).max
+_MAX_INT32 = np.iinfo(np.int32).max
 _WIDTH: Final = 3  # columns of the table of successors; few nodes of a program have more
 
 
-def by_frontiers(problem: LongestPathProblem) -> tuple[Times, Turns]:
+def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
     """Return the start of each node, and the turn in which it is reached, 0 if it never is."""
     edges, node_mask, cost, fixed, rank, hop = problem
     nodes = len(cost)
     after = _Successors.from_edges(nodes, edges)
     rows = after.rows
-    lags = _lags(rows, rank, hop) if len(hop) else None
-    missing = after.predecessor_counts()
+    lags = _compute_hop_delays(rows, rank, hop) if len(hop) else None
+    missing = after.count_predecessors()
     front = np.flatnonzero(node_mask & (missing[:nodes] == 0))
     start, turn = np.zeros(nodes + 1), np.zeros(nodes + 1, np.int32)
     turns, one, count = 0, *np.empty((2, 0), np.int32)
@@ -43,10 +43,10 @@ def by_frontiers(problem: LongestPathProblem) -> tuple[Times, Turns]:
         given = end.repeat(_WIDTH)
         if lags is not None:
             given += lags.take(front, 0).reshape(-1)
-        if after.has_more is not None:
-            wide = after.has_more[front].nonzero()[0]
+        if after.has_overflow is not None:
+            wide = after.has_overflow[front].nonzero()[0]
             if len(wide):
-                more, each = after.beyond_rows(front[wide])
+                more, each = after.list_overflow(front[wide])
                 ends = end[wide].repeat(each)
                 if len(hop):
                     source = front[wide].repeat(each)
@@ -54,7 +54,7 @@ def by_frontiers(problem: LongestPathProblem) -> tuple[Times, Turns]:
                 to, given = np.concatenate([to, more]), np.concatenate([given, ends])
         if len(one) < len(to):
             one, count = np.ones(2 * len(to), np.int32), np.arange(2 * len(to), dtype=np.int32)
-        missing[nodes] = _MOST  # so that an empty place is never released
+        missing[nodes] = _MAX_INT32  # so that an empty place is never released
         np.maximum.at(start, to, given)
         np.subtract.at(missing, to, one[: len(to)])
         to = to[missing[to] == 0]
@@ -68,14 +68,14 @@ class _Successors:
     """The successors of each node: a table with `_WIDTH` columns, and a CSR list of all others.
 
     `rows` has one row per node.  An empty place has the number of nodes.  The successors of node
-    `a` that its row has no place for are `targets[first[a]:first[a + 1]]`.  `has_more` marks the
-    nodes that have such successors; it is None if no node has.
+    `a` that its row has no place for are `targets[first[a]:first[a + 1]]`.  `has_overflow` marks
+    the nodes that have such successors; it is None if no node has.
     """
 
     rows: Positions
-    first: NDArray[np.int64]
+    offsets: NDArray[np.int64]
     targets: NDArray[np.intp]
-    has_more: NDArray[np.bool_] | None
+    has_overflow: NDArray[np.bool_] | None
 
     @classmethod
     def from_edges(cls, nodes: int, edges: Iterable[tuple[Positions, Positions]]) -> _Successors:
@@ -87,7 +87,7 @@ class _Successors:
         rest = [np.empty((2, 0), np.int32)]
         for source, target in edges:
             for place in rows.T:
-                source, target = _put(source, target, place, nodes)
+                source, target = _place_edges(source, target, place, nodes)
             rest.append(np.stack([source, target]))
         source, target = np.concatenate(rest, 1)
         each = np.bincount(source, minlength=nodes)
@@ -95,15 +95,15 @@ class _Successors:
         targets = target[np.argsort(source, kind="stable")].astype(np.intp)
         return cls(rows, first, targets, each > 0 if len(targets) else None)
 
-    def beyond_rows(self, nodes: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+    def list_overflow(self, nodes: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
         """Return the successors that are not in the rows of `nodes`, and how many each has."""
-        begin = self.first[nodes]
-        each = self.first[nodes + 1] - begin
+        begin = self.offsets[nodes]
+        each = self.offsets[nodes + 1] - begin
         past = each.cumsum()
         at = (begin - past + each).repeat(each) + np.arange(past[-1])
         return self.targets[at], each
 
-    def predecessor_counts(self) -> Turns:
+    def count_predecessors(self) -> Levels:
         """Count the edges that lead to each node, and in the last entry the empty places."""
         count = np.bincount(self.targets, minlength=len(self.rows)).astype(np.int32)
         for place in self.rows.T:
@@ -112,17 +112,17 @@ class _Successors:
         return count
 
 
-def _put(
-    source: Positions, target: Positions, place: Positions, empty: int
+def _place_edges(
+    source: Positions, target: Positions, column: Positions, empty: int
 ) -> tuple[Positions, Positions]:
-    """Put edges into `place` where it is empty; return the edges that are not in it."""
-    free = place[source] == empty
-    place[source[free]] = target[free]
-    left = place[source] != target
+    """Put edges into `column` where it is empty; return the edges that are not in it."""
+    free = column[source] == empty
+    column[source[free]] = target[free]
+    left = column[source] != target
     return source[left], target[left]
 
 
-def _lags(rows: Positions, rank: Positions, hop: Times) -> Times:
+def _compute_hop_delays(rows: Positions, rank: Positions, hop: Times) -> Times:
     """Return the time from the end of each node to the start of the successor in each place."""
     there = np.append(rank, np.int32(-1))  # an empty place has no rank
     far = (there[rows[:-1]] != rank[:, None]) & (rows[:-1] < len(rank))

@@ -17,7 +17,7 @@ from schedir.analysis.numba_jit import Loop
 from schedir.ir.instruction_index import Positions
 
 Times = NDArray[np.float64]
-Turns = NDArray[np.int32]
+Levels = NDArray[np.int32]
 Numbers = Any  # of one dimension: a list, or an array
 
 _NO_TIMES, _NO_RANKS = np.empty(0), np.empty(0, np.int32)
@@ -27,22 +27,22 @@ class LongestPathProblem(NamedTuple):
     """Nodes and edges to find longest paths in.
 
     `edges` come once, as arrays from whom and to whom, some at a time.  `node_mask` says which
-    numbers are nodes; a node ends `cost` after its start, or at `fixed` where that is a number.
-    The next may start then, or, where it has another `rank`, after a `hop` of the node's.  `fixed`,
-    and `rank` and `hop`, may be empty.
+    numbers are nodes; a node ends `cost` after its start, or at `fixed_end` where that is a number.
+    The next may start then, or, where it has another `rank`, after a `hop_time` of the node's.
+    `fixed_end`, and `rank` and `hop_time`, may be empty.
     """
 
     edges: Iterable[tuple[Positions, Positions]]
     node_mask: NDArray[np.bool_]
     cost: Times
-    fixed: Times = _NO_TIMES
+    fixed_end: Times = _NO_TIMES
     rank: Positions = _NO_RANKS
-    hop: Times = _NO_TIMES
+    hop_time: Times = _NO_TIMES
 
 
-def by_loop(
+def solve_by_loop(
     problem: LongestPathProblem, loops: tuple[Loop, ...] | None = None
-) -> tuple[Times, Turns]:
+) -> tuple[Times, Levels]:
     """The start of each node, and its turn: by LOOPS compiled, or by Python, over lists.
 
     The turn is one more than the latest turn of all that the node waits for, 1 if it waits for
@@ -70,74 +70,78 @@ def by_loop(
         loops[1](*everything)
         return start, turn
     lists = [each.tolist() for each in everything]
-    longest(*lists)
+    fill_longest_paths(*lists)
     return np.array(lists[-2], float), np.array(lists[-1], np.int32)
 
 
-def successors(
-    source: Numbers, target: Numbers, first: Numbers, after: Numbers, missing: Numbers
+def fill_successors(
+    source: Numbers,
+    target: Numbers,
+    offsets: Numbers,
+    sorted_targets: Numbers,
+    pending_counts: Numbers,
 ) -> None:
     """Fill edges by their source: those of node a lead to `after[first[a]:first[a + 1]]`.
 
-    `first` comes with one zero more than there are nodes, and `missing`, in which the edges to each
-    node are counted, with one for each.
+    `offsets` comes with one zero more than there are nodes, and `pending_counts`, in which the
+    edges to each node are counted, with one for each.
     """
     for a in source:
-        first[a] += 1
+        offsets[a] += 1
     for b in target:
-        missing[b] += 1
+        pending_counts[b] += 1
     total = 0
-    for a in range(len(first)):
-        total += first[a]
-        first[a] = total
+    for a in range(len(offsets)):
+        total += offsets[a]
+        offsets[a] = total
     for k in range(len(source)):
         a = source[k]
-        first[a] -= 1
-        after[first[a]] = target[k]
+        offsets[a] -= 1
+        sorted_targets[offsets[a]] = target[k]
 
 
-def longest(
+def fill_longest_paths(
     cost: Numbers,
-    fixed: Numbers,
+    fixed_end: Numbers,
     rank: Numbers,
-    hop: Numbers,
-    missing: Numbers,
-    first: Numbers,
-    after: Numbers,
-    ready: Numbers,
+    hop_time: Numbers,
+    pending_counts: Numbers,
+    offsets: Numbers,
+    sorted_targets: Numbers,
+    queue: Numbers,
     start: Numbers,
-    turn: Numbers,
+    level: Numbers,
 ) -> None:
-    """Fill `start` and `turn`, which come with zeros, as `ready`, which has room for all nodes.
+    """Fill `start` and `level`, which come with zeros, as `queue`, which has room for all nodes.
 
-    The first four are the SchedulingProblem's, the others as `successors` fills them.
+    The first four are the SchedulingProblem's, the others as `fill_successors` fills them.
     """
-    nodes, fixes, hops = len(cost), len(fixed) > 0, len(hop) > 0
+    nodes, fixes, hops = len(cost), len(fixed_end) > 0, len(hop_time) > 0
     # First in, first out: so the last that a node waits for is of the latest turn.
     done, known = 0, 0
     for a in range(nodes):
-        if missing[a] == 0:
-            turn[a] = 1
-            ready[known] = a
+        if pending_counts[a] == 0:
+            level[a] = 1
+            queue[known] = a
             known += 1
     while done < known:
-        a = ready[done]
+        a = queue[done]
         done += 1
         end = start[a] + cost[a]
-        if fixes and fixed[a] == fixed[a]:  # else it is not a number
-            end = fixed[a]
-        for k in range(first[a], first[a + 1]):
-            b = after[k]
+        if fixes and fixed_end[a] == fixed_end[a]:  # else it is not a number
+            end = fixed_end[a]
+        for k in range(offsets[a], offsets[a + 1]):
+            b = sorted_targets[k]
             given = end
             if hops and rank[a] != rank[b]:
-                given = end + hop[a]
+                given = end + hop_time[a]
             if given > start[b]:
                 start[b] = given
-            missing[b] -= 1
-            if missing[b] == 0:
-                turn[b] = turn[a] + 1
-                ready[known] = b
+            pending_counts[b] -= 1
+            if pending_counts[b] == 0:
+                level[b] = level[a] + 1
+                queue[known] = b
                 known += 1
 
 
-LOOPS: Final = (successors, longest)  # what is compiled
+LOOPS: Final = (fill_successors, fill_longest_paths)  # what is compiled

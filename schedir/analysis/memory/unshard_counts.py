@@ -6,14 +6,16 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from schedir.ir.cost.zero_states import CUT_FROM
-from schedir.ir.isa.instructions import ROWS, Scope, Value, producers
+from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
+from schedir.ir.isa.instructions import INSTRUCTIONS, Scope, Value, find_producers
 from schedir.ir.program import Program
 
-_GATHERS: Final = producers(Value.UNSHARDED_PARAMS)
-_LETS_GO: Final = tuple(row.op for row in ROWS if Value.UNSHARDED_PARAMS in row.frees)
-_REDUCES: Final = tuple(op for op in producers(Value.GRAD) if ROWS[op].per is Scope.OCCURRENCE)
-_NAMES: Final = {
+_UNSHARD_OPS: Final = find_producers(Value.UNSHARDED_PARAMS)
+_RESHARD_OPS: Final = tuple(row.op for row in INSTRUCTIONS if Value.UNSHARDED_PARAMS in row.frees)
+_REDUCE_OPS: Final = tuple(
+    op for op in find_producers(Value.GRAD) if INSTRUCTIONS[op].scope is Scope.OCCURRENCE
+)
+_STATE_NAMES: Final = {
     "params": "weights",
     "grads": "gradients",
     "optimizer": "the optimizer's state",
@@ -24,26 +26,26 @@ class UnshardCounts(NamedTuple):
     """Of each rank: how often a step gathers weights, and reduces gradients to parts, and of how
     many of its `stages` the weights are whole at once, at most, in the order of its Stream."""
 
-    times: list[int]
+    unshards: list[int]
     reductions: list[int]
-    whole: list[int]
+    max_unsharded: list[int]
     stages: list[int]
 
 
-def gathers(program: Program) -> UnshardCounts:
+def count_unshards(program: Program) -> UnshardCounts:
     """The gathers of a program, and what they come to; zeros without ZeRO."""
     found = UnshardCounts([], [], [], [])
     for stream in program.streams:
-        own = np.isin(stream.op, _GATHERS)
-        change = own.astype(np.int64) - np.isin(stream.op, _LETS_GO)
-        found.times.append(int(own.sum()))
-        found.reductions.append(int(np.isin(stream.op, _REDUCES).sum()))
-        found.whole.append(int(np.cumsum(change).max(initial=0)))
+        own = np.isin(stream.op, _UNSHARD_OPS)
+        change = own.astype(np.int64) - np.isin(stream.op, _RESHARD_OPS)
+        found.unshards.append(int(own.sum()))
+        found.reductions.append(int(np.isin(stream.op, _REDUCE_OPS).sum()))
+        found.max_unsharded.append(int(np.cumsum(change).max(initial=0)))
         found.stages.append(len(np.unique(stream.stage[own])))
     return found
 
 
-def in_parts(program: Program) -> str:
+def describe_sharding(program: Program) -> str:
     """What ZeRO cuts in a program, and how often that is gathered, in words; nothing without it.
 
     >>> from schedir import PipelineShape, compile, schedules
@@ -61,46 +63,49 @@ def in_parts(program: Program) -> str:
             f"zero {program.zero} saves nothing here: there is one replica (dp 1), and its part is "
             "the whole"
         )
-    *most, last = [name for part, name in _NAMES.items() if program.zero >= CUT_FROM[part]]
+    *most, last = [
+        name for part, name in _STATE_NAMES.items() if program.zero >= SHARDED_FROM_LEVEL[part]
+    ]
     cut = f"{', '.join(most)} and {last}" if most else last
     said = f"zero {program.zero}: {cut} in {program.dp} parts, one on each replica"
-    found = gathers(program)
-    if not any(found.times):
+    found = count_unshards(program)
+    if not any(found.unshards):
         return said
     one = len({*zip(*found, strict=True)}) == 1
     said += (
-        f"; {'each rank gathers' if one else 'ranks gather'} weights {_times(found.times)} a step"
+        f"; {'each rank gathers' if one else 'ranks gather'} weights "
+        f"{_format_times(found.unshards)} a step"
     )
     if max(found.stages) > 1:
         said += (
-            f", and {'holds' if one else 'hold'} at most {span(found.whole)} of "
-            f"{'its' if one else 'their'} {span(found.stages)} stages whole"
+            f", and {'holds' if one else 'hold'} at most {format_range(found.max_unsharded)} of "
+            f"{'its' if one else 'their'} {format_range(found.stages)} stages whole"
         )
     if program.reduce_scatter_at == "each_backward":
-        said += f"; gradients are reduced {_times(found.reductions)}"
+        said += f"; gradients are reduced {_format_times(found.reductions)}"
     return said
 
 
-def facts_of_parts(program: Program) -> dict[str, Any]:
+def collect_sharding_facts(program: Program) -> dict[str, Any]:
     """The same, for a program to read."""
     if not program.zero:
         return {}
-    found = gathers(program)
+    found = count_unshards(program)
     return {
         "zero": program.zero,
         "dp": program.dp,
-        "gathers": found.times,
+        "gathers": found.unshards,
         "reductions": found.reductions,
-        "whole_stages": found.whole,
+        "whole_stages": found.max_unsharded,
     }
 
 
-def span(numbers: list[int]) -> str:
+def format_range(numbers: list[int]) -> str:
     """Numbers as their least and most, or the one that all of them are."""
     least, most = min(numbers), max(numbers)
     return str(most) if least == most else f"{least} to {most}"
 
 
-def _times(numbers: list[int]) -> str:
-    many = span(numbers)
+def _format_times(numbers: list[int]) -> str:
+    many = format_range(numbers)
     return {"1": "once", "2": "twice"}.get(many, f"{many} times")

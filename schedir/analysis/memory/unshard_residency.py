@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-AHEAD: Final = 1  # while one stage is computed with, the next is gathered
+DEFAULT_PREFETCH: Final = 1  # while one stage is computed with, the next is gathered
 
 
 class UnshardedInterval(NamedTuple):
@@ -21,23 +21,31 @@ class UnshardedInterval(NamedTuple):
     end: Ints
 
 
-def whole(
-    step: Ints, stage: Ints, end: Ints, active: int, ahead: int = AHEAD, head: int = 0
+def find_unsharded_intervals(
+    run: Ints,
+    stage: Ints,
+    end: Ints,
+    max_unsharded: int,
+    prefetch: int = DEFAULT_PREFETCH,
+    start_position: int = 0,
 ) -> UnshardedInterval:
-    """Where stages are made whole and let go of, for uses as those of `stays`, which end at given
-    places: each as soon as it can be, from the place `head` on."""
-    first, last = stays(step, stage, active, ahead).T
+    """Where stages are made whole and let go of, for uses as those of `find_stays`, which end at
+    given
+    places: each as soon as it can be, from the place `start_position` on."""
+    first, last = find_stays(run, stage, max_unsharded, prefetch).T
     ends = end[last]
-    begins = np.append(np.full(min(active, len(ends)), head), np.sort(ends))
+    begins = np.append(np.full(min(max_unsharded, len(ends)), start_position), np.sort(ends))
     return UnshardedInterval(stage[first], begins[: len(ends)], ends)
 
 
-def placed(uses: Sequence[Sequence[int]], active: int) -> list[list[tuple[int, bool]]]:
+def place_unshards(
+    uses: Sequence[Sequence[int]], max_unsharded: int
+) -> list[list[tuple[int, bool]]]:
     """Of a list whose entries use stages, or none: which stages are to be made whole (True) and let
     go of (False) before each entry, and behind the last.
 
-    Entries that use the same are one step.  No more than `active` stages are whole at once, or than
-    an entry uses.
+    Entries that use the same are one step.  No more than `max_unsharded` stages are whole at once,
+    or than an entry uses.
     """
     runs: list[tuple[tuple[int, ...], int]] = []  # what is used, and the place behind it
     for place, entry in enumerate(uses, 1):
@@ -47,7 +55,7 @@ def placed(uses: Sequence[Sequence[int]], active: int) -> list[list[tuple[int, b
             runs.append((used, place))
     each = [(step, one, end) for step, (used, end) in enumerate(runs) for one in used]
     step, stage, end = np.array(each, np.int64).reshape(-1, 3).T
-    found = whole(step, stage, end, max(active, *map(len, uses), 0))
+    found = find_unsharded_intervals(step, stage, end, max(max_unsharded, *map(len, uses), 0))
     put: list[list[tuple[int, bool]]] = [[] for _ in range(len(uses) + 1)]
     for begins, places in ((False, found.end), (True, found.begin)):
         for one, place in zip(found.stage.tolist(), places.tolist(), strict=True):
@@ -55,13 +63,14 @@ def placed(uses: Sequence[Sequence[int]], active: int) -> list[list[tuple[int, b
     return put
 
 
-def stays(step: Ints, stage: Ints, active: int, ahead: int = 0) -> Ints:
+def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) -> Ints:
     """When stages are made whole and let go of, so that each is whole where it is used.
 
     Use i is of stage `stage[i]` in step `step[i]`; steps ascend, and the uses of one step, no more
-    than `active`, are all needed at once.  In each step those must be whole that are used in it and
-    in the `ahead` steps behind it, the nearest first, as far as there is room: no more than
-    `active` stages are whole at once.  Returns the first and last use of each stay, shape
+    than `max_unsharded`, are all needed at once.  In each step those must be whole that are used in
+    it and in the `prefetch` steps behind it, the nearest first, as far as there is room: no more
+    than
+    `max_unsharded` stages are whole at once.  Returns the first and last use of each stay, shape
     (stays, 2), by the first.
 
     The choice is Belady's (A study of replacement algorithms for a virtual-storage computer, IBM
@@ -74,29 +83,29 @@ def stays(step: Ints, stage: Ints, active: int, ahead: int = 0) -> Ints:
     y, let it go of x.  So it makes no more stays than before, and is one choice nearer to his.
 
     The k-th stay can begin where the (k - active)-th of all their ends is, for where it must begin
-    all but `active` - 1 of those before it have ended.  An earlier stay of the same stage is among
-    these, and is no later than that end: whatever was kept in its place is used after it.
+    all but `max_unsharded` - 1 of those before it have ended.  An earlier stay of the same stage is
+    among these, and is no later than that end: whatever was kept in its place is used after it.
     """
     n = len(stage)
     order = np.argsort(stage, kind="stable")
     same = stage[order][1:] == stage[order][:-1]
-    if len(order) - int(same.sum()) <= active:  # there is room for all: each stays
+    if len(order) - int(same.sum()) <= max_unsharded:  # there is room for all: each stays
         first = np.append(True, ~same)[:n]
         last = np.append(~same, True)[:n]
         found = np.stack([order[first], order[last]], 1)
         return found[np.argsort(found[:, 0])]
     following = np.full(n, n)
     following[order[:-1][same]] = order[1:][same]
-    steps, nexts = step.tolist(), following.tolist()
+    steps, nexts = run.tolist(), following.tolist()
     first_of: dict[int, int] = {}
     last_of: dict[int, int] = {}  # of each whole stage the last use that it is kept for
     ended: list[tuple[int, int]] = []
     now = 0  # the step in which the stage of a use is made whole
     for use, one in enumerate(stage.tolist()):
         if one not in last_of:
-            if len(last_of) == active:
+            if len(last_of) == max_unsharded:
                 soonest = min(steps[at] for at in last_of.values()) + 1
-                now = max(now, steps[use] - ahead, soonest)
+                now = max(now, steps[use] - prefetch, soonest)
                 idle = [whole for whole, at in last_of.items() if steps[at] < now]
                 gone = max(idle, key=lambda whole: nexts[last_of[whole]])
                 ended.append((first_of[gone], last_of.pop(gone)))

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.host_waits import heard_of
-from schedir.analysis.memory.buffer_slots import groups, reuses
+from schedir.analysis.host_waits import find_known_ends
+from schedir.analysis.memory.buffer_slots import find_slot_reuses, number_groups
 from schedir.ir.cost.per_stage_values import look_up
 from schedir.ir.cost.sizes import Sizes
-from schedir.ir.cost.zero_states import is_cut
+from schedir.ir.cost.zero_states import is_sharded
 from schedir.ir.dataflow import Dataflow, ValueStates
-from schedir.ir.instruction_index import NONE, InstructionIndex, Positions
-from schedir.ir.isa.instructions import ROWS, VALUES, Lane, Value
+from schedir.ir.instruction_index import NO_POSITION, InstructionIndex, Positions
+from schedir.ir.isa.instructions import INSTRUCTIONS, VALUES, Lane, Value
 from schedir.ir.program import Program
 from schedir.ir.value_chains import NO_FORM
 
@@ -22,50 +22,57 @@ from schedir.ir.value_chains import NO_FORM
 class ValueLifetimes(NamedTuple):
     """Changes of what is kept: positions, when along the Streams, number and bytes."""
 
-    at: NDArray[np.int64]
-    when: NDArray[np.int64]
-    number: NDArray[np.int64]
-    bytes: NDArray[np.float64]
+    positions: NDArray[np.int64]
+    order_key: NDArray[np.int64]
+    count_change: NDArray[np.int64]
+    byte_change: NDArray[np.float64]
 
 
-def kept_of(
-    program: Program, kind: Value, sizes: Sizes, tier: int, late: bool, moved: bool | None = None
+def compute_value_lifetimes(
+    program: Program,
+    kind: Value,
+    sizes: Sizes,
+    tier: int,
+    worst_case: bool,
+    moved: bool | None = None,
 ) -> ValueLifetimes:
     """What a kind of value holds on a tier, from when it comes there until it goes.
 
     What takes another form without leaving does so at the start of the change if it grows, else at
     its end.  With `moved` only those that are elsewhere meanwhile, or that are not.
     """
-    index, shape = InstructionIndex.of(program), program.shape
-    states = _states(program, kind, moved)
+    index, shape = InstructionIndex.from_program(program), program.shape
+    states = _select_states(program, kind, moved)
     begin, end, at_tier, _, made, over = states
-    size = _sizes(program, kind, sizes, states)
+    size = _compute_sizes(program, kind, sizes, states)
     here = at_tier == tier
     left = end
-    if late and tier:  # nobody knows when another lane has moved it, until that is used
-        here, left = _as_long(program, kind, states, tier)
-    elif late:
-        lanes = np.array([row.lane for row in ROWS])[index.op]
+    if worst_case and tier:  # nobody knows when another lane has moved it, until that is used
+        here, left = _find_longest_stays(program, kind, states, tier)
+    elif worst_case:
+        lanes = np.array([row.lane for row in INSTRUCTIONS])[index.op]
         here = here | (lanes[begin] != Lane.COMPUTE)
-    group = groups(index).astype(np.int64)
-    before, after = _neighbours(begin, end, here, made, over)
+    group = number_groups(index).astype(np.int64)
+    before, after = _has_neighbors(begin, end, here, made, over)
     comes, goes = here & ~before, here & ~after
     one, adds, first = np.ones(len(begin), np.int64), size.copy(), np.empty(0, np.intp)
     if made_of := VALUES[
         kind
     ].converted_from:  # while it is made, it counts as what it adds to that
         first = np.flatnonzero(comes & made)
-        more = sizes.each(made_of[1], shape) - sizes.each(VALUES[made_of[0]].size, shape)
+        more = sizes.per_microbatch(made_of[1], shape) - sizes.per_microbatch(
+            VALUES[made_of[0]].size, shape
+        )
         adds[first] = look_up(more, index.stage[begin[first]], index.mb[begin[first]])
     came, gone = begin, left.copy()
     when = 2 * group[begin]
-    if late:
-        came = _as_early(program, kind, begin, made)
+    if worst_case:
+        came = _find_earliest_starts(program, kind, begin, made)
         when = 2 * group[came] + (came != begin) * (came != program.offsets[index.rank[came]])
     if tier == 0:  # memory of a device is the host's to let go
-        gone[over] = heard_of(program, end[over], drains=not late)
+        gone[over] = find_known_ends(program, end[over], count_drains=not worst_case)
         if VALUES[kind].initial_tier:
-            gone = _left(program, kind, end, late)
+            gone = _find_host_releases(program, kind, end, worst_case)
     changes = [
         (came[comes], when[comes], one[comes], adds[comes]),
         (begin[first], 2 * group[begin[first]] + 1, 0 * one[first], (size - adds)[first]),
@@ -80,35 +87,47 @@ def kept_of(
     return ValueLifetimes(*map(np.concatenate, zip(*changes, strict=True)))
 
 
-def _states(program: Program, kind: Value, moved: bool | None) -> ValueStates:
+def _select_states(program: Program, kind: Value, moved: bool | None) -> ValueStates:
     """What values of a kind are; only of those that are elsewhere meanwhile, or of the others."""
-    states, index = Dataflow.of(program).states(kind), InstructionIndex.of(program)
+    states, index = (
+        Dataflow.from_program(program).find_states(kind),
+        InstructionIndex.from_program(program),
+    )
     if moved is None:
         return states
-    key = index.keys(VALUES[kind].per, states.begin, index.mb[states.begin].astype(np.int64))
+    key = index.compute_keys(
+        VALUES[kind].scope, states.begin, index.mb[states.begin].astype(np.int64)
+    )
     own = np.isin(key, key[states.tier > 0]) == moved
     return ValueStates(*(each[own] for each in states))
 
 
-def _sizes(program: Program, kind: Value, sizes: Sizes, states: ValueStates) -> NDArray[np.float64]:
+def _compute_sizes(
+    program: Program, kind: Value, sizes: Sizes, states: ValueStates
+) -> NDArray[np.float64]:
     """Bytes of each piece, in its form."""
-    index, chains = InstructionIndex.of(program), Dataflow.of(program).chains(kind)
+    index, chains = (
+        InstructionIndex.from_program(program),
+        Dataflow.from_program(program).get_chains(kind),
+    )
     names = [VALUES[kind].size, *(chains.forms if chains else ())]
     at = index.stage[states.begin], index.mb[states.begin]
     # Of what lies somewhere from the start replicas have parts from a level of ZeRO on.
-    part = VALUES[kind].initial_tier and is_cut(VALUES[kind].size, program.zero)
+    part = VALUES[kind].initial_tier and is_sharded(VALUES[kind].size, program.zero)
     parts = program.dp if part else 1
-    of_form = [look_up(sizes.each(name, program.shape), *at) / parts for name in names]
+    of_form = [look_up(sizes.per_microbatch(name, program.shape), *at) / parts for name in names]
     return of_form[0] if len(names) == 1 else np.choose(states.form - NO_FORM, of_form)
 
 
-def _as_long(
+def _find_longest_stays(
     program: Program, kind: Value, states: ValueStates, tier: int
 ) -> tuple[NDArray[np.bool_], Positions]:
     """Which pieces of values may be on a tier, from the first that is, and where each is known to
     have left it: where somebody uses what is on the device again."""
-    index = InstructionIndex.of(program)
-    key = index.keys(VALUES[kind].per, states.begin, index.mb[states.begin].astype(np.int64))
+    index = InstructionIndex.from_program(program)
+    key = index.compute_keys(
+        VALUES[kind].scope, states.begin, index.mb[states.begin].astype(np.int64)
+    )
     order = np.lexsort((states.begin, key))
     key, end, at_tier = key[order], states.end[order], states.tier[order]
     life = np.cumsum(np.append(False, key[1:] != key[:-1])[: len(key)])
@@ -128,21 +147,21 @@ def _as_long(
     return found
 
 
-def moved_sizes(
+def compute_moved_sizes(
     program: Program, kind: Value, sizes: Sizes, tier: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Bytes of the largest and of the smallest value of a kind on a tier of each rank, of those
     that are elsewhere meanwhile."""
-    states = _states(program, kind, True)
-    size, here = _sizes(program, kind, sizes, states), states.tier == tier
-    rank = InstructionIndex.of(program).rank[states.begin[here]]
+    states = _select_states(program, kind, True)
+    size, here = _compute_sizes(program, kind, sizes, states), states.tier == tier
+    rank = InstructionIndex.from_program(program).rank[states.begin[here]]
     most, least = np.zeros(program.shape.ranks), np.full(program.shape.ranks, np.inf)
     np.maximum.at(most, rank, size[here])
     np.minimum.at(least, rank, size[here])
     return most, np.where(np.isinf(least), 0.0, least)
 
 
-def _as_early(
+def _find_earliest_starts(
     program: Program, kind: Value, begin: Positions, made: NDArray[np.bool_]
 ) -> Positions:
     """What each value can come behind at the earliest: who leaves it room, if another lane than
@@ -151,33 +170,40 @@ def _as_early(
     What lies elsewhere from the start comes behind what it needs: what compute gave, or what was
     made of that.
     """
-    index, lies = InstructionIndex.of(program), bool(VALUES[kind].initial_tier)
-    off = (made | lies) & (np.array([row.lane for row in ROWS])[index.op[begin]] != Lane.COMPUTE)
+    index, lies = InstructionIndex.from_program(program), bool(VALUES[kind].initial_tier)
+    off = (made | lies) & (
+        np.array([row.lane for row in INSTRUCTIONS])[index.op[begin]] != Lane.COMPUTE
+    )
     early = program.offsets[index.rank[begin]].astype(np.int32)
     if lies and len(begin):
-        needs = np.append(Dataflow.of(program).needs, np.full((1, len(index)), NONE), 0)
+        needs = np.append(
+            Dataflow.from_program(program).givers, np.full((1, len(index)), NO_POSITION), 0
+        )
         given = needs[:, begin].max(0)
-        computed = np.where(given == NONE, NONE, needs[:, given].max(0))
+        computed = np.where(given == NO_POSITION, NO_POSITION, needs[:, given].max(0))
         early = np.maximum(early, computed).astype(np.int32)
-    fills, left = reuses(program).get(kind, (begin[:0], begin[:0]))
+    fills, left = find_slot_reuses(program).get(kind, (begin[:0], begin[:0]))
     among = np.isin(fills, begin)
     again = np.searchsorted(begin, fills[among])
     early[again] = np.maximum(early[again], left[among])
     return np.where(off, np.maximum.accumulate(early), begin)
 
 
-def _left(program: Program, kind: Value, end: Positions, late: bool) -> Positions:
+def _find_host_releases(
+    program: Program, kind: Value, end: Positions, worst_case: bool
+) -> Positions:
     """Where hosts let go of what has been moved from the device: who takes its slot waits for that
-    on the host.  Whoever does, whenever that is, comes when it has gone: `late` says it so."""
-    heard, again = heard_of(program, end), {}
-    if kind in (found := reuses(program)):
+    on the host.  Whoever does, whenever that is, comes when it has gone: `worst_case` says it
+    so."""
+    heard, again = find_known_ends(program, end), {}
+    if kind in (found := find_slot_reuses(program)):
         fills, left = (each.tolist() for each in found[kind])
-        again = dict(zip(left, left if late else fills, strict=True))
+        again = dict(zip(left, left if worst_case else fills, strict=True))
     taken = [again.get(at, last) for at, last in zip(end.tolist(), heard.tolist(), strict=True)]
     return np.minimum(heard, np.array(taken, np.int32)).astype(np.int32)
 
 
-def _neighbours(
+def _has_neighbors(
     begin: NDArray[np.int32], end: NDArray[np.int32], here: NDArray[np.bool_],
     made: NDArray[np.bool_], over: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip

@@ -6,26 +6,26 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from schedir.commands.common.bound_report import bound_of_request
+from schedir.commands.common.bound_report import find_lower_bound
 from schedir.errors import UsageError
-from schedir.ir.cost.number_parsing import decimal
+from schedir.ir.cost.number_parsing import parse_decimal
 
 if TYPE_CHECKING:
     from schedir.io.program_request import Request
     from schedir.predict.timeline import Timeline
     from schedir.viz.style import Style
 
-_STYLE = ("show", "width", "palette", "colours", "axis", "time")  # as schedir.viz has them
+_STYLE_OPTIONS = ("show", "width", "palette", "colours", "axis", "time")  # as schedir.viz has them
 
 
-def add_picture(parser: argparse.ArgumentParser) -> None:
+def add_chart_options(parser: argparse.ArgumentParser) -> None:
     """What a chart shows, and how wide it is."""
     parser.add_argument(
         "--show", metavar="MARKS",
         help="of lanes,arrows,path,in_flight,memory,phases, or none (lanes)",
     )  # fmt: skip
     parser.add_argument(
-        "--width", metavar="WIDTH", type=_width, help="column or page of a paper, or inches"
+        "--width", metavar="WIDTH", type=_parse_width, help="column or page of a paper, or inches"
     )
     parser.add_argument(
         "--title", metavar="TEXT", action="append",
@@ -36,7 +36,7 @@ def add_picture(parser: argparse.ArgumentParser) -> None:
         help="plain (holds for colour-blind readers and in grey), grey, or bright",
     )  # fmt: skip
     parser.add_argument(
-        "--colors", dest="colours", metavar="COLOURS", type=_colours,
+        "--colors", dest="colours", metavar="COLOURS", type=_parse_colors,
         help="F=skyblue,B=#4b3b8f: of F, B, I, W, R, act, grad, tp, dp, params, step",
     )  # fmt: skip
     parser.add_argument(
@@ -46,14 +46,14 @@ def add_picture(parser: argparse.ArgumentParser) -> None:
         "--time-range",
         dest="time",
         metavar="FROM:TO",
-        type=_times,
+        type=_parse_time_range,
         help="the part that is drawn, in the run's unit",
     )
 
 
-def _width(text: str) -> float | str:
+def _parse_width(text: str) -> float | str:
     try:
-        inches = decimal(text)
+        inches = parse_decimal(text)
     except ValueError:
         return text
     if not 1 <= inches <= 100:
@@ -61,53 +61,57 @@ def _width(text: str) -> float | str:
     return inches
 
 
-def _colours(text: str) -> dict[str, str]:
+def _parse_colors(text: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(equals for _, equals, _ in pairs):
         raise argparse.ArgumentTypeError(f"is like F=skyblue,B=#4b3b8f, not {text!r}")
     return {kind.strip(): said.strip() for kind, _, said in pairs}
 
 
-def _times(text: str) -> tuple[float, float]:
+def _parse_time_range(text: str) -> tuple[float, float]:
     try:
-        begin, end = map(decimal, text.split(":"))
+        begin, end = map(parse_decimal, text.split(":"))
     except ValueError:
         raise argparse.ArgumentTypeError(f"is two numbers, like 10:25, not {text!r}") from None
     return begin, end
 
 
-def only_charts(args: argparse.Namespace, what: str) -> None:
-    """Refuse what `add_picture` takes where something else is drawn."""
-    for name in ("title", *_STYLE):
+def require_no_chart_options(args: argparse.Namespace, subject: str) -> None:
+    """Refuse what `add_chart_options` takes where something else is drawn."""
+    for name in ("title", *_STYLE_OPTIONS):
         if getattr(args, name) is not None:
             option = {"colours": "colors", "axis": "axis-label", "time": "time-range"}
-            raise UsageError(f"--{option.get(name, name)} is for Gantt charts, not for {what}")
+            raise UsageError(f"--{option.get(name, name)} is for Gantt charts, not for {subject}")
 
 
-def in_letters(timeline: Timeline, before: str = "") -> str:
-    """The run in letters, as wide as the terminal; each line begins with `before`."""
+def format_text_chart(timeline: Timeline, line_prefix: str = "") -> str:
+    """The run in letters, as wide as the terminal; each line begins with `line_prefix`."""
     from shutil import get_terminal_size
 
-    from schedir.io.terminal import painted
+    from schedir.io.terminal import color_lines
     from schedir.viz.terminal_chart import text_chart
 
-    lines = text_chart(timeline, get_terminal_size().columns - len(before))
-    return painted([[(before, ""), *line] for line in lines])
+    lines = text_chart(timeline, get_terminal_size().columns - len(line_prefix))
+    return color_lines([[(line_prefix, ""), *line] for line in lines])
 
 
 def save_chart(args: argparse.Namespace, requests: Sequence[Request]) -> None:
-    """A Gantt chart of runs under each other, as `add_picture` says, with the bounds of these."""
+    """A Gantt chart of runs under each other, as `add_chart_options` says, with the bounds of
+    these."""
     from schedir.viz import compare, save
-    from schedir.viz.figures.figure_files import suffix_of
+    from schedir.viz.figures.figure_files import require_figure_suffix
 
-    suffix_of(args.output)  # a wrong ending is told before anything is drawn
-    said = {name: getattr(args, name) for name in _STYLE}
+    require_figure_suffix(args.output)  # a wrong ending is told before anything is drawn
+    said = {name: getattr(args, name) for name in _STYLE_OPTIONS}
     style = {name: value for name, value in said.items() if value is not None}
     if style.get("show") == "none":
         style["show"] = ""
-    limits = {"device": requests[0].memory_limit, "host": requests[0].more.get("host_memory_limit")}
+    limits = {
+        "device": requests[0].memory_limit,
+        "host": requests[0].compile_options.get("host_memory_limit"),
+    }
     style["limits"] = {tier: limit for tier, limit in limits.items() if limit is not None}
-    found = map(bound_of_request, requests)
+    found = map(find_lower_bound, requests)
     bounds = [bound and bound.value for bound in found]
     runs = [request.timeline for request in requests]
     save(compare(runs, titles=args.title, bounds=bounds, **cast("Style", style)), args.output)

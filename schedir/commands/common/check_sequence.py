@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from schedir.commands.common.schedule_options import request_of
+from schedir.commands.common.schedule_options import make_request
 from schedir.errors import (
     ChannelMismatchError,
     DeadlockError,
@@ -15,14 +15,14 @@ from schedir.errors import (
     SchedirError,
     UsageError,
 )
-from schedir.io.terminal import as_json, listed
+from schedir.io.terminal import format_json, join_words
 
 if TYPE_CHECKING:
     from schedir.analysis.progress_models import ProgressModel
     from schedir.ir.program import Program
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What single ranks run instead."""
     parser.add_argument(
         "--rank-programs",
@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def several(args: argparse.Namespace) -> bool:
+def has_several_programs(args: argparse.Namespace) -> bool:
     """Whether it is steps that are asked for."""
     return len(args.source) > 1 or bool(args.on)
 
@@ -54,43 +54,43 @@ def run(args: argparse.Namespace) -> str:
     ):
         if (said := getattr(args, option)) is not None and said is not False:
             raise UsageError(f"{name} goes with one program, not with steps")
-    runs, own = _runs(args)
+    runs, own = _load_rank_programs(args)
     first = own.pop() if len(own) == 1 else "per_device"
     others = [model for model in MODELS if args.progress_model is None and model != first]
-    if error := _refusal(runs, first):
-        fine = [model for model in others if _refusal(runs, model) is None]
+    if error := _find_sequence_error(runs, first):
+        fine = [model for model in others if _find_sequence_error(runs, model) is None]
         if fine and isinstance(
             error, ProgramSequenceError | DeadlockError | GroupError | ChannelMismatchError
         ):
-            error.hint = f"they finish under {listed(fine)}"
+            error.hint = f"they finish under {join_words(fine)}"
         raise error
     models = [model for model in MODELS if model == first or model in others]
-    models = [model for model in models if _refusal(runs, model) is None]
+    models = [model for model in models if _find_sequence_error(runs, model) is None]
     named = [[program.name for program in row] for row in runs]
     if args.json:
-        return as_json({"steps": named, "models": models})
+        return format_json({"steps": named, "models": models})
     alike = all(row == named[0] for row in named)
     steps = ", ".join(named[0]) if alike else "; ".join(
         f"rank {rank}: {', '.join(row) or 'nothing'}" for rank, row in enumerate(named)
     )  # fmt: skip
     fails = [model for model in others if model not in models]
-    but = f", but not under {listed(fails)}" if fails else ""
+    but = f", but not under {join_words(fails)}" if fails else ""
     return (
         f"{steps}\neach is complete and in order, and one after the other {len(runs)} ranks "
-        f"finish them under {listed(models)}{but}\n"
+        f"finish them under {join_words(models)}{but}\n"
     )
 
 
-def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[ProgressModel]]:
+def _load_rank_programs(args: argparse.Namespace) -> tuple[list[list[Program]], set[ProgressModel]]:
     """What each rank runs, and the models under which the programs are checked alone."""
     known: dict[str, Program] = {}
     own: set[ProgressModel] = set()
 
     def program(source: str) -> Program:
         if source not in known:
-            request = request_of(args, source)
+            request = make_request(args, source)
             known[source] = request.program
-            own.add(request.proven_model)
+            own.add(request.proven_progress_model)
         return known[source]
 
     steps = [program(source) for source in args.source]
@@ -114,13 +114,13 @@ def _runs(args: argparse.Namespace) -> tuple[list[list[Program]], set[ProgressMo
     return runs, own
 
 
-def _refusal(
-    runs: Sequence[Sequence[Program]], progress_model: ProgressModel
+def _find_sequence_error(
+    rank_programs: Sequence[Sequence[Program]], progress_model: ProgressModel
 ) -> SchedirError | None:
     from schedir.verify.program_sequence import check_program_sequence
 
     try:
-        check_program_sequence(runs, progress_model)
+        check_program_sequence(rank_programs, progress_model)
     except SchedirError as error:
         return error
     return None

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from schedir.commands.common.progress_line import ProgressLine
 from schedir.errors import UsageError, format_bytes
-from schedir.io.files import expect_writable
-from schedir.io.terminal import as_json, table
+from schedir.io.files import require_writable
+from schedir.io.terminal import format_json, format_table
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.predict.possible_saving import gain_of, percent
-from schedir.schedule_search.search_results import numba_in_words
+from schedir.predict.possible_saving import compute_saving, format_percent
+from schedir.schedule_search.search_results import describe_numba
 
 if TYPE_CHECKING:
     import argparse
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from schedir.schedule_search.search_results import SearchStep
     from schedir.schedules.schedule_algebra import Schedule
 
-_ONE_LIMIT = {"memory_limit": "--memory-limit", "in_flight": "--max-in-flight"}
+_SINGLE_LIMIT_OPTIONS = {"memory_limit": "--memory-limit", "in_flight": "--max-in-flight"}
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class FrontierRequest:
     shape: PipelineShape
     costs: Costs | None
     sizes: Sizes | None
-    start: Sequence[Schedule | Program]
+    initial_schedules: Sequence[Schedule | Program]
     unit: str
 
 
-def require(args: argparse.Namespace) -> None:
+def require_frontier_options(args: argparse.Namespace) -> None:
     """Refuse what says nothing of a frontier; UsageError."""
-    for name in _ONE_LIMIT:
+    for name in _SINGLE_LIMIT_OPTIONS:
         if getattr(args, name) is not None:
             raise UsageError(
-                f"--frontier is of all limits, and {_ONE_LIMIT[name]} says one",
+                f"--frontier is of all limits, and {_SINGLE_LIMIT_OPTIONS[name]} says one",
                 fields=[name],
             )
     if args.objective == "own":
@@ -51,28 +51,28 @@ def require(args: argparse.Namespace) -> None:
     if args.prove == "solver":
         raise UsageError("the bounds of a frontier are closed ones", fields=["prove"])
     if args.output is not None:
-        from schedir.viz.figures.figure_files import suffix_of
+        from schedir.viz.figures.figure_files import require_figure_suffix
 
-        suffix_of(args.output)
+        require_figure_suffix(args.output)
 
 
-def told(args: argparse.Namespace, asked: FrontierRequest) -> tuple[str, bool]:
+def report_frontier(args: argparse.Namespace, request: FrontierRequest) -> tuple[str, bool]:
     """What was found at each limit, and whether at all of them; the picture is written."""
     if args.output is not None:
-        expect_writable(args.output)
-    found = _found(args, asked)
+        require_writable(args.output)
+    found = _search_frontier(args, request)
     if args.output is not None:
         from schedir.viz import memory_frontier, save
 
         save(memory_frontier(found), args.output)
-    said = _json(found) if args.json else _text(args, found, asked.unit)
-    return said, found.complete
+    said = _format_json(found) if args.json else _format_text(args, found, request.unit)
+    return said, found.is_complete
 
 
-def _found(args: argparse.Namespace, asked: FrontierRequest) -> MemoryFrontier:
+def _search_frontier(args: argparse.Namespace, request: FrontierRequest) -> MemoryFrontier:
     from schedir.schedule_search.memory_frontier import memory_frontier
 
-    progress, say = ProgressLine(), format_bytes if asked.sizes is not None else _count
+    progress, say = ProgressLine(), format_bytes if request.sizes is not None else _format_count
 
     def report(limit: float, step: SearchStep, bound: float) -> None:
         progress.show(
@@ -82,55 +82,57 @@ def _found(args: argparse.Namespace, asked: FrontierRequest) -> MemoryFrontier:
 
     try:
         return memory_frontier(
-            asked.shape, asked.costs, asked.sizes,
-            split=not args.whole,
+            request.shape, request.costs, request.sizes,
+            split_backward=not args.whole,
             seconds=args.seconds,
             evaluations=args.evaluations,
             seed=args.seed,
-            start=asked.start,
+            initial_schedules=request.initial_schedules,
             report=report,
         )  # fmt: skip
     finally:
-        progress.done()
+        progress.clear()
 
 
-def _count(limit: float) -> str:
+def _format_count(limit: float) -> str:
     return f"{limit:g} in flight"
 
 
-def _text(args: argparse.Namespace, found: MemoryFrontier, unit: str) -> str:
-    say, unit = format_bytes if found.in_bytes else _count, unit and f" {unit}"
-    lines = table(
+def _format_text(args: argparse.Namespace, frontier: MemoryFrontier, unit: str) -> str:
+    say, unit = format_bytes if frontier.is_in_bytes else _format_count, unit and f" {unit}"
+    lines = format_table(
         ["a rank may hold", "span", "bubble", "none is shorter than", "to gain"],
         [
             [say(limit), f"{run.span:.6g}{unit}", f"{run.bubble:.1%}", f"{bound:.6g}{unit}",
-             percent(gain_of(run.span, bound))]
-            for limit, run, bound in found.levels
+             format_percent(compute_saving(run.span, bound))]
+            for limit, run, bound in frontier.levels
         ],
     )  # fmt: skip
-    runs = sorted(found.runs, key=found.memory)
-    beside = (f"{t.program.name} {t.span:.6g}{unit} ({say(found.memory(t))})" for t in runs)
+    runs = sorted(frontier.timelines, key=frontier.measure_memory)
+    beside = (
+        f"{t.program.name} {t.span:.6g}{unit} ({say(frontier.measure_memory(t))})" for t in runs
+    )
     lines += f"beside: {', '.join(beside) or 'none that is built in'}\n"
-    lines += f"searched {numba_in_words(found.numba)}\n"
-    if not found.complete:
+    lines += f"searched {describe_numba(frontier.numba)}\n"
+    if not frontier.is_complete:
         lines += "interrupted, larger limits have not been searched\n"
     return lines + (f"wrote {args.output}\n" if args.output is not None else "")
 
 
-def _json(found: MemoryFrontier) -> str:
-    return as_json(
+def _format_json(frontier: MemoryFrontier) -> str:
+    return format_json(
         {
-            "memory": "bytes" if found.in_bytes else "in flight",
+            "memory": "bytes" if frontier.is_in_bytes else "in flight",
             "levels": [
                 {"limit": limit, "span": run.span, "bubble": run.bubble, "bound": bound}
-                for limit, run, bound in found.levels
+                for limit, run, bound in frontier.levels
             ],
             "beside": [
-                {"program": t.program.name, "memory": found.memory(t), "span": t.span}
-                for t in found.runs
+                {"program": t.program.name, "memory": frontier.measure_memory(t), "span": t.span}
+                for t in frontier.timelines
             ],
-            "bounds": [{"limit": limit, "bound": bound} for limit, bound in found.bounds[:-1]],
-            "complete": found.complete,
-            "numba": found.numba,
+            "bounds": [{"limit": limit, "bound": bound} for limit, bound in frontier.bounds[:-1]],
+            "complete": frontier.is_complete,
+            "numba": frontier.numba,
         }
     )

@@ -7,7 +7,7 @@ from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 from schedir.errors import format_bytes
-from schedir.io.terminal import as_json, table
+from schedir.io.terminal import format_json, format_table
 from schedir.planner.parallel_plan import GpuMemory, StepBreakdown
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from schedir.planner import PlanEstimate
 
 # What the parts of a step and of a GPU's memory are called here.
-_PARTS: Final = dict(
+_STEP_PART_NAMES: Final = dict(
     zip(
         StepBreakdown._fields,
         (
@@ -34,7 +34,7 @@ _PARTS: Final = dict(
         strict=True,
     )
 )
-_MEMORY: Final = dict(
+_MEMORY_PART_NAMES: Final = dict(
     zip(
         GpuMemory._fields,
         ("weights", "gradients", "optimizer", "activations", "other"),
@@ -42,14 +42,17 @@ _MEMORY: Final = dict(
     )
 )
 # Columns that are there where plans differ from what is usual: heading, field, and the usual.
-_SELDOM: Final = (("cp", "cp", 1), ("ep", "ep", 1), ("SP", "sequence_parallel", False))
-AT_LAST: Final = (("offload", "offload", "none"), ("optimizer", "optimizer_placement", "device"))
-_BYTES: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_DAY: Final = 86400.0
-_LONGEST: Final = 100  # characters of an option that are shown
+_RARE_COLUMNS: Final = (("cp", "cp", 1), ("ep", "ep", 1), ("SP", "sequence_parallel", False))
+LAST_COLUMNS: Final = (
+    ("offload", "offload", "none"),
+    ("optimizer", "optimizer_placement", "device"),
+)
+_BYTE_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SECONDS_PER_DAY: Final = 86400.0
+_MAX_OPTION_LENGTH: Final = 100  # characters of an option that are shown
 
 
-def seconds(time: float) -> str:
+def format_seconds(time: float) -> str:
     """A time for people to read.
 
     >>> seconds(31.234), seconds(3.1), seconds(0.00312), seconds(2.55e-5)
@@ -61,7 +64,7 @@ def seconds(time: float) -> str:
     return f"{1e6 * time:.3g} us"
 
 
-def name_of(plan: PlanEstimate) -> str:
+def describe_plan(plan: PlanEstimate) -> str:
     """What a plan is, in a sentence."""
     parts = [f"{plan.pp} pipeline rank{'s' * (plan.pp > 1)}"]
     parts += [f"{plan.tp} tensor-parallel slices"] * (plan.tp > 1)
@@ -80,51 +83,56 @@ def name_of(plan: PlanEstimate) -> str:
     return what + ", states on the host" * (plan.optimizer_placement != "device")
 
 
-def in_words(
-    asked: PlanRequest, plans: Sequence[PlanEstimate], take: int, tokens: float | None
+def format_plans(
+    request: PlanRequest, plans: Sequence[PlanEstimate], selected_number: int, tokens: float | None
 ) -> str:
     """The table of plans, and all of the one that is taken."""
-    model, cluster = asked.model, asked.cluster
-    taken = plans[take - 1]
+    model, cluster = request.model, request.cluster
+    taken = plans[selected_number - 1]
     nodes = f"{cluster.nodes} x {cluster.gpus_per_node}"
     lines = [
-        f"{asked.named[0]}: {_count(model.params)} parameters; a step has {asked.batch:,} "
-        f"sequences of {model.sequence:,} tokens; {cluster.gpus:,} "
-        f"GPU{'s' * (cluster.gpus > 1)} of {asked.named[1]} ({nodes})\n",
-        _table(plans, cluster.memory),
-        f"plan {take}: {name_of(taken)}\n",
-        *_beside(_times(taken), [*_held(taken, cluster.memory), *_on_host(taken, cluster)]),
-        *(f"  {line}\n" for line in _layers(asked, taken)),
+        f"{request.display_names[0]}: {_format_count(model.params)} parameters; a step has "
+        f"{request.batch:,} "
+        f"sequences of {model.sequence:,} tokens; {cluster.gpu_count:,} "
+        f"GPU{'s' * (cluster.gpu_count > 1)} of {request.display_names[1]} ({nodes})\n",
+        _format_table(plans, cluster.memory),
+        f"plan {selected_number}: {describe_plan(taken)}\n",
+        *_join_columns(
+            _format_step_times(taken),
+            [*_format_memory(taken, cluster.memory), *_format_host_memory(taken, cluster)],
+        ),
+        *(f"  {line}\n" for line in _format_layers(request, taken)),
     ]
-    lines += [f"  note: {note}\n" for note in _notes(asked, taken)]
-    if taken.beside:
-        lines.append(f"  offload: {taken.beside}\n")
-    if taken.why:
-        lines.append(f"  bound by {taken.why}\n")
+    lines += [f"  note: {note}\n" for note in _list_notes(request, taken)]
+    if taken.offload_comparison:
+        lines.append(f"  offload: {taken.offload_comparison}\n")
+    if taken.explanation:
+        lines.append(f"  bound by {taken.explanation}\n")
     if tokens is not None:
-        steps = tokens / (asked.batch * model.sequence)
-        lines.append(f"  {_count(tokens)} tokens are {steps:,.0f} steps: "
-                     f"{steps * taken.step / _DAY:,.1f} days\n")  # fmt: skip
+        steps = tokens / (request.batch * model.sequence)
+        lines.append(f"  {_format_count(tokens)} tokens are {steps:,.0f} steps: "
+                     f"{steps * taken.step_time / _SECONDS_PER_DAY:,.1f} days\n")  # fmt: skip
     return "".join(lines)
 
 
-def _table(plans: Sequence[PlanEstimate], limit: float) -> str:
+def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
     seldom, last = (
         [(name, field) for name, field, usual in columns
          if any(getattr(plan, field) != usual for plan in plans)]
-        for columns in (_SELDOM, AT_LAST)
+        for columns in (_RARE_COLUMNS, LAST_COLUMNS)
     )  # fmt: skip
-    return table(
+    return format_table(
         ["plan", "pp", "tp", *(name for name, _ in seldom), "dp", "v", "b", "m", "schedule",
          "recompute", "ZeRO", *(name for name, _ in last), "step", "TFLOP/s", "MFU", "memory"],
         [
             [
                 str(k), str(plan.pp), str(plan.tp),
-                *(_cell(getattr(plan, field)) for _, field in seldom),
+                *(_format_cell(getattr(plan, field)) for _, field in seldom),
                 str(plan.dp), str(plan.stages_per_rank), str(plan.microbatch_size),
                 str(plan.microbatches), plan.schedule, plan.recompute,
-                str(plan.zero), *(_cell(getattr(plan, field)) for _, field in last),
-                seconds(plan.step), f"{plan.flops / 1e12:.1f}", f"{plan.mfu:.1%}",
+                str(plan.zero), *(_format_cell(getattr(plan, field)) for _, field in last),
+                format_seconds(plan.step_time), f"{plan.flops_per_second / 1e12:.1f}",
+                f"{plan.mfu:.1%}",
                 f"{plan.memory.total / 1e9:.1f} of {limit / 1e9:.4g} GB",
             ]
             for k, plan in enumerate(plans, 1)
@@ -132,30 +140,35 @@ def _table(plans: Sequence[PlanEstimate], limit: float) -> str:
     )  # fmt: skip
 
 
-def _cell(value: int | str) -> str:
+def _format_cell(value: int | str) -> str:
     return ("yes" if value else "-") if isinstance(value, bool) else str(value)
 
 
-def _times(plan: PlanEstimate) -> list[str]:
+def _format_step_times(plan: PlanEstimate) -> list[str]:
     """A line for each part of the step, the longest first."""
-    rows = _rows(plan.parts._asdict(), _PARTS, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")))
-    return [f"step {seconds(plan.step)}{', simulated' * plan.exact}", *rows]
+    rows = _format_parts(
+        plan.breakdown._asdict(), _STEP_PART_NAMES, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    )
+    return [f"step {format_seconds(plan.step_time)}{', simulated' * plan.exact}", *rows]
 
 
-def _held(plan: PlanEstimate, limit: float) -> list[str]:
+def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:
     """A line for each part of what the fullest GPU holds, the largest first."""
-    rows = _rows(plan.memory._asdict(), _MEMORY, _BYTES)
+    rows = _format_parts(plan.memory._asdict(), _MEMORY_PART_NAMES, _BYTE_UNITS)
     return [f"memory {format_bytes(plan.memory.total)} of {format_bytes(limit)}", *rows]
 
 
-def _on_host(plan: PlanEstimate, cluster: Cluster) -> Iterator[str]:
+def _format_host_memory(plan: PlanEstimate, cluster: Cluster) -> Iterator[str]:
     """The same of what a GPU has on its host, if anything."""
-    if plan.host.total:
-        yield f"host {format_bytes(plan.host.total)} of {format_bytes(cluster.host_memory or 0.0)}"
-        yield from _rows(plan.host._asdict(), _MEMORY, _BYTES)
+    if plan.host_memory.total:
+        yield (
+            f"host {format_bytes(plan.host_memory.total)} of "
+            f"{format_bytes(cluster.host_memory or 0.0)}"
+        )
+        yield from _format_parts(plan.host_memory._asdict(), _MEMORY_PART_NAMES, _BYTE_UNITS)
 
 
-def _rows(
+def _format_parts(
     parts: dict[str, float], names: dict[str, str], units: Sequence[tuple[float, str]]
 ) -> Iterator[str]:
     """The parts that there are, the largest first, each with its share, all in one unit."""
@@ -168,32 +181,36 @@ def _rows(
         yield f"  {name:<{wide}}  {text:>{max(map(len, said))}} {unit}  {value / whole:>5.1%}"
 
 
-def _beside(left: list[str], right: list[str]) -> Iterator[str]:
+def _join_columns(left: list[str], right: list[str]) -> Iterator[str]:
     """Lines of two columns."""
     wide = max(map(len, left)) + 6
     for one, other in zip_longest(left, right, fillvalue=""):
         yield f"  {one:<{wide}}{other}".rstrip() + "\n"
 
 
-def _layers(asked: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
+def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
     """The layers of each stage where they are uneven, and how other trainers are told."""
-    if not (told := _options(asked, plan)):
+    if not (told := _find_launcher_options(request, plan)):
         return
-    yield f"layers of each stage: {_runs(plan.layers_per_stage)}"
+    yield f"layers of each stage: {_format_repeats(plan.layers_per_stage)}"
     for trainer, text in told.items():
         yield f"  {trainer}"
         for line in text.splitlines():
-            yield f"    {line}" if len(line) <= _LONGEST else f"    {line[:_LONGEST]}... (--json)"
+            yield (
+                f"    {line}"
+                if len(line) <= _MAX_OPTION_LENGTH
+                else f"    {line[:_MAX_OPTION_LENGTH]}... (--json)"
+            )
 
 
-def _options(asked: PlanRequest, plan: PlanEstimate) -> dict[str, str]:
+def _find_launcher_options(request: PlanRequest, plan: PlanEstimate) -> dict[str, str]:
     """How other trainers are told its layers; nothing of those that are divided evenly."""
     from schedir.planner import launcher_options
 
-    return launcher_options(asked.model, plan) if len({*plan.layers_per_stage}) > 1 else {}
+    return launcher_options(request.model, plan) if len({*plan.layers_per_stage}) > 1 else {}
 
 
-def _runs(numbers: Sequence[int]) -> str:
+def _format_repeats(numbers: Sequence[int]) -> str:
     """Numbers in a row, those that are alike as one.
 
     >>> _runs((3, 4, 4, 4, 3))
@@ -203,16 +220,17 @@ def _runs(numbers: Sequence[int]) -> str:
     return ", ".join(f"{n} x {number}" if n > 1 else f"{number}" for number, n in runs)
 
 
-def _notes(asked: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
+def _list_notes(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
     """What is to be known of a plan beside its numbers."""
-    if plan.tp > asked.cluster.gpus_per_node:
+    if plan.tp > request.cluster.gpus_per_node:
         yield (
-            f"tensor parallelism over {plan.tp} leaves the node of {asked.cluster.gpus_per_node}: "
+            f"tensor parallelism over {plan.tp} leaves the node of "
+            f"{request.cluster.gpus_per_node}: "
             "its sums cross the network, in each layer"
         )
 
 
-def _count(number: float) -> str:
+def _format_count(number: float) -> str:
     """A large number for people to read.
 
     >>> _count(174.6e9), _count(1.008e12), _count(66e6)
@@ -223,22 +241,25 @@ def _count(number: float) -> str:
     return f"{number / one:.4g} {name}".strip()
 
 
-def as_told(asked: PlanRequest, plans: Sequence[PlanEstimate]) -> str:
+def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> str:
     """The same for a program to read."""
-    return as_json(
+    return format_json(
         {
-            "model": asdict(asked.model) | {"params": asked.model.params},
-            "cluster": asdict(asked.cluster) | {"gpus": asked.cluster.gpus},
-            "batch": asked.batch,
-            "plans": [facts(plan) | {"options": _options(asked, plan)} for plan in plans],
+            "model": asdict(request.model) | {"params": request.model.params},
+            "cluster": asdict(request.cluster) | {"gpus": request.cluster.gpu_count},
+            "batch": request.batch,
+            "plans": [
+                collect_plan_facts(plan) | {"options": _find_launcher_options(request, plan)}
+                for plan in plans
+            ],
         }
     )
 
 
-def facts(plan: PlanEstimate) -> dict[str, Any]:
+def collect_plan_facts(plan: PlanEstimate) -> dict[str, Any]:
     """All that is known of a plan; parts are told by name."""
     told = asdict(plan)
-    told["parts"] = plan.parts._asdict()
-    for tier, held in (("memory", plan.memory), ("host", plan.host)):
+    told["parts"] = plan.breakdown._asdict()
+    for tier, held in (("memory", plan.memory), ("host", plan.host_memory)):
         told[tier] = held._asdict() | {"total": held.total}
     return told

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from schedir.ir.program import Program
     from schedir.planner import PlanEstimate, TransformerSpec
 
-_SEARCHED: Final = 3  # plans for which a shorter schedule is searched
-_CELLS: Final = 60  # of a picture, in which time or memory grows by a factor e
+_MAX_SEARCHED_PLANS: Final = 3  # plans for which a shorter schedule is searched
+_PICTURE_RESOLUTION: Final = 60  # of a picture, in which time or memory grows by a factor e
 # Dimensions that can be fixed: the option, the field of a choice, and what it is.
-FIXED: Final = (
+FIXED_OPTIONS: Final = (
     ("pp", "pp", "ranks of a pipeline"),
     ("tp", "tp", "tensor-parallel slices"),
     ("dp", "dp", "replicas"),
@@ -30,7 +30,7 @@ FIXED: Final = (
     ("microbatch-size", "microbatch_size", "sequences of a microbatch"),
     ("zero", "zero", "stages of ZeRO"),
 )
-WORDS: Final = (
+NAME_OPTIONS: Final = (
     ("schedules", "schedules", "schedules, by name"),
     ("recompute", "recompute", "what a layer runs again: none, selective, full"),
 )
@@ -38,20 +38,24 @@ WORDS: Final = (
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """For what is planned; `named` is what a person calls the model, and the machines."""
+    """For what is planned; `display_names` is what a person calls the model, and the machines."""
 
     model: TransformerSpec
     cluster: Cluster
     batch: int
-    named: tuple[str, str]
-    how: dict[str, Any]  # of `schedir.planner.plan`
+    display_names: tuple[str, str]
+    planner_options: dict[str, Any]  # of `schedir.planner.plan`
 
 
-def asked_of(args: argparse.Namespace) -> PlanRequest:
+def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
     """What the options say.  Raises UsageError for what is not said, and cannot be."""
-    from schedir.planner.transformer.model_presets import FIELDS, model_of, shape_of
+    from schedir.planner.transformer.model_presets import (
+        SPEC_FIELDS,
+        build_model,
+        load_model_fields,
+    )
 
-    own = {name: value for name in FIELDS if (value := getattr(args, name)) is not None}
+    own = {name: value for name in SPEC_FIELDS if (value := getattr(args, name)) is not None}
     if args.model is None and not own:
         raise UsageError(
             "nobody says which model",
@@ -59,21 +63,23 @@ def asked_of(args: argparse.Namespace) -> PlanRequest:
             "--sequence 2048",
             fields=["model"],
         )
-    shape = {} if args.model is None else shape_of(args.model)
-    model = model_of({**shape, **own}, args.model or "")
+    shape = {} if args.model is None else load_model_fields(args.model)
+    model = build_model({**shape, **own}, args.model or "")
     if args.batch is None:
         raise UsageError("nobody says how many sequences a step has", hint="--batch 1536",
                          fields=["batch"])  # fmt: skip
-    fixed = {field: value for _, field, _ in (*FIXED, *WORDS)
+    fixed = {field: value for _, field, _ in (*FIXED_OPTIONS, *NAME_OPTIONS)
              if (value := getattr(args, field)) is not None}  # fmt: skip
     fixed |= {name: value for name in ("attention", "sequence_parallel", "rank_order")
               if (value := getattr(args, name)) is not None}  # fmt: skip
     how = {"exact": not args.no_exact, "offload": args.offload, **fixed}
     name = Path(args.model).stem if args.model is not None and not own else "the model"
-    return PlanRequest(model, _cluster(args), args.batch, (name, Path(args.cluster).stem), how)
+    return PlanRequest(
+        model, _resolve_cluster(args), args.batch, (name, Path(args.cluster).stem), how
+    )
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
+def _resolve_cluster(args: argparse.Namespace) -> Cluster:
     """The machines: those of a name or of a file, as many as are said."""
     from schedir.io.cluster_file import load_cluster
     from schedir.planner import cluster_preset, cluster_presets
@@ -93,10 +99,10 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if args.nodes is not None:
         return replace(found, nodes=args.nodes)
     gpus = args.gpus if args.gpus is not None or not args.scale else max(args.scale)
-    return found if gpus is None else with_gpus(found, gpus)
+    return found if gpus is None else resize_cluster(found, gpus)
 
 
-def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
+def resize_cluster(cluster: Cluster, gpus: int) -> Cluster:
     """So many GPUs of such nodes: whole nodes, or a part of one."""
     each = cluster.gpus_per_node
     if gpus < each:
@@ -110,26 +116,32 @@ def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
     return replace(cluster, nodes=gpus // each)
 
 
-def planned(asked: PlanRequest, top: int) -> list[PlanEstimate]:
+def find_plans(request: PlanRequest, max_plans: int) -> list[PlanEstimate]:
     """The best plans, the shortest step first."""
     from schedir.planner import plan
 
     progress = ProgressLine()
-    progress.show(f"planning on {asked.cluster.gpus:,} GPUs")
+    progress.show(f"planning on {request.cluster.gpu_count:,} GPUs")
     try:
         with catch_warnings(action="ignore", category=UserWarning):  # which is told below the table
-            return plan(asked.model, asked.cluster, asked.batch, top=top, **asked.how)
+            return plan(
+                request.model,
+                request.cluster,
+                request.batch,
+                top=max_plans,
+                **request.planner_options,
+            )
     finally:
-        progress.done()
+        progress.clear()
 
 
-def searched(
-    asked: PlanRequest, plans: list[PlanEstimate], seconds: float
+def improve_plan_schedules(
+    request: PlanRequest, plans: list[PlanEstimate], seconds: float
 ) -> tuple[list[PlanEstimate], dict[PlanEstimate, Program], str]:
     """Search shorter schedules for the first plans.
 
     Args:
-        asked: The model, the cluster and what else the command got.
+        request: The model, the cluster and what else the command got.
         plans: The plans, the shortest step first.
         seconds: How long to search for each plan; with 0 there is no search.
 
@@ -138,54 +150,64 @@ def searched(
         searches used numba, which is empty without a search.
     """
     from schedir.planner import improve_schedule
-    from schedir.schedule_search.search_results import combined, numba_in_words
+    from schedir.schedule_search.search_results import combine_numba, describe_numba
 
     found, programs, progress = [*plans], dict[Any, Any](), ProgressLine()
     uses = []
-    for k, plan in enumerate(plans[: _SEARCHED if seconds else 0]):
+    for k, plan in enumerate(plans[: _MAX_SEARCHED_PLANS if seconds else 0]):
         progress.show(f"searching a shorter schedule for plan {k + 1}")
         with suppress(SchedirError):  # some leave no room for what a search knows of
-            new = improve_schedule(asked.model, asked.cluster, plan, seconds=seconds)
+            new = improve_schedule(request.model, request.cluster, plan, time_limit=seconds)
             uses.append(new.numba)
-            if new.priced.step < plan.step:
-                found[k] = replace(new.priced, bound=plan.bound, why=plan.why)
+            if new.estimate.step_time < plan.step_time:
+                found[k] = replace(
+                    new.estimate, bottleneck=plan.bottleneck, explanation=plan.explanation
+                )
                 programs[found[k]] = new.program
-    progress.done()
-    note = f"searched {numba_in_words(combined(uses))}; a plan has two searches\n" if uses else ""
-    return sorted(found, key=lambda plan: plan.step), programs, note
+    progress.clear()
+    note = (
+        f"searched {describe_numba(combine_numba(uses))}; a plan has two searches\n" if uses else ""
+    )
+    return sorted(found, key=lambda plan: plan.step_time), programs, note
 
 
-def divided(asked: PlanRequest, plans: list[PlanEstimate]) -> list[PlanEstimate]:
+def optimize_plan_divisions(request: PlanRequest, plans: list[PlanEstimate]) -> list[PlanEstimate]:
     """The plans with layers divided so that a step is shorter, of the first ones, where that is."""
     from schedir.planner import optimize_layer_division, simulate_plan
-    from schedir.planner.plan_estimate import plain
+    from schedir.planner.plan_estimate import strip_estimates
 
     found, progress = [*plans], ProgressLine()
-    for k, plan in enumerate(plans[:_SEARCHED]):
+    for k, plan in enumerate(plans[:_MAX_SEARCHED_PLANS]):
         progress.show(f"dividing the layers of plan {k + 1}")
         with suppress(UsageError):  # no division holds little enough
-            layers = optimize_layer_division(asked.model, asked.cluster, plain(plan))
+            layers = optimize_layer_division(request.model, request.cluster, strip_estimates(plan))
             even, new = (
                 simulate_plan(
-                    asked.model, asked.cluster, replace(plain(plan), layers_per_stage=which)
+                    request.model,
+                    request.cluster,
+                    replace(strip_estimates(plan), layers_per_stage=which),
                 )
                 for which in (plan.layers_per_stage, layers)
             )
-            if new.step < even.step:
-                found[k] = replace(new, bound=plan.bound, why=plan.why)
-    progress.done()
-    return sorted(found, key=lambda plan: plan.step)
+            if new.step_time < even.step_time:
+                found[k] = replace(new, bottleneck=plan.bottleneck, explanation=plan.explanation)
+    progress.clear()
+    return sorted(found, key=lambda plan: plan.step_time)
 
 
-def everything(asked: PlanRequest) -> list[PlanEstimate]:
+def list_all_plans(request: PlanRequest) -> list[PlanEstimate]:
     """All plans by their closed form, also those that do not fit; of those that a picture cannot
     tell apart, one."""
     import numpy as np
 
     from schedir.planner import all_plans
 
-    how = {name: value for name, value in asked.how.items() if name not in ("exact", "offload")}
-    found = all_plans(asked.model, asked.cluster, asked.batch, **how)
-    where = np.rint(_CELLS * np.log([found.step, found.total]))
+    how = {
+        name: value
+        for name, value in request.planner_options.items()
+        if name not in ("exact", "offload")
+    }
+    found = all_plans(request.model, request.cluster, request.batch, **how)
+    where = np.rint(_PICTURE_RESOLUTION * np.log([found.step_times, found.total_memory]))
     first = np.unique([*where, found.plans.recompute], axis=1, return_index=True)[1]
-    return [found.at(asked.model, asked.cluster, number) for number in first.tolist()]
+    return [found.estimate_at(request.model, request.cluster, number) for number in first.tolist()]

@@ -13,16 +13,16 @@ from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
 from schedir.errors import UsageError, describe
-from schedir.io.command_line import FLAGS, option_name
+from schedir.io.command_line import FIELDS_WITH_FLAGS, option_name
 from schedir.io.files import read_text
-from schedir.io.toml_tables import tables_of
-from schedir.ir.pipeline.field_schema import YES_OR_NO, FieldType
-from schedir.ir.program import HEADER
-from schedir.passes.pass_registry import OPTIONS, SECTION_OF
-from schedir.retired_names import RETIRED, renamed_value
+from schedir.io.toml_tables import parse_toml
+from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType
+from schedir.ir.program import HEADER_FIELDS
+from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
+from schedir.retired_names import RETIRED_HINTS, get_rename_hint
 
 
-def _sharing(text: str) -> str:
+def _parse_buffer_sharing(text: str) -> str:
     if text not in ("minimal", "latency_preserving"):
         raise ValueError(f"must be minimal or latency_preserving, not {text!r}")
     return text
@@ -46,29 +46,31 @@ class ProgramOption(NamedTuple):
     Attributes:
         kind: The type of its values.
         help: What it does.
-        setting: Its name in a configuration, such as `"pipeline.zero"`; empty if it has none.
-        of_shape: Whether it belongs to the shape, and not to the lowering.
+        config_key: Its name in a configuration, such as `"pipeline.zero"`; empty if it has none.
+        is_shape_option: Whether it belongs to the shape, and not to the lowering.
     """
 
     kind: FieldType
     help: str
-    setting: str
-    of_shape: bool = False
+    config_key: str
+    is_shape_option: bool = False
 
 
-def _table() -> Iterator[tuple[str, ProgramOption]]:
-    for field in HEADER:
+def _list_options() -> Iterator[tuple[str, ProgramOption]]:
+    for field in HEADER_FIELDS:
         setting = f"{field.section}.{field.name}" if field.in_config else ""
-        yield field.name, ProgramOption(field.kind, field.help, setting, field.of_plan)
+        yield field.name, ProgramOption(field.field_type, field.help, setting, field.is_shape_field)
     yield (
         "overlap",
         ProgramOption(
-            YES_OR_NO,
+            YES_OR_NO_TYPE,
             "group opposite transfers, begin gathers and post receives early",
             "pipeline.overlap",
         ),
     )
-    sharing = FieldType("is minimal or latency_preserving", _sharing, str, metavar="HOW")
+    sharing = FieldType(
+        "is minimal or latency_preserving", _parse_buffer_sharing, str, metavar="HOW"
+    )
     yield (
         "buffer_sharing",
         ProgramOption(
@@ -77,24 +79,24 @@ def _table() -> Iterator[tuple[str, ProgramOption]]:
             "pipeline.buffer_sharing",
         ),
     )
-    for name, (kind, about) in OPTIONS.items():
-        section = SECTION_OF[name]
+    for name, (kind, about) in PASS_OPTIONS.items():
+        section = OPTION_SECTIONS[name]
         yield name, ProgramOption(kind, about, f"{section}.{name}" if section else "")
 
 
 # All options by name, those with a flag of their own (`--ranks`) among them.
-ALL: Final[Mapping[str, ProgramOption]] = dict(_table())
+PROGRAM_OPTIONS: Final[Mapping[str, ProgramOption]] = dict(_list_options())
 
 
-def unknown(name: str) -> UsageError:
+def unknown_option_error(name: str) -> UsageError:
     """Return the error of a name that is no option, with the nearest names."""
-    near = get_close_matches(name, ALL, 1)
+    near = get_close_matches(name, PROGRAM_OPTIONS, 1)
     hint = f"did you mean {option_name(near[0])}?" if near else "schedir options lists them"
-    hint = _OTHER_OPTIONS.get(name, RETIRED.get(name, hint))
+    hint = _OTHER_OPTIONS.get(name, RETIRED_HINTS.get(name, hint))
     return UsageError(f"-O: no option {name!r}", hint=hint)
 
 
-def parse(text: str) -> tuple[str, Any]:
+def parse_option(text: str) -> tuple[str, Any]:
     """Parse `NAME=VALUE`, or `NAME` of an option that is on or off.
 
     Raises:
@@ -106,33 +108,33 @@ def parse(text: str) -> tuple[str, Any]:
     """
     name, equals, value = text.partition("=")
     name = name.strip().replace("-", "_")
-    if name not in ALL:
-        raise unknown(name)
-    if name in FLAGS:
+    if name not in PROGRAM_OPTIONS:
+        raise unknown_option_error(name)
+    if name in FIELDS_WITH_FLAGS:
         raise UsageError(
             f"{name} has an option of its own",
-            hint=f"{option_name(name)} {value or ALL[name].kind.metavar}",
+            hint=f"{option_name(name)} {value or PROGRAM_OPTIONS[name].kind.metavar}",
         )
-    kind = ALL[name].kind
+    kind = PROGRAM_OPTIONS[name].kind
     if not equals:
         if kind.metavar and name != "tied_weights":
             raise UsageError(f"-O {name} needs a value", hint=f"-O {name}={kind.metavar}")
         return name, True
-    return name, _read(f"-O {name}", name, value)
+    return name, _parse_value(f"-O {name}", name, value)
 
 
-def _read(where: str, name: str, text: str) -> Any:
+def _parse_value(location: str, name: str, text: str) -> Any:
     try:
-        return ALL[name].kind.parse(text)
+        return PROGRAM_OPTIONS[name].kind.parse(text)
     except ValueError as error:
-        hint = renamed_value(name, text) or f"schedir options {name}"
+        hint = get_rename_hint(name, text) or f"schedir options {name}"
         if name == "buffer_sharing" and text in ("none", "own"):  # as a configuration says it
             hint = "that is the default: leave buffer_sharing out"
-        raise UsageError(f"{where}: {error}", hint=hint, fields=[name]) from None
+        raise UsageError(f"{location}: {error}", hint=hint, fields=[name]) from None
 
 
 class _ProgramOptionAction(argparse.Action):
-    """`-O NAME=VALUE`: sets the attribute NAME of the namespace, which `accepts` it."""
+    """`-O NAME=VALUE`: sets the attribute NAME of the namespace, which `validate_option` it."""
 
     def __call__(
         self,
@@ -141,7 +143,7 @@ class _ProgramOptionAction(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        name, value = parse(values)
+        name, value = parse_option(values)
         self.const(name, values)
         given = {*(getattr(namespace, self.dest, None) or ())}
         if name in given:
@@ -167,7 +169,7 @@ class _ConfigAction(argparse.Action):
         for name, value in read_config(values).items():
             if name not in typed and getattr(namespace, name, None) in (None, False):
                 with suppress(UsageError):  # the command does not take it
-                    if name in ALL:
+                    if name in PROGRAM_OPTIONS:
                         self.const(name, f"{name}={value}")
                     setattr(namespace, name, value)
 
@@ -185,81 +187,90 @@ def read_config(path: str) -> dict[str, Any]:
         UsageError: The file cannot be read, has a section or a setting that `schedir train` does
             not have, or an option does not take its value.
     """
-    from schedir.training.config.settings_table import settings
+    from schedir.training.config.settings_table import list_settings
 
-    known = {name: {each.name for each in table} for name, (_, table) in settings().items()}
-    found = tables_of(read_text(path), path)
+    known = {name: {each.name for each in table} for name, (_, table) in list_settings().items()}
+    found = parse_toml(read_text(path), path)
     for section, table in found.items():
         if section not in known or not isinstance(table, dict):
-            raise UsageError(f"{path}: no section {section!r}", hint=nearest(section, known))
+            raise UsageError(f"{path}: no section {section!r}", hint=suggest_names(section, known))
         for key in table if section in ("pipeline", "memory") else ():
             if key not in known[section]:
                 name = f"{section}.{key}"
-                hint = RETIRED.get(name) or nearest(key, known[section])
+                hint = RETIRED_HINTS.get(name) or suggest_names(key, known[section])
                 raise UsageError(f"{path}: no setting {name}", hint=hint)
     values: dict[str, Any] = {}
-    for name, option in ALL.items():
-        section, _, key = option.setting.partition(".")
+    for name, option in PROGRAM_OPTIONS.items():
+        section, _, key = option.config_key.partition(".")
         value = found.get(section, {}).get(key) if key else None
         if value is not None and (name, value) not in (
             ("buffer_sharing", "auto"),
             ("buffer_sharing", "none"),
         ):
-            values[name] = _setting(f"{path}: {option.setting}", name, value)
+            values[name] = _parse_setting(f"{path}: {option.config_key}", name, value)
     if (limit := found.get("memory", {}).get("memory_limit")) is not None:
-        values["memory_limit"] = _setting(
+        values["memory_limit"] = _parse_setting(
             f"{path}: memory.memory_limit", "host_memory_limit", limit
         )  # bytes, too
     return values
 
 
-def _setting(where: str, name: str, value: Any) -> Any:
+def _parse_setting(location: str, name: str, value: Any) -> Any:
     """Return the value of an option from a value in TOML."""
-    kind = ALL[name].kind
+    kind = PROGRAM_OPTIONS[name].kind
     if isinstance(value, bool) is bool(kind.metavar):
-        raise UsageError(f"{where} {kind.takes}, not {describe(value)}", fields=[name])
+        raise UsageError(f"{location} {kind.requirement}, not {describe(value)}", fields=[name])
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and kind.type is int:
-        raise UsageError(f"{where} {kind.takes}, not {describe(value)}", fields=[name])
+        raise UsageError(f"{location} {kind.requirement}, not {describe(value)}", fields=[name])
     if isinstance(value, list):
         rows = [",".join(map(str, row)) if isinstance(row, list) else str(row) for row in value]
         value = ("/" if any(isinstance(row, list) for row in value) else ",").join(rows)
-    return _read(where, name, str(value))
+    return _parse_value(location, name, str(value))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint with the name of `known` that is nearest, or with all of them."""
-    names = sorted(known)
+def suggest_names(name: str, known_names: Iterable[str]) -> str:
+    """Return a hint with the name of `known_names` that is nearest, or with all of them."""
+    names = sorted(known_names)
     near = get_close_matches(name, names, 1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
 
 
 def add_program_options(
-    group: argparse._ArgumentGroup, accepts: Any, *, shape: bool, lowering: bool = True
+    group: argparse._ArgumentGroup,
+    validate_option: Any,
+    *,
+    has_shape_options: bool,
+    has_lowering_options: bool = True,
 ) -> None:
     """Add `-O` and `--config`.
 
     Args:
         group: The group of the help.
-        accepts: Called with the name and the text of each option.  It raises UsageError for an
+        validate_option: Called with the name and the text of each option.  It raises UsageError for
+        an
             option that the command does not take.
-        shape: Whether the command takes options of the shape.
-        lowering: Whether it takes options of the lowering.
+        has_shape_options: Whether the command takes options of the shape.
+        has_lowering_options: Whether it takes options of the lowering.
     """
-    names = [name for name, option in ALL.items() if shape or not option.of_shape]
+    names = [
+        name
+        for name, option in PROGRAM_OPTIONS.items()
+        if has_shape_options or not option.is_shape_option
+    ]
     group.add_argument(
-        "-O", dest="program_options", metavar="NAME=VALUE", const=accepts,
+        "-O", dest="program_options", metavar="NAME=VALUE", const=validate_option,
         action=_ProgramOptionAction,
         help="how the schedule is compiled: -O zero=3, -O overlap, -O recompute=fit; "
         "`schedir options` lists all"
-        if lowering
+        if has_lowering_options
         else "more of the shape: -O optimizer_steps=2, -O weight_delay=1, -O sequence_chunks=4",
     )  # fmt: skip
     group.add_argument(
-        "--config", metavar="FILE.toml", action=_ConfigAction, const=accepts,
+        "--config", metavar="FILE.toml", action=_ConfigAction, const=validate_option,
         help="take what is not given here from [pipeline] and [memory] of a configuration, but "
         "the schedule",
     )  # fmt: skip
-    defaults = {name: None for name in names if name not in FLAGS}
+    defaults = {name: None for name in names if name not in FIELDS_WITH_FLAGS}
     group.set_defaults(**{**defaults, "overlap": False})

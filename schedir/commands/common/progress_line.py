@@ -10,14 +10,14 @@ class ProgressLine:
     """A line on standard error that is written over; elsewhere than on a terminal, nothing."""
 
     def __init__(self) -> None:
-        self.shown = sys.stderr.isatty()
+        self.is_shown = sys.stderr.isatty()
 
     def show(self, text: str) -> None:
         """Write it in the place of what stands there."""
-        if self.shown:
+        if self.is_shown:
             line = text[: get_terminal_size().columns - 1]  # a line that wraps cannot be cleared
             print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def done(self) -> None:
+    def clear(self) -> None:
         """Leave an empty line."""
         self.show("")

@@ -21,46 +21,54 @@ Candidate = tuple[str, "Request"]
 class ScheduleRanking:
     """What was found of all candidates: which fit, the shortest first, and why others do not."""
 
-    fit: list[Request] = field(default_factory=list)
-    over: dict[str, str] = field(default_factory=dict)  # more than may be held: how much that is
-    split: list[str] = field(default_factory=list)  # with backwards that are not whole
-    same: dict[str, str] = field(default_factory=dict)  # the same program as another, by name
-    refused: dict[str, SchedirError] = field(default_factory=dict)  # not for this shape, or costs
+    fitting: list[Request] = field(default_factory=list)
+    over_limit: dict[str, str] = field(
+        default_factory=dict
+    )  # more than may be held: how much that is
+    with_split_backward: list[str] = field(
+        default_factory=list
+    )  # with backwards that are not whole
+    duplicates: dict[str, str] = field(default_factory=dict)  # the same program as another, by name
+    refusals: dict[str, SchedirError] = field(default_factory=dict)  # not for this shape, or costs
 
 
-def known(*, delayed: bool) -> dict[str, Schedule]:
+def list_built_in_schedules(*, has_weight_delay: bool) -> dict[str, Schedule]:
     """The built-in schedules by name, first those that do not take v.
 
     Those that delay updates are another training than all others.
     """
-    from schedir.schedules import built_in
-    from schedir.schedules.schedule_algebra import delay_for, takes_v
+    from schedir.schedules import get_built_in_schedules
+    from schedir.schedules.schedule_algebra import get_weight_delay_mark, has_free_v
 
-    zoo = built_in()
-    plain_first = sorted(zoo, key=lambda name: takes_v(zoo[name]))
-    return {n: zoo[n] for n in plain_first if (delay_for(zoo[n]) is not None) == delayed}
+    zoo = get_built_in_schedules()
+    plain_first = sorted(zoo, key=lambda name: has_free_v(zoo[name]))
+    return {
+        n: zoo[n]
+        for n in plain_first
+        if (get_weight_delay_mark(zoo[n]) is not None) == has_weight_delay
+    }
 
 
-def on_the_plan(request: Request) -> Iterable[Candidate]:
+def list_built_in_requests(request: Request) -> Iterable[Candidate]:
     """The built-in schedules, asked for on the very shape and at the very costs of a request."""
     from schedir.io.source_loader import Source
 
-    for name in known(delayed=False):
+    for name in list_built_in_schedules(has_weight_delay=False):
         yield name, replace(request, source=Source(name))
 
 
-def ranked(
+def rank_schedules(
     candidates: Iterable[Candidate],
     *,
-    over: Callable[[Request], str] = lambda _: "",
-    length: Callable[[Timeline], float] = lambda timeline: timeline.span,
-    whole: bool = False,
-    said: Collection[str] = (),
+    describe_excess: Callable[[Request], str] = lambda _: "",
+    compute_objective: Callable[[Timeline], float] = lambda timeline: timeline.span,
+    full_backward_only: bool = False,
+    named_sources: Collection[str] = (),
 ) -> ScheduleRanking:
     """Each candidate simulated; one that is the same program as another is left out.
 
-    `over` says what a run holds if it is too much.  Of sources that somebody `said` it is told
-    that they are the same program as another.
+    `describe_excess` says what a run holds if it is too much.  Of sources that somebody
+    `named_sources` it is told that they are the same program as another.
     """
     found, digests = ScheduleRanking(), dict[str, str]()
     for name, request in candidates:
@@ -69,25 +77,27 @@ def ranked(
         except UsageError:
             raise
         except MemoryLimitError as error:
-            found.over[name] = format_bytes(error.needs)
+            found.over_limit[name] = format_bytes(error.required_bytes)
             continue
         except SchedirError as error:
-            found.refused[name] = error
+            found.refusals[name] = error
             continue
         program = timeline.program
-        if not program.trains:
+        if not program.has_backward:
             continue
         if program.digest in digests:
-            if str(request.source) in said and digests[program.digest] != name:
-                found.same[name] = digests[program.digest]
+            if str(request.source) in named_sources and digests[program.digest] != name:
+                found.duplicates[name] = digests[program.digest]
             continue
         digests[program.digest] = name
-        if whole and BACKWARD_INPUT in program.ops:
-            found.split.append(name)
-        elif too_much := over(request):
-            found.over[name] = too_much
+        if full_backward_only and BACKWARD_INPUT in program.used_opcodes:
+            found.with_split_backward.append(name)
+        elif too_much := describe_excess(request):
+            found.over_limit[name] = too_much
         else:
-            found.fit.append(request)
+            found.fitting.append(request)
     # Sums of costs differ by rounding: what is as long is ranked by what it holds.
-    found.fit.sort(key=lambda r: (float(f"{length(r.timeline):.9g}"), r.timeline.peak_activations))
+    found.fitting.sort(
+        key=lambda r: (float(f"{compute_objective(r.timeline):.9g}"), r.timeline.peak_activations)
+    )
     return found

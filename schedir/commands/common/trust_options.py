@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from schedir.ir.cost.number_parsing import whole
-from schedir.ir.input_trust import MOST
+from schedir.ir.cost.number_parsing import parse_integer
+from schedir.ir.input_trust import DEFAULT_MAX_INSTRUCTIONS
 
 
-def add_trust(parser: argparse.ArgumentParser) -> None:
+def add_input_limits(parser: argparse.ArgumentParser) -> None:
     """What a command's input may ask for, and whether it may run."""
     group = parser.add_argument_group("how far what is read is trusted")
     group.add_argument(
-        "--max-instructions", dest="most_instructions", type=_count, metavar="N",
-        help=f"that a program may have ({MOST}); each takes some 30 to 100 bytes of memory",
+        "--max-instructions", dest="most_instructions", type=_parse_positive_count, metavar="N",
+        help=f"that a program may have ({DEFAULT_MAX_INSTRUCTIONS}); each takes some 30 to 100 "
+        "bytes of memory",
     )  # fmt: skip
     group.add_argument(
         "--no-code", action="store_true",
@@ -21,9 +22,9 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _count(text: str) -> int:
+def _parse_positive_count(text: str) -> int:
     try:
-        number = whole(text)
+        number = parse_integer(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if number < 1:

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from schedir.errors import CostsError, UsageError
 from schedir.ir.cost.costs import Cost, Costs
-from schedir.ir.cost.per_stage_values import from_grid, grid
+from schedir.ir.cost.per_stage_values import from_grid, to_grid
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.isa.instructions import (
-    GATHERS,
-    ROWS,
-    SPLIT_CHANGES,
-    STEPPED,
+    BOUNDARY_GATHER_OPS,
+    INSTRUCTIONS,
+    OPTIMIZER_STEP_SIZES,
+    TP_SPLIT_OPS,
     TRAINING_VALUES,
     VALUES,
     PeerRule,
@@ -31,19 +31,23 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 Floats = NDArray[np.float64]
 # What moves and sums a stage's weights and gradients; and what of that a program does not have,
 # without and with parts on replicas.
-_RINGS: Final = {row.cost: row.ring for row in ROWS if row.ring is not None and row.ring.size}
-_UNPRICED: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
+_RING_BY_COST: Final = {
+    row.cost: row.ring for row in INSTRUCTIONS if row.ring is not None and row.ring.size
+}
+_UNUSED_COLLECTIVES: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
 # Messages between neighbours; a message along a skip has no link here.
-_MESSAGES: Final = {
+_MESSAGE_COSTS: Final = {
     row.cost
-    for row in ROWS
+    for row in INSTRUCTIONS
     if row.peer in (PeerRule.NEXT, PeerRule.PREVIOUS) and row.cost not in ("", "send")
 }
-_GATHERS: Final = {row.cost for row in ROWS if row.op in GATHERS}
-_TRAFFIC: Final = {row.cost: row.traffic for row in ROWS if row.cost and row.traffic is not None}
-_EXAMPLES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
+_GATHER_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.op in BOUNDARY_GATHER_OPS}
+_TRAFFIC_BY_COST: Final = {
+    row.cost: row.traffic for row in INSTRUCTIONS if row.cost and row.traffic is not None
+}
+_EXAMPLE_SIZES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
 Processes = NDArray[np.int64]
-Groups = Callable[[Processes], Processes]  # by holders, a row for each group
+GroupFunction = Callable[[Processes], Processes]  # by holders, a row for each group
 
 
 class ClusterPrices(Protocol):
@@ -52,13 +56,13 @@ class ClusterPrices(Protocol):
     @property
     def gpus_per_node(self) -> int: ...
     @property
-    def hbm(self) -> float: ...
+    def hbm_bandwidth(self) -> float: ...
     @property
-    def nvlink(self) -> float: ...
+    def nvlink_bandwidth(self) -> float: ...
     @property
-    def network(self) -> float: ...
+    def network_bandwidth(self) -> float: ...
     @property
-    def dram(self) -> float | None: ...
+    def dram_bandwidth(self) -> float | None: ...
     @property
     def latency(self) -> float: ...
     @property
@@ -67,17 +71,17 @@ class ClusterPrices(Protocol):
     def bandwidth(self, processes: Processes) -> float:
         """On the slowest link of a ring."""
 
-    def host_transfer(self, size: float) -> float:
+    def host_transfer_time(self, size: float) -> float:
         """To the host's memory."""
 
-    def disk_transfer(self, size: float) -> float:
+    def disk_transfer_time(self, size: float) -> float:
         """To a disk."""
 
-    def all_reduce_small(self, size: float, processes: Processes) -> float:
+    def small_all_reduce_time(self, size: float, processes: Processes) -> float:
         """Of so few bytes that latency decides."""
 
 
-def filled(
+def fill_cluster_costs(
     cluster: ClusterPrices,
     shape: PipelineShape,
     sizes: Sizes,
@@ -85,41 +89,46 @@ def filled(
     mesh: Processes,
     zero: int,
     *,
-    snapshots: bool,
-    states: str,
+    checkpoint_snapshots: bool,
+    optimizer_placement: str,
 ) -> Costs:
     """Costs with those that nobody tells filled, as `Cluster.costs` says."""
-    found = _backwards(costs)
+    found = _split_backward_cost(costs)
     filler = _CostFiller(cluster, shape, sizes, mesh, zero)
-    traits = {"checkpoint_snapshots": snapshots, "optimizer_placement": states}
-    for name, fill in filler.fills(traits).items():
-        if name not in costs.told:
+    traits = {
+        "checkpoint_snapshots": checkpoint_snapshots,
+        "optimizer_placement": optimizer_placement,
+    }
+    for name, fill in filler.get_cost_functions(traits).items():
+        if name not in costs.specified:
             each = fill()
             found[name] = from_grid(each[:1] if (each == each[:1]).all() else each)
     return replace(costs, **found)
 
 
-def moves(
+def fill_offload_costs(
     cluster: ClusterPrices,
     shape: PipelineShape,
     sizes: Sizes,
     costs: Costs,
-    to: str,
+    tier: str,
     recomputed: Collection[tuple[int, int]],
 ) -> Costs:
     """Costs with those filled that nobody tells of what moves what forwards saved to the host, or
     from there to the disk, and back; of what is recomputed that is its checkpoint."""
     both, transfer = {
-        "host": (("offload", "reload"), cluster.host_transfer),
-        "disk": (("offload_to_disk", "reload_from_disk"), cluster.disk_transfer),
-    }[to]
-    names = [name for name in both if name not in costs.told]
-    size = sizes.each("saved", shape)
+        "host": (("offload", "reload"), cluster.host_transfer_time),
+        "disk": (("offload_to_disk", "reload_from_disk"), cluster.disk_transfer_time),
+    }[tier]
+    names = [name for name in both if name not in costs.specified]
+    size = sizes.per_microbatch("saved", shape)
     if names and not size.any():
-        raise _unknown(names[0], "saved=1.2GB")
+        raise _make_missing_size_error(names[0], "saved=1.2GB")
     if recomputed:
         wide = (shape.stages, shape.microbatches)
-        size, small = (np.broadcast_to(sizes.each(n, shape), wide) for n in ("saved", "checkpoint"))
+        size, small = (
+            np.broadcast_to(sizes.per_microbatch(n, shape), wide) for n in ("saved", "checkpoint")
+        )
         again = np.zeros(wide, bool)
         again[tuple(np.array([*recomputed]).T)] = True
         size = np.where(again, small, size)
@@ -129,9 +138,9 @@ def moves(
     return replace(costs, **dict.fromkeys(names, cost))
 
 
-def _backwards(costs: Costs) -> dict[str, Cost]:
+def _split_backward_cost(costs: Costs) -> dict[str, Cost]:
     """I and W where only B is told.  Raises CostsError where backwards, or F, are not told."""
-    told = costs.told
+    told = costs.specified
     halves = [name for name in ("I", "W") if name in told]
     if "F" not in told or not ("B" in told or len(halves) == 2):
         raise CostsError(
@@ -140,11 +149,11 @@ def _backwards(costs: Costs) -> dict[str, Cost]:
         )
     if len(halves) == 1:
         raise CostsError(f"of I and W only {halves[0]} is told beside B", hint="I=0.014,W=0.01")
-    return {} if halves else dict.fromkeys(("I", "W"), from_grid(grid(told["B"]) / 2))
+    return {} if halves else dict.fromkeys(("I", "W"), from_grid(to_grid(told["B"]) / 2))
 
 
 class _CostFiller:
-    """What a cluster makes costs of a shape, by bytes; each as `grid` has numbers."""
+    """What a cluster makes costs of a shape, by bytes; each as `to_grid` has numbers."""
 
     def __init__(
         self, cluster: ClusterPrices, shape: PipelineShape, sizes: Sizes, mesh: Processes, zero: int
@@ -153,75 +162,88 @@ class _CostFiller:
         self.mesh, self.zero = mesh, zero
         self.dp, self.tp = int(mesh.shape[0]), int(mesh.shape[2])
 
-    def fills(self, traits: Mapping[str, object]) -> dict[str, Callable[[], Floats]]:
+    def get_cost_functions(
+        self, attributes: Mapping[str, object]
+    ) -> dict[str, Callable[[], Floats]]:
         """Return a function for each cost of programs with these traits, by the cost's name."""
-        rings = [cost for cost in _RINGS if cost not in _UNPRICED[self.zero > 0]]
+        rings = [cost for cost in _RING_BY_COST if cost not in _UNUSED_COLLECTIVES[self.zero > 0]]
         moved = [
             cost
-            for cost, traffic in _TRAFFIC.items()
+            for cost, traffic in _TRAFFIC_BY_COST.items()
             if (
-                traits[traffic.attribute] in traffic.attribute_values
-                if traffic.attribute
-                else self._knows(traffic)
+                attributes[traffic.program_attribute] in traffic.attribute_values
+                if traffic.program_attribute
+                else self._has_sizes(traffic)
             )
         ]
         by_stage = (
-            traits["optimizer_placement"] != "device"
+            attributes["optimizer_placement"] != "device"
         )  # then OptimizerStep itself takes no time
         return {
-            "send": self.send,
-            **{cost: partial(self.message, cost) for cost in _MESSAGES},
-            **{cost: partial(self.gather, cost) for cost in _GATHERS},
-            **{cost: partial(self.ring, cost) for cost in rings},
-            "reduce_norm": self.reduce_norm,
-            "step": (lambda: np.zeros((1, 1))) if by_stage else self.step,
-            **{cost: partial(self.traffic, cost) for cost in moved},
+            "send": self.compute_send,
+            **{cost: partial(self.compute_message, cost) for cost in _MESSAGE_COSTS},
+            **{cost: partial(self.compute_gather, cost) for cost in _GATHER_COSTS},
+            **{cost: partial(self.compute_ring, cost) for cost in rings},
+            "reduce_norm": self.compute_reduce_norm,
+            "step": (lambda: np.zeros((1, 1))) if by_stage else self.compute_step,
+            **{cost: partial(self.compute_traffic, cost) for cost in moved},
         }
 
     # ------------------------------------------------------------ messages
 
-    def send(self) -> Floats:
+    def compute_send(self) -> Floats:
         """The longer of the messages that a stage sends, each by the slowest of its links."""
-        act, grad = self._leaving("send")
-        act, grad = (self._messages(x / self.tp, self._links()) for x in (act, grad))
-        return np.maximum(act, _of_the_next(grad))
+        act, grad = self._find_sent_bytes("send")
+        act, grad = (
+            self._compute_messages(x / self.tp, self._find_link_bandwidths()) for x in (act, grad)
+        )
+        return np.maximum(act, _shift_to_next_stage(grad))
 
-    def message(self, cost: str) -> Floats:
+    def compute_message(self, cost: str) -> Floats:
         """The longest message of the values that have this cost. Values are sent whole."""
         found = []
-        for row in ROWS:
+        for row in INSTRUCTIONS:
             if row.cost == cost and row.peer is not None:
-                each = self.sizes.each(VALUES[row.needs[0]].size, self.shape)
-                seconds = self._messages(each * self._leaves[:, None], self._links())
-                found.append(seconds if row.peer.ahead else _of_the_next(seconds))
+                each = self.sizes.per_microbatch(VALUES[row.needs[0]].size, self.shape)
+                seconds = self._compute_messages(
+                    each * self._is_sent_onward[:, None], self._find_link_bandwidths()
+                )
+                found.append(seconds if row.peer.is_downstream else _shift_to_next_stage(seconds))
         return reduce(np.maximum, found)
 
-    def _links(self) -> Floats:
+    def _find_link_bandwidths(self) -> Floats:
         """The bandwidth between each stage and the next, of the slowest of its links."""
         nodes, links = self.mesh // self.cluster.gpus_per_node, np.full(self.shape.stages, inf)
-        within, between = self.cluster.nvlink, min(self.cluster.nvlink, self.cluster.network)
-        for stage in np.flatnonzero(self._leaves).tolist():
-            a, b = self.shape.holders[:, stage], self.shape.holders[:, stage + 1]
+        within, between = (
+            self.cluster.nvlink_bandwidth,
+            min(self.cluster.nvlink_bandwidth, self.cluster.network_bandwidth),
+        )
+        for stage in np.flatnonzero(self._is_sent_onward).tolist():
+            a, b = self.shape.replica_ranks[:, stage], self.shape.replica_ranks[:, stage + 1]
             across = (nodes[:, a] != nodes[:, b]).any()
             links[stage] = between if across else within
         return links
 
-    def gather(self, cost: str) -> Floats:
+    def compute_gather(self, cost: str) -> Floats:
         """An all-gather of what a stage receives."""
         if self.tp == 1:
             return np.zeros((1, 1))
-        links = self._slowest(lambda holders: self.mesh[:, holders].reshape(-1, self.tp))
-        return (self.tp - 1) * self._messages(self._crossing(cost) / self.tp, links)
+        links = self._find_slowest_bandwidth(
+            lambda holders: self.mesh[:, holders].reshape(-1, self.tp)
+        )
+        return (self.tp - 1) * self._compute_messages(
+            self._find_changed_bytes(cost) / self.tp, links
+        )
 
-    def _crossing(self, cost: str) -> Floats:
+    def _find_changed_bytes(self, cost: str) -> Floats:
         """Bytes of each stage's value that instructions with a cost change; of several the largest.
 
         `Sizes` has the bytes at the earlier of the two stages.
         """
-        act, grad = self._leaving(cost)
+        act, grad = self._find_sent_bytes(cost)
         found = [
-            each if across.ahead else _of_the_next(each)
-            for row in ROWS
+            each if across.is_downstream else _shift_to_next_stage(each)
+            for row in INSTRUCTIONS
             if row.cost == cost
             for token in row.gives
             if (across := VALUES[token].peer) is not None
@@ -229,137 +251,148 @@ class _CostFiller:
         ]
         return reduce(np.maximum, found)  # shapes (stages, microbatches) and (stages, 1)
 
-    def _leaving(self, cost: str) -> tuple[Floats, Floats]:
+    def _find_sent_bytes(self, cost: str) -> tuple[Floats, Floats]:
         """Bytes of each stage's activation and its gradient, where they leave a rank, else 0."""
-        act, grad = (self.sizes.each(name, self.shape) for name in ("activation", "gradient"))
-        if self._leaves.any() and not act[self._leaves].all():
-            raise _unknown(cost, "activation=16MB")
-        return act * self._leaves[:, None], grad * self._leaves[:, None]
+        act, grad = (
+            self.sizes.per_microbatch(name, self.shape) for name in ("activation", "gradient")
+        )
+        if self._is_sent_onward.any() and not act[self._is_sent_onward].all():
+            raise _make_missing_size_error(cost, "activation=16MB")
+        return act * self._is_sent_onward[:, None], grad * self._is_sent_onward[:, None]
 
     @property
-    def _leaves(self) -> NDArray[np.bool_]:
+    def _is_sent_onward(self) -> NDArray[np.bool_]:
         """Of which stages the activation goes to another rank."""
-        holders = self.shape.holders
+        holders = self.shape.replica_ranks
         return np.append((holders[:, 1:] != holders[:, :-1]).any(0), False)
 
-    def _messages(self, size: Floats, links: Floats) -> Floats:
+    def _compute_messages(self, size: Floats, links: Floats) -> Floats:
         """Seconds of a message of each stage."""
         return np.where(size > 0, self.cluster.latency + size / links[:, None], 0.0)
 
     # ------------------------------------------------------------ once a step
 
-    def ring(self, cost: str) -> Floats:
+    def compute_ring(self, cost: str) -> Floats:
         """A stage's weights or gradients around a ring of its replicas, or of its holders."""
-        ring, rows = _RINGS[cost], self.shape.rows
-        members = {"tp": self.tp, "dp": self.dp, "holders": rows}[ring.members]
+        ring, rows = _RING_BY_COST[cost], self.shape.placement_rows
+        members = {"tp": self.tp, "dp": self.dp, "stage_replicas": rows}[ring.members]
         # With ZeRO each holder has the part of its replica.
-        parts = self.dp if ring.members == "holders" and self.zero else 1
+        parts = self.dp if ring.members == "stage_replicas" and self.zero else 1
         if members == 1:
             return np.zeros((1, 1))
 
         def groups(holders: Processes) -> Processes:
-            if ring.members == "holders":
+            if ring.members == "stage_replicas":
                 return self.mesh[:, holders].swapaxes(1, 2).reshape(-1, rows)
             if ring.members == "tp":
                 return self.mesh[:, holders].reshape(-1, self.tp)
             return self.mesh[:, holders].reshape(self.dp, -1).T
 
-        each = self.sizes.each(ring.size, self.shape)
+        each = self.sizes.per_microbatch(ring.size, self.shape)
         if not each.any():
-            raise _unknown(cost, f"{ring.size}=2GB")
-        message = self._messages(each / parts / members, self._slowest(groups))
-        return ring.turns * (members - 1) * message
+            raise _make_missing_size_error(cost, f"{ring.size}=2GB")
+        message = self._compute_messages(
+            each / parts / members, self._find_slowest_bandwidth(groups)
+        )
+        return ring.rounds * (members - 1) * message
 
-    def _slowest(self, groups: Groups) -> Floats:
+    def _find_slowest_bandwidth(self, groups: GroupFunction) -> Floats:
         """The bandwidth of each stage's slowest group of processes, by its holders."""
         known: dict[tuple[int, ...], float] = {}
-        for holders in map(tuple, self.shape.holders.T.tolist()):
+        for holders in map(tuple, self.shape.replica_ranks.T.tolist()):
             if holders not in known:
                 each = groups(np.array(holders))
                 nodes = each // self.cluster.gpus_per_node
                 _, unlike = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
                 known[holders] = min(map(self.cluster.bandwidth, each[unlike]))
-        return np.array([known[holders] for holders in map(tuple, self.shape.holders.T.tolist())])
+        return np.array(
+            [known[holders] for holders in map(tuple, self.shape.replica_ranks.T.tolist())]
+        )
 
-    def reduce_norm(self) -> Floats:
+    def compute_reduce_norm(self) -> Floats:
         """One number in float64 over all processes of a replica."""
-        each = [self.cluster.all_reduce_small(8, replica.reshape(-1)) for replica in self.mesh]
+        each = [self.cluster.small_all_reduce_time(8, replica.reshape(-1)) for replica in self.mesh]
         return np.full((1, 1), max(each))
 
-    def traffic(self, cost: str) -> Floats:
+    def compute_traffic(self, cost: str) -> Floats:
         """The seconds of an instruction that copies, reads or writes memory."""
-        traffic = _TRAFFIC[cost]
+        traffic = _TRAFFIC_BY_COST[cost]
         if not traffic.sizes:
-            return self._changed(cost, traffic.times)
-        parts = self.dp if self.zero or traffic.always_shared else 1
-        each = self._bytes(cost, traffic.sizes) / parts * traffic.times
+            return self._compute_form_change(cost, traffic.moves_per_byte)
+        parts = self.dp if self.zero or traffic.is_always_sharded else 1
+        each = self._sum_sizes(cost, traffic.sizes) / parts * traffic.moves_per_byte
         if traffic.link == "hbm":
-            return each[:, None] / self.cluster.hbm
+            return each[:, None] / self.cluster.hbm_bandwidth
         if traffic.link == "dram":
-            return each[:, None] / self._dram(cost)
-        transfer = {"host": self.cluster.host_transfer, "disk": self.cluster.disk_transfer}
+            return each[:, None] / self._require_dram_bandwidth(cost)
+        transfer = {
+            "host": self.cluster.host_transfer_time,
+            "disk": self.cluster.disk_transfer_time,
+        }
         return np.array([[transfer[traffic.link](size)] for size in each.tolist()])
 
-    def _knows(self, traffic: Traffic) -> bool:
-        """Return whether all sizes of `traffic` are given."""
-        return all(self.sizes.of(name, self.shape.stages).any() for name in traffic.sizes)
+    def _has_sizes(self, traffic: Traffic) -> bool:
+        """Return whether all sizes of `compute_traffic` are given."""
+        return all(self.sizes.for_stages(name, self.shape.stages).any() for name in traffic.sizes)
 
-    def _changed(self, cost: str, times: float) -> Floats:
+    def _compute_form_change(self, cost: str, times: float) -> Floats:
         """The seconds in which a GPU changes the form of a value in its memory."""
-        split = any(row.op in SPLIT_CHANGES for row in ROWS if row.cost == cost)
+        split = any(row.op in TP_SPLIT_OPS for row in INSTRUCTIONS if row.cost == cost)
         if split and self.tp == 1:
             return np.zeros((1, 1))
-        size = self._crossing(cost) / (self.tp if split else 1)
-        each = np.maximum(times * size / self.cluster.hbm, self.cluster.kernel_us / 1e6)
+        size = self._find_changed_bytes(cost) / (self.tp if split else 1)
+        each = np.maximum(times * size / self.cluster.hbm_bandwidth, self.cluster.kernel_us / 1e6)
         return np.where(size > 0, each, 0.0)
 
-    def _bytes(self, cost: str, names: Collection[str]) -> Floats:
+    def _sum_sizes(self, cost: str, names: Collection[str]) -> Floats:
         """The sum of some sizes of each stage, shape (stages,)."""
-        each = {name: self.sizes.of(name, self.shape.stages) for name in names}
+        each = {name: self.sizes.for_stages(name, self.shape.stages) for name in names}
         needed = {*names} - {"optimizer"} or {*names}  # some optimizers have no state
         if not all(each[name].any() for name in needed):
-            raise _unknown(cost, ",".join(f"{name}={_EXAMPLES[name]}" for name in each))
-        return _sum_of(each, names)
-
-    def _dram(self, cost: str) -> float:
-        """Bytes per second of the host's memory."""
-        if self.cluster.dram is None:
-            raise UsageError(
-                "cluster: nobody tells dram, the bytes per second that the host's processors "
-                "read and write for a GPU",
-                hint=f'dram = "100GB/s", or tell {cost} itself',
-                fields=["dram"],
+            raise _make_missing_size_error(
+                cost, ",".join(f"{name}={_EXAMPLE_SIZES[name]}" for name in each)
             )
-        return self.cluster.dram
+        return _sum_named_sizes(each, names)
 
-    def step(self) -> Floats:
+    def _require_dram_bandwidth(self, cost: str) -> float:
+        """Bytes per second of the host's memory."""
+        if self.cluster.dram_bandwidth is None:
+            raise UsageError(
+                "cluster: nobody tells dram_bandwidth, the bytes per second that the host's processors "
+                "read and write for a GPU",
+                hint=f'dram_bandwidth = "100GB/s", or tell {cost} itself',
+                fields=["dram_bandwidth"],
+            )
+        return self.cluster.dram_bandwidth
+
+    def compute_step(self) -> Floats:
         """The k-th number is rank k's."""
-        touched = self._bytes("step", STEPPED) / (self.dp if self.zero else 1)
+        touched = self._sum_sizes("step", OPTIMIZER_STEP_SIZES) / (self.dp if self.zero else 1)
         each = np.zeros(self.shape.stages)
-        for rank, own in enumerate(self.shape.stages_of):
+        for rank, own in enumerate(self.shape.stages_on_rank):
             here = slice(min(rank, self.shape.stages - 1), None)  # what is behind is of no rank
             last = each[here].max() if rank >= self.shape.stages else 0.0
-            each[here] = max(last, touched[list(own)].sum() / self.cluster.hbm)
+            each[here] = max(last, touched[list(own)].sum() / self.cluster.hbm_bandwidth)
         return each[:, None]
 
 
-def stepped(params: Floats, grads: Floats, optimizer: Floats) -> Floats:
+def compute_step_bytes(params: Floats, grads: Floats, optimizer: Floats) -> Floats:
     """Bytes that a step of the optimizer reads and writes."""
     each = {"params": params, "grads": grads, "optimizer": optimizer}
-    return _sum_of(each, STEPPED)
+    return _sum_named_sizes(each, OPTIMIZER_STEP_SIZES)
 
 
-def _sum_of(each: Mapping[str, Floats], names: Collection[str]) -> Floats:
+def _sum_named_sizes(each: Mapping[str, Floats], names: Collection[str]) -> Floats:
     """The sum of the named sizes. A name can occur several times."""
     return np.asarray(sum(times * each[name] for name, times in Counter(names).items()))
 
 
-def _of_the_next(each: Floats) -> Floats:
+def _shift_to_next_stage(each: Floats) -> Floats:
     """By stage what is told for the one before."""
     return np.concatenate([0 * each[:1], each[:-1]])
 
 
-def _unknown(cost: str, sizes: str) -> UsageError:
+def _make_missing_size_error(cost: str, sizes: str) -> UsageError:
     names = [part.partition("=")[0] for part in sizes.split(",")]
     return UsageError(
         f"a cluster fills cost {cost} by bytes of {', '.join(names)}, which nobody tells",

@@ -11,23 +11,25 @@ from pathlib import Path
 from typing import Final
 
 from schedir.ir.cost.per_stage_values import PerStage
-from schedir.ir.isa.instructions import ROWS
+from schedir.ir.isa.instructions import INSTRUCTIONS
 
 # Which field prices which instruction. A receive ends with its send and costs nothing itself.
-FIELD: Final = {row.op: row.cost for row in ROWS if row.cost}
-_FIRST: Final = (
+COST_BY_OPCODE: Final = {row.op: row.cost for row in INSTRUCTIONS if row.cost}
+_LEADING_NAMES: Final = (
     "F", "I", "W", "B", "R", "FB", "send", "step",
     "reduce_grads", "reduce_replicated_stages", "reduce_tied", "reduce_norm",
 )  # fmt: skip
-NAMES: Final = tuple(dict.fromkeys((*_FIRST, *FIELD.values())))
-STUB: Final = Path(__file__).with_suffix(".pyi")
+COST_NAMES: Final = tuple(dict.fromkeys((*_LEADING_NAMES, *COST_BY_OPCODE.values())))
+STUB_PATH: Final = Path(__file__).with_suffix(".pyi")
 
-CostFields = make_dataclass("CostFields", [(n, PerStage | None, None) for n in NAMES], frozen=True)
+CostFields = make_dataclass(
+    "CostFields", [(n, PerStage | None, None) for n in COST_NAMES], frozen=True
+)
 
 
-def stub() -> str:
+def make_stub() -> str:
     """Return the text of `cost_fields.pyi`."""
-    lines = [f"    {name}: PerStage | None = ...\n" for name in NAMES]
+    lines = [f"    {name}: PerStage | None = ...\n" for name in COST_NAMES]
     return f"""\
 # Generated from the instruction table by `python -m schedir.ir.cost.cost_fields`; do not edit.
 from dataclasses import dataclass
@@ -36,11 +38,11 @@ from pathlib import Path
 from schedir.ir.cost.per_stage_values import PerStage
 from schedir.ir.isa.opcodes import Opcode
 
-FIELD: dict[Opcode, str]
-NAMES: tuple[str, ...]
-STUB: Path
+COST_BY_OPCODE: dict[Opcode, str]
+COST_NAMES: tuple[str, ...]
+STUB_PATH: Path
 
-def stub() -> str: ...
+def make_stub() -> str: ...
 
 @dataclass(frozen=True)
 class CostFields:
@@ -48,4 +50,4 @@ class CostFields:
 
 
 if __name__ == "__main__":
-    STUB.write_text(stub())
+    STUB_PATH.write_text(make_stub())

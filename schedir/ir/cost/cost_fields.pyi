@@ -5,11 +5,11 @@ from pathlib import Path
 from schedir.ir.cost.per_stage_values import PerStage
 from schedir.ir.isa.opcodes import Opcode
 
-FIELD: dict[Opcode, str]
-NAMES: tuple[str, ...]
-STUB: Path
+COST_BY_OPCODE: dict[Opcode, str]
+COST_NAMES: tuple[str, ...]
+STUB_PATH: Path
 
-def stub() -> str: ...
+def make_stub() -> str: ...
 
 @dataclass(frozen=True)
 class CostFields:

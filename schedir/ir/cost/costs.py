@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import CostsError
-from schedir.ir.cost.cost_fields import FIELD, CostFields
-from schedir.ir.cost.per_stage_values import PerStage, by_stage, per_stage
+from schedir.ir.cost.cost_fields import COST_BY_OPCODE, CostFields
+from schedir.ir.cost.per_stage_values import PerStage, expand_by_stage, to_per_stage
 from schedir.ir.isa.instructions import (
-    BACKWARDS,
-    COMPUTE,
+    BACKWARD_INPUT_OPS,
+    BACKWARD_OPS,
+    BACKWARD_WEIGHT_OPS,
+    COMPUTE_OPS,
     FORWARD,
-    LATE,
+    FULL_BACKWARD_OPS,
+    INSTRUCTIONS,
     RECOMPUTE,
-    ROWS,
-    SPLITS,
-    WHOLES,
     Opcode,
     Scope,
 )
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 Cost = PerStage
 
 # What a cost is that nobody tells; all else is free.
-_USUAL: Final = {"F": 1.0, "I": 1.0, "W": 1.0}
-_OF_NO_MICROBATCH: Final = {row.cost for row in ROWS if row.per is not Scope.MICROBATCH}
+_DEFAULT_COSTS: Final = {"F": 1.0, "I": 1.0, "W": 1.0}
+_NOT_PER_MICROBATCH: Final = {row.cost for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH}
 # Costs of which half a stage has half: what computes it, and what moves or sums its weights.
-OF_A_STAGE: Final = ("FB", *dict.fromkeys(
-    row.cost for row in ROWS
-    if row.op in COMPUTE
-    or (row.per in (Scope.STAGE, Scope.OCCURRENCE) and row.cost and row.group != "tied")
+STAGE_COSTS: Final = ("FB", *dict.fromkeys(
+    row.cost for row in INSTRUCTIONS
+    if row.op in COMPUTE_OPS
+    or (row.scope in (Scope.STAGE, Scope.OCCURRENCE) and row.cost and row.group != "tied_weights")
 ))  # fmt: skip
-_PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Scope.RANK)
+_PER_RANK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.RANK)
 
 
 @dataclass(frozen=True)
@@ -77,53 +77,57 @@ class Costs(CostFields):
             value = getattr(self, f.name)
             if value is None:
                 continue
-            arrays = f.name not in _OF_NO_MICROBATCH
-            value = per_stage(f"cost {f.name}", value, CostsError, arrays=arrays)
+            arrays = f.name not in _NOT_PER_MICROBATCH
+            value = to_per_stage(f"cost {f.name}", value, CostsError, allow_arrays=arrays)
             object.__setattr__(self, f.name, value)
 
     @property
-    def told(self) -> dict[str, Cost]:
+    def specified(self) -> dict[str, Cost]:
         """The costs that somebody tells, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
-    def usual(self) -> Costs:
+    def with_defaults(self) -> Costs:
         """The same, with F, I and W told: 1 where nobody tells them."""
-        return replace(self, **(_USUAL | self.told))
+        return replace(self, **(_DEFAULT_COSTS | self.specified))
 
-    def of(self, op: Opcode, shape: PipelineShape) -> NDArray[np.float64]:
+    def for_opcode(self, op: Opcode, shape: PipelineShape) -> NDArray[np.float64]:
         """What an instruction costs: shape (stages, microbatches), or (stages, 1) where it is the
         same for all microbatches.
 
         Raises CostsError for numbers of other stages or microbatches than the shape's.
         """
-        if op in WHOLES and self.B is None:
+        if op in FULL_BACKWARD_OPS and self.B is None:
             return sum(
-                (self.of(part, shape) for part in SPLITS + LATE), np.zeros((shape.stages, 1))
+                (self.for_opcode(part, shape) for part in BACKWARD_INPUT_OPS + BACKWARD_WEIGHT_OPS),
+                np.zeros((shape.stages, 1)),
             )
         if op is RECOMPUTE and self.R is None:
-            return self.of(FORWARD, shape)
-        return self._each(FIELD.get(op), shape)
+            return self.for_opcode(FORWARD, shape)
+        return self._expand(COST_BY_OPCODE.get(op), shape)
 
-    def together(self, shape: PipelineShape) -> NDArray[np.float64] | None:
-        """What a forward run together with a backward costs, as `of` says it, if that is given."""
-        return None if self.FB is None else self._each("FB", shape)
+    def paired(self, shape: PipelineShape) -> NDArray[np.float64] | None:
+        """What a forward run together with a backward costs, as `for_opcode` says it, if that is
+        given."""
+        return None if self.FB is None else self._expand("FB", shape)
 
-    def pairs_save(self, shape: PipelineShape) -> bool:
+    def has_pairing_gain(self, shape: PipelineShape) -> bool:
         """Whether any forward and backward take less together than one after the other."""
-        together = self.together(shape)
+        together = self.paired(shape)
         if together is None:
             return False
-        alone = self.of(FORWARD, shape) + np.maximum(*(self.of(op, shape) for op in BACKWARDS))
+        alone = self.for_opcode(FORWARD, shape) + np.maximum(
+            *(self.for_opcode(op, shape) for op in BACKWARD_OPS)
+        )
         return bool((together < alone).any())
 
-    def of_each(
+    def per_instruction(
         self, index: InstructionIndex
     ) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
         """What each instruction of a program costs: all numbers, and which of them is whose."""
         shape = index.program.shape
-        tables = [self.of(op, shape) for op in Opcode]
-        late = index.where_all(_PER_RANK)  # the k-th number is rank k's
+        tables = [self.for_opcode(op, shape) for op in Opcode]
+        late = index.find_all_positions(_PER_RANK_OPS)  # the k-th number is rank k's
         column = np.minimum(index.rank[late], shape.stages - 1)
         if all(table.shape[1] == 1 for table in tables):
             row = index.op.astype(np.int32) * np.int32(shape.stages) + index.stage
@@ -135,7 +139,7 @@ class Costs(CostFields):
         cell[late] = begin[late] + column
         return np.concatenate([table.reshape(-1) for table in tables]), cell
 
-    def _each(self, name: str | None, shape: PipelineShape) -> NDArray[np.float64]:
+    def _expand(self, name: str | None, shape: PipelineShape) -> NDArray[np.float64]:
         value = getattr(self, name) if name else None
-        value = _USUAL.get(name or "", 0.0) if value is None else value
-        return by_stage(f"cost {name}", value, shape.stages, CostsError, shape.microbatches)
+        value = _DEFAULT_COSTS.get(name or "", 0.0) if value is None else value
+        return expand_by_stage(f"cost {name}", value, shape.stages, CostsError, shape.microbatches)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import SchedirError, describe
-from schedir.ir.cost.number_parsing import NO_NUMBERS
+from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES
 
 Row = tuple[float, ...]
 # A number; one for each stage; or, of each stage, one for each microbatch.  Where all stages have
@@ -18,53 +18,54 @@ PerStage = float | Row | tuple[Row, ...]
 Floats = NDArray[np.float64]
 
 
-def per_stage(
-    what: str,
+def to_per_stage(
+    subject: str,
     value: object,
     error: type[SchedirError],
     *,
-    arrays: bool = True,
-    most: float = np.finfo(float).max,
+    allow_arrays: bool = True,
+    max_value: float = np.finfo(float).max,
 ) -> PerStage:
     """A number, or several as a tuple, or an array as a tuple of its rows.
 
     Raises `error` if `value` is anything else, if a number is negative, not finite or more than
-    `most`, and if `value` is an array of (stages, microbatches) and `arrays` is False.
+    `max_value`, and if `value` is an array of (stages, microbatches) and `allow_arrays` is False.
     """
-    if type(value) is float and 0 <= value <= most:  # as most are
+    if type(value) is float and 0 <= value <= max_value:  # as most are
         return value
     each: PerStage
     try:
-        each = _numbers(value, 1 + arrays)
+        each = _to_float_tuples(value, 1 + allow_arrays)
     except (TypeError, ValueError):
-        also = ", or an array of (stages, microbatches)" * arrays
+        also = ", or an array of (stages, microbatches)" * allow_arrays
         raise error(
-            f"{what} must be a number or one per stage{also}, not {describe(value)}"
+            f"{subject} must be a number or one per stage{also}, not {describe(value)}"
         ) from None
-    if is_array(each) and len(lengths := sorted({len(row) for row in each})) > 1:
+    if is_per_microbatch(each) and len(lengths := sorted({len(row) for row in each})) > 1:
         raise error(
-            f"{what} has rows of {lengths[0]} and of {lengths[-1]} numbers: each row of an array "
+            f"{subject} has rows of {lengths[0]} and of {lengths[-1]} numbers: each row of an "
+            "array "
             "has one number per microbatch"
         )
     flat = np.ravel(np.array(each, float))
     bad = flat[~((flat >= 0) & (flat < np.inf))]
     if len(bad) or not len(flat):
         raise error(
-            f"{what} must be finite and not negative, not {bad[0] if len(bad) else 'empty'}"
+            f"{subject} must be finite and not negative, not {bad[0] if len(bad) else 'empty'}"
         )
-    if flat.max() > most:
-        raise error(f"{what} must be at most {most:g}, not {flat.max():g}")
+    if flat.max() > max_value:
+        raise error(f"{subject} must be at most {max_value:g}, not {flat.max():g}")
     return each
 
 
-def is_array(value: object) -> TypeGuard[tuple[Row, ...]]:
+def is_per_microbatch(value: object) -> TypeGuard[tuple[Row, ...]]:
     """Whether numbers are said for each microbatch."""
     return isinstance(value, tuple) and len(value) > 0 and isinstance(value[0], tuple)
 
 
-def _numbers(value: Any, depth: int) -> Any:
+def _to_float_tuples(value: Any, depth: int) -> Any:
     """A float, or tuples of floats within each other, all as deep; TypeError for anything else."""
-    if isinstance(value, NO_NUMBERS):
+    if isinstance(value, NON_NUMBER_TYPES):
         raise TypeError
     # An array or a tensor without dimensions is one number, though its type can be iterated.
     if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
@@ -76,20 +77,21 @@ def _numbers(value: Any, depth: int) -> Any:
         raise TypeError
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
         value = value.tolist()
-    each = tuple(_numbers(one, depth - 1) for one in value)
+    each = tuple(_to_float_tuples(one, depth - 1) for one in value)
     if len({type(one) for one in each}) > 1:  # a number beside a row
         raise TypeError
     return each
 
 
-def grid(value: PerStage) -> Floats:
+def to_grid(value: PerStage) -> Floats:
     """The numbers with an axis for stages and one for microbatches, of which either may be 1."""
     each = np.array(value, float)
     return each[:, None] if each.ndim == 1 else np.atleast_2d(each)
 
 
 def from_grid(each: Floats) -> PerStage:
-    """What `grid` makes this of: a number, one per stage, or of each stage one per microbatch."""
+    """What `to_grid` makes this of: a number, one per stage, or of each stage one per
+    microbatch."""
     if each.size == 1:
         return float(each[0, 0])
     if each.shape[1] == 1:
@@ -97,8 +99,8 @@ def from_grid(each: Floats) -> PerStage:
     return tuple(map(tuple, each.tolist()))
 
 
-def by_stage(
-    what: str,
+def expand_by_stage(
+    subject: str,
     value: PerStage,
     stages: int,
     error: type[SchedirError],
@@ -111,30 +113,30 @@ def by_stage(
     """
     if isinstance(value, (int, float)):  # as most are
         return np.full((stages, 1), value, float)
-    each = grid(value)
+    each = to_grid(value)
     rows, columns = each.shape
-    if is_array(value):
+    if is_per_microbatch(value):
         if rows not in (1, stages) or microbatches not in (None, columns):
             many = "any number of" if microbatches is None else microbatches
             raise error(
-                f"{what} is an array of {rows} x {columns} numbers, not of {stages} stages x "
+                f"{subject} is an array of {rows} x {columns} numbers, not of {stages} stages x "
                 f"{many} microbatches, or 1 x {many} where all stages are alike"
             )
     elif isinstance(value, tuple) and rows != stages:
-        raise error(f"{what} has {rows} numbers for {stages} stages")
+        raise error(f"{subject} has {rows} numbers for {stages} stages")
     return np.broadcast_to(each, (stages, columns))
 
 
 def look_up(each: Floats, stage: NDArray[Any], mb: NDArray[Any]) -> Floats:
-    """Of what `by_stage` gives, the numbers of some stages and microbatches."""
+    """Of what `expand_by_stage` gives, the numbers of some stages and microbatches."""
     return np.asarray(each[:, 0][stage] if each.shape[1] == 1 else each[stage, mb])
 
 
-def cut(value: PerStage, parts: int, into: int) -> PerStage:
+def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> PerStage:
     """What the stages of a model take, with the model cut into another number of equal stages.
 
-    A number is that of each of `parts`; of several, each is spread evenly over its own part; of an
-    array, this is done for each microbatch.
+    A number is that of each of `old_stages`; of several, each is spread evenly over its own part;
+    of an array, this is done for each microbatch.
 
     >>> cut(3.0, 2, 4), cut((1.0, 3.0), 2, 4), cut((1.0, 3.0, 5.0, 7.0), 4, 2)
     (1.5, (0.5, 0.5, 1.5, 1.5), (4.0, 12.0))
@@ -142,29 +144,31 @@ def cut(value: PerStage, parts: int, into: int) -> PerStage:
     (((4.0, 6.0),), ((2.0, 4.0),))
     """
     if not isinstance(value, tuple):
-        return value * parts / into
+        return value * old_stages / new_stages
     with np.errstate(over="ignore"):  # Costs and Sizes refuse infinite numbers
-        return _cut(value, parts, into)
+        return _redistribute_tuple(value, old_stages, new_stages)
 
 
-def _cut(value: tuple[Any, ...], parts: int, into: int) -> PerStage:
-    each = grid(value)
-    if is_array(value):
+def _redistribute_tuple(value: tuple[Any, ...], old_stages: int, new_stages: int) -> PerStage:
+    each = to_grid(value)
+    if is_per_microbatch(value):
         if len(each) == 1:  # all stages alike
-            return (tuple((each[0] * parts / into).tolist()),)
-        columns = [cut(tuple(column), parts, into) for column in each.T.tolist()]
+            return (tuple((each[0] * old_stages / new_stages).tolist()),)
+        columns = [
+            redistribute_stages(tuple(column), old_stages, new_stages) for column in each.T.tolist()
+        ]
         return tuple(map(tuple, np.array(columns).T.tolist()))
-    if len(value) == into:
+    if len(value) == new_stages:
         return value
     total = np.concatenate([[0.0], np.cumsum(value)])
-    ends = np.interp(np.linspace(0, 1, into + 1), np.linspace(0, 1, len(value) + 1), total)
+    ends = np.interp(np.linspace(0, 1, new_stages + 1), np.linspace(0, 1, len(value) + 1), total)
     return tuple(np.diff(ends).tolist())
 
 
 _Class = TypeVar("_Class")
 
 
-def with_fields(
+def add_fields(
     names: Iterable[str], default: float | None = 0.0
 ) -> Callable[[type[_Class]], type[_Class]]:
     """A class of numbers per stage with a field for each name that it lacks."""
@@ -179,22 +183,22 @@ def with_fields(
     return extended
 
 
-def of_whole(each: Floats, pieces: Sequence[int]) -> Floats:
-    """What whole stages take of which each is so many `pieces`, from what these do: shape
+def sum_segments(each: Floats, segments: Sequence[int]) -> Floats:
+    """What whole stages take of which each is so many `segments`, from what these do: shape
     (stages, microbatches), as that of the pieces, of which the first axis may be 1."""
-    rows = np.broadcast_to(each, (sum(pieces), each.shape[1]))
-    found: Floats = np.add.reduceat(rows, np.cumsum((0, *pieces[:-1])), axis=0)
+    rows = np.broadcast_to(each, (sum(segments), each.shape[1]))
+    found: Floats = np.add.reduceat(rows, np.cumsum((0, *segments[:-1])), axis=0)
     return found
 
 
-def evened(value: PerStage, pieces: Sequence[int]) -> PerStage:
+def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
     """The mean of all whole stages, of each microbatch where these differ, for one that is not cut,
     and for each of its pieces an equal share of it.
 
     >>> evened((1.0, 3.0), (1, 1)), evened((1.0, 4.0, 1.0, 2.0), (3, 1))
     (2.0, (1.3333333333333333, 1.3333333333333333, 1.3333333333333333, 4.0))
     """
-    mean = of_whole(grid(value), pieces).mean(0)
-    if len({*pieces}) == 1:
-        return from_grid(mean[None] / pieces[0])
-    return from_grid(mean / np.repeat(pieces, pieces)[:, None])
+    mean = sum_segments(to_grid(value), segments).mean(0)
+    if len({*segments}) == 1:
+        return from_grid(mean[None] / segments[0])
+    return from_grid(mean / np.repeat(segments, segments)[:, None])

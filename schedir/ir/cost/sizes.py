@@ -10,56 +10,62 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import UsageError
-from schedir.ir.cost.per_stage_values import PerStage, by_stage, grid, per_stage, with_fields
-from schedir.ir.isa.instructions import FORMS, ROWS, TIERS, VALUES, Scope
+from schedir.ir.cost.per_stage_values import (
+    PerStage,
+    add_fields,
+    expand_by_stage,
+    to_grid,
+    to_per_stage,
+)
+from schedir.ir.isa.instructions import FORMS, INSTRUCTIONS, TIERS, VALUES, Scope
 
 if TYPE_CHECKING:
     from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 Size = PerStage
 
-MOST_BYTES: Final = 1e30  # of a size; sums of larger ones may overflow a float
+MAX_BYTES: Final = 1e30  # of a size; sums of larger ones may overflow a float
 _ROUNDING: Final = 1e-12  # sums of bytes differ by that much of themselves
 
-_UNITS = {"": 1, "B": 1, "KB": 1000}
-_UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
-_UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
+_BYTE_UNITS = {"": 1, "B": 1, "KB": 1000}
+_BYTE_UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
+_BYTE_UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 
 # The sizes that the tables name; and those that can differ between microbatches.
-_OF_CHANGES = [
-    (name, VALUES[change.value].per)
-    for row in ROWS
+_CHANGE_SIZES = [
+    (name, VALUES[change.value].scope)
+    for row in INSTRUCTIONS
     for change in row.changes
     for name in (change.before, change.after)
     if name not in TIERS
 ]
-_NAMED = [row.size for row in VALUES if row.size] + [name for name, _ in _OF_CHANGES]
-_OF_FORMS = [form.size for form in FORMS if form.size]
-OF_A_MICROBATCH: Final = {
-    *(name for name, per in _OF_CHANGES if per is Scope.MICROBATCH),
-    *(row.size for row in VALUES if row.per is Scope.MICROBATCH),
+_TABLE_SIZES = [row.size for row in VALUES if row.size] + [name for name, _ in _CHANGE_SIZES]
+_FORM_SIZES = [form.size for form in FORMS if form.size]
+MICROBATCH_SIZES: Final = {
+    *(name for name, per in _CHANGE_SIZES if per is Scope.MICROBATCH),
+    *(row.size for row in VALUES if row.scope is Scope.MICROBATCH),
     *(
         row.converted_from[1]
         for row in VALUES
-        if row.converted_from and row.per is Scope.MICROBATCH
+        if row.converted_from and row.scope is Scope.MICROBATCH
     ),
-    *_OF_FORMS,
+    *_FORM_SIZES,
 }
 # The size that a missing one is equal to.
-_LIKE: Final = (
+_FALLBACK_SIZES: Final = (
     {row.size: row.size_fallback for row in VALUES if row.size_fallback}
-    | dict.fromkeys(_OF_FORMS, "activation")
+    | dict.fromkeys(_FORM_SIZES, "activation")
     | {"version": "params"}
 )
 
 # What a stage holds all the time, one by one; `model_states` is all of it together.
-AT_REST: Final = ("params", "grads", "optimizer", "buffers")
+STATIC_SIZES: Final = ("params", "grads", "optimizer", "buffers")
 
 
 @dataclass(frozen=True)
-@with_fields([name for name in _NAMED if name not in _LIKE])
-@with_fields(_LIKE, None)
+@add_fields([name for name in _TABLE_SIZES if name not in _FALLBACK_SIZES])
+@add_fields(_FALLBACK_SIZES, None)
 class Sizes:
     """Bytes of values on one device, for one microbatch.
 
@@ -130,41 +136,42 @@ class Sizes:
             value = getattr(self, f.name)
             if value is None:
                 continue
-            arrays = f.name in OF_A_MICROBATCH
+            arrays = f.name in MICROBATCH_SIZES
             what = f"size {f.name}"
-            value = per_stage(what, value, UsageError, arrays=arrays, most=MOST_BYTES)
+            value = to_per_stage(what, value, UsageError, allow_arrays=arrays, max_value=MAX_BYTES)
             object.__setattr__(self, f.name, value)
         if self.saved_and_deferred is not None:
-            self._expect_both()
-        if self.model_states is not None and (apart := self.told_apart):
+            self._require_joint_size()
+        if self.model_states is not None and (apart := self.specified_parts):
             raise UsageError(
-                f"size model_states is the sum of {', '.join(AT_REST)}, and is given together with "
+                f"size model_states is the sum of {', '.join(STATIC_SIZES)}, and is given "
+                "together with "
                 f"{' and '.join(apart)}",
                 hint=f"leave out model_states, or {' and '.join(apart)}",
                 fields=["model_states", *apart],
             )
 
     @property
-    def told_apart(self) -> tuple[str, ...]:
+    def specified_parts(self) -> tuple[str, ...]:
         """The parts of the model states that are given."""
-        return tuple(name for name in AT_REST if np.any(np.array(getattr(self, name))))
+        return tuple(name for name in STATIC_SIZES if np.any(np.array(getattr(self, name))))
 
     @property
-    def at_rest(self) -> tuple[str, ...]:
+    def static_sizes(self) -> tuple[str, ...]:
         """The sizes of what a stage holds all the time: its parts, or `model_states`."""
-        return self.told_apart or ("model_states",)
+        return self.specified_parts or ("model_states",)
 
-    def _expect_both(self) -> None:
+    def _require_joint_size(self) -> None:
         """Raise UsageError where `saved` and `tape` cannot be that much at once."""
         try:
             saved, tape, both = np.broadcast_arrays(
                 *(
-                    grid(self._said(name))
+                    to_grid(self._resolve_size(name))
                     for name in ("saved", "deferred_wgrad", "saved_and_deferred")
                 )
             )
         except ValueError:
-            return  # `each` says which is of another number of stages or microbatches
+            return  # `per_microbatch` says which is of another number of stages or microbatches
         least, most = np.maximum(saved, tape), saved + tape
         wrong = (both < least) | (both > most * (1 + 1e-12))
         if wrong.any():
@@ -175,61 +182,66 @@ class Sizes:
                 f"{most[at]:g}, not {both[at]:g}"
             )
 
-    def of(self, name: str, stages: int) -> NDArray[np.float64]:
+    def for_stages(self, name: str, stages: int) -> NDArray[np.float64]:
         """The size of that name for each stage, shape (stages,): of the largest microbatch."""
-        return np.asarray(self._each(name, stages, None).max(1))
+        return np.asarray(self._expand(name, stages, None).max(1))
 
-    def each(self, name: str, shape: PipelineShape) -> NDArray[np.float64]:
+    def per_microbatch(self, name: str, shape: PipelineShape) -> NDArray[np.float64]:
         """The size of that name, shape (stages, microbatches), or (stages, 1) where it is the same
         for all microbatches.
 
         Raises UsageError for numbers of other stages or microbatches than the shape's.
         """
-        return self._each(name, shape.stages, shape.microbatches)
+        return self._expand(name, shape.stages, shape.microbatches)
 
-    def require(self, shape: PipelineShape) -> None:
+    def validate(self, shape: PipelineShape) -> None:
         """Raise UsageError for numbers of other stages or microbatches than the shape's, whether
         anybody asks for that size or not."""
         for f in fields(self):
-            self.each(f.name, shape)
+            self.per_microbatch(f.name, shape)
 
-    def _each(self, name: str, stages: int, microbatches: int | None) -> NDArray[np.float64]:
+    def _expand(self, name: str, stages: int, microbatches: int | None) -> NDArray[np.float64]:
         if name == "saved_and_deferred" and self.saved_and_deferred is None:
-            each = (self._each(part, stages, microbatches) for part in ("saved", "deferred_wgrad"))
+            each = (
+                self._expand(part, stages, microbatches) for part in ("saved", "deferred_wgrad")
+            )
             return np.maximum(*each)
         if name == "checkpoint" and self.checkpoint is None:
-            before = self._each("activation", stages, microbatches)
+            before = self._expand("activation", stages, microbatches)
             return np.concatenate([np.zeros_like(before[:1]), before[:-1]])
         if name == "model_states" and self.model_states is None:
             return sum(
-                (self._each(part, stages, microbatches) for part in AT_REST), np.zeros((stages, 1))
+                (self._expand(part, stages, microbatches) for part in STATIC_SIZES),
+                np.zeros((stages, 1)),
             )
-        return by_stage(f"size {name}", self._said(name), stages, UsageError, microbatches)
+        return expand_by_stage(
+            f"size {name}", self._resolve_size(name), stages, UsageError, microbatches
+        )
 
-    def _said(self, name: str) -> Size:
+    def _resolve_size(self, name: str) -> Size:
         """The given size, or the one that a missing size is equal to."""
         value: Size | None = getattr(self, name)
-        return self._said(_LIKE[name]) if value is None else value
+        return self._resolve_size(_FALLBACK_SIZES[name]) if value is None else value
 
-    def tells(self, name: str) -> bool:
+    def is_specified(self, name: str) -> bool:
         """Return whether a size that may be left out is given."""
         return getattr(self, name) is not None
 
 
-def ample(limit: float) -> float:
+def add_tolerance(limit: float) -> float:
     """A limit in bytes, and what sums of sizes may be above it by rounding: less than a byte of a
     terabyte."""
     return limit + _ROUNDING * abs(limit)
 
 
 class EagerMessages(NamedTuple):
-    """Messages of at most `limit` bytes, where values have these sizes, wait for nobody."""
+    """Messages of at most `max_bytes` bytes, where values have these sizes, wait for nobody."""
 
-    limit: float
+    max_bytes: float
     sizes: Sizes
 
 
-def bytes_of(text: str) -> float:
+def parse_bytes(text: str) -> float:
     """The number of bytes that a text says: `512`, `1.5GB` (10^9), `1.5 GiB` (2^30).
 
     Raises ValueError for anything else.
@@ -237,6 +249,6 @@ def bytes_of(text: str) -> float:
     found = re.fullmatch(
         r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII
     )
-    if not found or found[2] not in _UNITS:
+    if not found or found[2] not in _BYTE_UNITS:
         raise ValueError(text)
-    return float(found[1]) * _UNITS[found[2]]
+    return float(found[1]) * _BYTE_UNITS[found[2]]

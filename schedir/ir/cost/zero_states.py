@@ -10,21 +10,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.errors import UsageError, describe
-from schedir.ir.cost.per_stage_values import per_stage
+from schedir.ir.cost.per_stage_values import to_per_stage
 
 # From which level on each replica has its part only: none, P_os, P_os+g, P_os+g+p.
-CUT_FROM: Final = {"optimizer": 1, "grads": 2, "params": 3}
-LEVELS: Final = 1 + max(CUT_FROM.values())
+SHARDED_FROM_LEVEL: Final = {"optimizer": 1, "grads": 2, "params": 3}
+ZERO_LEVEL_COUNT: Final = 1 + max(SHARDED_FROM_LEVEL.values())
 # What memory is called that has parts of them, and whole ones beside the parts.
-IN_PARTS: Final = {
+SHARDED_LABELS: Final = {
     "params": "weights in parts", "grads": "gradient in parts", "optimizer": "optimizer in parts",
 }  # fmt: skip
-WHOLE: Final = {"params": "whole weights", "grads": "whole gradient"}
+UNSHARDED_LABELS: Final = {"params": "whole weights", "grads": "whole gradient"}
 
 
-def is_cut(name: str, zero: int) -> bool:
+def is_sharded(size_name: str, zero: int) -> bool:
     """Whether at a level replicas have parts of what a field of Sizes tells."""
-    return zero >= CUT_FROM.get(name, LEVELS)
+    return zero >= SHARDED_FROM_LEVEL.get(size_name, ZERO_LEVEL_COUNT)
 
 
 class ModelStates(NamedTuple):
@@ -35,7 +35,7 @@ class ModelStates(NamedTuple):
     optimizer: Any
 
     @property
-    def bytes(self) -> Any:
+    def total(self) -> Any:
         """All together."""
         return self.params + self.grads + self.optimizer
 
@@ -47,7 +47,7 @@ def zero_model_states(
     zero: int,
     dp: int,
     *,
-    numbers: ArrayLike | None = None,
+    parameter_counts: ArrayLike | None = None,
 ) -> ModelStates:
     """What level `zero` (0 to 3) of ZeRO leaves of a model's states on each of `dp` replicas, in
     bytes.
@@ -57,9 +57,9 @@ def zero_model_states(
     gradients from 2, parameters from 3.  With 2, 2 and 12 bytes for each of Psi parameters that is
     4 Psi + 12 Psi/dp, 2 Psi + 14 Psi/dp and 16 Psi/dp (arXiv 1910.02054, sections 5.1 to 5.3).
 
-    `numbers` is of how many parameters each is made.  They are then cut into parts of as many
-    each, of which the last are padded: a part has ceil(numbers / dp) of them.  Without, parts are
-    fractions, as in the paper.  What is whole is never padded.
+    `parameter_counts` is of how many parameters each is made.  They are then cut into parts of as
+    many each, of which the last are padded: a part has ceil(numbers / dp) of them.  Without, parts
+    are fractions, as in the paper.  What is whole is never padded.
 
     Raises UsageError for another level, for less than one replica, and for what is negative or not
     finite.
@@ -70,28 +70,30 @@ def zero_model_states(
     >>> zero_model_states(20, 20, 120, 3, 4, numbers=10)  # 3 parameters in each part
     ModelStates(params=6.0, grads=6.0, optimizer=36.0)
     """
-    if _whole(zero, 0) is None or zero >= LEVELS:
+    if _as_integer(zero, 0) is None or zero >= ZERO_LEVEL_COUNT:
         raise UsageError(
-            f"zero is a level of ZeRO, from 0 to {LEVELS - 1}, not {describe(zero)}",
+            f"zero is a level of ZeRO, from 0 to {ZERO_LEVEL_COUNT - 1}, not {describe(zero)}",
             fields=["zero"],
         )
-    if _whole(dp, 1) is None:
+    if _as_integer(dp, 1) is None:
         raise UsageError(f"dp is a number of replicas, not {describe(dp)}", fields=["dp"])
     parts: NDArray[np.float64] | float = float(dp)  # of what size: a whole one is so many
-    if numbers is not None:
-        each = _bytes("numbers", numbers)
+    if parameter_counts is not None:
+        each = _to_byte_array("numbers", parameter_counts)
         parts = np.maximum(each, 1) / np.maximum(np.ceil(each / dp), 1)
     whole = {"params": params, "grads": grads, "optimizer": optimizer}
     left = {}
     for name, value in whole.items():
-        left[name] = _bytes(name, value) / (parts if is_cut(name, zero) else 1.0)
+        left[name] = _to_byte_array(name, value) / (parts if is_sharded(name, zero) else 1.0)
     return ModelStates(**{name: v if v.ndim else v.item() for name, v in left.items()})
 
 
-def _whole(value: object, least: int) -> int | None:
-    fits = isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= least
+def _as_integer(value: object, min_value: int) -> int | None:
+    fits = (
+        isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= min_value
+    )
     return int(value) if fits else None  # type: ignore[call-overload]
 
 
-def _bytes(name: str, value: ArrayLike) -> NDArray[np.float64]:
-    return np.array(per_stage(name, value, UsageError), float)
+def _to_byte_array(name: str, value: ArrayLike) -> NDArray[np.float64]:
+    return np.array(to_per_stage(name, value, UsageError), float)

@@ -33,23 +33,24 @@ VALUES: Final[tuple[ValueRow, ...]] = (
         size="activation", peer=PeerRule.PREVIOUS, local_source=_V.ACT_OUT,
     ),
     ValueRow(_V.ACT_OUT, _MB, _ONCE, "the activation", size="activation", peer=PeerRule.NEXT),
-    ValueRow(_V.SAVED, _MB, _ONCE, "the saved activations", size="saved", training=True),
+    ValueRow(_V.SAVED, _MB, _ONCE, "the saved activations", size="saved", is_training_only=True),
     ValueRow(
         _V.GRAD_IN, _MB, _ONCE, "the gradient",
-        size="gradient", peer=PeerRule.NEXT, local_source=_V.GRAD_OUT, training=True,
+        size="gradient", peer=PeerRule.NEXT, local_source=_V.GRAD_OUT, is_training_only=True,
         size_fallback="activation",
     ),
     ValueRow(
         _V.GRAD_OUT, _MB, _ONCE, "the gradient",
-        size="gradient", peer=PeerRule.PREVIOUS, training=True, size_fallback="activation",
+        size="gradient", peer=PeerRule.PREVIOUS, is_training_only=True, size_fallback="activation",
     ),
     ValueRow(
         _V.DEFERRED_WGRAD, _MB, _ONCE, "the deferred weight gradients",
-        size="deferred_wgrad", converted_from=(_V.SAVED, "saved_and_deferred"), training=True,
+        size="deferred_wgrad", converted_from=(_V.SAVED, "saved_and_deferred"),
+        is_training_only=True,
         size_fallback="saved",
     ),
-    ValueRow(_V.WGRAD, _STAGE, _ALL, "the weights' gradient", size="grads", training=True),
-    ValueRow(_V.GRAD, _STAGE, _ALL, "the reduced gradient", training=True),
+    ValueRow(_V.WGRAD, _STAGE, _ALL, "the weights' gradient", size="grads", is_training_only=True),
+    ValueRow(_V.GRAD, _STAGE, _ALL, "the reduced gradient", is_training_only=True),
     ValueRow(_V.NORM, _RANK, _ALL, "the norm"),
     ValueRow(_V.PARAMS, _RANK, ProducerRule.VERSION, "the weights"),
     ValueRow(
@@ -59,70 +60,75 @@ VALUES: Final[tuple[ValueRow, ...]] = (
     ValueRow(_V.SKIP_OUT, _MB, _ONCE, "the skip", size="skip", peer=PeerRule.SKIP_TO),
     ValueRow(
         _V.SKIP_GRAD_IN, _MB, _ONCE, "the skip's gradient",
-        size="skip", peer=PeerRule.SKIP_TO, local_source=_V.SKIP_GRAD_OUT, training=True,
+        size="skip", peer=PeerRule.SKIP_TO, local_source=_V.SKIP_GRAD_OUT, is_training_only=True,
     ),
     ValueRow(
         _V.SKIP_GRAD_OUT, _MB, _ONCE, "the skip's gradient",
-        size="skip", peer=PeerRule.SKIP_FROM, training=True,
+        size="skip", peer=PeerRule.SKIP_FROM, is_training_only=True,
     ),
     ValueRow(_V.LOCAL_NORM, _RANK, _ALL, "the rank's part of the norm"),
     ValueRow(
         _V.UNSHARDED_PARAMS, _STAGE, ProducerRule.LATEST, "the unsharded weights",
-        size="params", attribute="zero", training=True,
+        size="params", program_attribute="zero", is_training_only=True,
     ),
     ValueRow(
         _V.SHARDED_PARAMS, _STAGE, _ALL, "the sharded weights",
-        attribute="zero", training=True,
+        program_attribute="zero", is_training_only=True,
     ),
     ValueRow(
         _V.WGRAD_BUFFER, _STAGE, ProducerRule.LATEST_OR_START,
         "the buffer for the weights' gradient",
-        attribute="reduce_scatter_at", training=True,
+        program_attribute="reduce_scatter_at", is_training_only=True,
     ),
     ValueRow(
         _V.SNAPSHOT, _STAGE, _ALL, "the snapshot",
-        attribute="checkpoint_snapshots", training=True,
+        program_attribute="checkpoint_snapshots", is_training_only=True,
     ),
     ValueRow(
         _V.STATE, _STAGE, ProducerRule.LATEST, "the optimizer's state",
-        size="optimizer", attribute="optimizer_placement", initial_tier="host", training=True,
+        size="optimizer", program_attribute="optimizer_placement", initial_tier="host",
+        is_training_only=True,
     ),
     ValueRow(
         _V.STATE_WRITTEN, _STAGE, _ALL, "the written state",
-        attribute="optimizer_placement", attribute_values=("host", "disk"), training=True,
+        program_attribute="optimizer_placement", attribute_values=("host", "disk"),
+        is_training_only=True,
     ),
     ValueRow(
         _V.HOST_GRAD, _STAGE, _ALL, "the gradient on the host",
-        attribute="optimizer_placement", attribute_values=("cpu_step",), reserved=("host", "grads"),
-        training=True,
+        program_attribute="optimizer_placement", attribute_values=("cpu_step",),
+        reserved_memory=("host", "grads"),
+        is_training_only=True,
     ),
     ValueRow(
         _V.HOST_WEIGHTS, _STAGE, _ALL, "the weights on the host",
-        attribute="optimizer_placement", attribute_values=("cpu_step",),
-        reserved=("host", "params"), training=True,
+        program_attribute="optimizer_placement", attribute_values=("cpu_step",),
+        reserved_memory=("host", "params"), is_training_only=True,
     ),
     ValueRow(
         _V.WEIGHTS_RELOADED, _STAGE, _ALL, "the reloaded weights",
-        attribute="optimizer_placement", attribute_values=("cpu_step",), training=True,
+        program_attribute="optimizer_placement", attribute_values=("cpu_step",),
+        is_training_only=True,
     ),
     ValueRow(
         _V.GRADS_CHECKED, _RANK, _ALL, "the check of the gradients",
-        attribute="optimizer_placement", attribute_values=("cpu_step",), training=True,
+        program_attribute="optimizer_placement", attribute_values=("cpu_step",),
+        is_training_only=True,
     ),
 )  # fmt: skip
 
 FORMS: Final[tuple[FormRow, ...]] = (
-    FormRow(Form.PART, "a tensor-parallel rank's 1/t of the value", split=True),
+    FormRow(Form.TP_SHARD, "a tensor-parallel rank's 1/t of the value", is_tp_split=True),
 )
 
 LANES: Final[tuple[LaneRow, ...]] = (
     LaneRow(_L.COMPUTE, False, "runs", "what the rank computes", "peer"),
     LaneRow(_L.ACT, True, "starts", "messages with activations",
-            colour="#0072b2", label="activations"),
+            color="#0072b2", label="activations"),
     LaneRow(_L.GRAD, True, "starts", "messages with gradients",
-            colour="#d55e00", label="gradients"),
+            color="#d55e00", label="gradients"),
     LaneRow(_L.TP, False, "waits", "collectives of the tensor-parallel group",
-            colour="#7a7a7a", label="tensor parallel"),
+            color="#7a7a7a", label="tensor parallel"),
     LaneRow(_L.DP, False, "starts", "reductions over replicas and ranks",
             "reduction", "#1a1a1a", "reductions"),
     LaneRow(_L.PARAMS, False, "starts", "gathers of weights over replicas",
@@ -136,17 +142,22 @@ LANES: Final[tuple[LaneRow, ...]] = (
 )  # fmt: skip
 
 # The sizes that an optimizer step reads and writes. It only reads gradients.
-STEPPED: Final = ("params", "params", "grads", "optimizer", "optimizer")
+OPTIMIZER_STEP_SIZES: Final = ("params", "params", "grads", "optimizer", "optimizer")
 
 
-def _moves(link: Literal["hbm", "host", "disk", "dram"], *sizes: str, states: str) -> Traffic:
-    """The traffic of a row that programs have with some values of their trait `states`."""
+def _make_state_traffic(
+    link: Literal["hbm", "host", "disk", "dram"], *sizes: str, placements: str
+) -> Traffic:
+    """The traffic of a row that programs have with some values of their trait `placements`."""
     return Traffic(
-        link, sizes, attribute="optimizer_placement", attribute_values=tuple(states.split())
+        link,
+        sizes,
+        program_attribute="optimizer_placement",
+        attribute_values=tuple(placements.split()),
     )
 
 
-ROWS: Final[tuple[Row, ...]] = (
+INSTRUCTIONS: Final[tuple[Row, ...]] = (
     Row(
         _O.Forward, "F", _L.COMPUTE, _MB,
         needs=(_V.ACT_IN, _V.PARAMS, _V.SKIP_IN, _V.UNSHARDED_PARAMS),
@@ -156,7 +167,7 @@ ROWS: Final[tuple[Row, ...]] = (
             "Runs a stage on a microbatch, with the version of the weights that the microbatch "
             "uses. The last stage also computes the loss."
         ),
-        cost="F", computes=True,
+        cost="F", is_compute=True,
     ),
     Row(
         _O.Backward, "B", _L.COMPUTE, _MB,
@@ -164,7 +175,7 @@ ROWS: Final[tuple[Row, ...]] = (
         gives=(_V.GRAD_OUT, _V.WGRAD, _V.SKIP_GRAD_OUT),
         frees=(_V.SAVED, _V.GRAD_IN, _V.SKIP_GRAD_IN),
         doc="The full backward: the gradients of the input and of the weights.",
-        cost="B", computes=True,
+        cost="B", is_compute=True,
     ),
     Row(
         _O.BackwardInput, "I", _L.COMPUTE, _MB,
@@ -176,7 +187,7 @@ ROWS: Final[tuple[Row, ...]] = (
             "norms). What the deferred weight gradients need of the saved activations is kept. The "
             "zero-bubble papers call it B."
         ),
-        cost="I", computes=True,
+        cost="I", is_compute=True,
     ),
     Row(
         _O.BackwardWeight, "W", _L.COMPUTE, _MB,
@@ -184,7 +195,7 @@ ROWS: Final[tuple[Row, ...]] = (
         gives=(_V.WGRAD,),
         frees=(_V.DEFERRED_WGRAD,),
         doc="The deferred weight gradients.",
-        cost="W", computes=True,
+        cost="W", is_compute=True,
     ),
     Row(
         _O.SendAct, "send_act", _L.ACT, _MB,
@@ -220,7 +231,8 @@ ROWS: Final[tuple[Row, ...]] = (
             "Keeps this tensor-parallel rank's 1/t of an activation, so that only this part is "
             "sent."
         ),
-        cost="tp_scatter", form=Form.PART, traffic=Traffic("hbm", times=2), in_torch=True,
+        cost="tp_scatter", form=Form.TP_SHARD, traffic=Traffic("hbm", moves_per_byte=2),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.TPGatherAct, "tp_gather_act", _L.TP, _MB,
@@ -231,23 +243,24 @@ ROWS: Final[tuple[Row, ...]] = (
             "computes; or, with sequence parallelism, the first tensor between two segments of a "
             "stage (arXiv 2205.05198)."
         ),
-        cost="tp_gather", ring=CollectiveRing("tp"), form=Form.PART,
-        between_segments="sequence_parallel", in_torch=True,
+        cost="tp_gather", ring=CollectiveRing("tp"), form=Form.TP_SHARD,
+        between_segments="sequence_parallel", is_implicit_in_torch=True,
     ),
     Row(
         _O.TPScatterGrad, "tp_scatter_grad", _L.COMPUTE, _MB,
         needs=(_V.GRAD_OUT,),
         gives=(_V.GRAD_OUT,),
         doc="Keeps this tensor-parallel rank's 1/t of a gradient.",
-        cost="tp_scatter", form=Form.PART, traffic=Traffic("hbm", times=2), in_torch=True,
+        cost="tp_scatter", form=Form.TP_SHARD, traffic=Traffic("hbm", moves_per_byte=2),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.TPGatherGrad, "tp_gather_grad", _L.TP, _MB,
         needs=(_V.GRAD_IN,),
         gives=(_V.GRAD_IN,),
         doc="All-gathers a received gradient in the tensor-parallel group.",
-        cost="tp_gather", ring=CollectiveRing("tp"), form=Form.PART,
-        between_segments="sequence_parallel", in_torch=True,
+        cost="tp_gather", ring=CollectiveRing("tp"), form=Form.TP_SHARD,
+        between_segments="sequence_parallel", is_implicit_in_torch=True,
     ),
     Row(
         _O.ReduceGrads, "reduce_grads", _L.DP, _STAGE,
@@ -262,8 +275,8 @@ ROWS: Final[tuple[Row, ...]] = (
         needs=(_V.GRAD,),
         gives=(_V.GRAD,),
         doc="Sums a stage's gradient over the ranks that have a replica of the stage.",
-        cost="reduce_replicated_stages", partner=_O.ReduceReplicatedStages, group="holders",
-        drains_lane="replicas", ring=CollectiveRing("holders", "grads", 2), in_torch=True,
+        cost="reduce_replicated_stages", partner=_O.ReduceReplicatedStages, group="stage_replicas",
+        host_sync="replicas", ring=CollectiveRing("stage_replicas", "grads", 2), is_implicit_in_torch=True,
     ),
     Row(
         _O.ReduceTied, "reduce_tied", _L.DP, _STAGE,
@@ -273,16 +286,16 @@ ROWS: Final[tuple[Row, ...]] = (
             "Sums the gradients of the copies of each tied weight of the rank, in the order of "
             "stages. Each copy gets the sum."
         ),
-        cost="reduce_tied", partner=_O.ReduceTied, group="tied", drains_lane="always",
-        in_torch=True,
+        cost="reduce_tied", partner=_O.ReduceTied, group="tied_weights", host_sync="always",
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.ReduceNorm, "reduce_norm", _L.DP, _RANK,
         needs=(_V.GRAD,),
         gives=(_V.NORM,),
         doc="The norm of all gradients, over all pipeline ranks.",
-        cost="reduce_norm", partner=_O.ReduceNorm, group="model", drains_lane="always",
-        in_torch=True,
+        cost="reduce_norm", partner=_O.ReduceNorm, group="model", host_sync="always",
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.OptimizerStep, "step", _L.COMPUTE, _RANK,
@@ -296,7 +309,7 @@ ROWS: Final[tuple[Row, ...]] = (
             "Updates the parameters of the rank's stages. Where each stage has a step of its own, "
             "it ends the update, when all states are written or all weights are back."
         ),
-        cost="step", in_torch=True,
+        cost="step", is_implicit_in_torch=True,
     ),
     Row(
         _O.SendSkip, "send_skip", _L.ACT, _MB,
@@ -329,7 +342,7 @@ ROWS: Final[tuple[Row, ...]] = (
         needs=(_V.SAVED, _V.PARAMS, _V.UNSHARDED_PARAMS),
         gives=(_V.SAVED,),
         doc="Runs a stage forward again, on its inputs; its F then saves only these.",
-        cost="R", changes=(Change(_V.SAVED, "checkpoint", "saved"),), computes=True,
+        cost="R", changes=(Change(_V.SAVED, "checkpoint", "saved"),), is_compute=True,
     ),
     Row(
         _O.ReduceNormAfterStep, "reduce_norm_after_step", _L.DP, _RANK,
@@ -340,7 +353,8 @@ ROWS: Final[tuple[Row, ...]] = (
             "it. The next step of the run waits for it, and both steps are repeated if gradients "
             "had to be clipped."
         ),
-        cost="reduce_norm_after_step", partner=_O.ReduceNormAfterStep, group="model", in_torch=True,
+        cost="reduce_norm_after_step", partner=_O.ReduceNormAfterStep, group="model",
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.Unshard, "unshard", _L.PARAMS, Scope.OCCURRENCE,
@@ -376,10 +390,10 @@ ROWS: Final[tuple[Row, ...]] = (
             "host, for a checkpoint that is written meanwhile. It does nothing in a step after "
             "which no checkpoint is due."
         ),
-        cost="snapshot", idle="snapshot",
-        traffic=Traffic("host", ("params", "optimizer"), always_shared=True,
-                        attribute="checkpoint_snapshots", attribute_values=(True,)),
-        in_torch=True,
+        cost="snapshot", idle_cause="snapshot",
+        traffic=Traffic("host", ("params", "optimizer"), is_always_sharded=True,
+                        program_attribute="checkpoint_snapshots", attribute_values=(True,)),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.Offload, "offload", _L.D2H, _MB,
@@ -418,7 +432,8 @@ ROWS: Final[tuple[Row, ...]] = (
             "reduced."
         ),
         cost="reload_state", changes=(Change(_V.STATE, "host", "device"),),
-        traffic=_moves("host", "optimizer", states="host disk"), in_torch=True,
+        traffic=_make_state_traffic("host", "optimizer", placements="host disk"),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.StageOptimizerStep, "stage_step", _L.COMPUTE, _STAGE,
@@ -429,7 +444,8 @@ ROWS: Final[tuple[Row, ...]] = (
             "known whether they are finite before anything is updated."
         ),
         cost="stage_step", needs_all_stages=True,
-        traffic=_moves("hbm", *STEPPED, states="host disk"), in_torch=True,
+        traffic=_make_state_traffic("hbm", *OPTIMIZER_STEP_SIZES, placements="host disk"),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.OffloadState, "offload_state", _L.D2H, _STAGE,
@@ -437,7 +453,8 @@ ROWS: Final[tuple[Row, ...]] = (
         gives=(_V.STATE, _V.STATE_WRITTEN),
         doc="Moves the stage's part of the optimizer state back to the host.",
         cost="offload_state", changes=(Change(_V.STATE, "device", "host"),),
-        traffic=_moves("host", "optimizer", states="host disk"), in_torch=True,
+        traffic=_make_state_traffic("host", "optimizer", placements="host disk"),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.TPReduceAct, "tp_reduce_act", _L.TP, _MB,
@@ -448,7 +465,7 @@ ROWS: Final[tuple[Row, ...]] = (
             "takes it (Megatron-LM's g). With sequence parallelism each rank keeps its part of the "
             "sum."
         ),
-        cost="tp_reduce", ring=CollectiveRing("tp", turns=2), between_segments="always",
+        cost="tp_reduce", ring=CollectiveRing("tp", rounds=2), between_segments="always",
     ),
     Row(
         _O.TPReduceGrad, "tp_reduce_grad", _L.TP, _MB,
@@ -459,7 +476,7 @@ ROWS: Final[tuple[Row, ...]] = (
             "segment that gave the input takes it (Megatron-LM's f); with sequence parallelism, "
             "likewise."
         ),
-        cost="tp_reduce", ring=CollectiveRing("tp", turns=2), between_segments="always",
+        cost="tp_reduce", ring=CollectiveRing("tp", rounds=2), between_segments="always",
     ),
     Row(
         _O.ReduceSequenceParallelGrads, "reduce_sequence_parallel_grads", _L.TP, _STAGE,
@@ -470,7 +487,7 @@ ROWS: Final[tuple[Row, ...]] = (
             "has in full and applies to its part of the tokens: norms, and biases after a "
             "reduction."
         ),
-        cost="reduce_sequence_parallel_grads", idle="reduction", in_torch=True,
+        cost="reduce_sequence_parallel_grads", idle_cause="reduction", is_implicit_in_torch=True,
     ),
     Row(
         _O.ReadStateFromDisk, "read_state_from_disk", _L.DISK, _STAGE,
@@ -478,7 +495,8 @@ ROWS: Final[tuple[Row, ...]] = (
         gives=(_V.STATE,),
         doc="Moves a stage's part of the optimizer state from the disk to the host.",
         cost="read_state_from_disk", changes=(Change(_V.STATE, "disk", "host"),),
-        traffic=_moves("disk", "optimizer", states="disk"), in_torch=True,
+        traffic=_make_state_traffic("disk", "optimizer", placements="disk"),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.WriteStateToDisk, "write_state_to_disk", _L.DISK, _STAGE,
@@ -486,7 +504,8 @@ ROWS: Final[tuple[Row, ...]] = (
         gives=(_V.STATE, _V.STATE_WRITTEN),
         doc="Moves the stage's part of the optimizer state back to the disk.",
         cost="write_state_to_disk", changes=(Change(_V.STATE, "host", "disk"),),
-        traffic=_moves("disk", "optimizer", states="disk"), in_torch=True,
+        traffic=_make_state_traffic("disk", "optimizer", placements="disk"),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.OffloadGrads, "offload_grads", _L.D2H, _STAGE,
@@ -496,8 +515,9 @@ ROWS: Final[tuple[Row, ...]] = (
             "Copies a stage's gradient to the host, when it is reduced and the host no longer "
             "needs that of the update before."
         ),
-        cost="offload_grads", waits_for_lanes=(_L.DP,),
-        traffic=_moves("host", "grads", states="cpu_step"), in_torch=True,
+        cost="offload_grads", host_sync_lanes=(_L.DP,),
+        traffic=_make_state_traffic("host", "grads", placements="cpu_step"),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.HostOptimizerStep, "host_step", _L.HOST, _STAGE,
@@ -508,15 +528,18 @@ ROWS: Final[tuple[Row, ...]] = (
             "gradients of the rank are there: it is known whether they are finite before anything "
             "is updated."
         ),
-        cost="host_step", needs_all_stages=True, waits_for_lanes=(_L.DP, _L.D2H),
-        traffic=_moves("dram", *STEPPED, states="cpu_step"), in_torch=True,
+        cost="host_step", needs_all_stages=True, host_sync_lanes=(_L.DP, _L.D2H),
+        traffic=_make_state_traffic("dram", *OPTIMIZER_STEP_SIZES, placements="cpu_step"),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.ReloadWeights, "reload_weights", _L.H2D, _STAGE,
         needs=(_V.HOST_WEIGHTS,),
         gives=(_V.WEIGHTS_RELOADED,),
         doc="Copies the weights that the host has updated back to the device.",
-        cost="reload_weights", traffic=_moves("host", "params", states="cpu_step"), in_torch=True,
+        cost="reload_weights",
+        traffic=_make_state_traffic("host", "params", placements="cpu_step"),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.CheckGradsFinite, "check_grads_finite", _L.COMPUTE, _RANK,
@@ -526,6 +549,6 @@ ROWS: Final[tuple[Row, ...]] = (
             "Decides whether the rank's gradients are finite, when all are on the host, and lets "
             "the next update add to them while the host makes the step."
         ),
-        cost="check_grads_finite", waits_for_lanes=(_L.DP, _L.D2H), in_torch=True,
+        cost="check_grads_finite", host_sync_lanes=(_L.DP, _L.D2H), is_implicit_in_torch=True,
     ),
 )  # fmt: skip

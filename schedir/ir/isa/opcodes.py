@@ -38,7 +38,7 @@ class Value(IntEnum):
 class Form(IntEnum):
     """How a value is changed while it crosses between stages; `FORMS` has a row for each."""
 
-    PART = 0
+    TP_SHARD = 0
 
 
 class Lane(IntEnum):

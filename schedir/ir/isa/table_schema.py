@@ -47,17 +47,17 @@ class PeerRule(Enum):
     SKIP_FROM = "the stage that gives the skip"
 
     @property
-    def back(self) -> PeerRule:
+    def opposite(self) -> PeerRule:
         """The rule of the other side."""
-        return _BACK[self]
+        return _OPPOSITE[self]
 
     @property
-    def ahead(self) -> bool:
+    def is_downstream(self) -> bool:
         """Whether it leads to a later stage."""
         return self in (PeerRule.NEXT, PeerRule.SKIP_TO)
 
 
-_BACK: Final = {
+_OPPOSITE: Final = {
     PeerRule.NEXT: PeerRule.PREVIOUS, PeerRule.PREVIOUS: PeerRule.NEXT,
     PeerRule.SKIP_TO: PeerRule.SKIP_FROM, PeerRule.SKIP_FROM: PeerRule.SKIP_TO,
 }  # fmt: skip
@@ -68,7 +68,7 @@ class ValueRow(NamedTuple):
 
     Attributes:
         value: The number of the value.
-        per: What there is one value of: a microbatch of a stage, a stage, or a rank.
+        scope: What there is one value of: a microbatch of a stage, a stage, or a rank.
         producer_rule: Which instruction gives the value to one that needs it.
         phrase: The value in messages: "the activation".
         size: The field of `Sizes` with its bytes; empty if it is not counted.  A value that a stage
@@ -80,37 +80,41 @@ class ValueRow(NamedTuple):
             where both stages are on one rank.
         converted_from: A value that an instruction frees to make this one, and the field of `Sizes`
             with the bytes of both together.
-        attribute: An attribute of programs: the value exists only in programs in which it is not
+        program_attribute: An attribute of programs: the value exists only in programs in which it
+        is not
             the default or, with `attribute_values`, is one of these.
         initial_tier: One of TIERS, for a value that exists from the start and that no instruction
-            makes or frees: it is on that tier, or on the one that the program's `attribute` names,
-            and has memory there all the time.  Each replica has its part of it.
-        attribute_values: See `attribute`.
-        reserved: For a value with memory of its own all the time, beside what the device holds: one
+            makes or frees: it is on that tier, or on the one that the program's `program_attribute`
+            names, and has memory there all the time.  Each replica has its part of it.
+        attribute_values: See `program_attribute`.
+        reserved_memory: For a value with memory of its own all the time, beside what the device
+        holds: one
             of TIERS, and the field of `Sizes` with the bytes.  A replica has a part of it where it
             has a part of the optimizer's state.
-        training: Whether the value exists only in programs that train, and only for stages that are
+        is_training_only: Whether the value exists only in programs that train, and only for stages
+        that are
             not frozen.
         size_fallback: The field of `Sizes` that is used if `size` is not given.
-        optional: Whether the value exists only if a pass has added an instruction that uses it and
+        is_optional: Whether the value exists only if a pass has added an instruction that uses it
+        and
             does not run a stage.  A program without such an instruction is complete.
     """
 
     value: Value
-    per: Scope
+    scope: Scope
     producer_rule: ProducerRule
     phrase: str
     size: str = ""
     peer: PeerRule | None = None
     local_source: Value | None = None
     converted_from: tuple[Value, str] | None = None
-    attribute: str = ""
+    program_attribute: str = ""
     initial_tier: str = ""
     attribute_values: tuple[str, ...] = ()
-    reserved: tuple[str, str] | None = None
-    training: bool = False
+    reserved_memory: tuple[str, str] | None = None
+    is_training_only: bool = False
     size_fallback: str = ""
-    optional: bool = False
+    is_optional: bool = False
 
 
 class FormRow(NamedTuple):
@@ -123,7 +127,8 @@ class FormRow(NamedTuple):
     Attributes:
         form: The number of the form.
         doc: What a value in this form is.
-        split: Whether each rank of a tensor-parallel group has 1/t of the bytes. Such a form needs
+        is_tp_split: Whether each rank of a tensor-parallel group has 1/t of the bytes. Such a form
+        needs
             tp > 1, and a boundary that is not sharded already.
         size: The field of `Sizes` with the bytes of a value in this form: at most as many as
             without the form, and in proportion to them. Without this column, or where the size is
@@ -132,7 +137,7 @@ class FormRow(NamedTuple):
 
     form: Form
     doc: str
-    split: bool = False
+    is_tp_split: bool = False
     size: str = ""
 
 
@@ -141,23 +146,25 @@ class LaneRow(NamedTuple):
 
     Attributes:
         lane: The number of the lane.
-        wire: Whether it has the messages between ranks.  Progress models divide such lanes into
+        has_messages: Whether it has the messages between ranks.  Progress models divide such lanes
+        into
             more queues, or merge them into one.
-        host: What a blocking host, as on CPUs, does with an instruction on the lane: it "runs" the
+        host_action: What a blocking host, as on CPUs, does with an instruction on the lane: it
+        "runs" the
             instruction itself; it "waits" for what the instruction needs and then starts it; or it
             "starts" it at once.
         doc: What the lane has.
-        idle: The `IdleCause` of a rank that waits for an instruction on the lane.
-        colour: Its colour in charts.
+        idle_cause: The `IdleCause` of a rank that waits for an instruction on the lane.
+        color: Its colour in charts.
         label: Its name in legends.
     """
 
     lane: Lane
-    wire: bool
-    host: Literal["runs", "waits", "starts"]
+    has_messages: bool
+    host_action: Literal["runs", "waits", "starts"]
     doc: str
-    idle: str = "message"
-    colour: str = "#7a7a7a"
+    idle_cause: str = "message"
+    color: str = "#7a7a7a"
     label: str = ""
 
 
@@ -185,16 +192,16 @@ class CollectiveRing(NamedTuple):
 
     Attributes:
         members: The tensor-parallel group ("tp"), the replicas ("dp"), or the ranks that have the
-            stage ("holders").
+            stage ("stage_replicas").
         size: The field of `Sizes` with the bytes; empty for the bytes of the value that the
             instruction needs.
-        turns: How often the bytes go around: once for an all-gather or a reduce-scatter, twice for
+        rounds: How often the bytes go around: once for an all-gather or a reduce-scatter, twice for
             an all-reduce.
     """
 
-    members: Literal["tp", "dp", "holders"]
+    members: Literal["tp", "dp", "stage_replicas"]
     size: str = ""
-    turns: int = 1
+    rounds: int = 1
 
 
 class Traffic(NamedTuple):
@@ -207,10 +214,12 @@ class Traffic(NamedTuple):
         sizes: The fields of `Sizes` whose bytes are moved, of a stage. A field that is read and
             written is there twice. Without any, the bytes are those of the value whose form the
             instruction changes: of all of it, or of the rank's part if the form splits it.
-        times: How often each byte is moved.
-        always_shared: Whether each replica moves 1/dp of the bytes at every level of ZeRO, also at
+        moves_per_byte: How often each byte is moved.
+        is_always_sharded: Whether each replica moves 1/dp of the bytes at every level of ZeRO, also
+        at
             level 0.
-        attribute: "checkpoint_snapshots" or "optimizer_placement", if the instruction is in all
+        program_attribute: "checkpoint_snapshots" or "optimizer_placement", if the instruction is in
+        all
             programs with some values of this attribute.  Without it, a cluster that does not know
             the sizes prices nothing.
         attribute_values: These values of the attribute.
@@ -218,9 +227,9 @@ class Traffic(NamedTuple):
 
     link: Literal["hbm", "host", "disk", "dram"]
     sizes: tuple[str, ...] = ()
-    times: float = 1
-    always_shared: bool = False
-    attribute: str = ""
+    moves_per_byte: float = 1
+    is_always_sharded: bool = False
+    program_attribute: str = ""
     attribute_values: tuple[object, ...] = ()
 
 
@@ -231,7 +240,7 @@ class Row(NamedTuple):
         op: The number of the instruction.
         text: Its name in the text of a program.
         lane: The queue that executes it.
-        per: What there is one such instruction of.
+        scope: What there is one such instruction of.
         needs: Values that must exist before it starts.
         gives: Values that exist when it ends.  A row that only reads a value of a microbatch gives
             it, too, so that it runs before the instruction that frees the value.
@@ -241,32 +250,33 @@ class Row(NamedTuple):
         peer: For a message, where the stage on its other side is.
         partner: The instruction on other ranks that it meets; that of a collective is itself.
         group: The ranks of a collective: all pipeline ranks ("model"), those that have the stage
-            ("holders"), or those that share a tied weight ("tied"), whose values it needs and gives
-            together.
-        drains_lane: Whether a blocking host waits for all that is before it on its lane: "always",
+            ("stage_replicas"), or those that share a tied weight ("tied_weights"), whose values it
+            needs and gives together.
+        host_sync: Whether a blocking host waits for all that is before it on its lane: "always",
             or where there are "replicas".
         changes: How it changes values that it needs and gives.
         ring: For a collective, its bytes.
         needs_all_stages: Whether it needs the values of all stages of its rank, not of its own
             stage alone.
-        waits_for_lanes: Lanes on which a blocking host waits for all that is before it.
-        computes: Whether it runs the module of a stage.  A schedule places such instructions, and
+        host_sync_lanes: Lanes on which a blocking host waits for all that is before it.
+        is_compute: Whether it runs the module of a stage.  A schedule places such instructions, and
             passes place all others.
         form: The form that it gives to a value that its stage puts out, or removes from a value
             that its stage takes in.
         between_segments: Set for a tensor-parallel collective between two segments of a stage:
             "always", or only in programs with "sequence_parallel".
-        idle: The `IdleCause` of a rank that waits for it, if it is not that of the lane.
+        idle_cause: The `IdleCause` of a rank that waits for it, if it is not that of the lane.
         traffic: The bytes that it moves over a link of the machine.  A `Cluster` computes the cost
             from `ring` or `traffic`.
-        in_torch: Whether torch's runtime, or the training loop around it, does the same.  An export
+        is_implicit_in_torch: Whether torch's runtime, or the training loop around it, does the
+        same.  An export
             to torch leaves the instruction out.
     """
 
     op: Opcode
     text: str
     lane: Lane
-    per: Scope
+    scope: Scope
     needs: tuple[Value, ...] = ()
     gives: tuple[Value, ...] = ()
     frees: tuple[Value, ...] = ()
@@ -274,15 +284,15 @@ class Row(NamedTuple):
     cost: str = ""
     peer: PeerRule | None = None
     partner: Opcode | None = None
-    group: Literal["", "model", "holders", "tied"] = ""
-    drains_lane: Literal["", "always", "replicas"] = ""
+    group: Literal["", "model", "stage_replicas", "tied_weights"] = ""
+    host_sync: Literal["", "always", "replicas"] = ""
     changes: tuple[Change, ...] = ()
     ring: CollectiveRing | None = None
     needs_all_stages: bool = False
-    waits_for_lanes: tuple[Lane, ...] = ()
-    computes: bool = False
+    host_sync_lanes: tuple[Lane, ...] = ()
+    is_compute: bool = False
     form: Form | None = None
     between_segments: Literal["", "always", "sequence_parallel"] = ""
-    idle: str = ""
+    idle_cause: str = ""
     traffic: Traffic | None = None
-    in_torch: bool = False
+    is_implicit_in_torch: bool = False

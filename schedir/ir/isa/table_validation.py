@@ -13,10 +13,10 @@ from itertools import chain
 from typing import Final
 
 from schedir.ir.isa.instructions import (
-    BOUNDARY,
+    BOUNDARY_VALUES,
     FORMS,
+    INSTRUCTIONS,
     LANES,
-    ROWS,
     TIERS,
     VALUES,
     Change,
@@ -34,20 +34,22 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import Program
 
 # What there is one of for a rank that meets others in each kind of group: so none meets itself.
-_MEET: Final = {
+_GROUP_SCOPES: Final = {
     "model": (Scope.RANK,),
-    "holders": (Scope.STAGE, Scope.OCCURRENCE),
-    "tied": (Scope.STAGE,),
+    "stage_replicas": (Scope.STAGE, Scope.OCCURRENCE),
+    "tied_weights": (Scope.STAGE,),
 }
-_CHAINED: Final = (ProducerRule.ONCE, ProducerRule.LATEST)
-_NEAREST: Final = (
+_CHAINED_RULES: Final = (ProducerRule.ONCE, ProducerRule.LATEST)
+_LATEST_RULES: Final = (
     ProducerRule.LATEST,
     ProducerRule.LATEST_OR_START,
 )  # found by what stands nearest before
 # Of which traits a value can be: those of which a default says that it is not there.
-_TRAITS: Final = {f.name for f in fields(Program) if f.metadata and f.default is not MISSING}
+_DEFAULTED_ATTRIBUTES: Final = {
+    f.name for f in fields(Program) if f.metadata and f.default is not MISSING
+}
 # What has a begin and an end, between which it takes memory.
-_LIVES: Final = (*_CHAINED, ProducerRule.ALL)
+_LIFETIME_RULES: Final = (*_CHAINED_RULES, ProducerRule.ALL)
 
 
 class TableError(Exception):
@@ -55,66 +57,69 @@ class TableError(Exception):
 
 
 def require_tables(
-    rows: Sequence[Row] = ROWS,
-    tokens: Sequence[ValueRow] = VALUES,
+    rows: Sequence[Row] = INSTRUCTIONS,
+    values: Sequence[ValueRow] = VALUES,
     lanes: Sequence[LaneRow] = LANES,
     forms: Sequence[FormRow] = FORMS,
 ) -> None:
     """Raise TableError for the first row that breaks a rule."""
-    of_forms = _of_order(Form, [row.form for row in forms])
-    for fault in chain(of_forms, faults(rows, tokens, lanes)):
+    of_forms = _find_order_faults(Form, [row.form for row in forms])
+    for fault in chain(of_forms, find_table_faults(rows, values, lanes)):
         raise TableError(fault)
 
 
-def faults(
-    rows: Sequence[Row], tokens: Sequence[ValueRow], lanes: Sequence[LaneRow]
+def find_table_faults(
+    rows: Sequence[Row], values: Sequence[ValueRow], lanes: Sequence[LaneRow]
 ) -> Iterator[str]:
     """What is wrong with the tables, row by row."""
-    yield from _of_order(Opcode, [row.op for row in rows])
-    yield from _of_order(Value, [value.value for value in tokens])
-    yield from _of_order(Lane, [lane.lane for lane in lanes])
-    for value in tokens:
-        yield from _of_token(value, rows)
+    yield from _find_order_faults(Opcode, [row.op for row in rows])
+    yield from _find_order_faults(Value, [value.value for value in values])
+    yield from _find_order_faults(Lane, [lane.lane for lane in lanes])
+    for value in values:
+        yield from _find_value_faults(value, rows)
     texts: dict[str, Row] = {}
     for row in rows:
         if texts.setdefault(row.text, row) is not row:
             yield f"{row.op.name}: its text is that of {texts[row.text].op.name}, {row.text!r}"
-        for fault in (*_of_row(row, rows, lanes), *_of_values(row, rows, tokens)):
+        for fault in (
+            *_find_row_faults(row, rows, lanes),
+            *_find_value_use_faults(row, rows, values),
+        ):
             yield f"{row.op.name}: {fault}"
 
 
-def _of_order(all_of: type[IntEnum], places: Sequence[IntEnum]) -> Iterator[str]:
+def _find_order_faults(enum_type: type[IntEnum], members: Sequence[IntEnum]) -> Iterator[str]:
     """Faults of a table's order: each row stands in the place that its number says."""
-    for place, one in enumerate(places):
+    for place, one in enumerate(members):
         if one != place:
             yield f"{one.name} is number {one}, and its row stands in place {place}"
-    for one in [*all_of][len(places) :]:
+    for one in [*enum_type][len(members) :]:
         yield f"{one.name} has no row"
 
 
-def _of_token(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
+def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
     """Faults of a value."""
     token, name = value.value, value.value.name
     if value.local_source is None and not any(token in row.gives for row in rows):
         yield f"{name}: no instruction gives it"
     if value.initial_tier:
-        yield from _of_what_lies(value, rows)
-    if value.producer_rule in _NEAREST and value.per is Scope.OCCURRENCE:
+        yield from _find_initial_tier_faults(value, rows)
+    if value.producer_rule in _LATEST_RULES and value.scope is Scope.OCCURRENCE:
         yield f"{name}: what is made again and again is one value of its stage, not one a turn"
     if value.producer_rule is ProducerRule.LATEST_OR_START and any(
         token in row.frees for row in rows
     ):
         yield f"{name}: it is there from the start on, and nothing frees it"
-    if value.attribute and value.attribute not in _TRAITS:
-        yield f"{name}: there is no trait {value.attribute!r} of programs with a default"
-    if value.size and value.producer_rule not in _LIVES:
+    if value.program_attribute and value.program_attribute not in _DEFAULTED_ATTRIBUTES:
+        yield f"{name}: there is no trait {value.program_attribute!r} of programs with a default"
+    if value.size and value.producer_rule not in _LIFETIME_RULES:
         rule = value.producer_rule.name
         yield f"{name}: bytes are counted of what begins and ends, not of {rule}"
-    if value.size and value.per is Scope.RANK:
+    if value.size and value.scope is Scope.RANK:
         yield f"{name}: bytes are told for each stage, not for each rank"
     if value.local_source is not None and value.peer is None:
         yield f"{name}: it is handed over, and nothing says by which stage"
-    if value.peer is not None and (value.per is not Scope.MICROBATCH or not value.size):
+    if value.peer is not None and (value.scope is not Scope.MICROBATCH or not value.size):
         yield f"{name}: what crosses a boundary is of a microbatch, and has a size"
     if value.converted_from is not None:
         for row in rows:
@@ -122,7 +127,7 @@ def _of_token(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
                 yield f"{name}: {row.op.name} makes it, and does not free what it is made of"
 
 
-def _of_what_lies(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
+def _find_initial_tier_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
     """Faults of a value that is there from the start on."""
     token, name = value.value, value.value.name
     if value.initial_tier not in TIERS:
@@ -134,34 +139,34 @@ def _of_what_lies(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
             yield f"{name}: it is there from the start on, and {row.op.name} makes or frees it"
 
 
-def _of_row(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator[str]:
+def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator[str]:
     """Faults of a row by itself: its text, its lane, and whom it meets."""
     lane = lanes[row.lane]
     if not (row.text.isidentifier() and row.text.isascii()):
         yield f"its text is one word, not {row.text!r}"
     if not {*row.frees} <= {*row.needs}:
         yield "it frees what it does not need"
-    if row.computes and (row.lane is not Lane.COMPUTE or row.per is not Scope.MICROBATCH):
+    if row.is_compute and (row.lane is not Lane.COMPUTE or row.scope is not Scope.MICROBATCH):
         yield "a row that computes is per microbatch, on the lane COMPUTE"
     if row.between_segments and (row.ring is None or row.ring.members != "tp"):
         yield "a row between segments is a collective of the tensor-parallel group"
-    if row.traffic is not None and row.traffic.attribute not in (
+    if row.traffic is not None and row.traffic.program_attribute not in (
         "",
         "checkpoint_snapshots",
         "optimizer_placement",
     ):
-        yield f"a cluster does not know of the trait {row.traffic.attribute!r}"
+        yield f"a cluster does not know of the trait {row.traffic.program_attribute!r}"
     if row.traffic is not None and not row.traffic.sizes and row.form is None:
         yield "traffic without sizes needs a form: its bytes are those of the changed value"
-    if row.drains_lane and lane.host != "starts":
+    if row.host_sync and lane.host_action != "starts":
         yield f"hosts wait at lane {row.lane.name} anyway: nothing is drained there"
-    if bool(row.peer) != lane.wire:
+    if bool(row.peer) != lane.has_messages:
         yield "what has a hop is on a wire, and nothing else is"
     if row.peer:
         other = rows[row.partner] if row.partner is not None else row
-        if other.partner is not row.op or other.peer is not row.peer.back:
+        if other.partner is not row.op or other.peer is not row.peer.opposite:
             yield "the other side of a message meets it, a hop back"
-        if row.per is not Scope.MICROBATCH:
+        if row.scope is not Scope.MICROBATCH:
             yield "a message is of a microbatch"
         if len(row.gives) + len(row.needs) != 1:
             yield "a message moves one value: it is needed at one side, and given at the other"
@@ -169,60 +174,68 @@ def _of_row(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator
         yield "without a hop it meets others of its own kind"
     elif row.partner is None and row.group:
         yield f"it is of the group {row.group!r}, and meets nobody"
-    elif row.partner is not None and row.per not in _MEET.get(row.group, ()):
-        can = " or ".join(per.name for per in _MEET.get(row.group, ())) or "a group"
-        yield f"its group is {row.group!r}, which takes {can}, not {row.per.name}"
+    elif row.partner is not None and row.scope not in _GROUP_SCOPES.get(row.group, ()):
+        can = " or ".join(per.name for per in _GROUP_SCOPES.get(row.group, ())) or "a group"
+        yield f"its group is {row.group!r}, which takes {can}, not {row.scope.name}"
 
 
-def _of_values(row: Row, rows: Sequence[Row], tokens: Sequence[ValueRow]) -> Iterator[str]:
+def _find_value_use_faults(
+    row: Row, rows: Sequence[Row], values: Sequence[ValueRow]
+) -> Iterator[str]:
     """Faults in what a row does with values: how it is told which is meant, and how they change."""
     for token in {*row.needs, *row.gives}:
-        value = tokens[token]
-        once = value.producer_rule is ProducerRule.ONCE or value.per is Scope.MICROBATCH
-        if value.producer_rule in (*_CHAINED, *_NEAREST) and once and row.per is not value.per:
-            yield f"{token.name} is one for each {value.per.name}, and it for each {row.per.name}"
+        value = values[token]
+        once = value.producer_rule is ProducerRule.ONCE or value.scope is Scope.MICROBATCH
+        if (
+            value.producer_rule in (*_CHAINED_RULES, *_LATEST_RULES)
+            and once
+            and row.scope is not value.scope
+        ):
+            yield (
+                f"{token.name} is one for each {value.scope.name}, and it for each {row.scope.name}"
+            )
         if row.peer and value.peer is not row.peer:
             yield f"{token.name} does not go where its message does"
-        again = value.producer_rule in _NEAREST or (
+        again = value.producer_rule in _LATEST_RULES or (
             value.producer_rule is ProducerRule.ALL and value.size
         )
-        if again and value.per is Scope.STAGE and row.per is Scope.RANK:
+        if again and value.scope is Scope.STAGE and row.scope is Scope.RANK:
             yield f"{token.name} is one for each STAGE, and it for each RANK"
-        if value.producer_rule is ProducerRule.VERSION and token in row.gives and row.per not in (
+        if value.producer_rule is ProducerRule.VERSION and token in row.gives and row.scope not in (
             Scope.STAGE, Scope.RANK,
         ):  # fmt: skip
-            yield f"{token.name} is changed once in each update, not for each {row.per.name}"
+            yield f"{token.name} is changed once in each update, not for each {row.scope.name}"
         if (
             value.producer_rule is ProducerRule.VERSION
-            and row.per is Scope.RANK
+            and row.scope is Scope.RANK
             and token in row.needs
         ):
             for giver in rows:
-                if token in giver.gives and giver.per is Scope.STAGE:
+                if token in giver.gives and giver.scope is Scope.STAGE:
                     yield f"{token.name} comes of {giver.op.name}, one for each STAGE"
     if row.form is not None:
-        yield from _of_form(row, rows, tokens)
+        yield from _find_form_faults(row, rows, values)
     changed = [change.value for change in row.changes]
     for token in {*row.needs} - {*row.gives, *row.frees, *changed}:
-        if tokens[token].producer_rule is ProducerRule.ONCE:
+        if values[token].producer_rule is ProducerRule.ONCE:
             yield f"it reads {token.name} without giving it: it could run after the value is freed"
     for token in changed:
         if changed.count(token) > 1:
             yield f"it has two changes of {token.name}: each is an instruction"
             return
     for change in row.changes:
-        yield from _of_change(change, row, tokens)
+        yield from _find_change_faults(change, row, values)
 
 
-def _of_form(row: Row, rows: Sequence[Row], tokens: Sequence[ValueRow]) -> Iterator[str]:
+def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]) -> Iterator[str]:
     """Faults of a row that changes the form of a value."""
-    if row.needs != row.gives or len(row.gives) != 1 or tokens[row.gives[0]].peer is None:
+    if row.needs != row.gives or len(row.gives) != 1 or values[row.gives[0]].peer is None:
         yield "a row with a form needs and gives one value that crosses between stages"
         return
     (token,) = row.gives
-    handed = tokens[token].local_source
+    handed = values[token].local_source
     others = (
-        [value.value for value in tokens if value.local_source is token] if handed is None else []
+        [value.value for value in values if value.local_source is token] if handed is None else []
     )
     changed = [one.gives for one in rows if one.form is row.form]
     if changed.count((token,)) > 1:
@@ -232,7 +245,7 @@ def _of_form(row: Row, rows: Sequence[Row], tokens: Sequence[ValueRow]) -> Itera
             yield f"no instruction changes this form of {other.name}, on the other side"
 
 
-def _of_change(change: Change, row: Row, tokens: Sequence[ValueRow]) -> Iterator[str]:
+def _find_change_faults(change: Change, row: Row, values: Sequence[ValueRow]) -> Iterator[str]:
     """Faults of a change."""
     token, before, after = change
     tiers = [state in TIERS for state in (before, after)]
@@ -242,7 +255,7 @@ def _of_change(change: Change, row: Row, tokens: Sequence[ValueRow]) -> Iterator
         yield f"it changes {token.name}, and does not give it"
     if not (before and after) or tiers[0] != tiers[1]:
         yield f"{token.name} changes its tier, or its size, not {before!r} to {after!r}"
-    if tokens[token].producer_rule not in _CHAINED:
-        yield f"{token.name} has no states: it is found by {tokens[token].producer_rule.name}"
-    if token in BOUNDARY and not all(tiers):
+    if values[token].producer_rule not in _CHAINED_RULES:
+        yield f"{token.name} has no states: it is found by {values[token].producer_rule.name}"
+    if token in BOUNDARY_VALUES and not all(tiers):
         yield f"{token.name} crosses between stages: its bytes change with a form, not in a change"

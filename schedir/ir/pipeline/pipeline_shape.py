@@ -12,74 +12,82 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.errors import ShapeError
-from schedir.ir.cost.number_parsing import NO_NUMBERS, whole
-from schedir.ir.input_trust import require_room
-from schedir.ir.isa.instructions import ROWS, Scope
+from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES, parse_integer
+from schedir.ir.input_trust import require_instruction_limit
+from schedir.ir.isa.instructions import INSTRUCTIONS, Scope
 from schedir.ir.pipeline.field_schema import (
     FieldType,
-    fields_of,
-    itself,
-    setting,
-    whole_number,
-    whole_numbers,
+    collect_fields,
+    digest_value,
+    make_field_metadata,
+    make_integer_type,
+    parse_integers,
 )
 from schedir.ir.pipeline.placement import (
-    PLACEMENT,
-    PLACEMENTS,
+    NAMED_PLACEMENTS,
+    PLACEMENT_TYPE,
     Placement,
-    check_rows,
-    named_of,
-    rows_of,
+    find_named_placement,
+    require_placement_rows,
+    to_placement_rows,
 )
 
 MAX_MICROBATCHES = 2**20
 MAX_STAGES = 2**15
 
 
-def _read_delay(text: str) -> int | tuple[int, ...]:
+def _parse_weight_delay(text: str) -> int | tuple[int, ...]:
     try:
-        return whole_numbers(text) if "," in text else whole(text)
+        return parse_integers(text) if "," in text else parse_integer(text)
     except ValueError:
-        raise ValueError(f"{_NUMBERS}, not {text!r}") from None
+        raise ValueError(f"{_DELAY_REQUIREMENT}, not {text!r}") from None
 
 
-def _show(value: str | int | tuple[int, ...], _: object) -> str:
+def _format_weight_delay(value: str | int | tuple[int, ...], _: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 # How the fields of a shape are said.
-_NUMBERS = "must be a whole number, or one per stage like 2,1,0"
-_RANKS = setting(
-    whole_number(1, MAX_STAGES), "pipeline ranks ({ranks})", always=True, digest=itself
+_DELAY_REQUIREMENT = "must be a whole number, or one per stage like 2,1,0"
+_RANKS = make_field_metadata(
+    make_integer_type(1, MAX_STAGES),
+    "pipeline ranks ({ranks})",
+    is_always_shown=True,
+    digest=digest_value,
 )
-_MICROBATCHES = setting(
-    whole_number(1, MAX_MICROBATCHES), "{per_rank} per rank", always=True, digest=itself
+_MICROBATCHES = make_field_metadata(
+    make_integer_type(1, MAX_MICROBATCHES),
+    "{per_rank} per rank",
+    is_always_shown=True,
+    digest=digest_value,
 )
-_STAGES_PER_RANK = setting(
-    whole_number(1, MAX_STAGES),
+_STAGES_PER_RANK = make_field_metadata(
+    make_integer_type(1, MAX_STAGES),
     "1, or 2 for a schedule with a parameter v",
-    always=True,
+    is_always_shown=True,
     digest=lambda _, __: (),  # the holders of the stages say it
 )
-_PLACEMENT = setting(
-    PLACEMENT,
-    f"{', '.join(PLACEMENTS)}, or ranks like 0,1,1,0; of several holders like 0,1/1,0",
-    always=True,
+_PLACEMENT = make_field_metadata(
+    PLACEMENT_TYPE,
+    f"{', '.join(NAMED_PLACEMENTS)}, or ranks like 0,1,1,0; of several holders like 0,1/1,0",
+    is_always_shown=True,
     digest=lambda _, shape: (shape.holders.tolist(),),
 )
-_UPDATES = setting(
-    whole_number(1, MAX_MICROBATCHES),
+_OPTIMIZER_STEPS = make_field_metadata(
+    make_integer_type(1, MAX_MICROBATCHES),
     "optimizer steps of one program, without a flush (1)",
-    digest=itself,
+    digest=digest_value,
 )
-_DELAY = setting(
-    FieldType(_NUMBERS, _read_delay, int | tuple[int, ...], show=_show),
+_WEIGHT_DELAY = make_field_metadata(
+    FieldType(
+        _DELAY_REQUIREMENT, _parse_weight_delay, int | tuple[int, ...], to_text=_format_weight_delay
+    ),
     "by how many optimizer steps weights are old: 1, or 2,1,0 per stage",
-    beside="optimizer_steps",
-    digest=itself,
+    shown_with="optimizer_steps",
+    digest=digest_value,
 )
-_SEGMENTS = setting(
-    whole_number(1, MAX_MICROBATCHES),
+_SEQUENCE_CHUNKS = make_field_metadata(
+    make_integer_type(1, MAX_MICROBATCHES),
     "chunks of each sequence; each is a microbatch (1)",
     in_config=False,  # the GPT of a training run takes whole sequences
 )
@@ -93,7 +101,7 @@ class _DefaultName(str):
     """A default that a schedule may replace: equal to the text, but of a type of its own."""
 
 
-_DEFAULTS: Final = (_DefaultNumber, _DefaultName)
+_DEFAULT_TYPES: Final = (_DefaultNumber, _DefaultName)
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,22 +161,23 @@ class PipelineShape:
     microbatches: int = field(metadata=_MICROBATCHES)
     stages_per_rank: int = field(default=_DefaultNumber(1), metadata=_STAGES_PER_RANK)
     placement: Placement = field(default=_DefaultName("loop"), metadata=_PLACEMENT)
-    optimizer_steps: int = field(default=1, metadata=_UPDATES)
-    weight_delay: int | tuple[int, ...] = field(default=_DefaultNumber(0), metadata=_DELAY)
-    sequence_chunks: int = field(default=1, metadata=_SEGMENTS)
+    optimizer_steps: int = field(default=1, metadata=_OPTIMIZER_STEPS)
+    weight_delay: int | tuple[int, ...] = field(default=_DefaultNumber(0), metadata=_WEIGHT_DELAY)
+    sequence_chunks: int = field(default=1, metadata=_SEQUENCE_CHUNKS)
 
     def __post_init__(self) -> None:
         for f in SHAPE_FIELDS:
             value = getattr(self, f.name)
-            if not isinstance(value, _DEFAULTS):
-                object.__setattr__(self, f.name, f.kind.settle(f.name, value, None))
+            if not isinstance(value, _DEFAULT_TYPES):
+                object.__setattr__(self, f.name, f.field_type.resolve(f.name, value, None))
         if isinstance(self.placement, str):
-            self._read_name(self.placement)
+            self._apply_named_placement(self.placement)
         else:
-            self._read_rows(self.placement)
-        if self.microbatches < self.rows:
+            self._apply_placement_rows(self.placement)
+        if self.microbatches < self.placement_rows:
             raise ShapeError(
-                f"{self.rows} holders of each stage take {self.rows} microbatches at least, one "
+                f"{self.placement_rows} holders of each stage take {self.placement_rows} "
+                "microbatches at least, one "
                 f"each, not {self.microbatches}",
                 fields=["placement", "microbatches"],
             )
@@ -177,9 +186,12 @@ class PipelineShape:
                 f"{self.stages} stages are more than the {MAX_STAGES} allowed",
                 fields=["ranks", "stages_per_rank", "placement"],
             )
-        self.require_room()
+        self.require_instruction_limit()
         self._check_updates()
-        whole = {*self.parts, self.per_update}  # where rows, and updates, begin
+        whole = {
+            *self.microbatch_row_offsets,
+            self.microbatches_per_update,
+        }  # where rows, and updates, begin
         if any(number % self.sequence_chunks for number in whole):
             each = ", in each update and along each row of holders" * (len(whole) > 2)
             raise ShapeError(
@@ -189,16 +201,16 @@ class PipelineShape:
             )
 
     @property
-    def defaulted(self) -> frozenset[str]:
+    def default_fields(self) -> frozenset[str]:
         """The names of the fields that were not given.  Equal shapes may differ in it."""
         return frozenset(
-            f.name for f in SHAPE_FIELDS if isinstance(getattr(self, f.name), _DEFAULTS)
+            f.name for f in SHAPE_FIELDS if isinstance(getattr(self, f.name), _DEFAULT_TYPES)
         )
 
-    def resolved(self) -> PipelineShape:
+    def resolve_defaults(self) -> PipelineShape:
         """Return an equal shape whose fields all count as given."""
         plain: dict[str, Any] = {}
-        for name in self.defaulted:
+        for name in self.default_fields:
             value = getattr(self, name)
             plain[name] = str(value) if isinstance(value, str) else int(value)
         return replace(self, **plain) if plain else self
@@ -209,10 +221,10 @@ class PipelineShape:
         told = (f"{name}={value!r}" for name, value in said.items() if value != usual[name])
         return f"PipelineShape({', '.join(told)})"
 
-    def _read_name(self, name: str) -> None:
-        named = named_of(name)
+    def _apply_named_placement(self, name: str) -> None:
+        named = find_named_placement(name)
         if self.stages_per_rank == 1 != named.stages_per_rank:
-            if not isinstance(self.stages_per_rank, _DEFAULTS):
+            if not isinstance(self.stages_per_rank, _DEFAULT_TYPES):
                 raise ShapeError(
                     f"placement {name!r} needs more than one stage per rank",
                     hint=f"stages_per_rank={named.stages_per_rank}, which is its default",
@@ -229,9 +241,9 @@ class PipelineShape:
                     fields=["placement", pairs],
                 )
 
-    def _read_rows(self, given: object) -> None:
-        rows = rows_of(given)
-        most = check_rows(rows, self.ranks)
+    def _apply_placement_rows(self, placement: object) -> None:
+        rows = to_placement_rows(placement)
+        most = require_placement_rows(rows, self.ranks)
         if self.stages_per_rank not in (1, most):
             raise ShapeError(
                 f"placement puts up to {most} stages on a rank, but stages_per_rank is "
@@ -248,13 +260,14 @@ class PipelineShape:
                 f"{self.optimizer_steps}",
                 fields=["microbatches", "optimizer_steps"],
             )
-        if self.rows > 1 and self.optimizer_steps > 1:
+        if self.placement_rows > 1 and self.optimizer_steps > 1:
             raise ShapeError(
-                f"a placement with {self.rows} holders of each stage goes with one update",
+                f"a placement with {self.placement_rows} holders of each stage goes with one "
+                "update",
                 fields=["placement", "optimizer_steps"],
             )
         try:
-            if isinstance(self.weight_delay, NO_NUMBERS):
+            if isinstance(self.weight_delay, NON_NUMBER_TYPES):
                 raise TypeError
             if isinstance(self.weight_delay, Iterable):
                 delay: int | tuple[int, ...] = tuple(index(d) for d in self.weight_delay)
@@ -284,149 +297,159 @@ class PipelineShape:
                 f"weight_delay is {delay}, and optimizer_steps is 1: there is no older update",
                 fields=["weight_delay", "optimizer_steps"],
             )
-        if not isinstance(self.weight_delay, _DEFAULTS):
+        if not isinstance(self.weight_delay, _DEFAULT_TYPES):
             object.__setattr__(self, "weight_delay", delay)
 
     @property
-    def per_update(self) -> int:
+    def microbatches_per_update(self) -> int:
         """How many microbatches make an update."""
         return self.microbatches // self.optimizer_steps
 
-    def version(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
+    def weight_version(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
         """After how many updates the weights are that each stage uses for each microbatch."""
         delay = np.asarray(self.weight_delay)
         lag = delay[np.asarray(stage)] if delay.ndim else delay
-        return np.asarray(np.maximum(np.asarray(mb, np.int64) // self.per_update - lag, 0))
+        return np.asarray(
+            np.maximum(np.asarray(mb, np.int64) // self.microbatches_per_update - lag, 0)
+        )
 
     @property
-    def held_by_a_rank(self) -> str:
+    def stages_per_rank_text(self) -> str:
         """How many stages a rank holds, in words."""
-        each = {*map(len, self.stages_of)}
+        each = {*map(len, self.stages_on_rank)}
         most = f"{max(each)} stage{'s' * (max(each) > 1)} per rank"
         return most if len(each) == 1 else f"up to {most}"
 
     @cached_property
-    def rows(self) -> int:
+    def placement_rows(self) -> int:
         """How many holders each stage has, one in each row of the placement."""
         if isinstance(self.placement, str):
-            return len(PLACEMENTS[self.placement].rows)
+            return len(NAMED_PLACEMENTS[self.placement].rows)
         return len(self.placement) if isinstance(self.placement[0], tuple) else 1
 
     @cached_property
     def stages(self) -> int:
         """How many stages the model is cut into."""
         if isinstance(self.placement, str):
-            return self.ranks * self.stages_per_rank // self.rows
-        return int(self.holders.shape[1])
+            return self.ranks * self.stages_per_rank // self.placement_rows
+        return int(self.replica_ranks.shape[1])
 
     @cached_property
-    def room(self) -> int:
+    def max_instructions(self) -> int:
         """The most instructions that a program can have without one that is there twice."""
         each = {
             Scope.MICROBATCH: self.stages * self.microbatches,
-            Scope.STAGE: self.stages * self.rows * self.optimizer_steps,
+            Scope.STAGE: self.stages * self.placement_rows * self.optimizer_steps,
             Scope.RANK: self.ranks * self.optimizer_steps,
-            Scope.OCCURRENCE: self.stages * self.rows * self.microbatches,
+            Scope.OCCURRENCE: self.stages * self.placement_rows * self.microbatches,
         }
-        return sum(each[row.per] for row in ROWS)
+        return sum(each[row.scope] for row in INSTRUCTIONS)
 
-    def require_room(self, most: int | None = None) -> None:
+    def require_instruction_limit(self, max_instructions: int | None = None) -> None:
         """Raise ShapeError if the forwards alone are more instructions than a program may have.
 
-        `most` is that of `trust.require_room`.
+        `max_instructions` is that of `trust.require_room`.
         """
-        self._require_room(self.stages, most)
+        self._require_limit(self.stages, max_instructions)
 
-    def require_room_lowered(
-        self, *, trains: bool, frozen_stages: int = 0, most: int | None = None
+    def require_lowered_limit(
+        self, *, has_backward: bool, frozen_stages: int = 0, max_instructions: int | None = None
     ) -> None:
         """Raise ShapeError if a lowered program has more instructions than it may.
 
-        Counts forwards, sends and receives, and where the program `trains` backwards and what these
-        send and receive.  The first `frozen_stages` stages have no backwards.  `most` is that of
+        Counts forwards, sends and receives, and where the program `has_backward` backwards and what
+        these send and receive.  The first `frozen_stages` stages have no backwards.
+        `max_instructions` is that of
         `trust.require_room`.
         """
-        crosses = self.holders[:, 1:] != self.holders[:, :-1]  # from each stage to the next
+        crosses = (
+            self.replica_ranks[:, 1:] != self.replica_ranks[:, :-1]
+        )  # from each stage to the next
         each = self.stages + 2 * int(crosses.sum(1).min())
-        if trains:
+        if has_backward:
             each += self.stages - frozen_stages + 2 * int(crosses[:, frozen_stages:].sum(1).min())
-        self._require_room(each, most)
+        self._require_limit(each, max_instructions)
 
-    def _require_room(self, per_microbatch: int, most: int | None) -> None:
-        require_room(
-            per_microbatch * self.microbatches,
+    def _require_limit(self, instrs_per_microbatch: int, max_instructions: int | None) -> None:
+        require_instruction_limit(
+            instrs_per_microbatch * self.microbatches,
             f"{self.stages} stages x {self.microbatches} microbatches",
             ["microbatches", "ranks", "stages_per_rank", "placement"],
-            most,
+            max_instructions,
         )
 
     @property
-    def rank_of(self) -> NDArray[np.int64]:
+    def first_rank_per_stage(self) -> NDArray[np.int64]:
         """The rank that holds each stage, shape (stages,); of several holders the first."""
-        first: NDArray[np.int64] = self.holders[0]
+        first: NDArray[np.int64] = self.replica_ranks[0]
         return first
 
     @cached_property
-    def holders(self) -> NDArray[np.int64]:
+    def replica_ranks(self) -> NDArray[np.int64]:
         """The ranks that hold each stage, shape (rows, stages)."""
         if isinstance(self.placement, str):
-            stages, rows = np.arange(self.stages), PLACEMENTS[self.placement].rows
+            stages, rows = np.arange(self.stages), NAMED_PLACEMENTS[self.placement].rows
             holders = np.stack([row(stages, self.ranks) for row in rows])
         else:
-            holders = np.array(self.placement, np.int64).reshape(self.rows, -1)
+            holders = np.array(self.placement, np.int64).reshape(self.placement_rows, -1)
         holders.flags.writeable = False
         return holders
 
-    def row_of(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.intp]:
+    def replica_row_of_stage(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.intp]:
         """Which holder of each stage each rank is, from 0; 0, too, for one that does not hold it.
 
         In the shape of the two.
         """
         stage, rank = np.broadcast_arrays(stage, rank)
-        if self.rows == 1:
+        if self.placement_rows == 1:
             return np.zeros(stage.shape, np.intp)
-        return np.asarray((self.holders[:, stage] == rank).argmax(0))
+        return np.asarray((self.replica_ranks[:, stage] == rank).argmax(0))
 
     @cached_property
-    def parts(self) -> tuple[int, ...]:
+    def microbatch_row_offsets(self) -> tuple[int, ...]:
         """Where the microbatches of each row begin, and where those of the last one end."""
-        each, more = divmod(self.microbatches, self.rows)
-        return tuple(row * each + min(row, more) for row in range(self.rows + 1))
+        each, more = divmod(self.microbatches, self.placement_rows)
+        return tuple(row * each + min(row, more) for row in range(self.placement_rows + 1))
 
-    def row_at(self, mb: ArrayLike) -> NDArray[np.intp]:
+    def replica_row_of_microbatch(self, mb: ArrayLike) -> NDArray[np.intp]:
         """The row of holders along which each microbatch goes."""
-        return np.asarray(np.searchsorted(self.parts[1:-1], np.asarray(mb), side="right"))
+        return np.asarray(
+            np.searchsorted(self.microbatch_row_offsets[1:-1], np.asarray(mb), side="right")
+        )
 
-    def rank_at(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
+    def rank_of_stage(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
         """The rank on which each stage runs each microbatch, in the shape of the two."""
-        if self.rows == 1:
-            return np.asarray(self.rank_of[np.asarray(stage)])
-        return np.asarray(self.holders[self.row_at(mb), np.asarray(stage)])
+        if self.placement_rows == 1:
+            return np.asarray(self.first_rank_per_stage[np.asarray(stage)])
+        return np.asarray(self.replica_ranks[self.replica_row_of_microbatch(mb), np.asarray(stage)])
 
     @cached_property
-    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+    def stages_on_rank(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, ascending: `F[j]` of rank r is stage `stages_of[r][j]`."""
         held: list[list[int]] = [[] for _ in range(self.ranks)]
-        for stage, ranks in enumerate(self.holders.T.tolist()):
+        for stage, ranks in enumerate(self.replica_ranks.T.tolist()):
             for rank in ranks:
                 held[rank].append(stage)
         return tuple(map(tuple, held))
 
     @cached_property
-    def _locals(self) -> NDArray[np.int64]:
-        """Which of its rank's own stages each stage is for each of its holders, as `holders`."""
-        found = np.empty_like(self.holders)
-        for rank, own in enumerate(self.stages_of):
-            found[self.row_of(own, rank), own] = np.arange(len(own))
+    def _local_stages(self) -> NDArray[np.int64]:
+        """Which of its rank's own stages each stage is for each of its holders, as
+        `replica_ranks`."""
+        found = np.empty_like(self.replica_ranks)
+        for rank, own in enumerate(self.stages_on_rank):
+            found[self.replica_row_of_stage(own, rank), own] = np.arange(len(own))
         return found
 
-    def local_of(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.int64]:
+    def local_stage(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.int64]:
         """Which of a rank's own stages each stage is, from 0, in the shape of the two.
 
         `F[j]` of the rank is of its own stage j, so two holders of a stage may have two names
         for it.
         """
-        return np.asarray(self._locals[self.row_of(stage, rank), np.asarray(stage)])
+        return np.asarray(
+            self._local_stages[self.replica_row_of_stage(stage, rank), np.asarray(stage)]
+        )
 
 
-SHAPE_FIELDS: Final = fields_of(PipelineShape, of_plan=True)
+SHAPE_FIELDS: Final = collect_fields(PipelineShape, is_shape=True)

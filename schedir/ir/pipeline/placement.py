@@ -10,24 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import ShapeError
-from schedir.ir.cost.number_parsing import NO_NUMBERS
-from schedir.ir.pipeline.field_schema import FieldType, whole_numbers
+from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES
+from schedir.ir.pipeline.field_schema import FieldType, parse_integers
 
 Placement = str | tuple[int, ...] | tuple[tuple[int, ...], ...]
 Ranks = NDArray[np.int64]  # by stage
-Row = Callable[[Ranks, int], Ranks]  # of the numbers of stages, and how many ranks there are
+PlacementRow = Callable[
+    [Ranks, int], Ranks
+]  # of the numbers of stages, and how many ranks there are
 
 
-def _loop(stage: Ranks, ranks: int) -> Ranks:
+def _place_loop(stage: Ranks, ranks: int) -> Ranks:
     return stage % ranks
 
 
-def _vee(stage: Ranks, ranks: int) -> Ranks:
+def _place_vee(stage: Ranks, ranks: int) -> Ranks:
     """Down the ranks and back, again and again: rank r holds r, 2P-1-r, 2P+r, ..."""
     return np.where(stage // ranks % 2, ranks - 1 - stage % ranks, stage % ranks)
 
 
-def _mirrored(row: Row) -> Row:
+def _mirror_row(row: PlacementRow) -> PlacementRow:
     """The same from the last rank on."""
     return lambda stage, ranks: ranks - 1 - row(stage, ranks)
 
@@ -35,53 +37,53 @@ def _mirrored(row: Row) -> Row:
 class NamedPlacement(NamedTuple):
     """A placement with a name: its rows, and the stages per rank of a shape that does not say."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlacementRow, ...]
     stages_per_rank: int
 
 
-PLACEMENTS: Final = {
-    "loop": NamedPlacement((_loop,), 1),
-    "vee": NamedPlacement((_vee,), 2),
-    "mirror": NamedPlacement((_loop, _mirrored(_loop)), 2),
-    "mirror-vee": NamedPlacement((_vee, _mirrored(_vee)), 4),
+NAMED_PLACEMENTS: Final = {
+    "loop": NamedPlacement((_place_loop,), 1),
+    "vee": NamedPlacement((_place_vee,), 2),
+    "mirror": NamedPlacement((_place_loop, _mirror_row(_place_loop)), 2),
+    "mirror-vee": NamedPlacement((_place_vee, _mirror_row(_place_vee)), 4),
 }
 
 
-def named_of(placement: str) -> NamedPlacement:
+def find_named_placement(placement: str) -> NamedPlacement:
     """The placement of a name; ShapeError for a name that none has."""
-    if placement not in PLACEMENTS:
-        raise _no_placement(placement)
-    return PLACEMENTS[placement]
+    if placement not in NAMED_PLACEMENTS:
+        raise _make_placement_error(placement)
+    return NAMED_PLACEMENTS[placement]
 
 
-def rows_of(placement: object) -> tuple[tuple[int, ...], ...]:
+def to_placement_rows(placement: object) -> tuple[tuple[int, ...], ...]:
     """The rows that somebody gives, as one row or several; ShapeError for what is neither."""
     try:
-        outer = _items(placement)
+        outer = _to_list(placement)
         rows = [outer]
         if outer and isinstance(outer[0], Iterable):
-            rows = [*map(_items, outer)]
+            rows = [*map(_to_list, outer)]
         return tuple(tuple(map(index, row)) for row in rows)
     except TypeError:
-        raise _no_placement(placement) from None
+        raise _make_placement_error(placement) from None
 
 
-def _items(given: Any) -> list[Any]:
-    if isinstance(given, NO_NUMBERS):
+def _to_list(value: Any) -> list[Any]:
+    if isinstance(value, NON_NUMBER_TYPES):
         raise TypeError
-    return [*given]
+    return [*value]
 
 
-def _no_placement(given: object) -> ShapeError:
-    names = ", ".join(map(repr, PLACEMENTS))
+def _make_placement_error(value: object) -> ShapeError:
+    names = ", ".join(map(repr, NAMED_PLACEMENTS))
     return ShapeError(
         f"placement must be {names}, the rank of each stage, or a row of these for each holder, "
-        f"not {given!r:.80}",
+        f"not {value!r:.80}",
         fields=["placement"],
     )
 
 
-def check_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int:
+def require_placement_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int:
     """The most stages that a rank holds; ShapeError for rows that no pipeline can have."""
     fields = ["placement", "ranks"]
     if len({*map(len, rows)}) > 1:
@@ -113,30 +115,32 @@ def check_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int:
     return max(held)
 
 
-def _read(text: str) -> Placement:
+def _parse_placement(text: str) -> Placement:
     try:
-        rows = tuple(map(whole_numbers, text.split("/")))
+        rows = tuple(map(parse_integers, text.split("/")))
     except ValueError:
         if text[:1].isdigit():
-            raise ValueError(f"{_TAKES}, not {text!r}") from None
+            raise ValueError(f"{_REQUIREMENT}, not {text!r}") from None
         return text  # a name
     return rows if len(rows) > 1 else rows[0]
 
 
-def _settle(_: str, placement: Any, __: object) -> Any:
+def _resolve_placement(_: str, placement: Any, __: object) -> Any:
     """As given; or what a text says, if it is none of a name."""
     try:
-        return _read(placement) if isinstance(placement, str) else placement
+        return _parse_placement(placement) if isinstance(placement, str) else placement
     except ValueError:
-        raise _no_placement(placement) from None
+        raise _make_placement_error(placement) from None
 
 
-def show_placement(placement: Placement, _: object = None) -> str:
+def format_placement(placement: Placement, _: object = None) -> str:
     """A placement as text has it: `vee`, `0,1,1,0` or `0,1/1,0`."""
     if isinstance(placement, str):
         return placement
-    return "/".join(",".join(map(str, row)) for row in rows_of(placement))
+    return "/".join(",".join(map(str, row)) for row in to_placement_rows(placement))
 
 
-_TAKES = "is a name, ranks like 0,1,1,0, or rows of these like 0,1/1,0"
-PLACEMENT: Final = FieldType(_TAKES, _read, Placement, show_placement, _settle, "WHERE")
+_REQUIREMENT = "is a name, ranks like 0,1,1,0, or rows of these like 0,1/1,0"
+PLACEMENT_TYPE: Final = FieldType(
+    _REQUIREMENT, _parse_placement, Placement, format_placement, _resolve_placement, "WHERE"
+)

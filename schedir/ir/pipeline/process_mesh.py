@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def mesh_of(ranks: int, tp: int, dp: int) -> NDArray[np.int64]:
+def make_process_mesh(ranks: int, tp: int, dp: int) -> NDArray[np.int64]:
     """The processes from 0 on by replica, rank and slice: shape (dp, ranks, tp).
 
     Tensor-parallel ranks stand side by side, then come the ranks of a pipeline, then replicas.
@@ -14,7 +14,7 @@ def mesh_of(ranks: int, tp: int, dp: int) -> NDArray[np.int64]:
     return np.arange(dp * ranks * tp, dtype=np.int64).reshape(dp, ranks, tp)
 
 
-def process_name(process: int, ranks: int, tp: int, dp: int) -> str:
+def describe_process(process: int, ranks: int, tp: int, dp: int) -> str:
     """A process as every message names it.
 
     >>> process_name(1, 2, 2, 1), process_name(3, 4, 1, 1), process_name(5, 2, 2, 2)

@@ -7,33 +7,33 @@ from inspect import signature
 from typing import Any, Final
 
 from schedir.errors import ShapeError, describe
-from schedir.ir.cost.zero_states import CUT_FROM, LEVELS
+from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL, ZERO_LEVEL_COUNT
 from schedir.ir.isa.table_schema import TIERS
 from schedir.ir.pipeline.field_schema import (
-    YES_OR_NO,
+    YES_OR_NO_TYPE,
     FieldType,
-    itself,
-    setting,
-    whole_number,
+    digest_value,
+    make_field_metadata,
+    make_integer_type,
 )
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES, PipelineShape
-from schedir.ir.pipeline.skip_connections import SKIPS as SKIPS_KIND
-from schedir.ir.pipeline.stage_segments import MEETS as MEETS_KIND
-from schedir.ir.pipeline.stage_segments import ranks_meet
-from schedir.ir.pipeline.tied_weights import TIED as TIED_KIND
-from schedir.ir.pipeline.tied_weights import Tied, show_tie, tied_stages
-from schedir.retired_names import renamed_value
+from schedir.ir.pipeline.skip_connections import SKIPS_TYPE as SKIPS_KIND
+from schedir.ir.pipeline.stage_segments import SEGMENT_BOUNDARIES_TYPE as MEETS_KIND
+from schedir.ir.pipeline.stage_segments import has_tp_collectives
+from schedir.ir.pipeline.tied_weights import TIED_WEIGHTS_TYPE as TIED_KIND
+from schedir.ir.pipeline.tied_weights import TiedStages, format_tied_stages, normalize_tied_stages
+from schedir.retired_names import get_rename_hint
 
 
-def _digest_of_ties(tied: Tied, shape: PipelineShape) -> tuple[object, ...]:
+def _digest_tied_weights(tied: TiedStages, shape: PipelineShape) -> tuple[object, ...]:
     """First and last stage are one case, however many stages there are."""
-    ends = {tied_stages(True, shape): True, (): False}  # one stage is tied to nothing
+    ends = {normalize_tied_stages(True, shape): True, (): False}  # one stage is tied to nothing
     return (ends.get(tied, tied),)
 
 
-def _settled_frozen(name: str, value: Any, shape: PipelineShape) -> int:
+def _resolve_frozen_stages(name: str, value: Any, shape: PipelineShape) -> int:
     """How many of the first stages are frozen; of all of them nothing would be trained."""
-    frozen: int = _NUMBER.settle(name, value, shape)
+    frozen: int = _STAGE_COUNT_TYPE.resolve(name, value, shape)
     if frozen >= shape.stages:
         raise ShapeError(
             f"{frozen} stages are frozen, and there are {shape.stages}: nothing would be trained",
@@ -43,13 +43,16 @@ def _settled_frozen(name: str, value: Any, shape: PipelineShape) -> int:
     return frozen
 
 
-def _settled_chunked(name: str, value: Any, shape: PipelineShape) -> int:
+def _resolve_chunks(name: str, value: Any, shape: PipelineShape) -> int:
     """Into how many chunks each microbatch is cut: those of each update, and of each row of
     holders, are whole ones."""
-    chunked: int = CHUNKS.settle(name, value, shape)
-    if any(end % (chunked * shape.sequence_chunks) for end in (*shape.parts, shape.per_update)):
+    chunked: int = CHUNK_COUNT_TYPE.resolve(name, value, shape)
+    if any(
+        end % (chunked * shape.sequence_chunks)
+        for end in (*shape.microbatch_row_offsets, shape.microbatches_per_update)
+    ):
         each = ", in each update and along each row of holders" * (
-            shape.optimizer_steps + shape.rows > 2
+            shape.optimizer_steps + shape.placement_rows > 2
         )
         raise ShapeError(
             f"{shape.microbatches} microbatches are no whole ones of {chunked} chunks{each}",
@@ -58,31 +61,31 @@ def _settled_chunked(name: str, value: Any, shape: PipelineShape) -> int:
     return chunked
 
 
-def _one_of(*words: str) -> FieldType:
+def _make_choice_type(*choices: str) -> FieldType:
     """One of a few words."""
-    takes = f"is {', '.join(map(repr, words[:-1]))} or {words[-1]!r}"
+    takes = f"is {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
 
     def settle(name: str, value: Any, _: PipelineShape) -> str:
-        if value not in words:
+        if value not in choices:
             raise ShapeError(
                 f"{name} {takes}, not {describe(value)}",
-                hint=renamed_value(name, value),
+                hint=get_rename_hint(name, value),
                 fields=[name],
             )
         return str(value)
 
     def read(text: str) -> str:
-        if text not in words:
+        if text not in choices:
             raise ValueError(f"{takes}, not {text!r}")
         return text
 
-    return FieldType(takes, read, str, settle=settle, metavar="WHEN")
+    return FieldType(takes, read, str, resolve=settle, metavar="WHEN")
 
 
-def require_together(
+def require_compatible(
     shape: PipelineShape,
     *,
-    tied_weights: Tied,
+    tied_weights: TiedStages,
     clip_grad_norm: bool,
     frozen_stages: int,
     norm_check: str,
@@ -103,7 +106,8 @@ def require_together(
     for stages in tied_weights:
         if stages[0] < frozen_stages <= stages[-1]:
             refuse(
-                f"stages {show_tie(stages)} share a weight; stage {stages[0]} is frozen and stage "
+                f"stages {format_tied_stages(stages)} share a weight; stage {stages[0]} is "
+                "frozen and stage "
                 f"{stages[-1]} is trained",
                 "freeze all stages that share the weight, or do not share it",
                 "tied_weights",
@@ -159,11 +163,12 @@ def require_together(
             "zero",
             "optimizer_steps",
         )
-    if reduce_scatter_at == "each_backward" and zero < CUT_FROM["grads"]:
+    if reduce_scatter_at == "each_backward" and zero < SHARDED_FROM_LEVEL["grads"]:
         refuse(
-            f"reduce_scatter_at='each_backward' needs zero={CUT_FROM['grads']} or more, not "
+            f"reduce_scatter_at='each_backward' needs zero={SHARDED_FROM_LEVEL['grads']} or "
+            "more, not "
             f"{zero}: each replica has the full gradient, which is reduced once",
-            f"zero={CUT_FROM['grads']}, or reduce_scatter_at='update_end'",
+            f"zero={SHARDED_FROM_LEVEL['grads']}, or reduce_scatter_at='update_end'",
             "reduce_scatter_at",
             "zero",
         )
@@ -176,7 +181,7 @@ def require_together(
             "optimizer_placement",
             "optimizer_steps",
         )
-    if ranks_meet(segment_boundaries) and tp == 1:
+    if has_tp_collectives(segment_boundaries) and tp == 1:
         refuse(
             f"segment_boundaries={segment_boundaries!r} has tensor-parallel collectives, and tp is "
             "1",
@@ -193,74 +198,84 @@ def require_together(
         )
 
 
-# The attributes that `require_together` compares.
-TOGETHER: Final = tuple(signature(require_together).parameters)[1:]
+# The attributes that `require_compatible` compares.
+COMPATIBILITY_FIELDS: Final = tuple(signature(require_compatible).parameters)[1:]
 
-_NUMBER = whole_number(0, MAX_STAGES)
-CHUNKS: Final = whole_number(1, MAX_MICROBATCHES)
-_CHUNKED = replace(CHUNKS, settle=_settled_chunked)
-_FROZEN_STAGES = replace(_NUMBER, settle=_settled_frozen)
-TP: Final = setting(
-    whole_number(1, 65535), "size of the tensor-parallel groups (1)", always=True, digest=itself
+_STAGE_COUNT_TYPE = make_integer_type(0, MAX_STAGES)
+CHUNK_COUNT_TYPE: Final = make_integer_type(1, MAX_MICROBATCHES)
+_CHUNKS_TYPE = replace(CHUNK_COUNT_TYPE, resolve=_resolve_chunks)
+_FROZEN_STAGES_TYPE = replace(_STAGE_COUNT_TYPE, resolve=_resolve_frozen_stages)
+TP: Final = make_field_metadata(
+    make_integer_type(1, 65535),
+    "size of the tensor-parallel groups (1)",
+    is_always_shown=True,
+    digest=digest_value,
 )
-DP: Final = setting(
-    whole_number(1, 65535), "number of data-parallel replicas (1)", always=True, digest=itself
+DP: Final = make_field_metadata(
+    make_integer_type(1, 65535),
+    "number of data-parallel replicas (1)",
+    is_always_shown=True,
+    digest=digest_value,
 )
-TIED: Final = setting(
+TIED_WEIGHTS: Final = make_field_metadata(
     TIED_KIND,
     "stages that share weights: yes for the first and the last (a tied embedding), or 0=2,1=3",
-    always=True,
-    digest=_digest_of_ties,
+    is_always_shown=True,
+    digest=_digest_tied_weights,
     in_config=False,  # it is the model's there
 )
-CLIP: Final = setting(
-    YES_OR_NO,
+CLIP_GRAD_NORM: Final = make_field_metadata(
+    YES_OR_NO_TYPE,
     "clip gradients by their global norm",
-    always=True,
-    digest=itself,
+    is_always_shown=True,
+    digest=digest_value,
     in_config=False,  # it is the norm's there
 )
-FROZEN: Final = setting(_FROZEN_STAGES, "number of first stages that are not trained (0)")
-VALIDATE: Final = setting(
-    _one_of("before_step", "after_step"),
+FROZEN_STAGES: Final = make_field_metadata(
+    _FROZEN_STAGES_TYPE, "number of first stages that are not trained (0)"
+)
+NORM_CHECK: Final = make_field_metadata(
+    _make_choice_type("before_step", "after_step"),
     "whether a step waits for the gradient norm (before_step, the default) or is validated "
     "behind it "
     "(after_step)",
     in_config=False,  # a training run looks at each step's numbers
 )
-ZERO: Final = setting(whole_number(0, LEVELS - 1), "ZeRO level, 0 to 3 (0)")
-REDUCE: Final = setting(
-    _one_of("update_end", "each_backward"),
+ZERO: Final = make_field_metadata(
+    make_integer_type(0, ZERO_LEVEL_COUNT - 1), "ZeRO level, 0 to 3 (0)"
+)
+REDUCE_SCATTER_AT: Final = make_field_metadata(
+    _make_choice_type("update_end", "each_backward"),
     "with zero 2 or 3, when gradients are reduced: update_end (default) or each_backward",
 )
-SNAPSHOTS: Final = setting(
-    YES_OR_NO,
+CHECKPOINT_SNAPSHOTS: Final = make_field_metadata(
+    YES_OR_NO_TYPE,
     "copy what a step changes while the next step runs, for checkpoints",
     in_config=False,  # it is the checkpoint's there
 )
-STATES: Final = setting(
-    _one_of(*TIERS, "cpu_step"),
+OPTIMIZER_PLACEMENT: Final = make_field_metadata(
+    _make_choice_type(*TIERS, "cpu_step"),
     "where the optimizer's state is between steps: device (default), host, disk, or cpu_step: "
     "on the "
     "host, which makes the step",
     section="memory",
 )
-SEQUENCE: Final = setting(
-    YES_OR_NO, "tensor-parallel ranks also split the tokens of norms, dropout and messages"
+SEQUENCE_PARALLEL: Final = make_field_metadata(
+    YES_OR_NO_TYPE, "tensor-parallel ranks also split the tokens of norms, dropout and messages"
 )
-SKIPS: Final = setting(
+SKIPS: Final = make_field_metadata(
     SKIPS_KIND,
     "skip connections, from which stage to which: 0=3,1=2",
     in_config=False,  # it is the model's there
 )
-MEETS: Final = setting(
+SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,
     "which stages of the program are segments of one, and the tensor-parallel collectives between "
     "them: fgfg-fgfg (-O stage_segments sets it)",
     in_config=False,  # stage_segments says it there
 )
-CHUNKED: Final = setting(
-    _CHUNKED,
+CHUNKS_PER_MICROBATCH: Final = make_field_metadata(
+    _CHUNKS_TYPE,
     "how many microbatches of the program are chunks of one (-O microbatch_chunks sets it)",
     in_config=False,  # microbatch_chunks says it there
 )

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import ShapeError
-from schedir.ir.cost.number_parsing import NO_NUMBERS
+from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES
 from schedir.ir.isa.table_schema import PeerRule
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
@@ -25,65 +25,65 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 Skips = tuple[tuple[int, int], ...]  # from and to, ascending
 
 
-def skips_of(given: object, shape: PipelineShape) -> Skips:
+def normalize_skips(value: object, shape: PipelineShape) -> Skips:
     """What `Program.skips` is, from pairs of stages.
 
     Raises ShapeError for what is none, names stages that the shape has not, or says what skips are
     not for.
     """
-    pairs: Any = given
+    pairs: Any = value
     try:
-        if isinstance(given, NO_NUMBERS):
+        if isinstance(value, NON_NUMBER_TYPES):
             raise TypeError
         found = sorted((index(begin), index(end)) for begin, end in pairs)
     except (TypeError, ValueError):
-        raise _error(
-            f"skips are pairs of stages, from and to, like ((0, 3), (1, 2)), not {given!r:.60}"
+        raise _make_error(
+            f"skips are pairs of stages, from and to, like ((0, 3), (1, 2)), not {value!r:.60}"
         ) from None
     for begin, end in found:
         lead = f"a skip leads from stage {begin} to {end}"
         if begin < 0 or max(begin, end) >= shape.stages:
-            raise _error(f"{lead}, but there are {shape.stages} stages")
+            raise _make_error(f"{lead}, but there are {shape.stages} stages")
         if begin >= end:
-            raise _error(f"{lead}, and not to a later one", "a pair is from and to")
+            raise _make_error(f"{lead}, and not to a later one", "a pair is from and to")
         if begin + 1 == end:
-            raise _error(
+            raise _make_error(
                 f"{lead}, which are neighbours",
                 f"let stage {begin} put it out beside the rest: a boundary may be several tensors",
             )
     for (begin, end), (again, farther) in pairwise(found):
         if begin == again:
-            on = _through(begin, end, farther)
-            raise _error(
+            on = _describe_route(begin, end, farther)
+            raise _make_error(
                 f"two skips lead from stage {begin}, to {end} and to {farther}",
                 f"let stage {end} pass it on: {on}" if end < farther else "once is enough",
             )
     for (end, begin), (again, later) in pairwise(sorted((end, begin) for begin, end in found)):
         if end == again:
-            raise _error(
+            raise _make_error(
                 f"two skips lead to stage {end}, from {begin} and from {later}",
                 f"let stage {later} pass on both, of which a skip may have several: "
-                f"{_through(begin, later, end)}",
+                f"{_describe_route(begin, later, end)}",
             )
     return tuple(found)
 
 
-def _through(first: int, second: int, third: int) -> str:
+def _describe_route(first: int, second: int, third: int) -> str:
     """The skips that lead from the first stage to the second, and from there to the third."""
     way = [pair for pair in pairwise((first, second, third)) if pair[1] > pair[0] + 1]
     neighbours = "" if len(way) == 2 else ", and a boundary of several tensors between neighbours"
     return f"skips={tuple(way)}{neighbours}"
 
 
-def _error(fact: str, hint: str = "") -> ShapeError:
+def _make_error(fact: str, hint: str = "") -> ShapeError:
     return ShapeError(fact, hint=hint, fields=["skips"])
 
 
-def _show(skips: Skips, _: object) -> str:
+def _format_skips(skips: Skips, _: object) -> str:
     return ",".join(f"{begin}={end}" for begin, end in skips) or "no"
 
 
-def _read(text: str) -> Skips:
+def _parse_skips(text: str) -> Skips:
     if text == "no":
         return ()
     if not re.fullmatch(r"\d{1,5}=\d{1,5}(,\d{1,5}=\d{1,5})*", text, re.ASCII):
@@ -92,27 +92,27 @@ def _read(text: str) -> Skips:
     return tuple((begin, end) for begin, end in pairs)
 
 
-SKIPS: Final = FieldType(
+SKIPS_TYPE: Final = FieldType(
     "are from which stage to which, like 0=3,1=2",
-    _read,
+    _parse_skips,
     tuple[tuple[int, int], ...],
-    show=_show,
-    settle=lambda _, value, shape: skips_of(value, shape),
+    to_text=_format_skips,
+    resolve=lambda _, value, shape: normalize_skips(value, shape),
     metavar="STAGES",
 )
 
 
 @lru_cache(maxsize=64)
-def beside(hop: PeerRule, stages: int, skips: Skips) -> NDArray[np.int32]:
+def find_neighbor_stages(peer_rule: PeerRule, stages: int, skips: Skips) -> NDArray[np.int32]:
     """The stage that is a hop from each, shape (stages,); -1 where there is none."""
     there = np.full(stages, -1, np.int32)
-    if hop is PeerRule.NEXT:
+    if peer_rule is PeerRule.NEXT:
         there[:-1] = np.arange(1, stages)
-    elif hop is PeerRule.PREVIOUS:
+    elif peer_rule is PeerRule.PREVIOUS:
         there[1:] = np.arange(stages - 1)
     else:
         for begin, end in skips:
-            here, other = (begin, end) if hop is PeerRule.SKIP_TO else (end, begin)
+            here, other = (begin, end) if peer_rule is PeerRule.SKIP_TO else (end, begin)
             there[here] = other
     there.flags.writeable = False
     return there

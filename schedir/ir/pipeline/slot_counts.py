@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from schedir.ir.isa.instructions import BETWEEN_NEIGHBOURS, SLOTTED, Value
+from schedir.ir.isa.instructions import NEIGHBOR_VALUES, SLOT_VALUES, Value
 
 if TYPE_CHECKING:
     from typing import Self
 
-OWN: Final = 2**31  # of slots: each value has its own, where nobody says how many there are
+# The number of slots where none is given: each value has a slot of its own.
+UNSHARED_SLOTS: Final = 2**31
 # Names of slots of the host's memory, by what is moved there.
-ON_HOST: Final = {"host": Value.SAVED, "state_host": Value.STATE}
+HOST_SLOT_VALUES: Final = {"host": Value.SAVED, "state_host": Value.STATE}
 
 if TYPE_CHECKING:
 
@@ -21,18 +22,20 @@ if TYPE_CHECKING:
         act_out: int
         grad_in: int
         grad_out: int
-        skip_in: int = OWN
-        skip_out: int = OWN
-        skip_grad_in: int = OWN
-        skip_grad_out: int = OWN
-        saved: int = OWN
-        unsharded_params: int = OWN
-        state: int = OWN
-        host: int = OWN
-        state_host: int = OWN
+        skip_in: int = UNSHARED_SLOTS
+        skip_out: int = UNSHARED_SLOTS
+        skip_grad_in: int = UNSHARED_SLOTS
+        skip_grad_out: int = UNSHARED_SLOTS
+        saved: int = UNSHARED_SLOTS
+        unsharded_params: int = UNSHARED_SLOTS
+        state: int = UNSHARED_SLOTS
+        host: int = UNSHARED_SLOTS
+        state_host: int = UNSHARED_SLOTS
 else:
-    _KINDS = [*(kind.name.lower() for kind in SLOTTED), *ON_HOST]
-    _Slots = namedtuple("_Slots", _KINDS, defaults=[OWN] * (len(_KINDS) - len(BETWEEN_NEIGHBOURS)))
+    _SLOT_KINDS = [*(kind.name.lower() for kind in SLOT_VALUES), *HOST_SLOT_VALUES]
+    _Slots = namedtuple(
+        "_Slots", _SLOT_KINDS, defaults=[UNSHARED_SLOTS] * (len(_SLOT_KINDS) - len(NEIGHBOR_VALUES))
+    )
 
 
 class SlotCounts(_Slots):
@@ -44,13 +47,15 @@ class SlotCounts(_Slots):
     __slots__ = ()
 
     @classmethod
-    def unsaid(cls) -> Self:
+    def unspecified(cls) -> Self:
         """Nothing said of any kind."""
-        return cls(**dict.fromkeys(cls._fields, OWN))
+        return cls(**dict.fromkeys(cls._fields, UNSHARED_SLOTS))
 
-    def said(self) -> dict[str, int]:
+    def specified(self) -> dict[str, int]:
         """The numbers that are said, by kind."""
-        return {kind: number for kind, number in self._asdict().items() if number != OWN}
+        return {kind: number for kind, number in self._asdict().items() if number != UNSHARED_SLOTS}
 
     def __repr__(self) -> str:
-        return f"Slots({', '.join(f'{kind}={number}' for kind, number in self.said().items())})"
+        return (
+            f"Slots({', '.join(f'{kind}={number}' for kind, number in self.specified().items())})"
+        )

@@ -18,33 +18,33 @@ from schedir.errors import ShapeError, describe
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
-ENDS: Final = "-"  # of a whole stage
-ENTERS, LEAVES, NOBODY = "f", "g", "."
-LETTERS: Final = ENTERS + LEAVES + NOBODY  # between pieces
-_ALL: Final = {*LETTERS, ENDS}
+STAGE_END: Final = "-"  # of a whole stage
+ENTRY_COLLECTIVE, EXIT_COLLECTIVE, NO_COLLECTIVE = "f", "g", "."
+SEGMENT_LETTERS: Final = ENTRY_COLLECTIVE + EXIT_COLLECTIVE + NO_COLLECTIVE  # between pieces
+_ALL_LETTERS: Final = {*SEGMENT_LETTERS, STAGE_END}
 
 
-def letters_in(meets: str, stages: int) -> tuple[str, ...]:
+def split_letters_by_stage(segment_boundaries: str, stages: int) -> tuple[str, ...]:
     """The letters between the pieces of each whole stage, of a program of so many stages.
 
     >>> letters_in("fg-.", 5), letters_in("", 2)
     (('fg', '.'), ('', ''))
     """
-    return tuple(meets.split(ENDS)) if meets else ("",) * stages
+    return tuple(segment_boundaries.split(STAGE_END)) if segment_boundaries else ("",) * stages
 
 
-def ranks_meet(meets: str) -> bool:
+def has_tp_collectives(segment_boundaries: str) -> bool:
     """Whether tensor-parallel ranks meet at any boundary."""
-    return ENTERS in meets or LEAVES in meets
+    return ENTRY_COLLECTIVE in segment_boundaries or EXIT_COLLECTIVE in segment_boundaries
 
 
-def pieces_in(meets: str, stages: int) -> tuple[int, ...]:
+def count_segments(segment_boundaries: str, stages: int) -> tuple[int, ...]:
     """In how many pieces each whole stage is, of a program of so many stages.
 
     >>> pieces_in("fg-.", 5), pieces_in("", 2)
     ((3, 2), (1, 1))
     """
-    return tuple(len(own) + 1 for own in letters_in(meets, stages))
+    return tuple(len(own) + 1 for own in split_letters_by_stage(segment_boundaries, stages))
 
 
 class UnsegmentedShape(NamedTuple):
@@ -52,36 +52,38 @@ class UnsegmentedShape(NamedTuple):
     how many chunks each microbatch."""
 
     shape: PipelineShape
-    pieces: tuple[int, ...]
-    chunks: int
+    segments_per_stage: tuple[int, ...]
+    chunks_per_microbatch: int
 
 
-def whole_of(shape: PipelineShape, meets: str, chunked: int) -> UnsegmentedShape:
+def merge_segments(
+    shape: PipelineShape, segment_boundaries: str, chunks_per_microbatch: int
+) -> UnsegmentedShape:
     """Of which whole stages and microbatches those of a shape are the pieces and the chunks.
 
     >>> found = whole_of(PipelineShape(2, 8, placement=(0, 0, 1)), "g-", 4)
     >>> found.shape, found.pieces, found.chunks
     (PipelineShape(ranks=2, microbatches=2, placement=(0, 1)), (2, 1), 4)
     """
-    pieces = pieces_in(meets, shape.stages)
-    shape = replace(shape, microbatches=shape.microbatches // chunked)
-    if not meets:
-        return UnsegmentedShape(shape, pieces, chunked)
+    pieces = count_segments(segment_boundaries, shape.stages)
+    shape = replace(shape, microbatches=shape.microbatches // chunks_per_microbatch)
+    if not segment_boundaries:
+        return UnsegmentedShape(shape, pieces, chunks_per_microbatch)
     first = np.cumsum((0, *pieces[:-1]))
-    rows = tuple(tuple(row) for row in shape.holders[:, first].tolist())
+    rows = tuple(tuple(row) for row in shape.replica_ranks[:, first].tolist())
     delay = shape.weight_delay
     if isinstance(delay, tuple):
         delay = tuple(delay[stage] for stage in first)
     placement = rows if len(rows) > 1 else rows[0]
     shape = replace(shape, placement=placement, stages_per_rank=1, weight_delay=delay)
-    return UnsegmentedShape(shape, pieces, chunked)
+    return UnsegmentedShape(shape, pieces, chunks_per_microbatch)
 
 
-def _settle(name: str, value: object, shape: PipelineShape) -> str:
+def _validate_boundaries(name: str, value: object, shape: PipelineShape) -> str:
     """A letter for each boundary, or "" where all stages are whole."""
-    if not isinstance(value, str) or not {*value} <= _ALL:
-        raise ShapeError(f"{name} {_TAKES}, not {describe(value)}", fields=[name])
-    if not value.strip(ENDS):
+    if not isinstance(value, str) or not {*value} <= _ALL_LETTERS:
+        raise ShapeError(f"{name} {_REQUIREMENT}, not {describe(value)}", fields=[name])
+    if not value.strip(STAGE_END):
         return ""
     if len(value) != shape.stages - 1:
         raise ShapeError(
@@ -91,28 +93,36 @@ def _settle(name: str, value: object, shape: PipelineShape) -> str:
             fields=[name],
         )
     for s, letter in enumerate(value):
-        if letter != ENDS and (shape.holders[:, s] != shape.holders[:, s + 1]).any():
+        if (
+            letter != STAGE_END
+            and (shape.replica_ranks[:, s] != shape.replica_ranks[:, s + 1]).any()
+        ):
             raise ShapeError(
                 f"{name} says {letter} between stages {s} and {s + 1}, which are on different "
                 "ranks: pieces of a stage are on one, and what they sum stays there",
-                hint=f"{ENDS} where a whole stage ends, with what follows its last sum",
+                hint=f"{STAGE_END} where a whole stage ends, with what follows its last sum",
                 fields=[name],
             )
     return value
 
 
-def _read(text: str) -> str:
+def _parse_boundaries(text: str) -> str:
     if text == "no":
         return ""
-    if not text or not {*text} <= _ALL:
-        raise ValueError(f"{_TAKES}, not {describe(text)}")
+    if not text or not {*text} <= _ALL_LETTERS:
+        raise ValueError(f"{_REQUIREMENT}, not {describe(text)}")
     return text
 
 
-_TAKES: Final = (
+_REQUIREMENT: Final = (
     "has a letter for each boundary: f and g where ranks meet between pieces of a stage, . where "
     "nobody does, - where a whole stage ends, as in fgfg-fgfg"
 )
-MEETS: Final = FieldType(
-    _TAKES, _read, str, lambda value, _: value or "no", _settle, metavar="LETTERS"
+SEGMENT_BOUNDARIES_TYPE: Final = FieldType(
+    _REQUIREMENT,
+    _parse_boundaries,
+    str,
+    lambda value, _: value or "no",
+    _validate_boundaries,
+    metavar="LETTERS",
 )

@@ -22,8 +22,10 @@ from schedir.errors import ShapeError, UsageError, describe
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
-Tied = tuple[tuple[int, ...], ...]  # ascending stages that share weights, each set once, sorted
-Place = tuple[int, str]  # a stage, and what a parameter is called there
+TiedStages = tuple[
+    tuple[int, ...], ...
+]  # ascending stages that share weights, each set once, sorted
+ParameterLocation = tuple[int, str]  # a stage, and what a parameter is called there
 
 
 class ModuleLike(Protocol):
@@ -45,12 +47,12 @@ class TiedWeights:
     ((0, 3),)
     """
 
-    weights: tuple[tuple[Place, ...], ...] = ()
+    weights: tuple[tuple[ParameterLocation, ...], ...] = ()
 
     def __post_init__(self) -> None:
         try:
             weights = tuple(
-                tuple(sorted({(index(s), _name(name)) for s, name in places}))
+                tuple(sorted({(index(s), _require_name(name)) for s, name in places}))
                 for places in self.weights
             )
         except (TypeError, ValueError):
@@ -62,7 +64,7 @@ class TiedWeights:
         object.__setattr__(self, "weights", weights)
 
     @property
-    def stages(self) -> Tied:
+    def stages(self) -> TiedStages:
         """What `Program.tied` is."""
         return tuple(sorted({tuple(sorted({s for s, _ in one})) for one in self.weights}))
 
@@ -70,10 +72,10 @@ class TiedWeights:
         return bool(self.weights)
 
 
-def _name(given: object) -> str:
-    if not isinstance(given, str):
+def _require_name(value: object) -> str:
+    if not isinstance(value, str):
         raise TypeError
-    return given
+    return value
 
 
 @dataclass(frozen=True)
@@ -81,20 +83,22 @@ class ModelTies:
     """What a whole model calls by several names: the names of each weight."""
 
     names: tuple[tuple[str, ...], ...] = ()
-    found: tuple[object, ...] = field(default=(), repr=False, compare=False)  # the weights
+    parameters: tuple[object, ...] = field(default=(), repr=False, compare=False)  # the weights
 
     def __bool__(self) -> bool:
         return bool(self.names)
 
-    def among(self, stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> TiedWeights:
+    def locate_in_stages(
+        self, stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]
+    ) -> TiedWeights:
         """Where these weights are in all the stages of the model.
 
         They are found as objects, or, in stages that are copies, by their names in the model.
         Raises UsageError for a weight that no stage has, or of which one stage has two.
         """
-        modules = _all(stages)
+        modules = _list_stages(stages)
         weights = []
-        for names, weight in zip(self.names, self.found, strict=True):
+        for names, weight in zip(self.names, self.parameters, strict=True):
             places, missed = [], {*names}
             for s, module in enumerate(modules):
                 own = [*module.named_parameters(remove_duplicate=False)]
@@ -143,16 +147,20 @@ def find_tied_weights(
     TiedWeights(weights=(((0, 'embedding'), (2, 'head')),))
     """
     if hasattr(model, "named_parameters"):
-        found = [(names, weight) for weight, names in _shared([model]) if len(names) > 1]
+        found = [
+            (names, weight) for weight, names in _find_shared_weights([model]) if len(names) > 1
+        ]
         return ModelTies(
             tuple(tuple(name for _, name in places) for places, _ in found),
             tuple(weight for _, weight in found),
         )
-    shared = (dict(reversed(places)) for _, places in _shared(_all(model)))  # its first name
+    shared = (
+        dict(reversed(places)) for _, places in _find_shared_weights(_list_stages(model))
+    )  # its first name
     return TiedWeights(tuple(tuple(sorted(one.items())) for one in shared if len(one) > 1))
 
 
-def _all(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[ModuleLike]:
+def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[ModuleLike]:
     """All stages, in order."""
     found: list[Any]
     if isinstance(stages, Mapping):
@@ -176,9 +184,11 @@ def _all(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[Module
     return found
 
 
-def _shared(modules: Iterable[ModuleLike]) -> list[tuple[Any, list[Place]]]:
+def _find_shared_weights(
+    modules: Iterable[ModuleLike],
+) -> list[tuple[Any, list[ParameterLocation]]]:
     """Every trained weight with its places, in order."""
-    places: dict[int, tuple[Any, list[Place]]] = {}
+    places: dict[int, tuple[Any, list[ParameterLocation]]] = {}
     for s, module in enumerate(modules):
         for name, p in module.named_parameters(remove_duplicate=False):
             if getattr(p, "requires_grad", True):
@@ -189,7 +199,7 @@ def _shared(modules: Iterable[ModuleLike]) -> list[tuple[Any, list[Place]]]:
 # ------------------------------------------------------------ of a program
 
 
-def tied_stages(tied: object, shape: PipelineShape) -> Tied:
+def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
     """What `Program.tied` is, from a bool (first and last stage), Ties, or sets of stages.
 
     Raises ShapeError for what is none of these, or names stages that the shape has not.
@@ -218,25 +228,25 @@ def tied_stages(tied: object, shape: PipelineShape) -> Tied:
             )
         if one[0] < 0 or one[-1] >= shape.stages:
             raise ShapeError(
-                f"stages {show_tie(one)} are tied, but there are {shape.stages} stages",
+                f"stages {format_tied_stages(one)} are tied, but there are {shape.stages} stages",
                 fields=["tied_weights"],
             )
     return tuple(sorted(found))
 
 
-def show_tie(stages: Iterable[int]) -> str:
+def format_tied_stages(stages: Iterable[int]) -> str:
     """Stages that share weights, as text has them: `0=3`."""
     return "=".join(map(str, stages))
 
 
-def show_tied(tied: Tied, shape: PipelineShape) -> str:
+def format_tied_weights(tied: TiedStages, shape: PipelineShape) -> str:
     """What is tied, as text has it: yes for first and last stage, no, or `0=3,1=2`."""
-    if tied in ((), tied_stages(True, shape)):
+    if tied in ((), normalize_tied_stages(True, shape)):
         return "yes" if tied else "no"
-    return ",".join(map(show_tie, tied))
+    return ",".join(map(format_tied_stages, tied))
 
 
-def read_tied(text: str) -> Tied | bool:
+def parse_tied_weights(text: str) -> TiedStages | bool:
     """What a text says to be tied: yes, no, or stages like `0=3,1=2`; ValueError for any other."""
     if text in ("yes", "no"):
         return text == "yes"
@@ -245,44 +255,48 @@ def read_tied(text: str) -> Tied | bool:
     return tuple(tuple(map(int, stages.split("="))) for stages in text.split(","))
 
 
-TIED: Final = FieldType(
+TIED_WEIGHTS_TYPE: Final = FieldType(
     "is yes or no, or stages like 0=3,1=2",
-    read_tied,
+    parse_tied_weights,
     bool,
-    show=show_tied,
-    settle=lambda _, value, shape: tied_stages(value, shape),
+    to_text=format_tied_weights,
+    resolve=lambda _, value, shape: normalize_tied_stages(value, shape),
     metavar="STAGES",
 )
 
 
-def ranks_of(stages: Iterable[int], shape: PipelineShape) -> tuple[int, ...]:
+def find_sharing_ranks(stages: Iterable[int], shape: PipelineShape) -> tuple[int, ...]:
     """The ranks that hold a copy of what these stages share, ascending."""
-    return tuple(sorted({int(rank) for s in stages for rank in shape.holders[:, s]}))
+    return tuple(sorted({int(rank) for s in stages for rank in shape.replica_ranks[:, s]}))
 
 
-def meets(stages: tuple[int, ...], shape: PipelineShape) -> bool:
+def is_tied_across_ranks(stages: tuple[int, ...], shape: PipelineShape) -> bool:
     """Whether ranks must meet to sum what these stages share: not where each holds all copies."""
-    return any(not {*stages} <= {*shape.stages_of[rank]} for rank in ranks_of(stages, shape))
+    return any(
+        not {*stages} <= {*shape.stages_on_rank[rank]} for rank in find_sharing_ranks(stages, shape)
+    )
 
 
-def groups_of(tied: Tied, shape: PipelineShape) -> list[tuple[int, ...]]:
+def find_reduction_groups(tied: TiedStages, shape: PipelineShape) -> list[tuple[int, ...]]:
     """The ranks that sum gradients with each other, each set of them once.
 
     They are the holders of a stage, where it has several, and those of copies of a tied weight.
     """
-    stages = range(shape.stages) if shape.rows > 1 else ()
-    apart = [stages for stages in tied if meets(stages, shape)]
-    return [*dict.fromkeys(ranks_of(one, shape) for one in [*([s] for s in stages), *apart])]
+    stages = range(shape.stages) if shape.placement_rows > 1 else ()
+    apart = [stages for stages in tied if is_tied_across_ranks(stages, shape)]
+    return [
+        *dict.fromkeys(find_sharing_ranks(one, shape) for one in [*([s] for s in stages), *apart])
+    ]
 
 
-def parties(tied: Tied, shape: PipelineShape) -> list[int]:
+def number_tied_groups(tied: TiedStages, shape: PipelineShape) -> list[int]:
     """For each rank a number, the same for ranks that one `reduce_tied` brings together.
 
     Two ranks meet that sum a weight, or that both meet a third.
     """
     party = [*range(shape.ranks)]
     for stages in tied:
-        if meets(stages, shape):
-            together = {party[rank] for rank in ranks_of(stages, shape)}
+        if is_tied_across_ranks(stages, shape):
+            together = {party[rank] for rank in find_sharing_ranks(stages, shape)}
             party = [min(together) if one in together else one for one in party]
     return party

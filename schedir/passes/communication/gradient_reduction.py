@@ -8,16 +8,16 @@ from typing import Final
 
 import numpy as np
 
-from schedir.analysis.memory.buffer_slots import KINDS, counts, minimum_slots
-from schedir.ir.instruction_index import NONE, InstructionIndex
-from schedir.ir.isa.instructions import ADDS, Opcode, Scope, Value, producers
-from schedir.ir.program import FIELDS, Program, SlotCounts, is_op, pack
-from schedir.passes.insertion import at_places, behind
-from schedir.passes.pass_types import ExpectedInstructions, Mask, Options, Pass, Present
-from schedir.passes.stage_runs import runs, turns
-from schedir.passes.update_boundaries import places
+from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_min_slots, count_slots
+from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
+from schedir.ir.isa.instructions import GRAD_ADDING_OPS, Opcode, Scope, Value, find_producers
+from schedir.ir.program import WORD_DTYPE, Program, SlotCounts, is_op, pack
+from schedir.passes.insertion import insert_after, insert_at_positions
+from schedir.passes.pass_types import ExpectedInstructions, Mask, Options, Pass, PresenceQuery
+from schedir.passes.stage_runs import find_stage_runs, number_occurrences
+from schedir.passes.update_boundaries import find_update_ends
 
-_WHOLE: Final = Value.WGRAD.name.lower()
+_WGRAD_SLOTS: Final = Value.WGRAD.name.lower()
 
 
 def reduce_grads(program: Program) -> Program:
@@ -26,17 +26,19 @@ def reduce_grads(program: Program) -> Program:
     Always there when the program trains: with one replica it is local, and scales.  Of several
     updates each has its own.
     """
-    shape, fields = program.shape, program.words.view(FIELDS)
-    at = np.flatnonzero(is_op(fields["op"], ADDS))
-    stage, update = fields["stage"][at], fields["mb"][at] // shape.per_update
+    shape, fields = program.shape, program.words.view(WORD_DTYPE)
+    at = np.flatnonzero(is_op(fields["op"], GRAD_ADDING_OPS))
+    stage, update = fields["stage"][at], fields["mb"][at] // shape.microbatches_per_update
     rank = np.searchsorted(program.offsets, at, side="right") - 1
-    last = np.full((shape.optimizer_steps, shape.rows, shape.stages), NONE)
-    last[update, shape.row_of(stage, rank), stage] = at  # the last of those with one address stays
-    at = last[last != NONE]
-    update, _, stage = np.nonzero(last != NONE)
+    last = np.full((shape.optimizer_steps, shape.placement_rows, shape.stages), NO_POSITION)
+    last[update, shape.replica_row_of_stage(stage, rank), stage] = (
+        at  # the last of those with one address stays
+    )
+    at = last[last != NO_POSITION]
+    update, _, stage = np.nonzero(last != NO_POSITION)
     words = pack(Opcode.ReduceGrads, stage, update)
     order = np.argsort(words, kind="stable")
-    return behind(program, at[order], words[order])
+    return insert_after(program, at[order], words[order])
 
 
 def reduce_scatter(program: Program) -> Program:
@@ -46,27 +48,29 @@ def reduce_scatter(program: Program) -> Program:
     another's of the rank; what is issued as one and adds to two is a turn of both.  So of a rank's
     gradients those alone are whole that are added to.  A W that runs late is in turns, too.
     """
-    rank, _, stage, end = runs(program, ADDS)
+    rank, _, stage, end = find_stage_runs(program, GRAD_ADDING_OPS)
     key = rank * program.shape.stages + stage
     if program.reduce_scatter_at == "update_end":
         last = np.unique(key[::-1], return_index=True)[1]
         rank, stage, end, key = (each[::-1][last] for each in (rank, stage, end, key))
-    return at_places(program, end, rank, pack(Opcode.ReduceScatter, stage, turns(key)))
+    return insert_at_positions(
+        program, end, rank, pack(Opcode.ReduceScatter, stage, number_occurrences(key))
+    )
 
 
-def leave_room(program: Program) -> Program:
+def limit_unsharded_grads(program: Program) -> Program:
     """Say how many stages' gradients are whole at once, where not all of a rank's may be: the
     fewest, and one that is being reduced beside them, so that backwards go on meanwhile."""
-    column = KINDS.index(Value.WGRAD)
-    room, most = minimum_slots(program)[:, column] + 1, counts(program)[:, column]
+    column = SLOT_KINDS.index(Value.WGRAD)
+    room, most = count_min_slots(program)[:, column] + 1, count_slots(program)[:, column]
     if (room >= most).all():
         return program
-    said = program.slots or [SlotCounts.unsaid()] * program.shape.ranks
+    said = program.slots or [SlotCounts.unspecified()] * program.shape.ranks
     each = zip(said, np.minimum(room, most).tolist(), strict=True)
-    return program.with_slots([slots._replace(**{_WHOLE: n}) for slots, n in each])
+    return program.with_slots([slots._replace(**{_WGRAD_SLOTS: n}) for slots, n in each])
 
 
-def reduce_holders(program: Program) -> Program:
+def reduce_replicated_stages(program: Program) -> Program:
     """Sum each stage's gradient over its holders, if it has several, as soon as all are ready.
 
     On all of them a sum stands between the same two messages of the one order in which `transfers`
@@ -77,86 +81,95 @@ def reduce_holders(program: Program) -> Program:
     goes on beside what is computed, and what stands behind it on hosts that block would wait too.
     """
     shape = program.shape
-    if not (shape.rows > 1 and program.trains):
+    if not (shape.placement_rows > 1 and program.has_backward):
         return program
     trained = np.arange(program.frozen_stages, shape.stages)
-    if program.dp > 1 or not program.order:
-        own_of = [[s for s in own if s in trained] for own in shape.stages_of]
-        return append(program, Opcode.ReduceReplicatedStages, own_of)
-    index, begins = InstructionIndex.of(program), program.offsets.tolist()
-    messages = index.messages()
+    if program.dp > 1 or not program.message_order:
+        own_of = [[s for s in own if s in trained] for own in shape.stages_on_rank]
+        return append_to_updates(program, Opcode.ReduceReplicatedStages, own_of)
+    index, begins = InstructionIndex.from_program(program), program.offsets.tolist()
+    messages = index.find_message_numbers()
     passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
-    holders = shape.holders[:, trained]
-    reduced, ready = index.where_all(producers(Value.GRAD)), np.zeros(shape.holders.size, np.intp)
+    holders = shape.replica_ranks[:, trained]
+    reduced, ready = (
+        index.find_all_positions(find_producers(Value.GRAD)),
+        np.zeros(shape.replica_ranks.size, np.intp),
+    )
     first_turn = np.zeros(len(reduced), np.int64)
-    np.maximum.at(ready, index.keys(Scope.STAGE, reduced, first_turn), reduced)  # the last turn's
-    ready = ready.reshape(shape.holders.shape)[:, trained]
+    np.maximum.at(
+        ready, index.compute_keys(Scope.STAGE, reduced, first_turn), reduced
+    )  # the last turn's
+    ready = ready.reshape(shape.replica_ranks.shape)[:, trained]
     after = passed[ready].max(0)  # the message that the sum of each stage stands behind
     ready = ready - program.offsets[holders]
     order = np.lexsort((ready.max(0), after))
     at, stages = [], []
     for rank in range(shape.ranks):
-        own = order[np.isin(trained[order], shape.stages_of[rank])]
+        own = order[np.isin(trained[order], shape.stages_on_rank[rank])]
         before = passed[begins[rank] : begins[rank + 1]]
-        there = ready[shape.row_of(trained[own], rank), own]
+        there = ready[shape.replica_row_of_stage(trained[own], rank), own]
         last = before[np.searchsorted(before, after[own], side="right") - 1]
         index_of = np.maximum.accumulate(np.maximum(there, np.searchsorted(before, last)))
         at.append(begins[rank] + index_of)
         stages.append(trained[own])
-    return behind(
+    return insert_after(
         program, np.concatenate(at), pack(Opcode.ReduceReplicatedStages, np.concatenate(stages), 0)
     )
 
 
-def reduce_tied(program: Program) -> Program:
+def reduce_tied_weights(program: Program) -> Program:
     """Sum the copies of tied weights: one instruction on each rank that holds any."""
-    if not (program.summed and program.trains):
+    if not (program.trained_ties and program.has_backward):
         return program
-    tied = {s for stages in program.summed for s in stages}
-    copies = [[s for s in own if s in tied] for own in program.shape.stages_of]
-    return append(program, Opcode.ReduceTied, [own[:1] for own in copies])
+    tied = {s for stages in program.trained_ties for s in stages}
+    copies = [[s for s in own if s in tied] for own in program.shape.stages_on_rank]
+    return append_to_updates(program, Opcode.ReduceTied, [own[:1] for own in copies])
 
 
-def reduce_sequence(program: Program) -> Program:
+def reduce_sequence_grads(program: Program) -> Program:
     """Sum over tensor-parallel ranks what each has of its part of the sequence, where they share
     it: when it is summed over all others, as Megatron-LM does.
 
     So of what replicas keep in parts it is the part that is summed, however often that is added to.
     """
-    if not (program.sequence_parallel and program.trains):
+    if not (program.sequence_parallel and program.has_backward):
         return program
-    own_of = [[s for s in own if s >= program.frozen_stages] for own in program.shape.stages_of]
-    return append(program, Opcode.ReduceSequenceParallelGrads, own_of)
+    own_of = [
+        [s for s in own if s >= program.frozen_stages] for own in program.shape.stages_on_rank
+    ]
+    return append_to_updates(program, Opcode.ReduceSequenceParallelGrads, own_of)
 
 
 def reduce_norm(program: Program) -> Program:
     """The global norm that clipping needs; all ranks meet."""
-    if not (program.clip_grad_norm and program.trains and program.norm_check == "before_step"):
+    if not (
+        program.clip_grad_norm and program.has_backward and program.norm_check == "before_step"
+    ):
         return program
-    return append(program, Opcode.ReduceNorm, [[0]] * program.shape.ranks)
+    return append_to_updates(program, Opcode.ReduceNorm, [[0]] * program.shape.ranks)
 
 
-def optimizer_step(program: Program) -> Program:
+def insert_optimizer_steps(program: Program) -> Program:
     """End every Stream, and every update in it, with the optimizer's step, if there are any."""
-    if not program.trains:
+    if not program.has_backward:
         return program
-    return append(program, Opcode.OptimizerStep, [[0]] * program.shape.ranks)
+    return append_to_updates(program, Opcode.OptimizerStep, [[0]] * program.shape.ranks)
 
 
-def validate(program: Program) -> Program:
+def insert_norm_validation(program: Program) -> Program:
     """The global norm behind a step that has not waited for it; all ranks meet."""
-    if not (program.trains and program.norm_check == "after_step"):
+    if not (program.has_backward and program.norm_check == "after_step"):
         return program
-    return append(program, Opcode.ReduceNormAfterStep, [[0]] * program.shape.ranks)
+    return append_to_updates(program, Opcode.ReduceNormAfterStep, [[0]] * program.shape.ranks)
 
 
-def append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
+def append_to_updates(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
     """End each Stream, and each update before the last, with an `op` for some stages."""
     ranks = np.repeat(np.arange(len(stages)), [*map(len, stages)])
     words = pack(op, np.array([stage for own in stages for stage in own], np.int64), 0)
-    ends, update = places(program), np.arange(program.shape.optimizer_steps)[:, None]
+    ends, update = find_update_ends(program), np.arange(program.shape.optimizer_steps)[:, None]
     each = np.broadcast_to(ranks, (len(update), len(ranks)))
-    return at_places(
+    return insert_at_positions(
         program, ends[:, ranks].reshape(-1), each.reshape(-1), (words + update).reshape(-1)
     )
 
@@ -164,17 +177,19 @@ def append(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Pro
 # ------------------------------------------------------------ what must then be there
 
 
-def _each(program: Program, per: Scope) -> Mask:
+def _mask_required(program: Program, scope: Scope) -> Mask:
     """A mask over the holders of trained stages, or over ranks, if the program ends an update."""
     shape = program.shape
-    if per is Scope.RANK:
-        return np.full(shape.ranks, program.trains)
+    if scope is Scope.RANK:
+        return np.full(shape.ranks, program.has_backward)
     trained = np.arange(shape.stages) >= program.frozen_stages
-    return np.tile(trained & program.trains, len(shape.holders))
+    return np.tile(trained & program.has_backward, len(shape.replica_ranks))
 
 
-def _stages(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    once, cut = _each(program, Scope.STAGE), program.zero > 0
+def _list_stage_reductions(
+    program: Program, present: PresenceQuery
+) -> Iterator[ExpectedInstructions]:
+    once, cut = _mask_required(program, Scope.STAGE), program.zero > 0
     whole = ExpectedInstructions(
         Opcode.ReduceGrads,
         once & (not cut),
@@ -182,7 +197,7 @@ def _stages(program: Program, present: Present) -> Iterator[ExpectedInstructions
     )
     there = present(Opcode.ReduceScatter)
     once = np.resize(once & cut, len(there))
-    each = program.shape.holders.size
+    each = program.shape.replica_ranks.size
     once[each:] = (
         there[each:] if program.reduce_scatter_at == "each_backward" else False
     )  # as often as it likes
@@ -198,21 +213,25 @@ def _stages(program: Program, present: Present) -> Iterator[ExpectedInstructions
     yield from (whole, parts) if cut else (parts, whole)  # what should not be there is said first
 
 
-def _holders(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    once = _each(program, Scope.STAGE) & (program.shape.rows > 1)
+def _list_replica_reductions(
+    program: Program, present: PresenceQuery
+) -> Iterator[ExpectedInstructions]:
+    once = _mask_required(program, Scope.STAGE) & (program.shape.placement_rows > 1)
     yield ExpectedInstructions(Opcode.ReduceReplicatedStages, once, "each stage has one holder")
 
 
-def _tied(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    holders = program.shape.holders.reshape(-1)  # by key: a row behind the other
+def _list_tied_reductions(
+    program: Program, present: PresenceQuery
+) -> Iterator[ExpectedInstructions]:
+    holders = program.shape.replica_ranks.reshape(-1)  # by key: a row behind the other
     first: dict[int, int] = {}  # the key of each rank's first copy
-    for stage in sorted({s for stages in program.summed for s in stages}):
+    for stage in sorted({s for stages in program.trained_ties for s in stages}):
         for key in range(stage, len(holders), program.shape.stages):
             first.setdefault(int(holders[key]), key)
     once = np.zeros(len(holders), bool)
-    once[[*first.values()]] = program.trains
+    once[[*first.values()]] = program.has_backward
     why = "one per rank that holds a copy of a tied weight, at its first stage"
-    why = why if program.summed or not program.tied_weights else "all that is tied is frozen"
+    why = why if program.trained_ties or not program.tied_weights else "all that is tied is frozen"
     yield ExpectedInstructions(
         Opcode.ReduceTied,
         once,
@@ -220,8 +239,10 @@ def _tied(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     )
 
 
-def _sequence(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    once = _each(program, Scope.STAGE) & program.sequence_parallel
+def _list_sequence_reductions(
+    program: Program, present: PresenceQuery
+) -> Iterator[ExpectedInstructions]:
+    once = _mask_required(program, Scope.STAGE) & program.sequence_parallel
     yield ExpectedInstructions(
         Opcode.ReduceSequenceParallelGrads,
         once,
@@ -231,9 +252,13 @@ def _sequence(program: Program, present: Present) -> Iterator[ExpectedInstructio
     )
 
 
-def _norm(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+def _list_norm_reductions(
+    program: Program, present: PresenceQuery
+) -> Iterator[ExpectedInstructions]:
     once = (
-        _each(program, Scope.RANK) & program.clip_grad_norm & (program.norm_check == "before_step")
+        _mask_required(program, Scope.RANK)
+        & program.clip_grad_norm
+        & (program.norm_check == "before_step")
     )
     why = (
         "the program says 'norm_check after_step'"
@@ -243,19 +268,25 @@ def _norm(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
     yield ExpectedInstructions(Opcode.ReduceNorm, once, why)
 
 
-def _steps(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    yield ExpectedInstructions(Opcode.OptimizerStep, _each(program, Scope.RANK))
+def _list_optimizer_steps(
+    program: Program, present: PresenceQuery
+) -> Iterator[ExpectedInstructions]:
+    yield ExpectedInstructions(Opcode.OptimizerStep, _mask_required(program, Scope.RANK))
 
 
-def _validated(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    once = _each(program, Scope.RANK) & (program.norm_check == "after_step")
+def _list_norm_validations(
+    program: Program, present: PresenceQuery
+) -> Iterator[ExpectedInstructions]:
+    once = _mask_required(program, Scope.RANK) & (program.norm_check == "after_step")
     yield ExpectedInstructions(
         Opcode.ReduceNormAfterStep, once, "the program does not say 'norm_check after_step'"
     )
 
 
-def _unless_there(program: Program, options: Options) -> bool:
-    return program.trains and program.ops.isdisjoint({Opcode.ReduceGrads, Opcode.ReduceScatter})
+def _needs_grad_reduction(program: Program, options: Options) -> bool:
+    return program.has_backward and program.used_opcodes.isdisjoint(
+        {Opcode.ReduceGrads, Opcode.ReduceScatter}
+    )
 
 
 PASSES: Final = (
@@ -263,38 +294,62 @@ PASSES: Final = (
         "reduce_grads",
         "ends",
         lambda p, options: reduce_scatter(p) if p.zero else reduce_grads(p),
-        _unless_there,
-        _stages,
+        _needs_grad_reduction,
+        _list_stage_reductions,
         order=1,
     ),
     Pass(
         "leave_room",
         "memory",
-        lambda p, options: leave_room(p),
+        lambda p, options: limit_unsharded_grads(p),
         lambda p, options: (
-            p.trains
-            and p.holds(Value.WGRAD)
+            p.has_backward
+            and p.takes_memory(Value.WGRAD)
             and options.buffer_sharing is None
-            and not any(_WHOLE in slots.said() for slots in p.slots)
+            and not any(_WGRAD_SLOTS in slots.specified() for slots in p.slots)
         ),
         order=2,
     ),
     Pass(
         "reduce_replicated_stages",
         "ends",
-        lambda p, options: reduce_holders(p),
-        expected=_holders,
+        lambda p, options: reduce_replicated_stages(p),
+        list_expected=_list_replica_reductions,
         order=2,
     ),
-    Pass("reduce_tied", "ends", lambda p, options: reduce_tied(p), expected=_tied, order=3),
+    Pass(
+        "reduce_tied",
+        "ends",
+        lambda p, options: reduce_tied_weights(p),
+        list_expected=_list_tied_reductions,
+        order=3,
+    ),
     Pass(
         "reduce_sequence_parallel_grads",
         "ends",
-        lambda p, options: reduce_sequence(p),
-        expected=_sequence,
+        lambda p, options: reduce_sequence_grads(p),
+        list_expected=_list_sequence_reductions,
         order=4,
     ),
-    Pass("reduce_norm", "ends", lambda p, options: reduce_norm(p), expected=_norm, order=5),
-    Pass("optimizer_step", "ends", lambda p, options: optimizer_step(p), expected=_steps, order=9),
-    Pass("validate", "ends", lambda p, options: validate(p), expected=_validated, order=10),
+    Pass(
+        "reduce_norm",
+        "ends",
+        lambda p, options: reduce_norm(p),
+        list_expected=_list_norm_reductions,
+        order=5,
+    ),
+    Pass(
+        "optimizer_step",
+        "ends",
+        lambda p, options: insert_optimizer_steps(p),
+        list_expected=_list_optimizer_steps,
+        order=9,
+    ),
+    Pass(
+        "validate",
+        "ends",
+        lambda p, options: insert_norm_validation(p),
+        list_expected=_list_norm_validations,
+        order=10,
+    ),
 )

@@ -11,19 +11,19 @@ import numpy as np
 
 from schedir.analysis.progress_models import ProgressModel
 from schedir.ir.isa.instructions import (
-    FORM_CHANGES,
-    ROWS,
+    FORM_CHANGE_OPS,
+    INSTRUCTIONS,
     Form,
     Opcode,
-    changes,
-    consumers,
-    producers,
+    find_consumers,
+    find_modifiers,
+    find_producers,
 )
-from schedir.ir.program import ADDRESS, FIELDS, OP, Program, Words, is_op
-from schedir.passes.insertion import before
+from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, WORD_DTYPE, Program, Words, is_op
+from schedir.passes.insertion import insert_before
 from schedir.passes.pass_types import Pass
 
-_SHARDING: Final = tuple(op for op in FORM_CHANGES if ROWS[op].form is Form.PART)
+_SHARDING_OPS: Final = tuple(op for op in FORM_CHANGE_OPS if INSTRUCTIONS[op].form is Form.TP_SHARD)
 
 
 def scatter_gather(program: Program) -> Program:
@@ -34,10 +34,10 @@ def scatter_gather(program: Program) -> Program:
     Nothing to do where tp is 1.  A boundary that is sequence-sharded already needs no lowering
     either: leave this pass out (`compile(..., boundary="sharded")`).
     """
-    return program if program.tp == 1 else with_form(program, Form.PART)
+    return program if program.tp == 1 else insert_form_changes(program, Form.TP_SHARD)
 
 
-def with_form(program: Program, form: Form) -> Program:
+def insert_form_changes(program: Program, form: Form) -> Program:
     """Send every value that crosses ranks in this form, too.
 
     Args:
@@ -48,38 +48,38 @@ def with_form(program: Program, form: Form) -> Program:
         The program with an instruction that gives the form before each send, and one that takes it
         just before the received value is used or loses another form.
     """
-    shape, fields = program.shape, program.words.view(FIELDS)
-    address = program.words & ADDRESS
+    shape, fields = program.shape, program.words.view(WORD_DTYPE)
+    address = program.words & ADDRESS_MASK
     key = fields["stage"].astype(np.int64) * shape.microbatches + fields["mb"]
     at: list[Words] = []
     words: list[Words] = []
-    for change in FORM_CHANGES:
-        if ROWS[change].form is not form:
+    for change in FORM_CHANGE_OPS:
+        if INSTRUCTIONS[change].form is not form:
             continue
-        (token,) = ROWS[change].gives
+        (token,) = INSTRUCTIONS[change].gives
         made = np.zeros(shape.stages * shape.microbatches, bool)
-        made[key[is_op(fields["op"], producers(token))]] = True
-        later = _later_changes(program, change)
-        here = np.flatnonzero(is_op(fields["op"], later + consumers(token)))
+        made[key[is_op(fields["op"], find_producers(token))]] = True
+        later = _find_later_changes(program, change)
+        here = np.flatnonzero(is_op(fields["op"], later + find_consumers(token)))
         here = here[made[key[here]]]
         if later:  # before the first instruction that takes the value
             here = here[np.sort(np.unique(key[here], return_index=True)[1])]
         at.append(here)
-        words.append(address[here] | int(change) << OP)
-    return before(program, np.concatenate(at), np.concatenate(words))
+        words.append(address[here] | int(change) << OP_SHIFT)
+    return insert_before(program, np.concatenate(at), np.concatenate(words))
 
 
-def _later_changes(program: Program, change: Opcode) -> tuple[Opcode, ...]:
+def _find_later_changes(program: Program, change: Opcode) -> tuple[Opcode, ...]:
     """The instructions of the program that change a value in place after `change`."""
-    (token,) = ROWS[change].gives
-    changed = changes(token)
-    return tuple(op for op in changed[changed.index(change) + 1 :] if op in program.ops)
+    (token,) = INSTRUCTIONS[change].gives
+    changed = find_modifiers(token)
+    return tuple(op for op in changed[changed.index(change) + 1 :] if op in program.used_opcodes)
 
 
-def _read(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
+def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     if program.sequence_parallel:
         return {}
-    whole = program.tp == 1 or not program.ops.isdisjoint(_SHARDING)
+    whole = program.tp == 1 or not program.used_opcodes.isdisjoint(_SHARDING_OPS)
     return {"boundary": "replicated" if whole else "sharded"}
 
 
@@ -88,8 +88,8 @@ PASSES: Final = (
         "scatter_gather",
         "messages",
         lambda program, options: scatter_gather(program),
-        wanted=lambda program, options: options.boundary == "replicated",
-        read=_read,
+        should_run=lambda program, options: options.boundary == "replicated",
+        read_options=_read_options,
         order=1,
     ),
 )

@@ -12,29 +12,29 @@ from typing import Any, Final
 
 import numpy as np
 
-from schedir.analysis.memory.unshard_residency import AHEAD, whole
+from schedir.analysis.memory.unshard_residency import DEFAULT_PREFETCH, find_unsharded_intervals
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import ShapeError, UsageError
-from schedir.ir.cost.zero_states import CUT_FROM
-from schedir.ir.isa.instructions import ROWS, Opcode, Value
-from schedir.ir.pipeline.field_schema import whole_number
+from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
+from schedir.ir.isa.instructions import INSTRUCTIONS, Opcode, Value
+from schedir.ir.pipeline.field_schema import make_integer_type
 from schedir.ir.pipeline.pipeline_shape import MAX_MICROBATCHES, MAX_STAGES
-from schedir.ir.program import OWN, Program, SlotCounts, StreamSlices, pack
-from schedir.passes.insertion import at_places
-from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, Present
-from schedir.passes.stage_runs import StageRuns, runs, turns
+from schedir.ir.program import UNSHARED_SLOTS, Program, SlotCounts, StreamSlices, pack
+from schedir.passes.insertion import insert_at_positions
+from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, PresenceQuery
+from schedir.passes.stage_runs import StageRuns, find_stage_runs, number_occurrences
 
-_READS: Final = tuple(
-    row.op for row in ROWS if Value.UNSHARDED_PARAMS in {*row.needs} - {*row.frees}
+_WEIGHT_READING_OPS: Final = tuple(
+    row.op for row in INSTRUCTIONS if Value.UNSHARDED_PARAMS in {*row.needs} - {*row.frees}
 )
-_ROWS: Final = (Opcode.Unshard, Opcode.Reshard)
-_KINDS: Final = {
-    "unsharded_stages": whole_number(1, MAX_STAGES),
-    "unshard_prefetch": whole_number(0, MAX_MICROBATCHES),
+_UNSHARD_OPS: Final = (Opcode.Unshard, Opcode.Reshard)
+_OPTION_TYPES: Final = {
+    "unsharded_stages": make_integer_type(1, MAX_STAGES),
+    "unshard_prefetch": make_integer_type(0, MAX_MICROBATCHES),
 }
 
 
-def shard(program: Program, options: Options) -> Program:
+def insert_unshards(program: Program, options: Options) -> Program:
     """Unshard and Reshard for each stay of a stage among those that are whole.
 
     A stage is let go of right behind the last reader of a stay, and made whole as soon as there is
@@ -53,73 +53,81 @@ def shard(program: Program, options: Options) -> Program:
     where all are whole anyway; ShapeError for what is no such number.
     """
     said = {
-        name: kind.settle(name, options.more[name], program.shape)
-        for name, kind in _KINDS.items()
-        if options.more.get(name) is not None
+        name: kind.resolve(name, options.extra_options[name], program.shape)
+        for name, kind in _OPTION_TYPES.items()
+        if options.extra_options.get(name) is not None
     }
-    if said and not _may_let_go(program):
+    if said and not _has_sharded_weights(program):
         (name, *_) = said
         raise UsageError(
             f"{name} is {said[name]}, and with zero {program.zero} all stages stay whole",
-            hint=f"zero={CUT_FROM['params']}, or leave {name} out",
+            hint=f"zero={SHARDED_FROM_LEVEL['params']}, or leave {name} out",
             fields=[name, "zero"],
         )
-    uses = runs(program, _READS)
-    active = _active(program, uses, said.get("unsharded_stages"))
+    uses = find_stage_runs(program, _WEIGHT_READING_OPS)
+    active = _count_unsharded_stages(program, uses, said.get("unsharded_stages"))
     rooms, at, rank, words = [], [], [], []
     for one in range(program.shape.ranks):
         here = slice(*np.searchsorted(uses.rank, [one, one + 1]))
-        step, stage, end = uses.step[here], uses.stage[here], uses.end[here]
-        own, begin, end = whole(
-            step, stage, end, active, said.get("unshard_prefetch", AHEAD), program.offsets[one]
+        step, stage, end = uses.run[here], uses.stage[here], uses.end[here]
+        own, begin, end = find_unsharded_intervals(
+            step,
+            stage,
+            end,
+            active,
+            said.get("unshard_prefetch", DEFAULT_PREFETCH),
+            program.offsets[one],
         )
-        turn = turns(own)
+        turn = number_occurrences(own)
         at += [end, begin]
         words += [pack(Opcode.Reshard, own, turn), pack(Opcode.Unshard, own, turn)]
         rank.append(np.full(2 * len(own), one))
         rooms.append(min(active, len(np.unique(own))))
-    program = at_places(program, *map(np.concatenate, (at, rank, words)))
-    if program.zero < CUT_FROM["params"]:
+    program = insert_at_positions(program, *map(np.concatenate, (at, rank, words)))
+    if program.zero < SHARDED_FROM_LEVEL["params"]:
         return program
     return program.with_slots(
-        [SlotCounts.unsaid()._replace(unsharded_params=room) for room in rooms]
+        [SlotCounts.unspecified()._replace(unsharded_params=room) for room in rooms]
     )
 
 
-def _may_let_go(program: Program) -> bool:
+def _has_sharded_weights(program: Program) -> bool:
     """Whether weights are in parts between their uses, or whole in all of the step."""
-    return program.zero >= CUT_FROM["params"]
+    return program.zero >= SHARDED_FROM_LEVEL["params"]
 
 
-def _active(program: Program, uses: StageRuns, said: int | None) -> int:
+def _count_unsharded_stages(program: Program, uses: StageRuns, specified: int | None) -> int:
     """How many stages of a rank are whole at once."""
-    own = [len({*stages} - {*range(program.frozen_stages)}) for stages in program.shape.stages_of]
-    if program.zero < CUT_FROM["params"]:
+    own = [
+        len({*stages} - {*range(program.frozen_stages)}) for stages in program.shape.stages_on_rank
+    ]
+    if program.zero < SHARDED_FROM_LEVEL["params"]:
         return max(own)
-    if said is None:
-        return uses.most + 1
-    if said > max(own):
+    if specified is None:
+        return uses.max_stages + 1
+    if specified > max(own):
         raise ShapeError(
-            f"unsharded_stages is {said}, and no rank has more than {max(own)} "
+            f"unsharded_stages is {specified}, and no rank has more than {max(own)} "
             f"stage{'s' if max(own) > 1 else ''} to make whole",
             program=program.name,
             hint=f"unsharded_stages={max(own)}",
             fields=["unsharded_stages"],
         )
-    if said < uses.most:
+    if specified < uses.max_stages:
         raise ShapeError(
-            f"unsharded_stages is {said}, and one action uses {uses.most} stages at once",
+            f"unsharded_stages is {specified}, and one action uses {uses.max_stages} stages at "
+            "once",
             program=program.name,
-            hint=f"unsharded_stages={uses.most}",
+            hint=f"unsharded_stages={uses.max_stages}",
             fields=["unsharded_stages"],
         )
-    return said
+    return specified
 
 
-def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     once = present(Opcode.Unshard).copy()
     each = np.arange(program.shape.stages) >= program.frozen_stages
-    once[: program.shape.holders.size] = np.tile(each, program.shape.rows)
+    once[: program.shape.replica_ranks.size] = np.tile(each, program.shape.placement_rows)
     once &= program.zero > 0
     why = "the program says 'zero 0'" if not program.zero else "its weights are not gathered"
     for op, other, hint in (
@@ -129,45 +137,53 @@ def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
         yield ExpectedInstructions(op, once, why, hint, other)
 
 
-def _read(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
+def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     """What gives the same stays: of `active` the slots, of `ahead` the first that does."""
-    rooms = [slots.unsharded_params for slots in program.slots if slots.unsharded_params != OWN]
-    if program.zero < CUT_FROM["params"] or not any(rooms):
+    rooms = [
+        slots.unsharded_params
+        for slots in program.slots
+        if slots.unsharded_params != UNSHARED_SLOTS
+    ]
+    if program.zero < SHARDED_FROM_LEVEL["params"] or not any(rooms):
         return {}
-    moved = np.isin(program.op, _ROWS)
+    moved = np.isin(program.op, _UNSHARD_OPS)
     offsets = np.append(0, np.cumsum(~moved))[program.offsets]
-    bare = replace(program, streams=StreamSlices.at(program.words[~moved], offsets), slots=())
+    bare = replace(
+        program, streams=StreamSlices.from_words(program.words[~moved], offsets), slots=()
+    )
     found: dict[str, Any] = {"unsharded_stages": max(rooms)}
-    for ahead in (AHEAD, 0, *range(AHEAD + 1, max(rooms) + 1)):
-        more = found if ahead == AHEAD else found | {"unshard_prefetch": ahead}
-        if _stays_of(shard(bare, Options(more=more))) == _stays_of(program):
+    for ahead in (DEFAULT_PREFETCH, 0, *range(DEFAULT_PREFETCH + 1, max(rooms) + 1)):
+        more = found if ahead == DEFAULT_PREFETCH else found | {"unshard_prefetch": ahead}
+        if _encode_unshard_order(
+            insert_unshards(bare, Options(extra_options=more))
+        ) == _encode_unshard_order(program):
             return more
     return found
 
 
-def _stays_of(program: Program) -> bytes:
+def _encode_unshard_order(program: Program) -> bytes:
     """What uses weights, and makes them whole and parts, in its order."""
-    return program.words[np.isin(program.op, (*_READS, *_ROWS))].tobytes()
+    return program.words[np.isin(program.op, (*_WEIGHT_READING_OPS, *_UNSHARD_OPS))].tobytes()
 
 
-def _wanted(program: Program, options: Options) -> bool:
-    said = any(options.more.get(name) is not None for name in _KINDS)
-    return said or (program.zero > 0 and program.ops.isdisjoint(_ROWS))
+def _should_run(program: Program, options: Options) -> bool:
+    said = any(options.extra_options.get(name) is not None for name in _OPTION_TYPES)
+    return said or (program.zero > 0 and program.used_opcodes.isdisjoint(_UNSHARD_OPS))
 
 
 PASSES = (
     Pass(
         "shard",
         "ends",
-        shard,
-        _wanted,
-        _both,
-        _read,
-        options=("unsharded_stages", "unshard_prefetch"),
-        applies=_may_let_go,
+        insert_unshards,
+        _should_run,
+        _list_expected,
+        _read_options,
+        option_names=("unsharded_stages", "unshard_prefetch"),
+        applies_to=_has_sharded_weights,
         section="memory",
-        kinds=_KINDS,
-        abouts={
+        option_types=_OPTION_TYPES,
+        option_descriptions={
             "unsharded_stages": "with zero 3: how many stages of a rank have unsharded "
             "weights at once; by "
             "default the stage that computes and the next one",

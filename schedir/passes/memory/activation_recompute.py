@@ -14,112 +14,124 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.critical_path.longest_path import walk
+from schedir.analysis.critical_path.longest_path import compute_earliest_times
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.memory.footprint import Footprint, held
+from schedir.analysis.memory.footprint import Footprint, compute_footprints
 from schedir.errors import UsageError, describe
 from schedir.ir.cost.per_stage_values import look_up
-from schedir.ir.cost.sizes import Sizes, ample
-from schedir.ir.isa.instructions import BACKWARDS, COMPUTE, FORWARDS, RECOMPUTE
+from schedir.ir.cost.sizes import Sizes, add_tolerance
+from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, FORWARD_OPS, RECOMPUTE
 from schedir.ir.pipeline.field_schema import FieldType
-from schedir.ir.program import ADDRESS, OP, STAGE, Program, StreamSlices, Words, is_op
-from schedir.passes.insertion import before
-from schedir.passes.memory.offload_placement import span_of
-from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, Present
-from schedir.passes.selection import fits, kind, meant
+from schedir.ir.program import (
+    ADDRESS_MASK,
+    OP_SHIFT,
+    STAGE_SHIFT,
+    Program,
+    StreamSlices,
+    Words,
+    is_op,
+)
+from schedir.passes.insertion import insert_before
+from schedir.passes.memory.offload_placement import predict_span
+from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, PresenceQuery
+from schedir.passes.selection import is_fit, make_selection_type, select_addresses
 
 Positions = NDArray[np.intp]
 
-_WHEN: Final = ("early", "late")
+_RECOMPUTE_TIMES: Final = ("early", "late")
 
 
-def recompute(program: Program, options: Options) -> Program:
+def insert_recomputes(program: Program, options: Options) -> Program:
     """A draft with R for what the options say, that has none; see `schedir.compile`.
 
     Raises UsageError for what says nothing, and for "fit" without a limit.
     """
-    which, when = options.more["recompute"], options.more.get("recompute_at")
-    if when not in (None, *_WHEN):
+    which, when = options.extra_options["recompute"], options.extra_options.get("recompute_at")
+    if when not in (None, *_RECOMPUTE_TIMES):
         raise UsageError(
             f"recompute_at is early or late, not {describe(when)}", fields=["recompute_at"]
         )
-    candidates = _candidates(program)
-    if fits(which) and fits(options.more.get("offload")):
-        return _beside_offload(program, candidates, options)
-    if fits(which):
-        chosen = _as_few_as_fit(program, candidates, options)
+    candidates = _find_candidates(program)
+    if is_fit(which) and is_fit(options.extra_options.get("offload")):
+        return _place_with_offload(program, candidates, options)
+    if is_fit(which):
+        chosen = _choose_fewest_to_fit(program, candidates, options)
     else:
-        chosen = candidates[meant(which, "recompute", candidates, program.shape)]
-    return _placed(program, chosen, options)
+        chosen = candidates[select_addresses(which, "recompute", candidates, program.shape)]
+    return _place_recomputes(program, chosen, options)
 
 
-def _backwards(program: Program) -> Positions:
-    return np.asarray(np.flatnonzero(is_op(program.op, BACKWARDS)), np.intp)
+def _find_backwards(program: Program) -> Positions:
+    return np.asarray(np.flatnonzero(is_op(program.op, BACKWARD_OPS)), np.intp)
 
 
-def _candidates(program: Program) -> Words:
+def _find_candidates(program: Program) -> Words:
     """The addresses of what can be recomputed: of which something stands between F and backward,
     and no R is there."""
-    address, op = program.words & ADDRESS, program.op
-    at = _backwards(program)
-    own = np.isin(op[at - 1], FORWARDS) & (address[at - 1] == address[at])
+    address, op = program.words & ADDRESS_MASK, program.op
+    at = _find_backwards(program)
+    own = np.isin(op[at - 1], FORWARD_OPS) & (address[at - 1] == address[at])
     there = np.isin(address[at], address[op == RECOMPUTE])
     found: Words = address[at[~own & ~there]]
     return found
 
 
-def _at(text: str) -> str:
-    if text not in _WHEN:
+def _parse_recompute_time(text: str) -> str:
+    if text not in _RECOMPUTE_TIMES:
         raise ValueError(f"must be early or late, not {text!r}")
     return text
 
 
-WHICH: Final = kind("says what is recomputed")
-AT: Final = FieldType("is early or late", _at, str, metavar="WHEN")
-_ROUNDS: Final = 4  # of moving R ahead: each makes others wait less
+RECOMPUTE_TYPE: Final = make_selection_type("says what is recomputed")
+RECOMPUTE_AT_TYPE: Final = FieldType("is early or late", _parse_recompute_time, str, metavar="WHEN")
+_MAX_ROUNDS: Final = 4  # of moving R ahead: each makes others wait less
 
 # ---------------------------------------------------------------- where they stand
 
 
-def _placed(program: Program, chosen: Words, options: Options) -> Program:
+def _place_recomputes(program: Program, chosen: Words, options: Options) -> Program:
     """The draft with R for some addresses, each just before its backward, or where it is hidden.
 
     It is hidden before a forward that waits, if it fits in there: then it does not make its
     backward late.  It goes over forwards only.  What is there while they run is there when its own
     backward runs, too: so no more is held at once.
     """
-    at = _backwards(program)
-    at = at[np.isin((program.words & ADDRESS)[at], chosen)]
-    address = (program.words & ADDRESS)[at]
-    best = found = before(program, at, address | int(RECOMPUTE) << OP)
-    if options.more.get("recompute_at") == "late" or not len(at):
+    at = _find_backwards(program)
+    at = at[np.isin((program.words & ADDRESS_MASK)[at], chosen)]
+    address = (program.words & ADDRESS_MASK)[at]
+    best = found = insert_before(program, at, address | int(RECOMPUTE) << OP_SHIFT)
+    if options.extra_options.get("recompute_at") == "late" or not len(at):
         return best
     least = np.inf
-    for _ in range(_ROUNDS):
-        start, end = _times(found, options)
+    for _ in range(_MAX_ROUNDS):
+        start, end = _predict_compute_times(found, options)
         if end.max() >= least:
             break
         best, least = found, end.max()
-        earlier = _earlier(found, start, end)
+        earlier = _find_earlier_positions(found, start, end)
         if not earlier:
             break
-        found = _moved(found, earlier)
+        found = _move_earlier(found, earlier)
     return best
 
 
-def _times(found: Program, options: Options) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _predict_compute_times(
+    draft: Program, options: Options
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """When each compute of a draft starts and ends in the program that is made of it."""
-    lowered = options.rest(found)
-    reached = walk(Graph.of(lowered, options.progress_model), options.costs)
-    compute = np.isin(lowered.op, COMPUTE)
+    lowered = options.run_later_passes(draft)
+    reached = compute_earliest_times(
+        Graph.from_program(lowered, options.progress_model), options.costs
+    )
+    compute = np.isin(lowered.op, COMPUTE_OPS)
     return reached.start[compute], reached.end[compute]
 
 
-def _earlier(
+def _find_earlier_positions(
     program: Program, start: NDArray[np.float64], end: NDArray[np.float64]
 ) -> dict[int, int]:
     """For R that make a backward late, before which forward each would not; by position."""
-    forward, address = np.isin(program.op, FORWARDS), program.words & ADDRESS
+    forward, address = np.isin(program.op, FORWARD_OPS), program.words & ADDRESS_MASK
     begins = {*program.offsets.tolist()}
     found: dict[int, int] = {}
     for at in np.flatnonzero(program.op == RECOMPUTE).tolist():
@@ -136,19 +148,19 @@ def _earlier(
     return found
 
 
-def _moved(program: Program, earlier: dict[int, int]) -> Program:
+def _move_earlier(program: Program, targets: dict[int, int]) -> Program:
     """The program with some instructions before others."""
     key = np.arange(len(program), dtype=float)
-    for at, to in earlier.items():
+    for at, to in targets.items():
         key[at] = to - 0.5
     words = program.words[np.argsort(key, kind="stable")]
-    return replace(program, streams=StreamSlices.at(words, program.offsets))
+    return replace(program, streams=StreamSlices.from_words(words, program.offsets))
 
 
 # ---------------------------------------------------------------- as few as fit
 
 
-def _as_few_as_fit(program: Program, candidates: Words, options: Options) -> Words:
+def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options) -> Words:
     """The addresses whose recomputation brings each rank below the limit, by the prediction: along
     the Stream, wherever too much is held, of what is kept there that which spares most.
 
@@ -164,32 +176,37 @@ def _as_few_as_fit(program: Program, candidates: Words, options: Options) -> Wor
     sizes, limit = options.sizes, options.memory_limit
     chosen = candidates[:0]
     while True:
-        lowered = options.rest(_placed(program, chosen, options))
+        lowered = options.run_later_passes(_place_recomputes(program, chosen, options))
         more = [
-            _spared(lowered, rank, own, candidates[~np.isin(candidates, chosen)], sizes, limit)
-            for rank, own in enumerate(held(lowered, sizes, late=True))
+            _choose_for_rank(
+                lowered, rank, own, candidates[~np.isin(candidates, chosen)], sizes, limit
+            )
+            for rank, own in enumerate(compute_footprints(lowered, sizes, worst_case=True))
         ]
         if not sum(map(len, more)):
             return chosen
         chosen = np.concatenate([chosen, *more])
 
 
-def _beside_offload(program: Program, candidates: Words, options: Options) -> Program:
+def _place_with_offload(program: Program, candidates: Words, options: Options) -> Program:
     """The draft with R where both may bring ranks below the limit: what then runs again, and what
     is offloaded beside, is that with which the step is shortest by simulation.
 
     Tried are none; as few as would fit alone, or some of these, evenly apart; and from the best of
     these on each stage alike.  A choice that costs nothing ends it.
     """
-    alone = replace(options, rest=partial(options.rest, offload=None, offload_to_disk=None))
-    few = _as_few_as_fit(program, candidates, alone)
-    plain = _judged(program, alone)[1] * (1 + 1e-9)
-    best, least = program, _judged(program, options)
+    alone = replace(
+        options,
+        run_later_passes=partial(options.run_later_passes, offload=None, offload_to_disk=None),
+    )
+    few = _choose_fewest_to_fit(program, candidates, alone)
+    plain = _evaluate_draft(program, alone)[1] * (1 + 1e-9)
+    best, least = program, _evaluate_draft(program, options)
 
     def better(chosen: Words) -> bool:
         nonlocal best, least
-        tried = _placed(program, chosen, alone)
-        found = _judged(tried, options)
+        tried = _place_recomputes(program, chosen, alone)
+        found = _evaluate_draft(tried, options)
         if found < (least[0], least[1] * (1 - 1e-9)):
             best, least = tried, found
             return True
@@ -201,41 +218,52 @@ def _beside_offload(program: Program, candidates: Words, options: Options) -> Pr
             return best
         if better(some):
             chosen = some
-    for stage in np.unique(candidates >> STAGE).tolist():
+    for stage in np.unique(candidates >> STAGE_SHIFT).tolist():
         if least <= (0.0, plain):
             break
-        own = chosen >> STAGE == stage
-        other = chosen[~own] if own.any() else [*chosen, *candidates[candidates >> STAGE == stage]]
+        own = chosen >> STAGE_SHIFT == stage
+        other = (
+            chosen[~own]
+            if own.any()
+            else [*chosen, *candidates[candidates >> STAGE_SHIFT == stage]]
+        )
         if better(np.array(other, candidates.dtype)):
             chosen = np.array(other, candidates.dtype)
     return best
 
 
-def _judged(program: Program, options: Options) -> tuple[float, float]:
+def _evaluate_draft(program: Program, options: Options) -> tuple[float, float]:
     """By how many bytes what becomes of a draft is above the limit, and how long it takes."""
     assert options.sizes is not None and options.memory_limit is not None
-    lowered = options.rest(program)
-    most = max(own.bytes.max() for own in held(lowered, options.sizes, late=True))
-    return max(0.0, most - ample(options.memory_limit)), span_of(lowered, options)
+    lowered = options.run_later_passes(program)
+    most = max(
+        own.total_bytes.max() for own in compute_footprints(lowered, options.sizes, worst_case=True)
+    )
+    return max(0.0, most - add_tolerance(options.memory_limit)), predict_span(lowered, options)
 
 
-def _spared(
-    program: Program, rank: int, own: Footprint, free: Words, sizes: Sizes, limit: float
+def _choose_for_rank(
+    program: Program, rank: int, footprint: Footprint, candidates: Words, sizes: Sizes, limit: float
 ) -> Words:
     """Of the addresses that are free, those that bring a rank below the limit; as far as they do,
     where even all of them do not."""
-    excess = own.bytes - limit
+    excess = footprint.total_bytes - limit
     if excess.max(initial=0.0) <= 0:
-        return free[:0]
+        return candidates[:0]
     stream = program.streams[rank]
-    address, shape = stream.words & ADDRESS, program.shape
-    first = _where(address, np.isin(stream.op, FORWARDS), free)
-    last = _where(address, np.isin(stream.op, BACKWARDS), free)
+    address, shape = stream.words & ADDRESS_MASK, program.shape
+    first = _find_positions(address, np.isin(stream.op, FORWARD_OPS), candidates)
+    last = _find_positions(address, np.isin(stream.op, BACKWARD_OPS), candidates)
     here = (first >= 0) & (last >= 0)
-    free, first, last = free[here], first[here], last[here]
-    stage, mb = free >> STAGE & 0xFFFF, free & 0xFFFFFFFF
-    less = look_up(sizes.each("saved", shape) - sizes.each("checkpoint", shape), stage, mb)
-    begin, end = np.searchsorted(own.at, first), np.searchsorted(own.at, last)
+    candidates, first, last = candidates[here], first[here], last[here]
+    stage, mb = candidates >> STAGE_SHIFT & 0xFFFF, candidates & 0xFFFFFFFF
+    less = look_up(
+        sizes.per_microbatch("saved", shape) - sizes.per_microbatch("checkpoint", shape), stage, mb
+    )
+    begin, end = (
+        np.searchsorted(footprint.positions, first),
+        np.searchsorted(footprint.positions, last),
+    )
     taken = less <= 0
     found: list[int] = []
     for at in range(len(excess)):
@@ -249,22 +277,28 @@ def _spared(
             taken[one] = True
             found.append(one)
             excess[begin[one] : end[one]] -= less[one]
-    return free[found]
+    return candidates[found]
 
 
-def _where(address: Words, which: NDArray[np.bool_], of: Words) -> Positions:
+def _find_positions(address: Words, mask: NDArray[np.bool_], targets: Words) -> Positions:
     """Where in a Stream those of a kind stand that have some addresses; -1 for none."""
-    at = np.flatnonzero(which)
+    at = np.flatnonzero(mask)
     order = at[np.argsort(address[at], kind="stable")]
-    found = np.searchsorted(address[order], of)
-    near = order[np.minimum(found, len(order) - 1)] if len(order) else np.zeros(len(of), np.intp)
-    there = (found < len(order)) & (address[near] == of) if len(order) else np.zeros(len(of), bool)
+    found = np.searchsorted(address[order], targets)
+    near = (
+        order[np.minimum(found, len(order) - 1)] if len(order) else np.zeros(len(targets), np.intp)
+    )
+    there = (
+        (found < len(order)) & (address[near] == targets)
+        if len(order)
+        else np.zeros(len(targets), bool)
+    )
     return np.where(there, near, -1)
 
 
-def _both(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     """Who is run again has a backward."""
-    back = np.logical_or.reduce([present(op) for op in BACKWARDS])
+    back = np.logical_or.reduce([present(op) for op in BACKWARD_OPS])
     yield ExpectedInstructions(
         RECOMPUTE, present(RECOMPUTE) & back, "there is no backward that it is for"
     )
@@ -274,15 +308,15 @@ PASSES: Final = (
     Pass(
         "recompute",
         "draft",
-        recompute,
-        wanted=lambda program, options: (
-            program.trains and options.more.get("recompute") is not None
+        insert_recomputes,
+        should_run=lambda program, options: (
+            program.has_backward and options.extra_options.get("recompute") is not None
         ),
-        expected=_both,
-        options=("recompute", "recompute_at"),
+        list_expected=_list_expected,
+        option_names=("recompute", "recompute_at"),
         section="memory",
-        kinds={"recompute": WHICH, "recompute_at": AT},
-        abouts={
+        option_types={"recompute": RECOMPUTE_TYPE, "recompute_at": RECOMPUTE_AT_TYPE},
+        option_descriptions={
             "recompute": "which forwards save only their inputs and run again: all, half "
             "(every other "
             "microbatch), fit (as few as --memory-limit requires), stages 0,1 or microbatches of "

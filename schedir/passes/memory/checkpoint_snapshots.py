@@ -14,18 +14,18 @@ import numpy as np
 from schedir.errors import ShapeError
 from schedir.ir.isa.instructions import Opcode
 from schedir.ir.program import Program, pack
-from schedir.passes.insertion import at_places
-from schedir.passes.pass_types import ExpectedInstructions, Mask, Pass, Present
+from schedir.passes.insertion import insert_at_positions
+from schedir.passes.pass_types import ExpectedInstructions, Mask, Pass, PresenceQuery
 
 
-def snapshots(program: Program) -> Program:
+def insert_snapshots(program: Program) -> Program:
     """Begin each Stream with the snapshots of its rank's trained stages.
 
     A copy is under way while forwards and backwards run, for the step alone waits for it.  Of
     several holders of a stage the first has it, whose weights are the others'.  What is frozen does
     not change: it needs none.  Raises ShapeError for a program that does not train.
     """
-    if not program.trains:
+    if not program.has_backward:
         raise ShapeError(
             "the program has no backward: it changes nothing that could be lost",
             program=program.name,
@@ -33,22 +33,22 @@ def snapshots(program: Program) -> Program:
             fields=["checkpoint_snapshots"],
         )
     stage = np.arange(program.frozen_stages, program.shape.stages)
-    rank = program.shape.holders[0, stage]
+    rank = program.shape.replica_ranks[0, stage]
     at = program.offsets[rank]
-    return at_places(program, at, rank, pack(Opcode.Snapshot, stage, 0))
+    return insert_at_positions(program, at, rank, pack(Opcode.Snapshot, stage, 0))
 
 
-def _first_holders(program: Program) -> Mask:
+def _mask_first_replicas(program: Program) -> Mask:
     """Whose stages have a snapshot: a mask over the holders of stages."""
     shape = program.shape
-    once = np.zeros(shape.holders.shape, bool)
-    once[0, program.frozen_stages :] = program.checkpoint_snapshots and program.trains
+    once = np.zeros(shape.replica_ranks.shape, bool)
+    once[0, program.frozen_stages :] = program.checkpoint_snapshots and program.has_backward
     return once.reshape(-1)
 
 
-def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
+def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     once = np.zeros(len(present(Opcode.Snapshot)), bool)  # of update 0 alone: once in a step
-    once[: program.shape.holders.size] = _first_holders(program)
+    once[: program.shape.replica_ranks.size] = _mask_first_replicas(program)
     yield ExpectedInstructions(
         Opcode.Snapshot,
         once,
@@ -63,11 +63,11 @@ PASSES: Final = (
     Pass(
         "snapshots",
         "ends",
-        lambda program, options: snapshots(program),
+        lambda program, options: insert_snapshots(program),
         lambda program, options: (
-            program.checkpoint_snapshots and Opcode.Snapshot not in program.ops
+            program.checkpoint_snapshots and Opcode.Snapshot not in program.used_opcodes
         ),
-        _each,
+        _list_expected,
         order=30,  # so they come before all else, also before gathers of weights
     ),
 )

@@ -15,18 +15,25 @@ from typing import Final
 import numpy as np
 
 from schedir.ir.dataflow import Dataflow
-from schedir.ir.instruction_index import NONE, InstructionIndex
-from schedir.ir.isa.instructions import ROWS, STEPS, Opcode, Scope, Value, chain
+from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
+from schedir.ir.isa.instructions import (
+    INSTRUCTIONS,
+    OPTIMIZER_STEP_OPS,
+    Opcode,
+    Scope,
+    Value,
+    find_possible_givers,
+)
 from schedir.ir.program import Program, StreamSlices, pack
-from schedir.passes.insertion import at_places
-from schedir.passes.pass_types import ExpectedInstructions, Pass, Present
-from schedir.passes.update_boundaries import places
+from schedir.passes.insertion import insert_at_positions
+from schedir.passes.pass_types import ExpectedInstructions, Pass, PresenceQuery
+from schedir.passes.update_boundaries import find_update_ends
 
-_ROWS: Final = (Opcode.OffloadGrads, Opcode.HostOptimizerStep, Opcode.ReloadWeights)
-_PER_RANK: Final = tuple(row.op for row in ROWS if row.per is Scope.RANK)
+_HOST_STEP_OPS: Final = (Opcode.OffloadGrads, Opcode.HostOptimizerStep, Opcode.ReloadWeights)
+_RANK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.RANK)
 
 
-def host_steps(program: Program) -> Program:
+def insert_host_steps(program: Program) -> Program:
     """Copy each trained stage's gradient to the host, and end each update of each rank with a step
     there of each, and a copy of its weights back.
 
@@ -35,26 +42,26 @@ def host_steps(program: Program) -> Program:
     are stepped in the order in which their gradients are there.  Of several updates each lets go of
     the rank's gradients before the host steps, so that the next may add to them.
     """
-    shape, index = program.shape, InstructionIndex.of(program)
-    given = index.where_all(chain(Opcode.OffloadGrads, Value.GRAD))
-    latest = np.full(shape.holders.size * shape.optimizer_steps, NONE)
+    shape, index = program.shape, InstructionIndex.from_program(program)
+    given = index.find_all_positions(find_possible_givers(Opcode.OffloadGrads, Value.GRAD))
+    latest = np.full(shape.replica_ranks.size * shape.optimizer_steps, NO_POSITION)
     time = (
         None if shape.optimizer_steps > 1 else np.zeros(len(given), np.int64)
     )  # turns are of one update
-    np.maximum.at(latest, index.keys(Scope.STAGE, given, time), given)
-    last = latest.reshape(shape.optimizer_steps, *shape.holders.shape)
-    tied = [s for stages in program.summed for s in stages]
-    ends = places(program)
+    np.maximum.at(latest, index.compute_keys(Scope.STAGE, given, time), given)
+    last = latest.reshape(shape.optimizer_steps, *shape.replica_ranks.shape)
+    tied = [s for stages in program.trained_ties for s in stages]
+    ends = find_update_ends(program)
     at_, ranks, words = [], [], []
     for update in range(shape.optimizer_steps):
-        for rank, own in enumerate(shape.stages_of):
+        for rank, own in enumerate(shape.stages_on_rank):
             trained = np.array([s for s in own if s >= program.frozen_stages], np.int64)
-            at = last[update, shape.row_of(trained, rank), trained]
+            at = last[update, shape.replica_row_of_stage(trained, rank), trained]
             order = np.argsort(at, kind="stable")
             trained, at = trained[order], at[order]
             alone = (index.op[at] == Opcode.ReduceGrads) & (program.dp == 1)
             alone &= ~np.isin(trained, tied)
-            go, step, back = (pack(op, trained, update) for op in _ROWS)
+            go, step, back = (pack(op, trained, update) for op in _HOST_STEP_OPS)
             between = pack(
                 Opcode.CheckGradsFinite, 0, np.array([update] * (shape.optimizer_steps > 1), int)
             )
@@ -62,10 +69,10 @@ def host_steps(program: Program) -> Program:
             end = ends[update, rank]
             at_ += [np.where(alone, at + 1, end), np.full(len(between) + 2 * len(at), end)]
             ranks += [np.full(len(between) + 3 * len(at), rank)]
-    return at_places(program, *map(np.concatenate, (at_, ranks, words)))
+    return insert_at_positions(program, *map(np.concatenate, (at_, ranks, words)))
 
 
-def late_steps(program: Program) -> Program:
+def delay_host_steps(program: Program) -> Program:
     """Let each step that ends an update stand ahead of the first that asks for it, with the copies
     of weights that it waits for.
 
@@ -73,15 +80,17 @@ def late_steps(program: Program) -> Program:
     asks for it is a forward on its weights, a gradient that goes where that of its update was, or
     what ends the next update.
     """
-    index, n = InstructionIndex.of(program), len(program)
+    index, n = InstructionIndex.from_program(program), len(program)
     first = np.full(n, n)  # that asks for each instruction
-    for giver in Dataflow.of(program).needs:
-        needer = np.flatnonzero((giver != NONE) & (giver < np.arange(n)))  # else it is refused
+    for giver in Dataflow.from_program(program).givers:
+        needer = np.flatnonzero(
+            (giver != NO_POSITION) & (giver < np.arange(n))
+        )  # else it is refused
         np.minimum.at(first, giver[needer], needer)
     end = (
         index.rank.astype(np.int64) * program.shape.optimizer_steps + index.mb
     )  # of what ends updates
-    ends, steps = (index.where_all(ops) for ops in (_PER_RANK, STEPS))
+    ends, steps = (index.find_all_positions(ops) for ops in (_RANK_OPS, OPTIMIZER_STEP_OPS))
     ahead = np.full(program.shape.ranks * program.shape.optimizer_steps + 1, n)
     np.minimum.at(ahead, end[ends] - 1, ends)  # who ends the next update
     ahead[program.shape.optimizer_steps - 1 :: program.shape.optimizer_steps] = (
@@ -89,20 +98,21 @@ def late_steps(program: Program) -> Program:
     )
     np.minimum.at(ahead, end[steps], first[steps])
     whole = np.append(np.maximum.accumulate(np.where(index.joined, 0, np.arange(n))), n)
-    moves = index.where_all((Opcode.ReloadWeights, *STEPS))
+    moves = index.find_all_positions((Opcode.ReloadWeights, *OPTIMIZER_STEP_OPS))
     place = 2 * np.arange(n)
     place[moves] = np.where(ahead[end[moves]] < n, 2 * whole[ahead[end[moves]]] - 1, place[moves])
     order = np.argsort(place, kind="stable")
-    return replace(program, streams=StreamSlices.at(program.words[order], program.offsets))
+    return replace(program, streams=StreamSlices.from_words(program.words[order], program.offsets))
 
 
-def _each(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    there = program.trains and program.optimizer_placement == "cpu_step"
+def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
+    there = program.has_backward and program.optimizer_placement == "cpu_step"
     once = np.tile(
-        (np.arange(program.shape.stages) >= program.frozen_stages) & there, program.shape.rows
+        (np.arange(program.shape.stages) >= program.frozen_stages) & there,
+        program.shape.placement_rows,
     )
     why = f"the program says 'optimizer_placement {program.optimizer_placement}'"
-    for op in _ROWS:
+    for op in _HOST_STEP_OPS:
         yield ExpectedInstructions(
             op, once, why, "each trained stage goes, is stepped and comes back once"
         )
@@ -119,21 +129,21 @@ PASSES: Final = (
     Pass(
         "host_steps",
         "ends",
-        lambda program, options: host_steps(program),
+        lambda program, options: insert_host_steps(program),
         lambda program, options: (
-            program.trains
+            program.has_backward
             and program.optimizer_placement == "cpu_step"
-            and program.ops.isdisjoint(_ROWS)
+            and program.used_opcodes.isdisjoint(_HOST_STEP_OPS)
         ),
-        _each,
+        _list_expected,
         order=8,
     ),
     Pass(
         "late_steps",
         "ends",
-        lambda program, options: late_steps(program),
+        lambda program, options: delay_host_steps(program),
         lambda program, options: (
-            program.trains
+            program.has_backward
             and program.optimizer_placement == "cpu_step"
             and program.shape.optimizer_steps > 1
         ),

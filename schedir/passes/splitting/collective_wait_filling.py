@@ -19,42 +19,49 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.critical_path.longest_path import remaining
+from schedir.analysis.critical_path.longest_path import compute_remaining_times
 from schedir.analysis.dependency_graph import Graph
-from schedir.analysis.memory.footprint import held
+from schedir.analysis.memory.footprint import compute_footprints
 from schedir.errors import UsageError, describe
-from schedir.ir.cost.sizes import ample
-from schedir.ir.instruction_index import NONE
+from schedir.ir.cost.sizes import add_tolerance
+from schedir.ir.instruction_index import NO_POSITION
 from schedir.ir.isa.instructions import (
-    ADDS_TO_WEIGHTS,
-    BACKWARDS,
-    BOUNDARY_COLLECTIVES,
-    COMPUTE,
-    FORWARDS,
-    LATE,
-    WHOLES,
+    BACKWARD_OPS,
+    BACKWARD_WEIGHT_OPS,
+    BOUNDARY_COLLECTIVE_OPS,
+    COMPUTE_OPS,
+    FORWARD_OPS,
+    FULL_BACKWARD_OPS,
+    GRAD_ADDING_OPS_BY_WEIGHT,
     Opcode,
-    between_segments,
+    find_segment_collectives,
 )
 from schedir.ir.pipeline.field_schema import FieldType
-from schedir.ir.pipeline.stage_segments import ranks_meet
+from schedir.ir.pipeline.stage_segments import has_tp_collectives
 from schedir.ir.program import Program, StreamSlices
-from schedir.passes.memory.offload_placement import span_of
+from schedir.passes.memory.offload_placement import predict_span
 from schedir.passes.pass_types import Options, Pass
 
-_ENDS: Final = (*WHOLES, *LATE)  # of a microbatch in a stage
+_MICROBATCH_END_OPS: Final = (
+    *FULL_BACKWARD_OPS,
+    *BACKWARD_WEIGHT_OPS,
+)  # of a microbatch in a stage
 # What may fill, by what is said; of several the best is kept.
-_FILLS: Final = {"W": (LATE,), "F": (FORWARDS,), "all": (COMPUTE, LATE, FORWARDS)}
-_AHEAD: Final = (1, 2)  # of how many other forwards or backwards pieces may come early
+_FILL_OPS: Final = {
+    "W": (BACKWARD_WEIGHT_OPS,),
+    "F": (FORWARD_OPS,),
+    "all": (COMPUTE_OPS, BACKWARD_WEIGHT_OPS, FORWARD_OPS),
+}
+_LOOKAHEADS: Final = (1, 2)  # of how many other forwards or backwards pieces may come early
 # How many times as long as the wait what runs meanwhile may take; or None, where
 # that runs behind which most is left, whether it comes next or not.
-_LONGER: Final[tuple[float | None, ...]] = (1.0, 2.0, 4.0, inf, None)
-_ROUNDS: Final = 2
+_DURATION_FACTORS: Final[tuple[float | None, ...]] = (1.0, 2.0, 4.0, inf, None)
+_MAX_ROUNDS: Final = 2
 
-Way = tuple[bool, int]  # back or forth, of a microbatch
+MicrobatchDirection = tuple[bool, int]  # back or forth, of a microbatch
 
 
-def fill(program: Program, options: Options) -> Program:
+def fill_collective_waits(program: Program, options: Options) -> Program:
     """A draft in pieces whose order lets something compute while a piece waits for a sum.
 
     "W" are the halves of backwards that nobody waits for, "F" forwards of other microbatches, "all"
@@ -66,10 +73,10 @@ def fill(program: Program, options: Options) -> Program:
     Raises UsageError for what says nothing, without costs or where sums are free, and for a program
     that is not cut.
     """
-    which = options.more["fill_collective_waits"]
-    if which not in _FILLS:
+    which = options.extra_options["fill_collective_waits"]
+    if which not in _FILL_OPS:
         raise UsageError(
-            f"fill_collective_waits {_TAKES}, not {describe(which)}",
+            f"fill_collective_waits {_REQUIREMENT}, not {describe(which)}",
             fields=["fill_collective_waits"],
         )
     if options.costs is None:
@@ -78,17 +85,17 @@ def fill(program: Program, options: Options) -> Program:
             hint="--costs F=1,B=2,tp_reduce=0.5, or costs=Costs(...)",
             fields=["fill_collective_waits"],
         )
-    if not program.segment_boundaries and options.more.get("stage_segments") is None:
+    if not program.segment_boundaries and options.extra_options.get("stage_segments") is None:
         raise UsageError(
             "fill_collective_waits puts work behind what segments sum, and no stage has segments",
             hint="stage_segments=5",
             fields=["fill_collective_waits", "stage_segments"],
         )
-    if not ranks_meet(program.segment_boundaries):
+    if not has_tp_collectives(program.segment_boundaries):
         return program  # one tensor-parallel rank meets nobody
     if not any(
-        options.costs.of(op, program.shape).any()
-        for op in between_segments(program.sequence_parallel)
+        options.costs.for_opcode(op, program.shape).any()
+        for op in find_segment_collectives(program.sequence_parallel)
     ):
         raise UsageError(
             "fill_collective_waits puts work in the time of sums, and these take none",
@@ -102,57 +109,68 @@ def fill(program: Program, options: Options) -> Program:
             hint="give each stage segments",
             fields=["fill_collective_waits", "stage_segments"],
         )
-    lowered, most = options.rest(program), None
-    if options.memory_limit is None and program.trains:
-        most = [_most_ahead(own.op, own.stage >= program.frozen_stages) for own in program.streams]
-    found = [_filled(program, lowered, options, fills, most) for fills in _FILLS[which]]
+    lowered, most = options.run_later_passes(program), None
+    if options.memory_limit is None and program.has_backward:
+        most = [
+            _find_max_ahead(own.op, own.stage >= program.frozen_stages) for own in program.streams
+        ]
+    found = [_search_order(program, lowered, options, fills, most) for fills in _FILL_OPS[which]]
     return min(found, key=lambda one: one[1])[0]
 
 
-def _filled(
+def _search_order(
     program: Program,
     lowered: Program,
     options: Options,
-    fills: tuple[Opcode, ...],
-    most: list[int] | None,
+    fill_ops: tuple[Opcode, ...],
+    max_ahead: list[int] | None,
 ) -> tuple[Program, tuple[float, float]]:
     """The best of what these fill, or the program, and how it is judged."""
-    best, least = program, _judged(lowered, options)
-    for _ in range(_ROUNDS):  # each begins where the last one has led
+    best, least = program, _evaluate_program(lowered, options)
+    for _ in range(_MAX_ROUNDS):  # each begins where the last one has led
         tried = best
         seen = {tried.words.tobytes()}
-        for ahead, longer in product(_AHEAD if fills != LATE else _AHEAD[:1], _LONGER):
-            found = _ProgramSimulation(lowered, options, fills, ahead, longer, most).filled(tried)
+        for ahead, longer in product(
+            _LOOKAHEADS if fill_ops != BACKWARD_WEIGHT_OPS else _LOOKAHEADS[:1], _DURATION_FACTORS
+        ):
+            found = _ProgramSimulation(
+                lowered, options, fill_ops, ahead, longer, max_ahead
+            ).reorder(tried)
             if (bits := found.words.tobytes()) in seen:
                 continue
             seen.add(bits)
-            judged = _judged(options.rest(found), options)
+            judged = _evaluate_program(options.run_later_passes(found), options)
             if judged[0] <= least[0] and judged < (least[0], least[1] * (1 - 1e-9)):
                 best, least = found, judged
         if best is tried:
             break
-        lowered = options.rest(best)
+        lowered = options.run_later_passes(best)
     return best, least
 
 
-def _ahead(op: int) -> int:
+def _count_ahead(op: int) -> int:
     """How many more forwards are without their backwards, all of these, after an instruction."""
-    return (op in FORWARDS) - (op in _ENDS)
+    return (op in FORWARD_OPS) - (op in _MICROBATCH_END_OPS)
 
 
-def _most_ahead(op: NDArray[Any], trained: NDArray[Any]) -> int:
+def _find_max_ahead(op: NDArray[Any], trained: NDArray[Any]) -> int:
     """The most forwards that are without their backwards at once; those of what is not trained have
     none."""
-    return int((np.array([_ahead(one) for one in op.tolist()]) * trained).cumsum().max(initial=0))
+    return int(
+        (np.array([_count_ahead(one) for one in op.tolist()]) * trained).cumsum().max(initial=0)
+    )
 
 
-def _judged(lowered: Program, options: Options) -> tuple[float, float]:
+def _evaluate_program(lowered: Program, options: Options) -> tuple[float, float]:
     """By how many bytes a program is above the limit, if there is one, and how long it takes."""
     over = 0.0
     if options.sizes is not None and options.memory_limit is not None:
-        most = max(own.bytes.max(initial=0.0) for own in held(lowered, options.sizes, late=True))
-        over = max(0.0, most - ample(options.memory_limit))
-    return over, span_of(lowered, options)
+        most = max(
+            own.total_bytes.max(initial=0.0)
+            for own in compute_footprints(lowered, options.sizes, worst_case=True)
+        )
+        over = max(0.0, most - add_tolerance(options.memory_limit))
+    return over, predict_span(lowered, options)
 
 
 class _ProgramSimulation:
@@ -166,91 +184,103 @@ class _ProgramSimulation:
         self,
         program: Program,
         options: Options,
-        fills: tuple[Opcode, ...],
-        ahead: int,
-        longer: float | None,
-        most: list[int] | None,
+        fill_ops: tuple[Opcode, ...],
+        lookahead: int,
+        duration_factor: float | None,
+        max_ahead: list[int] | None,
     ) -> None:
         assert options.costs is not None
-        graph = Graph.of(program, options.progress_model)
+        graph = Graph.from_program(program, options.progress_model)
         index, node = graph.index, graph.node
-        self.ahead, self.longer = ahead, longer
-        self.tail: list[float] = remaining(graph, options.costs).tolist() if longer is None else []
-        self.most = most
-        table, row = graph.costs(options.costs)
+        self.lookahead, self.duration_factor = lookahead, duration_factor
+        self.remaining_time: list[float] = (
+            compute_remaining_times(graph, options.costs).tolist()
+            if duration_factor is None
+            else []
+        )
+        self.max_ahead = max_ahead
+        table, row = graph.get_cost_table(options.costs)
         cost = np.zeros(len(index))
         np.maximum.at(cost, node, table[row])
         self.cost: list[float] = cost.tolist()
         self.rank, self.op = index.rank.tolist(), index.op.tolist()
         self.stage, self.mb = index.stage.tolist(), index.mb.tolist()
-        each = np.array([_ahead(op) for op in self.op], np.int64)
-        self.adds: list[int] = (each * (index.stage >= program.frozen_stages)).tolist()
-        self.after: list[list[int]] = [[] for _ in range(len(index))]
-        self.before: list[list[int]] = [[] for _ in range(len(index))]
+        each = np.array([_count_ahead(op) for op in self.op], np.int64)
+        self.ahead_change: list[int] = (each * (index.stage >= program.frozen_stages)).tolist()
+        self.successors: list[list[int]] = [[] for _ in range(len(index))]
+        self.predecessors: list[list[int]] = [[] for _ in range(len(index))]
         for giver in graph.needs:
-            for at in np.flatnonzero(giver != NONE).tolist():
+            for at in np.flatnonzero(giver != NO_POSITION).tolist():
                 one, other = int(node[giver[at]]), int(node[at])
-                self.after[one].append(other)
-                self.before[other].append(one)
-        self.waits = [len(own) for own in self.before]
+                self.successors[one].append(other)
+                self.predecessors[other].append(one)
+        self.num_pending = [len(own) for own in self.predecessors]
         self.nodes = np.flatnonzero(node == np.arange(len(node))).tolist()
-        computes = index.is_op(COMPUTE)
-        self.computes: list[bool] = computes.tolist()
-        self.sums: list[bool] = index.is_op(between_segments(program.sequence_parallel)).tolist()
-        self.meets: list[bool] = index.is_op(BOUNDARY_COLLECTIVES).tolist()
-        self.fills: list[bool] = index.is_op(fills).tolist()
-        self.todo = [np.flatnonzero(computes[lo:hi]) + lo for lo, hi in pairwise(program.offsets)]
-        self.ready: list[set[int]] = [set() for _ in self.todo]  # by rank, what could begin
-        self.begun: dict[int, float] = {}  # until when
-        self.over: set[int] = set()
+        computes = index.is_op(COMPUTE_OPS)
+        self.is_compute: list[bool] = computes.tolist()
+        self.is_segment_collective: list[bool] = index.is_op(
+            find_segment_collectives(program.sequence_parallel)
+        ).tolist()
+        self.is_boundary_collective: list[bool] = index.is_op(BOUNDARY_COLLECTIVE_OPS).tolist()
+        self.is_fill: list[bool] = index.is_op(fill_ops).tolist()
+        self.rank_computes = [
+            np.flatnonzero(computes[lo:hi]) + lo for lo, hi in pairwise(program.offsets)
+        ]
+        self.ready_nodes: list[set[int]] = [
+            set() for _ in self.rank_computes
+        ]  # by rank, what could begin
+        self.end_times: dict[int, float] = {}  # until when
+        self.finished_nodes: set[int] = set()
         # How many forwards are without their backwards, now and behind each place in the order of a
         # rank.
-        self.now = [0] * len(self.todo)
-        self.height = [np.cumsum([self.adds[at] for at in own]) for own in self.todo]
-        self.place = {int(at): k for own in self.todo for k, at in enumerate(own)}
+        self.num_ahead = [0] * len(self.rank_computes)
+        self.ahead_profile = [
+            np.cumsum([self.ahead_change[at] for at in own]) for own in self.rank_computes
+        ]
+        self.order_index = {int(at): k for own in self.rank_computes for k, at in enumerate(own)}
         # By stage, what must stay in its order: forwards, and who adds to the same gradients.
-        self.turns: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-        for own in self.todo:
+        self.ordered_queues: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+        for own in self.rank_computes:
             for at in own.tolist():
-                for line in self._lines(at):
-                    self.turns[line].append(at)
+                for line in self._list_queues(at):
+                    self.ordered_queues[line].append(at)
 
-    def _lines(self, at: int) -> Iterator[tuple[int, int]]:
+    def _list_queues(self, at: int) -> Iterator[tuple[int, int]]:
         """The lines in which an instruction stands, with others of its stage."""
         op, stage = self.op[at], self.stage[at]
-        if all(op not in ops for ops in ADDS_TO_WEIGHTS):
+        if all(op not in ops for ops in GRAD_ADDING_OPS_BY_WEIGHT):
             yield op, stage
-        for k, ops in enumerate(ADDS_TO_WEIGHTS):
+        for k, ops in enumerate(GRAD_ADDING_OPS_BY_WEIGHT):
             if op in ops:
                 yield -1 - k, stage
 
-    def filled(self, draft: Program) -> Program:
+    def reorder(self, draft: Program) -> Program:
         """The draft, of whose lowering this is made, with each rank's computes in the order in
         which it runs them; itself where that is the same."""
-        order = self._run()
-        here = [k for k, computes in enumerate(self.computes) if computes]
+        order = self._simulate()
+        here = [k for k, computes in enumerate(self.is_compute) if computes]
         place = {at: k for k, at in enumerate(here)}  # as the draft has them
         moved = np.array([place[at] for own in order for at in own], np.intp)
         if (moved == np.arange(len(moved))).all():
             return draft
-        return replace(draft, streams=StreamSlices.at(draft.words[moved], draft.offsets))
+        return replace(draft, streams=StreamSlices.from_words(draft.words[moved], draft.offsets))
 
-    def _run(self) -> list[list[int]]:
+    def _simulate(self) -> list[list[int]]:
         """What each rank computes, in order."""
-        order: list[list[int]] = [[] for _ in self.todo]
-        self.left = [deque(own.tolist()) for own in self.todo]
+        order: list[list[int]] = [[] for _ in self.rank_computes]
+        self.remaining_computes = [deque(own.tolist()) for own in self.rank_computes]
         events: list[tuple[float, int]] = []
         group: list[deque[int]] = [deque() for _ in order]  # what it does next
         busy, meeting = [False] * len(order), [False] * len(order)
 
         def begin(at: int, now: float) -> None:
-            self.begun[at] = now + self.cost[at]
-            heappush(events, (self.begun[at], at))
+            self.end_times[at] = now + self.cost[at]
+            heappush(events, (self.end_times[at], at))
 
         def can_begin(at: int, now: float) -> None:
-            if self.computes[at]:
-                self.ready[self.rank[at]].add(at)
-            elif self.meets[at]:
+            if self.is_compute[at]:
+                self.ready_nodes[self.rank[at]].add(at)
+            elif self.is_boundary_collective[at]:
                 group[self.rank[at]].append(at)
             else:
                 begin(at, now)
@@ -259,17 +289,17 @@ class _ProgramSimulation:
             if group[rank] and not meeting[rank]:
                 meeting[rank] = True
                 begin(group[rank].popleft(), now)
-            if not busy[rank] and (at := self._next(rank, now)) is not None:
+            if not busy[rank] and (at := self._pick_next(rank, now)) is not None:
                 busy[rank] = True
                 order[rank].append(at)
-                self._move(rank, at)
-                self.ready[rank].remove(at)
-                for line in self._lines(at):
-                    self.turns[line].popleft()
+                self._update_ahead(rank, at)
+                self.ready_nodes[rank].remove(at)
+                for line in self._list_queues(at):
+                    self.ordered_queues[line].popleft()
                 begin(at, now)
 
         for at in self.nodes:
-            if not self.waits[at]:
+            if not self.num_pending[at]:
                 can_begin(at, 0.0)
         for rank in range(len(order)):
             go_on(rank, 0.0)
@@ -278,105 +308,110 @@ class _ProgramSimulation:
             while events and events[0][0] <= now:
                 _, at = heappop(events)
                 rank = self.rank[at]
-                self.over.add(at)
+                self.finished_nodes.add(at)
                 touched.add(rank)
-                busy[rank] &= not self.computes[at]
-                meeting[rank] &= not self.meets[at]
-                for other in self.after[at]:
-                    self.waits[other] -= 1
-                    if not self.waits[other]:
+                busy[rank] &= not self.is_compute[at]
+                meeting[rank] &= not self.is_boundary_collective[at]
+                for other in self.successors[at]:
+                    self.num_pending[other] -= 1
+                    if not self.num_pending[other]:
                         can_begin(other, now)
                         touched.add(self.rank[other])
             for rank in sorted(touched):
                 go_on(rank, now)
         return order
 
-    def _next(self, rank: int, now: float) -> int | None:
+    def _pick_next(self, rank: int, now: float) -> int | None:
         """What a rank computes next: what comes next in its order, or what fills its wait."""
-        left = self.left[rank]
-        while left and left[0] in self.begun:
+        left = self.remaining_computes[rank]
+        while left and left[0] in self.end_times:
             left.popleft()
         if not left:
             return None
         head = int(left[0])
-        if self.longer is None:
-            some = [head] * (not self.waits[head]) + self._fillers(rank, left)
-            return max(some, key=lambda at: (self.tail[at], -at), default=None)
-        if not self.waits[head]:
+        if self.duration_factor is None:
+            some = [head] * (not self.num_pending[head]) + self._find_fillers(rank, left)
+            return max(some, key=lambda at: (self.remaining_time[at], -at), default=None)
+        if not self.num_pending[head]:
             return head
-        missing = [at for at in self.before[head] if at not in self.over]
-        if not all(self.sums[at] and not self.waits[at] for at in missing):
+        missing = [at for at in self.predecessors[head] if at not in self.finished_nodes]
+        if not all(self.is_segment_collective[at] and not self.num_pending[at] for at in missing):
             return None  # it waits for more than sums
-        wait = max(self.begun.get(at, inf) for at in missing) - now
-        most = self.longer * wait * (1 + 1e-9)
-        return next((at for at in self._fillers(rank, left) if self.cost[at] <= most), None)
+        wait = max(self.end_times.get(at, inf) for at in missing) - now
+        most = self.duration_factor * wait * (1 + 1e-9)
+        return next((at for at in self._find_fillers(rank, left) if self.cost[at] <= most), None)
 
-    def _fillers(self, rank: int, left: Iterable[int]) -> list[int]:
+    def _find_fillers(self, rank: int, remaining: Iterable[int]) -> list[int]:
         """What could run before what comes next, in order."""
-        ways: list[Way | None] = [None, *self._ways(left)]
+        ways: list[MicrobatchDirection | None] = [None, *self._find_next_directions(remaining)]
         return [
             at
-            for at in sorted(self.ready[rank])
-            if self.fills[at]
-            and self._way(at) in ways
-            and all(self.turns[line][0] == at for line in self._lines(at))
-            and self._holds(rank, at)
+            for at in sorted(self.ready_nodes[rank])
+            if self.is_fill[at]
+            and self._find_direction(at) in ways
+            and all(self.ordered_queues[line][0] == at for line in self._list_queues(at))
+            and self._is_within_limit(rank, at)
         ]
 
-    def _over(self, rank: int, at: int) -> slice:
+    def _find_passed(self, rank: int, at: int) -> slice:
         """What an instruction passes that runs next, by place in the order of its rank."""
-        left = self.left[rank]
-        while left and left[0] in self.begun:
+        left = self.remaining_computes[rank]
+        while left and left[0] in self.end_times:
             left.popleft()
-        return slice(self.place[left[0]] if left else 0, self.place[at])
+        return slice(self.order_index[left[0]] if left else 0, self.order_index[at])
 
-    def _holds(self, rank: int, at: int) -> bool:
+    def _is_within_limit(self, rank: int, at: int) -> bool:
         """Whether a rank has no more forwards ahead than it may, if an instruction runs next."""
-        if self.most is None or self.adds[at] <= 0:
+        if self.max_ahead is None or self.ahead_change[at] <= 0:
             return True
-        over = self._over(rank, at)
-        there = max(self.now[rank], self.height[rank][over].max(initial=0))
-        return bool(there < self.most[rank])
+        over = self._find_passed(rank, at)
+        there = max(self.num_ahead[rank], self.ahead_profile[rank][over].max(initial=0))
+        return bool(there < self.max_ahead[rank])
 
-    def _move(self, rank: int, at: int) -> None:
+    def _update_ahead(self, rank: int, at: int) -> None:
         """Let an instruction run next."""
-        self.height[rank][self._over(rank, at)] += self.adds[at]
-        self.now[rank] += self.adds[at]
+        self.ahead_profile[rank][self._find_passed(rank, at)] += self.ahead_change[at]
+        self.num_ahead[rank] += self.ahead_change[at]
 
-    def _way(self, at: int) -> Way | None:
+    def _find_direction(self, at: int) -> MicrobatchDirection | None:
         """Which way a microbatch goes that a compute is of; None for what nobody waits for."""
         op = self.op[at]
-        return None if op in LATE else (op in BACKWARDS, self.mb[at])
+        return None if op in BACKWARD_WEIGHT_OPS else (op in BACKWARD_OPS, self.mb[at])
 
-    def _ways(self, left: Iterable[int]) -> list[Way]:
+    def _find_next_directions(self, remaining: Iterable[int]) -> list[MicrobatchDirection]:
         """The next ways in the order of a rank: as many as may be gone at once."""
-        found: list[Way] = []
-        for at in left:
-            if at in self.begun or (way := self._way(at)) is None or way in found:
+        found: list[MicrobatchDirection] = []
+        for at in remaining:
+            if at in self.end_times or (way := self._find_direction(at)) is None or way in found:
                 continue
-            if len(found) > self.ahead:
+            if len(found) > self.lookahead:
                 break
             found.append(way)
         return found
 
 
-def _read(text: str) -> str:
-    if text not in _FILLS:
-        raise ValueError(f"{_TAKES}, not {describe(text)}")
+def _parse_fill(text: str) -> str:
+    if text not in _FILL_OPS:
+        raise ValueError(f"{_REQUIREMENT}, not {describe(text)}")
     return text
 
 
-_TAKES: Final = "is W, F or all"
+_REQUIREMENT: Final = "is W, F or all"
 
 PASSES: Final = (
     Pass(
         "fill_collective_waits",
         "draft",
-        fill,
-        wanted=lambda program, options: options.more.get("fill_collective_waits") is not None,
-        options=("fill_collective_waits",),
-        kinds={"fill_collective_waits": FieldType(_TAKES, _read, str, metavar="WHAT")},
-        about="what computes while a segment waits for its tensor-parallel collective: W, F (of "
+        fill_collective_waits,
+        should_run=lambda program, options: (
+            options.extra_options.get("fill_collective_waits") is not None
+        ),
+        option_names=("fill_collective_waits",),
+        option_types={
+            "fill_collective_waits": FieldType(_REQUIREMENT, _parse_fill, str, metavar="WHAT")
+        },
+        description="what computes while a segment waits for its tensor-parallel collective: "
+        "W, F (of "
         "other microbatches) or all",
         order=1,
     ),

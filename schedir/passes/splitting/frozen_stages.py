@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from schedir.ir.isa.instructions import OF_TRAINED
-from schedir.ir.program import JOINED, Program, Stream, is_op
+from schedir.ir.isa.instructions import TRAINED_STAGE_OPS
+from schedir.ir.program import JOINED_BIT, Program, Stream, is_op
 from schedir.passes.pass_types import Pass
 
 
-def without_backwards(program: Program) -> Program:
+def drop_frozen_backwards(program: Program) -> Program:
     """A draft without the backwards of its frozen stages.
 
     What ran together with one of them runs alone.
@@ -23,11 +23,11 @@ def without_backwards(program: Program) -> Program:
         return program
     streams = []
     for stream in program.streams:
-        gone = is_op(stream.op, OF_TRAINED) & (stream.stage < program.frozen_stages)
+        gone = is_op(stream.op, TRAINED_STAGE_OPS) & (stream.stage < program.frozen_stages)
         words = stream.words.copy()
-        words[1:][gone[:-1]] &= ~JOINED
+        words[1:][gone[:-1]] &= ~JOINED_BIT
         streams.append(Stream(words[~gone]))
     return replace(program, streams=tuple(streams))
 
 
-PASSES: Final = (Pass("frozen", "draft", lambda p, options: without_backwards(p), order=-1),)
+PASSES: Final = (Pass("frozen", "draft", lambda p, options: drop_frozen_backwards(p), order=-1),)

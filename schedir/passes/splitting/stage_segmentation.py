@@ -21,26 +21,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import CostsError, ShapeError, UsageError, describe
-from schedir.ir.cost.costs import OF_A_STAGE, Costs
-from schedir.ir.cost.number_parsing import NO_NUMBERS, whole
-from schedir.ir.cost.per_stage_values import by_stage, from_grid
-from schedir.ir.cost.sizes import AT_REST, OF_A_MICROBATCH, Sizes
-from schedir.ir.isa.instructions import BACKWARDS, FORWARDS, LATE, ROWS, Opcode, Scope
+from schedir.ir.cost.costs import STAGE_COSTS, Costs
+from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES, parse_integer
+from schedir.ir.cost.per_stage_values import expand_by_stage, from_grid
+from schedir.ir.cost.sizes import MICROBATCH_SIZES, STATIC_SIZES, Sizes
+from schedir.ir.isa.instructions import (
+    BACKWARD_OPS,
+    BACKWARD_WEIGHT_OPS,
+    FORWARD_OPS,
+    INSTRUCTIONS,
+    Opcode,
+    Scope,
+)
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import MAX_STAGES, PipelineShape
-from schedir.ir.pipeline.program_attributes import CHUNKS
-from schedir.ir.pipeline.stage_segments import ENDS, ENTERS, LEAVES, LETTERS, NOBODY, letters_in
-from schedir.ir.program import ADDRESS, JOINED, OP, STAGE, Program, Stream, Words, is_op
-from schedir.passes.insertion import behind
-from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, Present
+from schedir.ir.pipeline.program_attributes import CHUNK_COUNT_TYPE
+from schedir.ir.pipeline.stage_segments import (
+    ENTRY_COLLECTIVE,
+    EXIT_COLLECTIVE,
+    NO_COLLECTIVE,
+    SEGMENT_LETTERS,
+    STAGE_END,
+    split_letters_by_stage,
+)
+from schedir.ir.program import (
+    ADDRESS_MASK,
+    JOINED_BIT,
+    OP_SHIFT,
+    STAGE_SHIFT,
+    Program,
+    Stream,
+    Words,
+    is_op,
+)
+from schedir.passes.insertion import insert_after
+from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, PresenceQuery
 
-Pieces = int | str | Iterable["int | str"]
-_DOWN: Final = (*BACKWARDS, *LATE)  # from the last piece on
+SegmentSpec = int | str | Iterable["int | str"]
+_BACKWARD_ORDER_OPS: Final = (*BACKWARD_OPS, *BACKWARD_WEIGHT_OPS)  # from the last piece on
 
 # ---------------------------------------------------------------- what is said
 
 
-def letters_of(given: Pieces, shape: PipelineShape) -> tuple[str, ...]:
+def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[str, ...]:
     """The letters between the pieces of each stage (`ir/pipeline/stage_segments.py`): of as many as
     `cut` says.
 
@@ -51,63 +74,68 @@ def letters_of(given: Pieces, shape: PipelineShape) -> tuple[str, ...]:
     ...     PipelineShape(2, 2))
     (('fg', 'fg'), ('', 'g.'))
     """
-    if isinstance(given, str):
-        given = _read_here(given)
-    several = isinstance(given, Iterable) and not isinstance(given, (str, *NO_NUMBERS))
-    each = [*given] if several and isinstance(given, Iterable) else [given]
+    if isinstance(segments, str):
+        segments = _parse_option(segments)
+    several = isinstance(segments, Iterable) and not isinstance(segments, (str, *NON_NUMBER_TYPES))
+    each = [*segments] if several and isinstance(segments, Iterable) else [segments]
     if several and len(each) != shape.stages:
         raise UsageError(
             f"stage_segments has {len(each)} entries for {shape.stages} stages",
             fields=["stage_segments"],
         )
-    found = [_letters(one) for one in each]
+    found = [_parse_letters(one) for one in each]
     return tuple(found if several else found * shape.stages)
 
 
-def _letters(one: object) -> str:
-    if isinstance(one, str) and one and {*one} <= {*LETTERS}:
-        return one
+def _parse_letters(value: object) -> str:
+    if isinstance(value, str) and value and {*value} <= {*SEGMENT_LETTERS}:
+        return value
     try:
-        if isinstance(one, NO_NUMBERS) or not 1 <= (number := index(one)) <= MAX_STAGES:  # type: ignore[arg-type]
+        if isinstance(value, NON_NUMBER_TYPES) or not 1 <= (number := index(value)) <= MAX_STAGES:  # type: ignore[arg-type]
             raise TypeError
     except TypeError:
         raise UsageError(
-            f"stage_segments {_TAKES}, not {describe(one)}", fields=["stage_segments"]
+            f"stage_segments {_REQUIREMENT}, not {describe(value)}", fields=["stage_segments"]
         ) from None
-    return ((ENTERS + LEAVES) * number)[: number - 1]
+    return ((ENTRY_COLLECTIVE + EXIT_COLLECTIVE) * number)[: number - 1]
 
 
-def _read(text: str) -> Any:
+def _parse_segments(text: str) -> Any:
     """`5`, `fgfg`, or one of these for each stage: `5,fgfg,1`."""
     try:
-        each = [one if one and {*one} <= {*LETTERS} else whole(one) for one in text.split(",")]
+        each = [
+            one if one and {*one} <= {*SEGMENT_LETTERS} else parse_integer(one)
+            for one in text.split(",")
+        ]
     except ValueError:
-        raise ValueError(f"{_TAKES}, not {describe(text)}") from None
+        raise ValueError(f"{_REQUIREMENT}, not {describe(text)}") from None
     return each[0] if len(each) == 1 else tuple(each)
 
 
-def _read_here(text: str) -> Any:
+def _parse_option(text: str) -> Any:
     try:
-        return _read(text)
+        return _parse_segments(text)
     except ValueError as error:
         raise UsageError(f"stage_segments {error}", fields=["stage_segments"]) from None
 
 
-_TAKES: Final = (
+_REQUIREMENT: Final = (
     "is how many pieces a stage has, or the letters between them as fgfg, with . where nobody "
     "meets, or one of these per stage"
 )
-PIECES: Final = FieldType(_TAKES, _read, int | str | tuple[int | str, ...], metavar="PIECES")
+SEGMENTS_TYPE: Final = FieldType(
+    _REQUIREMENT, _parse_segments, int | str | tuple[int | str, ...], metavar="PIECES"
+)
 
 
-def pieces_of(given: Pieces, shape: PipelineShape) -> tuple[int, ...]:
+def count_segments(segments: SegmentSpec, shape: PipelineShape) -> tuple[int, ...]:
     """How many pieces each stage of a shape has."""
-    return tuple(len(letters) + 1 for letters in letters_of(given, shape))
+    return tuple(len(letters) + 1 for letters in parse_segment_letters(segments, shape))
 
 
-def over_stages(given: Pieces, ranks: int, stages: int) -> tuple[str | int, ...]:
-    """The cut of each of so many stages of a model that `given` cuts for one stage on each rank: of
-    several, as many as there are on a rank share the letters of one alike.
+def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[str | int, ...]:
+    """The cut of each of so many stages of a model that `segments` cuts for one stage on each rank:
+    of several, as many as there are on a rank share the letters of one alike.
 
     Raises ShapeError for letters that so many stages cannot share.
 
@@ -115,7 +143,7 @@ def over_stages(given: Pieces, ranks: int, stages: int) -> tuple[str | int, ...]
     (('fgfg', 'fgfg', 'fgfg', 'fgfg'), ('fgfg', 'fgfg'))
     """
     found, v = list[str | int](), stages // ranks
-    for own in letters_of(given, PipelineShape(ranks, 1)):
+    for own in parse_segment_letters(segments, PipelineShape(ranks, 1)):
         one = own[: len(own) // v]
         if one * v != own or ranks * v != stages:
             raise ShapeError(
@@ -132,7 +160,7 @@ def over_stages(given: Pieces, ranks: int, stages: int) -> tuple[str | int, ...]
 # ---------------------------------------------------------------- the draft
 
 
-def cut(program: Program, given: Pieces = 1, chunks: int = 1) -> Program:
+def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -> Program:
     """A draft whose stages are cut in pieces: forward from the first on, backward from the last.
 
     Two computes that ran together are woven, piece by piece.  With one tensor-parallel rank there
@@ -147,8 +175,8 @@ def cut(program: Program, given: Pieces = 1, chunks: int = 1) -> Program:
     a stage would share the microbatches in another way.
     """
     letters, chunks = (
-        letters_of(given, program.shape),
-        CHUNKS.settle("microbatch_chunks", chunks, None),
+        parse_segment_letters(segments, program.shape),
+        CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None),
     )
     number = np.array([len(own) + 1 for own in letters])
     if (number == 1).all() and chunks == 1:
@@ -157,81 +185,88 @@ def cut(program: Program, given: Pieces = 1, chunks: int = 1) -> Program:
         raise UsageError(
             "the program is of pieces already, and says where they meet", fields=["stage_segments"]
         )
-    first, alone = np.concatenate([[0], np.cumsum(number)]), [NOBODY * len(own) for own in letters]
+    first, alone = (
+        np.concatenate([[0], np.cumsum(number)]),
+        [NO_COLLECTIVE * len(own) for own in letters],
+    )
     return replace(
         program,
-        shape=_plan(program.shape, number, chunks),
+        shape=_split_shape(program.shape, number, chunks),
         streams=tuple(
-            Stream(_pieces(own, program.shape.sequence_chunks, number, first, chunks))
+            Stream(_split_stream(own, program.shape.sequence_chunks, number, first, chunks))
             for own in program.streams
         ),
         frozen_stages=int(first[program.frozen_stages]),
         skips=tuple((int(first[s + 1]) - 1, int(first[t])) for s, t in program.skips),
         tied_weights=tuple(
-            tuple(_tied(s, number, first, stages) for s in stages)
+            tuple(_find_tied_segment(s, number, first, stages) for s in stages)
             for stages in program.tied_weights
         ),
         segment_boundaries=program.segment_boundaries
-        or ENDS.join(letters if program.tp > 1 else alone),
+        or STAGE_END.join(letters if program.tp > 1 else alone),
         chunks_per_microbatch=program.chunks_per_microbatch * chunks,
-        order={},
+        message_order={},
     )
 
 
-def cut_like(program: Program, like: Program) -> Program:
+def split_like(program: Program, reference: Program) -> Program:
     """A draft of whole stages and microbatches, cut as another program's are.
 
     Raises ShapeError for other stages than that one has, where these are cut.
     """
-    letters = letters_in(like.segment_boundaries, program.shape.stages)
+    letters = split_letters_by_stage(reference.segment_boundaries, program.shape.stages)
     if len(letters) != program.shape.stages:
         raise ShapeError("of a model that is cut otherwise it is not known where ranks meet")
     given = [own or 1 for own in letters]
-    return cut(replace(program, tp=like.tp), given, like.chunks_per_microbatch)
+    return split_stages(replace(program, tp=reference.tp), given, reference.chunks_per_microbatch)
 
 
-def _pieces(own: Stream, segments: int, number: Words, first: Words, chunks: int) -> Words:
+def _split_stream(
+    stream: Stream, sequence_chunks: int, segment_counts: Words, first_segments: Words, chunks: int
+) -> Words:
     """The words of a Stream, each as those of its pieces, and of each of these its chunks'."""
-    words, stage = own.words, own.stage.astype(np.int64)
-    times = number[stage] * chunks
+    words, stage = stream.words, stream.stage.astype(np.int64)
+    times = segment_counts[stage] * chunks
     at = np.repeat(np.arange(len(words)), times)
     turn, chunk = np.divmod(np.arange(len(at)) - np.repeat(np.cumsum(times) - times, times), chunks)
-    joined = words & JOINED != 0
+    joined = words & JOINED_BIT != 0
     begin = np.arange(len(words)) - joined  # of a pair the first
     order = np.lexsort((joined[at], chunk, turn, begin[at]))
     at, turn, chunk = at[order], turn[order], chunk[order]
-    down = is_op(words >> OP & 0xFF, _DOWN)[at]
-    piece = first[stage[at]] + np.where(down, number[stage[at]] - 1 - turn, turn)
-    sequence, segment = np.divmod(own.mb.astype(np.int64)[at], segments)
-    mb = (sequence * chunks + chunk) * segments + segment
-    found: Words = words[at] & ~(JOINED | ADDRESS) | piece << STAGE | mb
+    down = is_op(words >> OP_SHIFT & 0xFF, _BACKWARD_ORDER_OPS)[at]
+    piece = first_segments[stage[at]] + np.where(down, segment_counts[stage[at]] - 1 - turn, turn)
+    sequence, segment = np.divmod(stream.mb.astype(np.int64)[at], sequence_chunks)
+    mb = (sequence * chunks + chunk) * sequence_chunks + segment
+    found: Words = words[at] & ~(JOINED_BIT | ADDRESS_MASK) | piece << STAGE_SHIFT | mb
     return found
 
 
-def _plan(shape: PipelineShape, number: Words, chunks: int) -> PipelineShape:
-    parts, more = shape.parts, shape.microbatches * chunks
-    if (number > 1).any():
-        rows = tuple(tuple(np.repeat(row, number).tolist()) for row in shape.holders)
+def _split_shape(shape: PipelineShape, segment_counts: Words, chunks: int) -> PipelineShape:
+    parts, more = shape.microbatch_row_offsets, shape.microbatches * chunks
+    if (segment_counts > 1).any():
+        rows = tuple(tuple(np.repeat(row, segment_counts).tolist()) for row in shape.replica_ranks)
         delay = shape.weight_delay
         if isinstance(delay, tuple):
-            delay = tuple(np.repeat(delay, number).tolist())
+            delay = tuple(np.repeat(delay, segment_counts).tolist())
         placement = rows if len(rows) > 1 else rows[0]
         shape = replace(shape, placement=placement, stages_per_rank=1, weight_delay=delay)
     shape = replace(shape, microbatches=more)
-    if shape.parts != tuple(chunks * end for end in parts):
+    if shape.microbatch_row_offsets != tuple(chunks * end for end in parts):
         raise UsageError(
             f"holders of a stage share {more // chunks} microbatches as "
             f"{describe([*parts[1:]])}, and "
-            f"{more} chunks as {describe([*shape.parts[1:]])}",
+            f"{more} chunks as {describe([*shape.microbatch_row_offsets[1:]])}",
             hint="as many microbatches for each holder",
             fields=["microbatch_chunks", "microbatches"],
         )
     return shape
 
 
-def _tied(stage: int, number: Words, first: Words, stages: tuple[int, ...]) -> int:
+def _find_tied_segment(
+    stage: int, segment_counts: Words, first_segments: Words, stages: tuple[int, ...]
+) -> int:
     """The piece of a stage that has its tied weight."""
-    if stage not in (0, len(number) - 1) and number[stage] > 1:
+    if stage not in (0, len(segment_counts) - 1) and segment_counts[stage] > 1:
         raise UsageError(
             f"stages {', '.join(map(str, stages))} share a weight, and it is not known which "
             f"segment of stage {stage} has it",
@@ -239,31 +274,31 @@ def _tied(stage: int, number: Words, first: Words, stages: tuple[int, ...]) -> i
             "segments, with segment_boundaries",
             fields=["stage_segments", "tied_weights"],
         )
-    return int(first[stage + 1] - 1 if stage else first[0])
+    return int(first_segments[stage + 1] - 1 if stage else first_segments[0])
 
 
 # ---------------------------------------------------------------- what pieces cost
 
 # Costs and sizes of which each piece of a stage has its share; of all others as much as the stage.
-SHARED: Final = (
-    *OF_A_STAGE,
+SHARED_FIELDS: Final = (
+    *STAGE_COSTS,
     "saved",
     "deferred_wgrad",
     "saved_and_deferred",
     "model_states",
     "version",
-    *AT_REST,
+    *STATIC_SIZES,
 )
-_Each = TypeVar("_Each", Costs, Sizes)
+_CostsOrSizes = TypeVar("_CostsOrSizes", Costs, Sizes)
 
 
 def split_costs(
-    each: _Each,
-    cut: Pieces,
+    values: _CostsOrSizes,
+    segments: SegmentSpec,
     shape: PipelineShape,
     shares: Iterable[float] | None = None,
     chunks: int = 1,
-) -> _Each:
+) -> _CostsOrSizes:
     """Costs or Sizes of pieces, of those of the whole stages of a shape.
 
     `shares` says what part of its stage each piece is, as any numbers, one per piece of a stage, or
@@ -284,50 +319,55 @@ def split_costs(
     >>> split_costs(Costs(F=8, tp_reduce=0.5), "g", PipelineShape(2, 4), chunks=4).told
     {'F': 1.0, 'tp_reduce': 0.125}
     """
-    number, chunks = pieces_of(cut, shape), CHUNKS.settle("microbatch_chunks", chunks, None)
-    part = np.concatenate([own / own.sum() for own in _shares(shares, number)])
+    number, chunks = (
+        count_segments(segments, shape),
+        CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None),
+    )
+    part = np.concatenate([own / own.sum() for own in _divide_shares(shares, number)])
     s = shape.sequence_chunks
     found: dict[str, Any] = {}
-    for f in fields(each):
-        if (value := getattr(each, f.name)) is None:
+    for f in fields(values):
+        if (value := getattr(values, f.name)) is None:
             continue
-        error = CostsError if isinstance(each, Costs) else UsageError
-        told = by_stage(f.name, value, shape.stages, error)
+        error = CostsError if isinstance(values, Costs) else UsageError
+        told = expand_by_stage(f.name, value, shape.stages, error)
         rows = np.repeat(told, number, axis=0)
-        rows = rows * part[:, None] if f.name in SHARED else rows
-        if f.name in _OF_A_RANK:  # the k-th number is rank k's
+        rows = rows * part[:, None] if f.name in SHARED_FIELDS else rows
+        if f.name in _PER_RANK_FIELDS:  # the k-th number is rank k's
             rows = np.concatenate([told, np.repeat(told[-1:], len(part) - len(told), axis=0)])
-        if f.name in OF_A_CHUNK:
+        if f.name in PER_CHUNK_FIELDS:
             mb = np.arange(width * chunks if (width := rows.shape[1]) > 1 else 1)
             rows = rows[:, mb // (s * chunks) * s + mb % s] / chunks
         found[f.name] = from_grid(rows[:1] if (rows == rows[:1]).all() else rows)
-    return replace(each, **found)
+    return replace(values, **found)
 
 
 # What there is once for each microbatch, and of chunks in parts.
-OF_A_CHUNK: Final = {
-    *OF_A_MICROBATCH,
+PER_CHUNK_FIELDS: Final = {
+    *MICROBATCH_SIZES,
     "FB",
-    *(row.cost for row in ROWS if row.per is Scope.MICROBATCH),
+    *(row.cost for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH),
 }
-_OF_A_RANK: Final = {row.cost for row in ROWS if row.per is Scope.RANK and row.cost}
+_PER_RANK_FIELDS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scope.RANK and row.cost}
 
 
-def _shares(shares: Iterable[float] | None, number: tuple[int, ...]) -> list[NDArray[np.float64]]:
+def _divide_shares(
+    shares: Iterable[float] | None, segment_counts: tuple[int, ...]
+) -> list[NDArray[np.float64]]:
     """The shares of each stage."""
     if shares is None:
-        return [np.ones(pieces) for pieces in number]
+        return [np.ones(pieces) for pieces in segment_counts]
     told = np.array([*shares], float)
     if not (told >= 0).all():
         raise UsageError(f"shares are not negative, and one is {told.min():g}", fields=["shares"])
-    ends = np.cumsum(number)
+    ends = np.cumsum(segment_counts)
     if len(told) == ends[-1]:
         found = np.split(told, ends[:-1])
-    elif {*number} == {len(told)}:
-        found = [told] * len(number)
+    elif {*segment_counts} == {len(told)}:
+        found = [told] * len(segment_counts)
     else:
         raise UsageError(
-            f"there are {len(told)} shares for stages of {describe([*number])} pieces",
+            f"there are {len(told)} shares for stages of {describe([*segment_counts])} pieces",
             fields=["shares", "stage_segments"],
         )
     if any(not own.sum() > 0 for own in found):
@@ -338,40 +378,50 @@ def _shares(shares: Iterable[float] | None, number: tuple[int, ...]) -> list[NDA
 # ---------------------------------------------------------------- where they meet
 
 
-def sums(program: Program) -> Program:
+def insert_collectives(program: Program) -> Program:
     """The program with the sums that `meets` asks for, each just behind what gives what it sums;
     where ranks share the sequence, with gathers likewise."""
-    for op, makers, shift in _sums_of(program):
-        address, given = program.words & ADDRESS, FORWARDS if shift > 0 else BACKWARDS
-        at = np.flatnonzero(is_op(program.op, given) & makers[address >> STAGE])
-        program = behind(program, at, address[at] + (shift << STAGE) | int(op) << OP)
+    for op, makers, shift in _list_collectives(program):
+        address, given = program.words & ADDRESS_MASK, FORWARD_OPS if shift > 0 else BACKWARD_OPS
+        at = np.flatnonzero(is_op(program.op, given) & makers[address >> STAGE_SHIFT])
+        program = insert_after(
+            program, at, address[at] + (shift << STAGE_SHIFT) | int(op) << OP_SHIFT
+        )
     return program
 
 
-def _sums_of(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]]:
+def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]]:
     """Of each kind of sum, which stages give what is summed, shape (stages,), and how many stages
     farther is the one that takes it, whose sum it is.  Where ranks share the sequence a sum leaves
     each its part of it (reduce-scatter), and so what goes the other way there is gathered."""
     stages, trained = program.shape.stages, np.arange(program.shape.stages) > program.frozen_stages
-    letters = np.array([*(program.segment_boundaries or ENDS * (stages - 1)), ENDS])
-    yield Opcode.TPReduceAct, letters == LEAVES, 1
-    yield Opcode.TPReduceGrad, np.roll(letters == ENTERS, 1) & trained & program.trains, -1
+    letters = np.array([*(program.segment_boundaries or STAGE_END * (stages - 1)), STAGE_END])
+    yield Opcode.TPReduceAct, letters == EXIT_COLLECTIVE, 1
+    yield (
+        Opcode.TPReduceGrad,
+        np.roll(letters == ENTRY_COLLECTIVE, 1) & trained & program.has_backward,
+        -1,
+    )
     if program.sequence_parallel:
-        yield Opcode.TPGatherAct, letters == ENTERS, 1
-        yield Opcode.TPGatherGrad, np.roll(letters == LEAVES, 1) & trained & program.trains, -1
+        yield Opcode.TPGatherAct, letters == ENTRY_COLLECTIVE, 1
+        yield (
+            Opcode.TPGatherGrad,
+            np.roll(letters == EXIT_COLLECTIVE, 1) & trained & program.has_backward,
+            -1,
+        )
 
 
-def _expected(program: Program, present: Present) -> Iterator[ExpectedInstructions]:
-    for op, makers, shift in _sums_of(program):
+def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
+    for op, makers, shift in _list_collectives(program):
         there = np.repeat(np.roll(makers, shift), program.shape.microbatches)
         yield ExpectedInstructions(op, there, "the program does not say that ranks meet there")
 
 
-def _finer(options: Options) -> dict[str, Any]:
+def _collect_split_options(options: Options) -> dict[str, Any]:
     """What is said of pieces and chunks."""
     told = {
-        "given": options.more.get("stage_segments"),
-        "chunks": options.more.get("microbatch_chunks"),
+        "given": options.extra_options.get("stage_segments"),
+        "chunks": options.extra_options.get("microbatch_chunks"),
     }
     return {name: value for name, value in told.items() if value is not None}
 
@@ -380,11 +430,11 @@ PASSES: Final = (
     Pass(
         "stage_segments",
         "draft",
-        lambda program, options: cut(program, **_finer(options)),
-        wanted=lambda program, options: bool(_finer(options)),
-        options=("stage_segments", "microbatch_chunks"),
-        kinds={"stage_segments": PIECES, "microbatch_chunks": CHUNKS},
-        abouts={
+        lambda program, options: split_stages(program, **_collect_split_options(options)),
+        should_run=lambda program, options: bool(_collect_split_options(options)),
+        option_names=("stage_segments", "microbatch_chunks"),
+        option_types={"stage_segments": SEGMENTS_TYPE, "microbatch_chunks": CHUNK_COUNT_TYPE},
+        option_descriptions={
             "stage_segments": "split each stage into so many segments at its tensor-parallel "
             "collectives: 5, or 5,9,5 per stage, or the collectives between segments, fgfg; where "
             "schedules are compared, the segments of a rank's part of the model",
@@ -397,9 +447,9 @@ PASSES: Final = (
     Pass(
         "sums",
         "messages",
-        lambda program, options: sums(program),
-        wanted=lambda program, options: bool(program.segment_boundaries),
-        expected=_expected,
+        lambda program, options: insert_collectives(program),
+        should_run=lambda program, options: bool(program.segment_boundaries),
+        list_expected=_list_expected,
         order=2,
     ),
 )

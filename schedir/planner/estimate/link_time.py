@@ -17,12 +17,12 @@ class LinkTimes(NamedTuple):
     """Seconds of a boundary's messages, by plan: over all borders between neighbouring ranks, and
     from the last rank to the first, where several stages are placed in a loop."""
 
-    borders: Floats
-    around: Floats
+    neighbors: Floats
+    wraparound: Floats
 
 
-def ways(
-    model: TransformerSpec, cluster: Cluster, plans: PlanColumns, where: NodePlacement
+def compute_link_times(
+    model: TransformerSpec, cluster: Cluster, plans: PlanColumns, placement: NodePlacement
 ) -> LinkTimes:
     """What a microbatch's boundary takes from rank to rank.
 
@@ -31,7 +31,10 @@ def ways(
     its own part, and nothing is gathered.
     """
     size = 1.0 * cluster.itemsize * plans.microbatch_size * model.sequence / plans.cp * model.hidden
-    within, between = cluster.nvlink, min(cluster.nvlink, cluster.network)
+    within, between = (
+        cluster.nvlink_bandwidth,
+        min(cluster.nvlink_bandwidth, cluster.network_bandwidth),
+    )
     t = plans.tp
     gather = (t - 1) * (
         cluster.latency + size / t / np.where(t > cluster.gpus_per_node, between, within)
@@ -44,12 +47,12 @@ def ways(
         return np.where(cut, part, np.minimum(whole, part + gather))
 
     slow, near = message(between), message(within)
-    borders = where.crossings * slow + (plans.pp - 1 - where.crossings) * near
-    around = np.where(where.apart, slow, near)
+    borders = placement.node_crossings * slow + (plans.pp - 1 - placement.node_crossings) * near
+    around = np.where(placement.has_separate_ends, slow, near)
     return LinkTimes(np.where(plans.pp > 1, borders, 0.0), np.where(plans.pp > 1, around, 0.0))
 
 
-def mesh(choice: ParallelPlan) -> Ints:
+def build_process_mesh(plan: ParallelPlan) -> Ints:
     """Which process is where: shape (d c, p, t), as `Cluster.costs` takes it.
 
     Slices stand side by side, then parts of a sequence, and then what `order` says.
@@ -59,9 +62,9 @@ def mesh(choice: ParallelPlan) -> Ints:
     ...     rank_order="tp-dp-pp")).tolist()
     ([[[0], [1]], [[2], [3]]], [[[0], [2]], [[1], [3]]])
     """
-    p, t, d, c = choice.pp, choice.tp, choice.dp, choice.cp
-    each = np.arange(choice.gpus, dtype=np.int64)
-    if choice.rank_order == "tp-pp-dp":
+    p, t, d, c = plan.pp, plan.tp, plan.dp, plan.cp
+    each = np.arange(plan.gpus, dtype=np.int64)
+    if plan.rank_order == "tp-pp-dp":
         placed = each.reshape(d, p, c, t).transpose(0, 2, 1, 3)
     else:
         placed = each.reshape(p, d, c, t).transpose(1, 2, 0, 3)
@@ -73,37 +76,39 @@ class NodePlacement(NamedTuple):
     its node, whether the first and the last rank of some are on two, and the slowest links of
     replicas, and of those that have the same experts."""
 
-    crossings: int
-    apart: bool
-    replicas: float
-    experts: float
+    node_crossings: int
+    has_separate_ends: bool
+    replica_bandwidth: float
+    expert_bandwidth: float
 
 
 @lru_cache(maxsize=4096)
-def places(cluster: Cluster, choice: ParallelPlan) -> NodePlacement:
+def place_on_nodes(cluster: Cluster, plan: ParallelPlan) -> NodePlacement:
     """Those of a choice's p, t, d, c, e and order."""
-    where = mesh(choice)
+    where = build_process_mesh(plan)
     nodes = where // cluster.gpus_per_node
     crossed = (nodes[:, 1:] != nodes[:, :-1]).any(axis=(0, 2))
     groups = where.reshape(len(where), -1)
     alike = (nodes - nodes[:1]).reshape(len(where), -1)  # as seen from each group's first one
     some = groups[:, np.unique(alike, axis=1, return_index=True)[1]].T
     slowest, experts = (
-        min(cluster.bandwidth(group[::each]) for group in some) for each in (1, choice.ep)
+        min(cluster.bandwidth(group[::each]) for group in some) for each in (1, plan.ep)
     )
     return NodePlacement(
         int(crossed.sum()), bool((nodes[:, 0] != nodes[:, -1]).any()), slowest, experts
     )
 
 
-def places_of(cluster: Cluster, plans: PlanColumns) -> NodePlacement:
+def place_plans_on_nodes(cluster: Cluster, plans: PlanColumns) -> NodePlacement:
     """Of many plans, a column each."""
-    first, which = plans.distinct("pp", "tp", "dp", "cp", "ep")
+    first, which = plans.find_distinct("pp", "tp", "dp", "cp", "ep")
     each = []
     for i in first.tolist():
         p, t, d, c, e = (int(getattr(plans, name)[i]) for name in ("pp", "tp", "dp", "cp", "ep"))
         each.append(
-            places(cluster, ParallelPlan(pp=p, tp=t, dp=d, cp=c, ep=e, rank_order=plans.rank_order))
+            place_on_nodes(
+                cluster, ParallelPlan(pp=p, tp=t, dp=d, cp=c, ep=e, rank_order=plans.rank_order)
+            )
         )
     columns: list[Any] = [np.array(column)[which] for column in zip(*each, strict=True)]
     return NodePlacement(*columns)
@@ -116,7 +121,7 @@ class ReplicaRing(NamedTuple):
     bandwidth: Floats
     latency: float
 
-    def turn(self, size: Any) -> Any:
+    def compute_gather_time(self, size: Any) -> Any:
         """Seconds of a gather, or a scattered sum, of `size` bytes: as `Cluster.all_gather`, of
         arrays."""
         many = self.size[:, None]
@@ -124,12 +129,14 @@ class ReplicaRing(NamedTuple):
         return np.where((many > 1) & (size > 0), taken, 0.0)
 
 
-def rings(
-    cluster: Cluster, plans: PlanColumns, where: NodePlacement
+def build_replica_rings(
+    cluster: Cluster, plans: PlanColumns, placement: NodePlacement
 ) -> tuple[ReplicaRing, ReplicaRing]:
     """The rings of each plan's replicas, and of those that have the same experts."""
     many = plans.dp * plans.cp
     return (
-        ReplicaRing(many, np.array(where.replicas), cluster.latency),
-        ReplicaRing(np.maximum(many // plans.ep, 1), np.array(where.experts), cluster.latency),
+        ReplicaRing(many, np.array(placement.replica_bandwidth), cluster.latency),
+        ReplicaRing(
+            np.maximum(many // plans.ep, 1), np.array(placement.expert_bandwidth), cluster.latency
+        ),
     )

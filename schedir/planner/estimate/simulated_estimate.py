@@ -8,34 +8,34 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.memory.footprint import tiers_of
+from schedir.analysis.memory.footprint import find_used_tiers
 from schedir.errors import UsageError
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.costs import Costs
-from schedir.ir.cost.per_stage_values import from_grid, grid
-from schedir.ir.cost.zero_states import IN_PARTS, WHOLE
+from schedir.ir.cost.per_stage_values import from_grid, to_grid
+from schedir.ir.cost.zero_states import SHARDED_LABELS, UNSHARDED_LABELS
 from schedir.ir.isa.instructions import (
-    BACKWARDS,
-    BOUNDARY,
-    COMPUTE,
-    FORM_CHANGES,
+    BACKWARD_INPUT_OPS,
+    BACKWARD_OPS,
+    BACKWARD_WEIGHT_OPS,
+    BOUNDARY_VALUES,
+    COMPUTE_OPS,
+    FORM_CHANGE_OPS,
     FORWARD,
-    LATE,
+    FULL_BACKWARD_OPS,
+    INSTRUCTIONS,
+    OPTIMIZER_STEP_OPS,
     RECOMPUTE,
-    ROWS,
-    SPLITS,
-    STEPS,
     TIERS,
-    WHOLES,
     Lane,
     Opcode,
     Value,
-    changes,
-    producers,
+    find_modifiers,
+    find_producers,
 )
 from schedir.ir.program import Program
-from schedir.planner.config_export import plan_of, plan_program
-from schedir.planner.estimate.instruction_costs import costs_of, times_of
+from schedir.planner.config_export import build_pipeline_shape, plan_program
+from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import (
     GpuMemory,
@@ -46,12 +46,12 @@ from schedir.planner.parallel_plan import (
     StageTimes,
     StepBreakdown,
 )
-from schedir.planner.plan_estimate import priced
-from schedir.planner.trainer_profile import Trainer, trainer_for
+from schedir.planner.plan_estimate import attach_estimates
+from schedir.planner.trainer_profile import Trainer, get_trainer
 from schedir.planner.transformer.memory_estimate import StateBytes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.bubble_causes import IdleCause, idleness
-from schedir.predict.cpu_contention import WORK, on_processors
+from schedir.predict.cpu_contention import CPU_LANES, simulate_on_cpus
 from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 
@@ -59,17 +59,17 @@ from schedir.predict.timeline import Timeline
 def simulate_plan(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
     *,
-    states: StateBytes | None = None,
+    state_bytes: StateBytes | None = None,
 ) -> PlanEstimate:
     """The choice with the time of its step and its memory, from simulating its program.
 
     Each stage has its own times, by its layers and by the embedding or the head; messages, sums,
     gathers of weights and the update take what the cluster makes of their bytes.  What the parts
     tell is of the rank that is busiest, and adds up to the step.  Processes that share processors
-    are simulated so (`on_processors`), with the program and the sizes of `schedir train`.
+    are simulated so (`simulate_on_cpus`), with the program and the sizes of `schedir train`.
 
     Copies to the host and back are instructions of the program, which take what the cluster's
     `host` makes of their bytes, each way on a lane of its own.
@@ -85,25 +85,25 @@ def simulate_plan(
     >>> found.exact, found.step == sum(found.parts), found.fits
     (True, True, True)
     """
-    of = trainer_for(cluster, constants, states)
-    whole = program_of(model, cluster, choice, of)
-    if whole.shape.stages != choice.stages:
+    of = get_trainer(cluster, constants, state_bytes)
+    whole = compile_plan(model, cluster, plan, of)
+    if whole.shape.stages != plan.stages:
         raise UsageError(
-            f"{choice.schedule} has {whole.shape.stages} stages of several holders each, which the "
+            f"{plan.schedule} has {whole.shape.stages} stages of several holders each, which the "
             "planner does not price",
             fields=["schedule"],
         )
-    times = times_of(model, cluster, choice, of.constants)
-    return simulated(model, cluster, choice, whole, times, of)
+    times = compute_stage_times(model, cluster, plan, of.constants)
+    return estimate_from_program(model, cluster, plan, whole, times, of)
 
 
 def simulated_program(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
     *,
-    states: StateBytes | None = None,
+    state_bytes: StateBytes | None = None,
 ) -> Program:
     """The program that `simulate_plan` simulates for a choice: `plan_program`, and of one that
     offloads as much as its memory asks for.  Raises what `simulate_plan` does.
@@ -115,48 +115,48 @@ def simulated_program(
     >>> "offload 0.1" in schedir.to_text(planner.simulated_program(gpt, node, one), folded=False)
     True
     """
-    return program_of(model, cluster, choice, trainer_for(cluster, constants, states))
+    return compile_plan(model, cluster, plan, get_trainer(cluster, constants, state_bytes))
 
 
-def program_of(
-    model: TransformerSpec, cluster: Cluster, choice: ParallelPlan, of: Trainer
+def compile_plan(
+    model: TransformerSpec, cluster: Cluster, plan: ParallelPlan, trainer: Trainer
 ) -> Program:
     """The program of a choice, with what its memory asks to be offloaded.
 
     The limit is what the allocator and the process leave of a GPU's memory.
     """
-    if choice.offload == "none":
-        if choice.offloads:
-            require_host(cluster, choice)
-        whole = plan_program(choice, tied=model.tied, **of.options)
-        if not choice.offloads and len(tiers_of(whole)) > 1:
+    if plan.offload == "none":
+        if plan.has_offload:
+            require_host(cluster, plan)
+        whole = plan_program(plan, tied_weights=model.tied, **trainer.compile_options)
+        if not plan.has_offload and len(find_used_tiers(whole)) > 1:
             raise UsageError(
-                f"{choice.schedule} offloads, and what its copies take nobody has planned",
+                f"{plan.schedule} offloads, and what its copies take nobody has planned",
                 fields=["schedule", "offload"],
             )
         return whole
-    require_host(cluster, choice)
-    shape, constants = plan_of(choice), of.constants
-    times = times_of(model, cluster, choice, constants)
+    require_host(cluster, plan)
+    shape, constants = build_pipeline_shape(plan), trainer.constants
+    times = compute_stage_times(model, cluster, plan, constants)
     return plan_program(
-        choice,
-        tied=model.tied,
-        costs=costs_of(model, cluster, choice, shape, times, constants, of.states),
-        sizes=of.sizes(model, choice, shape, constants, of.states),
-        memory_limit=(cluster.memory - constants.reserved) / (1 + constants.allocator_share),
+        plan,
+        tied_weights=model.tied,
+        costs=compute_costs(model, cluster, plan, shape, times, constants, trainer.state_bytes),
+        sizes=trainer.compute_sizes(model, plan, shape, constants, trainer.state_bytes),
+        memory_limit=(cluster.memory - constants.reserved_bytes) / (1 + constants.allocator_share),
         host_memory_limit=cluster.host_memory,
-        **of.options,
+        **trainer.compile_options,
     )
 
 
-def require_host(cluster: Cluster, choice: ParallelPlan | None = None) -> None:
+def require_host(cluster: Cluster, plan: ParallelPlan | None = None) -> None:
     """Raise UsageError for machines whose host nobody tells, and what is not planned there."""
     if cluster.processors is not None:
         raise UsageError(
             "processors compute in their host's memory: there is no other to offload to",
             fields=["offload", "optimizer_placement", "processors"],
         )
-    told = {"host": "24GB/s", "host_memory": "225GB"}
+    told = {"host_bandwidth": "24GB/s", "host_memory": "225GB"}
     if missing := [name for name in told if getattr(cluster, name) is None]:
         raise UsageError(
             f"what offload takes and where it lies the cluster's {' and '.join(missing)} say, "
@@ -164,59 +164,65 @@ def require_host(cluster: Cluster, choice: ParallelPlan | None = None) -> None:
             hint=", ".join(f'{name} = "{told[name]}"' for name in missing),
             fields=missing,
         )
-    if choice is not None and choice.optimizer_placement == "host" and choice.ep > 1:
+    if plan is not None and plan.optimizer_placement == "host" and plan.ep > 1:
         raise UsageError(
             "states of experts, of which replicas hold parts, are not planned on the host",
             fields=["optimizer_placement", "ep"],
         )
 
 
-def simulated(
+def estimate_from_program(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
-    whole: Program,
-    times: list[StageTimes],
-    of: Trainer,
+    plan: ParallelPlan,
+    program: Program,
+    stage_times: list[StageTimes],
+    trainer: Trainer,
 ) -> PlanEstimate:
     """The choice with what its program takes, if a microbatch takes so long in each stage."""
-    constants, states = of.constants, of.states
-    costs = costs_of(model, cluster, choice, whole.shape, times, constants, states)
-    held = of.sizes(model, choice, whole.shape, constants, states)
-    run = replace(run_of(cluster, choice, whole, costs), sizes=held)
-    found = parts_of(run, times, ahead=constants.recompute_ahead)
-    memory = memory_of(run, constants)
-    return priced(model, cluster, choice, found, memory, exact=True, host=host_of(run))
+    constants, states = trainer.constants, trainer.state_bytes
+    costs = compute_costs(model, cluster, plan, program.shape, stage_times, constants, states)
+    held = trainer.compute_sizes(model, plan, program.shape, constants, states)
+    run = replace(simulate_on_cluster(cluster, plan, program, costs), sizes=held)
+    found = break_down_step(run, stage_times, recompute_ahead=constants.recompute_ahead)
+    memory = measure_gpu_memory(run, constants)
+    return attach_estimates(
+        model, cluster, plan, found, memory, is_simulated=True, host_memory=measure_host_memory(run)
+    )
 
 
-def run_of(cluster: Cluster, choice: ParallelPlan, whole: Program, costs: Costs) -> Timeline:
+def simulate_on_cluster(
+    cluster: Cluster, plan: ParallelPlan, program: Program, costs: Costs
+) -> Timeline:
     """The predicted run of a choice's program."""
     if cluster.processors is None:
-        return simulate(whole, costs, progress_model="per_edge")
-    shape = whole.shape
+        return simulate(program, costs, progress_model="per_edge")
+    shape = program.shape
     alone = {
-        name: from_grid(grid(getattr(costs, name) or 0.0) / cluster.alone)
-        for name in {row.cost for row in ROWS if row.cost and row.lane in WORK}
+        name: from_grid(to_grid(getattr(costs, name) or 0.0) / cluster.solo_speedup)
+        for name in {row.cost for row in INSTRUCTIONS if row.cost and row.lane in CPU_LANES}
     }
-    each = cluster.processors * cluster.nodes * shape.ranks / choice.gpus  # of a replica's slice
-    return on_processors(whole, replace(costs, **alone), each)
+    each = cluster.processors * cluster.nodes * shape.ranks / plan.gpus  # of a replica's slice
+    return simulate_on_cpus(program, replace(costs, **alone), each)
 
 
 # ---------------------------------------------------------------- what a run says
 
 
-def parts_of(run: Timeline, times: list[StageTimes], *, ahead: float = 0.0) -> StepBreakdown:
+def break_down_step(
+    run: Timeline, stage_times: list[StageTimes], *, recompute_ahead: float = 0.0
+) -> StepBreakdown:
     """Where the time of the busiest rank goes, from the first instruction of all to the last.
 
-    What it computes is told apart by `times`, of whose R a share may run `ahead` of its backward;
-    why it waits when it does, `idleness` tells.
+    What it computes is told apart by `stage_times`, of whose R a share may run `recompute_ahead` of
+    its backward; why it waits when it does, `idleness` tells.
     """
     rank = int(run.busy.argmax())
     here = slice(*run.program.offsets[rank : rank + 2].tolist())
-    spans, second = run.spans[here], run.second_of_pair[here]
+    spans, second = run.spans[here], run.is_second_of_pair[here]
     op, took = spans["op"], spans["end"] - spans["start"]
-    work = np.isin(op, COMPUTE)
-    each = _told_apart(times, ahead)[:, op[work], spans["stage"][work]]
+    work = np.isin(op, COMPUTE_OPS)
+    each = _split_compute_time(stage_times, recompute_ahead)[:, op[work], spans["stage"][work]]
     pair = np.cumsum(~second[work]) - 1  # what runs together has one span
     alone = np.bincount(pair, each.sum(0))
     whole = took[work][~second[work]]
@@ -225,75 +231,90 @@ def parts_of(run: Timeline, times: list[StageTimes], *, ahead: float = 0.0) -> S
     waits = idleness(run)
     waits = waits[waits["rank"] == rank]
     idle, cause = waits["end"] - waits["start"], waits["cause"]
-    norm = (waits["awaits"] >= 0) & np.isin(run.spans["op"][waits["awaits"]], producers(Value.NORM))
+    norm = (waits["awaits"] >= 0) & np.isin(
+        run.spans["op"][waits["awaits"]], find_producers(Value.NORM)
+    )
     data = np.isin(cause, (IdleCause.REDUCTION, IdleCause.WEIGHTS)) & ~norm
     message, host = cause == IdleCause.MESSAGE, cause == IdleCause.OFFLOAD
     return StepBreakdown(
         compute=compute,
         recompute=again,
-        tensor=tensor,
-        transfers=float(took[np.isin(op, _FORM_CHANGES)].sum() + idle[message].sum()),
+        tensor_parallel=tensor,
+        transfers=float(took[np.isin(op, _FORM_CHANGE_OPS)].sum() + idle[message].sum()),
         bubble=float(idle[~(data | message | norm | host)].sum()),
-        data=float(idle[data].sum()),
-        optimizer=float(took[np.isin(op, _UPDATES)].sum() + idle[norm].sum()),
-        host=float(idle[host].sum()),
+        data_parallel=float(idle[data].sum()),
+        optimizer=float(took[np.isin(op, _UPDATE_OPS)].sum() + idle[norm].sum()),
+        host_copies=float(idle[host].sum()),
     )
 
 
-def _told_apart(times: list[StageTimes], ahead: float) -> NDArray[np.float64]:
+def _split_compute_time(
+    stage_times: list[StageTimes], recompute_ahead: float
+) -> NDArray[np.float64]:
     """Of what computes, what is work, what runs again, and what are collectives: shape
     (3, opcodes, stages)."""
-    compute, tensor = (np.array(each).T for each in zip(*times, strict=True))  # by phase and stage
-    found = np.zeros((3, len(Opcode), len(times)))
+    compute, tensor = (
+        np.array(each).T for each in zip(*stage_times, strict=True)
+    )  # by phase and stage
+    found = np.zeros((3, len(Opcode), len(stage_times)))
     again = len(PhaseTimes._fields) - 1
-    for op, phases in _PHASES.items():
-        part = (1 - ahead) * (op in BACKWARDS) + ahead * (op == RECOMPUTE)
+    for op, phases in _PHASES_OF_OP.items():
+        part = (1 - recompute_ahead) * (op in BACKWARD_OPS) + recompute_ahead * (op == RECOMPUTE)
         found[0, op] = compute[phases].sum(0)
         found[1, op] = part * compute[again]
         found[2, op] = tensor[phases].sum(0) + part * tensor[again]
     return found
 
 
-_UPDATES: Final = (*STEPS, *(op for op in changes(Value.STATE) if ROWS[op].lane is Lane.COMPUTE))
-_FORM_CHANGES: Final = tuple(op for op in FORM_CHANGES if ROWS[op].lane is Lane.COMPUTE)
-_PHASES: Final[dict[Opcode, list[int]]] = {  # those of `PhaseTimes` that an instruction is
+_UPDATE_OPS: Final = (
+    *OPTIMIZER_STEP_OPS,
+    *(op for op in find_modifiers(Value.STATE) if INSTRUCTIONS[op].lane is Lane.COMPUTE),
+)
+_FORM_CHANGE_OPS: Final = tuple(
+    op for op in FORM_CHANGE_OPS if INSTRUCTIONS[op].lane is Lane.COMPUTE
+)
+_PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # those of `PhaseTimes` that an instruction is
     FORWARD: [0],
-    **{op: [1, 2] for op in WHOLES},
-    **{op: [1] for op in SPLITS},
-    **{op: [2] for op in LATE},
+    **{op: [1, 2] for op in FULL_BACKWARD_OPS},
+    **{op: [1] for op in BACKWARD_INPUT_OPS},
+    **{op: [2] for op in BACKWARD_WEIGHT_OPS},
     RECOMPUTE: [],
 }
 
 
-def memory_of(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
+def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
     """What the fullest rank holds when it holds most, with what the allocator and the process take
     beside it."""
     rank = int(run.peak_memory.argmax())
     curve = run.memory[rank]
-    at = int(curve.held.argmax())
+    at = int(curve.total.argmax())
     found = dict.fromkeys(GpuMemory._fields, 0.0)
-    for kind, size in curve.kinds.items():
-        found[_HELD.get(kind, "activations")] += float(size[at])
-    found["other"] += constants.allocator_share * sum(found.values()) + constants.reserved
+    for kind, size in curve.by_kind.items():
+        found[_MEMORY_KINDS.get(kind, "activations")] += float(size[at])
+    found["other"] += constants.allocator_share * sum(found.values()) + constants.reserved_bytes
     return GpuMemory(**found)
 
 
-def host_of(run: Timeline) -> HostMemory:
+def measure_host_memory(run: Timeline) -> HostMemory:
     """What the rank has on its host that has most there, at the peak of it."""
-    curves = run.memory_on(TIERS[1]) if len(tiers_of(run.program)) > 1 else ()
+    curves = run.memory_on(TIERS[1]) if len(find_used_tiers(run.program)) > 1 else ()
     most, kinds = 0.0, dict[str, float]()
     for curve in curves:
-        at = int(curve.held.argmax())
-        if curve.held[at] > most:
-            most, kinds = float(curve.held[at]), {k: float(v[at]) for k, v in curve.kinds.items()}
-    states = sum(size for kind, size in kinds.items() if _HELD.get(kind) == "optimizer")
+        at = int(curve.total.argmax())
+        if curve.total[at] > most:
+            most, kinds = (
+                float(curve.total[at]),
+                {k: float(v[at]) for k, v in curve.by_kind.items()},
+            )
+    states = sum(size for kind, size in kinds.items() if _MEMORY_KINDS.get(kind) == "optimizer")
     return HostMemory(states, most - states)
 
 
-_HELD: Final = {
-    "params": "weights", IN_PARTS["params"]: "weights", WHOLE["params"]: "weights",
-    "grads": "gradients", IN_PARTS["grads"]: "gradients", WHOLE["grads"]: "gradients",
-    "optimizer": "optimizer", IN_PARTS["optimizer"]: "optimizer",
+_MEMORY_KINDS: Final = {
+    "params": "weights", SHARDED_LABELS["params"]: "weights", UNSHARDED_LABELS["params"]: "weights",
+    "grads": "gradients", SHARDED_LABELS["grads"]: "gradients", UNSHARDED_LABELS["grads"]:
+    "gradients",
+    "optimizer": "optimizer", SHARDED_LABELS["optimizer"]: "optimizer",
     Value.STATE.name.lower(): "optimizer",
-    **{token.name.lower(): "other" for token in BOUNDARY},
+    **{token.name.lower(): "other" for token in BOUNDARY_VALUES},
 }  # fmt: skip

@@ -16,7 +16,7 @@ from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_time import layer_time
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-_FREE: Final = 1e30  # of a rate that takes no time
+_INFINITE_RATE: Final = 1e30  # of a rate that takes no time
 
 
 class MeasuredGemm(NamedTuple):
@@ -28,16 +28,16 @@ class MeasuredGemm(NamedTuple):
     seconds: float
 
     @property
-    def rate(self) -> float:
+    def flops_per_second(self) -> float:
         """Floating-point operations per second."""
         return 6.0 * self.m * self.k * self.n / self.seconds
 
 
 class MeasuredLayer(NamedTuple):
-    """A layer of `model`, forward and backward of one microbatch of `choice`, in seconds."""
+    """A layer of `model`, forward and backward of one microbatch of `plan`, in seconds."""
 
     model: TransformerSpec
-    choice: ParallelPlan
+    plan: ParallelPlan
     seconds: float
 
 
@@ -52,43 +52,44 @@ class MeasuredAllReduce(NamedTuple):
 class MachineMeasurements(NamedTuple):
     """What was measured, each while all processes of the node did the same.
 
-    `smallest` are layers so small that only their issue takes time; `copied` the bytes per second
-    of what reads and writes only; `memory` the bytes of one process, and `processors` those of the
-    node, where what computes has no GPU.
+    `tiny_layers` are layers so small that only their issue takes time; `copy_bandwidth` the bytes
+    per second of what reads and writes only; `memory` the bytes of one process, and `processors`
+    those of the node, where what computes has no GPU.
     """
 
     processes: int
     itemsize: int
     memory: float
-    products: Sequence[MeasuredGemm]
-    copied: float
-    smallest: Sequence[MeasuredLayer]
+    gemms: Sequence[MeasuredGemm]
+    copy_bandwidth: float
+    tiny_layers: Sequence[MeasuredLayer]
     layers: Sequence[MeasuredLayer]
-    sums: Sequence[MeasuredAllReduce] = ()
+    all_reduces: Sequence[MeasuredAllReduce] = ()
     processors: int | None = None
 
 
 class FitRow(NamedTuple):
     """Something that was measured beside what the Cluster says of it, in seconds."""
 
-    what: str
+    subject: str
     measured: float
-    told: float
+    predicted: float
 
     @property
-    def error(self) -> float:
+    def relative_error(self) -> float:
         """By how much the Cluster is off, of what was measured."""
-        return self.told / self.measured - 1
+        return self.predicted / self.measured - 1
 
 
-def fitted(measured: MachineMeasurements) -> Cluster:
+def fit_cluster(measurements: MachineMeasurements) -> Cluster:
     """The Cluster of one node at whose rates the planner tells what was measured.
 
     `flops` is the median over products.  `kernel_us` is what the smallest layers take, by the
-    kernels that the planner counts in them.  `hbm` is the rate at which the other layers come out
-    as measured, in the mean: no more than what a copy reaches, and, as a bound, no less than a
-    hundredth of that.  `latency` and `nvlink` are those of sums, by least squares of relative
-    errors; where a process is alone nobody asks for them, and they are those of its own memory.
+    kernels that the planner counts in them.  `hbm_bandwidth` is the rate at which the other layers
+    come out as measured, in the mean: no more than what a copy reaches, and, as a bound, no less
+    than a hundredth of that.  `latency` and `nvlink_bandwidth` are those of sums, by least squares
+    of relative errors; where a process is alone nobody asks for them, and they are those of its own
+    memory.
 
     Raises UsageError where there is nothing to go by.
 
@@ -104,62 +105,75 @@ def fitted(measured: MachineMeasurements) -> Cluster:
     >>> f"{here.flops:.4g} {here.nvlink:.3g} {here.latency:.2g}"
     '1.573e+09 1e+09 1e-05'
     """
-    if not (measured.products and measured.smallest and measured.layers):
+    if not (measurements.gemms and measurements.tiny_layers and measurements.layers):
         raise UsageError("nothing was measured: products and layers are needed")
-    latency, nvlink = _link(measured.sums) if measured.sums else (0.0, measured.copied)
+    latency, nvlink = (
+        _fit_link(measurements.all_reduces)
+        if measurements.all_reduces
+        else (0.0, measurements.copy_bandwidth)
+    )
     cluster = Cluster(
         nodes=1,
-        gpus_per_node=measured.processes,
-        flops=_short(median(one.rate for one in measured.products)),
-        memory=_short(measured.memory),
-        hbm=_short(measured.copied),
-        nvlink=_short(nvlink),
-        network=_short(nvlink),
-        latency=_short(latency * 1e6) / 1e6,
-        itemsize=measured.itemsize,
-        processors=measured.processors,
+        gpus_per_node=measurements.processes,
+        flops=_round_to_four_digits(median(one.flops_per_second for one in measurements.gemms)),
+        memory=_round_to_four_digits(measurements.memory),
+        hbm_bandwidth=_round_to_four_digits(measurements.copy_bandwidth),
+        nvlink_bandwidth=_round_to_four_digits(nvlink),
+        network_bandwidth=_round_to_four_digits(nvlink),
+        latency=_round_to_four_digits(latency * 1e6) / 1e6,
+        itemsize=measurements.itemsize,
+        processors=measurements.processors,
     )
-    cluster = replace(cluster, kernel_us=_short(_issue_us(cluster, measured.smallest)))
-    return replace(cluster, hbm=_short(_hbm(cluster, measured)))
+    cluster = replace(
+        cluster, kernel_us=_round_to_four_digits(_fit_kernel_us(cluster, measurements.tiny_layers))
+    )
+    return replace(
+        cluster, hbm_bandwidth=_round_to_four_digits(_fit_hbm_bandwidth(cluster, measurements))
+    )
 
 
-def rows(cluster: Cluster, measured: MachineMeasurements) -> Iterator[FitRow]:
+def compare_measurements(cluster: Cluster, measurements: MachineMeasurements) -> Iterator[FitRow]:
     """What was measured beside what a Cluster says of it."""
-    for m, k, n, seconds in measured.products:
+    for m, k, n, seconds in measurements.gemms:
         yield FitRow(f"products {m} x {k} x {n}", seconds, 6.0 * m * k * n / cluster.flops)
-    for model, choice, seconds in (*measured.smallest, *measured.layers):
+    for model, choice, seconds in (*measurements.tiny_layers, *measurements.layers):
         what = f"layer h {model.hidden}, s {model.sequence}, b {choice.microbatch_size}"
-        yield FitRow(what, seconds, _told(cluster, model, choice))
-    for group, size, seconds in measured.sums:
+        yield FitRow(what, seconds, _predict_layer_time(cluster, model, choice))
+    for group, size, seconds in measurements.all_reduces:
         what = f"all-reduce of {size / 1e3:g} kB over {group}"
-        yield FitRow(what, seconds, cluster.all_reduce(size, group))
+        yield FitRow(what, seconds, cluster.all_reduce_time(size, group))
 
 
-def _told(cluster: Cluster, model: TransformerSpec, choice: ParallelPlan) -> float:
-    found = layer_time(model, cluster, choice).total
+def _predict_layer_time(cluster: Cluster, model: TransformerSpec, plan: ParallelPlan) -> float:
+    found = layer_time(model, cluster, plan).total
     return found.F + found.B
 
 
-def _issue_us(cluster: Cluster, smallest: Sequence[MeasuredLayer]) -> float:
+def _fit_kernel_us(cluster: Cluster, tiny_layers: Sequence[MeasuredLayer]) -> float:
     """Microseconds for each kernel of layers that take next to nothing else."""
-    free = replace(cluster, flops=_FREE, peak=None, hbm=_FREE, kernel_us=1.0)
+    free = replace(
+        cluster, flops=_INFINITE_RATE, peak=None, hbm_bandwidth=_INFINITE_RATE, kernel_us=1.0
+    )
     rest = replace(cluster, kernel_us=0.0)
     if cluster.processors is None:  # a GPU works meanwhile
         rest = replace(free, kernel_us=0.0)
     return median(
-        max(seconds - _told(rest, model, choice), 0.0) / _told(free, model, choice)
-        for model, choice, seconds in smallest
+        max(seconds - _predict_layer_time(rest, model, choice), 0.0)
+        / _predict_layer_time(free, model, choice)
+        for model, choice, seconds in tiny_layers
     )
 
 
-def _hbm(cluster: Cluster, measured: MachineMeasurements) -> float:
+def _fit_hbm_bandwidth(cluster: Cluster, measurements: MachineMeasurements) -> float:
     """The rate at which layers are told as long as they are, in the mean of relative errors."""
 
     def off(hbm: float) -> float:
-        at = replace(cluster, hbm=hbm)
-        return sum(_told(at, m, c) / seconds - 1 for m, c, seconds in measured.layers)
+        at = replace(cluster, hbm_bandwidth=hbm)
+        return sum(
+            _predict_layer_time(at, m, c) / seconds - 1 for m, c, seconds in measurements.layers
+        )
 
-    low, high = measured.copied / 100, measured.copied
+    low, high = measurements.copy_bandwidth / 100, measurements.copy_bandwidth
     if off(high) >= 0:  # as long as they are, or longer, without any of it
         return high
     for _ in range(60):
@@ -168,23 +182,23 @@ def _hbm(cluster: Cluster, measured: MachineMeasurements) -> float:
     return high
 
 
-def _link(sums: Sequence[MeasuredAllReduce]) -> tuple[float, float]:
+def _fit_link(all_reduces: Sequence[MeasuredAllReduce]) -> tuple[float, float]:
     """Latency and bytes per second of a ring's messages (`Cluster.all_reduce`), by least squares.
 
     2(g-1) latency + 2(g-1)/g size/bandwidth; where the latency would be negative there is none.
     """
-    table = np.array([[2 * (g - 1), 2 * (g - 1) / g * size] for g, size, _ in sums])
-    table /= np.array([seconds for *_, seconds in sums])[:, None]
+    table = np.array([[2 * (g - 1), 2 * (g - 1) / g * size] for g, size, _ in all_reduces])
+    table /= np.array([seconds for *_, seconds in all_reduces])[:, None]
     ones = np.ones(len(table))
     found: Any = np.linalg.lstsq(table, ones, rcond=None)[0]
     if found[0] < 0:
         found = np.array([0.0, table[:, 1].sum() / (table[:, 1] ** 2).sum()])
     if found[1] <= 0:
-        largest = max(sums, key=lambda one: one.size)
+        largest = max(all_reduces, key=lambda one: one.size)
         return float(found[0]), largest.size / largest.seconds
     return float(found[0]), float(1 / found[1])
 
 
-def _short(value: float) -> float:
+def _round_to_four_digits(value: float) -> float:
     """As many digits as a measurement has, and a person reads."""
     return float(f"{value:.4g}")

@@ -10,7 +10,7 @@ from schedir.errors import UsageError, describe
 from schedir.io.cluster_file import load_cluster
 from schedir.ir.cost.cluster import Cluster
 
-_FOLDER = Path(__file__).parent / "clusters"
+_CLUSTER_DIRECTORY = Path(__file__).parent / "clusters"
 
 
 def cluster_presets() -> list[str]:
@@ -20,7 +20,7 @@ def cluster_presets() -> list[str]:
     >>> "a100" in cluster_presets()
     True
     """
-    return sorted(file.stem for file in _FOLDER.glob("*.toml"))
+    return sorted(file.stem for file in _CLUSTER_DIRECTORY.glob("*.toml"))
 
 
 def cluster_preset(name: str, nodes: int = 1) -> Cluster:
@@ -41,4 +41,4 @@ def cluster_preset(name: str, nodes: int = 1) -> Cluster:
             else f"there are {', '.join(cluster_presets())}; load_cluster reads a file of your own",
             fields=["cluster"],
         )
-    return replace(load_cluster(_FOLDER / f"{name}.toml"), nodes=nodes)
+    return replace(load_cluster(_CLUSTER_DIRECTORY / f"{name}.toml"), nodes=nodes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from schedir.errors import UsageError, describe, number
+from schedir.errors import UsageError, describe, to_float
 
 
 class SoftwareConstant(NamedTuple):
@@ -15,13 +15,17 @@ class SoftwareConstant(NamedTuple):
     name: str
     value: float
     meaning: str
-    least: float
-    most: float
+    min_value: float
+    max_value: float
     source: str
 
 
-def _of(value: float, meaning: str, least: float, most: float, source: str) -> Any:
-    return field(default=value, metadata=dict(meaning=meaning, bounds=(least, most), source=source))
+def _constant_field(
+    value: float, meaning: str, min_value: float, max_value: float, source: str
+) -> Any:
+    return field(
+        default=value, metadata=dict(meaning=meaning, bounds=(min_value, max_value), source=source)
+    )
 
 
 @dataclass(frozen=True)
@@ -37,52 +41,52 @@ class SoftwareConstants:
     0.67 of 0.0 to 1.0
     """
 
-    tile_rows: float = _of(
+    tile_rows: float = _constant_field(
         128, "rows of the tile of a product that a multiprocessor makes at a time", 64, 256,
         "NVIDIA, Matrix Multiplication Background User's Guide: 256x128 and 128x256 are largest",
     )  # fmt: skip
-    tile_columns: float = _of(
+    tile_columns: float = _constant_field(
         256, "its columns, or its rows where that leaves fewer tiles", 64, 256, "the same",
     )  # fmt: skip
-    most_splits: float = _of(
+    max_splits: float = _constant_field(
         8, "parts into which the inner dimension of a product is split at most", 1, 32,
         "arXiv 2301.03598, section 3.2: fixed split",
     )  # fmt: skip
-    flash_forward: float = _of(
+    flash_forward_efficiency: float = _constant_field(
         0.90, "of the reached flops, what flash attention's forward reaches of its own", 0.5, 1.0,
         "arXiv 2307.08691, section 4.1: 73 % of an A100's peak, where products reach 81 %",
     )  # fmt: skip
-    flash_backward: float = _of(
+    flash_backward_efficiency: float = _constant_field(
         0.78, "the same of its backward", 0.4, 1.0, "the same: 63 %",
     )  # fmt: skip
-    scores_hbm: float = _of(
+    scores_bandwidth_share: float = _constant_field(
         0.73, "of the reached bytes per second, what softmax and dropout of scores reach", 0.4, 1.0,
         "arXiv 2205.05198, Table 4: to run the core of attention again takes 1.3 ms, of which its "
         "products take 0.34; random numbers and the longest of each row cost more than bytes",
     )  # fmt: skip
-    tensor_hidden: float = _of(
+    tensor_overlap_share: float = _constant_field(
         0.67, "of a tensor-parallel sum beside the product of a weight's gradient, the share that "
         "is hidden: the rest is what it takes from the product", 0.0, 1.0,
         "fitted to the five backwards of arXiv 2205.05198, Table 4, whose software runs them side "
         "by side; 0 for software that does not",
     )  # fmt: skip
-    recompute_ahead: float = _of(
+    recompute_ahead: float = _constant_field(
         0.0, "share of what runs again that is an instruction of its own, which may run while a "
         "gradient is on its way; what is left begins with the backward", 0.0, 1.0,
         "0 in Megatron-LM and torch.utils.checkpoint; 1 in schedir's programs (docs/memory.md)",
     )  # fmt: skip
-    reduce_hidden: float = _of(
+    reduction_overlap_share: float = _constant_field(
         0.0, "share of a stage's last backward under which the sums of its gradients over replicas "
         "run", 0.0, 1.0,
         "0 in Megatron-LM as of arXiv 2104.04473; up to 1 where sums begin bucket by bucket "
         "(arXiv 2006.15704, section 3.2.3)",
     )  # fmt: skip
-    allocator_share: float = _of(
+    allocator_share: float = _constant_field(
         0.03, "bytes of the allocator that are no tensor's, as a share of those that are", 0.0, 0.2,
         "arXiv 1910.02054, section 3.2: memory fragments; blocks of caching allocators are rounded "
         "up, large ones to 2 MiB",
     )  # fmt: skip
-    reserved: float = _of(
+    reserved_bytes: float = _constant_field(
         1e9, "bytes of a process beside its tensors: the context of its GPU, kernels, and buffers "
         "of collectives", 0.0, 4e9,
         "NCCL's user guide: NCCL_BUFFSIZE, 4 MiB for each channel and peer; CUDA's context",
@@ -91,7 +95,7 @@ class SoftwareConstants:
     def __post_init__(self) -> None:
         for f in fields(self):
             least, most = f.metadata["bounds"]
-            value = number(getattr(self, f.name))
+            value = to_float(getattr(self, f.name))
             if value is None or not least <= value <= most:
                 raise UsageError(
                     f"constants: {f.name} is {f.metadata['meaning']}, from {least:g} to {most:g}, "
@@ -101,11 +105,11 @@ class SoftwareConstants:
             object.__setattr__(self, f.name, value)
 
     @property
-    def tile(self) -> tuple[float, float]:
+    def tile_sides(self) -> tuple[float, float]:
         """Its shorter and its longer side."""
         return min(self.tile_rows, self.tile_columns), max(self.tile_rows, self.tile_columns)
 
-    def each(self) -> Iterator[SoftwareConstant]:
+    def list_constants(self) -> Iterator[SoftwareConstant]:
         """All of them, as data."""
         for f in fields(self):
             meta = f.metadata

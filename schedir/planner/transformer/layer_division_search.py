@@ -15,14 +15,14 @@ from schedir.ir.cost.cluster import Cluster
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.planner.config_export import plan_program
-from schedir.planner.estimate.instruction_costs import costs_of, times_of
-from schedir.planner.estimate.offload_plans import refuse_offload
-from schedir.planner.estimate.simulated_estimate import run_of
+from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
+from schedir.planner.estimate.offload_plans import require_no_offload
+from schedir.planner.estimate.simulated_estimate import simulate_on_cluster
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import ParallelPlan
-from schedir.planner.plan_estimate import plain
-from schedir.planner.trainer_profile import Trainer, trainer_for
-from schedir.planner.transformer.layer_division import even
+from schedir.planner.plan_estimate import strip_estimates
+from schedir.planner.trainer_profile import Trainer, get_trainer
+from schedir.planner.transformer.layer_division import divide_evenly
 from schedir.planner.transformer.layer_time import stage_time
 from schedir.planner.transformer.memory_estimate import StateBytes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
@@ -31,11 +31,11 @@ from schedir.predict.simulate import simulate
 Floats = NDArray[np.float64]
 Division = tuple[int, ...]
 
-_TRIES: Final = 48  # simulations of one cut
-_SAME: Final = 1e-9  # of a step: what is less shorter is not
+_MAX_SIMULATIONS: Final = 48  # simulations of one cut
+_TOLERANCE: Final = 1e-9  # of a step: what is less shorter is not
 
 
-def balanced(seconds: Floats) -> Division:
+def balance_layers(rank_times: Floats) -> Division:
     """How many layers each rank has, so that the slowest rank takes least.
 
     `seconds[r, n]` is what rank r takes with n layers, infinite where it cannot have so many; shape
@@ -48,13 +48,13 @@ def balanced(seconds: Floats) -> Division:
     >>> balanced(np.array([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 3.0]]))
     (1, 2)
     """
-    ranks, width = seconds.shape
+    ranks, width = rank_times.shape
     # best[r][k]: the least that the slowest of the ranks from r on takes, which share k layers.
     best = np.full((ranks + 1, width), np.inf)
     best[ranks, 0] = 0.0
     for rank in range(ranks - 1, -1, -1):
         for k in range(width):
-            best[rank, k] = np.maximum(seconds[rank, : k + 1], best[rank + 1, k::-1]).min()
+            best[rank, k] = np.maximum(rank_times[rank, : k + 1], best[rank + 1, k::-1]).min()
     if not np.isfinite(best[0, -1]):
         raise UsageError(
             f"{width - 1} layers cannot be divided among {ranks} ranks within their memory",
@@ -62,7 +62,7 @@ def balanced(seconds: Floats) -> Division:
         )
     found, left = [], width - 1
     for rank in range(ranks):
-        each = np.maximum(seconds[rank, : left + 1], best[rank + 1, left::-1])
+        each = np.maximum(rank_times[rank, : left + 1], best[rank + 1, left::-1])
         found.append(int((each <= max(best[0, -1], each.min())).argmax()))
         left -= found[-1]
     return tuple(found)
@@ -71,17 +71,18 @@ def balanced(seconds: Floats) -> Division:
 def optimize_layer_division(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
     *,
-    states: StateBytes | None = None,
+    state_bytes: StateBytes | None = None,
 ) -> Division:
     """The layers of each stage with which a step of a choice is shortest, as far as is looked.
 
     First the slowest rank is made as fast as it can be, with the embedding and the head as what
-    they cost, and no rank above the memory of its GPU (`balanced`).  That leaves many divisions,
-    and near ones that are as good: of these, and of those that differ from the best so far by one
-    layer, the one is taken whose program is shortest.  It is never slower than the even one.
+    they cost, and no rank above the memory of its GPU (`balance_layers`).  That leaves many
+    divisions, and near ones that are as good: of these, and of those that differ from the best so
+    far by one layer, the one is taken whose program is shortest.  It is never slower than the even
+    one.
 
     Raises UsageError where no division fits the memory.
 
@@ -93,8 +94,8 @@ def optimize_layer_division(
     (6, 7, 6, 5)
     """
     return _DivisionSearch(
-        model, cluster, choice, trainer_for(cluster, constants, states)
-    ).shortest()
+        model, cluster, plan, get_trainer(cluster, constants, state_bytes)
+    ).find_shortest()
 
 
 class _DivisionSearch:
@@ -104,42 +105,46 @@ class _DivisionSearch:
         self,
         model: TransformerSpec,
         cluster: Cluster,
-        choice: ParallelPlan,
-        of: Trainer,
+        plan: ParallelPlan,
+        trainer: Trainer,
     ) -> None:
-        refuse_offload(choice, "a cut of layers")
-        self.model, self.cluster, self.of = model, cluster, of
-        self.constants, self.states = of.constants, of.states
-        self.choice = replace(plain(choice), layers_per_stage=())
-        self.program: Program = plan_program(self.choice, tied=model.tied, **of.options)
+        require_no_offload(plan, "a cut of layers")
+        self.model, self.cluster, self.trainer = model, cluster, trainer
+        self.constants, self.state_bytes = trainer.constants, trainer.state_bytes
+        self.plan = replace(strip_estimates(plan), layers_per_stage=())
+        self.program: Program = plan_program(
+            self.plan, tied_weights=model.tied, **trainer.compile_options
+        )
         self.shape: PipelineShape = self.program.shape
         if self.shape.stages > model.layers + 2:
             raise UsageError(
                 f"{model.layers} layers do not fill {self.shape.stages} stages",
                 fields=["layers", "pp", "stages_per_rank"],
             )
-        self.start = even(model.layers, self.shape.stages)
-        self.known: dict[Division, float] = {}
-        self.least = np.array(
-            [sum(0 < s < self.shape.stages - 1 for s in own) for own in self.shape.stages_of]
+        self.even_division = divide_evenly(model.layers, self.shape.stages)
+        self.step_times: dict[Division, float] = {}
+        self.min_layers = np.array(
+            [sum(0 < s < self.shape.stages - 1 for s in own) for own in self.shape.stages_on_rank]
         )
-        self.base, self.each = self._bytes()
+        self.base_bytes, self.layer_bytes = self._measure_bytes()
 
-    def shortest(self) -> Division:
+    def find_shortest(self) -> Division:
         """The shortest that is found."""
-        seconds = self._seconds()
+        seconds = self._compute_rank_times()
         first = {
-            self.start: self._fits(self._per_rank(self.start)),
-            **{self._spread(own): True for own in self._near(seconds)},
+            self.even_division: self._fits_memory(self._sum_per_rank(self.even_division)),
+            **{self._spread_over_stages(own): True for own in self._iter_balanced(seconds)},
         }
         allowed = [division for division, fits in first.items() if fits]
-        best = min(allowed, key=self._step)
-        while len(self.known) < _TRIES:
+        best = min(allowed, key=self._simulate_step)
+        while len(self.step_times) < _MAX_SIMULATIONS:
             better = next(
                 (
                     other
-                    for other in islice(self._neighbours(best, seconds), _TRIES - len(self.known))
-                    if self._step(other) < self._step(best) * (1 - _SAME)
+                    for other in islice(
+                        self._iter_neighbors(best, seconds), _MAX_SIMULATIONS - len(self.step_times)
+                    )
+                    if self._simulate_step(other) < self._simulate_step(best) * (1 - _TOLERANCE)
                 ),
                 None,
             )
@@ -150,59 +155,63 @@ class _DivisionSearch:
 
     # ------------------------------------------------------------ what ranks take and hold
 
-    def _seconds(self) -> Floats:
+    def _compute_rank_times(self) -> Floats:
         """What each rank takes of a microbatch with so many layers; infinite where they do not fit,
         or leave a stage with nothing to do."""
         layers, last = self.model.layers, self.shape.stages - 1
         part = {
-            ends: np.array([sum(self._time(n, *ends)) for n in range(layers + 1)])
-            for ends in {(0 in own, last in own) for own in self.shape.stages_of}
+            ends: np.array([sum(self._compute_stage_time(n, *ends)) for n in range(layers + 1)])
+            for ends in {(0 in own, last in own) for own in self.shape.stages_on_rank}
         }
-        seconds = np.array([part[0 in own, last in own] for own in self.shape.stages_of])
+        seconds = np.array([part[0 in own, last in own] for own in self.shape.stages_on_rank])
         number = np.arange(layers + 1)
-        held = self.base[:, None] + self.each[:, None] * number
-        seconds[(held > self.cluster.memory) | (number < self.least[:, None])] = np.inf
+        held = self.base_bytes[:, None] + self.layer_bytes[:, None] * number
+        seconds[(held > self.cluster.memory) | (number < self.min_layers[:, None])] = np.inf
         return seconds
 
-    def _time(self, layers: int, first: bool, last: bool) -> tuple[float, ...]:
+    def _compute_stage_time(self, layers: int, is_first: bool, is_last: bool) -> tuple[float, ...]:
         return stage_time(
-            self.model, self.cluster, self.choice, layers, first, last, self.constants
+            self.model, self.cluster, self.plan, layers, is_first, is_last, self.constants
         ).total
 
-    def _bytes(self) -> tuple[Floats, Floats]:
+    def _measure_bytes(self) -> tuple[Floats, Floats]:
         """What each rank holds without layers, and for each: of two divisions, of which one has
         twice as many in each stage, for bytes are so much for each layer."""
         held = []
         for times in (1, 2):
-            division = tuple(times * n for n in self.start)
+            division = tuple(times * n for n in self.even_division)
             model = replace(self.model, layers=times * self.model.layers)
-            choice = replace(self.choice, layers_per_stage=division)
-            size = self.of.sizes(model, choice, self.shape, self.constants, self.states)
+            choice = replace(self.plan, layers_per_stage=division)
+            size = self.trainer.compute_sizes(
+                model, choice, self.shape, self.constants, self.state_bytes
+            )
             peak = simulate(self.program, sizes=size, progress_model="per_edge").peak_memory
-            held.append(peak * (1 + self.constants.allocator_share) + self.constants.reserved)
-        number = np.maximum(self._per_rank(self.start), 1)
+            held.append(peak * (1 + self.constants.allocator_share) + self.constants.reserved_bytes)
+        number = np.maximum(self._sum_per_rank(self.even_division), 1)
         each = (held[1] - held[0]) / number
         return held[0] - each * number, each
 
-    def _per_rank(self, division: Division) -> NDArray[np.int64]:
-        return np.array([sum(division[s] for s in own) for own in self.shape.stages_of])
+    def _sum_per_rank(self, division: Division) -> NDArray[np.int64]:
+        return np.array([sum(division[s] for s in own) for own in self.shape.stages_on_rank])
 
-    def _fits(self, own: NDArray[np.int64]) -> bool:
-        return bool((self.base + self.each * own <= self.cluster.memory).all())
+    def _fits_memory(self, layers_per_rank: NDArray[np.int64]) -> bool:
+        return bool(
+            (self.base_bytes + self.layer_bytes * layers_per_rank <= self.cluster.memory).all()
+        )
 
     # ------------------------------------------------------------ divisions
 
-    def _near(self, seconds: Floats) -> Iterator[tuple[int, ...]]:
+    def _iter_balanced(self, rank_times: Floats) -> Iterator[tuple[int, ...]]:
         """Layers of each rank in which the slowest is as fast as can be: the first ranks with
         least, and with most."""
-        yield balanced(seconds)
-        yield balanced(seconds[::-1])[::-1]
+        yield balance_layers(rank_times)
+        yield balance_layers(rank_times[::-1])[::-1]
 
-    def _spread(self, each: tuple[int, ...]) -> Division:
+    def _spread_over_stages(self, layers_per_rank: tuple[int, ...]) -> Division:
         """The layers of each stage where ranks have so many: its stages take turns, and ends, which
         also have the embedding or the head, come last."""
         found, last = [0] * self.shape.stages, self.shape.stages - 1
-        for own, layers in zip(self.shape.stages_of, each, strict=True):
+        for own, layers in zip(self.shape.stages_on_rank, layers_per_rank, strict=True):
             for one in own:
                 found[one] = int(0 < one < last)
             for _ in range(layers - sum(found[one] for one in own)):
@@ -210,29 +219,39 @@ class _DivisionSearch:
                 found[least] += 1
         return tuple(found)
 
-    def _neighbours(self, division: Division, seconds: Floats) -> Iterator[Division]:
+    def _iter_neighbors(self, division: Division, rank_times: Floats) -> Iterator[Division]:
         """Those with one layer on another rank, from the slowest to the fastest first."""
-        own = self._per_rank(division)
-        load = seconds[np.arange(len(own)), own]
+        own = self._sum_per_rank(division)
+        load = rank_times[np.arange(len(own)), own]
         order = np.argsort(-load, kind="stable").tolist()
         for giver in order:
             for taker in reversed(order):
                 moved = own.copy()
                 moved[giver] -= 1
                 moved[taker] += 1
-                if giver != taker and moved[giver] >= self.least[giver] and self._fits(moved):
-                    other = self._spread(tuple(moved.tolist()))
-                    if other not in self.known:
+                if (
+                    giver != taker
+                    and moved[giver] >= self.min_layers[giver]
+                    and self._fits_memory(moved)
+                ):
+                    other = self._spread_over_stages(tuple(moved.tolist()))
+                    if other not in self.step_times:
                         yield other
 
-    def _step(self, division: Division) -> float:
+    def _simulate_step(self, division: Division) -> float:
         """The exact step of a division."""
-        if division not in self.known:
-            choice = replace(self.choice, layers_per_stage=division)
-            times = times_of(self.model, self.cluster, choice, self.constants)
-            costs = costs_of(
-                self.model, self.cluster, choice, self.shape, times, self.constants, self.states
+        if division not in self.step_times:
+            choice = replace(self.plan, layers_per_stage=division)
+            times = compute_stage_times(self.model, self.cluster, choice, self.constants)
+            costs = compute_costs(
+                self.model,
+                self.cluster,
+                choice,
+                self.shape,
+                times,
+                self.constants,
+                self.state_bytes,
             )
-            run = run_of(self.cluster, choice, self.program, costs)
-            self.known[division] = run.span
-        return self.known[division]
+            run = simulate_on_cluster(self.cluster, choice, self.program, costs)
+            self.step_times[division] = run.span
+        return self.step_times[division]

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from schedir.ir.cost.cluster import Cluster
-from schedir.planner.estimate.schedule_formulas import FAMILIES
+from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import ParallelPlan, PhaseTimes, StageTimes
-from schedir.planner.transformer.layer_ops import embedding_pieces, head_pieces, layer_pieces
+from schedir.planner.transformer.layer_ops import list_embedding_ops, list_head_ops, list_layer_ops
 from schedir.planner.transformer.op_time import OpTimes
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
@@ -22,15 +22,15 @@ class GpuWork(NamedTuple):
     issues kernels ahead of it."""
 
     gpu: PhaseTimes = PhaseTimes()
-    tensor: PhaseTimes = PhaseTimes()
+    tensor_parallel: PhaseTimes = PhaseTimes()
     host: PhaseTimes = PhaseTimes()
 
-    def plus(self, other: GpuWork, times: float = 1.0) -> GpuWork:
+    def plus(self, other: GpuWork, count: float = 1.0) -> GpuWork:
         """The sum with another, so many times."""
-        return GpuWork(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
+        return GpuWork(*(a.plus(b, count) for a, b in zip(self, other, strict=True)))
 
     @property
-    def times(self) -> StageTimes:
+    def stage_times(self) -> StageTimes:
         """The longer of GPU and host, by forward and backward; of numbers, or of arrays.
 
         Where the host is slower the GPU waits for it: that counts as compute, by halves of the
@@ -49,7 +49,7 @@ class GpuWork(NamedTuple):
 def layer_time(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
 ) -> StageTimes:
     """Seconds of one microbatch in one layer, on one GPU.
@@ -70,13 +70,13 @@ def layer_time(
     t 1: 41.8 ms, 0.0 in sums
     t 8:  6.0 ms, 1.7 in sums
     """
-    return _plain(work_of("layer", model, cluster, choice, constants))
+    return _to_python_floats(compute_work("layer", model, cluster, plan, constants))
 
 
 def embedding_time(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
 ) -> StageTimes:
     """The same of the embedding: rows of tokens and positions, a dropout, and their gradients.
@@ -88,13 +88,13 @@ def embedding_time(
     >>> f"{taken.F * 1e3:.1f} ms forward, {taken.B * 1e3:.1f} ms backward"
     '0.6 ms forward, 2.5 ms backward'
     """
-    return _plain(work_of("embedding", model, cluster, choice, constants))
+    return _to_python_floats(compute_work("embedding", model, cluster, plan, constants))
 
 
 def head_time(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
 ) -> StageTimes:
     """The same of what is behind the last layer: a norm, logits, and the loss.
@@ -107,16 +107,16 @@ def head_time(
     >>> f"as long as {(head.F + head.B) / (layer.F + layer.B):.1f} layers"
     'as long as 0.5 layers'
     """
-    return _plain(work_of("head", model, cluster, choice, constants))
+    return _to_python_floats(compute_work("head", model, cluster, plan, constants))
 
 
 def stage_time(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     layers: int,
-    first: bool = False,
-    last: bool = False,
+    is_first: bool = False,
+    is_last: bool = False,
     constants: SoftwareConstants | None = None,
 ) -> StageTimes:
     """The same of a stage of so many layers; the first has the embedding, the last the head.
@@ -137,68 +137,76 @@ def stage_time(
     F 32.1  I 30.3  W 18.3  again 30.8 ms first
     F 34.7  I 33.9  W 20.7  again 30.8 ms last
     """
-    work = GpuWork().plus(work_of("layer", model, cluster, choice, constants), layers)
-    for here, part in ((first, "embedding"), (last, "head")):
+    work = GpuWork().plus(compute_work("layer", model, cluster, plan, constants), layers)
+    for here, part in ((is_first, "embedding"), (is_last, "head")):
         if here:
-            work = work.plus(work_of(part, model, cluster, choice, constants))
-    return _plain(work)
+            work = work.plus(compute_work(part, model, cluster, plan, constants))
+    return _to_python_floats(work)
 
 
-_PIECES = {"layer": layer_pieces, "embedding": embedding_pieces, "head": head_pieces}
+_LIST_OPS = {"layer": list_layer_ops, "embedding": list_embedding_ops, "head": list_head_ops}
 
 
-def _plain(work: GpuWork) -> StageTimes:
+def _to_python_floats(work: GpuWork) -> StageTimes:
     """Its times, as Python's own numbers."""
-    return StageTimes(*(PhaseTimes(*map(float, each)) for each in work.times))
+    return StageTimes(*(PhaseTimes(*map(float, each)) for each in work.stage_times))
 
 
-def work_of(
+def compute_work(
     part: str,
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     constants: SoftwareConstants | None,
 ) -> GpuWork:
     """The work of a part, which many choices share."""
-    whole = choice.schedule not in FAMILIES or not FAMILIES[choice.schedule].split
+    whole = (
+        plan.schedule not in SCHEDULE_FORMULAS
+        or not SCHEDULE_FORMULAS[plan.schedule].has_split_backward
+    )
     few = ParallelPlan(
-        pp=choice.pp if choice.ep > 1 else 1, tp=choice.tp, dp=choice.ep,
-        microbatch_size=choice.microbatch_size,
-        recompute=choice.recompute, sequence_parallel=choice.sequence_parallel, cp=choice.cp,
-        ep=choice.ep, attention=choice.attention, rank_order=choice.rank_order,
+        pp=plan.pp if plan.ep > 1 else 1, tp=plan.tp, dp=plan.ep,
+        microbatch_size=plan.microbatch_size,
+        recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, cp=plan.cp,
+        ep=plan.ep, attention=plan.attention, rank_order=plan.rank_order,
     )  # fmt: skip
-    return _known(part, model, cluster, few, constants or SoftwareConstants(), whole)
+    return _compute_work_cached(part, model, cluster, few, constants or SoftwareConstants(), whole)
 
 
 @lru_cache(maxsize=4096)
-def _known(
+def _compute_work_cached(
     part: str,
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     constants: SoftwareConstants,
-    whole: bool,
+    has_full_backward: bool,
 ) -> GpuWork:
     """Seconds of all phases: of layers, some of it again."""
-    gemms, passes, collectives = pieces = _PIECES[part](model, choice)
-    prices = OpTimes(cluster, choice, constants, whole)
-    products = {gemm.what: prices.gemm(gemm) for gemm in gemms}
-    core = _sum(products[gemm.what] for gemm in gemms if gemm.core)
-    core = core.plus(_sum(prices.passed(one) for one in passes if one.core))
-    gpu = _sum([*products.values(), *map(prices.passed, passes)])
-    host = _sum(prices.issued(one) for some in pieces for one in some)
-    tensor = _sum(
-        prices.waited(one, products.get(one.under, PhaseTimes()), core) for one in collectives
+    gemms, passes, collectives = pieces = _LIST_OPS[part](model, plan)
+    prices = OpTimes(cluster, plan, constants, has_full_backward)
+    products = {gemm.name: prices.time_gemm(gemm) for gemm in gemms}
+    core = _sum_phases(products[gemm.name] for gemm in gemms if gemm.is_attention_core)
+    core = core.plus(
+        _sum_phases(prices.time_memory_pass(one) for one in passes if one.is_attention_core)
     )
-    if part == "layer" and choice.recompute == "full":
+    gpu = _sum_phases([*products.values(), *map(prices.time_memory_pass, passes)])
+    host = _sum_phases(prices.time_issue(one) for some in pieces for one in some)
+    tensor = _sum_phases(
+        prices.time_exposed_collective(one, products.get(one.overlapped_gemm, PhaseTimes()), core)
+        for one in collectives
+    )
+    if part == "layer" and plan.recompute == "full":
         gpu, tensor, host = (each._replace(R=each.F) for each in (gpu, tensor, host))
-    elif part == "layer" and choice.recompute == "selective":
-        issued = _sum(prices.issued(one) for some in pieces[:2] for one in some if one.core)
+    elif part == "layer" and plan.recompute == "selective":
+        issued = _sum_phases(
+            prices.time_issue(one) for some in pieces[:2] for one in some if one.is_attention_core
+        )
         gpu, host = gpu._replace(R=core.F), host._replace(R=issued.F)
-    if not prices.beside:  # the host is what computes
+    if not prices.has_gpu:  # the host is what computes
         return GpuWork(gpu.plus(host), tensor)
     return GpuWork(gpu, tensor, host)
 
 
-def _sum(phases: Iterable[PhaseTimes]) -> PhaseTimes:
+def _sum_phases(phases: Iterable[PhaseTimes]) -> PhaseTimes:
     return PhaseTimes(*map(sum, zip(*phases, strict=True)))

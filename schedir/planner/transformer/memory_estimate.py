@@ -7,14 +7,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from schedir.ir.cost.cluster import Cluster
-from schedir.ir.cost.zero_states import CUT_FROM
-from schedir.planner.estimate.schedule_formulas import FAMILIES, family
+from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
+from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS, get_formulas
 from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import GpuMemory, ParallelPlan
-from schedir.planner.plan_columns import NAMES, Floats, PlanColumns, RankGroupShares
-from schedir.planner.transformer.layer_ops import refuse_uneven
+from schedir.planner.plan_columns import SCHEDULE_NAMES, Floats, PlanColumns, RankGroupShares
+from schedir.planner.transformer.layer_ops import require_even_division
 from schedir.planner.transformer.transformer_spec import TransformerSpec
-from schedir.predict.activation_bytes import layer_terms
+from schedir.predict.activation_bytes import compute_layer_terms
 
 
 class StateBytes(NamedTuple):
@@ -35,30 +35,30 @@ ADAM_MAIN_GRADS: Final = StateBytes(2, 4, 12)
 ADAM_32: Final = StateBytes(4, 4, 8)
 
 
-def states_for(cluster: Cluster) -> StateBytes:
+def get_state_bytes(cluster: Cluster) -> StateBytes:
     """Those of the type that trains on a cluster, by the bytes of its numbers."""
     return ADAM_32 if cluster.itemsize >= 4 else ADAM
 
 
-def layer_numbers(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
+def count_layer_params(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
     """Numbers of a layer on one of `tp` slices: those that all replicas have, and those of its
     experts, of which `ep` replicas have a part each.
 
-    Matrices and what goes with their columns are cut, `whole_numbers` are not (arXiv 1909.08053,
-    section 3).  With fewer `kv_heads` than slices each has one.
+    Matrices and what goes with their columns are cut, `count_replicated_params` are not (arXiv
+    1909.08053, section 3).  With fewer `kv_heads` than slices each has one.
     """
     hidden, width = model.hidden, model.hidden // model.heads
     columns = hidden / t + 2 * np.maximum(model.kv_heads / t, 1) * width
     attention = (hidden + 1) * columns + hidden * hidden / t
     into = model.ffn * (2 if model.gated else 1)
     network = ((hidden + 1) * into + hidden * model.ffn) / t
-    whole, of_experts = whole_numbers(model, e)
+    whole, of_experts = count_replicated_params(model, e)
     if model.experts == 1:
         return attention + network + whole, 0 * network
     return attention + whole, network * model.experts / e + of_experts
 
 
-def whole_numbers(model: TransformerSpec, e: Any = 1) -> tuple[Any, Any]:
+def count_replicated_params(model: TransformerSpec, e: Any = 1) -> tuple[Any, Any]:
     """Numbers of a layer that each slice has whole, those of all replicas and those of experts:
     norms, what is added to whole outputs, and what sends tokens to experts.
 
@@ -71,18 +71,18 @@ def whole_numbers(model: TransformerSpec, e: Any = 1) -> tuple[Any, Any]:
     return norms + added + model.hidden * model.experts, added * model.experts / e
 
 
-def ends_numbers(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]:
+def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]:
     """Numbers on one of `tp` slices of the embedding with its positions; of the head's norm; and of
     its matrix, which a tied one shares with the embedding where both are on one rank."""
     table = -(-model.vocab // t) * model.hidden
     return table + model.sequence * model.hidden, 2 * model.hidden + 0 * table, table
 
 
-def layer_kept(
-    model: TransformerSpec, choice: ParallelPlan, itemsize: float = 2
+def compute_saved_bytes(
+    model: TransformerSpec, plan: ParallelPlan, itemsize: float = 2
 ) -> tuple[float, float]:
     """Bytes that a layer keeps of a microbatch, and that it holds more while it runs again what it
-    did not keep: `layer_terms` of arXiv 2205.05198, of this model.
+    did not keep: `compute_layer_terms` of arXiv 2205.05198, of this model.
 
     Keys and values are as many as `kv_heads`; the terms of the feed-forward network are as wide
     as it is, twice into a gate, and each token's of all `active` experts.  With "flash" no scores
@@ -91,25 +91,25 @@ def layer_kept(
     their input, which is cut where norms are.  All but masks and sums of the softmax are numbers
     of `itemsize` bytes.
     """
-    none = _terms(model, choice, "none", itemsize)
-    kept = _terms(model, choice, choice.recompute, itemsize)
-    if choice.recompute == "full" and choice.sequence_parallel:
-        kept = {what: size / choice.tp for what, size in kept.items()}
+    none = _compute_saved_terms(model, plan, "none", itemsize)
+    kept = _compute_saved_terms(model, plan, plan.recompute, itemsize)
+    if plan.recompute == "full" and plan.sequence_parallel:
+        kept = {what: size / plan.tp for what, size in kept.items()}
     return sum(kept.values()), sum(none.values()) - sum(kept.values())
 
 
-_SQUARE: Final = (
+_SCORE_TERMS: Final = (
     "output of the softmax", "mask of its dropout", "output of its dropout",
 )  # fmt: skip
 
 
-def _terms(
-    model: TransformerSpec, choice: ParallelPlan, recompute: Any, itemsize: float
+def _compute_saved_terms(
+    model: TransformerSpec, plan: ParallelPlan, recompute: Any, itemsize: float
 ) -> dict[str, float]:
-    tokens = model.sequence // choice.cp
-    terms = layer_terms(
-        tokens, choice.microbatch_size, model.hidden, model.heads, choice.tp,
-        recompute=recompute, sequence_parallel=choice.sequence_parallel,
+    tokens = model.sequence // plan.cp
+    terms = compute_layer_terms(
+        tokens, plan.microbatch_size, model.hidden, model.heads, plan.tp,
+        recompute=recompute, sequence_parallel=plan.sequence_parallel,
     )  # fmt: skip
     kv, wide = (
         model.kv_heads / model.heads,
@@ -121,16 +121,14 @@ def _terms(
         "input of the first linear layer": model.active,
         "input of GELU": wide * (2 if model.gated else 1),
         "input of the second linear layer": wide,
-        **dict.fromkeys(_SQUARE, choice.cp * (choice.attention != "flash")),
+        **dict.fromkeys(_SCORE_TERMS, plan.cp * (plan.attention != "flash")),
     }
     found = {
         what: size * scale.get(what, 1) * (1 if what.startswith("mask") else itemsize / 2)
         for what, size in terms.items()
     }
-    if choice.attention == "flash" and recompute != "full":
-        found["sums of the softmax"] = (
-            4.0 * model.heads * tokens * choice.microbatch_size / choice.tp
-        )
+    if plan.attention == "flash" and recompute != "full":
+        found["sums of the softmax"] = 4.0 * model.heads * tokens * plan.microbatch_size / plan.tp
     return found
 
 
@@ -140,17 +138,17 @@ class MemoryTable(NamedTuple):
     replicas have, and of experts."""
 
     memory: Floats
-    numbers: Floats
-    experts: Floats
-    outermost: Floats  # of these, those of its first stage
+    common_params: Floats
+    expert_params: Floats
+    outer_stage_params: Floats  # of these, those of its first stage
 
 
-def held(
+def estimate_memory(
     model: TransformerSpec,
     plans: PlanColumns,
     shares: RankGroupShares,
     constants: SoftwareConstants,
-    states: StateBytes = ADAM,
+    state_bytes: StateBytes = ADAM,
 ) -> MemoryTable:
     """What each share of many plans holds."""
     p, t, d, v, b, m, c, e, zero = (
@@ -167,9 +165,9 @@ def held(
             "zero",
         )
     )
-    there, first, last = shares.number > 0, shares.first, shares.last
-    common, network = layer_numbers(model, t, e)
-    table, norm, matrix = ends_numbers(model, t)
+    there, first, last = shares.rank_count > 0, shares.has_first_stage, shares.has_last_stage
+    common, network = count_layer_params(model, t, e)
+    table, norm, matrix = count_end_params(model, t)
     own_matrix = last & ~(first & model.tied)
     before, behind = first * table, last * norm + own_matrix * matrix
     numbers = (shares.layers * common + before + behind) * there
@@ -178,7 +176,7 @@ def held(
 
     def state(size: float, name: str) -> Any:
         """Bytes of the parts that a replica has."""
-        cut = zero >= CUT_FROM[name]
+        cut = zero >= SHARDED_FROM_LEVEL[name]
         return size * sum(
             whole / np.where(cut, replicas[of], 1)
             for of, whole in (("common", numbers), ("experts", experts))
@@ -195,15 +193,17 @@ def held(
         "grads": np.where(few, everything, (inner + end) * there),
     }
     weights, grads = (
-        state(size, name) + (zero >= CUT_FROM[name]) * size * whole[name]
-        for name, size in (("params", states.params), ("grads", states.grads))
+        state(size, name) + (zero >= SHARDED_FROM_LEVEL[name]) * size * whole[name]
+        for name, size in (("params", state_bytes.params), ("grads", state_bytes.grads))
     )
-    optimizer = state(states.optimizer, "optimizer")
+    optimizer = state(state_bytes.optimizer, "optimizer")
 
-    item = states.params  # bytes of an activation
-    kept, again = kept_by_layer(model, plans, item)
-    stages, loss, waiting = _in_flight(plans, shares)
-    split = np.array([FAMILIES[name].split for name in NAMES])[plans.schedule][:, None]
+    item = state_bytes.params  # bytes of an activation
+    kept, again = compute_saved_by_plan(model, plans, item)
+    stages, loss, waiting = _count_in_flight(plans, shares)
+    split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
+        plans.schedule
+    ][:, None]
     tokens = 1.0 * b * model.sequence / c * model.hidden  # numbers of an activation
     cut = np.where(plans.sequence_parallel[:, None] > 0, t, 1)
     logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
@@ -220,50 +220,56 @@ def held(
     boundary = item * tokens / cut  # of what comes and goes, an activation and a gradient each
     buffers = np.where(p > 1, waiting * boundary, 0.0)
     used = weights + grads + optimizer + activations + buffers
-    other = buffers + constants.allocator_share * used + constants.reserved
+    other = buffers + constants.allocator_share * used + constants.reserved_bytes
     memory = np.stack([x * there for x in (weights, grads, optimizer, activations, other)])
     return MemoryTable(memory, numbers, experts, inner + before + np.where(v > 1, 0, behind))
 
 
-def kept_by_layer(
+def compute_saved_by_plan(
     model: TransformerSpec, plans: PlanColumns, itemsize: float
 ) -> tuple[Floats, Floats]:
-    """`layer_kept` of each plan, a column each."""
-    first, which = plans.distinct("tp", "microbatch_size", "recompute", "sequence_parallel", "cp")
-    each = [layer_kept(model, plans.choice(model, i), itemsize) for i in first.tolist()]
+    """`compute_saved_bytes` of each plan, a column each."""
+    first, which = plans.find_distinct(
+        "tp", "microbatch_size", "recompute", "sequence_parallel", "cp"
+    )
+    each = [compute_saved_bytes(model, plans.plan_at(model, i), itemsize) for i in first.tolist()]
     kept, again = np.array(each).reshape(-1, 2)[which].T
     return kept[:, None], again[:, None]
 
 
-def _in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Floats, Floats, Floats]:
+def _count_in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Floats, Floats, Floats]:
     """Stage activations on each share, microbatches of the head, and boundaries, at most."""
-    stages = np.zeros(shares.rank.shape)
+    stages = np.zeros(shares.first_rank.shape)
     ends, waiting = np.ones((2, len(plans), 1))
     for number in np.unique(plans.schedule).tolist():
         mine = plans.schedule == number
-        family = FAMILIES[NAMES[number]]
+        family = SCHEDULE_FORMULAS[SCHEDULE_NAMES[number]]
         P, v, m = (
             getattr(plans, name)[mine][:, None]
             for name in ("pp", "stages_per_rank", "microbatches")
         )
-        stages[mine] = family.held(P, v, m, shares.rank[mine])
-        ends[mine], waiting[mine] = family.ends(P, v, m), family.waiting(P, v, m)
+        stages[mine] = family.live_activations(P, v, m, shares.first_rank[mine])
+        ends[mine], waiting[mine] = (
+            family.loss_microbatches(P, v, m),
+            family.boundary_buffers(P, v, m),
+        )
     return stages, ends, waiting
 
 
 def peak_memory(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
     *,
-    states: StateBytes | None = None,
+    state_bytes: StateBytes | None = None,
 ) -> GpuMemory:
     """Bytes that the fullest rank of a choice holds at its peak.
 
     Activations are those of arXiv 2205.05198 (equations 1 to 6) of as many microbatches as the
-    schedule has in flight; weights, gradients and the optimizer's are `states` for each number, in
-    parts with ZeRO (arXiv 1910.02054, section 5); unless told, those of the cluster's type.
+    schedule has in flight; weights, gradients and the optimizer's are `state_bytes` for each
+    number, in parts with ZeRO (arXiv 1910.02054, section 5); unless told, those of the cluster's
+    type.
 
     Raises UsageError for a schedule that the planner does not know, and layers, heads or anything
     else that does not divide.
@@ -277,22 +283,27 @@ def peak_memory(
     >>> f"{one.optimizer / one.weights:.1f} {one.activations / 1e9:.1f} GB"
     '6.0 34.5 GB'
     """
-    return max(by_rank(model, cluster, choice, constants, states=states), key=lambda x: x.total)
+    return max(
+        estimate_by_rank(model, cluster, plan, constants, state_bytes=state_bytes),
+        key=lambda x: x.total,
+    )
 
 
-def by_rank(
+def estimate_by_rank(
     model: TransformerSpec,
     cluster: Cluster,
-    choice: ParallelPlan,
+    plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
     *,
-    states: StateBytes | None = None,
+    state_bytes: StateBytes | None = None,
 ) -> tuple[GpuMemory, ...]:
     """The same of each rank of the pipeline."""
-    family(choice.schedule)
-    refuse_uneven(model, choice)
-    states = states or states_for(cluster)
-    plans = PlanColumns.of(choice)
-    shares = plans.shares(model, alike=False)
-    found = held(model, plans, shares, constants or SoftwareConstants(), states).memory
+    get_formulas(plan.schedule)
+    require_even_division(model, plan)
+    state_bytes = state_bytes or get_state_bytes(cluster)
+    plans = PlanColumns.from_plan(plan)
+    shares = plans.compute_shares(model, merge_equal_ranks=False)
+    found = estimate_memory(
+        model, plans, shares, constants or SoftwareConstants(), state_bytes
+    ).memory
     return tuple(GpuMemory(*rank) for rank in found[:, 0].T.tolist())

@@ -8,39 +8,39 @@ from pathlib import Path
 from typing import Any, Final
 
 from schedir.errors import ConfigError, UsageError, describe
-from schedir.io.files import path_of, read_text
-from schedir.io.toml_tables import MOST_BYTES, tables_of
+from schedir.io.files import read_text, require_path
+from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
-def _gpt(layers: int, hidden: int, heads: int) -> TransformerSpec:
+def _make_gpt(layers: int, hidden: int, heads: int) -> TransformerSpec:
     """As Megatron-LM trains it."""
     return TransformerSpec(layers, hidden, heads, vocab=51200, sequence=2048)
 
 
-def _llama(layers: int, hidden: int, heads: int, ffn: int) -> TransformerSpec:
+def _make_llama(layers: int, hidden: int, heads: int, ffn: int) -> TransformerSpec:
     return TransformerSpec(
         layers, hidden, heads, vocab=32000, sequence=2048, ffn=ffn, gated=True, tied=False
     )
 
 
-_LLAMA: Final = "arXiv 2302.13971, Table 2; ffn: 2/3 of 4 hidden (section 2.2), in whole 256"
+_LLAMA_SOURCE: Final = "arXiv 2302.13971, Table 2; ffn: 2/3 of 4 hidden (section 2.2), in whole 256"
 # Shapes, and where they are printed.
-MODELS: Final[dict[str, tuple[TransformerSpec, str]]] = {
-    "gpt-22b": (_gpt(48, 6144, 64), "arXiv 2205.05198, Table 3"),
-    "gpt-175b": (_gpt(96, 12288, 96), "GPT-3: arXiv 2205.05198, Table 3"),
-    "gpt-530b": (_gpt(105, 20480, 128), "MT-NLG: arXiv 2205.05198, Table 3"),
-    "gpt-1t": (_gpt(128, 25600, 160), "arXiv 2205.05198, Table 3"),
-    "llama-7b": (_llama(32, 4096, 32, 11008), _LLAMA),
-    "llama-65b": (_llama(80, 8192, 64, 22016), _LLAMA),
+MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {
+    "gpt-22b": (_make_gpt(48, 6144, 64), "arXiv 2205.05198, Table 3"),
+    "gpt-175b": (_make_gpt(96, 12288, 96), "GPT-3: arXiv 2205.05198, Table 3"),
+    "gpt-530b": (_make_gpt(105, 20480, 128), "MT-NLG: arXiv 2205.05198, Table 3"),
+    "gpt-1t": (_make_gpt(128, 25600, 160), "arXiv 2205.05198, Table 3"),
+    "llama-7b": (_make_llama(32, 4096, 32, 11008), _LLAMA_SOURCE),
+    "llama-65b": (_make_llama(80, 8192, 64, 22016), _LLAMA_SOURCE),
 }
-FIELDS: Final = {f.name: f for f in fields(TransformerSpec)}
+SPEC_FIELDS: Final = {f.name: f for f in fields(TransformerSpec)}
 # What configurations of `schedir train` call otherwise, and what of theirs says nothing here.
-_OTHERWISE: Final = {"context": "sequence"}
-_IGNORED: Final = ("seed", "dropout", "window", "stride")
+_KEY_ALIASES: Final = {"context": "sequence"}
+_IGNORED_KEYS: Final = ("seed", "dropout", "window", "stride")
 
 
-def shape_of(name: str | Path) -> dict[str, Any]:
+def load_model_fields(name: str | Path) -> dict[str, Any]:
     """The fields of a model that is known by its name, or those that a TOML file tells of one:
     at its top, or in its table [model], as a configuration of `schedir train` has it.
 
@@ -50,62 +50,66 @@ def shape_of(name: str | Path) -> dict[str, Any]:
     >>> shape_of("gpt-175b")["hidden"]
     12288
     """
-    if str(name) in MODELS:
-        model = MODELS[str(name)][0]
-        return {field: getattr(model, field) for field in FIELDS}
-    path = path_of(name)
+    if str(name) in MODEL_PRESETS:
+        model = MODEL_PRESETS[str(name)][0]
+        return {field: getattr(model, field) for field in SPEC_FIELDS}
+    path = require_path(name)
     if path.suffix != ".toml":
-        near = get_close_matches(str(name), MODELS, 1)
+        near = get_close_matches(str(name), MODEL_PRESETS, 1)
         raise UsageError(
             f"nobody knows a model {describe(str(name))}",
             hint=f"did you mean {near[0]!r}?" if near
-            else f"there are {', '.join(MODELS)}, and a file of your own ends in .toml",
+            else f"there are {', '.join(MODEL_PRESETS)}, and a file of your own ends in .toml",
             fields=["model"],
         )  # fmt: skip
-    tables = tables_of(read_text(path, MOST_BYTES), str(path))
+    tables = parse_toml(read_text(path, MAX_TOML_BYTES), str(path))
     table = tables["model"] if isinstance(tables.get("model"), dict) else tables
     found: dict[str, Any] = {}
     for key, value in table.items():
-        field = _OTHERWISE.get(key, key)
-        if field in FIELDS:
+        field = _KEY_ALIASES.get(key, key)
+        if field in SPEC_FIELDS:
             found[field] = value
         elif key == "window" and value != 0:
             raise ConfigError(
                 "the planner knows attention over the whole sequence only, and window "
                 f"{describe(value)} would take less time and memory than it says",
-                where=str(path),
+                location=str(path),
                 fields=[key],
             )
-        elif key not in _IGNORED:
-            near = get_close_matches(key, FIELDS, 1)
+        elif key not in _IGNORED_KEYS:
+            near = get_close_matches(key, SPEC_FIELDS, 1)
             raise ConfigError(
-                f"a model has no {describe(key)}", where=str(path), fields=[key],
-                hint=f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FIELDS)}",
+                f"a model has no {describe(key)}", location=str(path), fields=[key],
+                hint=f"did you mean {near[0]!r}?"
+                if near else f"there are {', '.join(SPEC_FIELDS)}",
             )  # fmt: skip
     return found
 
 
-def load_model(name: str | Path, **other: Any) -> TransformerSpec:
+def load_model(name: str | Path, **overrides: Any) -> TransformerSpec:
     """A model that is known by its name, or that a TOML file tells, with other values for some of
     its fields.
 
-    Raises what `shape_of` and `TransformerSpec` do, and UsageError for fields that nobody tells.
+    Raises what `load_model_fields` and `TransformerSpec` do, and UsageError for fields that nobody
+    tells.
 
     >>> from schedir.planner import load_model
     >>> load_model("gpt-175b", sequence=8192).sequence
     8192
     """
-    return model_of({**shape_of(name), **other}, str(name))
+    return build_model({**load_model_fields(name), **overrides}, str(name))
 
 
-def model_of(shape: dict[str, Any], where: str = "") -> TransformerSpec:
+def build_model(model_fields: dict[str, Any], source: str = "") -> TransformerSpec:
     """The model of such fields.  Raises what `TransformerSpec` does, and UsageError, which says
     whose they are, for fields that nobody tells."""
-    missing = [name for name, f in FIELDS.items() if f.default is MISSING and name not in shape]
+    missing = [
+        name for name, f in SPEC_FIELDS.items() if f.default is MISSING and name not in model_fields
+    ]
     if missing:
         raise UsageError(
-            f"{where or 'nobody'} {'says nothing' if where else 'says anything'} of the model's "
+            f"{source or 'nobody'} {'says nothing' if source else 'says anything'} of the model's "
             f"{', '.join(missing)}",
             fields=missing,
         )
-    return TransformerSpec(**shape)
+    return TransformerSpec(**model_fields)

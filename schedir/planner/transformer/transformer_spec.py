@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from schedir.errors import UsageError, describe
-from schedir.ir.cost.number_parsing import MOST_LAYERS, MOST_WIDTH
+from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_WIDTH
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TransformerSpec:
                     f"model: {f.name} is a whole number from 1 on, not {describe(value)}",
                     fields=[f.name],
                 )
-            elif value > (most := MOST_LAYERS if f.name == "layers" else MOST_WIDTH):
+            elif value > (most := MAX_LAYERS if f.name == "layers" else MAX_WIDTH):
                 raise UsageError(
                     f"model: {f.name} is {describe(value)}; it must be at most {most}",
                     fields=[f.name],
@@ -73,14 +73,14 @@ class TransformerSpec:
             )
 
     @property
-    def qkv(self) -> int:
+    def qkv_columns(self) -> int:
         """Columns of the matrix of queries, keys and values."""
         return self.hidden + 2 * self.kv_heads * (self.hidden // self.heads)
 
     @property
     def attention_params(self) -> int:
         """Numbers in a layer's attention: both matrices, their biases, and its norm."""
-        return self.hidden * (self.qkv + self.hidden) + self.qkv + 3 * self.hidden
+        return self.hidden * (self.qkv_columns + self.hidden) + self.qkv_columns + 3 * self.hidden
 
     @property
     def expert_params(self) -> int:
@@ -105,7 +105,7 @@ class TransformerSpec:
         ends = self.embedding_params * (1 if self.tied else 2) + self.sequence * self.hidden
         return self.layers * self.layer_params + ends + 2 * self.hidden
 
-    def flops(self, batch: int) -> float:
+    def count_flops(self, batch: int) -> float:
         """Operations of one step of `batch` sequences that the model asks for: its matrices, twice
         in the backward, nothing again.
 
@@ -119,7 +119,7 @@ class TransformerSpec:
         >>> abs(m.flops(b) / paper - 1) < 1e-12
         True
         """
-        matrices = self.hidden * (self.qkv + self.hidden)
+        matrices = self.hidden * (self.qkv_columns + self.hidden)
         matrices += self.active * self.hidden * self.ffn * (3 if self.gated else 2)
         scores = 2 * self.sequence * self.hidden  # queries by keys, and weights by values
         token = self.layers * (matrices + scores) + self.embedding_params

@@ -18,17 +18,17 @@ from torch import nn
 
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import Instr
-from schedir.runtime.model_checks.memory_overlap import shared_buffers
-from schedir.runtime.model_checks.tensor_fingerprint import same_bits, versions_of
+from schedir.runtime.model_checks.memory_overlap import find_shared_buffers
+from schedir.runtime.model_checks.tensor_fingerprint import get_versions, has_same_bits
 from schedir.runtime.rank_state import State
 
 
 @contextmanager
-def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
+def preserve_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
     """After this context a module's buffers, and torch's generators, are as they were before it;
     and Parameters that nobody trains, to which a forward may write: of these the host has copies
     meanwhile."""
-    put_back = remembered(module)
+    put_back = make_buffer_restorer(module)
     still = [
         (p, p.data, p.detach().to("cpu", copy=True))
         for p in module.parameters()
@@ -40,16 +40,16 @@ def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         put_back()
         for p, data, was in still:
-            if not same_bits(p.detach().cpu(), was):
+            if not has_same_bits(p.detach().cpu(), was):
                 p.data = data
                 data.copy_(was)
 
 
-def remembered(module: nn.Module) -> Callable[[], None]:
+def make_buffer_restorer(module: nn.Module) -> Callable[[], None]:
     """What puts a module's buffers back as they are now."""
     tables = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
     buffers = {buffer for _, was in tables for buffer in was.values() if buffer is not None}
-    values = [(own, own.clone()) for own in map(_each_once, buffers)]
+    values = [(own, own.clone()) for own in map(_narrow_expanded_dims, buffers)]
 
     def put_back() -> None:
         for table, was in tables:
@@ -62,7 +62,7 @@ def remembered(module: nn.Module) -> Callable[[], None]:
     return put_back
 
 
-def _each_once(buffer: torch.Tensor) -> torch.Tensor:
+def _narrow_expanded_dims(buffer: torch.Tensor) -> torch.Tensor:
     """What of a buffer is in memory: one that is expanded has each number several times."""
     strides = buffer.stride() if buffer.layout is torch.strided else ()
     for dim, stride in enumerate(strides):
@@ -71,10 +71,11 @@ def _each_once(buffer: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
-def buffers_checked(
-    state: State, i: Instr, forward: bool, run: Callable[[], None]
+def add_buffer_checks(
+    state: State, i: Instr, is_forward: bool, run: Callable[[], None]
 ) -> Callable[[], None]:
-    """The same as `run`, which runs an own stage, `forward` or backward, and the loss of the last.
+    """The same as `run`, which runs an own stage, `is_forward` or backward, and the loss of the
+    last.
 
     It raises ModelError where a buffer has changed that must not, and warns, once for a stage,
     where it is then not what a plain loop leaves.  A buffer has changed if it was written to, or
@@ -88,14 +89,14 @@ def buffers_checked(
     if i.stage == state.shape.stages - 1 and isinstance(state.loss, nn.Module):
         owners += [(f"loss.{path}".rstrip("."), m) for path, m in state.loss.named_modules()]
     tables = [(path, m) for path, m in owners if m._buffers]
-    cases = _cases(state, i, forward) if tables else []
+    cases = _find_cases(state, i, is_forward) if tables else []
     if not cases:
         return run
 
     def checked() -> None:
         look = (i.op, stage.module.training)
-        first = look not in stage.looked_at
-        stage.looked_at.add(look)
+        first = look not in stage.checked_buffer_modes
+        stage.checked_buffer_modes.add(look)
         before = [
             (path, owner, name, buffer)
             for path, owner in tables
@@ -103,11 +104,11 @@ def buffers_checked(
             if buffer is not None
         ]
         buffers = [buffer for *_, buffer in before]
-        versions = versions_of(buffers)
-        known = [first or (path, name) in stage.rewritten for path, _, name, _ in before]
+        versions = get_versions(buffers)
+        known = [first or (path, name) in stage.rewritten_buffers for path, _, name, _ in before]
         values = [b.clone() if k else b for b, k in zip(buffers, known, strict=True)]
         run()
-        after, later = [m._buffers.get(name) for _, m, name, _ in before], versions_of(buffers)
+        after, later = [m._buffers.get(name) for _, m, name, _ in before], get_versions(buffers)
         by_value = first and state.device.type == "cpu"
         if not by_value and versions == later and all(map(is_, buffers, after)):
             return
@@ -118,9 +119,9 @@ def buffers_checked(
             trace = written or now is not buffer
             if not trace and not by_value:
                 continue
-            if (known[k] or not written) and same_bits(now, was):
+            if (known[k] or not written) and has_same_bits(now, was):
                 if trace:
-                    stage.rewritten.add((path, name))
+                    stage.rewritten_buffers.add((path, name))
                 continue
             case = next((case for case in cases if case.concerns(owner, buffer)), None)
             if case is None:
@@ -129,8 +130,8 @@ def buffers_checked(
             fact = f"stage {i.stage} changes its buffer {full} {case.fact}"
             if case.hint:
                 raise ModelError(fact, hint=case.hint)
-            if not stage.warned_of_buffers:
-                stage.warned_of_buffers = True
+            if not stage.has_warned_of_buffers:
+                stage.has_warned_of_buffers = True
                 warnings.warn(fact, stacklevel=2)
 
     return checked
@@ -153,13 +154,15 @@ class _Case(NamedTuple):
         return not named or owner in self.modules or any(b is buffer for b in self.buffers)
 
 
-def _cases(state: State, i: Instr, forward: bool) -> list[_Case]:
+def _find_cases(state: State, i: Instr, is_forward: bool) -> list[_Case]:
     """Return the reasons why an instruction must not change a buffer, the most serious first."""
-    if not forward:
+    if not is_forward:
         fact = "in a backward, as a forward that is run again does: when, its schedule would decide"
         return [_Case(fact, "keep what changes buffers out of what is checkpointed")]
-    if state.shape.rows > 1:
-        fact = f"in a forward, and each of its {state.shape.rows} holders would have its own"
+    if state.shape.placement_rows > 1:
+        fact = (
+            f"in a forward, and each of its {state.shape.placement_rows} holders would have its own"
+        )
         hint = "freeze it, as eval() does, or take a placement where a stage has one holder"
         return [_Case(fact, hint)]
     if state.program.dp > 1:
@@ -167,10 +170,10 @@ def _cases(state: State, i: Instr, forward: bool) -> list[_Case]:
     found = []
     own = state.stages[i.stage].module
     others = [stage.module for s, stage in state.stages.items() if s != i.stage]
-    others += state.held.others
+    others += state.resources.other_rank_stages
     theirs = {m for other in others for m in other.modules()}
     modules = [m for m in own.modules() if m._buffers and m in theirs]
-    buffers = shared_buffers(own, others)
+    buffers = find_shared_buffers(own, others)
     if modules or buffers:
         fact = (
             "in a forward, and another stage that has it sees the change when the schedule "

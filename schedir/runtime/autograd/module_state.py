@@ -23,16 +23,16 @@ from torch.utils._pytree import tree_leaves
 from schedir.runtime.model_checks.memory_overlap import MODULE_ATTRIBUTES
 
 _Undo = Callable[[], object]
-_RESTORED: Final = (
+_RESTORED_TYPES: Final = (
     NoneType, Tensor, int, float, str, tuple, list, dict, set, deque,
     torch.Generator, np.random.Generator, Random,
 )  # fmt: skip
 # A first forward sets these modules up, which is not to be undone.
-_KEEP_STATE_OF_THEIR_OWN: Final = (DistributedDataParallel, LazyModuleMixin)
+_SELF_INITIALIZING_TYPES: Final = (DistributedDataParallel, LazyModuleMixin)
 
 
 @contextmanager
-def attributes_and_gradients_restored(module: nn.Module) -> Iterator[None]:
+def preserve_module_state(module: nn.Module) -> Iterator[None]:
     """After this context a module's plain attributes and gradients are as they were before it.
 
     Restored are attributes themselves, the content of lists, dicts, sets and deques, the numbers of
@@ -43,7 +43,7 @@ def attributes_and_gradients_restored(module: nn.Module) -> Iterator[None]:
     Args:
         module: A module; its submodules count, too.
     """
-    undo = list(_undo_of_attributes(module))
+    undo = list(_make_attribute_undos(module))
     before = {p: p.grad for p in module.parameters()}
     for p in before:
         p.grad = None
@@ -56,29 +56,29 @@ def attributes_and_gradients_restored(module: nn.Module) -> Iterator[None]:
             p.grad = gradient
 
 
-def _undo_of_attributes(module: nn.Module) -> Iterator[_Undo]:
+def _make_attribute_undos(module: nn.Module) -> Iterator[_Undo]:
     """Yield the functions that restore the attributes of a module, and what these contain."""
     tensors: dict[int, Tensor] = {}
     for owner in module.modules():
-        if isinstance(owner, _KEEP_STATE_OF_THEIR_OWN):
+        if isinstance(owner, _SELF_INITIALIZING_TYPES):
             continue
         attributes = vars(owner)
         own = {
             name: value
             for name, value in attributes.items()
-            if name not in MODULE_ATTRIBUTES and isinstance(value, _RESTORED)
+            if name not in MODULE_ATTRIBUTES and isinstance(value, _RESTORED_TYPES)
         }
         yield lambda attributes=attributes, own=own: attributes.update(own)  # type: ignore[misc]
         for value in own.values():
-            if (undo := _undo_of_content(value)) is not None:
+            if (undo := _make_content_undo(value)) is not None:
                 yield undo
         leaves = (leaf for leaf in tree_leaves([*own.values()]) if isinstance(leaf, Tensor))
         tensors.update((id(t), t) for t in leaves if not t.is_inference())
     for t in tensors.values():
-        yield _undo_of_writes(t)
+        yield _make_write_undo(t)
 
 
-def _undo_of_content(value: object) -> _Undo | None:
+def _make_content_undo(value: object) -> _Undo | None:
     """Return a function that gives a container its content of now, or a generator its state."""
     if isinstance(value, list):
         items = [*value]
@@ -103,7 +103,7 @@ def _undo_of_content(value: object) -> _Undo | None:
     return None
 
 
-def _undo_of_writes(tensor: Tensor) -> _Undo:
+def _make_write_undo(tensor: Tensor) -> _Undo:
     """Return a function that gives a tensor its numbers of now, if it was written to."""
     version, numbers = tensor._version, tensor.detach().clone()
 

@@ -17,31 +17,31 @@ from torch.autograd import graph
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-_handles_made_here = 0
+_observer_handle_count = 0
 # By the id of a leaf tensor: `registrations()` when its node was last found without hooks.
 _leaves_without_hooks: dict[int, int] = {}
 
 
-def registrations() -> int:
+def count_registrations() -> int:
     """Return a number that grows whenever a hook of any kind is registered in this process.
 
     It counts hooks of modules, tensors and autograd nodes, but not those of this module. If it has
     not changed, no hook was registered in between.
     """
-    return RemovableHandle.next_id - _handles_made_here
+    return RemovableHandle.next_id - _observer_handle_count
 
 
-def has_hooks(node: Node) -> bool:
+def node_has_hooks(node: Node) -> bool:
     """Return whether a Python hook or pre-hook was registered on an autograd node.
 
     A tensor's hooks (`Tensor.register_hook`) belong to the tensor and are not found here. Hooks
-    of `observe` do not count.
+    of `register_observer` do not count.
     """
-    return any(map(_has_others, (node.register_hook, node.register_prehook)))
+    return any(map(_has_other_hooks, (node.register_hook, node.register_prehook)))
 
 
-def observe(node: Node, hook: Callable[..., None]) -> RemovableHandle:
-    """Register a hook that changes no gradient on an autograd node. `has_hooks` ignores it.
+def register_observer(node: Node, hook: Callable[..., None]) -> RemovableHandle:
+    """Register a hook that changes no gradient on an autograd node. `node_has_hooks` ignores it.
 
     Args:
         node: The autograd node.
@@ -50,14 +50,14 @@ def observe(node: Node, hook: Callable[..., None]) -> RemovableHandle:
     Returns:
         The handle that removes the hook.
     """
-    global _handles_made_here
-    _handles_made_here += 1
+    global _observer_handle_count
+    _observer_handle_count += 1
     return node.register_hook(_Observer(hook))
 
 
 @dataclass(frozen=True)
 class _Observer:
-    """A hook of `observe`; the type tells it apart from other hooks."""
+    """A hook of `register_observer`; the type tells it apart from other hooks."""
 
     hook: Callable[..., None]
 
@@ -65,11 +65,11 @@ class _Observer:
         self.hook(*gradients)
 
 
-def _has_others(register: Any) -> bool:
+def _has_other_hooks(register: Any) -> bool:
     """Return whether a node has hooks that this module did not register, of one kind."""
-    global _handles_made_here
+    global _observer_handle_count
     handle = register(_no_hook)
-    _handles_made_here += 1
+    _observer_handle_count += 1
     hooks = handle.hooks_dict_ref()
     handle.remove()
     return any(not isinstance(hook, _Observer) for hook in hooks.values())
@@ -85,10 +85,10 @@ def leaf_has_hooks(leaf: Tensor, node: Node) -> bool:
     The answer False is cached until any hook is registered in the process. Without the cache, each
     weight would cost several microseconds in each backward.
     """
-    now = registrations()
+    now = count_registrations()
     if _leaves_without_hooks.get(id(leaf)) == now:
         return False
-    found = has_hooks(node)
+    found = node_has_hooks(node)
     if not found:
         _leaves_without_hooks[id(leaf)] = now
     return found
@@ -106,7 +106,7 @@ def has_node_hooks(leaf: Tensor) -> bool:
     return graph.__file__ in files or leaf_has_hooks(leaf, get_gradient_edge(leaf).node)
 
 
-def can_wait(weight: Tensor) -> bool:
+def can_defer_gradient(weight: Tensor) -> bool:
     """Return whether W may compute the gradient of a weight later than autograd does, in I.
 
     Only a trained leaf accumulates a gradient, and hooks on it see only autograd's own gradients.

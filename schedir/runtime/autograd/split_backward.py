@@ -3,7 +3,8 @@
 Zero-bubble schedules (Qi et al., arXiv 2401.10241) cut the backward of a layer in two:
 the gradient of the input, which the stage before waits for, and the gradient of the
 weights, which only the optimizer needs. Here the cut lies inside functions that stand in for
-torch's own (`linear`, `matmul`, `embedding`, and those that `halves` makes of a layer): while a
+torch's own (`linear`, `matmul`, `embedding`, and those that `run_split_layer` makes of a layer):
+while a
 `DeferredGradients` is recording, their backward computes the input gradient only and notes on the
 tape what the weight gradient needs; `DeferredGradients.run` computes it.
 
@@ -36,33 +37,33 @@ from torch.autograd.graph import Node
 
 from schedir.errors import ModelError
 from schedir.runtime.autograd.node_hook_detection import (
-    can_wait,
-    has_hooks,
+    can_defer_gradient,
+    count_registrations,
     leaf_has_hooks,
-    registrations,
+    node_has_hooks,
 )
 from schedir.runtime.autograd.weight_gradient_rules import (
     LookupRule,
     ProductRule,
-    Rule,
     SharedInputRule,
-    add,
-    adds_rows,
-    adds_up_wider,
-    as_rows,
+    WeightGradientRule,
+    accumulate_gradient,
+    can_add_rows,
+    flatten_to_matrix,
+    has_wider_gradient,
 )
 
 
 class _DeferredFunction(NamedTuple):
-    rule: Rule
+    rule: WeightGradientRule
     weight: Tensor
-    kept: tuple[Tensor, ...]
+    saved: tuple[Tensor, ...]
     dy: Tensor
     versions: list[int]  # of those that it keeps
 
-    def expect_unchanged(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise ModelError where somebody has written to what is kept."""
-        if self.versions != [tensor._version for tensor in (*self.kept, self.dy)]:
+        if self.versions != [tensor._version for tensor in (*self.saved, self.dy)]:
             raise ModelError(
                 "what the gradient of a weight is made of was changed in place between I and W",
                 hint="a hook, or a backward of your own, must not write to what it is given",
@@ -85,31 +86,33 @@ class DeferredGradients:
     def __len__(self) -> int:
         return len(self._deferred)
 
-    def defer(self, rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor) -> None:
+    def defer(
+        self, rule: WeightGradientRule, weight: Tensor, saved: tuple[Tensor, ...], dy: Tensor
+    ) -> None:
         """Leave `weight.grad += rule(weight, *kept, dy)` for `run`."""
         # Detached, or the tape would keep the graph behind the input alive.
-        *without, dy = (tensor.detach() for tensor in (*kept, dy))
+        *without, dy = (tensor.detach() for tensor in (*saved, dy))
         versions = [tensor._version for tensor in (*without, dy)]
         self._deferred.append(_DeferredFunction(rule, weight, tuple(without), dy, versions))
 
-    def tensors(self) -> Iterator[Tensor]:
+    def list_saved_tensors(self) -> Iterator[Tensor]:
         """The inputs and output gradients that it keeps."""
         for job in self._deferred:
-            yield from (*job.kept, job.dy)
+            yield from (*job.saved, job.dy)
 
     @property
-    def taught(self) -> bool:
+    def has_custom_rule(self) -> bool:
         """Whether a gradient comes by a rule that somebody has written for a layer."""
         return any(not isinstance(job.rule, ProductRule | LookupRule) for job in self._deferred)
 
-    def weights(self) -> Iterator[Tensor]:
+    def list_weights(self) -> Iterator[Tensor]:
         """The weights whose gradients it leaves, once for each use."""
         return (job.weight for job in self._deferred)
 
-    def run(self, added: Callable[[Tensor], object] | None = None) -> None:
+    def run(self, on_accumulated: Callable[[Tensor], object] | None = None) -> None:
         """Compute every weight gradient, add it to `weight.grad`, and empty the tape.
 
-        `added` is told of each weight when it has all of its gradient.
+        `on_accumulated` is told of each weight when it has all of its gradient.
 
         An existing `grad` is added to in place, so it may be a view of a flat buffer.
         A weight used several times (tied embeddings) gets one addition of the sum, in
@@ -117,18 +120,18 @@ class DeferredGradients:
 
         Raises ModelError where an input or an output gradient has been written to since.
         """
-        uses = Counter(map(id, self.weights()))
+        uses = Counter(map(id, self.list_weights()))
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
             while self._deferred:  # popped one by one: memory falls as the work goes on
                 job = self._deferred.popleft()
-                job.expect_unchanged()
+                job.require_unchanged()
                 rule, weight, kept, dy, _ = job
                 key = id(weight)
                 uses[key] -= 1
                 alone = not uses[key] and key not in sums
-                if adds_up_wider(weight) or (alone and adds_rows(rule, weight)):
-                    add(rule, weight, kept, dy)
+                if has_wider_gradient(weight) or (alone and can_add_rows(rule, weight)):
+                    accumulate_gradient(rule, weight, kept, dy)
                 else:
                     dw = rule(weight, *kept, dy)
                     if weight.grad is not None:  # one of less precision rounds each use
@@ -141,96 +144,104 @@ class DeferredGradients:
                         weight.grad = dw
                     else:
                         weight.grad += dw
-                if added is not None and not uses[key]:
-                    added(weight)
+                if on_accumulated is not None and not uses[key]:
+                    on_accumulated(weight)
 
 
 # A global, not a thread-local: on CUDA, backward runs in autograd's own threads.
 # Hence one recorded backward at a time per process.
-_tape: DeferredGradients | None = None
+_active_deferred_wgrad: DeferredGradients | None = None
 
 
 @contextmanager
-def recording(tape: DeferredGradients) -> Iterator[DeferredGradients]:
-    """Within this context every backward leaves its weight gradients on `tape`."""
-    global _tape
-    outer, _tape = _tape, tape
+def defer_weight_gradients(deferred_wgrad: DeferredGradients) -> Iterator[DeferredGradients]:
+    """Within this context every backward leaves its weight gradients on `deferred_wgrad`."""
+    global _active_deferred_wgrad
+    outer, _active_deferred_wgrad = _active_deferred_wgrad, deferred_wgrad
     try:
-        yield tape
+        yield deferred_wgrad
     finally:
-        _tape = outer
+        _active_deferred_wgrad = outer
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, entry: SharedInputRule | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, input_rule: SharedInputRule | None = None
 ) -> Tensor:
     """`x @ weight.T + bias`, splittable: (..., n), (k, n) and (k,) to (..., k).
 
-    The gradient of the bias is cheap, and not left for later.  With an `entry`, ranks share the
-    weight, and x may be a part of what is multiplied: only that is kept, and put together again
+    The gradient of the bias is cheap, and not left for later.  With an `input_rule`, ranks share
+    the weight, and x may be a part of what is multiplied: only that is kept, and put together again
     while its gradient is computed, or later, with that of the weight.  The gradient of x is on its
     way before that of the weight is computed, if this is not left for later, and waited for after.
     """
-    y: Tensor = _Linear.apply(x, weight, bias, _LINEAR, entry)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x, weight, bias, _LINEAR_RULE, input_rule)  # type: ignore[no-untyped-call]
     return y
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight + bias`, splittable as `linear` is: (..., n), (n, k) and (k,) to (..., k)."""
-    y: Tensor = _Linear.apply(x, weight, bias, _MATMUL, None)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x, weight, bias, _MATMUL_RULE, None)  # type: ignore[no-untyped-call]
     return y
 
 
-def embedding(tokens: Tensor, weight: Tensor, padding: int | None = None) -> Tensor:
+def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Rows of `weight`, splittable: int64 (...) and (rows, n) to (..., n).
 
-    The row `padding` gets no gradient.
+    The row `padding_idx` gets no gradient.
 
     It has no input gradient to hurry for; it is here because a weight tied to the head
     would otherwise get its two gradients in two additions, and other bits.
     """
-    y: Tensor = _Embedding.apply(tokens, weight, padding)  # type: ignore[no-untyped-call]
+    y: Tensor = _Embedding.apply(tokens, weight, padding_idx)  # type: ignore[no-untyped-call]
     return y
 
 
-def _weight_gradient(
-    ctx: Any, k: int, rule: Rule, weight: Tensor, kept: tuple[Tensor, ...], dy: Tensor
+def _defer_or_compute_wgrad(
+    ctx: Any,
+    input_index: int,
+    rule: WeightGradientRule,
+    weight: Tensor,
+    saved: tuple[Tensor, ...],
+    dy: Tensor,
 ) -> Tensor | None:
-    """The gradient of a weight, tensor `k` of those that a Function was given, for autograd.
+    """The gradient of a weight, tensor `input_index` of those that a Function was given, for
+    autograd.
 
     None when it went to the tape, or to its sum.
     """
     compiled = torch.compiler.is_compiling()
-    if not _may_be_left(ctx, k, weight):
-        return rule(weight, *kept, dy)
-    if _tape is not None:
-        _tape.defer(rule, weight, kept, dy)
-    elif adds_up_wider(weight):
-        add(rule, weight, kept, dy)
-    elif not compiled and adds_rows(rule, weight) and _is_first(weight):
-        (tokens,) = kept
-        return rule.sparse(weight, tokens, dy)  # for autograd, where there may be other uses
+    if not _can_bypass_autograd(ctx, input_index, weight):
+        return rule(weight, *saved, dy)
+    if _active_deferred_wgrad is not None:
+        _active_deferred_wgrad.defer(rule, weight, saved, dy)
+    elif has_wider_gradient(weight):
+        accumulate_gradient(rule, weight, saved, dy)
+    elif not compiled and can_add_rows(rule, weight) and _is_first_use_in_pass(weight):
+        (tokens,) = saved
+        return rule.compute_sparse(
+            weight, tokens, dy
+        )  # for autograd, where there may be other uses
     else:
-        return rule(weight, *kept, dy)
+        return rule(weight, *saved, dy)
     return None
 
 
-def _may_be_left(ctx: Any, k: int, weight: Tensor) -> bool:
-    """Whether the gradient of tensor `k`, a weight, may go elsewhere than to autograd."""
-    if not can_wait(weight):
+def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
+    """Whether the gradient of tensor `input_index`, a weight, may go elsewhere than to autograd."""
+    if not can_defer_gradient(weight):
         return False
     if torch.compiler.is_compiling():
         return True
-    node = ctx.next_functions[k][0]
+    node = ctx.next_functions[input_index][0]
     if leaf_has_hooks(weight, node):
         return False
     # A hook on this node expects all gradients.  Nodes that torch.compile traced have no count.
-    if getattr(ctx, "registrations", None) != registrations() and has_hooks(ctx):
+    if getattr(ctx, "registrations", None) != count_registrations() and node_has_hooks(ctx):
         return False
-    return _is_added(node)
+    return _will_accumulate(node)
 
 
-def _is_added(leaf: Node) -> bool:
+def _will_accumulate(leaf: Node) -> bool:
     """Whether the backward that runs adds to the gradient of a leaf, of which this is the node.
 
     A `torch.autograd.grad` does not, as within a hook of the backward: it gives some away.
@@ -241,31 +252,35 @@ def _is_added(leaf: Node) -> bool:
         return False
 
 
-def _is_first(weight: Tensor) -> bool:
+def _is_first_use_in_pass(weight: Tensor) -> bool:
     """Whether the backward pass that runs asks this of a weight for the first time.
 
     Two sparse gradients autograd joins to one, in which rows come twice, and which a GPU would add
     in any order.
     """
     running: int = torch._C._current_graph_task_id()
-    before = _asked.get(id(weight), -1)
-    _asked[id(weight)] = max(running, before)
+    before = _last_pass_by_weight.get(id(weight), -1)
+    _last_pass_by_weight[id(weight)] = max(running, before)
     return running > before  # less within one that has begun another, as of what is checkpointed
 
 
-_asked: dict[int, int] = {}  # by weight, the last backward pass that asked: they are numbered
+_last_pass_by_weight: dict[
+    int, int
+] = {}  # by weight, the last backward pass that asked: they are numbered
 
 
-def _remember(ctx: Any, *weights: Tensor) -> None:
+def _save_weights(ctx: Any, *weights: Tensor) -> None:
     # As an attribute: under non-reentrant checkpointing saved tensors come back as
     # detached aliases, whose .grad nobody reads. So autograd's check that the weight is
     # unchanged is ours to do.
     ctx.weights, ctx.versions = weights, [weight._version for weight in weights]
     if not torch.compiler.is_compiling():
-        ctx.registrations = registrations()  # hooks on this node come later, and change the count
+        ctx.registrations = (
+            count_registrations()
+        )  # hooks on this node come later, and change the count
 
 
-def _remembered(ctx: Any) -> tuple[Tensor, ...]:
+def _get_saved_weights(ctx: Any) -> tuple[Tensor, ...]:
     """The weights, which must be as they were."""
     if ctx.versions != [weight._version for weight in ctx.weights]:
         raise RuntimeError("a weight was changed in place between F and B")
@@ -273,7 +288,7 @@ def _remembered(ctx: Any) -> tuple[Tensor, ...]:
     return weights
 
 
-_LINEAR, _MATMUL = ProductRule(True), ProductRule(False)
+_LINEAR_RULE, _MATMUL_RULE = ProductRule(True), ProductRule(False)
 
 
 class _Linear(torch.autograd.Function):
@@ -284,28 +299,32 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         rule: ProductRule,
-        entry: SharedInputRule | None,
+        input_rule: SharedInputRule | None,
     ) -> Tensor:
-        _remember(ctx, weight)
-        ctx.rule, ctx.entry, ctx.dtype = rule, entry, x.dtype
-        whole = x if entry is None or entry.whole is None else entry.whole(x)()
-        if rule.transposed:
+        _save_weights(ctx, weight)
+        ctx.rule, ctx.entry, ctx.dtype = rule, input_rule, x.dtype
+        whole = (
+            x
+            if input_rule is None or input_rule.start_gather is None
+            else input_rule.start_gather(x)()
+        )
+        if rule.is_transposed:
             y = F.linear(whole, weight, bias)
         elif bias is None:
             y = whole @ weight
         else:
-            y = torch.addmm(bias, as_rows(whole), weight)
+            y = torch.addmm(bias, flatten_to_matrix(whole), weight)
             y = y.view(*whole.shape[:-1], weight.shape[-1])
         ctx.save_for_backward(x.to(y.dtype))  # under autocast, what was multiplied
-        return _owned(y)
+        return _as_non_view(y)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,), (x,), (dy,) = _remembered(ctx), ctx.saved_tensors, dys
+        (weight,), (x,), (dy,) = _get_saved_weights(ctx), ctx.saved_tensors, dys
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         rule, entry, whole, sum_of_dx = ctx.rule, ctx.entry, None, None
         if needs_dw and entry is not None and entry.whole is not None:
-            if _tape is not None and _may_be_left(ctx, 1, weight):
+            if _active_deferred_wgrad is not None and _can_bypass_autograd(ctx, 1, weight):
                 rule = rule._replace(whole=entry.whole)  # when it is needed
             else:
                 whole = entry.whole(x)
@@ -313,29 +332,29 @@ class _Linear(torch.autograd.Function):
         dx = dy @ back.to(dy.dtype).conj() if needs_dx else None
         if dx is not None and entry is not None:
             sum_of_dx = entry.sum(dx.to(ctx.dtype).contiguous())
-        db = as_rows(dy).sum(0) if needs_db else None
+        db = flatten_to_matrix(dy).sum(0) if needs_db else None
         x = x if whole is None else whole()
-        dw = _weight_gradient(ctx, 1, rule, weight, (x,), dy) if needs_dw else None
+        dw = _defer_or_compute_wgrad(ctx, 1, rule, weight, (x,), dy) if needs_dw else None
         return dx if sum_of_dx is None else sum_of_dx(), dw, db, None, None
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         ctx.save_for_backward(tokens)
-        _remember(ctx, weight)
-        ctx.rule = LookupRule(-1 if padding is None else padding)
-        return F.embedding(tokens, weight, padding)
+        _save_weights(ctx, weight)
+        ctx.rule = LookupRule(-1 if padding_idx is None else padding_idx)
+        return F.embedding(tokens, weight, padding_idx)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor | None, None]:
         (weight,), (dy,), needs_dw = ctx.weights, dys, ctx.needs_input_grad[1]
         kept = ctx.saved_tensors
-        dw = _weight_gradient(ctx, 1, ctx.rule, weight, kept, dy) if needs_dw else None
+        dw = _defer_or_compute_wgrad(ctx, 1, ctx.rule, weight, kept, dy) if needs_dw else None
         return None, dw, None
 
 
-def _owned(y: Tensor) -> Tensor:
+def _as_non_view(y: Tensor) -> Tensor:
     """The same as no view, which may not be changed in place where a Function made it."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
@@ -351,15 +370,15 @@ class SplitLayer:
     """How a layer computes: see `register_splittable_layer`, which makes it."""
 
     forward: Callable[[Any, Tensor], tuple[Tensor, ...]]  # y, and what is to be kept
-    input: LayerRule
-    later: Mapping[str, LayerRule]
-    now: Mapping[str, LayerRule]
+    input_grad: LayerRule
+    deferred_grads: Mapping[str, LayerRule]
+    immediate_grads: Mapping[str, LayerRule]
 
 
-def halves(how: SplitLayer, layer: nn.Module, x: Tensor) -> Tensor:
+def run_split_layer(split: SplitLayer, layer: nn.Module, x: Tensor) -> Tensor:
     """What a layer gives for x, such that its backward can be split."""
     parameters = dict(layer.named_parameters(remove_duplicate=False))
-    y: Tensor = _SplitLayerFunction.apply(how, layer, (*parameters,), x, *parameters.values())  # type: ignore[no-untyped-call]
+    y: Tensor = _SplitLayerFunction.apply(split, layer, (*parameters,), x, *parameters.values())  # type: ignore[no-untyped-call]
     return y
 
 
@@ -367,46 +386,48 @@ class _SplitLayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: SplitLayer,
+        split: SplitLayer,
         layer: nn.Module,
         names: tuple[str, ...],
         x: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.how, ctx.layer, ctx.names, ctx.shape = how, layer, names, x.shape
-        _remember(ctx, *weights)
-        y, *kept = how.forward(layer, x)
+        ctx.how, ctx.layer, ctx.names, ctx.shape = split, layer, names, x.shape
+        _save_weights(ctx, *weights)
+        y, *kept = split.forward(layer, x)
         ctx.save_for_backward(*kept)
-        return _owned(y)
+        return _as_non_view(y)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        weights, kept, how, (dy,) = _remembered(ctx), ctx.saved_tensors, ctx.how, dys
+        weights, kept, how, (dy,) = _get_saved_weights(ctx), ctx.saved_tensors, ctx.how, dys
         needs_dx = ctx.needs_input_grad[3]
         gradients: list[Tensor | None] = []
         asked = ctx.needs_input_grad[4:]
         for k, (name, weight, needs) in enumerate(zip(ctx.names, weights, asked, strict=True), 1):
-            rule = partial(_of_layer, ctx.layer, name, how.now.get(name) or how.later[name])
+            rule = partial(
+                _compute_layer_gradient, ctx.layer, name, how.now.get(name) or how.later[name]
+            )
             if not needs:
                 gradients.append(None)
             elif name in how.now:
                 gradients.append(rule(weight, *kept, dy))
             else:
-                gradients.append(_weight_gradient(ctx, k, rule, weight, kept, dy))
+                gradients.append(_defer_or_compute_wgrad(ctx, k, rule, weight, kept, dy))
         dx = None
         if needs_dx:
-            dx = _shaped(ctx.layer, "its input", ctx.shape, how.input(ctx.layer, *kept, dy))
+            dx = _require_shape(ctx.layer, "its input", ctx.shape, how.input(ctx.layer, *kept, dy))
         return None, None, None, dx, *gradients
 
 
-def _of_layer(
-    layer: nn.Module, name: str, rule: LayerRule, weight: Tensor, *kept_and_dy: Tensor
+def _compute_layer_gradient(
+    layer: nn.Module, name: str, rule: LayerRule, weight: Tensor, *saved_and_dy: Tensor
 ) -> Tensor:
     """The gradient of a parameter, by the rule of its layer."""
-    return _shaped(layer, name, weight.shape, rule(layer, *kept_and_dy)).to(weight.dtype)
+    return _require_shape(layer, name, weight.shape, rule(layer, *saved_and_dy)).to(weight.dtype)
 
 
-def _shaped(layer: nn.Module, name: str, shape: torch.Size, gradient: Tensor) -> Tensor:
+def _require_shape(layer: nn.Module, name: str, shape: torch.Size, gradient: Tensor) -> Tensor:
     """A gradient, which must have its shape: autograd, and sums, would spread it."""
     if gradient.shape != shape:
         raise ModelError(

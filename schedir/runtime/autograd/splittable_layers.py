@@ -1,7 +1,7 @@
 """Register layers whose backward can be split into dI and dW.
 
 A layer is split by giving it a class of its own, a subclass of its type whose forward is
-splittable (see `split`).  Parameters, names, hooks and results stay as they are, bit for bit.
+splittable (see `has_split`).  Parameters, names, hooks and results stay as they are, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,23 +18,27 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from schedir.errors import ModelError, UsageError, require_type
-from schedir.runtime.autograd.node_hook_detection import can_wait, leaf_has_hooks, observe
+from schedir.runtime.autograd.node_hook_detection import (
+    can_defer_gradient,
+    leaf_has_hooks,
+    register_observer,
+)
 from schedir.runtime.autograd.split_backward import (
     DeferredGradients,
     LayerRule,
     SplitLayer,
+    defer_weight_gradients,
     embedding,
-    halves,
     linear,
     matmul,
-    recording,
+    run_split_layer,
 )
 
-Forward = Callable[[Any, Tensor], Tensor]
-_MOST = 6  # layers that a warning names
+LayerForward = Callable[[Any, Tensor], Tensor]
+_MAX_NAMED_LAYERS = 6  # layers that a warning names
 
 
-def make_backward_splittable(module: nn.Module, *also: type[nn.Module]) -> nn.Module:
+def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -> nn.Module:
     """Make linear layers within a module splittable, and others whose types are known, in place.
 
     These are `nn.Linear`, `nn.Embedding`, the `Conv1D` of Hugging Face's transformers, and what
@@ -44,12 +48,12 @@ def make_backward_splittable(module: nn.Module, *also: type[nn.Module]) -> nn.Mo
     parametrized), or has hooks.  Under `torch.compile` nothing may be split: the executor then
     refuses.
 
-    `also` are types that are known and split only where asked for.  That is `nn.LayerNorm`: its
-    weights' gradients take a thousandth of the time of a transformer layer's products, and to
+    `layer_types` are types that are known and split only where asked for.  That is `nn.LayerNorm`:
+    its weights' gradients take a thousandth of the time of a transformer layer's products, and to
     leave them for W the tape keeps its input and output gradient, a quarter more.
 
-    Raises UsageError for a type in `also` that is not known, and ModelError for a layer with a
-    parameter of which its split does not tell the gradient.
+    Raises UsageError for a type in `layer_types` that is not known, and ModelError for a layer with
+    a parameter of which its split does not tell the gradient.
 
     >>> from copy import deepcopy
     >>> import schedir, torch
@@ -67,61 +71,68 @@ def make_backward_splittable(module: nn.Module, *also: type[nn.Module]) -> nn.Mo
     True
     """
     require_type(module, nn.Module, "make_backward_splittable(stage), of one stage")
-    for kind in also:
+    for kind in layer_types:
         require_type(kind, type, "nn.LayerNorm")
-        if _split_type(kind) is None:
-            raise _unknown(kind)
+        if _find_split_type(kind) is None:
+            raise _unknown_type_error(kind)
     for layer in module.modules():
-        kind = _whole_type(layer)  # what is split already is split as was taught last
-        asked = kind not in _ASKED_FOR or kind in also or kind is not type(layer)
-        split = _split_type(kind) if asked else None
-        if split is None or (kind is nn.Embedding and _odd(layer)):
+        kind = _original_type(layer)  # what is split already is split as was taught last
+        asked = kind not in _OPT_IN_TYPES or kind in layer_types or kind is not type(layer)
+        split = _find_split_type(kind) if asked else None
+        if split is None or (kind is nn.Embedding and _has_special_gradient(layer)):
             continue
-        if kind in _TAUGHT and (names := _without_rule(layer, _TAUGHT[kind])):
-            if _computed(layer, _TAUGHT[kind]):
+        if kind in _REGISTERED_LAYERS and (
+            names := _find_uncovered_parameters(layer, _REGISTERED_LAYERS[kind])
+        ):
+            if _has_computed_weight(layer, _REGISTERED_LAYERS[kind]):
                 continue
             raise ModelError(f"the split of {kind.__name__} says nothing of its {names[0]}")
         layer.__class__ = split
     return module
 
 
-def _whole_type(layer: nn.Module) -> type[nn.Module]:
+def _original_type(layer: nn.Module) -> type[nn.Module]:
     """The type of a layer before it was split, or as it is; of a subclass, that."""
-    kind: type[nn.Module] = type(layer).__dict__.get("split_of", type(layer))
+    kind: type[nn.Module] = type(layer).__dict__.get("original_type", type(layer))
     return kind
 
 
-def _without_rule(layer: nn.Module, how: SplitLayer) -> list[str]:
+def _find_uncovered_parameters(layer: nn.Module, split: SplitLayer) -> list[str]:
     """The names of parameters of which its split does not tell the gradient."""
     names = (name for name, _ in layer.named_parameters(remove_duplicate=False))
-    return [name for name in names if name not in how.later and name not in how.now]
+    return [
+        name
+        for name in names
+        if name not in split.deferred_grads and name not in split.immediate_grads
+    ]
 
 
-def _computed(layer: nn.Module, how: SplitLayer) -> bool:
+def _has_computed_weight(layer: nn.Module, split: SplitLayer) -> bool:
     """Whether a weight that has a rule is computed from others, as where it is pruned."""
     own = dict(layer.named_parameters(remove_duplicate=False))
     return any(
         isinstance(getattr(layer, name, None), Tensor)
-        for name in {*how.later, *how.now}.difference(own, layer._buffers)
+        for name in {*split.deferred_grads, *split.immediate_grads}.difference(own, layer._buffers)
     )
 
 
 def register_splittable_layer(
-    kind: type[nn.Module],
+    layer_type: type[nn.Module],
     *,
-    input: LayerRule,
-    later: Mapping[str, LayerRule],
-    now: Mapping[str, LayerRule] | None = None,
+    input_grad: LayerRule,
+    deferred_grads: Mapping[str, LayerRule],
+    immediate_grads: Mapping[str, LayerRule] | None = None,
     forward: Callable[[Any, Tensor], tuple[Tensor, ...]] | None = None,
 ) -> None:
     """Teach `make_backward_splittable` layers of a type, which take one tensor and give one.
 
     `input(layer, x, dy)` is the gradient of x, where x is what the layer was given and dy the
-    gradient of what it gave.  `later` has such a rule for each parameter, by name, whose gradient
-    is left for W: until then x and dy are kept.  `now` has those of the others, computed in I.
-    A rule gives the gradient of a whole microbatch, in the parameter's shape.  y is what the
-    layer's own forward gives; a `forward(layer, x)` gives (y, a, b, ...) instead, and then rules
-    are called as `rule(layer, a, b, ..., dy)`: what it keeps must hold what they need.
+    gradient of what it gave.  `deferred_grads` has such a rule for each parameter, by name, whose
+    gradient is left for W: until then x and dy are kept.  `immediate_grads` has those of the
+    others, computed in I. A rule gives the gradient of a whole microbatch, in the parameter's
+    shape.  y is what the layer's own forward gives; a `forward(layer, x)` gives (y, a, b, ...)
+    instead, and then rules are called as `rule(layer, a, b, ..., dy)`: what it keeps must hold what
+    they need.
 
     `check_splittable_layer` compares the rules with autograd.  Under autocast a taught layer is not
     split, nor where it is given more than a tensor. Raises UsageError for what is no type of
@@ -142,25 +153,34 @@ def register_splittable_layer(
     ... )
     >>> check_splittable_layer(Scale(8), torch.randn(4, 8))
     """
-    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+    if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
         raise UsageError(
-            f"what is split is a type of nn.Module, not {kind!r:.60}",
+            f"what is split is a type of nn.Module, not {layer_type!r:.60}",
             hint="register_splittable_layer(nn.Conv2d, ...)",
         )
-    how = SplitLayer(forward or partial(_own, kind), input, dict(later), dict(now or {}))
-    _TAUGHT[kind] = how
+    how = SplitLayer(
+        forward or partial(_forward_saving_input, layer_type),
+        input_grad,
+        dict(deferred_grads),
+        dict(immediate_grads or {}),
+    )
+    _REGISTERED_LAYERS[layer_type] = how
 
     def run(layer: nn.Module, *given: Any, **named: Any) -> Tensor:
         x, *more = *given, *named.values()
-        whole = more or torch.is_autocast_enabled(x.device.type) or _without_rule(layer, how)
+        whole = (
+            more
+            or torch.is_autocast_enabled(x.device.type)
+            or _find_uncovered_parameters(layer, how)
+        )
         if not torch.compiler.is_compiling():
-            (_WHOLE.add if whole else _WHOLE.discard)(layer)
+            (_UNSPLIT_LAYERS.add if whole else _UNSPLIT_LAYERS.discard)(layer)
         if whole:
-            y: Tensor = kind.forward(layer, *given, **named)
+            y: Tensor = layer_type.forward(layer, *given, **named)
             return y
-        return halves(how, layer, x)
+        return run_split_layer(how, layer, x)
 
-    _SPLIT[kind] = _subclass(kind, run)
+    _SPLIT_TYPES[layer_type] = _make_split_type(layer_type, run)
 
 
 def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
@@ -175,11 +195,14 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
     """
     require_type(layer, nn.Module, "nn.Linear(8, 8)")
     require_type(x, Tensor, "torch.randn(2, 8)")
-    kind = _whole_type(layer)
-    whole, split = deepcopy(layer), make_backward_splittable(deepcopy(layer), *_ASKED_FOR & {kind})
+    kind = _original_type(layer)
+    whole, split = (
+        deepcopy(layer),
+        make_backward_splittable(deepcopy(layer), *_OPT_IN_TYPES & {kind}),
+    )
     whole.__class__ = kind
-    if not hasattr(split, "split_later"):
-        raise _unknown(kind)
+    if not hasattr(split, "deferred_names"):
+        raise _unknown_type_error(kind)
     found: list[dict[str, Tensor | None]] = []
     for one in (whole, split):
         given = x.detach().clone()
@@ -188,7 +211,7 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
             p.grad = None
         with torch.random.fork_rng():
             y = one(given)
-        with recording(DeferredGradients()) as tape:
+        with defer_weight_gradients(DeferredGradients()) as tape:
             numbers = torch.Generator(y.device).manual_seed(0)
             dy = torch.randn(y.shape, generator=numbers, dtype=y.dtype, device=y.device)
             torch.autograd.backward(y, dy)
@@ -200,11 +223,11 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
         if want is None and got is None:
             continue
         bound = 1e-2 if want is not None and want.dtype.itemsize < 4 else 1e-4
-        if want is None or got is None or not _off(got, want) <= bound:
+        if want is None or got is None or not _relative_error(got, want) <= bound:
             raise ModelError(f"by the split of {kind.__name__}, {name} is not autograd's")
 
 
-def _off(got: Tensor, want: Tensor) -> float:
+def _relative_error(got: Tensor, want: Tensor) -> float:
     """By how much of its norm a tensor is off."""
     if got.shape != want.shape:
         return float("inf")
@@ -217,7 +240,7 @@ def _off(got: Tensor, want: Tensor) -> float:
 class SplitLinear(nn.Linear):
     """An `nn.Linear` whose weight gradient can be left for later."""
 
-    split_later, split_of = ("weight",), nn.Linear
+    deferred_names, original_type = ("weight",), nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
@@ -226,97 +249,106 @@ class SplitLinear(nn.Linear):
 class SplitEmbedding(nn.Embedding):
     """An `nn.Embedding` whose gradient can be left for later."""
 
-    split_later, split_of = ("weight",), nn.Embedding
+    deferred_names, original_type = ("weight",), nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
-        if _odd(self):
+        if _has_special_gradient(self):
             return super().forward(input)
         return embedding(input, self.weight, self.padding_idx)
 
 
-def _conv1d(layer: Any, x: Tensor) -> Tensor:
+def _run_conv1d(layer: Any, x: Tensor) -> Tensor:
     return matmul(x, layer.weight, layer.bias)
 
 
-_SPLIT: dict[type[nn.Module], type[nn.Module]] = {
+_SPLIT_TYPES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: SplitLinear,
     nn.Embedding: SplitEmbedding,
 }
-_TAUGHT: dict[type[nn.Module], SplitLayer] = {}
-_ASKED_FOR: set[type[nn.Module]] = {nn.LayerNorm}
-_WHOLE: WeakSet[nn.Module] = WeakSet()  # taught layers that ran whole when they ran last
+_REGISTERED_LAYERS: dict[type[nn.Module], SplitLayer] = {}
+_OPT_IN_TYPES: set[type[nn.Module]] = {nn.LayerNorm}
+_UNSPLIT_LAYERS: WeakSet[nn.Module] = WeakSet()  # taught layers that ran whole when they ran last
 # Of a library that need not be there.
-_BY_NAME: dict[str, Forward] = {"transformers.pytorch_utils.Conv1D": _conv1d}
+_FORWARDS_BY_TYPE_NAME: dict[str, LayerForward] = {"transformers.pytorch_utils.Conv1D": _run_conv1d}
 
 
-def _split_type(kind: type[nn.Module]) -> type[nn.Module] | None:
+def _find_split_type(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class of a type's layers that can be split."""
-    if kind not in _SPLIT and (run := _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")):
-        _SPLIT[kind] = _subclass(kind, run)
-    return _SPLIT.get(kind)
+    if kind not in _SPLIT_TYPES and (
+        run := _FORWARDS_BY_TYPE_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    ):
+        _SPLIT_TYPES[kind] = _make_split_type(kind, run)
+    return _SPLIT_TYPES.get(kind)
 
 
-def _subclass(kind: type[nn.Module], run: Forward) -> type[nn.Module]:
+def _make_split_type(kind: type[nn.Module], forward: LayerForward) -> type[nn.Module]:
     """A subclass of a type with that forward, which pickles as how it was made."""
     own = {
-        "forward": run,
-        "__reduce_ex__": partialmethod(_reduced, kind),
-        "split_later": (*_TAUGHT[kind].later,) if kind in _TAUGHT else ("weight",),
-        "split_of": kind,
+        "forward": forward,
+        "__reduce_ex__": partialmethod(_reduce_split_layer, kind),
+        "deferred_names": (*_REGISTERED_LAYERS[kind].deferred_grads,)
+        if kind in _REGISTERED_LAYERS
+        else ("weight",),
+        "original_type": kind,
     }
     return type(f"Split{kind.__name__}", (kind,), own)
 
 
-def _reduced(layer: nn.Module, kind: type[nn.Module], protocol: int) -> tuple[Any, ...]:
+def _reduce_split_layer(layer: nn.Module, kind: type[nn.Module], protocol: int) -> tuple[Any, ...]:
     state = kind.__reduce_ex__(layer, protocol)[2:]
-    return _remade, (kind,), *state
+    return _rebuild_split_layer, (kind,), *state
 
 
-def _remade(kind: type[nn.Module]) -> nn.Module:
-    split = _split_type(kind)
+def _rebuild_split_layer(kind: type[nn.Module]) -> nn.Module:
+    split = _find_split_type(kind)
     if split is None:
-        raise _unknown(kind)
+        raise _unknown_type_error(kind)
     return split.__new__(split)
 
 
-def _unknown(kind: type[nn.Module]) -> UsageError:
+def _unknown_type_error(kind: type[nn.Module]) -> UsageError:
     name = kind.__name__
     return UsageError(
         f"how {name} is split is not known", hint=f"register_splittable_layer({name}, ...)"
     )
 
 
-def _odd(layer: Any) -> bool:
+def _has_special_gradient(layer: Any) -> bool:
     """Whether an embedding's gradient is not simply one of its rows."""
     return bool(layer.max_norm or layer.sparse or layer.scale_grad_by_freq)
 
 
-def _own(kind: type[nn.Module], layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def _forward_saving_input(
+    kind: type[nn.Module], layer: nn.Module, x: Tensor
+) -> tuple[Tensor, Tensor]:
     return kind.forward(layer, x), x
 
 
-def _norm(layer: nn.LayerNorm, x: Tensor) -> tuple[Tensor, ...]:
+def _layer_norm_forward(layer: nn.LayerNorm, x: Tensor) -> tuple[Tensor, ...]:
     shape = list(layer.normalized_shape)
     y, mean, rstd = torch.native_layer_norm(x, shape, layer.weight, layer.bias, layer.eps)
     return y, x, mean, rstd
 
 
-def _norm_gradient(
-    k: int, layer: nn.LayerNorm, x: Tensor, mean: Tensor, rstd: Tensor, dy: Tensor
+def _layer_norm_gradient(
+    output_index: int, layer: nn.LayerNorm, x: Tensor, mean: Tensor, rstd: Tensor, dy: Tensor
 ) -> Tensor:
     """Of input (0), weight (1) or bias (2)."""
     gradients: tuple[Tensor, ...] = torch.ops.aten.native_layer_norm_backward(
         dy, x, layer.normalized_shape, mean, rstd, layer.weight, layer.bias,
-        [k == 0, k == 1, k == 2],
+        [output_index == 0, output_index == 1, output_index == 2],
     )  # fmt: skip
-    return gradients[k]
+    return gradients[output_index]
 
 
 register_splittable_layer(
     nn.LayerNorm,
-    forward=_norm,
-    input=partial(_norm_gradient, 0),
-    later={"weight": partial(_norm_gradient, 1), "bias": partial(_norm_gradient, 2)},
+    forward=_layer_norm_forward,
+    input_grad=partial(_layer_norm_gradient, 0),
+    deferred_grads={
+        "weight": partial(_layer_norm_gradient, 1),
+        "bias": partial(_layer_norm_gradient, 2),
+    },
 )
 
 
@@ -324,7 +356,7 @@ register_splittable_layer(
 
 
 @contextmanager
-def watching(module: nn.Module) -> Iterator[set[str]]:
+def watch_accumulation(module: nn.Module) -> Iterator[set[str]]:
     """The names of parameters to which autograd itself adds a gradient within this context."""
     came: set[str] = set()
 
@@ -335,7 +367,7 @@ def watching(module: nn.Module) -> Iterator[set[str]]:
     # Held, or each graph would make another node for it.
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     nodes = {name: get_gradient_edge(p).node for name, p in trained}
-    handles = [observe(node, partial(comes, name)) for name, node in nodes.items()]
+    handles = [register_observer(node, partial(comes, name)) for name, node in nodes.items()]
     try:
         yield came
     finally:
@@ -343,8 +375,8 @@ def watching(module: nn.Module) -> Iterator[set[str]]:
             handle.remove()
 
 
-def left_whole(module: nn.Module, came: set[str], split: bool) -> str:
-    """What to say of the layers whose parameters `came` in I; nothing where that is cheap.
+def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split: bool) -> str:
+    """What to say of the layers whose parameters `accumulated` in I; nothing where that is cheap.
 
     If something was split, that is all but matrices, and what is beside layers that were split, as
     positions.
@@ -354,15 +386,19 @@ def left_whole(module: nn.Module, came: set[str], split: bool) -> str:
     layers: dict[str, type[nn.Module]] = {}
     for name in trained:
         owner, dot, _ = name.rpartition(".")
-        beside = any(other.startswith(owner + dot) for other in matrices - came)
-        if name in came and not (split and (beside or name not in matrices)):
+        beside = any(other.startswith(owner + dot) for other in matrices - accumulated)
+        if name in accumulated and not (has_split and (beside or name not in matrices)):
             layers[owner] = type(module.get_submodule(owner))
     names = [f"{owner or 'itself'} ({kind.__name__})" for owner, kind in layers.items()]
     if not names:
         return ""
-    names[_MOST:] = [f"and {len(names) - _MOST} more"] * (len(names) > _MOST)
-    kinds = {kind for kind in layers.values() if not hasattr(kind, "split_later")} - _ASKED_FOR
-    known = sorted(kind.__name__ for kind in kinds if _split_type(kind))
+    names[_MAX_NAMED_LAYERS:] = [f"and {len(names) - _MAX_NAMED_LAYERS} more"] * (
+        len(names) > _MAX_NAMED_LAYERS
+    )
+    kinds = {
+        kind for kind in layers.values() if not hasattr(kind, "deferred_names")
+    } - _OPT_IN_TYPES
+    known = sorted(kind.__name__ for kind in kinds if _find_split_type(kind))
     hints = [
         f"; schedir.runtime.make_backward_splittable(stage) splits {' and '.join(known)}"
     ] * bool(known)
@@ -372,7 +408,7 @@ def left_whole(module: nn.Module, came: set[str], split: bool) -> str:
     return f"{', '.join(names)}: I runs their whole backward{''.join(hints)}"
 
 
-def could_wait(module: nn.Module) -> set[str]:
+def find_deferrable_weights(module: nn.Module) -> set[str]:
     """The names of weights whose gradients layers could have left for later, as they were made to.
 
     None of a taught layer that ran whole, as it does under autocast.
@@ -380,11 +416,11 @@ def could_wait(module: nn.Module) -> set[str]:
     late = {
         layer._parameters.get(name)
         for layer in module.modules()
-        for name in getattr(layer, "split_later", ())
-        if layer not in _WHOLE
+        for name in getattr(layer, "deferred_names", ())
+        if layer not in _UNSPLIT_LAYERS
     }
     return {
         name
         for name, p in module.named_parameters()
-        if p in late and can_wait(p) and not leaf_has_hooks(p, get_gradient_edge(p).node)
+        if p in late and can_defer_gradient(p) and not leaf_has_hooks(p, get_gradient_edge(p).node)
     }

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import Instr
-from schedir.runtime.autograd.module_buffers import buffers_checked
+from schedir.runtime.autograd.module_buffers import add_buffer_checks
 from schedir.runtime.autograd.random_streams import FORWARD
 from schedir.runtime.model_checks.tensor_fingerprint import (
-    local_of,
-    sums_of,
-    traces_of,
-    versions_of,
+    compute_checksums,
+    get_local_shard,
+    get_versions,
+    get_write_traces,
 )
 from schedir.runtime.parameters.gradient_buffers import GradientBuffers
 from schedir.runtime.parameters.weight_versions import WeightVersions
@@ -30,8 +30,8 @@ from schedir.runtime.rank_state import State
 # weight, have copies of the weight. The write would not reach these copies.
 
 
-def weight_writes_checked(
-    state: State, i: Instr, forward: bool, run: Callable[[], None]
+def add_weight_checks(
+    state: State, i: Instr, is_forward: bool, run: Callable[[], None]
 ) -> Callable[[], None]:
     """Return `run` with a check that its first call writes to no trained weight that has copies.
 
@@ -42,13 +42,17 @@ def weight_writes_checked(
     Args:
         state: The state of the rank.
         i: The instruction that `run` executes.
-        forward: Whether `run` is a forward. Otherwise it is a backward.
+        is_forward: Whether `run` is a forward. Otherwise it is a backward.
         run: A function that runs the module of the instruction's stage.
     """
-    stage, holders = state.stages[i.stage], state.shape.rows
-    tied = {id(weight.own[i.stage]) for weight in state.tied if i.stage in weight.own}
+    stage, holders = state.stages[i.stage], state.shape.placement_rows
+    tied = {
+        id(weight.local_copies[i.stage])
+        for weight in state.tied_weights
+        if i.stage in weight.local_copies
+    }
     copied, on_cpu = holders > 1, state.device.type == "cpu"
-    if not state.trains or i.stage < state.program.frozen_stages or not (copied or tied):
+    if not state.has_backward or i.stage < state.program.frozen_stages or not (copied or tied):
         return run
 
     def weights() -> dict[str, Tensor]:
@@ -57,23 +61,25 @@ def weight_writes_checked(
 
     def checked() -> None:
         kind = (i.op, stage.module.training)
-        if state.looks or kind in stage.weights_checked:
+        if state.is_evaluating or kind in stage.checked_weight_modes:
             run()
             return
         before = weights()
         # With ZeRO level 3 the memory of weights may be freed.  `Parts` compares their numbers.
-        readable = stage.weights is None or stage.weights.stays
-        by_value = [local_of(p.detach()) for p in before.values()] if on_cpu and readable else []
-        traces, sums = traces_of([*before.values()]), sums_of(by_value)
+        readable = stage.sharded_parameters is None or stage.sharded_parameters.keeps_full_weights
+        by_value = (
+            [get_local_shard(p.detach()) for p in before.values()] if on_cpu and readable else []
+        )
+        traces, sums = get_write_traces([*before.values()]), compute_checksums(by_value)
         run()
-        stage.weights_checked.add(kind)
+        stage.checked_weight_modes.add(kind)
         after = dict(stage.module.named_parameters())
-        traces_now, sums_now = traces_of([*before.values()]), sums_of(by_value)
+        traces_now, sums_now = get_write_traces([*before.values()]), compute_checksums(by_value)
         for k, (name, p) in enumerate(before.items()):
             same_sum = not by_value or sums[k] == sums_now[k]
             if after.get(name) is p and traces[k] == traces_now[k] and same_sum:
                 continue
-            pass_ = "forward" if forward else "backward"
+            pass_ = "forward" if is_forward else "backward"
             copies = f"of its {holders} holders" if copied else "of the stages that share it"
             raise ModelError(
                 f"stage {i.stage} writes to its weight {name} in a {pass_}: the write would not "
@@ -87,7 +93,9 @@ def weight_writes_checked(
 # ---------------------------------------------------------------- weights and random numbers
 
 
-def around(state: State, i: Instr, purpose: int, run: Callable[[], None]) -> Callable[[], None]:
+def wrap_stage_run(
+    state: State, i: Instr, purpose: int, run: Callable[[], None]
+) -> Callable[[], None]:
     """Return `run` with the random numbers and the weights of its microbatch, and with checks.
 
     Args:
@@ -96,26 +104,31 @@ def around(state: State, i: Instr, purpose: int, run: Callable[[], None]) -> Cal
         purpose: What random numbers are for, one of the constants of `runtime.random`.
         run: A function that runs the module of the instruction's stage.
     """
-    if purpose == FORWARD and i.stage in state.versions:
-        run = partial(_without_gradients, state.stages[i.stage].gradients, i.stage, run)
+    if purpose == FORWARD and i.stage in state.weight_versions:
+        run = partial(_run_checking_gradients, state.stages[i.stage].gradients, i.stage, run)
         run = partial(
-            _in_place, state.versions[i.stage], int(state.shape.version(i.stage, i.mb)), run
+            _run_checking_parameters,
+            state.weight_versions[i.stage],
+            int(state.shape.weight_version(i.stage, i.mb)),
+            run,
         )
-    run = weight_writes_checked(state, i, purpose == FORWARD, run)
-    checked = buffers_checked(state, i, purpose == FORWARD, run)
-    seeded = state.draws.seeded(purpose, i.stage, i.mb, checked)
-    return on_version(state, i, seeded)
+    run = add_weight_checks(state, i, purpose == FORWARD, run)
+    checked = add_buffer_checks(state, i, purpose == FORWARD, run)
+    seeded = state.random_streams.make_seeded(purpose, i.stage, i.mb, checked)
+    return bind_weight_version(state, i, seeded)
 
 
-def _without_gradients(gradients: GradientBuffers, stage: int, run: Callable[[], None]) -> None:
+def _run_checking_gradients(
+    gradients: GradientBuffers, stage: int, run: Callable[[], None]
+) -> None:
     """Run a forward; raise ModelError if it adds to gradients.
 
     In a program of several updates a forward may run while the sum has gradients of an update
     before its own.
     """
-    before = versions_of(gradients.flat)
+    before = get_versions(gradients.flat)
     run()
-    if versions_of(gradients.flat) != before:
+    if get_versions(gradients.flat) != before:
         raise ModelError(
             f"stage {stage} calls backward() in its forward, and in a program of several updates "
             "the gradient may be added to that of another update",
@@ -123,23 +136,27 @@ def _without_gradients(gradients: GradientBuffers, stage: int, run: Callable[[],
         )
 
 
-def _in_place(versions: WeightVersions, version: int, run: Callable[[], None]) -> None:
+def _run_checking_parameters(
+    versions: WeightVersions, version: int, run: Callable[[], None]
+) -> None:
     """Run a forward. In the first step, raise ModelError if it replaced a Parameter."""
     run()
-    if versions.by_value:
+    if versions.compares_values:
         versions.require_in_place(version)
 
 
-def on_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
+def bind_weight_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
     """Return `run` with the version of the weights that its microbatch uses.
 
     A stage that shares a Parameter with other ranks uses its own copy.
     """
-    stage, versions = state.stages[i.stage], state.versions.get(i.stage)
+    stage, versions = state.stages[i.stage], state.weight_versions.get(i.stage)
     if versions is not None:
-        use: Callable[[], None] = partial(versions.use, int(state.shape.version(i.stage, i.mb)))
-    elif stage.own is not None:
-        use = stage.own.use
+        use: Callable[[], None] = partial(
+            versions.use, int(state.shape.weight_version(i.stage, i.mb))
+        )
+    elif stage.local_ties is not None:
+        use = stage.local_ties.install_substitutes
     else:
         return run
 

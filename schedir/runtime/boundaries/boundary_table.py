@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schedir.errors import ModelError, describe
-from schedir.ir.pipeline.stage_segments import ENTERS, LEAVES
+from schedir.ir.pipeline.stage_segments import ENTRY_COLLECTIVE, EXIT_COLLECTIVE
 from schedir.ir.program import Program
-from schedir.runtime.boundaries.boundary import Boundary, Edges, Given, ModelBoundaries
+from schedir.runtime.boundaries.boundary import (
+    Boundary,
+    BoundaryByEdge,
+    BoundaryLike,
+    ModelBoundaries,
+)
 
 # ---------------------------------------------------------------- checks of boundaries
 
@@ -22,10 +27,10 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
         ModelError: The program sends a gradient back for a boundary of which no tensor has one, or
             a tensor has another shape in the next stage than tensor-parallel ranks give it.
     """
-    own = [(s, f"stage {s} passes on", one) for s, one in enumerate(boundaries.crossings)]
+    own = [(s, f"stage {s} passes on", one) for s, one in enumerate(boundaries.stage_boundaries)]
     own += [(s, f"passes from stage {s} to {t}", one) for (s, t), one in boundaries.skips]
     for s, what, crossing in own:
-        if program.trains and s >= program.frozen_stages and not any(crossing.graded):
+        if program.has_backward and s >= program.frozen_stages and not any(crossing.requires_grad):
             raise ModelError(
                 f"nothing that {what} has a gradient ({crossing}), and the program takes one back",
                 program=program.name,
@@ -34,9 +39,9 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
             )
     for at, (s, _, crossing) in enumerate(own):
         for k, one in enumerate(crossing.tensors):
-            first = k == 0 and at < len(boundaries.crossings)
-            taken = _taken(one, s, program) if first else one.shape
-            if one.as_taken.shape != taken:
+            first = k == 0 and at < len(boundaries.stage_boundaries)
+            taken = _compute_received_shape(one, s, program) if first else one.shape
+            if one.received.shape != taken:
                 raise ModelError(
                     f"tensor {k} that stage {s} passes on is {one}, and what the program makes of "
                     f"it is {list(taken)}",
@@ -47,16 +52,16 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
                 )
 
 
-def _taken(one: Boundary, stage: int, program: Program) -> tuple[int, ...]:
+def _compute_received_shape(one: Boundary, stage: int, program: Program) -> tuple[int, ...]:
     """Return the shape that the first tensor of a boundary has in the next stage.
 
     If tensor-parallel ranks share the sequence, they gather all tokens where they enter a region,
     and each keeps its own tokens where they leave it.
     """
     letter, t = program.segment_boundaries[stage : stage + 1], program.tp
-    if not program.sequence_parallel or letter not in (ENTERS, LEAVES):
+    if not program.sequence_parallel or letter not in (ENTRY_COLLECTIVE, EXIT_COLLECTIVE):
         return one.shape
-    if len(one.shape) < 2 or (letter == LEAVES and one.shape[-2] % t):
+    if len(one.shape) < 2 or (letter == EXIT_COLLECTIVE and one.shape[-2] % t):
         raise ModelError(
             f"tensor 0 that stage {stage} passes on is {one}, and there {t} tensor-parallel ranks "
             "share the sequence, which is the last dimension but one",
@@ -64,13 +69,13 @@ def _taken(one: Boundary, stage: int, program: Program) -> tuple[int, ...]:
             hint=f"(..., tokens, features), and tokens that {t} divides",
         )
     *rest, tokens, features = one.shape
-    return *rest, tokens * t if letter == ENTERS else tokens // t, features
+    return *rest, tokens * t if letter == ENTRY_COLLECTIVE else tokens // t, features
 
 
 # ---------------------------------------------------------------- boundaries by microbatch
 
 
-_LENGTHS = "PerMicrobatchBoundary([(length, 64) for length in lengths])"
+_PER_MICROBATCH_HINT = "PerMicrobatchBoundary([(length, 64) for length in lengths])"
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class PerMicrobatchBoundary:
     is what an Executor takes as `boundary` if all microbatches have one shape.  A slot has room for
     the largest value that it ever holds.  A message has the size of its value.
 
-    Raises ModelError if `each` is not a list or a tuple.
+    Raises ModelError if `boundaries` is not a list or a tuple.
 
     >>> import schedir, torch
     >>> from torch import nn
@@ -95,14 +100,15 @@ class PerMicrobatchBoundary:
     torch.Size([])
     """
 
-    each: Sequence[Given | Edges]
+    boundaries: Sequence[BoundaryLike | BoundaryByEdge]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.each, tuple | list):
+        if not isinstance(self.boundaries, tuple | list):
             raise ModelError(
-                f"PerMicrobatch takes a list, and {describe(self.each)} is none", hint=_LENGTHS
+                f"PerMicrobatch takes a list, and {describe(self.boundaries)} is none",
+                hint=_PER_MICROBATCH_HINT,
             )
-        object.__setattr__(self, "each", tuple(self.each))
+        object.__setattr__(self, "boundaries", tuple(self.boundaries))
 
 
 @dataclass(frozen=True)
@@ -112,9 +118,13 @@ class BoundaryTable:
     rows: tuple[ModelBoundaries, ...]
 
     @classmethod
-    def of(
+    def from_boundary(
         cls,
-        given: Given | Edges | ModelBoundaries | PerMicrobatchBoundary | BoundaryTable,
+        boundary: BoundaryLike
+        | BoundaryByEdge
+        | ModelBoundaries
+        | PerMicrobatchBoundary
+        | BoundaryTable,
         program: Program,
     ) -> BoundaryTable:
         """Return the boundaries of a program from what a user has given.
@@ -127,19 +137,21 @@ class BoundaryTable:
             it.
         """
         stages, parts, skips = program.shape.stages, program.tp, program.skips
-        several = isinstance(given, PerMicrobatchBoundary)
-        if isinstance(given, BoundaryTable):
-            each: Sequence[Given | Edges | ModelBoundaries] = given.rows
+        several = isinstance(boundary, PerMicrobatchBoundary)
+        if isinstance(boundary, BoundaryTable):
+            each: Sequence[BoundaryLike | BoundaryByEdge | ModelBoundaries] = boundary.rows
             several = len(each) > 1
         else:
-            each = given.each if isinstance(given, PerMicrobatchBoundary) else (given,)
+            each = (
+                boundary.boundaries if isinstance(boundary, PerMicrobatchBoundary) else (boundary,)
+            )
         if several and len(each) != program.shape.microbatches:
             raise ModelError(
                 f"boundaries are given of {len(each)} microbatches, for "
                 f"{program.shape.microbatches} microbatches",
-                hint=_LENGTHS,
+                hint=_PER_MICROBATCH_HINT,
             )
-        return cls(tuple(ModelBoundaries.of(one, stages, parts, skips) for one in each))
+        return cls(tuple(ModelBoundaries.from_edges(one, stages, parts, skips) for one in each))
 
     def __getitem__(self, mb: int) -> ModelBoundaries:
         return self.rows[mb if len(self.rows) > 1 else 0]
@@ -149,7 +161,7 @@ class BoundaryTable:
             return str(self.rows[0])
         return "; ".join(f"microbatch {mb}: {row}" for mb, row in enumerate(self.rows))
 
-    def fit(self, program: Program) -> None:
+    def require_program_fit(self, program: Program) -> None:
         """Check all boundaries against a program.  Raises ModelError as `require_fit`."""
         for row in self.rows:
             require_fit(row, program)

@@ -13,18 +13,18 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
 
-from schedir.ir.isa.instructions import ROWS, Lane, Opcode
-from schedir.runtime.rank_state import Call, Handler, State, in_turn
+from schedir.ir.isa.instructions import INSTRUCTIONS, Lane, Opcode
+from schedir.runtime.rank_state import Call, Handler, State, chain_calls
 
 
-def _modules() -> Iterator[ModuleType]:
+def _import_handler_modules() -> Iterator[ModuleType]:
     folder = __name__.rpartition(".")[0]
     for module in pkgutil.iter_modules(import_module(folder).__path__):
         if module.name.endswith("_handlers"):
             yield import_module(f"{folder}.{module.name}")
 
 
-def found_in(modules: Sequence[Any]) -> dict[Opcode, Handler]:
+def collect_handlers(modules: Sequence[Any]) -> dict[Opcode, Handler]:
     """The handlers of modules by opcode, wrapped.  Raises ImportError for two of one opcode."""
     found: dict[Opcode, Handler] = {}
     home: dict[Opcode, str] = {}
@@ -41,10 +41,10 @@ def found_in(modules: Sequence[Any]) -> dict[Opcode, Handler]:
     return found
 
 
-HANDLERS: Final = found_in([*_modules()])
+HANDLERS: Final = collect_handlers([*_import_handler_modules()])
 
 
-def linked(state: State) -> list[Call]:
+def link_stream(state: State) -> list[Call]:
     """The calls of a rank's Stream, in its order.
 
     A transport that groups is told where a group of transfers begins and ends.
@@ -52,12 +52,14 @@ def linked(state: State) -> list[Call]:
     stream, transport = state.stream, state.transport
     calls = [HANDLERS[i.op](state, i) for i in stream]
     joined = [*stream.joined.tolist(), False]
-    for k, i in enumerate(stream if transport.grouped else ()):
-        if ROWS[i.op].lane not in (Lane.ACT, Lane.GRAD) or joined[k] == joined[k + 1]:
+    for k, i in enumerate(stream if transport.is_grouped else ()):
+        if INSTRUCTIONS[i.op].lane not in (Lane.ACT, Lane.GRAD) or joined[k] == joined[k + 1]:
             continue
         run = calls[k].run
         first = joined[k + 1]
         calls[k] = calls[k]._replace(
-            run=in_turn(transport.start_group, run) if first else in_turn(run, transport.end_group)
+            run=chain_calls(transport.start_group, run)
+            if first
+            else chain_calls(run, transport.end_group)
         )
     return calls

@@ -5,94 +5,98 @@ from __future__ import annotations
 from typing import Final
 
 from schedir.ir.isa.instructions import Instr, Opcode, Value
-from schedir.ir.program import OWN
+from schedir.ir.program import UNSHARED_SLOTS
 from schedir.runtime.autograd.random_streams import UPDATE
-from schedir.runtime.handlers.reduction_handlers import judged
-from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState, Told
+from schedir.runtime.handlers.reduction_handlers import check_and_clip_grads
+from schedir.runtime.offload.disk_optimizer_state import DiskOptimizerState, ErrorWrapper
 from schedir.runtime.offload.host_optimizer_state import HostOptimizerState
-from schedir.runtime.rank_state import Call, State, freed_before
+from schedir.runtime.rank_state import Call, State, find_freeing_instructions
 
 
-def _states(state: State) -> HostOptimizerState:
-    assert state.held.states is not None, "the program says so"
-    return state.held.states
+def _get_host_state(state: State) -> HostOptimizerState:
+    assert state.resources.host_optimizer_state is not None, "the program says so"
+    return state.resources.host_optimizer_state
 
 
-def _on_disk(state: State) -> DiskOptimizerState:
-    assert isinstance(state.held.states, DiskOptimizerState), "the program says so"
-    return state.held.states
+def _get_disk_state(state: State) -> DiskOptimizerState:
+    assert isinstance(state.resources.host_optimizer_state, DiskOptimizerState), (
+        "the program says so"
+    )
+    return state.resources.host_optimizer_state
 
 
-def fetch_state(state: State, i: Instr) -> Call:
-    said, told = state.program.slots, _told(state, i)
-    if isinstance(states := state.held.states, DiskOptimizerState):
-        rooms = said[state.rank].state_host if said else OWN
-        stages = len(state.shape.stages_of[state.rank])
-        states.rooms = max(states.rooms, min(rooms, 2 * stages))
+def read_state_from_disk(state: State, i: Instr) -> Call:
+    said, told = state.program.slots, _make_error_wrapper(state, i)
+    if isinstance(states := state.resources.host_optimizer_state, DiskOptimizerState):
+        rooms = said[state.rank].state_host if said else UNSHARED_SLOTS
+        stages = len(state.shape.stages_on_rank[state.rank])
+        states.buffer_count = max(states.buffer_count, min(rooms, 2 * stages))
 
     def run() -> None:
         if state.optimizer is not None:
-            _on_disk(state).fetch(i.stage, state.on_lane(), told)
+            _get_disk_state(state).fetch(i.stage, state.get_lane_observer(), told)
 
     return Call(None, run)
 
 
-def spill_state(state: State, i: Instr) -> Call:
-    told = _told(state, i)
+def write_state_to_disk(state: State, i: Instr) -> Call:
+    told = _make_error_wrapper(state, i)
 
     def run() -> None:
         if state.optimizer is not None:
-            _on_disk(state).spill(i.stage, state.on_lane(), told)
+            _get_disk_state(state).spill(i.stage, state.get_lane_observer(), told)
 
     return Call(None, run)
 
 
-def _told(state: State, i: Instr) -> Told:
+def _make_error_wrapper(state: State, i: Instr) -> ErrorWrapper:
     """An error of a disk as that of an instruction, in the middle of an update."""
 
     def told(error: Exception) -> Exception:
-        failed = state.failed(state.index_of[i], error)
-        failed.hint = failed.hint or _HALF
+        failed = state.wrap_error(state.index_of[i], error)
+        failed.hint = failed.hint or _PARTIAL_UPDATE_HINT
         return failed
 
     return told
 
 
-_HALF: Final = "of the update some stages may be stepped, and others not: go on from a checkpoint"
+_PARTIAL_UPDATE_HINT: Final = (
+    "of the update some stages may be stepped, and others not: go on from a checkpoint"
+)
 
 
-def load_state(state: State, i: Instr) -> Call:
-    left = freed_before(state.program, state.rank, Value.STATE).get(state.index_of[i])
+def reload_state(state: State, i: Instr) -> Call:
+    left = find_freeing_instructions(state.program, state.rank, Value.STATE).get(state.index_of[i])
 
     def run() -> None:
         if state.optimizer is not None:
             if left is not None:
-                _states(state).leave(state.stream[left].stage)
-            _states(state).load(i.stage, state.on_lane())
+                _get_host_state(state).finish_store(state.stream[left].stage)
+            _get_host_state(state).load(i.stage, state.get_lane_observer())
 
     return Call(None, run)
 
 
-def step_stage(state: State, i: Instr) -> Call:
+def stage_optimizer_step(state: State, i: Instr) -> Call:
     def run() -> None:
         if state.optimizer is not None:
-            _states(state).arrive(i.stage)
-        if state.verdict is None:
-            state.verdict = judged(state, i.mb)
-        state.let_step(state.verdict, i.stage)
+            _get_host_state(state).finish_load(i.stage)
+        if state.is_update_finite is None:
+            state.is_update_finite = check_and_clip_grads(state, i.mb)
+        state.step_optimizer(state.is_update_finite, i.stage)
 
     update = state.shape.microbatches + i.mb
-    seeded = state.draws.seeded(UPDATE, i.stage, update, run)
+    seeded = state.random_streams.make_seeded(UPDATE, i.stage, update, run)
     return Call(state.wait_for_reductions, seeded)
 
 
-def store_state(state: State, i: Instr) -> Call:
-    told = _told(state, i)
+def offload_state(state: State, i: Instr) -> Call:
+    told = _make_error_wrapper(state, i)
 
     def run() -> None:
         if state.optimizer is not None:
             try:
-                _states(state).store(i.stage, state.on_lane())
+                _get_host_state(state).store(i.stage, state.get_lane_observer())
             except OSError as error:
                 raise told(error) from error
 
@@ -100,9 +104,9 @@ def store_state(state: State, i: Instr) -> Call:
 
 
 HANDLERS: Final = {
-    Opcode.ReloadState: load_state,
-    Opcode.StageOptimizerStep: step_stage,
-    Opcode.OffloadState: store_state,
-    Opcode.ReadStateFromDisk: fetch_state,
-    Opcode.WriteStateToDisk: spill_state,
+    Opcode.ReloadState: reload_state,
+    Opcode.StageOptimizerStep: stage_optimizer_step,
+    Opcode.OffloadState: offload_state,
+    Opcode.ReadStateFromDisk: read_state_from_disk,
+    Opcode.WriteStateToDisk: write_state_to_disk,
 }

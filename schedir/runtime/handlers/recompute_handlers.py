@@ -9,30 +9,34 @@ from schedir.ir.isa.instructions import FORWARD as F
 from schedir.ir.isa.instructions import Instr, Opcode, Value
 from schedir.runtime.autograd.activation_checkpoint import Checkpoint, Checkpoints
 from schedir.runtime.autograd.random_streams import FORWARD
-from schedir.runtime.autograd.stage_context import on_version
-from schedir.runtime.handlers.compute_handlers import StageRun, is_ours, taken_by
+from schedir.runtime.autograd.stage_context import bind_weight_version
+from schedir.runtime.handlers.compute_handlers import (
+    StageRun,
+    are_inputs_exclusive,
+    find_input_slots,
+)
 from schedir.runtime.rank_state import Call, State
 
 
 def recompute(state: State, i: Instr) -> Call:
     stage_run, checkpoints = StageRun(state, i), Checkpoints(state, i)
-    ours = is_ours(taken_by(state, i._replace(op=F)))
-    saved = state.slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
+    ours = are_inputs_exclusive(find_input_slots(state, i._replace(op=F)))
+    saved = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
     last = i.stage == state.shape.stages - 1
 
     def run() -> None:
-        checkpoint: Checkpoint = saved.look()
+        checkpoint: Checkpoint = saved.peek()
         # New leaves: hooks that the first run registered on its inputs must not run as well.
-        leaves = [x.detach() for x in checkpoint.xs]
-        ys, xs = checkpoints.again(partial(stage_run, leaves, ours), checkpoint)
+        leaves = [x.detach() for x in checkpoint.inputs]
+        ys, xs = checkpoints.recompute(partial(stage_run, leaves, ours), checkpoint)
         if last:  # the same number, of which nobody need keep two
-            state.keep_loss(i.mb, ys[0], xs)
+            state.save_loss(i.mb, ys[0], xs)
         saved.free()
-        saved.fill(stage_run.saved(xs, ys))
+        saved.fill(stage_run.collect_saved(xs, ys))
 
     # Not `around`: what the first run of it may change, this one does not.
-    seeded = state.draws.seeded(FORWARD, i.stage, i.mb, run)
-    return Call(None, on_version(state, i, seeded))
+    seeded = state.random_streams.make_seeded(FORWARD, i.stage, i.mb, run)
+    return Call(None, bind_weight_version(state, i, seeded))
 
 
 HANDLERS: Final = {Opcode.Recompute: recompute}

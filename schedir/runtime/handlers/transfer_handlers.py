@@ -9,90 +9,95 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from schedir.ir.isa.instructions import (
-    BOUNDARY_COLLECTIVES,
-    FORM_CHANGES,
-    GATHERS,
-    RECEIVES,
-    ROWS,
-    SENDS,
-    SPLIT_CHANGES,
+    BOUNDARY_COLLECTIVE_OPS,
+    BOUNDARY_GATHER_OPS,
+    FORM_CHANGE_OPS,
+    INSTRUCTIONS,
+    RECV_OPS,
+    SEND_OPS,
+    TP_SPLIT_OPS,
     Form,
     Instr,
     Opcode,
     Value,
-    form_changes,
+    find_form_changes,
 )
-from schedir.runtime.model_checks.tensor_fingerprint import versions_of
+from schedir.runtime.model_checks.tensor_fingerprint import get_versions
 from schedir.runtime.rank_state import Call, State
 from schedir.runtime.value_slots import OutputSlot
-from schedir.transports.transport import ChainedWork, CompletedWork, bytes_on, own_part
+from schedir.transports.transport import ChainedWork, CompletedWork, allocate_bytes, view_tp_shard
 
-_RECEIVES = {ROWS[op].gives[0]: op for op in RECEIVES}
+_RECEIVE_OF_KIND = {INSTRUCTIONS[op].gives[0]: op for op in RECV_OPS}
 # By form, a function that returns the part of a value's memory that the message uses, as a flat
 # tensor. The module with the handlers of a form adds the function. A form without one uses all of
 # the memory. No form uses more.
-LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
+FORM_LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
 
 def send(state: State, i: Instr) -> Call:
-    mb, row, k = i.mb, ROWS[i.op], state.index_of[i]
+    mb, row, k = i.mb, INSTRUCTIONS[i.op], state.index_of[i]
     kind = row.needs[0]
-    out = state.slot(kind, i.stage, mb)
+    out = state.find_slot(kind, i.stage, mb)
     assert isinstance(out, OutputSlot)
-    peer = state.program.peer(i)
-    start, sending, lane = state.transport.send, state.sending, row.lane
+    peer = state.program.peer_rank(i)
+    start, sending, lane = state.transport.send, state.pending_sends, row.lane
 
     def run() -> None:
-        tensor = out.look().contiguous()
+        tensor = out.peek().contiguous()
         work = start(tensor, peer, lane)
-        if state.checks.active:
-            work = ChainedWork(work, partial(expect_unwritten, tensor, versions_of((tensor,))))
+        if state.first_step_checks.is_active:
+            work = ChainedWork(work, partial(expect_unwritten, tensor, get_versions((tensor,))))
         # The reference stays until the send has ended: freed earlier, it may be reused.
         sending[k] = (work, tensor)
         out.free()
 
     def expect_unwritten(tensor: Tensor, versions: list[int]) -> None:
-        if versions_of((tensor,)) != versions:
-            raise state.failed(k, out.overwritten())
+        if get_versions((tensor,)) != versions:
+            raise state.wrap_error(k, out.overwrite_error())
 
     return Call(None, run)
 
 
-def put_out(state: State, i: Instr, kind: Value) -> Callable[[Sequence[Tensor]], None]:
+def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence[Tensor]], None]:
     """Fills the slot of a value that an instruction puts out, laid as its taker wants it.
 
     A stage on this rank takes the tensors as a message would bring them, a message one tensor from
     static memory where there is some, and several as bytes, one behind the other.  If instructions
     change the form of the value, the last of them fills the static memory.
     """
-    out, carried = state.slot(kind, i.stage, i.mb), state.passing[i.mb].carried(kind, i.stage)
-    if state.local_stage(state.program.other(kind, i.stage), i.mb) is not None:
-        layouts = [one.as_sent for one in carried.tensors]
+    out, carried = (
+        state.find_slot(kind, i.stage, i.mb),
+        state.boundaries[i.mb].get_value_tensors(kind, i.stage),
+    )
+    if state.find_local_stage(state.program.peer_stage(kind, i.stage), i.mb) is not None:
+        layouts = [one.to_message_layout for one in carried.tensors]
         return lambda values: out.fill(
             tuple([as_sent(value) for as_sent, value in zip(layouts, values, strict=True)])
         )
-    own = None if _changed(state, i, kind) else state.outgoing(kind, out.number, ())
-    if own is None and carried.alone:
+    own = (
+        None if _list_form_changes(state, i, kind) else state.get_send_buffer(kind, out.number, ())
+    )
+    if own is None and carried.is_single_tensor:
         return lambda values: out.fill(values[0])
     device, size = state.device, carried.nbytes
 
     def fill(memory: Tensor, values: Sequence[Tensor]) -> None:
-        whole, places = carried.lay(memory)
+        whole, places = carried.place_tensors(memory)
         for place, value in zip(places, values, strict=True):
             place.copy_(value)
         out.fill(whole)
 
     if own is None:
-        return lambda values: fill(bytes_on(device, size), values)
+        return lambda values: fill(allocate_bytes(device, size), values)
     return partial(fill, own)
 
 
 def recv(state: State, i: Instr) -> Call:
-    mb, row = i.mb, ROWS[i.op]
+    mb, row = i.mb, INSTRUCTIONS[i.op]
     kind = row.gives[0]
-    given, peer = state.slot(kind, i.stage, mb), state.program.peer(i)
-    whole, tensors = _received(state, i, kind)
-    message = _in_form(state, whole, _changed(state, i, kind))
+    given, peer = state.find_slot(kind, i.stage, mb), state.program.peer_rank(i)
+    whole, tensors = _get_receive_memory(state, i, kind)
+    message = _view_in_form(state, whole, _list_form_changes(state, i, kind))
     start, arrivals, lane = state.transport.recv, state.stages[i.stage].arrivals, row.lane
 
     def run() -> None:
@@ -102,42 +107,47 @@ def recv(state: State, i: Instr) -> Call:
     return Call(None, run)
 
 
-def _received(state: State, i: Instr, kind: Value) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _get_receive_memory(state: State, i: Instr, kind: Value) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Where a message comes in, or is made whole, and the tensors in it."""
-    number = state.slot(kind, i.stage, i.mb).number
-    return state.passing[i.mb].carried(kind, i.stage).lay(state.buffers[kind, number])
+    number = state.find_slot(kind, i.stage, i.mb).number
+    return (
+        state.boundaries[i.mb]
+        .get_value_tensors(kind, i.stage)
+        .place_tensors(state.receive_buffers[kind, number])
+    )
 
 
-def _changed(state: State, i: Instr, kind: Value) -> tuple[Opcode, ...]:
+def _list_form_changes(state: State, i: Instr, kind: Value) -> tuple[Opcode, ...]:
     """The instructions that change the form of a value of `i`'s stage and microbatch, in order."""
-    return tuple(op for op in form_changes(kind) if (op, i.stage, i.mb) in state.index_of)
+    return tuple(op for op in find_form_changes(kind) if (op, i.stage, i.mb) in state.index_of)
 
 
-def _in_form(state: State, whole: Tensor, changed: Sequence[Opcode]) -> Tensor:
-    """The part of the memory of a whole value that holds it before `changed` take its forms."""
-    for op in reversed(changed):  # in the order in which the sender has given the forms
-        form = ROWS[op].form
-        if form in LAYOUTS:
-            whole = LAYOUTS[form](whole)
-    split = any(op in SPLIT_CHANGES for op in changed)
-    return own_part(state.transport, whole) if split else whole
+def _view_in_form(state: State, memory: Tensor, form_opcodes: Sequence[Opcode]) -> Tensor:
+    """The part of the memory of a whole value that holds it before `form_opcodes` take its
+    forms."""
+    for op in reversed(form_opcodes):  # in the order in which the sender has given the forms
+        form = INSTRUCTIONS[op].form
+        if form in FORM_LAYOUTS:
+            memory = FORM_LAYOUTS[form](memory)
+    split = any(op in TP_SPLIT_OPS for op in form_opcodes)
+    return view_tp_shard(state.transport, memory) if split else memory
 
 
 class ReceivedValue(NamedTuple):
     """A value that came by message, for the instruction that takes a form from it.
 
     Attributes:
-        before: The memory of the value in its form, flat. It begins at the address of `after`.
-        after: The memory of the value without the form, flat.
-        wait: Waits for the message in `before`.
+        encoded: The memory of the value in its form, flat. It begins at the address of `decoded`.
+        decoded: The memory of the value without the form, flat.
+        wait: Waits for the message in `encoded`.
     """
 
-    before: Tensor
-    after: Tensor
+    encoded: Tensor
+    decoded: Tensor
     wait: Callable[[], None]
 
 
-def first_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
+def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
     """Return a function that waits for a message before the stage of `i` waits for it."""
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
 
@@ -148,24 +158,24 @@ def first_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
     return wait
 
 
-def received(state: State, i: Instr) -> ReceivedValue:
+def get_received_value(state: State, i: Instr) -> ReceivedValue:
     """Return the memory and the wait for an instruction that takes a form from a value."""
-    (kind,) = ROWS[i.op].gives
-    whole, _ = _received(state, i, kind)
-    changed = _changed(state, i, kind)
+    (kind,) = INSTRUCTIONS[i.op].gives
+    whole, _ = _get_receive_memory(state, i, kind)
+    changed = _list_form_changes(state, i, kind)
     place = changed.index(i.op)
-    before, after = (_in_form(state, whole, changed[k:]).view(-1) for k in (place, place + 1))
-    return ReceivedValue(before, after, first_wait(state, i, kind))
+    before, after = (_view_in_form(state, whole, changed[k:]).view(-1) for k in (place, place + 1))
+    return ReceivedValue(before, after, make_early_wait(state, i, kind))
 
 
-def message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None] | None:
+def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None] | None:
     """Waits until what an instruction takes in is there, if it comes by message, or ranks meet.
 
     Then what the message proves to have arrived is let go.
     """
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
-    k = state.index_of.get((_RECEIVES[kind], i.stage, i.mb))
-    ops = (op for op in BOUNDARY_COLLECTIVES if kind in ROWS[op].gives)
+    k = state.index_of.get((_RECEIVE_OF_KIND[kind], i.stage, i.mb))
+    ops = (op for op in BOUNDARY_COLLECTIVE_OPS if kind in INSTRUCTIONS[op].gives)
     met = any((op, i.stage, i.mb) in state.index_of for op in ops)
     if k is None and not met:
         return None
@@ -174,39 +184,39 @@ def message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None] | No
     def wait() -> None:
         arrivals.pop(key).wait()
         for send in known:
-            state.let_go(send)
+            state.complete_send(send)
 
     return wait
 
 
-def scatter(state: State, i: Instr) -> Call:
-    kind = ROWS[i.op].gives[0]
-    out = state.slot(kind, i.stage, i.mb)
-    changed = _changed(state, i, kind)
-    own = state.outgoing(kind, out.number, changed) if changed[-1] is i.op else None
-    carried = state.passing[i.mb].carried(kind, i.stage)
-    into = None if own is None else carried.part(own)
+def tp_scatter(state: State, i: Instr) -> Call:
+    kind = INSTRUCTIONS[i.op].gives[0]
+    out = state.find_slot(kind, i.stage, i.mb)
+    changed = _list_form_changes(state, i, kind)
+    own = state.get_send_buffer(kind, out.number, changed) if changed[-1] is i.op else None
+    carried = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
+    into = None if own is None else carried.slice_part(own)
 
     def run() -> None:
-        shard = _own_copy(state, out.look(), into)
+        shard = _copy_local_part(state, out.peek(), into)
         out.free()
         out.fill(shard)
 
     return Call(None, run)
 
 
-def _own_copy(state: State, whole: Tensor, into: Tensor | None = None) -> Tensor:
+def _copy_local_part(state: State, tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """This rank's part, not a view: the whole is not kept alive by what is sent of it."""
-    part = own_part(state.transport, whole.contiguous())
-    return part.clone() if into is None else into.copy_(part)
+    part = view_tp_shard(state.transport, tensor.contiguous())
+    return part.clone() if out is None else out.copy_(part)
 
 
-def gather(state: State, i: Instr) -> Call:
-    kind = ROWS[i.op].gives[0]
-    whole, _ = _received(state, i, kind)
-    flat, part = whole.view(-1), own_part(state.transport, whole)
+def gather_message(state: State, i: Instr) -> Call:
+    kind = INSTRUCTIONS[i.op].gives[0]
+    whole, _ = _get_receive_memory(state, i, kind)
+    flat, part = whole.view(-1), view_tp_shard(state.transport, whole)
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
-    aside, start = state.transport.aside, state.transport.collective
+    aside, start = state.transport.side_stream, state.transport.start_collective
 
     def wait() -> None:
         with aside():
@@ -221,7 +231,11 @@ def gather(state: State, i: Instr) -> Call:
 
 
 HANDLERS: Final = (
-    dict.fromkeys(SENDS, send)
-    | dict.fromkeys(RECEIVES, recv)
-    | {op: scatter for op in FORM_CHANGES if ROWS[op].form is Form.PART and op not in GATHERS}
+    dict.fromkeys(SEND_OPS, send)
+    | dict.fromkeys(RECV_OPS, recv)
+    | {
+        op: tp_scatter
+        for op in FORM_CHANGE_OPS
+        if INSTRUCTIONS[op].form is Form.TP_SHARD and op not in BOUNDARY_GATHER_OPS
+    }
 )

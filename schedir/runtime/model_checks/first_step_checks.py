@@ -14,13 +14,13 @@ from torch import Tensor
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import LOCAL_HANDOVER, VALUES, Value
 from schedir.runtime.model_checks.storage_references import StorageReferences
-from schedir.runtime.model_checks.tensor_fingerprint import versions_of
+from schedir.runtime.model_checks.tensor_fingerprint import get_versions
 from schedir.runtime.parameters.sharded_parameters import ShardedParameters
-from schedir.runtime.value_slots import SlotTable, versions_and_sums_in, versions_in
-from schedir.transports.transport import Place
+from schedir.runtime.value_slots import SlotTable, collect_versions, collect_versions_and_sums
+from schedir.transports.transport import SlotKey
 
 # The kinds of values that the computation of a stage returns: outputs, and gradients of inputs.
-OUTPUTS: Final = frozenset(made for made, _ in LOCAL_HANDOVER.values())
+OUTPUT_KINDS: Final = frozenset(made for made, _ in LOCAL_HANDOVER.values())
 
 
 class FirstStepChecks:
@@ -28,7 +28,7 @@ class FirstStepChecks:
 
     Args:
         slots: The slots of each kind.
-        assigned: The slot numbers of each value, by kind, stage and microbatch.
+        slot_numbers: The slot numbers of each value, by kind, stage and microbatch.
         buffers: The memory that messages are received in.
         weights: The weights of the stages that ZeRO shards.
         device: The rank's device. Checksums of outputs are compared, and references to memory are
@@ -38,36 +38,38 @@ class FirstStepChecks:
     def __init__(
         self,
         slots: Mapping[Value, SlotTable],
-        assigned: Mapping[tuple[Value, int, int], Mapping[int, int]],
-        buffers: Mapping[Place, Tensor],
+        slot_numbers: Mapping[tuple[Value, int, int], Mapping[int, int]],
+        buffers: Mapping[SlotKey, Tensor],
         weights: list[ShardedParameters],
         device: torch.device,
     ) -> None:
-        self.active = True
+        self.is_active = True
         # On a GPU, the works of messages may refer to memory for longer than a step.
         self.counts_references = device.type == "cpu"
-        self.assigned, self.buffers, self.weights = assigned, buffers, weights
-        self.outputs = [slots[kind] for kind in OUTPUTS]
-        self.fingerprint_of = versions_and_sums_in if device.type == "cpu" else versions_in
+        self.slot_numbers, self.buffers, self.weights = slot_numbers, buffers, weights
+        self.output_slots = [slots[kind] for kind in OUTPUT_KINDS]
+        self.fingerprint_of = (
+            collect_versions_and_sums if device.type == "cpu" else collect_versions
+        )
         self.references = StorageReferences(())
-        self.versions_of_losses: dict[int, list[int]] = {}  # by microbatch, when it was computed
+        self.loss_versions: dict[int, list[int]] = {}  # by microbatch, when it was computed
         # By stage and microbatch, the versions of the gradients of inputs after the forward.
-        self.gradients: dict[tuple[int, int], list[int]] = {}
+        self.gradient_versions: dict[tuple[int, int], list[int]] = {}
 
     def begin_step(self) -> None:
         """Switch the checks on before the first step, and off before later ones."""
-        for slots in self.outputs:
-            slots.fingerprint_of = self.fingerprint_of if self.active else None
-        if self.active and self.counts_references:
+        for slots in self.output_slots:
+            slots.compute_fingerprint = self.fingerprint_of if self.is_active else None
+        if self.is_active and self.counts_references:
             self.references = StorageReferences(self.buffers.values())
             for weights in self.weights:
                 weights.count_references()
 
     def end_step(self, losses: Sequence[Tensor]) -> None:
         """Raise ModelError if a loss was overwritten, or if memory that is used again is kept."""
-        if self.active:
-            for mb, versions in self.versions_of_losses.items():
-                if versions_of((losses[mb],)) != versions:
+        if self.is_active:
+            for mb, versions in self.loss_versions.items():
+                if get_versions((losses[mb],)) != versions:
                     raise ModelError(
                         f"the loss of microbatch {mb} was written to before the step had ended",
                         hint="return a new tensor for each microbatch: return self.buffer.clone()",
@@ -76,25 +78,25 @@ class FirstStepChecks:
                 self.require_released()
                 for weights in self.weights:
                     weights.require_released()
-            self.gradients.clear()
-        self.active = False
+            self.gradient_versions.clear()
+        self.is_active = False
 
-    def note_gradients(self, stage: int, mb: int, xs: Sequence[Tensor]) -> None:
+    def note_gradients(self, stage: int, mb: int, inputs: Sequence[Tensor]) -> None:
         """Note the gradients of inputs after a forward, which may itself run a backward."""
-        self.gradients[stage, mb] = _versions_of_gradients(xs)
+        self.gradient_versions[stage, mb] = _get_gradient_versions(inputs)
 
-    def has_gradients_of_forward(self, stage: int, mb: int, xs: Sequence[Tensor]) -> bool:
+    def has_gradients_of_forward(self, stage: int, mb: int, inputs: Sequence[Tensor]) -> bool:
         """Return whether inputs have the same gradients as after their forward in this step."""
-        noted = self.gradients.get((stage, mb))
-        return noted is None or noted == _versions_of_gradients(xs)
+        noted = self.gradient_versions.get((stage, mb))
+        return noted is None or noted == _get_gradient_versions(inputs)
 
     def require_released(self) -> None:
         """Raise ModelError if a stage keeps a tensor in memory that messages are received in."""
         places = [*self.buffers]
-        for kind, number in (places[k] for k in self.references.increased()):
+        for kind, number in (places[k] for k in self.references.find_increased()):
             stages = {  # several may share a slot, and any of them may be the one
                 stage
-                for (of, stage, _), numbers in self.assigned.items()
+                for (of, stage, _), numbers in self.slot_numbers.items()
                 if of == kind and number in numbers.values()
             }
             names = " or ".join(map(str, sorted(stages)))
@@ -105,6 +107,6 @@ class FirstStepChecks:
             )
 
 
-def _versions_of_gradients(xs: Sequence[Tensor]) -> list[int]:
+def _get_gradient_versions(inputs: Sequence[Tensor]) -> list[int]:
     """Return the version counter of each gradient, and -1 where there is none."""
-    return [-1 if x.grad is None else x.grad._version for x in xs]
+    return [-1 if x.grad is None else x.grad._version for x in inputs]

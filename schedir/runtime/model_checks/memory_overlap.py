@@ -19,13 +19,13 @@ class ModuleTensor(NamedTuple):
     stages: tuple[int, ...]
     name: str
     tensor: Tensor
-    trained: bool
+    is_trained: bool
 
     def __str__(self) -> str:
         return f"{self.name} of stage {self.stages[0]}"
 
 
-def tensors_of(stages: Mapping[int, nn.Module]) -> list[ModuleTensor]:
+def list_module_tensors(stages: Mapping[int, nn.Module]) -> list[ModuleTensor]:
     """Return the parameters, buffers and tensor attributes of stages, each tensor once.
 
     Attributes include the tensors in lists, tuples and dicts.  The attributes of a module with
@@ -37,18 +37,18 @@ def tensors_of(stages: Mapping[int, nn.Module]) -> list[ModuleTensor]:
         attributes = (
             (f"{prefix}.{name}".lstrip("."), value)
             for prefix, owner in module.named_modules()
-            for name, value in _attributes_of(owner)
+            for name, value in _list_tensor_attributes(owner)
         )
         for name, t in (*module.named_parameters(), *module.named_buffers(), *attributes):
             one = found.get(id(t), ModuleTensor((), name, t, isinstance(t, nn.Parameter)))
-            trained = one.trained and t.requires_grad
+            trained = one.is_trained and t.requires_grad
             found[id(t)] = one._replace(
-                stages=tuple(dict.fromkeys((*one.stages, s))), trained=trained
+                stages=tuple(dict.fromkeys((*one.stages, s))), is_trained=trained
             )
     return [*found.values()]
 
 
-def _attributes_of(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _list_tensor_attributes(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a module's own attributes, each with a name such as `views[0]`."""
     for name, value in vars(owner).items():
         if name in MODULE_ATTRIBUTES or owner._forward_pre_hooks:
@@ -65,7 +65,7 @@ def _attributes_of(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
 MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))
 
 
-def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield the indices of each two tensors that have a number in the same memory.
 
     A tensor without memory, and one that is not strided, overlaps with none.  An object that is
@@ -78,30 +78,30 @@ def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
             continue
         start = local.data_ptr()
         if start:  # memory that was let go has none
-            spans.append((str(local.device), start, start + _span(local), k, local))
+            spans.append((str(local.device), start, start + _measure_span(local), k, local))
     spans.sort(key=lambda span: span[:4])
     before: list[tuple[str, int, int, int, Tensor]] = []  # those that may reach the next span
     for span in spans:
         device, start, _, k, t = span
         before = [one for one in before if one[0] == device and one[2] > start]
         for *_, other, its in before:
-            if tensors[other] is not tensors[k] and _overlap(its, t):
+            if tensors[other] is not tensors[k] and _has_overlap(its, t):
                 yield min(k, other), max(k, other)
         before.append(span)
 
 
-def share_memory(one: Tensor, other: Tensor) -> bool:
+def has_same_storage(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same storage."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def expect_apart(stages: Mapping[int, nn.Module], program: str) -> None:
+def require_no_overlap(stages: Mapping[int, nn.Module], program: str) -> None:
     """Raise ModelError for a trained parameter that another tensor of the stages overlaps with.
 
     Replicas cut parameters in parts, and each part has memory of its own.
     """
-    for one, other in _overlapping(tensors_of(stages)):
-        if one.trained or other.trained:
+    for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
+        if one.is_trained or other.is_trained:
             raise ModelError(
                 f"{one} and {other} have one memory, and would be two when they are cut",
                 program=program,
@@ -110,34 +110,36 @@ def expect_apart(stages: Mapping[int, nn.Module], program: str) -> None:
             )
 
 
-def expect_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
+def require_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
     """Raise ModelError for a tensor in the memory of a trained parameter that is not trained, too.
 
     A program with a delay computes with older versions of weights, which are copies of trained
     parameters.  A buffer, an attribute or a frozen parameter would have the newest weights.
     """
-    for one, other in _overlapping(tensors_of(stages)):
-        if one.trained != other.trained:
+    for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
+        if one.is_trained != other.is_trained:
             raise ModelError(
                 f"{one} and {other} share memory, and the program computes with older versions of "
-                f"weights: {other if one.trained else one} would have the newest version",
+                f"weights: {other if one.is_trained else one} would have the newest version",
                 program=program,
                 hint="let the forward take the view of the weight itself, or weight_delay=0",
             )
 
 
-def expect_ranks_apart(stages: Mapping[int, nn.Module], ranks: Sequence[int], program: str) -> None:
+def require_rank_local_memory(
+    stages: Mapping[int, nn.Module], ranks: Sequence[int], program: str
+) -> None:
     """Raise ModelError for a trained parameter that overlaps with a tensor of another rank.
 
     `ranks` has the rank of each stage.  One Parameter object in stages of several ranks is fine:
     it is a tied weight, and all ranks but the first compute with a copy.  A second tensor in its
     memory is not copied: its rank would see the updates of another rank at any time.
     """
-    for one, other in _overlapping(tensors_of(stages)):
+    for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
         users = {
-            ranks[s] for each in (one, other) for s in each.stages[: 1 if each.trained else None]
+            ranks[s] for each in (one, other) for s in each.stages[: 1 if each.is_trained else None]
         }
-        if len(users) > 1 and (one.trained or other.trained):
+        if len(users) > 1 and (one.is_trained or other.is_trained):
             raise ModelError(
                 f"{one} and {other} share memory, and their stages are on ranks "
                 f"{' and '.join(map(str, sorted(users)))}: each rank trains memory of its own",
@@ -147,7 +149,7 @@ def expect_ranks_apart(stages: Mapping[int, nn.Module], ranks: Sequence[int], pr
             )
 
 
-def expect_copyable(module: nn.Module, stage: int, program: str) -> None:
+def require_copyable(module: nn.Module, stage: int, program: str) -> None:
     """Refuse overlapping tensors that would no longer overlap in a copy of the stage.
 
     The other holders of a stage have copies, in which each tensor has memory of its own.  Buffers
@@ -162,9 +164,9 @@ def expect_copyable(module: nn.Module, stage: int, program: str) -> None:
         ModelError: A trained parameter overlaps with another parameter or with an attribute.
     """
     buffers = {id(buffer) for buffer in module.buffers()}
-    for one, other in _overlapping(tensors_of({stage: module})):
+    for one, other in _find_overlapping_pairs(list_module_tensors({stage: module})):
         if {id(one.tensor), id(other.tensor)}.isdisjoint(buffers) and (
-            one.trained or other.trained
+            one.is_trained or other.is_trained
         ):
             raise ModelError(
                 f"{one} and {other} share memory, and the stage has several holders: in the copies "
@@ -174,31 +176,31 @@ def expect_copyable(module: nn.Module, stage: int, program: str) -> None:
             )
 
 
-def shared_buffers(own: nn.Module, others: Iterable[nn.Module]) -> list[Tensor]:
+def find_shared_buffers(module: nn.Module, others: Iterable[nn.Module]) -> list[Tensor]:
     """Return the buffers of a module that are buffers of other modules, too, or overlap with
     one."""
-    mine = dict.fromkeys(own.buffers())
+    mine = dict.fromkeys(module.buffers())
     theirs = dict.fromkeys(b for other in others for b in other.buffers())
     each = [*mine, *(b for b in theirs if b not in mine)]
-    views = [each[one] for one, other in overlaps(each) if one < len(mine) <= other]
+    views = [each[one] for one, other in find_overlaps(each) if one < len(mine) <= other]
     return [*(b for b in mine if b in theirs), *views]
 
 
-def _overlapping(owned: Sequence[ModuleTensor]) -> Iterator[list[ModuleTensor]]:
+def _find_overlapping_pairs(module_tensors: Sequence[ModuleTensor]) -> Iterator[list[ModuleTensor]]:
     """Yield each two that overlap, in the order of their names."""
-    for pair in sorted(overlaps([one.tensor for one in owned])):
-        yield sorted((owned[k] for k in pair), key=str)
+    for pair in sorted(find_overlaps([one.tensor for one in module_tensors])):
+        yield sorted((module_tensors[k] for k in pair), key=str)
 
 
-def _span(t: Tensor) -> int:
+def _measure_span(t: Tensor) -> int:
     """Return the bytes from the first number of a tensor to the end of its last one."""
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     return (last + 1) * t.itemsize
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _has_overlap(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors with overlapping spans have a number in the same memory."""
-    if all(_span(t) == t.nbytes for t in (one, other)):
+    if all(_measure_span(t) == t.nbytes for t in (one, other)):
         return True
     if one.itemsize != other.itemsize:
         return True  # numbers of two sizes cannot be compared one by one

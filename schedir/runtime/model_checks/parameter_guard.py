@@ -25,43 +25,43 @@ class ParameterGuard:
 
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:
         self.stages = stages
-        self._look()
+        self._record_parameters()
 
-    def _look(self) -> None:
+    def _record_parameters(self) -> None:
         owners = [owner for module in self.stages.values() for owner in module.modules()]
         # Views of the modules' own tables, which show what is there now.
         self.tables: list[ValuesView[object]] = []
         for owner in owners:
             self.tables += (owner._parameters.values(), owner._modules.values())
         # Kept, so that no other object gets the address of one.
-        self.seen = [*chain.from_iterable(self.tables)]
-        self.ids = [*map(id, self.seen)]
+        self.objects = [*chain.from_iterable(self.tables)]
+        self.ids = [*map(id, self.objects)]
         self.names = {
             s: dict(module.named_parameters(remove_duplicate=False))
             for s, module in self.stages.items()
         }
         self.parameters = [*dict.fromkeys(p for own in self.names.values() for p in own.values())]
-        self.trained = [*map(_requires_grad, self.parameters)]
+        self.trained_flags = [*map(_requires_grad, self.parameters)]
 
-    def expect(self, program: str = "") -> None:
+    def require_unchanged(self, program: str = "") -> None:
         """Raise ModelError if what is trained has changed; it takes microseconds if not."""
         same = [*map(id, chain.from_iterable(self.tables))] == self.ids
-        if same and [*map(_requires_grad, self.parameters)] == self.trained:
+        if same and [*map(_requires_grad, self.parameters)] == self.trained_flags:
             return
-        was = dict(zip(self.parameters, self.trained, strict=True))
+        was = dict(zip(self.parameters, self.trained_flags, strict=True))
         for s, module in self.stages.items():
             then, now = self.names[s], dict(module.named_parameters(remove_duplicate=False))
             for name in then | now:
-                if what := _change(then.get(name), now.get(name), was):
+                if what := _describe_change(then.get(name), now.get(name), was):
                     raise ModelError(
                         f"{name} of stage {s} {what}",
                         program=program,
                         hint="make the executor after the last such change",
                     )
-        self._look()  # something else has changed
+        self._record_parameters()  # something else has changed
 
 
-def expect_kept(
+def require_no_max_norm(
     program: Program, stages: Mapping[int, nn.Module], weights: Sequence[TiedWeight]
 ) -> None:
     """Look for embeddings that scale rows in their forwards (`max_norm`) where there are copies.
@@ -70,12 +70,12 @@ def expect_kept(
     warns of replicas, in which each scales those that it uses.
     """
     for s, module in stages.items():
-        tied = {id(weight.own[s]) for weight in weights if s in weight.own}
+        tied = {id(weight.local_copies[s]) for weight in weights if s in weight.local_copies}
         for name, layer in module.named_modules():
             if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer.max_norm is None:
                 continue
             fact = f"{name or 'the embedding'} of stage {s} scales rows of its weight in a forward"
-            if program.shape.rows > 1 or id(layer.weight) in tied:
+            if program.shape.placement_rows > 1 or id(layer.weight) in tied:
                 raise ModelError(
                     f"{fact}, and the weight has other copies or users",
                     program=program.name,
@@ -97,19 +97,24 @@ def expect_kept(
                 warnings.warn(f"{fact}: each replica those that it uses", stacklevel=2)
 
 
-def expect_own(
-    ys: Iterable[Tensor],
+def require_stage_parameters(
+    outputs: Iterable[Tensor],
     module: nn.Module,
-    kept: Iterable[nn.Parameter],
+    allowed_parameters: Iterable[nn.Parameter],
     stage: int,
     optimizer: object,
 ) -> None:
-    """Look for Parameters behind outputs that their module does not have, and are not `kept`.
+    """Look for Parameters behind outputs that their module does not have, and are not
+    `allowed_parameters`.
 
     As of a loss that learns, or kept in a list: nobody zeroes, scales or reduces their gradients.
     Raises ModelError if the optimizer steps one of them; else it may be meant so, and this warns.
     """
-    own, seen, nodes = {*module.parameters(), *kept}, set(), [y.grad_fn for y in ys]
+    own, seen, nodes = (
+        {*module.parameters(), *allowed_parameters},
+        set(),
+        [y.grad_fn for y in outputs],
+    )
     strangers: dict[nn.Parameter, None] = {}
     while nodes:
         node = nodes.pop()
@@ -134,18 +139,23 @@ def expect_own(
     warnings.warn(f"{fact}; {hint}", stacklevel=2)
 
 
-def _change(
-    then: nn.Parameter | None, now: nn.Parameter | None, was: Mapping[nn.Parameter, bool]
+def _describe_change(
+    before: nn.Parameter | None,
+    after: nn.Parameter | None,
+    trained_before: Mapping[nn.Parameter, bool],
 ) -> str:
     """What has become of a parameter, if it is of importance."""
-    trained, trains = then is not None and was[then], now is not None and now.requires_grad
-    if then is now and trained != trains:
+    trained, trains = (
+        before is not None and trained_before[before],
+        after is not None and after.requires_grad,
+    )
+    if before is after and trained != trains:
         kinds = ("frozen", "trained")
         return f"was {kinds[trained]} when the executor was made, and is {kinds[trains]} now"
-    if then is now or not (trained or trains):
+    if before is after or not (trained or trains):
         return ""
-    if then is None:
+    if before is None:
         return "was not there when the executor was made"
-    if now is None:
+    if after is None:
         return "was there when the executor was made, and is gone"
     return "is another Parameter than when the executor was made"

@@ -12,135 +12,143 @@ from schedir.errors import ModelError
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime.boundaries.boundary_table import BoundaryTable
-from schedir.runtime.model_checks.memory_overlap import expect_no_views
-from schedir.runtime.model_checks.parameter_guard import expect_kept
-from schedir.runtime.model_checks.sharding_requirements import require_cuttable
-from schedir.runtime.parameters.buckets import is_summed
-from schedir.runtime.parameters.gradient_buffers import is_sharded
+from schedir.runtime.model_checks.memory_overlap import require_no_views
+from schedir.runtime.model_checks.parameter_guard import require_no_max_norm
+from schedir.runtime.model_checks.sharding_requirements import require_shardable
+from schedir.runtime.parameters.buckets import is_summed_over_tp
+from schedir.runtime.parameters.gradient_buffers import is_tp_sharded
 from schedir.runtime.parameters.mixed_precision import LossScale, MainOptimizer, OptimizerLike
-from schedir.runtime.parameters.optimistic_step import require_torchs
+from schedir.runtime.parameters.optimistic_step import require_known_optimizer
 from schedir.runtime.parameters.tied_parameters import (
     ParameterFingerprint,
     TiedWeight,
-    prints,
-    weights_of,
+    fingerprint_parameters,
+    list_local_tied_weights,
 )
 from schedir.transports.transport import Transport
 from schedir.verify.check import check
 
 
-def agreed(
+def check_rank_agreement(
     program: Program,
     rank: int,
     stages: Mapping[int, nn.Module],
     transport: Transport,
-    passing: BoundaryTable,
+    boundary_table: BoundaryTable,
     optimizer: OptimizerLike | None,
     max_norm: float,
     loss_scale: LossScale | None,
     seed: int | None,
     tied: TiedWeights | None,
     *,
-    alike: bool,
-    adds: bool,
-    more: Sequence[tuple[Program, BoundaryTable]] = (),
+    allow_identical_stages: bool,
+    accumulate_grads: bool,
+    extra_programs: Sequence[tuple[Program, BoundaryTable]] = (),
 ) -> list[TiedWeight]:
     """Compare with all processes what they are given, and refuse what does not go together; returns
     the tied weights.  All processes must call this."""
-    own = prints(stages, optimizer) if program.trains else {}
-    facts = facts_of(program, stages, transport, own) | {
-        "the boundary": str(passing),
+    own = fingerprint_parameters(stages, optimizer) if program.has_backward else {}
+    facts = collect_facts(program, stages, transport, own) | {
+        "the boundary": str(boundary_table),
         "the loss scale": str(loss_scale),
         "the seed": str(seed),
     }
     facts["the programs beside it"] = "; ".join(
-        f"{one.name} ({one.digest[:12]}), boundary {passes}" for one, passes in more
+        f"{one.name} ({one.digest[:12]}), boundary {passes}" for one, passes in extra_programs
     )
     if program.clip_grad_norm:
         facts["max_norm"] = repr(max_norm)
-    everyone = transport.agree(facts, (transport.tp_rank, own), kinds=[ParameterFingerprint])
-    for one in (program, *(one for one, _ in more)):
+    everyone = transport.check_agreement(
+        facts, (transport.tp_rank, own), record_types=[ParameterFingerprint]
+    )
+    for one in (program, *(one for one, _ in extra_programs)):
         check(one, transport.progress_model, blocking_hosts=transport.blocking_hosts)
-    for one, passes in more:
-        passes.fit(one)
-        if adds:
+    for one, passes in extra_programs:
+        passes.require_program_fit(one)
+        if accumulate_grads:
             raise ModelError(
                 "gradients are added to what is there (adds=True), as by one program alone",
                 program=one.name,
             )
-    require_fit(program, rank, stages, transport, passing)
-    require_cuttable(program, stages, optimizer, adds=adds)
-    require_steps(program, stages, optimizer, loss_scale, adds=adds)
-    if not program.trains:
+    require_program_match(program, rank, stages, transport, boundary_table)
+    require_shardable(program, stages, optimizer, accumulate_grads=accumulate_grads)
+    require_steppable(program, stages, optimizer, loss_scale, accumulate_grads=accumulate_grads)
+    if not program.has_backward:
         return []
     told = [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
-    weights = weights_of(program, stages, told, tied, alike=alike)
-    expect_kept(program, stages, weights)
+    weights = list_local_tied_weights(
+        program, stages, told, tied, allow_identical_stages=allow_identical_stages
+    )
+    require_no_max_norm(program, stages, weights)
     return weights
 
 
-def facts_of(
+def collect_facts(
     program: Program,
     stages: Mapping[int, nn.Module],
     transport: Transport,
-    prints: Mapping[int, Sequence[ParameterFingerprint]],
+    fingerprints: Mapping[int, Sequence[ParameterFingerprint]],
 ) -> dict[str, str]:
     """What a process tells the others of its stages, and of how they are stepped, by name."""
     facts: dict[str, str] = {}
     for s, module in stages.items():
-        facts |= _shapes(module, f"stage {s}, slice {transport.tp_rank}")
-        summed = [f"{name} {_shape(p)}" for name, p in module.named_parameters() if is_summed(p)]
+        facts |= _describe_parameters(module, f"stage {s}, slice {transport.tp_rank}")
+        summed = [
+            f"{name} {_describe_shape(p)}"
+            for name, p in module.named_parameters()
+            if is_summed_over_tp(p)
+        ]
         if transport.tp > 1:
             facts[f"what tensor-parallel ranks sum in stage {s}"] = ", ".join(summed) or "nothing"
-        if program.summed and (weight := getattr(module, "tied_weight", None)) is not None:
-            facts[f"the tied weight, slice {transport.tp_rank}"] = _shape(weight)
-    for s, parameters in prints.items():
+        if program.trained_ties and (weight := getattr(module, "tied_weight", None)) is not None:
+            facts[f"the tied weight, slice {transport.tp_rank}"] = _describe_shape(weight)
+    for s, parameters in fingerprints.items():
         for p in parameters:
             who = f"{p.names[0]} in stage {s}, slice {transport.tp_rank}"
-            facts[f"the numbers of {who}"] = p.values
-            if p.stepped:
-                facts[f"the optimizer's options for {who}"] = p.stepped
+            facts[f"the numbers of {who}"] = p.values_digest
+            if p.optimizer_options:
+                facts[f"the optimizer's options for {who}"] = p.optimizer_options
     return facts
 
 
-def _shapes(module: nn.Module, where: str) -> dict[str, str]:
+def _describe_parameters(module: nn.Module, location: str) -> dict[str, str]:
     """What a module trains: how much, and what each parameter is, in order."""
     counts: Counter[str] = Counter()
     facts = {}
     trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
     for k, (name, p) in enumerate(trained):
-        counts[_types(p)] += p.numel()
-        facts[f"parameter {k} of {where}"] = f"{name} {_shape(p)}"
+        counts[_describe_types(p)] += p.numel()
+        facts[f"parameter {k} of {location}"] = f"{name} {_describe_shape(p)}"
     total = " and ".join(f"{n} of {kind}" for kind, n in counts.items()) or "nothing"
-    return facts | {f"the parameters of {where}": total}
+    return facts | {f"the parameters of {location}": total}
 
 
-def _shape(p: nn.Parameter) -> str:
-    return f"{list(p.shape)} of {_types(p)}"
+def _describe_shape(p: nn.Parameter) -> str:
+    return f"{list(p.shape)} of {_describe_types(p)}"
 
 
-def _types(p: nn.Parameter) -> str:
+def _describe_types(p: nn.Parameter) -> str:
     return f"{p.dtype}, gradients in {p.grad_dtype or p.dtype}"
 
 
-def require_steps(
+def require_steppable(
     program: Program,
     stages: Mapping[int, nn.Module],
     optimizer: OptimizerLike | None,
     loss_scale: LossScale | None,
     *,
-    adds: bool,
+    accumulate_grads: bool,
 ) -> None:
     """Refuse what could not step a program as it is to be stepped."""
-    if program.norm_check == "after_step" and program.trains:
+    if program.norm_check == "after_step" and program.has_backward:
         _require_repeatable(program, stages, optimizer)
     if loss_scale is not None:
         _require_scalable(program)
-    if program.trains and np.any(program.shape.weight_delay):
-        expect_no_views(stages, program.name)
-    _require_each_once(optimizer, program)
-    if adds:
-        _require_others_step(program, optimizer)
+    if program.has_backward and np.any(program.shape.weight_delay):
+        require_no_views(stages, program.name)
+    _require_no_duplicates(optimizer, program)
+    if accumulate_grads:
+        _require_accumulation_only(program, optimizer)
 
 
 def _require_scalable(program: Program) -> None:
@@ -164,7 +172,7 @@ def _require_repeatable(
     program: Program, stages: Mapping[int, nn.Module], optimizer: OptimizerLike | None
 ) -> None:
     """Refuse an update that could not be made again."""
-    require_torchs(optimizer, program.name)
+    require_known_optimizer(optimizer, program.name)
     trains = any(p.requires_grad for module in stages.values() for p in module.parameters())
     if optimizer is None and trains:
         raise ModelError(
@@ -175,11 +183,12 @@ def _require_repeatable(
         )
 
 
-def _require_others_step(program: Program, optimizer: OptimizerLike | None) -> None:
+def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None) -> None:
     """Refuse an executor that adds to gradients, and would do with them what is left to others."""
     does = {
         "sums them over replicas": program.dp > 1,
-        "sums them over the holders of a stage": program.shape.rows > 1 and program.trains,
+        "sums them over the holders of a stage": program.shape.placement_rows > 1
+        and program.has_backward,
         "sums them over tensor-parallel ranks": program.sequence_parallel,
         "has several updates": program.shape.optimizer_steps > 1,
         "takes their norm": program.clip_grad_norm,
@@ -193,7 +202,7 @@ def _require_others_step(program: Program, optimizer: OptimizerLike | None) -> N
         )
 
 
-def _require_each_once(optimizer: OptimizerLike | None, program: Program) -> None:
+def _require_no_duplicates(optimizer: OptimizerLike | None, program: Program) -> None:
     """Refuse an optimizer that would step one weight twice."""
     seen: set[object] = set()
     # Copies of a MainOptimizer are in memory of their own, and are rounded into its parameters.
@@ -210,14 +219,14 @@ def _require_each_once(optimizer: OptimizerLike | None, program: Program) -> Non
             seen.add(key)
 
 
-def _require_summed(program: Program, stage: int, module: nn.Module) -> None:
+def _require_summed_over_tp(program: Program, stage: int, module: nn.Module) -> None:
     """Refuse gradients of a part of the sequence that nobody would sum, or whole ones of which
     nobody has said what they are."""
     for name, p in module.named_parameters() if program.tp > 1 else ():
-        if not p.requires_grad or (is_sharded(p) and not is_summed(p)):
+        if not p.requires_grad or (is_tp_sharded(p) and not is_summed_over_tp(p)):
             continue
         said = getattr(p, "summed_over_tp", None)
-        if said is True and is_sharded(p):
+        if said is True and is_tp_sharded(p):
             raise ModelError(
                 f"{name} of stage {stage} is a slice, and its gradients are to be summed over "
                 "those that hold others (summed_over_tp)",
@@ -241,15 +250,15 @@ def _require_summed(program: Program, stage: int, module: nn.Module) -> None:
             )
 
 
-def require_fit(
+def require_program_match(
     program: Program,
     rank: int,
     stages: Mapping[int, nn.Module],
     transport: Transport,
-    passing: BoundaryTable,
+    boundary_table: BoundaryTable,
 ) -> None:
     """Refuse modules and a transport that the program was not made for."""
-    own = program.shape.stages_of[rank]
+    own = program.shape.stages_on_rank[rank]
 
     def refuse(fact: str, hint: str = "") -> None:
         raise ModelError(fact, program=program.name, hint=hint)
@@ -263,12 +272,12 @@ def require_fit(
         )
     for s, module in stages.items():
         learns = [name for name, p in module.named_parameters() if p.requires_grad]
-        if program.trains and s < program.frozen_stages and learns:
+        if program.has_backward and s < program.frozen_stages and learns:
             refuse(
                 f"stage {s} is frozen, and {learns[0]} in it requires a gradient: nobody would "
                 "train it",
                 f"stages[{s}].requires_grad_(False), or compile(..., frozen_stages={s})",
             )
-        if program.trains:
-            _require_summed(program, s, module)
-    passing.fit(program)
+        if program.has_backward:
+            _require_summed_over_tp(program, s, module)
+    boundary_table.require_program_fit(program)

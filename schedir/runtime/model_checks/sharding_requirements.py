@@ -10,20 +10,24 @@ from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
 from schedir.ir.program import Program
-from schedir.runtime.model_checks.memory_overlap import expect_apart
-from schedir.runtime.model_checks.step_isolation import shares_memory
-from schedir.runtime.parameters.mixed_precision import all_within, innermost, is_torchs
-from schedir.runtime.parameters.sharded_parameters import owner_of, tensors_of_state
+from schedir.runtime.model_checks.memory_overlap import require_no_overlap
+from schedir.runtime.model_checks.step_isolation import state_shares_memory
+from schedir.runtime.parameters.mixed_precision import (
+    find_optimizers,
+    is_torch_optimizer,
+    unwrap_optimizer,
+)
+from schedir.runtime.parameters.sharded_parameters import find_owner, list_state_tensors
 
 # Of torch's own those that step each number by itself, with what is kept of it.
-_ELEMENTWISE: Final = (
+_ELEMENTWISE_OPTIMIZERS: Final = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",
 )  # fmt: skip
 
 
-def require_cuttable(
-    program: Program, stages: Mapping[int, nn.Module], optimizer: object, *, adds: bool
+def require_shardable(
+    program: Program, stages: Mapping[int, nn.Module], optimizer: object, *, accumulate_grads: bool
 ) -> None:
     """Refuse stages and an optimizer of which parts would not be parts of the same, and stages
     that another executor keeps in parts."""
@@ -31,15 +35,15 @@ def require_cuttable(
     def refuse(fact: str, hint: str) -> ModelError:
         return ModelError(fact, program=program.name, hint=hint)
 
-    trained = [(s, name, p) for s, name, p in _parameters(stages) if p.requires_grad]
+    trained = [(s, name, p) for s, name, p in _list_parameters(stages) if p.requires_grad]
     for s, name, p in trained:
-        owner = owner_of(p)
-        if owner is not None and (program.zero or not owner.shown):
+        owner = find_owner(p)
+        if owner is not None and (program.zero or not owner.summoned_flat):
             raise refuse(
                 f"{name} of stage {s} is in parts, which another executor keeps",
                 "one executor for them; a program with zero 0 runs within `with first.whole():`",
             )
-    fused = _fused(optimizer) if program.dp > 1 or program.summed else set()
+    fused = _find_fused_parameters(optimizer) if program.dp > 1 or program.trained_ties else set()
     for s, name, p in trained:
         if p in fused and not p.is_contiguous():
             raise refuse(
@@ -49,7 +53,7 @@ def require_cuttable(
             )
     if not program.zero:
         return
-    if adds:
+    if accumulate_grads:
         raise refuse(
             f"zero is {program.zero}, and gradients are added to what is there (adds=True): no "
             "replica would keep its own part only",
@@ -68,23 +72,25 @@ def require_cuttable(
                 f"{name} of stage {s} is a {type(p.data).__name__}, which is no plain tensor",
                 "let schedir cut it: parallelize no parameter before the executor is made",
             )
-    expect_apart(stages, program.name)
-    if program.trains and optimizer is not None:
+    require_no_overlap(stages, program.name)
+    if program.has_backward and optimizer is not None:
         _require_elementwise(program, optimizer)
 
 
-def _fused(optimizer: object) -> set[Any]:
+def _find_fused_parameters(optimizer: object) -> set[Any]:
     """The parameters that fused optimizers step."""
     found: set[Any] = set()
-    for one in all_within(optimizer):
-        of = dict(zip(getattr(one, "main", ()), getattr(one, "parameters", ()), strict=False))
-        for group in getattr(innermost(one), "param_groups", ()):
+    for one in find_optimizers(optimizer):
+        of = dict(
+            zip(getattr(one, "main_parameters", ()), getattr(one, "parameters", ()), strict=False)
+        )
+        for group in getattr(unwrap_optimizer(one), "param_groups", ()):
             if group.get("fused"):
                 found |= {of.get(p, p) for p in group["params"]}
     return found
 
 
-def _parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Parameter]]:
+def _list_parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Parameter]]:
     for s, module in stages.items():
         for name, p in module.named_parameters():
             yield s, name, p
@@ -92,32 +98,32 @@ def _parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.
 
 def _require_elementwise(program: Program, optimizer: object) -> None:
     """An optimizer of parts gives what it gives of whole weights if each number is by itself."""
-    inner: Any = innermost(optimizer)
+    inner: Any = unwrap_optimizer(optimizer)
     name = type(inner).__name__
-    known = is_torchs(inner) and name in _ELEMENTWISE
+    known = is_torch_optimizer(inner) and name in _ELEMENTWISE_OPTIMIZERS
     if not getattr(inner, "elementwise", known):
         raise ModelError(
             f"{name} steps a weight as a whole, and each replica has a piece of it (zero "
             f"{program.zero})"
-            if is_torchs(inner) or hasattr(inner, "elementwise")
+            if is_torch_optimizer(inner) or hasattr(inner, "elementwise")
             else f"zero is {program.zero}, and it is not known whether {name} steps each number by "
             "itself: each replica has a piece of a weight",
             program=program.name,
             hint="AdamW or another that is elementwise, or zero=0"
-            if is_torchs(inner) or hasattr(inner, "elementwise")
+            if is_torch_optimizer(inner) or hasattr(inner, "elementwise")
             else f"zero=0, or, if it does, {name}.elementwise = True",
         )
-    for one in map(innermost, all_within(optimizer)):
-        _require_own_state(program, one)
-        _require_state_by_number(program, one)
+    for one in map(unwrap_optimizer, find_optimizers(optimizer)):
+        _require_separate_state(program, one)
+        _require_elementwise_state(program, one)
 
 
-def _require_own_state(program: Program, inner: Any) -> None:
+def _require_separate_state(program: Program, inner: Any) -> None:
     """Refuse an optimizer of one's own whose state shares memory: each tensor is cut by itself."""
     kept = getattr(inner, "state", {})
     tensors = [t for t in tree_leaves([*kept.values()]) if isinstance(t, Tensor)]
     parameters = [p for p in kept if isinstance(p, Tensor)]
-    if not is_torchs(inner) and shares_memory(inner, tensors, parameters):
+    if not is_torch_optimizer(inner) and state_shares_memory(inner, tensors, parameters):
         raise ModelError(
             f"{type(inner).__name__} keeps a state in memory that it shares with another state, a "
             "parameter, a gradient or an attribute, and each would be cut by itself",
@@ -126,12 +132,12 @@ def _require_own_state(program: Program, inner: Any) -> None:
         )
 
 
-def _require_state_by_number(program: Program, inner: Any) -> None:
+def _require_elementwise_state(program: Program, inner: Any) -> None:
     """Refuse an optimizer whose state cannot be cut as weights are."""
     name = type(inner).__name__
     state: Mapping[Any, Mapping[str, Any]] = getattr(inner, "state", {})
     for p, kept in state.items():
-        for key, value in tensors_of_state(kept) if isinstance(p, Tensor) else ():
+        for key, value in list_state_tensors(kept) if isinstance(p, Tensor) else ():
             if value.shape != p.shape:
                 raise ModelError(
                     f"{name} keeps {key} of {list(value.shape)} for a weight of {list(p.shape)}: "

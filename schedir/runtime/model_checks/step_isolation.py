@@ -18,16 +18,20 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedir.errors import ModelError
-from schedir.runtime.model_checks.memory_overlap import overlaps
-from schedir.runtime.model_checks.tensor_fingerprint import versions_of
-from schedir.runtime.parameters.mixed_precision import is_torchs
+from schedir.runtime.model_checks.memory_overlap import find_overlaps
+from schedir.runtime.model_checks.tensor_fingerprint import get_versions
+from schedir.runtime.parameters.mixed_precision import is_torch_optimizer
 
-ON_DEVICE: Final = "compile(..., optimizer_placement='device')"
-_HELD_BY_STEPS: Final = ("param_groups", "state", "defaults")  # attributes that are moved, or fixed
+ON_DEVICE_HINT: Final = "compile(..., optimizer_placement='device')"
+_STATE_ATTRIBUTES: Final = (
+    "param_groups",
+    "state",
+    "defaults",
+)  # attributes that are moved, or fixed
 _Entry = tuple[str, object]  # what it is, for people to read, and its value
 
 
-def refusal(fact: str, hint: str = ON_DEVICE, program: str = "") -> ModelError:
+def make_offload_error(fact: str, hint: str = ON_DEVICE_HINT, program: str = "") -> ModelError:
     """Return the error for an optimizer whose states cannot leave the device."""
     return ModelError(
         f"the optimizer's states are not on the device, and {fact}", program=program, hint=hint
@@ -39,65 +43,67 @@ class StepIsolation:
 
     Args:
         inner: the optimizer; if it is one of torch's own, nothing is verified.
-        replaces: whether a step gets other parameters in place of those of the device.
+        replaces_parameters: whether a step gets other parameters in place of those of the device.
     """
 
-    def __init__(self, inner: Any, *, replaces: bool) -> None:
-        self.inner, self.replaces = inner, replaces
+    def __init__(self, inner: Any, *, replaces_parameters: bool) -> None:
+        self.inner, self.replaces_parameters = inner, replaces_parameters
         self.name = type(inner).__name__
-        self.changed: dict[object, int] = {}  # the stage whose step has changed an entry
-        self.owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the stage of a state
+        self.changing_stages: dict[object, int] = {}  # the stage whose step has changed an entry
+        self.state_owners: WeakTensorKeyDictionary = (
+            WeakTensorKeyDictionary()
+        )  # the stage of a state
 
-    def expect_no_references(self, *, stages: int) -> None:
+    def require_no_references(self, *, stages: int) -> None:
         """Raise ModelError if the optimizer may step parameters outside its own groups.
 
         That is another optimizer in an attribute, and a parameter in an attribute if there are
         several `stages`, or if steps get other parameters.
         """
-        if is_torchs(self.inner):
+        if is_torch_optimizer(self.inner):
             return
-        for other in _optimizers_in(self.inner):
-            raise refusal(
+        for other in _find_inner_optimizers(self.inner):
+            raise make_offload_error(
                 f"{self.name} contains another optimizer, {type(other).__name__}, which has states "
                 "of its own"
             )
-        if stages < 2 and not self.replaces:
+        if stages < 2 and not self.replaces_parameters:
             return
         steps = {id(p) for group in self.inner.param_groups for p in group["params"]}
-        for name, value in _attributes_of(self.inner):
-            keys = _keys(value) if self.replaces else ()
+        for name, value in _list_attributes(self.inner):
+            keys = _list_nested_keys(value) if self.replaces_parameters else ()
             if any(id(one) in steps for one in (*tree_leaves(value), *keys)):
-                raise refusal(
+                raise make_offload_error(
                     f"{self.name} has parameters in its attribute {name!r}: a step of one stage "
                     "must find them in param_groups alone"
                 )
 
     @contextmanager
-    def watch(self, stage: int) -> Iterator[None]:
+    def watch_step(self, stage: int) -> Iterator[None]:
         """Verify a step of a stage.
 
         Raises ModelError if it changes which parameters the optimizer has, or a number, or a
         tensor beside the state of parameters, that the step of another stage has changed, too.
         """
-        if is_torchs(self.inner):
+        if is_torch_optimizer(self.inner):
             yield
             return
-        groups, before = _parameters_of(self.inner), _entries_of(self.inner)
+        groups, before = _list_parameter_ids(self.inner), _collect_entries(self.inner)
         yield
-        if _parameters_of(self.inner) != groups:
-            raise refusal(f"a step of {self.name} changes which parameters it has")
-        after = _entries_of(self.inner)
+        if _list_parameter_ids(self.inner) != groups:
+            raise make_offload_error(f"a step of {self.name} changes which parameters it has")
+        after = _collect_entries(self.inner)
         for key in before.keys() | after.keys():
             what = (after.get(key) or before[key])[0]
             was, now = (each[key][1] if key in each else None for each in (before, after))
-            if not _same(was, now) and self.changed.setdefault(key, stage) != stage:
+            if not _is_unchanged(was, now) and self.changing_stages.setdefault(key, stage) != stage:
                 traced = isinstance(was, _TensorTrace) or isinstance(now, _TensorTrace)
                 values = "" if traced else f", from {was} to {now}"
-                raise refusal(
+                raise make_offload_error(
                     f"a step of {self.name} changes {what}{values}: it would for each stage"
                 )
 
-    def expect_own_memory(
+    def require_separate_memory(
         self, state: Sequence[Tensor], parameters: Iterable[Tensor], stage: int
     ) -> None:
         """Raise ModelError if a stage's state, which is about to be moved, shares memory.
@@ -105,112 +111,114 @@ class StepIsolation:
         A write to the one would then be missing in the other.  `parameters` are those of the
         device: their memory, and that of their gradients, is not moved.
         """
-        if is_torchs(self.inner):
+        if is_torch_optimizer(self.inner):
             return
         for t in state:
-            if (other := self.owners.setdefault(t, stage)) != stage:
-                raise refusal(f"{self.name} keeps one tensor for stages {other} and {stage}")
-        if shares_memory(self.inner, state, parameters):
-            raise refusal(
+            if (other := self.state_owners.setdefault(t, stage)) != stage:
+                raise make_offload_error(
+                    f"{self.name} keeps one tensor for stages {other} and {stage}"
+                )
+        if state_shares_memory(self.inner, state, parameters):
+            raise make_offload_error(
                 f"{self.name} keeps a tensor for stage {stage} in memory that it shares with "
                 "another state, a parameter, a gradient or an attribute",
-                hint=f"state = tensor.clone(), or {ON_DEVICE}",
+                hint=f"state = tensor.clone(), or {ON_DEVICE_HINT}",
             )
 
 
-def expect_stepped_apart(parameters: Mapping[Tensor, str]) -> None:
+def require_no_step_overlap(parameters: Mapping[Tensor, str]) -> None:
     """Raise ModelError for two parameters in one memory, of those that an optimizer steps.
 
     `parameters` has their names.  The optimizer steps each stage by itself, and where states is
     "cpu" with memory of its own for each parameter.
     """
     each, names = [*parameters], [*parameters.values()]
-    for one, other in sorted(overlaps(each)):
-        raise refusal(
+    for one, other in sorted(find_overlaps(each)):
+        raise make_offload_error(
             f"it steps {names[one]} and {names[other]}, which share memory",
-            f"one Parameter (stage.b = stage.a), or {ON_DEVICE}",
+            f"one Parameter (stage.b = stage.a), or {ON_DEVICE_HINT}",
         )
 
 
-def shares_memory(inner: Any, state: Sequence[Tensor], parameters: Iterable[Tensor]) -> bool:
+def state_shares_memory(inner: Any, state: Sequence[Tensor], parameters: Iterable[Tensor]) -> bool:
     """Return whether a tensor of an optimizer's state shares memory: with another one, with a
     parameter, the gradient of a parameter, or a tensor in an attribute of the optimizer."""
     used = [t for p in parameters for t in (p, p.grad) if t is not None]
     if not {*map(id, state)}.isdisjoint(map(id, used)):
         return True
-    attributes = (t for _, value in _attributes_of(inner) for t in tree_leaves(value))
+    attributes = (t for _, value in _list_attributes(inner) for t in tree_leaves(value))
     tensors = [*state, *used, *(t for t in attributes if isinstance(t, Tensor))]
-    return any(one < len(state) for one, _ in overlaps(tensors))
+    return any(one < len(state) for one, _ in find_overlaps(tensors))
 
 
 class _TensorTrace:
     """A tensor of several numbers, and how often it had been written to."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, (self.version,) = tensor, versions_of([tensor])
+        self.tensor, (self.version,) = tensor, get_versions([tensor])
 
 
-def _attributes_of(inner: Any) -> Iterator[tuple[str, Any]]:
+def _list_attributes(inner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an optimizer, but for its groups and the state of parameters."""
     for name, value in vars(inner).items():
-        if name not in _HELD_BY_STEPS:
+        if name not in _STATE_ATTRIBUTES:
             yield name, value
 
 
-def _optimizers_in(inner: Any) -> list[Any]:
+def _find_inner_optimizers(inner: Any) -> list[Any]:
     """Return the optimizers among the values of an optimizer's attributes."""
-    leaves = (x for _, value in _attributes_of(inner) for x in tree_leaves(value))
+    leaves = (x for _, value in _list_attributes(inner) for x in tree_leaves(value))
     return [x for x in leaves if isinstance(x, torch.optim.Optimizer) and x is not inner]
 
 
-def _keys(value: object) -> Iterator[object]:
+def _list_nested_keys(value: object) -> Iterator[object]:
     """Yield the keys of a dictionary, and of those within it."""
     if isinstance(value, Mapping):
         for key, within in value.items():
             yield key
-            yield from _keys(within)
+            yield from _list_nested_keys(within)
 
 
-def _parameters_of(inner: Any) -> list[list[int]]:
+def _list_parameter_ids(inner: Any) -> list[list[int]]:
     """Return the ids of an optimizer's parameters by group."""
     return [[id(p) for p in group["params"]] for group in inner.param_groups]
 
 
-def _entries_of(inner: Any) -> dict[object, _Entry]:
+def _collect_entries(inner: Any) -> dict[object, _Entry]:
     """Return all numbers and tensors of an optimizer, except the state of parameters."""
     found: dict[object, _Entry] = {}
     for group in inner.param_groups:
         for k, v in group.items():
             if k != "params":
-                found |= _leaves(v, f"{k!r} of a group", (id(group), k))
-    for name, v in _attributes_of(inner):
-        found |= _leaves(v, f"its {name!r}", ("", name))
+                found |= _collect_leaves(v, f"{k!r} of a group", (id(group), k))
+    for name, v in _list_attributes(inner):
+        found |= _collect_leaves(v, f"its {name!r}", ("", name))
     for key, v in inner.state.items():
         if not isinstance(key, Tensor):
-            found |= _leaves(v, f"its state of {key!r}", ("state", key))
+            found |= _collect_leaves(v, f"its state of {key!r}", ("state", key))
     return found
 
 
-def _leaves(value: object, what: str, key: tuple[object, ...]) -> dict[object, _Entry]:
+def _collect_leaves(value: object, label: str, key: tuple[object, ...]) -> dict[object, _Entry]:
     """Return the numbers and tensors in a value, and how long its lists are."""
     if isinstance(value, Tensor):
         one = value.numel() == 1 and not value.is_meta
-        return {key: (what, value.item() if one else _TensorTrace(value))}
+        return {key: (label, value.item() if one else _TensorTrace(value))}
     if isinstance(value, Number) and not isinstance(value, bool):  # a flag counts nothing
-        return {key: (what, value)}
+        return {key: (label, value)}
     found: dict[object, _Entry] = {}
     if isinstance(value, Mapping):
         for k, v in value.items():
-            found |= _leaves(v, what, (*key, id(k) if isinstance(k, Tensor) else k))
+            found |= _collect_leaves(v, label, (*key, id(k) if isinstance(k, Tensor) else k))
     elif isinstance(value, list | tuple):
-        found[*key, "length"] = (f"the length of {what}", len(value))
+        found[*key, "length"] = (f"the length of {label}", len(value))
         for k, v in enumerate(value):
-            found |= _leaves(v, what, (*key, k))
+            found |= _collect_leaves(v, label, (*key, k))
     return found
 
 
-def _same(one: object, other: object) -> bool:
+def _is_unchanged(before: object, after: object) -> bool:
     """Return whether an entry is as it was; NaN is NaN."""
-    if isinstance(one, _TensorTrace) and isinstance(other, _TensorTrace):
-        return one.tensor is other.tensor and one.version == other.version
-    return one is other or bool(one == other) or bool(one != one and other != other)
+    if isinstance(before, _TensorTrace) and isinstance(after, _TensorTrace):
+        return before.tensor is after.tensor and before.version == after.version
+    return before is after or bool(before == after) or bool(before != before and after != after)

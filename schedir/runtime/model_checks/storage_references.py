@@ -23,7 +23,7 @@ class StorageReferences:
         self.addresses = [t.untyped_storage()._cdata for t in tensors]
         self.counts = self._count()
 
-    def increased(self) -> list[int]:
+    def find_increased(self) -> list[int]:
         """Return the indices of the tensors that have more references than at first."""
         if self._count() == self.counts:
             return []

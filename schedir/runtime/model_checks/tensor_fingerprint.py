@@ -8,11 +8,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORD_TYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _COLUMNS: Final = 256  # words in a row of the matrix that shortens a checksum
 
 
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+def get_versions(tensors: Sequence[Tensor]) -> list[int]:
     """How often each has been written to; nobody writes to those of inference mode."""
     try:
         return [t._version for t in tensors]
@@ -20,36 +20,37 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
         return [0 if t.is_inference() else t._version for t in tensors]
 
 
-def traces_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+def get_write_traces(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """The same, and where each is, for its `data` may have been set."""
     places = (t.data_ptr() if t.layout is torch.strided else 0 for t in tensors)
-    return [*zip(versions_of(tensors), places, strict=True)]
+    return [*zip(get_versions(tensors), places, strict=True)]
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def has_same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of a shape have the same bits; NaN is as good as any."""
     if (one.dtype, one.device, one.layout) != (other.dtype, other.device, other.layout):
         return False
-    return all(map(torch.equal, _bits(one), _bits(other)))
+    return all(map(torch.equal, _flatten_to_bytes(one), _flatten_to_bytes(other)))
 
 
-def sum_of_bits(t: Tensor) -> int:
+def compute_checksum(t: Tensor) -> int:
     """Return a 64-bit checksum of the numbers of a tensor and of their order.
 
     Each word is multiplied by an odd number that depends on its place, and the products are added.
     The words of a large tensor are first laid out as a matrix, and replaced by the sums of its rows
     and columns.  Different tensors are unlikely to have the same checksum, but they may.
     """
-    return int(sum_of_bits_on_device(t))
+    return int(checksum_on_device(t))
 
 
-def sum_of_bits_on_device(t: Tensor) -> Tensor:
-    """Return the checksum of `sum_of_bits` as a tensor, so that the host does not wait for it."""
+def checksum_on_device(t: Tensor) -> Tensor:
+    """Return the checksum of `compute_checksum` as a tensor, so that the host does not wait for
+    it."""
     t = t.resolve_conj().resolve_neg()
     flat = (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous()
     if flat.stride() != (1,):  # any stride of a single number counts as contiguous
         flat = flat.clone(memory_format=torch.contiguous_format)
-    words = flat.view(_WORDS[flat.element_size()])
+    words = flat.view(_WORD_TYPES[flat.element_size()])
     if len(words) > 16 * _COLUMNS:  # for fewer words the sums take longer than they save
         in_rows = len(words) - len(words) % _COLUMNS
         matrix, rest = words[:in_rows].view(-1, _COLUMNS), words[in_rows:]
@@ -60,24 +61,24 @@ def sum_of_bits_on_device(t: Tensor) -> Tensor:
     return (words * factors).sum()
 
 
-def sums_of(tensors: Sequence[Tensor]) -> list[int]:
+def compute_checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Of each the sum of its bits, and 0 of what is sparse."""
     dense = torch.strided
-    return [sum_of_bits(t.detach()) if t.layout is dense else 0 for t in tensors]
+    return [compute_checksum(t.detach()) if t.layout is dense else 0 for t in tensors]
 
 
-def local_of(t: Tensor) -> Tensor:
+def get_local_shard(t: Tensor) -> Tensor:
     """Return this process's shard of a DTensor, and any other tensor as it is."""
     return t.to_local() if hasattr(t, "to_local") else t
 
 
-def _bits(tensor: Tensor) -> list[Tensor]:
+def _flatten_to_bytes(tensor: Tensor) -> list[Tensor]:
     """The bytes of a tensor, however it lies in memory."""
-    flat = (t.reshape(-1) for t in _dense(tensor.detach()))
+    flat = (t.reshape(-1) for t in _list_dense_tensors(tensor.detach()))
     return [t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in flat]
 
 
-def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
+def _list_dense_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     """The dense tensors in which one has its numbers: several if it is sparse."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()

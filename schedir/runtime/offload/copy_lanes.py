@@ -19,14 +19,14 @@ import torch
 
 from schedir.ir.isa.instructions import Lane
 
-_THREADS: Final = (Lane.DISK, Lane.HOST)
+_THREAD_LANES: Final = (Lane.DISK, Lane.HOST)
 
 
 class LaneObserver(Protocol):
     """Who is told, on the lane, when something begins there and when it ends."""
 
-    def begins(self) -> None: ...
-    def ends(self) -> None: ...
+    def on_begin(self) -> None: ...
+    def on_end(self) -> None: ...
 
 
 class LaneJob:
@@ -42,7 +42,7 @@ class LaneJob:
         raise NotImplementedError
 
     @property
-    def ended(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it has; nobody waits."""
         raise NotImplementedError
 
@@ -55,7 +55,7 @@ class CopyLanes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.on_streams = device, device.type == "cuda"
+        self.device, self.uses_streams = device, device.type == "cuda"
         self.bandwidth: dict[Lane, float] = {}
         self.threads: dict[Lane, SimpleQueue[_ThreadJob | None]] = {}
         self.streams: dict[Lane, torch.cuda.Stream] = {}
@@ -65,21 +65,21 @@ class CopyLanes:
         lane: Lane,
         run: Callable[[], object],
         nbytes: int = 0,
-        after: Iterable[LaneJob] = (),
-        marks: LaneObserver | None = None,
+        after_jobs: Iterable[LaneJob] = (),
+        observer: LaneObserver | None = None,
     ) -> LaneJob:
         """Start something on a lane: `run`, which copies so many bytes, without gradients; on a
         GPU with `non_blocking`, on the lane's stream, where it comes after what was computed."""
-        if self.on_streams and lane not in _THREADS:
+        if self.uses_streams and lane not in _THREAD_LANES:
             if lane not in self.streams:
                 self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
-            return _StreamJob(self.streams[lane], run, after, marks)
+            return _StreamJob(self.streams[lane], run, after_jobs, observer)
         if lane not in self.threads:
             queue = self.threads[lane] = SimpleQueue()
-            Thread(target=_work, args=(queue,), name=f"lane {lane.name}", daemon=True).start()
+            Thread(target=_run_jobs, args=(queue,), name=f"lane {lane.name}", daemon=True).start()
             weakref.finalize(self, queue.put, None)
         seconds = nbytes / self.bandwidth[lane] if lane in self.bandwidth else 0.0
-        job = _ThreadJob(run, [*after], marks, seconds)
+        job = _ThreadJob(run, [*after_jobs], observer, seconds)
         self.threads[lane].put(job)
         return job
 
@@ -90,18 +90,18 @@ class _ThreadJob(LaneJob):
     def __init__(
         self,
         run: Callable[[], object],
-        after: list[LaneJob],
-        marks: LaneObserver | None,
+        after_jobs: list[LaneJob],
+        observer: LaneObserver | None,
         seconds: float,
     ) -> None:
-        self.todo: tuple[Any, ...] | None = (run, after, marks)
-        self.seconds, self.over = seconds, Event()
+        self.pending_call: tuple[Any, ...] | None = (run, after_jobs, observer)
+        self.seconds, self.done_event = seconds, Event()
         self.error: BaseException | None = None
 
     def work(self) -> None:
         """Run it: in the thread."""
-        assert self.todo is not None
-        run, after, marks = self.todo
+        assert self.pending_call is not None
+        run, after, marks = self.pending_call
         try:
             for one in after:
                 one.finish()
@@ -116,23 +116,23 @@ class _ThreadJob(LaneJob):
                 marks.ends()
         except BaseException as error:  # whoever waits raises it
             self.error = error
-        self.todo = None  # whoever keeps the job does not keep what it has copied
+        self.pending_call = None  # whoever keeps the job does not keep what it has copied
         del run, after, marks
-        self.over.set()
+        self.done_event.set()
 
     def wait(self) -> None:
-        self.over.wait()
+        self.done_event.wait()
         if self.error is not None:
             raise self.error
 
     finish = wait
 
     @property
-    def ended(self) -> bool:
-        return self.over.is_set()
+    def is_done(self) -> bool:
+        return self.done_event.is_set()
 
 
-def _work(queue: SimpleQueue[_ThreadJob | None]) -> None:
+def _run_jobs(queue: SimpleQueue[_ThreadJob | None]) -> None:
     """Run what is started, in order, until nobody can start anything more."""
     while (job := queue.get()) is not None:
         job.work()
@@ -146,8 +146,8 @@ class _StreamJob(LaneJob):
         self,
         stream: torch.cuda.Stream,
         run: Callable[[], object],
-        after: Iterable[LaneJob],
-        marks: LaneObserver | None,
+        after_jobs: Iterable[LaneJob],
+        observer: LaneObserver | None,
     ) -> None:
         # Of the stream that computes, and of no other: it is noted before the lane is entered.
         ready = torch.cuda.Event()
@@ -155,13 +155,13 @@ class _StreamJob(LaneJob):
         self.event = torch.cuda.Event()
         with torch.cuda.stream(stream), torch.no_grad():
             stream.wait_event(ready)
-            for one in after:
+            for one in after_jobs:
                 one.wait()
-            if marks is not None:
-                marks.begins()
+            if observer is not None:
+                observer.on_begin()
             run()
-            if marks is not None:
-                marks.ends()
+            if observer is not None:
+                observer.on_end()
             self.event.record(stream)
 
     def wait(self) -> None:
@@ -171,5 +171,5 @@ class _StreamJob(LaneJob):
         self.event.synchronize()
 
     @property
-    def ended(self) -> bool:
+    def is_done(self) -> bool:
         return bool(self.event.query())

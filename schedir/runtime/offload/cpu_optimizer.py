@@ -19,16 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.errors import ModelError
 from schedir.ir.isa.instructions import Lane
-from schedir.runtime.model_checks.step_isolation import ON_DEVICE, refusal
+from schedir.runtime.model_checks.step_isolation import ON_DEVICE_HINT, make_offload_error
 from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob, LaneObserver
-from schedir.runtime.offload.host_optimizer_state import HostOptimizerState, alike
-from schedir.runtime.offload.snapshot_copies import copy
-from schedir.runtime.parameters.gradient_buffers import scale
-from schedir.runtime.parameters.mixed_precision import OptimizerLike, is_torchs
-from schedir.runtime.parameters.parameter_copies import like
+from schedir.runtime.offload.host_optimizer_state import (
+    HostOptimizerState,
+    has_same_shape_and_dtype,
+)
+from schedir.runtime.offload.snapshot_copies import copy_pairs
+from schedir.runtime.parameters.gradient_buffers import scale_buffer
+from schedir.runtime.parameters.mixed_precision import OptimizerLike, is_torch_optimizer
+from schedir.runtime.parameters.parameter_copies import make_parameter_like
 from schedir.runtime.stage_state import StageState
 
-Pairs = Sequence[tuple[Tensor, Tensor]]  # what is copied to, and what is copied
+CopyPairs = Sequence[tuple[Tensor, Tensor]]  # what is copied to, and what is copied
 
 
 class _GradCheck(NamedTuple):
@@ -36,86 +39,98 @@ class _GradCheck(NamedTuple):
     `job` has ended."""
 
     finite: Tensor
-    shrink: Tensor | None
+    grad_factor: Tensor | None
     job: LaneJob | None
 
 
 class _HostParameters:
-    """What the host has of a stage: `place` are the parameters in the place of the device's, and
-    `flats` the buffers of gradients, each with the device's; `weights` are what the device has.
-    What takes no gradient is not stepped, and has no place."""
+    """What the host has of a stage: `host_copies` are the parameters in the place of the device's,
+    and
+    `flat_pairs` the buffers of gradients, each with the device's; `device_weights` are what the
+    device has. What takes no gradient is not stepped, and has no place."""
 
     def __init__(
         self,
         stage: StageState,
         parameters: Sequence[nn.Parameter],
         replica: int,
-        placed: dict[nn.Parameter, nn.Parameter],
+        all_host_copies: dict[nn.Parameter, nn.Parameter],
     ) -> None:
-        pinned = stage.gradients.kept and stage.gradients.kept[0].device.type == "cuda"
+        pinned = (
+            stage.gradients.reduced_flat and stage.gradients.reduced_flat[0].device.type == "cuda"
+        )
         gradients = stage.gradients
-        self.flats = [(_on_host(kept, bool(pinned)), kept) for kept in gradients.kept]
-        views = dict(gradients.bound)
-        if stage.weights is not None:
-            views = gradients.pieces[replica]
+        self.flat_pairs = [
+            (_allocate_on_host(kept, bool(pinned)), kept) for kept in gradients.reduced_flat
+        ]
+        views = dict(gradients.bound_views)
+        if stage.sharded_parameters is not None:
+            views = gradients.shard_views[replica]
         self.stage, self.parameters = stage, [p for p in parameters if p in views]
-        self.look()
-        self.place: dict[nn.Parameter, nn.Parameter] = {}
-        self.memory: dict[nn.Parameter, Tensor] = {}  # of each of `place`
-        self.gradients: dict[nn.Parameter, Tensor] = {}  # of each of `place` that has one
-        for p, weights in self.weights.items():
-            if p not in placed or not alike(placed[p], weights):
-                placed[p] = like(p, _on_host(weights, bool(pinned)))
-            self.place[p] = one = placed[p]
-            self.memory[p], view = one.detach(), views[p]
+        self.refresh_weights()
+        self.host_copies: dict[nn.Parameter, nn.Parameter] = {}
+        self.host_memory: dict[nn.Parameter, Tensor] = {}  # of each of `host_copies`
+        self.host_gradients: dict[
+            nn.Parameter, Tensor
+        ] = {}  # of each of `host_copies` that has one
+        for p, weights in self.device_weights.items():
+            if p not in all_host_copies or not has_same_shape_and_dtype(
+                all_host_copies[p], weights
+            ):
+                all_host_copies[p] = make_parameter_like(
+                    p, _allocate_on_host(weights, bool(pinned))
+                )
+            self.host_copies[p] = one = all_host_copies[p]
+            self.host_memory[p], view = one.detach(), views[p]
             if view.numel():
                 (flat,) = (
-                    host for host, kept in self.flats
+                    host for host, kept in self.flat_pairs
                     if kept.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
                     and kept.dtype == view.dtype
                     and 0 <= view.storage_offset() - kept.storage_offset() < kept.numel()
                 )  # fmt: skip
-                (kept,) = (kept for host, kept in self.flats if host is flat)
+                (kept,) = (kept for host, kept in self.flat_pairs if host is flat)
                 at = view.storage_offset() - kept.storage_offset()
-                self.gradients[one] = flat.as_strided(view.shape, view.stride(), at)
-            elif stage.weights is None:  # of pieces, those that are empty have none
-                self.gradients[one] = _on_host(view, pinned=False)
-        self.stepped = True  # else there is nothing new to copy back
+                self.host_gradients[one] = flat.as_strided(view.shape, view.stride(), at)
+            elif stage.sharded_parameters is None:  # of pieces, those that are empty have none
+                self.host_gradients[one] = _allocate_on_host(view, pinned=False)
+        self.was_stepped = True  # else there is nothing new to copy back
 
-    def look(self) -> None:
+    def refresh_weights(self) -> None:
         """See where weights are on the device: somebody may have set their data."""
-        weights = self.stage.weights
-        self.weights = {
-            p: p.detach() if weights is None else weights.pieces[p] for p in self.parameters
+        weights = self.stage.sharded_parameters
+        self.device_weights = {
+            p: p.detach() if weights is None else weights.parameter_shards[p]
+            for p in self.parameters
         }
 
-    def nbytes(self) -> int:
+    def count_bytes(self) -> int:
         """Bytes that a step reads of weights and gradients."""
-        return sum(t.nbytes for t in self.tensors())
+        return sum(t.nbytes for t in self.list_host_tensors())
 
-    def tensors(self) -> list[Tensor]:
+    def list_host_tensors(self) -> list[Tensor]:
         """The memory on the host."""
-        return [*(host for host, _ in self.flats), *self.memory.values()]
+        return [*(host for host, _ in self.flat_pairs), *self.host_memory.values()]
 
-    def bind(self) -> None:
+    def bind_gradients(self) -> None:
         """Let each `grad` be that on the host again; a step may have put another in its place."""
-        for one, gradient in self.gradients.items():
+        for one, gradient in self.host_gradients.items():
             one.grad = gradient
 
-    def moved(self) -> nn.Parameter | None:
+    def find_moved_parameter(self) -> nn.Parameter | None:
         """Return a parameter whose `data` on the device has moved since `look`, or None."""
-        if self.stage.weights is not None:  # with ZeRO, `Parts` checks this
+        if self.stage.sharded_parameters is not None:  # with ZeRO, `Parts` checks this
             return None
-        for p, was in self.weights.items():
+        for p, was in self.device_weights.items():
             if p.data_ptr() != was.data_ptr():
                 return p
         return None
 
-    def replaced(self) -> nn.Parameter | None:
+    def find_replaced_parameter(self) -> nn.Parameter | None:
         """Return a parameter whose `data` on the host has moved to other memory, or None."""
-        for p, one in self.place.items():
-            was, now = self.memory[p], one.detach()
-            if not (alike(was, now) and was.stride() == now.stride()):
+        for p, one in self.host_copies.items():
+            was, now = self.host_memory[p], one.detach()
+            if not (has_same_shape_and_dtype(was, now) and was.stride() == now.stride()):
                 return p
             if was.data_ptr() != now.data_ptr():
                 return p
@@ -128,7 +143,7 @@ class CpuOptimizer(HostOptimizerState):
     `stages` are all of the rank.
     """
 
-    replaces = True
+    replaces_parameters = True
 
     def __init__(
         self,
@@ -141,141 +156,153 @@ class CpuOptimizer(HostOptimizerState):
         replica: int,
     ) -> None:
         self.stages, self.replica = stages, replica
-        self.parts: dict[int, _HostParameters] = {}
+        self.host_parameters: dict[int, _HostParameters] = {}
         # The parameters in the place of the device's: an optimizer may keep something by these.
-        self.placed: dict[nn.Parameter, nn.Parameter] = {}
-        self.judged: _GradCheck | None = None
+        self.host_copies: dict[nn.Parameter, nn.Parameter] = {}
+        self.grad_check: _GradCheck | None = None
         self.jobs: dict[tuple[Lane, int], LaneJob] = {}  # by stage: of gradients, steps and weights
         super().__init__(parameters, optimizer, lanes, device, names)
 
-    def look(self) -> None:
+    def refresh_parameters(self) -> None:
         """As of HostOptimizerState."""
-        before = self.seen
-        super().look()
-        if self.seen is not before:
-            self.parts = {}
+        before = self.seen_parameters
+        super().refresh_parameters()
+        if self.seen_parameters is not before:
+            self.host_parameters = {}
 
-    def away(self) -> list[Tensor]:
+    def list_host_memory(self) -> list[Tensor]:
         """As of HostOptimizerState."""
-        parts = [t for part in self.parts.values() for t in part.tensors()]
-        return [*super().away(), *parts]
+        parts = [t for part in self.host_parameters.values() for t in part.list_host_tensors()]
+        return [*super().list_host_memory(), *parts]
 
-    def rest(self) -> None:
+    def to_resting_state(self) -> None:
         """As of HostOptimizerState; and make what the host has of each stage, once, and see where
         the device's is."""
-        super().rest()
-        whose = {main: p for p, main in self.main.items()}
-        for s, own in self.own.items():
-            if s not in self.parts:
+        super().to_resting_state()
+        whose = {main: p for p, main in self.main_parameters.items()}
+        for s, own in self.optimizer_parameters.items():
+            if s not in self.host_parameters:
                 parameters: Any = [whose.get(p, p) for p in own]
-                self.parts[s] = _HostParameters(
-                    self.stages[s], parameters, self.replica, self.placed
+                self.host_parameters[s] = _HostParameters(
+                    self.stages[s], parameters, self.replica, self.host_copies
                 )
             else:
-                self.parts[s].look()
+                self.host_parameters[s].refresh_weights()
 
     # ------------------------------------------------------------ in a step
 
-    def offload(self, stage: int, *, first: bool, marks: LaneObserver | None = None) -> None:
+    def offload_gradient(
+        self, stage: int, *, is_first_update: bool, observer: LaneObserver | None = None
+    ) -> None:
         """Begin to copy a stage's gradient; in the first update with parameters that the optimizer
         itself has, of which somebody may have changed some since the last step."""
-        part = self.parts[stage]
-        if (p := part.moved()) is not None:
-            raise refusal(
+        part = self.host_parameters[stage]
+        if (p := part.find_moved_parameter()) is not None:
+            raise make_offload_error(
                 f"a forward or a backward sets the data of {self.names.get(p, 'a parameter')} to "
                 "another tensor: the optimizer's update of it would be lost",
-                f"weight.data.copy_(new), which writes in place; or {ON_DEVICE}",
+                f"weight.data.copy_(new), which writes in place; or {ON_DEVICE_HINT}",
             )
-        pairs: list[tuple[Tensor, Tensor]] = [*part.flats]
-        if first and not self.main:
-            pairs += [(one.detach(), part.weights[p]) for p, one in part.place.items()]
-        self.jobs[Lane.D2H, stage] = self._copy(Lane.D2H, pairs, marks)
+        pairs: list[tuple[Tensor, Tensor]] = [*part.flat_pairs]
+        if is_first_update and not self.main_parameters:
+            pairs += [(one.detach(), part.device_weights[p]) for p, one in part.host_copies.items()]
+        self.jobs[Lane.D2H, stage] = self._start_copy(Lane.D2H, pairs, observer)
 
-    def judge(self, finite: Tensor, shrink: Tensor | None) -> None:
+    def set_grad_check(self, finite: Tensor, grad_factor: Tensor | None) -> None:
         """Take what all steps of an update are made by: 0-dim tensors of the device."""
         if self.device.type == "cpu":
-            self.judged = _GradCheck(finite, shrink, None)
+            self.grad_check = _GradCheck(finite, grad_factor, None)
             return
-        pairs = [(_on_host(t, True), t) for t in (finite, shrink) if t is not None]
+        pairs = [(_allocate_on_host(t, True), t) for t in (finite, grad_factor) if t is not None]
         host = [to for to, _ in pairs]
-        job = self._copy(Lane.D2H, pairs, None)
-        self.judged = _GradCheck(host[0], host[1] if shrink is not None else None, job)
+        job = self._start_copy(Lane.D2H, pairs, None)
+        self.grad_check = _GradCheck(host[0], host[1] if grad_factor is not None else None, job)
 
-    def arrived(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Let what is computed come after all copies of gradients: they may change now."""
         for (lane, _), job in self.jobs.items():
             if lane is Lane.D2H:
                 job.wait()
 
-    def begin(self, stage: int, fails: Any, marks: LaneObserver | None = None) -> None:
-        """Begin to step a stage on the host, behind its gradient; `fails` makes of an error that of
-        the instruction."""
-        assert self.judged is not None, "the checker proves that there is a norm"
-        judged, part, threads = self.judged, self.parts[stage], torch.get_num_threads()
+    def begin_step(self, stage: int, make_error: Any, observer: LaneObserver | None = None) -> None:
+        """Begin to step a stage on the host, behind its gradient; `make_error` makes of an error
+        that of the instruction."""
+        assert self.grad_check is not None, "the checker proves that there is a norm"
+        judged, part, threads = (
+            self.grad_check,
+            self.host_parameters[stage],
+            torch.get_num_threads(),
+        )
 
         def run() -> None:
             if torch.get_num_threads() != threads:  # of the lane's own thread
                 torch.set_num_threads(threads)
-            shrink = judged.shrink
+            shrink = judged.grad_factor
             try:
-                for flat, _ in part.flats if shrink is not None else ():
-                    scale(flat, 1.0 if shrink is None else shrink)
+                for flat, _ in part.flat_pairs if shrink is not None else ():
+                    scale_buffer(flat, 1.0 if shrink is None else shrink)
                 self.step(stage, judged.finite)
             except Exception as error:
-                raise fails(error) from error
-            for flat, _ in part.flats if self.device.type == "cpu" else ():
+                raise make_error(error) from error
+            for flat, _ in part.flat_pairs if self.device.type == "cpu" else ():
                 flat.fill_(torch.nan)
 
         after = [self.jobs[Lane.D2H, stage], *([judged.job] if judged.job is not None else [])]
         self.jobs[Lane.HOST, stage] = self.lanes.start(
-            Lane.HOST, run, part.nbytes(), after, marks=marks
+            Lane.HOST, run, part.count_bytes(), after, observer=observer
         )
 
     def step(self, stage: int, finite: Tensor) -> None:
         """As of HostOptimizerState, on the host.  Raises ModelError also for an optimizer that puts
         other memory in the place of a parameter's: it is from the memory that it was given that
         weights go back to the device."""
-        part = self.parts[stage]
-        part.bind()
-        before = [one._version for one in part.place.values()]
-        with nullcontext() if is_torchs(self.inner) else _RandomDrawGuard(self.inner):
+        part = self.host_parameters[stage]
+        part.bind_gradients()
+        before = [one._version for one in part.host_copies.values()]
+        with nullcontext() if is_torch_optimizer(self.inner) else _RandomDrawGuard(self.inner):
             super().step(stage, finite)
-        if (p := part.replaced()) is not None:
-            raise refusal(
+        if (p := part.find_replaced_parameter()) is not None:
+            raise make_offload_error(
                 f"{type(self.inner).__name__} sets the data of {self.names.get(p, 'a parameter')} "
                 "to another tensor in its step",
-                f"p.copy_(new) or p.data.copy_(new), which write in place; or {ON_DEVICE}",
+                f"p.copy_(new) or p.data.copy_(new), which write in place; or {ON_DEVICE_HINT}",
             )
-        for main in self.own[stage] if self.main else ():
+        for main in self.optimizer_parameters[stage] if self.main_parameters else ():
             main.grad = None
-        part.stepped = not self.main or before != [one._version for one in part.place.values()]
-        for t in self.tensors(stage):  # what it has made lies where it is
-            self.places.setdefault(t, t.detach())
+        part.was_stepped = not self.main_parameters or before != [
+            one._version for one in part.host_copies.values()
+        ]
+        for t in self.list_state_tensors(stage):  # what it has made lies where it is
+            self.host_memory.setdefault(t, t.detach())
 
-    def reload(self, stage: int, *, last: bool, marks: LaneObserver | None = None) -> None:
+    def reload_weights(
+        self, stage: int, *, is_last_update: bool, observer: LaneObserver | None = None
+    ) -> None:
         """Begin to copy a stage's weights back, when they have been stepped; behind the last update
         nobody finds on the host what was."""
-        part = self.parts[stage]
-        pairs = [(part.weights[p], one.detach()) for p, one in part.place.items()]
+        part = self.host_parameters[stage]
+        pairs = [(part.device_weights[p], one.detach()) for p, one in part.host_copies.items()]
 
         def run() -> None:
-            if part.stepped:
-                copy(pairs)
-            for _, one in pairs if last and self.device.type == "cpu" else ():
+            if part.was_stepped:
+                copy_pairs(pairs)
+            for _, one in pairs if is_last_update and self.device.type == "cpu" else ():
                 one.fill_(torch.nan)
 
         nbytes = sum(to.nbytes for to, _ in pairs)
         after = [self.jobs[Lane.HOST, stage]]
-        self.jobs[Lane.H2D, stage] = self.lanes.start(Lane.H2D, run, nbytes, after, marks=marks)
+        self.jobs[Lane.H2D, stage] = self.lanes.start(
+            Lane.H2D, run, nbytes, after, observer=observer
+        )
 
-    def finish(self, *, last: bool = True) -> None:
+    def finish(self, *, is_last_update: bool = True) -> None:
         """Wait until all weights are back; what is computed waits, and the host behind the last
         update alone."""
         for lane, s in [*self.jobs]:
             if lane is Lane.H2D:
                 job = self.jobs.pop((lane, s))
-                job.finish() if last else job.wait()
-        if last:
+                job.finish() if is_last_update else job.wait()
+        if is_last_update:
             super().finish()
 
     def fail(self) -> None:
@@ -287,18 +314,22 @@ class CpuOptimizer(HostOptimizerState):
         super().fail()
 
     @contextmanager
-    def _only(self, stage: int) -> Iterator[None]:
+    def _restrict_to_stage(self, stage: int) -> Iterator[None]:
         """As of HostOptimizerState, with parameters on the host in the place of the device's."""
-        place, optimizer, inner = self.parts[stage].place, self.optimizer, self.inner
-        with super()._only(stage):
-            if self.main:
+        place, optimizer, inner = (
+            self.host_parameters[stage].host_copies,
+            self.optimizer,
+            self.inner,
+        )
+        with super()._restrict_to_stage(stage):
+            if self.main_parameters:
                 both: Any = optimizer
                 both.parameters = [place.get(p, p) for p in both.parameters]
                 yield
                 return
             for group in inner.param_groups:
                 group["params"] = [place.get(p, p) for p in group["params"]]
-            state, own = inner.state, {*self.own[stage]}
+            state, own = inner.state, {*self.optimizer_parameters[stage]}
             # The step of every stage sees the state that belongs to no parameter.
             keys = [key for key in state if not isinstance(key, Tensor) or key in own]
             inner.state = defaultdict(dict)
@@ -332,6 +363,6 @@ class _RandomDrawGuard(TorchDispatchMode):
 
 
 @torch.no_grad()
-def _on_host(t: Tensor, pinned: bool) -> Tensor:
+def _allocate_on_host(t: Tensor, pinned: bool) -> Tensor:
     """Memory of the host for a tensor, in the same order."""
     return torch.empty_like(t, device="cpu", pin_memory=pinned, requires_grad=False)

@@ -14,7 +14,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-Pair = tuple[Tensor, Tensor]  # memory of the host, and what is copied to it
+CopyPair = tuple[Tensor, Tensor]  # memory of the host, and what is copied to it
 
 
 class SnapshotCopies:
@@ -22,34 +22,34 @@ class SnapshotCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.wanted: dict[int, Sequence[Pair]] = {}  # by stage
-        self.under_way: list[SnapshotCopy] = []
-        self.made: list[SnapshotCopy] = []  # since they were wanted
-        self.whose: object = None  # who wants them
+        self.requested: dict[int, Sequence[CopyPair]] = {}  # by stage
+        self.pending_copies: list[SnapshotCopy] = []
+        self.started_copies: list[SnapshotCopy] = []  # since they were wanted
+        self.requester: object = None  # who wants them
 
-    def want(self, of: Mapping[int, Sequence[Pair]], whose: object = None) -> None:
+    def request(self, tensors: Mapping[int, Sequence[CopyPair]], requester: object = None) -> None:
         """Let the next step's Snapshots copy these tensors, by stage, and nothing that others have
         wanted before."""
-        self.wanted, self.made, self.whose = dict(of), [], whose
+        self.requested, self.started_copies, self.requester = dict(tensors), [], requester
 
-    def forget(self) -> None:
+    def cancel_request(self) -> None:
         """Let nothing be copied that has not been: it is about to change otherwise."""
-        if self.wanted:
-            self.want({})
+        if self.requested:
+            self.request({})
 
-    def taken(self) -> list[SnapshotCopy]:
+    def take_copies(self) -> list[SnapshotCopy]:
         """The copies that a step has made; whoever reads them lets each `finish` before."""
-        made, self.made, self.whose = self.made, [], None
+        made, self.started_copies, self.requester = self.started_copies, [], None
         return made
 
-    def begin(self, stage: int) -> None:
+    def begin_stage(self, stage: int) -> None:
         """Begin to copy a stage, if that is wanted."""
-        if self.wanted and (pairs := self.wanted.pop(stage, ())):
-            one = self.copy(pairs)
-            self.under_way.append(one)
-            self.made.append(one)
+        if self.requested and (pairs := self.requested.pop(stage, ())):
+            one = self.start_copy(pairs)
+            self.pending_copies.append(one)
+            self.started_copies.append(one)
 
-    def copy(self, pairs: Sequence[Pair]) -> SnapshotCopy:
+    def start_copy(self, pairs: Sequence[CopyPair]) -> SnapshotCopy:
         """Begin to copy these, whatever is wanted."""
         return (_DeviceCopy if self.device.type == "cuda" else _ThreadCopy)(pairs)
 
@@ -58,8 +58,8 @@ class SnapshotCopies:
 
         Raises what a copy has raised.
         """
-        while self.under_way:
-            self.under_way.pop().wait()
+        while self.pending_copies:
+            self.pending_copies.pop().wait()
 
 
 class SnapshotCopy:
@@ -79,31 +79,31 @@ class SnapshotCopy:
 class _ThreadCopy(SnapshotCopy):
     """A copy beside what computes: torch lets other threads run while it copies."""
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self.ended: SimpleQueue[BaseException | None] = SimpleQueue()
+    def __init__(self, pairs: Sequence[CopyPair]) -> None:
+        self.result_queue: SimpleQueue[BaseException | None] = SimpleQueue()
         Thread(target=self._run, args=(pairs,), name="snapshot", daemon=True).start()
 
-    def _run(self, pairs: Sequence[Pair]) -> None:
+    def _run(self, pairs: Sequence[CopyPair]) -> None:
         try:
-            copy(pairs)
+            copy_pairs(pairs)
         except BaseException as error:  # whoever waits raises it
-            self.ended.put(error)
+            self.result_queue.put(error)
         else:
-            self.ended.put(None)
+            self.result_queue.put(None)
 
     def wait(self) -> None:
-        if (error := self.ended.get()) is not None:
+        if (error := self.result_queue.get()) is not None:
             raise error
 
 
 class _DeviceCopy(SnapshotCopy):
     """A copy on a stream of its own, which what comes next on the current one waits for."""
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
+    def __init__(self, pairs: Sequence[CopyPair]) -> None:
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            copy(pairs)
+            copy_pairs(pairs)
             self.event = torch.cuda.Event()
             self.event.record(stream)
 
@@ -115,7 +115,7 @@ class _DeviceCopy(SnapshotCopy):
 
 
 @torch.no_grad()
-def copy(pairs: Sequence[Pair]) -> None:
+def copy_pairs(pairs: Sequence[CopyPair]) -> None:
     """Copy each to its memory; from a GPU without waiting for it."""
     for memory, of in pairs:
         memory.copy_(of, non_blocking=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from schedir.errors import ModelError
 from schedir.runtime.offload.arena import Arena, ArenaBlock
 
-_IN_MEMORY = ("tmpfs", "ramfs")
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 class SpillFile:
@@ -29,28 +29,28 @@ class SpillFile:
     Raises ModelError for a folder that is none, or in which there can be no file.
     """
 
-    def __init__(self, folder: str | Path, program: str = "") -> None:
-        self.folder = Path(folder)
+    def __init__(self, directory: str | Path, program: str = "") -> None:
+        self.directory = Path(directory)
         try:
-            file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115
+            file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115
         except (OSError, ValueError) as error:  # or what is no path
             why = error.strerror if isinstance(error, OSError) else error
             raise ModelError(
-                f"nothing can be written to {str(self.folder)!r}: {why}",
+                f"nothing can be written to {str(self.directory)!r}: {why}",
                 program=program,
                 hint="Executor(..., folder=), or [memory] spill_dir, is one to write in, on a disk",
             ) from error
         self.file = file
         weakref.finalize(self, file.close)
-        if (kind := kind_of(self.folder)) in _IN_MEMORY:
+        if (kind := find_file_system_type(self.directory)) in _MEMORY_FILE_SYSTEMS:
             warnings.warn(
-                f"{self.folder} is a {kind}: what is spilled there stays in the host's memory",
+                f"{self.directory} is a {kind}: what is spilled there stays in the host's memory",
                 stacklevel=2,
             )
         self.length = 0
-        self.arena: Arena[int] = Arena(self._longer)
+        self.arena: Arena[int] = Arena(self._extend)
 
-    def _longer(self, size: int) -> int:
+    def _extend(self, size: int) -> int:
         """Make the file longer, on the disk itself: where that is full, it is so now."""
         at = self.length
         try:
@@ -58,50 +58,50 @@ class SpillFile:
         except OSError as error:
             free = os.statvfs(self.file.fileno())
             raise OSError(
-                f"no room for {size} bytes more in {self.folder} beside {at}: "
+                f"no room for {size} bytes more in {self.directory} beside {at}: "
                 f"{error.strerror}, {free.f_bavail * free.f_frsize} are free"
             ) from error
         self.length += size
         return at
 
-    def mapped(self, room: ArenaBlock[int], size: int, used: int) -> Tensor:
+    def map_block(self, block: ArenaBlock[int], size: int, used_bytes: int) -> Tensor:
         """The first bytes of a room, so many of which count, as memory that is the file's; others
         have the room when nobody has any of it."""
-        before = room.place % mmap.ALLOCATIONGRANULARITY
-        length, at = before + max(size, 1), room.place - before
+        before = block.location % mmap.ALLOCATIONGRANULARITY
+        length, at = before + max(size, 1), block.location - before
         there = mmap.mmap(self.file.fileno(), length, offset=at)
-        weakref.finalize(there, self.arena.give_back, room, used).atexit = False
+        weakref.finalize(there, self.arena.release, block, used_bytes).atexit = False
         return torch.frombuffer(there, dtype=torch.uint8)[before : before + size]
 
-    def write(self, at: int, memory: Tensor) -> None:
+    def write(self, offset: int, memory: Tensor) -> None:
         """Write bytes to a place."""
-        rest, number = _view(memory), self.file.fileno()
+        rest, number = _as_buffer(memory), self.file.fileno()
         while rest:
-            done = os.pwrite(number, rest, at)
-            rest, at = rest[done:], at + done
+            done = os.pwrite(number, rest, offset)
+            rest, offset = rest[done:], offset + done
 
-    def read(self, at: int, memory: Tensor) -> None:
+    def read(self, offset: int, memory: Tensor) -> None:
         """Read the bytes of a place.  Raises OSError where there are fewer."""
-        rest, number = _view(memory), self.file.fileno()
+        rest, number = _as_buffer(memory), self.file.fileno()
         while rest:
-            done = os.preadv(number, [rest], at)
+            done = os.preadv(number, [rest], offset)
             if not done:
-                raise OSError(f"what was spilled to {self.folder} is not there any more")
-            rest, at = rest[done:], at + done
+                raise OSError(f"what was spilled to {self.directory} is not there any more")
+            rest, offset = rest[done:], offset + done
 
 
-def _view(memory: Tensor) -> memoryview:
+def _as_buffer(memory: Tensor) -> memoryview:
     """The bytes of memory of the host, to be read or written."""
     return memoryview(cast(bytearray, memory.numpy()))
 
 
-def kind_of(folder: Path) -> str:
+def find_file_system_type(directory: Path) -> str:
     """The kind of file system that a folder is on, as Linux names it; "" where nobody knows."""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
         return ""
-    where, found = folder.resolve(), (0, "")
+    where, found = directory.resolve(), (0, "")
     for line in mounts:
         _, at, kind, *_ = line.split(" ")
         place = Path(at.encode().decode("unicode_escape"))

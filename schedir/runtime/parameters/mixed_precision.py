@@ -25,14 +25,14 @@ class OptimizerLike(Protocol):
     def step(self) -> object: ...
 
 
-def step_if(finite: Tensor, optimizer: OptimizerLike) -> None:
+def step_if_finite(finite: Tensor, optimizer: OptimizerLike) -> None:
     """Let an optimizer step if `finite`, 0-dim bool, is true; else nothing of it changes.
 
     A fused optimizer of torch decides on the device.  For any other, and for one with hooks on its
     step, the host must know: on a GPU it waits, once in an update.
     """
-    inner = innermost(optimizer)
-    if not is_gated(optimizer) or not has_momentum(inner):
+    inner = unwrap_optimizer(optimizer)
+    if not has_gated_step(optimizer) or not ensure_momentum(inner):
         if finite:
             optimizer.step()
         return
@@ -43,10 +43,10 @@ def step_if(finite: Tensor, optimizer: OptimizerLike) -> None:
         del inner.found_inf
 
 
-def are_finite(flats: Iterable[Tensor]) -> Tensor:
+def are_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether no number of these tensors is infinite or NaN: 0-dim bool, on their device."""
     finite: Tensor | None = None  # nothing of the host's: to copy it to a GPU would wait
-    for flat in flats:
+    for flat in tensors:
         if flat.numel():
             ends = torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)
             both = ends.min.isfinite() & ends.max.isfinite()
@@ -54,12 +54,12 @@ def are_finite(flats: Iterable[Tensor]) -> Tensor:
     return torch.tensor(True) if finite is None else finite
 
 
-def innermost(optimizer: object) -> Any:
+def unwrap_optimizer(optimizer: object) -> Any:
     """The optimizer that a MainOptimizer has, or itself."""
     return optimizer.inner if isinstance(optimizer, MainOptimizer) else optimizer
 
 
-def all_within(optimizer: object) -> list[Any]:
+def find_optimizers(optimizer: object) -> list[Any]:
     """The optimizers of torch's kind, and MainOptimizers, that an object is or has; else itself."""
     kinds = (torch.optim.Optimizer, MainOptimizer)
     if isinstance(optimizer, kinds):
@@ -68,25 +68,25 @@ def all_within(optimizer: object) -> list[Any]:
     return [optimizer, *(one for one in held if isinstance(one, kinds))]
 
 
-def is_gated(optimizer: object) -> bool:
+def has_gated_step(optimizer: object) -> bool:
     """Whether an optimizer itself steps or not as a tensor says, as torch.amp.GradScaler asks.
 
     What is done beside its step, in a class that derives from torch's or in hooks, would be done
     in any case.
     """
-    supports = getattr(innermost(optimizer), "_step_supports_amp_scaling", False)
-    return supports is True and is_known(optimizer)
+    supports = getattr(unwrap_optimizer(optimizer), "_step_supports_amp_scaling", False)
+    return supports is True and has_known_effects(optimizer)
 
 
-def is_known(optimizer: object) -> bool:
+def has_known_effects(optimizer: object) -> bool:
     """Return whether all that a step changes is known: an optimizer of torch's own, or a
     MainOptimizer of one, steps, and no hook."""
     derived = isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer
-    inner = innermost(optimizer)
-    return not derived and is_torchs(inner) and not has_hooks(inner)
+    inner = unwrap_optimizer(optimizer)
+    return not derived and is_torch_optimizer(inner) and not has_step_hooks(inner)
 
 
-def is_torchs(optimizer: object) -> bool:
+def is_torch_optimizer(optimizer: object) -> bool:
     """Return whether an optimizer is one of torch's own.
 
     A subclass that is defined outside of torch is not, nor is an optimizer with a replaced `step`.
@@ -99,14 +99,14 @@ def is_torchs(optimizer: object) -> bool:
     return ours and (replaced is None or hasattr(replaced, "_wrapped_by_lr_sched"))
 
 
-def has_hooks(optimizer: object) -> bool:
+def has_step_hooks(optimizer: object) -> bool:
     """Whether something else is called at a step of an optimizer, its own or that of any."""
     own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     every = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
     return bool(every) or any(getattr(optimizer, name, None) for name in own)
 
 
-def has_momentum(optimizer: Any) -> bool:
+def ensure_momentum(optimizer: Any) -> bool:
     """Whether a step finds the momentum that it needs.
 
     A fused SGD makes it in its first step, and where that is skipped leaves memory that nobody
@@ -126,13 +126,17 @@ def has_momentum(optimizer: Any) -> bool:
     return True
 
 
-def options_of(optimizer: object) -> dict[Tensor, str]:
+def describe_options(optimizer: object) -> dict[Tensor, str]:
     """How an optimizer steps each parameter that it has: its type and its group's options.
 
     Nothing of an optimizer that is not of torch's kind.
     """
-    inner = innermost(optimizer)
-    main = zip(getattr(optimizer, "main", ()), getattr(optimizer, "parameters", ()), strict=False)
+    inner = unwrap_optimizer(optimizer)
+    main = zip(
+        getattr(optimizer, "main_parameters", ()),
+        getattr(optimizer, "parameters", ()),
+        strict=False,
+    )
     whose = dict(main) if isinstance(optimizer, MainOptimizer) else {}
     found: dict[Tensor, str] = {}
     for group in getattr(inner, "param_groups", ()):
@@ -142,7 +146,7 @@ def options_of(optimizer: object) -> dict[Tensor, str]:
     return found
 
 
-def float32_gradients(module: nn.Module) -> None:
+def use_float32_gradients(module: nn.Module) -> None:
     """Let every parameter have its gradient in float32, whatever its own type.
 
     It is torch's `grad_dtype` of a parameter that says so, and only that: the executor looks at
@@ -157,19 +161,21 @@ def float32_gradients(module: nn.Module) -> None:
 class MainOptimizer:
     """An optimizer of float32 copies, from which the parameters are rounded after each step.
 
-    `make` makes it, given the copies in order.  `main` are the copies, which a checkpoint
-    should hold; `param_groups` are the optimizer's.
+    `make_optimizer` makes it, given the copies in order.  `main_parameters` are the copies, which a
+    checkpoint should hold; `param_groups` are the optimizer's.
     """
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
         # A weight that several stages share is one parameter.
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
-        self.main = [nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters]
-        self.inner = make(self.main)
+        self.main_parameters = [
+            nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters
+        ]
+        self.inner = make_optimizer(self.main_parameters)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -179,17 +185,17 @@ class MainOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Step the copies by the parameters' gradients, and round."""
-        for p, main in zip(self.parameters, self.main, strict=True):
+        for p, main in zip(self.parameters, self.main_parameters, strict=True):
             main.grad = None if p.grad is None else p.grad.float()  # no copy where it is float32
         self.inner.step()
-        torch._foreach_copy_([*self.parameters], [*self.main])
+        torch._foreach_copy_([*self.parameters], [*self.main_parameters])
 
 
 class LossScale:
     """The factor of a float16 loss: it keeps small gradients from vanishing.
 
     `value` is 0-dim float32 on `device`.  After a step whose gradients were all finite it is
-    multiplied by `growth` if that is the `interval`-th in a row, as long as it stays finite;
+    multiplied by `growth` if that is the `growth_interval`-th in a row, as long as it stays finite;
     after any other by `backoff`.  Rule and constants are those of torch.amp.GradScaler.
 
     Each rank has one, and all come to the same: what they judge by is the global norm.
@@ -201,16 +207,18 @@ class LossScale:
         *,
         growth: float = 2.0,
         backoff: float = 0.5,
-        interval: int = 2000,
+        growth_interval: int = 2000,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self.growth, self.backoff, self.growth_interval = growth, backoff, growth_interval
         self.value = torch.tensor(value, dtype=torch.float32, device=device)
-        self.good = torch.zeros((), dtype=torch.int32, device=device)  # finite steps in a row
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)  # finite steps in a row
 
     def __str__(self) -> str:
         value, growth, backoff = float(self.value), self.growth, self.backoff
-        return f"{value:g} (growth {growth:g}, backoff {backoff:g}, interval {self.interval})"
+        return (
+            f"{value:g} (growth {growth:g}, backoff {backoff:g}, interval {self.growth_interval})"
+        )
 
     @property
     def inverse(self) -> Tensor:
@@ -219,9 +227,9 @@ class LossScale:
 
     def update(self, finite: Tensor) -> None:
         """Set the next value after a step, `finite` (0-dim bool) or not, without the host."""
-        good = torch.where(finite, self.good + 1, 0)
-        due = good == self.interval
+        good = torch.where(finite, self.good_steps + 1, 0)
+        due = good == self.growth_interval
         more = self.value * self.growth
         grown = torch.where(due & more.isfinite(), more, self.value)
         self.value.copy_(torch.where(finite, grown, self.value * self.backoff))
-        self.good.copy_(torch.where(due, 0, good))
+        self.good_steps.copy_(torch.where(due, 0, good))

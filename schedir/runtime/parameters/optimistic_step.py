@@ -26,28 +26,35 @@ from schedir.runtime.parameters.gradient_buffers import GradientBuffers
 from schedir.runtime.parameters.mixed_precision import (
     LossScale,
     OptimizerLike,
-    has_hooks,
-    innermost,
-    is_known,
-    is_torchs,
+    has_known_effects,
+    has_step_hooks,
+    is_torch_optimizer,
+    unwrap_optimizer,
 )
-from schedir.runtime.parameters.unvalidated_update_guard import UnvalidatedUpdateGuard, tables_of
+from schedir.runtime.parameters.unvalidated_update_guard import (
+    UnvalidatedUpdateGuard,
+    list_optimizer_tables,
+)
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
 from schedir.transports.transport import Work
 
-Judged = tuple[Tensor, Tensor]  # whether a norm is finite, and what gradients are multiplied by
+NormVerdict = tuple[
+    Tensor, Tensor
+]  # whether a norm is finite, and what gradients are multiplied by
 
 
 class OptimisticStep:
     """The updates of a rank, of which at most one is made and not validated.
 
-    `step`, `follow` and `hear` are for the handlers: they make an update, or not yet; say that its
-    norm is on its way; and wait for the norm of the update before it.  `ended` ends a step, and
-    says whether that must be run again, which is so on all ranks or on none.  `update` is what
-    makes an update as `judged` says; `judge` judges the sum of the squares of all gradients;
-    `put_back` lets all that a step in vain has changed be as it was, but weights and optimizer.
+    `step`, `track_norm` and `wait_for_previous_norm` are for the handlers: they make an update, or
+    not yet; say that its norm is on its way; and wait for the norm of the update before it.
+    `end_step` ends a step, and says whether that must be run again, which is so on all ranks or on
+    none.  `apply_update` is what makes an update as `verdict` says; `judge_norm` judges the sum of
+    the squares of all gradients;
+    `restore_step_state` lets all that a step in vain has changed be as it was, but weights and
+    optimizer.
 
-    `held` is set while steps are run that are undone: nothing of them is left to validate.
+    `is_warm_up` is set while steps are run that are undone: nothing of them is left to validate.
     """
 
     def __init__(
@@ -56,196 +63,204 @@ class OptimisticStep:
         modules: Sequence[nn.Module],
         optimizer: OptimizerLike | None,
         loss_scale: LossScale | None,
-        draws: RandomStreams,
+        random_streams: RandomStreams,
         device: torch.device,
         debug: bool = False,
     ) -> None:
         self.debug = debug  # the host may look at what is computed, wherever that is
         self.gradients, self.modules, self.optimizer = gradients, modules, optimizer
-        self.loss_scale, self.draws, self.device = loss_scale, draws, device
-        self.judge: Callable[[Tensor], Judged] = lambda total: (total.isfinite(), total)
-        self.update: Callable[[], None] = lambda: None
-        self.put_back: Callable[[], None] = lambda: None
+        self.loss_scale, self.random_streams, self.device = loss_scale, random_streams, device
+        self.judge_norm: Callable[[Tensor], NormVerdict] = lambda total: (total.isfinite(), total)
+        self.apply_update: Callable[[], None] = lambda: None
+        self.restore_step_state: Callable[[], None] = lambda: None
         one = torch.ones((), dtype=torch.float64, device=device)
-        self.unclipped = one
-        self.judged: Judged = one > 0, one
-        self.copies: dict[Tensor, Tensor] = {}  # memory for what was there before an update
-        self.made: _UnvalidatedUpdate | None = None  # the update that is not validated
+        self.unit_factor = one
+        self.verdict: NormVerdict = one > 0, one
+        self.saved_copies: dict[Tensor, Tensor] = {}  # memory for what was there before an update
+        self.pending_update: _UnvalidatedUpdate | None = None  # the update that is not validated
         self.norm: _Norm | None = None  # of the step that runs, or of the last one
-        self.again = self.waits = self.held = False
-        self.repeated = 0  # steps that were run again
+        self.must_repeat = self.waits_for_norm = self.is_warm_up = False
+        self.repeated_steps = 0  # steps that were run again
         self.guard: UnvalidatedUpdateGuard | None = None
-        self.readings = AsyncScalarBuffer(device, 1, 2)
-        self.beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.scalar_buffer = AsyncScalarBuffer(device, 1, 2)
+        self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     # ------------------------------------------------------------ within a step
 
-    def hear(self) -> None:
+    def wait_for_previous_norm(self) -> None:
         """Wait for the norm of the update before; if that was wrong, this step is in vain."""
-        if self.made is not None:
-            self.again = not self.right()
-            if not self.again:
-                self.made = None
+        if self.pending_update is not None:
+            self.must_repeat = not self.is_update_valid()
+            if not self.must_repeat:
+                self.pending_update = None
 
-    def step(self, own: Tensor) -> None:
+    def step(self, local_sum_of_squares: Tensor) -> None:
         """Make an update, given the sum of squares of the rank's own gradients: unless the step is
         in vain, or the one before was wrong, so that this one waits for its norm."""
-        if self.again or (self.waits and not self.held):
+        if self.must_repeat or (self.waits_for_norm and not self.is_warm_up):
             return
-        self.made = self._keep()
-        finite, shrink = self.judge(own)  # what is too much by itself is more with that of others
-        self.judged = finite & (shrink == 1.0), self.unclipped
-        self.update()
+        self.pending_update = self._save_state()
+        finite, shrink = self.judge_norm(
+            local_sum_of_squares
+        )  # what is too much by itself is more with that of others
+        self.verdict = finite & (shrink == 1.0), self.unit_factor
+        self.apply_update()
 
-    def follow(self, total: Tensor, work: Work) -> None:
+    def track_norm(self, sum_of_squares: Tensor, work: Work) -> None:
         """The sum of squares is on its way over all ranks."""
-        self.norm = _Norm(total, work, self.readings, self.beside)
+        self.norm = _Norm(sum_of_squares, work, self.scalar_buffer, self.side_stream)
 
     # ------------------------------------------------------------ between steps
 
-    def begin(self) -> bool:
+    def begin_step(self) -> bool:
         """Begin a step; returns whether it may have to be run again: one is made before it is known
         that the update before it was right.
 
         Raises ModelError if somebody has written to what was not validated, or lets something
         else step.
         """
-        require_torchs(self.optimizer)
-        self.lift()
-        return self.made is not None
+        require_known_optimizer(self.optimizer)
+        self.lift_guard()
+        return self.pending_update is not None
 
-    def fail(self, *, begun: bool) -> None:
-        """After an error in a step that was `begun` weights are those before the update that is not
-        validated, and never will be; in one that was not, all is as it was."""
-        if self.made is None:
+    def fail(self, *, has_begun: bool) -> None:
+        """After an error in a step that was `has_begun` weights are those before the update that is
+        not validated, and never will be; in one that was not, all is as it was."""
+        if self.pending_update is None:
             return
-        if not begun:
-            self.guard = self.guard or self._guard()
+        if not has_begun:
+            self.guard = self.guard or self._make_guard()
             return
         with torch.no_grad():
-            self._put_back()
-        self.made = None
+            self._undo_update()
+        self.pending_update = None
 
-    def ended(self) -> bool:
+    def end_step(self) -> bool:
         """End a step: whether it must be run again."""
         norm = self.norm
         assert norm is not None, "every step has a norm"
-        if self.held:
+        if self.is_warm_up:
             norm.read()
-            self.made = None
-        elif self.again:
+            self.pending_update = None
+        elif self.must_repeat:
             norm.read()  # of a step in vain
-            self._redo()
-            self.put_back()
-            self.draws.step -= 1
-            self.again = False
-            self.repeated += 1
+            self._redo_update()
+            self.restore_step_state()
+            self.random_streams.step -= 1
+            self.must_repeat = False
+            self.repeated_steps += 1
             return True
-        elif self.waits:
-            self.made = _UnvalidatedUpdate([], {}, norm)
-            self.waits = not self.right()
-            self.make()
-            self.made = None
+        elif self.waits_for_norm:
+            self.pending_update = _UnvalidatedUpdate([], {}, norm)
+            self.waits_for_norm = not self.is_update_valid()
+            self.update_by_norm()
+            self.pending_update = None
         else:
-            assert self.made is not None
-            self.made.norm = norm
-            self.guard = self._guard()
+            assert self.pending_update is not None
+            self.pending_update.norm = norm
+            self.guard = self._make_guard()
         return False
 
-    def settle(self) -> None:
+    def finish_validation(self) -> None:
         """Validate the last update, and make it again if it was wrong."""
-        right = self.made is None or self.right()  # who never knows lets nobody look
-        self.lift()
+        right = (
+            self.pending_update is None or self.is_update_valid()
+        )  # who never knows lets nobody look
+        self.lift_guard()
         if right:
-            self.made = None
+            self.pending_update = None
         else:
-            self._redo()
+            self._redo_update()
 
-    def right(self) -> bool:
+    def is_update_valid(self) -> bool:
         """Whether the update that is not validated was right: waits for its norm."""
-        assert self.made is not None and self.made.norm is not None
-        total = self.made.norm.read()
-        finite, shrink = self.judge(torch.tensor(total, dtype=torch.float64))
+        assert self.pending_update is not None and self.pending_update.norm is not None
+        total = self.pending_update.norm.read()
+        finite, shrink = self.judge_norm(torch.tensor(total, dtype=torch.float64))
         return bool(finite & (shrink == 1.0))
 
-    def last_norm(self) -> Tensor:
+    def get_last_norm(self) -> Tensor:
         """The norm of the last step's gradients before clipping, when it is there."""
         if self.norm is None:
-            return torch.zeros_like(self.unclipped)
+            return torch.zeros_like(self.unit_factor)
         self.norm.read()
-        return self.norm.total.sqrt()
+        return self.norm.sum_of_squares.sqrt()
 
-    def lift(self) -> None:
+    def lift_guard(self) -> None:
         """Let everybody look again.  Raises ModelError if somebody has written to what an update
         changes: weights, the optimizer's state, or which parameters it steps."""
         if self.guard is not None:
             self.guard.lift()
             self.guard = None
 
-    def _guard(self) -> UnvalidatedUpdateGuard:
+    def _make_guard(self) -> UnvalidatedUpdateGuard:
         looks = self.debug or self.device.type == "cpu"
-        return UnvalidatedUpdateGuard(self.modules, self.optimizer, self.loss_scale, looks=looks)
+        return UnvalidatedUpdateGuard(
+            self.modules, self.optimizer, self.loss_scale, compares_values=looks
+        )
 
     # ------------------------------------------------------------ to go back
 
-    def _keep(self) -> _UnvalidatedUpdate:
+    def _save_state(self) -> _UnvalidatedUpdate:
         """Copies of all that an update changes, and of the gradients that it is made of."""
-        tables = tables_of(self.optimizer)
-        held = dict.fromkeys(self._changed())
-        self.copies = {t: self.copies[t] if t in self.copies else torch.empty_like(t) for t in held}
+        tables = list_optimizer_tables(self.optimizer)
+        held = dict.fromkeys(self._list_changed_tensors())
+        self.saved_copies = {
+            t: self.saved_copies[t] if t in self.saved_copies else torch.empty_like(t) for t in held
+        }
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for t in held:
             alike.setdefault((t.device, t.dtype), []).append(t)
         with torch.no_grad():
             for some in alike.values():  # which are then copied at once
-                torch._foreach_copy_([self.copies[t] for t in some], some)
-        return _UnvalidatedUpdate([(table, dict(table)) for table in tables], self.copies)
+                torch._foreach_copy_([self.saved_copies[t] for t in some], some)
+        return _UnvalidatedUpdate([(table, dict(table)) for table in tables], self.saved_copies)
 
-    def _changed(self) -> Iterator[Tensor]:
+    def _list_changed_tensors(self) -> Iterator[Tensor]:
         """What an update changes, and the gradients."""
         for gradients in self.gradients:
             yield from gradients.flat
         if self.loss_scale is not None:
-            yield from (self.loss_scale.value, self.loss_scale.good)
+            yield from (self.loss_scale.value, self.loss_scale.good_steps)
         yield from getattr(self.optimizer, "parameters", ())  # rounded from others
-        for leaf in tree_leaves(tables_of(self.optimizer)):
+        for leaf in tree_leaves(list_optimizer_tables(self.optimizer)):
             if isinstance(leaf, Tensor):
                 yield leaf
 
-    def _redo(self) -> None:
+    def _redo_update(self) -> None:
         """Put back what the update has changed, and make it as its norm says.
 
         Options that somebody has set since then, as a learning rate, are for the next one.
         """
-        made, inner = self.made, innermost(self.optimizer)
+        made, inner = self.pending_update, unwrap_optimizer(self.optimizer)
         assert made is not None
         groups = [] if inner is None else inner.param_groups
         later = [(group, dict(group)) for group in groups]
         options = [{**group, "params": ()} for group in groups]
         numbers = [(t, t.clone()) for t in tree_leaves(options) if isinstance(t, Tensor)]
         with torch.no_grad():
-            self._put_back()
-            self.make()
-            _put_back(later)
+            self._undo_update()
+            self.update_by_norm()
+            _restore_tables(later)
             for t, now in numbers:
                 t.copy_(now)
-        self.made, self.waits = None, True
+        self.pending_update, self.waits_for_norm = None, True
 
-    def _put_back(self) -> None:
+    def _undo_update(self) -> None:
         """Let all that the update has changed be as it was before."""
-        assert self.made is not None
-        _put_back(self.made.tables)
-        for t, before in self.made.copies.items():
+        assert self.pending_update is not None
+        _restore_tables(self.pending_update.tables)
+        for t, before in self.pending_update.copies.items():
             t.copy_(before)
 
-    def make(self) -> None:
+    def update_by_norm(self) -> None:
         """Make the update as its norm says; torch's own optimizers draw no random numbers."""
-        assert self.made is not None and self.made.norm is not None
-        self.judged = self.judge(self.made.norm.total)
+        assert self.pending_update is not None and self.pending_update.norm is not None
+        self.verdict = self.judge_norm(self.pending_update.norm.sum_of_squares)
         for gradients in self.gradients:
-            gradients.bind()  # an optimizer's zero_grad may have unbound them
-        with self.draws.kept():
-            self.update()
+            gradients.bind_gradients()  # an optimizer's zero_grad may have unbound them
+        with self.random_streams.preserve_generators():
+            self.apply_update()
 
 
 class _UnvalidatedUpdate:
@@ -268,44 +283,46 @@ class _Norm:
 
     def __init__(
         self,
-        total: Tensor,
+        sum_of_squares: Tensor,
         work: Work,
-        readings: AsyncScalarBuffer,
-        beside: torch.cuda.Stream | None,
+        scalar_buffer: AsyncScalarBuffer,
+        side_stream: torch.cuda.Stream | None,
     ) -> None:
-        self.total, self.work, self.number = total, work, 0.0
-        self.reading: AsyncScalars | None = None
-        self.known = False
-        if beside is not None:
-            with torch.cuda.stream(beside):
+        self.sum_of_squares, self.work, self.host_value = sum_of_squares, work, 0.0
+        self.scalar_copy: AsyncScalars | None = None
+        self.is_read = False
+        if side_stream is not None:
+            with torch.cuda.stream(side_stream):
                 work.wait()
-                self.reading = readings.copy(total.view(1))
+                self.scalar_copy = scalar_buffer.copy(sum_of_squares.view(1))
 
     def read(self) -> float:
         """The number, on the host, when it is there."""
-        if not self.known:
-            if self.reading is None:
+        if not self.is_read:
+            if self.scalar_copy is None:
                 self.work.wait()
-                self.number = self.total.item()
+                self.host_value = self.sum_of_squares.item()
             else:
-                (self.number,) = self.reading.read()
-            self.known = True
-        return self.number
+                (self.host_value,) = self.scalar_copy.read()
+            self.is_read = True
+        return self.host_value
 
 
-def _put_back(tables: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
+def _restore_tables(tables: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
     for table, before in tables:
         table.clear()
         table.update(before)
 
 
-def require_torchs(optimizer: OptimizerLike | None, program: str = "") -> None:
+def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") -> None:
     """Raise ModelError for an optimizer of which nobody knows all that its step changes."""
-    inner = innermost(optimizer)
-    if inner is None or is_known(optimizer):
+    inner = unwrap_optimizer(optimizer)
+    if inner is None or has_known_effects(optimizer):
         return
-    what = "has hooks on its step" if has_hooks(inner) else "is none of torch's own"
-    name = type(optimizer if is_torchs(inner) and not has_hooks(inner) else inner).__name__
+    what = "has hooks on its step" if has_step_hooks(inner) else "is none of torch's own"
+    name = type(
+        optimizer if is_torch_optimizer(inner) and not has_step_hooks(inner) else inner
+    ).__name__
     raise ModelError(
         "an update may be made again (norm_check 'after_step'), and the optimizer, "
         f"{name}, {what}: nobody knows what else its step changes",

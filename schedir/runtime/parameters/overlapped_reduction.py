@@ -18,27 +18,29 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from schedir.errors import ModelError
-from schedir.ir.isa.instructions import ADDS, ROWS, Instr, Value, producers
+from schedir.ir.isa.instructions import GRAD_ADDING_OPS, INSTRUCTIONS, Instr, Value, find_producers
 from schedir.ir.program import Stream
-from schedir.runtime.autograd.node_hook_detection import observe
+from schedir.runtime.autograd.node_hook_detection import register_observer
 from schedir.runtime.autograd.split_backward import DeferredGradients
-from schedir.runtime.parameters.gradient_buffers import Copies, GradientBuffers
+from schedir.runtime.parameters.gradient_buffers import CopyLookup, GradientBuffers
 from schedir.runtime.parameters.weight_versions import WeightVersions
 from schedir.transports.transport import Work
 
-BUCKET: Final = 32 * 2**20  # bytes: enough for a link's rate; the last, which is exposed, is short
+BUCKET_BYTES: Final = (
+    32 * 2**20
+)  # bytes: enough for a link's rate; the last, which is exposed, is short
 
 # Where a backward begins: the last stage's loss, or where an output came from.
-Root = Tensor | GradientEdge
+BackwardRoot = Tensor | GradientEdge
 
-_REDUCE: Final = producers(Value.GRAD)
+_REDUCTION_OPS: Final = find_producers(Value.GRAD)
 # What knows of the sum of gradients before it is reduced.
-_OF_SUMS: Final = tuple(
-    row.op for row in ROWS if Value.WGRAD in {*row.needs, *row.gives} - {*row.frees}
+_GRAD_SUM_OPS: Final = tuple(
+    row.op for row in INSTRUCTIONS if Value.WGRAD in {*row.needs, *row.gives} - {*row.frees}
 )
 
 
-def last_to_add(stream: Stream) -> dict[Instr, Instr]:
+def find_last_accumulations(stream: Stream) -> dict[Instr, Instr]:
     """Of each reduction, by the last instruction that adds to what it reduces.
 
     Not of one that something else reads or changes before it is reduced.
@@ -46,9 +48,13 @@ def last_to_add(stream: Stream) -> dict[Instr, Instr]:
     found: dict[Instr, Instr] = {}
     last: dict[int, Instr] = {}
     for i in stream:
-        if i.op in _OF_SUMS:
+        if i.op in _GRAD_SUM_OPS:
             last[i.stage] = i
-        elif i.op in _REDUCE and i.stage in last and (adds := last.pop(i.stage)).op in ADDS:
+        elif (
+            i.op in _REDUCTION_OPS
+            and i.stage in last
+            and (adds := last.pop(i.stage)).op in GRAD_ADDING_OPS
+        ):
             found[adds] = i
     return found
 
@@ -56,9 +62,9 @@ def last_to_add(stream: Stream) -> dict[Instr, Instr]:
 class GradientReduction:
     """The reduction of a stage's gradient in an update.
 
-    `start` starts it for a buffer, by number, and returns what is under way.  Only the last
-    instruction that adds to the gradient may call `under_backward` or `under_tape`; `end` starts
-    what is left, and returns all that is under way.
+    `start_bucket` starts it for a buffer, by number, and returns what is under way.  Only the last
+    instruction that adds to the gradient may call `overlap_backward` or `overlap_deferred_wgrad`;
+    `end` starts what is left, and returns all that is under way.
 
     Autograd is done with a parameter when the node runs that adds to its gradient, which it does
     once in a backward, after all uses, also where they have given it nothing.  Parameters that a
@@ -70,97 +76,103 @@ class GradientReduction:
     def __init__(
         self,
         gradients: GradientBuffers,
-        start: Callable[[int], list[Work]],
+        start_bucket: Callable[[int], list[Work]],
         versions: WeightVersions | None = None,
     ) -> None:
-        self.gradients, self.start_one = gradients, start
-        self.copies: Copies = versions.copies if versions is not None else lambda p: ()
+        self.gradients, self.start_bucket = gradients, start_bucket
+        self.find_copies: CopyLookup = (
+            versions.list_copies if versions is not None else lambda p: ()
+        )
         number = {p: k for k, p in enumerate(gradients.parameters)}
         first = [min(number[p] for p, _ in views) for views in gradients.views]
-        self.order = sorted(range(len(first)), key=first.__getitem__, reverse=True)
-        self.bucket_of = {
+        self.bucket_order = sorted(range(len(first)), key=first.__getitem__, reverse=True)
+        self.bucket_by_grad = {
             id(grad): k for k, views in enumerate(gradients.views) for _, grad in views
         }
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Nothing is final, and nothing has started."""
-        self.missing = [{id(grad) for _, grad in views} for views in self.gradients.views]
-        self.started: list[tuple[int, int]] = []  # buckets in order, and their versions then
+        self.pending_grads = [{id(grad) for _, grad in views} for views in self.gradients.views]
+        self.started_buckets: list[
+            tuple[int, int]
+        ] = []  # buckets in order, and their versions then
         self.works: list[Work] = []
 
     @contextmanager
-    def under_backward(self, module: nn.Module, roots: Sequence[Root]) -> Iterator[None]:
+    def overlap_backward(self, module: nn.Module, roots: Sequence[BackwardRoot]) -> Iterator[None]:
         """Within this runs the last backward of the module that adds to the gradient."""
         early = bool(roots) and not _may_add_late(module, roots)
         device = next((flat.device for flat in self.gradients.flat), torch.device("cpu"))
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # On the nodes, not on the parameters: those with hooks of their own are not split.
         hooks = [
-            observe(get_gradient_edge(p).node, partial(self._met, id(p.grad), stream))
+            register_observer(
+                get_gradient_edge(p).node, partial(self._on_grad_accumulated, id(p.grad), stream)
+            )
             for p in module.parameters()
-            if early and p.requires_grad and id(p.grad) in self.bucket_of
+            if early and p.requires_grad and id(p.grad) in self.bucket_by_grad
         ]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-        self._start_rest()
+        self._start_remaining()
 
-    def _met(self, grad: int, stream: Any, *gradients: object) -> None:
+    def _on_grad_accumulated(self, grad: int, stream: Any, *gradients: object) -> None:
         """Autograd is done with a parameter, perhaps on another stream than that of the step."""
         if stream is not None and (here := torch.cuda.current_stream(stream.device)) != stream:
             stream.wait_stream(here)
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            self._final(grad)
+            self._mark_final(grad)
 
-    def under_tape(self, tape: DeferredGradients) -> None:
+    def overlap_deferred_wgrad(self, deferred_wgrad: DeferredGradients) -> None:
         """Run the last tape that adds to the gradient; what it does not have is final."""
-        for k in self.order:
-            self.gradients.collect(k, self.copies)
-        later = {id(weight.grad) for weight in tape.weights()}
-        self._final(*self.bucket_of.keys() - later)
-        tape.run(lambda weight: self._final(id(weight.grad)))
-        self._start_rest()
+        for k in self.bucket_order:
+            self.gradients.collect(k, self.find_copies)
+        later = {id(weight.grad) for weight in deferred_wgrad.list_weights()}
+        self._mark_final(*self.bucket_by_grad.keys() - later)
+        deferred_wgrad.run(lambda weight: self._mark_final(id(weight.grad)))
+        self._start_remaining()
 
-    def _final(self, *grads: int) -> None:
+    def _mark_final(self, *grads: int) -> None:
         """Nothing adds to these gradients any more: start what is complete, in order."""
-        for grad in self.bucket_of.keys() & grads:
-            self.missing[self.bucket_of[grad]].discard(grad)
-        while len(self.started) < len(self.order) and not self._missing():
-            self._start()
+        for grad in self.bucket_by_grad.keys() & grads:
+            self.pending_grads[self.bucket_by_grad[grad]].discard(grad)
+        while len(self.started_buckets) < len(self.bucket_order) and not self._get_pending_grads():
+            self._start_next_bucket()
 
-    def _missing(self) -> set[int]:
+    def _get_pending_grads(self) -> set[int]:
         """The gradients of the next bucket that are not final."""
-        return self.missing[self.order[len(self.started)]]
+        return self.pending_grads[self.bucket_order[len(self.started_buckets)]]
 
-    def _start(self) -> None:
+    def _start_next_bucket(self) -> None:
         """Start the next bucket."""
-        k = self.order[len(self.started)]
-        self.gradients.collect(k, self.copies)
-        self.works += self.start_one(k)
-        self.started.append((k, self.gradients.flat[k]._version))
+        k = self.bucket_order[len(self.started_buckets)]
+        self.gradients.collect(k, self.find_copies)
+        self.works += self.start_bucket(k)
+        self.started_buckets.append((k, self.gradients.flat[k]._version))
 
-    def _start_rest(self) -> None:
+    def _start_remaining(self) -> None:
         """Start every bucket that has not."""
-        while len(self.started) < len(self.order):
-            self._start()
+        while len(self.started_buckets) < len(self.bucket_order):
+            self._start_next_bucket()
 
     def end(self) -> list[Work]:
         """Start every bucket that has not, and return what is under way.
 
         Raises ModelError if a bucket was added to since it started.
         """
-        self._start_rest()
-        self._expect_whole()
+        self._start_remaining()
+        self._require_unwritten()
         works = self.works
-        self._forget()
+        self._reset()
         return works
 
-    def _expect_whole(self) -> None:
+    def _require_unwritten(self) -> None:
         """Raise ModelError if a bucket was added to since it started."""
-        for k, version in self.started:
+        for k, version in self.started_buckets:
             in_place = all(p.grad is view for p, view in self.gradients.views[k])
             if not in_place or self.gradients.flat[k]._version != version:
                 names = [self.gradients.names[p] for p, _ in self.gradients.views[k]]
@@ -173,7 +185,7 @@ class GradientReduction:
                 )
 
 
-def _may_add_late(module: nn.Module, roots: Sequence[Root]) -> bool:
+def _may_add_late(module: nn.Module, roots: Sequence[BackwardRoot]) -> bool:
     """Whether a backward may add to gradients that autograd is done with.
 
     A hook of a module may write to any; and what a checkpoint with use_reentrant=True recomputes

@@ -8,7 +8,7 @@ from schedir.errors import ModelError
 from schedir.runtime.autograd.node_hook_detection import has_node_hooks
 
 
-def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+def make_parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """Return a Parameter of this data with the hooks, attributes and `grad_dtype` of another."""
     other = nn.Parameter(data)
     share_hooks(other, parameter)
@@ -24,7 +24,7 @@ def share_hooks(other: nn.Parameter, parameter: nn.Parameter) -> None:
             setattr(other, hooks, getattr(parameter, hooks))
 
 
-def expect_no_node_hooks(parameter: nn.Parameter, name: str) -> None:
+def require_no_node_hooks(parameter: nn.Parameter, name: str) -> None:
     """Refuse hooks of a trained Parameter that its copies would not call.
 
     Args:

@@ -11,23 +11,23 @@ from torch import Tensor
 from schedir.errors import UsageError
 
 
-def by_rank(x: Tensor, ranks: int) -> Tensor:
+def split_by_rank(x: Tensor, ranks: int) -> Tensor:
     """Of (..., s, n) the tokens of each rank, one behind the other: (t, ..., s / t, n), contiguous.
 
     Raises UsageError for tokens that so many ranks cannot share evenly.
     """
-    require_even(x.shape[-2], ranks)
+    require_even_split(x.shape[-2], ranks)
     each: Tensor = x.unflatten(-2, (ranks, -1))
     return each.movedim(-3, 0).contiguous()
 
 
-def in_order(parts: Tensor) -> Tensor:
+def join_sequence(shards: Tensor) -> Tensor:
     """Of (t, ..., s / t, n) the sequence, (..., s, n): of one sequence they lie so, else it is a
     copy."""
-    return parts.movedim(0, -3).flatten(-3, -2)
+    return shards.movedim(0, -3).flatten(-3, -2)
 
 
-def require_even(tokens: int, ranks: int) -> None:
+def require_even_split(tokens: int, ranks: int) -> None:
     """Raise UsageError for tokens that so many ranks cannot share evenly."""
     if tokens % ranks:
         raise UsageError(

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
-from schedir.runtime.model_checks.tensor_fingerprint import sums_of, traces_of
-from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike, innermost
+from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums, get_write_traces
+from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike, unwrap_optimizer
 
-LOOK: Final = "executor.settle(), on all ranks, before anybody looks at weights or writes to them"
-_NOT_YET: Final = "the last update is not validated yet, and may have to be made again"
+VALIDATE_HINT: Final = (
+    "executor.settle(), on all ranks, before anybody looks at weights or writes to them"
+)
+_UNVALIDATED_MESSAGE: Final = "the last update is not validated yet, and may have to be made again"
 
 
 class UnvalidatedUpdateGuard:
@@ -22,7 +24,7 @@ class UnvalidatedUpdateGuard:
     Who looks is a module that has weights, alone or within whatever model, or the optimizer.  What
     may not be written to is what an update changes: weights, the optimizer's state and a loss
     scale; and what the optimizer steps.  Its options may.  What is written through `data` leaves no
-    trace: if the host `looks`, sums of bits tell of it.
+    trace: if the host `compares_values`, sums of bits tell of it.
     """
 
     def __init__(
@@ -31,11 +33,11 @@ class UnvalidatedUpdateGuard:
         optimizer: OptimizerLike | None,
         loss_scale: LossScale | None,
         *,
-        looks: bool,
+        compares_values: bool,
     ) -> None:
         self.modules, self.optimizer, self.loss_scale = modules, optimizer, loss_scale
-        self.looks = looks
-        inner = innermost(optimizer)
+        self.compares_values = compares_values
+        inner = unwrap_optimizer(optimizer)
         whole = dict.fromkeys(modules)
         parts = [
             m
@@ -55,27 +57,30 @@ class UnvalidatedUpdateGuard:
                 inner.register_state_dict_pre_hook(_refuse),
                 inner.register_load_state_dict_pre_hook(_refuse),
             ]
-        self.entries, self.traces = self._entries(), self._traces()
+        self.entries, self.traces = self._list_entries(), self._collect_traces()
 
     def lift(self) -> None:
         """Let everybody look again.  Raises ModelError if somebody has written meanwhile."""
-        if [*map(id, self._entries())] != [*map(id, self.entries)]:
+        if [*map(id, self._list_entries())] != [*map(id, self.entries)]:
             raise ModelError(
                 f"the optimizer has another state or other parameters than when it stepped: "
-                f"{_NOT_YET}",
-                hint=LOOK,
+                f"{_UNVALIDATED_MESSAGE}",
+                hint=VALIDATE_HINT,
             )
-        now = self._traces()
+        now = self._collect_traces()
         for k, what in enumerate(("weights were", "the optimizer's state or loss scale was")):
             if now[k] != self.traces[k]:
-                raise ModelError(f"{what} written to between two steps: {_NOT_YET}", hint=LOOK)
+                raise ModelError(
+                    f"{what} written to between two steps: {_UNVALIDATED_MESSAGE}",
+                    hint=VALIDATE_HINT,
+                )
         for hook in self.hooks:
             hook.remove()
 
-    def _entries(self) -> list[object]:
+    def _list_entries(self) -> list[object]:
         """What there is in an optimizer's state, and what it steps.  Kept, so that no other object
         gets the address of one."""
-        inner = innermost(self.optimizer)
+        inner = unwrap_optimizer(self.optimizer)
         if inner is None:
             return []
         found: list[object] = [inner.state]
@@ -85,27 +90,30 @@ class UnvalidatedUpdateGuard:
             found += [group, *group["params"]]
         return found
 
-    def _traces(self) -> list[list[object]]:
+    def _collect_traces(self) -> list[list[object]]:
         """Of weights, and of what else an update changes: where each is, and what was written."""
-        inner = innermost(self.optimizer)
+        inner = unwrap_optimizer(self.optimizer)
         state: list[Any] = [] if inner is None else [[*inner.state.values()]]
         if inner is not None:
             state += [group["params"] for group in inner.param_groups]
         if self.loss_scale is not None:
-            state += [self.loss_scale.value, self.loss_scale.good]
+            state += [self.loss_scale.value, self.loss_scale.good_steps]
         weights = dict.fromkeys(p for module in self.modules for p in module.parameters())
         others = dict.fromkeys(t for t in tree_leaves(state) if isinstance(t, Tensor))
         both = [*weights], [t for t in others if t not in weights]
-        return [[*traces_of(each), *(sums_of(each) if self.looks else ())] for each in both]
+        return [
+            [*get_write_traces(each), *(compute_checksums(each) if self.compares_values else ())]
+            for each in both
+        ]
 
 
-def tables_of(optimizer: OptimizerLike | None) -> list[dict[Any, Any]]:
+def list_optimizer_tables(optimizer: OptimizerLike | None) -> list[dict[Any, Any]]:
     """What an optimizer keeps its state and its options in."""
-    inner = innermost(optimizer)
+    inner = unwrap_optimizer(optimizer)
     if inner is None:
         return []
     return [inner.state, *inner.state.values(), *inner.param_groups]
 
 
 def _refuse(*_: object) -> None:
-    raise ModelError(_NOT_YET, hint=LOOK)
+    raise ModelError(_UNVALIDATED_MESSAGE, hint=VALIDATE_HINT)

@@ -14,68 +14,73 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from schedir.errors import ModelError
-from schedir.ir.isa.instructions import COMPUTE, Instr
+from schedir.ir.isa.instructions import COMPUTE_OPS, Instr
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
-from schedir.runtime.autograd.node_hook_detection import observe
-from schedir.runtime.model_checks.tensor_fingerprint import local_of, sum_of_bits
-from schedir.runtime.parameters.parameter_copies import expect_no_node_hooks, like
+from schedir.runtime.autograd.node_hook_detection import register_observer
+from schedir.runtime.model_checks.tensor_fingerprint import compute_checksum, get_local_shard
+from schedir.runtime.parameters.parameter_copies import make_parameter_like, require_no_node_hooks
 
 
 class WeightVersions:
     """Copies of a stage's trained weights, by the number of updates after which they were."""
 
     def __init__(
-        self, module: nn.Module, shape: PipelineShape, instrs: Iterable[tuple[int, Instr]]
+        self,
+        module: nn.Module,
+        shape: PipelineShape,
+        indexed_instructions: Iterable[tuple[int, Instr]],
     ) -> None:
-        """`instrs` are those of the stage with their indices in the Stream, in order: they say how
-        long a version is of use."""
+        """`indexed_instructions` are those of the stage with their indices in the Stream, in order:
+        they say how long a version is of use."""
         self.stage = -1
-        self.last: dict[int, int] = {}  # of each version, the index of the last that uses it
-        for at, (op, stage, mb) in instrs:
+        self.last_uses: dict[int, int] = {}  # of each version, the index of the last that uses it
+        for at, (op, stage, mb) in indexed_instructions:
             self.stage = stage
-            if op in COMPUTE:
-                self.last[int(shape.version(stage, mb))] = at
-        self.places = [
+            if op in COMPUTE_OPS:
+                self.last_uses[int(shape.weight_version(stage, mb))] = at
+        self.module_entries = [
             (owner, name, parameter)
             for owner in module.modules()
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
             if parameter.requires_grad
         ]
-        self.kept: dict[int, dict[int, nn.Parameter]] = {}
+        self.copies_by_version: dict[int, dict[int, nn.Parameter]] = {}
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         # Of the module's own parameters in a step: where gradients come, and who looks there.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
         self.traces: dict[
             int, list[tuple[int, ...]]
         ] = {}  # by version, of copies that are unwritten
-        self.by_value = True  # in the first step: checksums also find writes to `data`
+        self.compares_values = True  # in the first step: checksums also find writes to `data`
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Keep what the weights are, of which no backward may then meet the module's own."""
         for parameter, name in self.names.items():
-            expect_no_node_hooks(parameter, f"{name} of stage {self.stage}")
+            require_no_node_hooks(parameter, f"{name} of stage {self.stage}")
             node = get_gradient_edge(parameter).node
-            self.hooks.append((node, observe(node, partial(_met, name))))
-        self.keep(0, 0)
+            self.hooks.append((node, register_observer(node, partial(_refuse_direct_use, name))))
+        self.keep_version(0, 0)
 
-    def keep(self, version: int, at: int) -> None:
+    def keep_version(self, version: int, index: int) -> None:
         """The weights as they are now are this version; those go that nobody uses from an index of
         the Stream on."""
-        for old in [v for v in self.kept if self.last[v] < at]:
+        for old in [v for v in self.copies_by_version if self.last_uses[v] < index]:
             self.require_unwritten(old)
-            del self.kept[old]
-        if version in self.last:
-            copies = self.kept[version] = {}
-            for _, _, parameter in self.places:
+            del self.copies_by_version[old]
+        if version in self.last_uses:
+            copies = self.copies_by_version[version] = {}
+            for _, _, parameter in self.module_entries:
                 if id(parameter) not in copies:
-                    copies[id(parameter)] = copy = like(parameter, parameter.detach().clone())
+                    copies[id(parameter)] = copy = make_parameter_like(
+                        parameter, parameter.detach().clone()
+                    )
                     copy.grad = parameter.grad  # a view of the one sum of gradients
-            self.traces[version] = self._traces(version)
+            self.traces[version] = self._collect_traces(version)
 
     def end_step(self) -> None:
         """Raise ModelError if a stage wrote to a copy."""
         self.require_unwritten()
-        self.by_value = False
+        self.compares_values = False
 
     def require_unwritten(self, *versions: int) -> None:
         """Raise ModelError if a stage wrote to a copy: the module's own parameter lacks that.
@@ -83,21 +88,23 @@ class WeightVersions:
         Args:
             versions: Which copies to check; all by default.
         """
-        for version in versions or [*self.kept]:
-            if (now := self._traces(version)) == self.traces[version]:
+        for version in versions or [*self.copies_by_version]:
+            if (now := self._collect_traces(version)) == self.traces[version]:
                 continue
             originals = {id(p): p for p in self.names}
-            for key, was, one in zip(self.kept[version], self.traces[version], now, strict=True):
+            for key, was, one in zip(
+                self.copies_by_version[version], self.traces[version], now, strict=True
+            ):
                 if was != one:
-                    raise self._written(originals[key])
+                    raise self._write_error(originals[key])
 
     def require_in_place(self, version: int) -> None:
         """Raise ModelError if a module has replaced a Parameter that `use` gave it."""
-        for owner, name, parameter in self.places:
-            if owner._parameters.get(name) is not self.kept[version][id(parameter)]:
-                raise self._written(parameter)
+        for owner, name, parameter in self.module_entries:
+            if owner._parameters.get(name) is not self.copies_by_version[version][id(parameter)]:
+                raise self._write_error(parameter)
 
-    def _written(self, parameter: nn.Parameter) -> ModelError:
+    def _write_error(self, parameter: nn.Parameter) -> ModelError:
         return ModelError(
             f"stage {self.stage} writes to its weight {self.names[parameter]} in a step, and a "
             "program of several updates computes with copies of weights",
@@ -105,43 +112,43 @@ class WeightVersions:
             "program of one update",
         )
 
-    def _traces(self, version: int) -> list[tuple[int, ...]]:
+    def _collect_traces(self, version: int) -> list[tuple[int, ...]]:
         """Return values that change if a copy of a version is written to.
 
         Of each copy, these are its version counter, its address, and in the first step a checksum.
         Only the checksum shows a write to `copy.data`.  On a GPU it is 0, because the host would
         have to wait for it.
         """
-        copies = self.kept[version].values()
+        copies = self.copies_by_version[version].values()
         traces: list[tuple[int, ...]] = [(copy._version, copy.data_ptr()) for copy in copies]
-        if not self.by_value:
+        if not self.compares_values:
             return traces
-        numbers = (local_of(copy.detach()) for copy in copies)
-        sums = [0 if one.is_cuda else sum_of_bits(one) for one in numbers]
+        numbers = (get_local_shard(copy.detach()) for copy in copies)
+        sums = [0 if one.is_cuda else compute_checksum(one) for one in numbers]
         return [(*trace, one) for trace, one in zip(traces, sums, strict=True)]
 
     def use(self, version: int) -> None:
         """Let the module compute with a version."""
-        copies = self.kept[version]
-        for owner, name, parameter in self.places:
+        copies = self.copies_by_version[version]
+        for owner, name, parameter in self.module_entries:
             owner._parameters[name] = copies[id(parameter)]
 
-    def copies(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+    def list_copies(self, parameter: nn.Parameter) -> list[nn.Parameter]:
         """What is kept of a parameter of the module."""
-        return [copies[id(parameter)] for copies in self.kept.values()]
+        return [copies[id(parameter)] for copies in self.copies_by_version.values()]
 
     def restore(self) -> None:
         """Give the module its own parameters back, and forget all versions."""
-        for owner, name, parameter in self.places:
+        for owner, name, parameter in self.module_entries:
             owner._parameters[name] = parameter
-        self.kept.clear()
+        self.copies_by_version.clear()
         self.traces.clear()
         for _, handle in self.hooks:
             handle.remove()
         self.hooks.clear()
 
 
-def _met(name: str, *gradients: object) -> None:
+def _refuse_direct_use(name: str, *gradients: object) -> None:
     """Raise ModelError: a graph has a parameter itself, and not the version that it should have."""
     raise ModelError(
         f"{name} is used beside its module, which has versions of it for several updates",

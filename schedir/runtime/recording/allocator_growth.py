@@ -10,22 +10,23 @@ from typing import Any, Final
 
 import torch
 
-_COUNTS: Final = ("num_device_alloc", "num_device_free", "num_alloc_retries")
+_ALLOCATION_STATS: Final = ("num_device_alloc", "num_device_free", "num_alloc_retries")
 
 
-def times_asked(device: torch.device) -> int:
+def count_allocations(device: torch.device) -> int:
     """How often torch has asked a GPU for memory so far, in this process, or given some back; an
     allocation that failed and was tried again counts, too.  0 of any other device."""
     if device.type != "cuda":
         return 0
     stats: dict[str, Any] = torch.cuda.memory_stats(device)
-    return sum(int(stats.get(name, 0)) for name in _COUNTS)
+    return sum(int(stats.get(name, 0)) for name in _ALLOCATION_STATS)
 
 
-def warning(processes: int, of: int) -> str:
+def describe_growth(processes: int, total_processes: int) -> str:
     """What to tell of a run in which so many of its processes have asked after the first step."""
     return (
-        f"memory: {processes} of {of} processes asked their GPU for memory after the first step; "
+        f"memory: {processes} of {total_processes} processes asked their GPU for memory after "
+        "the first step; "
         "a step that does may wait for ever beside receives that are posted early, unless its "
         "program lives through it (schedir check --host-device-sync)"
     )

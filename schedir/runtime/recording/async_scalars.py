@@ -12,34 +12,34 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from schedir.runtime.recording.stream_events import event_on
+from schedir.runtime.recording.stream_events import make_event
 
 
 class AsyncScalarBuffer:
-    """Memory for `count` numbers of each of `most` steps that are on their way at once."""
+    """Memory for `count` numbers of each of `max_steps` steps that are on their way at once."""
 
-    def __init__(self, device: torch.device, count: int, most: int) -> None:
-        self.free = deque(_Row(device, count) for _ in range(most))
+    def __init__(self, device: torch.device, count: int, max_steps: int) -> None:
+        self.free_rows = deque(_Row(device, count) for _ in range(max_steps))
 
     def copy(self, numbers: Tensor) -> AsyncScalars:
         """Let float64 numbers follow what has been issued, without waiting for it."""
-        row = self.free.popleft()
+        row = self.free_rows.popleft()
         row.memory.copy_(numbers, non_blocking=True)
-        row.copied.record()
+        row.copy_event.record()
         return AsyncScalars(self, row)
 
 
 class AsyncScalars:
     """Numbers on their way."""
 
-    def __init__(self, home: AsyncScalarBuffer, row: _Row) -> None:
-        self.home, self.row = home, row
+    def __init__(self, buffer: AsyncScalarBuffer, row: _Row) -> None:
+        self.buffer, self.row = buffer, row
 
     def read(self) -> list[float]:
         """The numbers, once: waits until they are there, and for nothing behind them."""
-        self.row.copied.synchronize()
+        self.row.copy_event.synchronize()
         found: list[float] = self.row.values.tolist()
-        self.home.free.append(self.row)
+        self.buffer.free_rows.append(self.row)
         return found
 
 
@@ -48,4 +48,4 @@ class _Row:
         cuda = device.type == "cuda"
         self.memory = torch.zeros(count, dtype=torch.float64, pin_memory=cuda)
         self.values = self.memory.numpy()  # the same memory, in which torch has no part
-        self.copied = event_on(device)
+        self.copy_event = make_event(device)

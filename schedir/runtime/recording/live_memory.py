@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 from schedir.ir.isa.table_schema import TIERS
 from schedir.runtime.executor import Executor
-from schedir.runtime.parameters.mixed_precision import MainOptimizer, innermost
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, unwrap_optimizer
 from schedir.runtime.rank_state import Call
 
 
 class LiveMemory(TorchDispatchMode):
-    """Within this context `most` is how many bytes were alive at most before or behind any
-    instruction of the executor's steps, each storage counted once; `most_on` says it by tier: also
-    how many were in use of the host's memory and of the disk, for what was moved there.
+    """Within this context `peak_bytes` is how many bytes were alive at most before or behind any
+    instruction of the executor's steps, each storage counted once; `peak_by_tier` says it by tier:
+    also how many were in use of the host's memory and of the disk, for what was moved there.
 
     On a CPU, where memory is given back as soon as nobody needs it.  A step takes longer meanwhile.
     """
@@ -33,8 +33,8 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self, executor: Executor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.executor = executor
-        self.most_on = dict.fromkeys(TIERS, 0)
-        self.made: dict[StorageWeakRef, int] = {}
+        self.peak_by_tier = dict.fromkeys(TIERS, 0)
+        self.created_storages: dict[StorageWeakRef, int] = {}
 
     def __enter__(self) -> Self:
         self.calls = self.executor.calls
@@ -42,64 +42,68 @@ class LiveMemory(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *why: Any) -> None:
+    def __exit__(self, *error_info: Any) -> None:
         self.executor.calls = self.calls
-        super().__exit__(*why)  # type: ignore[no-untyped-call]
+        super().__exit__(*error_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = _storages(tree_leaves((args, kwargs)))
-        self.made |= {
-            ref: size for ref, size in _storages(tree_leaves(out)).items() if ref not in given
+        given = _measure_storages(tree_leaves((args, kwargs)))
+        self.created_storages |= {
+            ref: size
+            for ref, size in _measure_storages(tree_leaves(out)).items()
+            if ref not in given
         }
         return out
 
     def _run(self, run: Any) -> None:
-        self._look()  # what it waited for, and what it frees
+        self._update_peaks()  # what it waited for, and what it frees
         run()
-        self._look()
+        self._update_peaks()
 
-    def _look(self) -> None:
-        device, before = self._alive(), -1
+    def _update_peaks(self) -> None:
+        device, before = self._count_live_bytes(), -1
         while device != before:  # threads let go and make memory meanwhile
-            device, before = self._alive(), device
-        tiers = self.executor.held.tiers
+            device, before = self._count_live_bytes(), device
+        tiers = self.executor.resources.memory_tiers
         for tier in TIERS:
-            used = device if tier == TIERS[0] else tiers.used_on(tier)
-            self.most_on[tier] = max(self.most_on[tier], used)
+            used = device if tier == TIERS[0] else tiers.count_used_bytes(tier)
+            self.peak_by_tier[tier] = max(self.peak_by_tier[tier], used)
 
-    def _alive(self) -> int:
+    def _count_live_bytes(self) -> int:
         """Bytes that are alive on the device."""
-        self.made = {ref: size for ref, size in self.made.items() if not ref.expired()}
-        here = self.made | _storages(_static(self.executor))
-        states = self.executor.state.held.states
-        away = _storages([] if states is None else states.away())
+        self.created_storages = {
+            ref: size for ref, size in self.created_storages.items() if not ref.expired()
+        }
+        here = self.created_storages | _measure_storages(_list_static_tensors(self.executor))
+        states = self.executor.state.resources.host_optimizer_state
+        away = _measure_storages([] if states is None else states.list_host_memory())
         return sum(size for ref, size in here.items() if ref not in away)
 
     @property
-    def most(self) -> int:
+    def peak_bytes(self) -> int:
         """The most on the device."""
-        return self.most_on[TIERS[0]]
+        return self.peak_by_tier[TIERS[0]]
 
 
-def _static(executor: Executor) -> Iterable[object]:
+def _list_static_tensors(executor: Executor) -> Iterable[object]:
     """The tensors that a rank has in all steps; some of them have memory only at times."""
     state = executor.state
     for stage in executor.stages.values():
         yield from (*stage.module.parameters(), *stage.module.buffers())
-        yield from (*stage.gradients.flat, *stage.gradients.kept)
-        if stage.weights is not None:
-            yield from (*stage.weights.flat, *stage.weights.own)
-    yield from tree_leaves([*getattr(innermost(state.optimizer), "state", {}).values()])
+        yield from (*stage.gradients.flat, *stage.gradients.reduced_flat)
+        if stage.sharded_parameters is not None:
+            yield from (*stage.sharded_parameters.flat, *stage.sharded_parameters.shards)
+    yield from tree_leaves([*getattr(unwrap_optimizer(state.optimizer), "state", {}).values()])
     if isinstance(state.optimizer, MainOptimizer):
-        for p in state.optimizer.main:
+        for p in state.optimizer.main_parameters:
             yield from (p, p.grad)
-    yield from tree_leaves(state.buffers)
-    for value in state.away.values.values():  # what threads have made
-        yield from value.tensors()
+    yield from tree_leaves(state.receive_buffers)
+    for value in state.offload_moves.values.values():  # what threads have made
+        yield from value.list_device_tensors()
 
 
-def _storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
+def _measure_storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
     """The memory of those that are tensors, and its bytes now; a sparse one is made of others."""
     tensors = (x for x in values if isinstance(x, Tensor) and not x.is_sparse)
     return {StorageWeakRef(x): x.nbytes() for x in (t.untyped_storage() for t in tensors)}

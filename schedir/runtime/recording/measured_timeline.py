@@ -8,16 +8,16 @@ import numpy as np
 import torch.distributed as dist
 
 from schedir.errors import ModelError
-from schedir.predict.recorded_timeline import timeline_of
+from schedir.predict.recorded_timeline import build_timeline
 from schedir.predict.timeline import Timeline
 from schedir.runtime.executor import Executor
-from schedir.runtime.recording.recorder import read
-from schedir.transports.clock_sync import clock_offset
+from schedir.runtime.recording.recorder import read_step_times
+from schedir.transports.clock_sync import measure_clock_offset
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather_bytes
 
 
-def measured(executor: Executor, transport: ProcessTransport) -> Timeline | None:
+def gather_timeline(executor: Executor, transport: ProcessTransport) -> Timeline | None:
     """The Timeline of the last step that was recorded, in seconds from its first instruction; None
     but on process 0.
 
@@ -27,9 +27,9 @@ def measured(executor: Executor, transport: ProcessTransport) -> Timeline | None
 
     Raises ModelError where no step has been recorded.
     """
-    (times,), error = read([executor.stamps])
-    offset, between = clock_offset()
-    own = np.concatenate([times.began - offset, times.ended - offset, [error + between]])
+    (times,), error = read_step_times([executor.timestamps])
+    offset, between = measure_clock_offset()
+    own = np.concatenate([times.start - offset, times.end - offset, [error + between]])
     told = gather_bytes(own.astype("<f8").tobytes())
     if dist.get_rank():
         return None
@@ -42,5 +42,5 @@ def measured(executor: Executor, transport: ProcessTransport) -> Timeline | None
     errors = [float(each[-1]) for each in everyone]
     start, end = np.concatenate(starts), np.concatenate(ends)
     model, blocks = transport.progress_model, transport.blocking_hosts
-    timeline = timeline_of(executor.program, start, end, model, blocking_hosts=blocks)
+    timeline = build_timeline(executor.program, start, end, model, blocking_hosts=blocks)
     return replace(timeline, clock_error=sum(sorted(errors)[-2:]))

@@ -29,7 +29,7 @@ class CpuEvent:
         """Nothing to wait for."""
 
 
-def event_on(device: torch.device) -> Event:
+def make_event(device: torch.device) -> Event:
     """An event on a device, recorded once: CUDA makes one when it is recorded first."""
     event: Event = torch.cuda.Event() if device.type == "cuda" else CpuEvent()
     event.record()

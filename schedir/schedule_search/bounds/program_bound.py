@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.analysis.memory.footprint import Footprint, held, peak_in_flight
+from schedir.analysis.memory.footprint import Footprint, compute_footprints, peak_in_flight
 from schedir.errors import CostsError
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
@@ -16,47 +16,47 @@ from schedir.ir.isa.instructions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
-    COMPUTE,
+    COMPUTE_OPS,
     FORWARD,
-    ROWS,
-    SENDS,
-    SLOTTED,
-    STEPS,
+    INSTRUCTIONS,
+    OPTIMIZER_STEP_OPS,
+    SEND_OPS,
+    SLOT_VALUES,
     Value,
 )
 from schedir.ir.program import Program
-from schedir.schedule_search.bounds.lower_bound import bound_of
-from schedir.schedule_search.problem import Objective, SchedulingProblem, problem_of
+from schedir.schedule_search.bounds.lower_bound import compute_bound
+from schedir.schedule_search.problem import Objective, SchedulingProblem, make_problem
 from schedir.schedule_search.search_results import LowerBound
 
-_KNOWN: Final = {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
+_SEARCHED_OPS: Final = {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
 # What holds, moves or frees what is kept of a microbatch in a way of its own, as offloads do.
-_OTHER: Final = {
-    row.op for row in ROWS
-    if row.op not in _KNOWN
+_UNSUPPORTED_OPS: Final = {
+    row.op for row in INSTRUCTIONS
+    if row.op not in _SEARCHED_OPS
     and (
-        row.op in COMPUTE
+        row.op in COMPUTE_OPS
         or {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.needs, *row.gives, *row.frees}
     )
 }  # fmt: skip
-_SLOTS: Final = {kind.name.lower() for kind in SLOTTED}  # other programs may have fewer
+_SLOT_SIZES: Final = {kind.name.lower() for kind in SLOT_VALUES}  # other programs may have fewer
 
 
-def bound_of_program(
+def compute_program_bound(
     program: Program,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     *,
     objective: Objective = "span",
-    split: bool | None = None,
+    split_backward: bool | None = None,
 ) -> LowerBound | None:
     """Below what no program of the same work can be that needs no more memory than this one.
 
     Its memory is, with sizes, the most bytes that a rank has, messages and all, as a prediction
     tells it; else the most microbatches in flight on a rank.  Each rank of the other program may
-    have as much, and use for backwards what this one has for messages.  `split` says whether that
-    one may split backwards in I and W, also some of them only; by default it may if this one does.
-    In a program that does not, F and B may still be in any order.
+    have as much, and use for backwards what this one has for messages.  `split_backward` says
+    whether that one may split backwards in I and W, also some of them only; by default it may if
+    this one does. In a program that does not, F and B may still be in any order.
 
     Costs and sizes that differ between microbatches are taken as the least of each stage, and a
     backward as what it takes whole or split, whichever is less: the bound is lower then, but holds.
@@ -68,58 +68,73 @@ def bound_of_program(
     costs = Costs() if costs is None else costs
     shape = program.shape
     if (
-        shape.rows > 1
+        shape.placement_rows > 1
         or shape.optimizer_steps > 1
         or shape.sequence_chunks > 1
         or program.frozen_stages
     ):
         return None
-    if not program.trains or program.ops & _OTHER:
+    if not program.has_backward or program.used_opcodes & _UNSUPPORTED_OPS:
         return None
-    if costs.pairs_save(shape):
+    if costs.has_pairing_gain(shape):
         return None
-    problem = _relaxed(program, costs, sizes, objective, split=split)
-    return None if problem is None else bound_of(problem)
+    problem = _relax_program(program, costs, sizes, objective, split_backward=split_backward)
+    return None if problem is None else compute_bound(problem)
 
 
-def _relaxed(
-    program: Program, costs: Costs, sizes: Sizes | None, objective: Objective, *, split: bool | None
+def _relax_program(
+    program: Program,
+    costs: Costs,
+    sizes: Sizes | None,
+    objective: Objective,
+    *,
+    split_backward: bool | None,
 ) -> SchedulingProblem | None:
     """A Problem that no program of this work and memory takes less than."""
     shape = program.shape
-    if split is None:
-        split = not program.ops.isdisjoint({BACKWARD_INPUT, BACKWARD_WEIGHT})
+    if split_backward is None:
+        split_backward = not program.used_opcodes.isdisjoint({BACKWARD_INPUT, BACKWARD_WEIGHT})
     F, I, W, B, send, step = (
-        costs.of(op, shape).min(1)
-        for op in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, BACKWARD, SENDS[0], STEPS[0])
+        costs.for_opcode(op, shape).min(1)
+        for op in (
+            FORWARD,
+            BACKWARD_INPUT,
+            BACKWARD_WEIGHT,
+            BACKWARD,
+            SEND_OPS[0],
+            OPTIMIZER_STEP_OPS[0],
+        )
     )
-    if split:  # a backward that is whole is an I with its W behind it
+    if split_backward:  # a backward that is whole is an I with its W behind it
         I = np.minimum(I, B)
         W = np.minimum(W, B - I)
-    steps = step if set(STEPS) & program.ops else 0 * step
-    least = Costs(F=_plain(F), I=_plain(I), W=_plain(W), B=_plain(B), send=_plain(send),
-                  step=_plain(steps))  # fmt: skip
+    steps = step if set(OPTIMIZER_STEP_OPS) & program.used_opcodes else 0 * step
+    least = Costs(F=_to_floats(F), I=_to_floats(I), W=_to_floats(W), B=_to_floats(B),
+        send=_to_floats(send),
+                  step=_to_floats(steps))  # fmt: skip
     try:
-        problem = problem_of(shape, least, objective=objective, split=split)
+        problem = make_problem(shape, least, objective=objective, split_backward=split_backward)
     except CostsError:  # they are all 0, or too large
         return None
     if sizes is None:
-        return replace(problem, room=(float(peak_in_flight(program).max()),) * shape.ranks)
-    ranks = held(program, sizes)
-    most = max(float(own.bytes.max()) for own in ranks)
-    room = tuple(most - _always(own) for own in ranks)
-    saved, tape = (sizes.each(name, shape).min(1) for name in ("saved", "deferred_wgrad"))
+        return replace(problem, capacity=(float(peak_in_flight(program).max()),) * shape.ranks)
+    ranks = compute_footprints(program, sizes)
+    most = max(float(own.total_bytes.max()) for own in ranks)
+    room = tuple(most - _constant_bytes(own) for own in ranks)
+    saved, tape = (sizes.per_microbatch(name, shape).min(1) for name in ("saved", "deferred_wgrad"))
     # A whole backward keeps what was saved until its end, and never has a tape.
     return replace(
-        problem, room=room, saved=_plain(saved), both=_plain(saved),
-        tape=_plain(np.minimum(tape, saved) if split else 0 * tape),
+        problem, capacity=room, saved=_to_floats(saved), saved_and_deferred=_to_floats(saved),
+        deferred_wgrad=_to_floats(np.minimum(tape, saved) if split_backward else 0 * tape),
     )  # fmt: skip
 
 
-def _plain(each: NDArray[np.float64]) -> tuple[float, ...]:
-    return tuple(map(float, each))
+def _to_floats(values: NDArray[np.float64]) -> tuple[float, ...]:
+    return tuple(map(float, values))
 
 
-def _always(own: Footprint) -> float:
+def _constant_bytes(footprint: Footprint) -> float:
     """The bytes that a rank has all the time, whatever the program: none of slots."""
-    return sum(size for name, (_, size) in own.fixed.items() if name not in _SLOTS)
+    return sum(
+        size for name, (_, size) in footprint.static_memory.items() if name not in _SLOT_SIZES
+    )

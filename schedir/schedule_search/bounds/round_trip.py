@@ -13,40 +13,42 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from schedir.schedule_search.bounds.closed_form_bounds import closed_bound, of_rank
+from schedir.schedule_search.bounds.closed_form_bounds import compute_closed_bound, rank_bounds
 from schedir.schedule_search.bounds.memory_precedences import MemoryLags
 from schedir.schedule_search.bounds.microbatch_latency import MicrobatchLatency
 from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.search_results import LowerBound
 
-_WEIGHTS: Final = [k / 8 for k in range(9)]
+_LATENESS_WEIGHTS: Final = [k / 8 for k in range(9)]
 
 
-def crossing_bound(problem: SchedulingProblem) -> LowerBound:
+def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
     """The bound by what crosses behind the stage that sets the pace; of spans."""
-    paths, lags = MicrobatchLatency.of(problem), MemoryLags.of(problem)
+    paths, lags = MicrobatchLatency.from_problem(problem), MemoryLags.from_problem(problem)
     m, stages = problem.microbatches, problem.shape.stages
     best = LowerBound(0.0, "")
     if problem.objective != "span":
         return best
-    waits = {lag.stage: lag.lag for lag in lags.F_W if lag.stage == lag.before}
+    waits = {lag.stage: lag.lag for lag in lags.F_after_W if lag.stage == lag.before_stage}
     pace = [0.0] * stages
     for s in range(stages - 1):
-        k = lags.ahead(problem, s)
+        k = lags.max_forwards_ahead(problem, s)
         rest = problem.W[s] if waits.get(s, m) <= k else 0.0
-        pace[s] = (problem.F[s] + paths.turn[s] + problem.I[s] + rest) / k
+        pace[s] = (problem.F[s] + paths.forward_to_backward[s] + problem.I[s] + rest) / k
     s = max(range(stages), key=pace.__getitem__)
-    k = lags.ahead(problem, s)
+    k = lags.max_forwards_ahead(problem, s)
     if k < 2 or m < 2 * k + 2:
         return best
     away = k * pace[s]
-    late = _late(problem, paths, s, away)
+    late = _min_average_delay(problem, paths, s, away)
     if not late > 0:
         return best
     for often in ((m - 2) // k, (m - 2) // k - 1):
-        first, second = (_rest(problem, paths, lags, s, m - often * k - c) for c in range(2))
+        first, second = (
+            _min_remaining_time(problem, paths, lags, s, m - often * k - c) for c in range(2)
+        )
         after = (first + problem.F[s] + second) / 2
-        value = paths.head[s] + often * away + (often - 1) * late + after
+        value = paths.until_forward[s] + often * away + (often - 1) * late + after
         if value > best.value:
             best = LowerBound(
                 value,
@@ -57,45 +59,50 @@ def crossing_bound(problem: SchedulingProblem) -> LowerBound:
     return best
 
 
-def _late(problem: SchedulingProblem, paths: MicrobatchLatency, s: int, away: float) -> float:
+def _min_average_delay(
+    problem: SchedulingProblem, latency: MicrobatchLatency, stage: int, round_trip: float
+) -> float:
     """The least, on average, that microbatches are late which cross behind a stage."""
-    options = [*options_of(problem, paths, s, away)]
+    options = [*crossing_delays(problem, latency, stage, round_trip)]
     return max(
         min(x + weight * max(y - x, 0.0) for x, y in options) / (1 + 2 * weight)
-        for weight in _WEIGHTS
+        for weight in _LATENESS_WEIGHTS
     )
 
 
-def options_of(
-    problem: SchedulingProblem, paths: MicrobatchLatency, s: int, away: float
+def crossing_delays(
+    problem: SchedulingProblem, latency: MicrobatchLatency, stage: int, round_trip: float
 ) -> Iterator[tuple[float, float]]:
     """How three microbatches can cross, the second between the first and the one that may come when
     that is back: what the second is late at least, and all three together."""
-    stages, turn = range(s, problem.shape.stages), paths.turn
+    stages, turn = range(stage, problem.shape.stages), latency.forward_to_backward
     loop = [problem.F[r] + turn[r] + problem.I[r] for r in range(problem.shape.stages)]
     for r in stages:
-        for q in range(s, r + 1):
-            x = max(away - turn[r] - turn[q], 0.0)
+        for q in range(stage, r + 1):
+            x = max(round_trip - turn[r] - turn[q], 0.0)
             both = r < stages[-1]  # else x is the larger one
-            y = loop[r + 1] + loop[q + 1] - away if both else x
+            y = loop[r + 1] + loop[q + 1] - round_trip if both else x
             yield x, max(x, y)
-    rest = away - loop[s]  # one is back before the next one comes
-    least = min(problem.F[s], min(loop[s:]) - rest)
+    rest = round_trip - loop[stage]  # one is back before the next one comes
+    least = min(problem.F[stage], min(loop[stage:]) - rest)
     yield 0.0, max(least, 0.0)
 
 
-def _rest(
+def _min_remaining_time(
     problem: SchedulingProblem,
-    paths: MicrobatchLatency,
+    latency: MicrobatchLatency,
     lags: MemoryLags,
-    s: int,
+    stage: int,
     microbatches: int,
 ) -> float:
     """The least time from an F on, with that many microbatches left, to the end of the run."""
-    rank = problem.rank_of[s]
+    rank = problem.rank_of[stage]
     left = replace(problem, shape=replace(problem.shape, microbatches=microbatches))
-    if s == 0:
-        return closed_bound(left).value
-    if len(problem.own[rank]) > 1:
-        return problem.F[s] + paths.turn[s] + problem.I[s]
-    return max(bound.value for bound in of_rank(left, paths, lags, rank)) - paths.head[s]
+    if stage == 0:
+        return compute_closed_bound(left).value
+    if len(problem.stages_of_rank[rank]) > 1:
+        return problem.F[stage] + latency.forward_to_backward[stage] + problem.I[stage]
+    return (
+        max(bound.value for bound in rank_bounds(left, latency, lags, rank))
+        - latency.until_forward[stage]
+    )

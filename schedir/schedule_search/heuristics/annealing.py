@@ -7,68 +7,68 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-Numbers = Any  # of one dimension: a list, or an array
+Vector = Any  # of one dimension: a list, or an array
 
 _NEVER: Final = 1e300
-_WAVES: Final = 4  # one of so many moves is of several ranks
+_WAVE_INTERVAL: Final = 4  # one of so many moves is of several ranks
 
 
-def times(
+def compute_times(
     ranks: int,
     stages: int,
-    m: int,
-    rank_of: Numbers,
-    first: Numbers,
-    code: Numbers,
-    cost: Numbers,
-    hop: Numbers,
-    tail: Numbers,
+    microbatches: int,
+    rank_of: Vector,
+    rank_offsets: Vector,
+    codes: Vector,
+    cost: Vector,
+    delays: Vector,
+    tail: Vector,
     own_span: int,
-    at: Numbers,
-    done: Numbers,
-    upto: Numbers,
-    now: Numbers,
-    stack: Numbers,
-    stacked: Numbers,
-    start: Numbers,
-    nth: Numbers,
+    arrivals: Vector,
+    next_mb: Vector,
+    next_position: Vector,
+    rank_time: Vector,
+    stack: Vector,
+    is_on_stack: Vector,
+    start: Vector,
+    mb_at: Vector,
 ) -> float:
     """Fill the earliest `start` of each piece of work of an order, and say what all takes.
 
-    `nth` gets the microbatch of each.  What never ends takes _NEVER.
+    `mb_at` gets the microbatch of each.  What never ends takes _NEVER.
     """
     for c in range(3 * stages):
-        done[c] = 0
-        for k in range(m):
-            at[c * m + k] = _NEVER
-    for k in range(m):
-        at[k] = 0.0
+        next_mb[c] = 0
+        for k in range(microbatches):
+            arrivals[c * microbatches + k] = _NEVER
+    for k in range(microbatches):
+        arrivals[k] = 0.0
     top = ranks
     for r in range(ranks):
-        upto[r] = first[r]
-        now[r] = 0.0
+        next_position[r] = rank_offsets[r]
+        rank_time[r] = 0.0
         stack[r] = ranks - 1 - r
-        stacked[r] = 1
+        is_on_stack[r] = 1
     while top > 0:
         top -= 1
         r = stack[top]
-        stacked[r] = 0
-        t = now[r]
-        x = upto[r]
-        last = first[r + 1]
+        is_on_stack[r] = 0
+        t = rank_time[r]
+        x = next_position[r]
+        last = rank_offsets[r + 1]
         while x < last:
-            c = code[x]
-            k = done[c]
+            c = codes[x]
+            k = next_mb[c]
             kind = c % 3
             if kind < 2:
-                a = at[c * m + k]
+                a = arrivals[c * microbatches + k]
                 if a >= _NEVER:
                     break
                 if a > t:
                     t = a
             start[x] = t
-            nth[x] = k
-            done[c] = k + 1
+            mb_at[x] = k
+            next_mb[c] = k + 1
             t += cost[c]
             x += 1
             target = -1
@@ -77,26 +77,26 @@ def times(
             elif kind == 1 and c > 3:
                 target = c - 3
             if target >= 0:
-                at[target * m + k] = t + hop[c]
+                arrivals[target * microbatches + k] = t + delays[c]
                 q = rank_of[target // 3]
                 if (
                     q != r
-                    and stacked[q] == 0
-                    and upto[q] < first[q + 1]
-                    and code[upto[q]] == target
+                    and is_on_stack[q] == 0
+                    and next_position[q] < rank_offsets[q + 1]
+                    and codes[next_position[q]] == target
                 ):
-                    stacked[q] = 1
+                    is_on_stack[q] = 1
                     stack[top] = q
                     top += 1
-        upto[r] = x
-        now[r] = t
+        next_position[r] = x
+        rank_time[r] = t
     longest = 0.0
     for r in range(ranks):
-        if upto[r] < first[r + 1]:
+        if next_position[r] < rank_offsets[r + 1]:
             return _NEVER
-        takes = now[r] + tail[r]
+        takes = rank_time[r] + tail[r]
         if own_span:
-            takes = now[r] - start[first[r]]
+            takes = rank_time[r] - start[rank_offsets[r]]
         if takes > longest:
             longest = takes
     return longest
@@ -105,59 +105,59 @@ def times(
 def anneal(
     ranks: int,
     stages: int,
-    m: int,
-    rank_of: Numbers,
-    first: Numbers,
-    code: Numbers,
-    cost: Numbers,
-    hop: Numbers,
-    tail: Numbers,
+    microbatches: int,
+    rank_of: Vector,
+    rank_offsets: Vector,
+    codes: Vector,
+    cost: Vector,
+    delays: Vector,
+    tail: Vector,
     own_span: int,
-    at: Numbers,
-    done: Numbers,
-    upto: Numbers,
-    now: Numbers,
-    stack: Numbers,
-    stacked: Numbers,
-    start: Numbers,
-    nth: Numbers,
-    more: Numbers,
-    change: Numbers,
-    room: Numbers,
-    rank_at: Numbers,
-    own: Numbers,
-    begin: Numbers,
-    path: Numbers,
-    best: Numbers,
-    undo: Numbers,
-    turns: int,
-    heats: Numbers,
-    randoms: Numbers,
+    arrivals: Vector,
+    next_mb: Vector,
+    next_position: Vector,
+    rank_time: Vector,
+    stack: Vector,
+    is_on_stack: Vector,
+    start: Vector,
+    mb_at: Vector,
+    start_memory: Vector,
+    memory_change: Vector,
+    capacity: Vector,
+    rank_at: Vector,
+    rank_stages: Vector,
+    stage_offsets: Vector,
+    path_joints: Vector,
+    best_codes: Vector,
+    saved_codes: Vector,
+    num_moves: int,
+    heat_state: Vector,
+    random_state: Vector,
     goal: float,
 ) -> float:
-    """Move one piece of work at a time of the order `code`, and keep the shortest in `best`.
+    """Move one piece of work at a time of the order `codes`, and keep the shortest in `best_codes`.
 
     Most moves are of work on a critical path: one of two that follow each other without a pause.
-    Some have the like done on several ranks (`wave`): where memory is short, or a rank has several
-    stages, one rank alone can change but little.
-    What would hold too much, or never end, is not done; what is longer is done if it is by less
-    than a random part of a heat.  `heats` has that, a time, and by what factor it falls in each of
-    the `turns`; `randoms` has the last random number, and gets how many turns were made.
-    These are of a linear congruence, so Python
-    and machine code draw the same.  All goes on where it ended, if it is called again.
+    Some have the like done on several ranks (`move_on_several_ranks`): where memory is short, or a
+    rank has several stages, one rank alone can change but little. What would hold too much, or
+    never end, is not done; what is longer is done if it is by less than a random part of a heat.
+    `heat_state` has that, a time, and by what factor it falls in each of the `num_moves`;
+    `random_state` has the last random number, and gets how many turns were made. These are of a
+    linear congruence, so Python and machine code draw the same.  All goes on where it ended, if it
+    is called again.
     """
-    n = first[ranks]
-    length = times(
-        ranks, stages, m, rank_of, first, code, cost, hop, tail, own_span,
-        at, done, upto, now, stack, stacked, start, nth,
+    n = rank_offsets[ranks]
+    length = compute_times(
+        ranks, stages, microbatches, rank_of, rank_offsets, codes, cost, delays, tail, own_span,
+        arrivals, next_mb, next_position, rank_time, stack, is_on_stack, start, mb_at,
     )  # fmt: skip
-    shortest = heats[2]
-    heat, cooling = heats[0], heats[1]
-    random = randoms[0]
-    randoms[1] = turns
-    for turn in range(turns):
+    shortest = heat_state[2]
+    heat, cooling = heat_state[0], heat_state[1]
+    random = random_state[0]
+    random_state[1] = num_moves
+    for turn in range(num_moves):
         if shortest <= goal:
-            randoms[1] = turn
+            random_state[1] = turn
             break
         heat *= cooling
         random = (random * 1103515245 + 12345) % 2147483648
@@ -167,17 +167,17 @@ def anneal(
             # One critical path, from its end on: work that starts as the one before it ends.
             y = -1
             for r in range(ranks):
-                takes = now[r] + tail[r]
+                takes = rank_time[r] + tail[r]
                 if own_span:
-                    takes = now[r] - start[first[r]]
+                    takes = rank_time[r] - start[rank_offsets[r]]
                 if takes >= length * (1 - 1e-12):
-                    y = first[r + 1] - 1
+                    y = rank_offsets[r + 1] - 1
             joints = 0
             while y >= 0:
-                c = code[y]
+                c = codes[y]
                 r = rank_at[y]
-                if y > first[r] and start[y] <= start[y - 1] + cost[code[y - 1]]:
-                    path[joints] = y
+                if y > rank_offsets[r] and start[y] <= start[y - 1] + cost[codes[y - 1]]:
+                    path_joints[joints] = y
                     joints += 1
                     y -= 1
                     continue
@@ -191,20 +191,20 @@ def anneal(
                     break
                 # Where the work stands whose value this waited for.
                 q = rank_of[source // 3]
-                lo, hi = first[q], first[q + 1] - 1
-                due = start[y] - hop[source] - cost[source]
+                lo, hi = rank_offsets[q], rank_offsets[q + 1] - 1
+                due = start[y] - delays[source] - cost[source]
                 while lo < hi:
                     mid = (lo + hi + 1) // 2
                     if start[mid] <= due + 1e-9 * (1 + due):
                         lo = mid
                     else:
                         hi = mid - 1
-                while lo > first[q] and not (code[lo] == source and nth[lo] == nth[y]):
+                while lo > rank_offsets[q] and not (codes[lo] == source and mb_at[lo] == mb_at[y]):
                     lo -= 1
-                y = lo if code[lo] == source and nth[lo] == nth[y] else -1
+                y = lo if codes[lo] == source and mb_at[lo] == mb_at[y] else -1
             if joints > 0:
                 random = (random * 1103515245 + 12345) % 2147483648
-                x = path[(random >> 8) % joints]
+                x = path_joints[(random >> 8) % joints]
         random = (random * 1103515245 + 12345) % 2147483648
         if x < 0:
             x = (random >> 8) % n
@@ -223,28 +223,44 @@ def anneal(
         low = high = r
         random = (random * 1103515245 + 12345) % 2147483648
         spread = random >> 8
-        if x > first[r] and ranks > 1 and spread % _WAVES == 0:
+        if x > rank_offsets[r] and ranks > 1 and spread % _WAVE_INTERVAL == 0:
             if (spread >> 2) % 2 == 0:
                 low, high = 0, ranks - 1
             else:
                 low = (spread >> 3) % (r + 1)
                 high = r + (spread >> 12) % (ranks - r)
-            lo, hi = first[low], first[high + 1]
+            lo, hi = rank_offsets[low], rank_offsets[high + 1]
             for y in range(lo, hi):
-                undo[y] = code[y]
-            if wave(low, high, own, begin, first, code, nth, rank_at, x, (spread >> 20) % 2) == 0:
+                saved_codes[y] = codes[y]
+            if (
+                move_on_several_ranks(
+                    low,
+                    high,
+                    rank_stages,
+                    stage_offsets,
+                    rank_offsets,
+                    codes,
+                    mb_at,
+                    rank_at,
+                    x,
+                    (spread >> 20) % 2,
+                )
+                == 0
+            ):
                 continue
         else:
             lo, hi = x - ahead, x + behind
-            if lo < first[r]:
-                lo = first[r]
-            if hi > first[r + 1]:
-                hi = first[r + 1]
+            if lo < rank_offsets[r]:
+                lo = rank_offsets[r]
+            if hi > rank_offsets[r + 1]:
+                hi = rank_offsets[r + 1]
             # Nothing goes past its like, nor past what makes what it needs, or needs what it makes.
             for y in range(x, hi):
-                c = code[y]
+                c = codes[y]
                 z = x - 1
-                while z >= lo and code[z] != c and (code[z] // 3 != c // 3 or nth[z] != nth[y]):
+                while (
+                    z >= lo and codes[z] != c and (codes[z] // 3 != c // 3 or mb_at[z] != mb_at[y])
+                ):
                     z -= 1
                 if z >= lo:
                     if y == x:
@@ -255,25 +271,26 @@ def anneal(
             if lo >= x:
                 continue
             for y in range(lo, hi):
-                undo[y] = code[y]
+                saved_codes[y] = codes[y]
             for y in range(x, hi):
-                code[lo + y - x] = undo[y]
+                codes[lo + y - x] = saved_codes[y]
             for y in range(lo, x):
-                code[hi - x + y] = undo[y]
+                codes[hi - x + y] = saved_codes[y]
         fits = 1
         for q in range(low, high + 1):
             held = 0.0
-            for y in range(first[q], min(first[q + 1], hi)):
-                d = code[y]
-                if y >= lo and held + more[d] > room[q]:
+            for y in range(rank_offsets[q], min(rank_offsets[q + 1], hi)):
+                d = codes[y]
+                if y >= lo and held + start_memory[d] > capacity[q]:
                     fits = 0
                     break
-                held += change[d]
+                held += memory_change[d]
         longer = 0.0
         if fits:
-            found = times(
-                ranks, stages, m, rank_of, first, code, cost, hop, tail, own_span,
-                at, done, upto, now, stack, stacked, start, nth,
+            found = compute_times(
+                ranks, stages, microbatches, rank_of, rank_offsets, codes, cost, delays, tail,
+                own_span,
+                arrivals, next_mb, next_position, rank_time, stack, is_on_stack, start, mb_at,
             )  # fmt: skip
             longer = found - length
             if longer > 0:
@@ -285,80 +302,86 @@ def anneal(
                 if found < shortest * (1 - 1e-12):
                     shortest = found
                     for y in range(n):
-                        best[y] = code[y]
+                        best_codes[y] = codes[y]
         if not fits:
             for y in range(lo, hi):
-                code[y] = undo[y]
+                codes[y] = saved_codes[y]
             if longer > 0:
-                times(
-                    ranks, stages, m, rank_of, first, code, cost, hop, tail, own_span,
-                    at, done, upto, now, stack, stacked, start, nth,
+                compute_times(
+                    ranks, stages, microbatches, rank_of, rank_offsets, codes, cost, delays,
+                    tail, own_span,
+                    arrivals, next_mb, next_position, rank_time, stack, is_on_stack, start, mb_at,
                 )  # fmt: skip
-    heats[0] = heat
-    heats[2] = shortest
-    randoms[0] = random
+    heat_state[0] = heat
+    heat_state[2] = shortest
+    random_state[0] = random
     return float(shortest)
 
 
-def wave(
-    low: int,
-    high: int,
-    own: Numbers,
-    begin: Numbers,
-    first: Numbers,
-    code: Numbers,
-    nth: Numbers,
-    rank_at: Numbers,
-    x: int,
-    behind: int,
+def move_on_several_ranks(
+    low_rank: int,
+    high_rank: int,
+    rank_stages: Vector,
+    stage_offsets: Vector,
+    rank_offsets: Vector,
+    codes: Vector,
+    mb_at: Vector,
+    rank_at: Vector,
+    position: int,
+    move_behind: int,
 ) -> int:
-    """Have the work at `x` go before that ahead of it, and the like on ranks from `low` to `high`.
+    """Have the work at `position` go before that ahead of it, and the like on ranks from `low_rank`
+    to `high_rank`.
 
     The like is of the same kinds and microbatches, of the stages that are their ranks' as many-th.
-    What goes ahead takes the place right before the other, or with `behind` the other the place
-    right after it.  Where it is so already, or would pass its like or what it needs, a rank stays
-    as it is.  `nth` has the microbatches of the order as it was.  Returns how many ranks changed.
+    What goes ahead takes the place right before the other, or with `move_behind` the other the
+    place right after it.  Where it is so already, or would pass its like or what it needs, a rank
+    stays as it is.  `mb_at` has the microbatches of the order as it was.  Returns how many ranks
+    changed.
     """
-    r = rank_at[x]
-    one, other = code[x], code[x - 1]
-    mb, met = nth[x], nth[x - 1]
+    r = rank_at[position]
+    one, other = codes[position], codes[position - 1]
+    mb, met = mb_at[position], mb_at[position - 1]
     place = place_of_other = -1
-    for k in range(begin[r], begin[r + 1]):
-        if own[k] == one // 3:
-            place = k - begin[r]
-        if own[k] == other // 3:
-            place_of_other = k - begin[r]
+    for k in range(stage_offsets[r], stage_offsets[r + 1]):
+        if rank_stages[k] == one // 3:
+            place = k - stage_offsets[r]
+        if rank_stages[k] == other // 3:
+            place_of_other = k - stage_offsets[r]
     changed = 0
-    for q in range(low, high + 1):
-        if begin[q] + place >= begin[q + 1] or begin[q] + place_of_other >= begin[q + 1]:
+    for q in range(low_rank, high_rank + 1):
+        if (
+            stage_offsets[q] + place >= stage_offsets[q + 1]
+            or stage_offsets[q] + place_of_other >= stage_offsets[q + 1]
+        ):
             continue
-        c = 3 * own[begin[q] + place] + one % 3
-        d = 3 * own[begin[q] + place_of_other] + other % 3
+        c = 3 * rank_stages[stage_offsets[q] + place] + one % 3
+        d = 3 * rank_stages[stage_offsets[q] + place_of_other] + other % 3
         lo = hi = -1
-        for y in range(first[q], first[q + 1]):
-            if code[y] == d and nth[y] == met:
+        for y in range(rank_offsets[q], rank_offsets[q + 1]):
+            if codes[y] == d and mb_at[y] == met:
                 lo = y
-            elif code[y] == c and nth[y] == mb:
+            elif codes[y] == c and mb_at[y] == mb:
                 hi = y
                 break
         if lo < 0 or hi < 0:
             continue
         # What moves is one piece; nothing between the two may be its like, or of its microbatch.
-        moves, n = (d, met) if behind else (c, mb)
+        moves, n = (d, met) if move_behind else (c, mb)
         free = 1
-        for y in range(lo + behind, hi + behind):
-            if code[y] == moves or (code[y] // 3 == moves // 3 and nth[y] == n):
+        for y in range(lo + move_behind, hi + move_behind):
+            if codes[y] == moves or (codes[y] // 3 == moves // 3 and mb_at[y] == n):
                 free = 0
                 break
         if free == 0:
             continue
-        if behind:
+        if move_behind:
             for y in range(lo, hi):
-                code[y] = code[y + 1]
-            code[hi] = d
+                codes[y] = codes[y + 1]
+            codes[hi] = d
         else:
             for y in range(hi, lo, -1):
-                code[y] = code[y - 1]
-            code[lo] = c
+                codes[y] = codes[y - 1]
+            codes[lo] = c
         changed += 1
     return changed

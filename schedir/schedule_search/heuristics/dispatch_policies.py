@@ -11,25 +11,25 @@ from schedir.schedule_search.heuristics.order_evaluator import DispatchPolicy
 from schedir.schedule_search.problem import SchedulingProblem
 
 
-def policies(problem: SchedulingProblem, random: Random) -> Iterator[DispatchPolicy]:
+def generate_policies(problem: SchedulingProblem, random: Random) -> Iterator[DispatchPolicy]:
     """Policies to try: those that are most often best, and then the rest in random turn.
 
     What each rank does is ruled by how far its forwards lead, and by when it runs its W's.  The
-    `slack` balances idle time over the ranks, as the heuristic of arXiv 2401.10241 does, section
-    3.1: a rank that has idled less than others may wait, and others run a W instead.
+    `idle_share` balances idle time over the ranks, as the heuristic of arXiv 2401.10241 does,
+    section 3.1: a rank that has idled less than others may wait, and others run a W instead.
     """
     m, P = problem.microbatches, problem.shape.ranks
     several = problem.shape.stages > P
-    leads = _leads(problem)
-    never = (m * len(max(problem.own, key=len)),) * P
+    leads = _list_leads(problem)
+    never = (m * len(max(problem.stages_of_rank, key=len)),) * P
     lags = (
         [never, tuple(range(P)), *((lag,) * P for lag in (0, 1, 2, 3))]
-        if problem.split
+        if problem.split_backward
         else [never]
     )
     waits, firsts, picks = (0.0, 0.5, 1.0), (False, True), (0, 1, 2) if several else (0,)
-    lates = (0.0, -inf, 0.25, 0.5, 1.0) if problem.split else (0.0,)
-    slacks = (0.5, 0.0, 0.9, inf, 1.0) if problem.split else (inf,)
+    lates = (0.0, -inf, 0.25, 0.5, 1.0) if problem.split_backward else (0.0,)
+    slacks = (0.5, 0.0, 0.9, inf, 1.0) if problem.split_backward else (inf,)
     likely = list(product(leads[:3], lags[:1], waits[:2], lates[:2], slacks[:4], firsts, picks))
     every = list(product(leads, lags, waits, lates, slacks, firsts, picks))
     likely.sort(key=lambda each: leads.index(each[0]))
@@ -42,7 +42,7 @@ def policies(problem: SchedulingProblem, random: Random) -> Iterator[DispatchPol
             yield DispatchPolicy(lead, lag, wait, late, slack, first, pick)
 
 
-def _leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
+def _list_leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
     """How many more F than I each stage may have run, the likeliest first.
 
     As many as fit before the first gradient can come, or some more; all there are; or a number
@@ -52,57 +52,70 @@ def _leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
     fit = []
     comes = 0.0  # from the end of an F to the start of its I
     for stage in reversed(range(S)):
-        own = sum(problem.F[other] for other in problem.own[problem.rank_of[stage]])
+        own = sum(problem.F[other] for other in problem.stages_of_rank[problem.rank_of[stage]])
         fit.append((comes / problem.F[stage], comes / own) if own else (inf, inf))
         if stage:
             comes += (
-                problem.act[stage - 1] + problem.F[stage] + problem.I[stage] + problem.grad[stage]
+                problem.act_delay[stage - 1]
+                + problem.F[stage]
+                + problem.I[stage]
+                + problem.grad_delay[stage]
             )
     fit.reverse()
-    found = [tuple(_whole(1 + alone + more, m) for alone, _ in fit) for more in (0, 1, 2, 3)]
+    found = [tuple(_clip_count(1 + alone + more, m) for alone, _ in fit) for more in (0, 1, 2, 3)]
     found.insert(2, (m,) * S)
     if problem.shape.ranks < S:
-        found += [tuple(_whole(1 + shared + more, m) for _, shared in fit) for more in (0, 1, 2, 3)]
+        found += [
+            tuple(_clip_count(1 + shared + more, m) for _, shared in fit) for more in (0, 1, 2, 3)
+        ]
     for slope in (1.0, 1.5, 2.0, 2.5, 3.0):
         found += [
-            tuple(_whole(slope * (S - 1 - stage) + more, m) for stage in range(S))
+            tuple(_clip_count(slope * (S - 1 - stage) + more, m) for stage in range(S))
             for more in range(4)
         ]
     return list(dict.fromkeys(found))
 
 
-def _whole(number: float, most: int) -> int:
-    return most if number >= most else max(1, int(number))
+def _clip_count(number: float, max_count: int) -> int:
+    return max_count if number >= max_count else max(1, int(number))
 
 
-def neighbours(
+def generate_neighbours(
     problem: SchedulingProblem, policy: DispatchPolicy, random: Random
 ) -> Iterator[DispatchPolicy]:
     """Policies that differ from one in one thing, in random turn."""
     m = problem.microbatches
-    most = m * len(max(problem.own, key=len))
+    most = m * len(max(problem.stages_of_rank, key=len))
     found = []
     for by in (-1, 1, -2, 2, -4, 4):
-        for stage, lead in enumerate(policy.lead):
+        for stage, lead in enumerate(policy.max_lead):
             if 1 <= lead + by <= m:
-                found.append(policy._replace(lead=_changed(policy.lead, stage, lead + by)))
-        for rank, lag in enumerate(policy.lag if problem.split else ()):
+                found.append(
+                    policy._replace(max_lead=_replace_at(policy.max_lead, stage, lead + by))
+                )
+        for rank, lag in enumerate(policy.max_lag if problem.split_backward else ()):
             if 0 <= lag + by < most:
-                found.append(policy._replace(lag=_changed(policy.lag, rank, lag + by)))
-        found.append(policy._replace(lead=tuple(min(max(n + by, 1), m) for n in policy.lead)))
-    if problem.split:
+                found.append(policy._replace(max_lag=_replace_at(policy.max_lag, rank, lag + by)))
+        found.append(
+            policy._replace(max_lead=tuple(min(max(n + by, 1), m) for n in policy.max_lead))
+        )
+    if problem.split_backward:
         found += [
-            policy._replace(lag=_changed(policy.lag, rank, lag))
-            for rank, now in enumerate(policy.lag)
+            policy._replace(max_lag=_replace_at(policy.max_lag, rank, lag))
+            for rank, now in enumerate(policy.max_lag)
             for lag in {0, 2, most} - {now}
         ]
-        found += [policy._replace(late=late) for late in (-inf, -0.5, 0.0, 0.15, 0.3, 0.6, 1.0)]
-        found += [policy._replace(slack=slack) for slack in (0.0, 0.25, 0.5, 0.75, 0.9, 1.0, inf)]
-    found += [policy._replace(wait=wait) for wait in (0.0, 0.15, 0.3, 0.6, 1.0)]
+        found += [
+            policy._replace(late_share=late) for late in (-inf, -0.5, 0.0, 0.15, 0.3, 0.6, 1.0)
+        ]
+        found += [
+            policy._replace(idle_share=slack) for slack in (0.0, 0.25, 0.5, 0.75, 0.9, 1.0, inf)
+        ]
+    found += [policy._replace(wait_share=wait) for wait in (0.0, 0.15, 0.3, 0.6, 1.0)]
     found += [policy._replace(forward_first=not policy.forward_first)]
     random.shuffle(found)
     return iter(found)
 
 
-def _changed(numbers: tuple[int, ...], at: int, number: int) -> tuple[int, ...]:
-    return (*numbers[:at], number, *numbers[at + 1 :])
+def _replace_at(numbers: tuple[int, ...], position: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:position], number, *numbers[position + 1 :])

@@ -17,62 +17,73 @@ from schedir.errors import ConfigError, SchedirError, ShapeError, describe
 from schedir.io.files import read_text
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
-from schedir.io.toml_tables import MOST_BYTES, tables_of
-from schedir.ir.input_trust import most_of_a_file
+from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml
+from schedir.ir.input_trust import get_max_file_instructions
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS
-from schedir.ir.program import HEADER, TRAITS, Program
-from schedir.passes.pass_registry import OPTIONS, SECTION_OF
-from schedir.retired_names import RETIRED
-from schedir.training.config.model_kinds import KINDS
-from schedir.training.config.run_config import Config, PipelineConfig, contradicts
+from schedir.ir.program import ATTRIBUTE_FIELDS, HEADER_FIELDS, Program
+from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
+from schedir.retired_names import RETIRED_HINTS
+from schedir.training.config.model_kinds import MODEL_KINDS
+from schedir.training.config.run_config import Config, PipelineConfig, make_contradiction_error
 from schedir.training.config.setting_types import coerce, describe_type
-from schedir.training.config.settings_table import SECTIONS, sections_of, types_of
+from schedir.training.config.settings_table import (
+    SECTION_CLASSES,
+    get_section_classes,
+    get_setting_types,
+)
 
 
 class _SettingValue(NamedTuple):
     """A setting as it was found: its value, and where."""
 
     value: Any
-    where: str
+    location: str
     line: int = 0
     column: int = 0
 
-    def error(self, fact: str, hint: str = "", fields: Sequence[str] = ()) -> ConfigError:
+    def make_error(self, fact: str, hint: str = "", fields: Sequence[str] = ()) -> ConfigError:
         return ConfigError(
-            fact, where=self.where, line=self.line, column=self.column, hint=hint, fields=fields
+            fact,
+            location=self.location,
+            line=self.line,
+            column=self.column,
+            hint=hint,
+            fields=fields,
         )
 
 
 # By section and name.
 _Settings = dict[tuple[str, str], _SettingValue]
 _Values = dict[tuple[str, str], Any]
-_KIND: Final = ("model", "kind")  # which decides what settings a model has
+_MODEL_KIND_KEY: Final = ("model", "kind")  # which decides what settings a model has
 
 
-def read(path: str, sets: Sequence[str] = ()) -> Config:
+def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a TOML file, with settings like "pipeline.ranks=2" on top.
 
-    A value of `sets` is written as in TOML; strings need no quotes, and lists of numbers no
+    A value of `overrides` is written as in TOML; strings need no quotes, and lists of numbers no
     brackets.  Raises ConfigError that says where.
     """
-    given = dict(_of_file(path))
-    given.update(map(_of_set, sets))
-    with _blaming(path, given):
-        sections = sections_of(given[_KIND].value if _KIND in given else "gpt")
-    types = {section: types_of(kind) for section, kind in sections.items()}
+    given = dict(_read_file_settings(path))
+    given.update(map(_parse_override, overrides))
+    with _locate_errors(path, given):
+        sections = get_section_classes(
+            given[_MODEL_KIND_KEY].value if _MODEL_KIND_KEY in given else "gpt"
+        )
+    types = {section: get_setting_types(kind) for section, kind in sections.items()}
     values: _Values = {}
     for (section, name), setting in given.items():
-        _known(name, types[section], f"setting {section}", setting, types)
+        _require_known_name(name, types[section], f"setting {section}", setting, types)
         kind = types[section][name]
         try:
             values[section, name] = coerce(setting.value, kind)
         except TypeError:
-            raise setting.error(
+            raise setting.make_error(
                 f"{section}.{name} must be {describe_type(kind)}, not {describe(setting.value)}"
             ) from None
-    values.pop(_KIND, None)
-    with _blaming(path, given):
-        values |= _of_source(values, given)
+    values.pop(_MODEL_KIND_KEY, None)
+    with _locate_errors(path, given):
+        values |= _read_source_settings(values, given)
         config = Config(
             **{
                 section: kind(**{name: v for (s, name), v in values.items() if s == section})
@@ -80,46 +91,50 @@ def read(path: str, sets: Sequence[str] = ()) -> Config:
             }
         )
         frozen = getattr(config.pipeline, "frozen_stages", 0)
-        shape, most = config.pipeline.shape, most_of_a_file()
-        shape.require_room_lowered(trains=True, frozen_stages=frozen, most=most)
+        shape, most = config.pipeline.shape, get_max_file_instructions()
+        shape.require_lowered_limit(has_backward=True, frozen_stages=frozen, max_instructions=most)
         return config
 
 
-def _of_file(path: str) -> Iterator[tuple[tuple[str, str], _SettingValue]]:
-    text = read_text(path, MOST_BYTES)
-    tables = tables_of(text, path)
+def _read_file_settings(path: str) -> Iterator[tuple[tuple[str, str], _SettingValue]]:
+    text = read_text(path, MAX_TOML_BYTES)
+    tables = parse_toml(text, path)
     for section, table in tables.items():
-        at = _SettingValue(table, path, *_find(text, section))
-        _known(section, SECTIONS, "section", at)
+        at = _SettingValue(table, path, *_find_position(text, section))
+        _require_known_name(section, SECTION_CLASSES, "section", at)
         if not isinstance(table, dict):
-            raise at.error(f"{section} is a section, not {describe(table)}", f"[{section}]")
+            raise at.make_error(f"{section} is a section, not {describe(table)}", f"[{section}]")
         for name, value in table.items():
-            setting = _SettingValue(value, path, *_find(text, section, name))
+            setting = _SettingValue(value, path, *_find_position(text, section, name))
             yield (section, name), setting
 
 
-def _of_set(option: str) -> tuple[tuple[str, str], _SettingValue]:
-    key, equals, text = option.partition("=")
+def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
+    key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     value: Any = text.strip()  # a string without its quotes
     for form in (f"value = {text}", f"value = [{text}]"):
         with suppress(ConfigError):
-            value = tables_of(form, "")["value"]
+            value = parse_toml(form, "")["value"]
             break
-    setting = _SettingValue(value, f"--set {option}")
+    setting = _SettingValue(value, f"--set {override}")
     if not equals or not dot:
-        raise setting.error("is not SECTION.NAME=VALUE", "pipeline.ranks=2")
-    _known(section, SECTIONS, "section", setting)
+        raise setting.make_error("is not SECTION.NAME=VALUE", "pipeline.ranks=2")
+    _require_known_name(section, SECTION_CLASSES, "section", setting)
     return (section, name), setting
 
 
-def _of_source(values: _Values, given: _Settings) -> _Values:
+def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     """What the source decides: a program in a file, which no setting may contradict, or a schedule
     by what it is for, where no setting says otherwise."""
     source = Source(values.get(("pipeline", "schedule"), PipelineConfig.schedule))
-    said = {f.name: values[f.section, f.name] for f in HEADER if (f.section, f.name) in values}
-    usual = {f.name: getattr(PipelineConfig, f.name) for f in SHAPE_FIELDS if f.required}
-    request = Request(source, said, usual, lowers=True, contradicts=contradicts)
+    said = {
+        f.name: values[f.section, f.name] for f in HEADER_FIELDS if (f.section, f.name) in values
+    }
+    usual = {f.name: getattr(PipelineConfig, f.name) for f in SHAPE_FIELDS if f.is_required}
+    request = Request(
+        source, said, usual, lower_drafts=True, make_conflict_error=make_contradiction_error
+    )
     decided = {f.name: getattr(request.shape, f.name) for f in SHAPE_FIELDS if f.in_config}
     if request.shape.sequence_chunks > 1:
         raise ShapeError(
@@ -128,45 +143,59 @@ def _of_source(values: _Values, given: _Settings) -> _Values:
             "training run takes whole ones",
             fields=["schedule"],
         )
-    if isinstance(source.found, Program) and not source.found.is_draft:
-        for name in ("overlap", *OPTIONS):
-            if setting := given.get((SECTION_OF.get(name, "pipeline"), name)):
-                raise setting.error(f"{source} has its transfers: {name} is for what is compiled")
-        decided |= {f.name: f.of(source.found) for f in TRAITS if f.in_config}
-    elif isinstance(source.found, Program):  # a draft has what it says, unless a setting says other
-        own = [f for f in TRAITS if f.in_config and not f.is_default(source.found)]
-        decided |= {f.name: f.of(source.found) for f in own if f.name not in said}
-    home = {f.name: f.section for f in HEADER}
+    if isinstance(source.schedule_or_program, Program) and not source.schedule_or_program.is_draft:
+        for name in ("overlap", *PASS_OPTIONS):
+            if setting := settings.get((OPTION_SECTIONS.get(name, "pipeline"), name)):
+                raise setting.make_error(
+                    f"{source} has its transfers: {name} is for what is compiled"
+                )
+        decided |= {
+            f.name: f.get_value(source.schedule_or_program) for f in ATTRIBUTE_FIELDS if f.in_config
+        }
+    elif isinstance(
+        source.schedule_or_program, Program
+    ):  # a draft has what it says, unless a setting says other
+        own = [
+            f
+            for f in ATTRIBUTE_FIELDS
+            if f.in_config and not f.is_default(source.schedule_or_program)
+        ]
+        decided |= {
+            f.name: f.get_value(source.schedule_or_program) for f in own if f.name not in said
+        }
+    home = {f.name: f.section for f in HEADER_FIELDS}
     said = {"schedule": source} | decided
     return {(home.get(name, "pipeline"), name): value for name, value in said.items()}
 
 
-def _known(
+def _require_known_name(
     name: str,
-    known: Mapping[str, Any],
-    what: str,
-    at: _SettingValue,
+    known_names: Mapping[str, Any],
+    subject: str,
+    setting: _SettingValue,
     types: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> None:
-    if name in known:
+    if name in known_names:
         return
-    near = get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-    said = f"{what} {name!r}"
-    if "setting" in what:
-        said = f"{what}.{name}"
+    near = get_close_matches(name, known_names, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known_names)}"
+    said = f"{subject} {name!r}"
+    if "setting" in subject:
+        said = f"{subject}.{name}"
         homes = [f"{section}.{name}" for section, own in types.items() if name in own]
-        kinds = [kind for kind, one in KINDS.items() if name in types_of(one.config)]
+        kinds = [
+            kind for kind, one in MODEL_KINDS.items() if name in get_setting_types(one.config_class)
+        ]
         if homes:
             hint = f"it is {' or '.join(homes)}"
-        elif what == "setting model" and kinds:
+        elif subject == "setting model" and kinds:
             hint = f"it is for kind = {' or '.join(kinds)}"
-        hint = RETIRED.get(said.removeprefix("setting "), hint)
-    raise at.error(f"no {said}", hint)
+        hint = RETIRED_HINTS.get(said.removeprefix("setting "), hint)
+    raise setting.make_error(f"no {said}", hint)
 
 
 @contextmanager
-def _blaming(path: str, given: _Settings) -> Iterator[None]:
+def _locate_errors(path: str, settings: _Settings) -> Iterator[None]:
     """Say of a refusal where the first of its fields stands that is among the settings."""
     try:
         yield
@@ -175,14 +204,14 @@ def _blaming(path: str, given: _Settings) -> Iterator[None]:
     except SchedirError as error:
         if not error.fields:
             raise
-        named = {name: setting for (_, name), setting in given.items()}
+        named = {name: setting for (_, name), setting in settings.items()}
         at = next(
             (named[name] for name in error.fields if name in named), _SettingValue(None, path)
         )
-        raise at.error(error.fact, error.hint, error.fields) from error
+        raise at.make_error(error.fact, error.hint, error.fields) from error
 
 
-def _find(text: str, section: str, name: str = "") -> tuple[int, int]:
+def _find_position(text: str, section: str, name: str = "") -> tuple[int, int]:
     """Line and column of a setting, or of its section; (0, 0) if it is written in an odd way."""
     table = ""
     wanted = f"{section}.{name}" if name else section

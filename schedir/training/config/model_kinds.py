@@ -5,42 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from schedir.models.gpt_config import LAYER, GPTConfig
+from schedir.models.gpt_config import LAYER_BOUNDARIES, GPTConfig
 from schedir.models.llama_config import LlamaConfig
 from schedir.models.partitioning import split_heads
 
 ModelConfig = GPTConfig | LlamaConfig
 
 
-def _heads(config: Any, tp: int) -> int:
+def _check_heads(config: Any, tp: int) -> int:
     return split_heads(config.heads, tp)
 
 
-def _groups(config: LlamaConfig, tp: int) -> int:
-    return split_heads(config.groups, tp, "heads of keys and values", "kv_heads")
+def _check_kv_heads(config: LlamaConfig, tp: int) -> int:
+    return split_heads(config.kv_groups, tp, "heads of keys and values", "kv_heads")
 
 
 class ModelKind(NamedTuple):
     """A kind of model.
 
     Args:
-        config: The class of its configuration.
-        share: Raises an error if this number of tensor-parallel ranks cannot share the model.
-        layer: Where these ranks meet in a layer, in the letters of `Program.meets`; empty if its
+        config_class: The class of its configuration.
+        check_tp_split: Raises an error if this number of tensor-parallel ranks cannot share the
+        model.
+        layer_boundaries: Where these ranks meet in a layer, in the letters of `Program.meets`;
+        empty if its
             stages cannot be cut into pieces.
     """
 
-    config: type[Any]
-    share: Callable[[Any, int], int] = _heads
-    layer: str = ""
+    config_class: type[Any]
+    check_tp_split: Callable[[Any, int], int] = _check_heads
+    layer_boundaries: str = ""
 
 
-KINDS: Final = {
-    "gpt": ModelKind(GPTConfig, layer=LAYER),
-    "llama": ModelKind(LlamaConfig, share=_groups),
+MODEL_KINDS: Final = {
+    "gpt": ModelKind(GPTConfig, layer_boundaries=LAYER_BOUNDARIES),
+    "llama": ModelKind(LlamaConfig, check_tp_split=_check_kv_heads),
 }
 
 
-def kind_of(config: ModelConfig) -> str:
+def get_model_kind(config: ModelConfig) -> str:
     """Return the name of the kind to which a configuration belongs."""
-    return next(name for name, kind in KINDS.items() if type(config) is kind.config)
+    return next(name for name, kind in MODEL_KINDS.items() if type(config) is kind.config_class)

@@ -10,64 +10,68 @@ from typing import Annotated, Any, TypeVar, cast
 from schedir.errors import UsageError
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
-from schedir.ir.cost.sizes import Sizes, bytes_of
+from schedir.ir.cost.sizes import Sizes, parse_bytes
 from schedir.ir.pipeline.field_schema import Field, FieldType
 from schedir.ir.pipeline.pipeline_shape import SHAPE_FIELDS, PipelineShape
 from schedir.ir.pipeline.placement import Placement
-from schedir.ir.pipeline.stage_segments import NOBODY
-from schedir.ir.program import HEADER, TRAITS, Program
+from schedir.ir.pipeline.stage_segments import NO_COLLECTIVE
+from schedir.ir.program import ATTRIBUTE_FIELDS, HEADER_FIELDS, Program
 from schedir.models.gpt_config import GPTConfig
 from schedir.models.partitioning import split_tokens
-from schedir.passes.pass_registry import OPTIONS, SECTION_OF
+from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
 from schedir.passes.pass_types import BufferSharing
-from schedir.training.config.model_kinds import KINDS, ModelConfig, kind_of
-from schedir.training.config.segmentation import StageSegmentation, segmentation_of
+from schedir.training.config.model_kinds import MODEL_KINDS, ModelConfig, get_model_kind
+from schedir.training.config.segmentation import StageSegmentation, make_segmentation
 from schedir.training.config.setting_types import NumberRange, require_known
-from schedir.training.config.train_config import Count, Share, TrainConfig
+from schedir.training.config.train_config import Fraction, PositiveInteger, TrainConfig
 from schedir.transports.registry import AUTO, DEVICES
 
 _Section = TypeVar("_Section", bound=type)
 
 
-def _with_all_settings(section: _Section) -> _Section:
+def _add_pipeline_settings(section: _Section) -> _Section:
     """A class with a setting, too, for each field of a program, and each option of a pass, that it
     does not name."""
-    return _with_settings(section, _settings_of("pipeline"))
+    return _add_settings(section, _list_program_settings("pipeline"))
 
 
-def _settings_of(section: str) -> dict[str, tuple[FieldType, Any]]:
+def _list_program_settings(section: str) -> dict[str, tuple[FieldType, Any]]:
     """The fields of programs and the options of passes that are settings of a section, with what
     they are unless said."""
-    fields = {f.name: (f.kind, f.default) for f in HEADER if f.in_config and f.section == section}
+    fields = {
+        f.name: (f.field_type, f.default)
+        for f in HEADER_FIELDS
+        if f.in_config and f.section == section
+    }
     return fields | {
-        name: (kind, _unsaid(kind))
-        for name, (kind, _) in OPTIONS.items()
-        if SECTION_OF[name] == section
+        name: (kind, _get_option_default(kind))
+        for name, (kind, _) in PASS_OPTIONS.items()
+        if OPTION_SECTIONS[name] == section
     }
 
 
-def _with_settings(section: _Section, said: Mapping[str, tuple[FieldType, Any]]) -> _Section:
-    for name, (kind, default) in said.items():
+def _add_settings(section: _Section, settings: Mapping[str, tuple[FieldType, Any]]) -> _Section:
+    for name, (kind, default) in settings.items():
         if name not in section.__annotations__:
-            section.__annotations__[name] = _type_of(kind, optional=default is None)
+            section.__annotations__[name] = _make_setting_type(kind, optional=default is None)
             setattr(section, name, default)
     return section
 
 
-def _unsaid(kind: FieldType) -> bool | None:
+def _get_option_default(kind: FieldType) -> bool | None:
     """The value of an option that nobody says."""
     return False if kind.type is bool else None
 
 
-def _type_of(kind: FieldType, *, optional: bool) -> Any:
+def _make_setting_type(kind: FieldType, *, optional: bool) -> Any:
     limited = kind.type
-    if kind.least is not None and kind.most is not None:
-        limited = Annotated[kind.type, NumberRange(kind.least, below=kind.most + 1)]
+    if kind.min_value is not None and kind.max_value is not None:
+        limited = Annotated[kind.type, NumberRange(kind.min_value, below=kind.max_value + 1)]
     return limited | None if optional else limited
 
 
 @dataclass(frozen=True)
-@_with_all_settings
+@_add_pipeline_settings
 class PipelineConfig:
     """The schedule, the shape of the pipeline, and how the program is compiled.
 
@@ -104,8 +108,8 @@ class PipelineConfig:
     placement: Placement = "loop"
     optimizer_steps: int = 1
     weight_delay: int | tuple[int, ...] = 0
-    tp: Count = 1
-    dp: Count = 1
+    tp: PositiveInteger = 1
+    dp: PositiveInteger = 1
     overlap: bool = True
     buffer_sharing: str = AUTO
     layers_per_stage: tuple[int, ...] | None = None
@@ -113,9 +117,11 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         known = (AUTO, "none", "minimal", "latency_preserving")
         require_known("buffer_sharing", self.buffer_sharing, known)
-        for f in TRAITS:
+        for f in ATTRIBUTE_FIELDS:
             if f.in_config and f.section == "pipeline":
-                f.kind.settle(f.name, getattr(self, f.name), self.shape)  # refuses what cannot be
+                f.field_type.resolve(
+                    f.name, getattr(self, f.name), self.shape
+                )  # refuses what cannot be
 
     @property
     def shape(self) -> PipelineShape:
@@ -123,12 +129,12 @@ class PipelineConfig:
         return PipelineShape(**{f.name: getattr(self, f.name) for f in SHAPE_FIELDS if f.in_config})
 
 
-def _with_memory(section: _Section) -> _Section:
-    return _with_settings(section, _settings_of("memory"))
+def _add_memory_settings(section: _Section) -> _Section:
+    return _add_settings(section, _list_program_settings("memory"))
 
 
 @dataclass(frozen=True)
-@_with_memory
+@_add_memory_settings
 class MemoryConfig:
     """Limits of memory, and how memory is saved.
 
@@ -161,11 +167,11 @@ class MemoryConfig:
     spill_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for f in TRAITS:
+        for f in ATTRIBUTE_FIELDS:
             if f.in_config and f.section == "memory":
-                f.kind.settle(f.name, getattr(self, f.name), PipelineShape(1, 1))
+                f.field_type.resolve(f.name, getattr(self, f.name), PipelineShape(1, 1))
         for name, does in (("recompute", "recomputes"), ("offload", "offloads")):
-            if self.bytes is None and getattr(self, name) == "fit":
+            if self.limit_bytes is None and getattr(self, name) == "fit":
                 raise UsageError(
                     f'{name} = "fit" {does} what does not fit: it needs memory_limit',
                     hint='memory_limit = "1.5GB"',
@@ -184,10 +190,10 @@ class MemoryConfig:
                 )
 
     @property
-    def bytes(self) -> float | None:
+    def limit_bytes(self) -> float | None:
         """The limit, if there is one.  Raises UsageError for what says no bytes."""
         try:
-            return None if self.memory_limit is None else bytes_of(self.memory_limit)
+            return None if self.memory_limit is None else parse_bytes(self.memory_limit)
         except ValueError:
             raise UsageError(
                 f"memory_limit {self.memory_limit!r} is not a number of bytes",
@@ -196,11 +202,11 @@ class MemoryConfig:
             ) from None
 
     @property
-    def fits(self) -> bool:
+    def is_fitted(self) -> bool:
         """Whether what is recomputed or offloaded is chosen by limits."""
         return "fit" in (self.recompute, self.offload, getattr(self, "offload_to_disk", None))
 
-    def waits_for_sizes(self, name: str) -> bool:
+    def needs_sizes(self, name: str) -> bool:
         """Whether what a setting says is known only with the sizes of the stages."""
         chosen = getattr(self, name, None) == "fit" or name == "host_memory_limit"
         return chosen or (name == "offload_to_disk" and self.offload == "fit")
@@ -227,8 +233,8 @@ class DataConfig:
     tokenizer: str = "bytes"
     end_of_document: str | None = None
     packing: str = "concatenate"
-    validation: Share | str | tuple[str, ...] | None = None
-    microbatch_size: Count = 4
+    validation: Fraction | str | tuple[str, ...] | None = None
+    microbatch_size: PositiveInteger = 4
     seed: Annotated[int, NumberRange(0)] = 0
 
     def __post_init__(self) -> None:
@@ -274,7 +280,10 @@ class Config:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        kind, _ = KINDS[kind_of(self.model)], self.finer  # which refuses what cannot be
+        kind, _ = (
+            MODEL_KINDS[get_model_kind(self.model)],
+            self.segmentation,
+        )  # which refuses what cannot be
         if getattr(self.pipeline, "fill_collective_waits", None) is not None:
             raise UsageError(
                 "fill_collective_waits needs costs, and a training run has none before it begins",
@@ -289,7 +298,7 @@ class Config:
                 hint='precision = "bfloat16", or optimizer_steps = 1',
                 fields=["precision", "optimizer_steps"],
             )
-        kind.share(self.model, self.pipeline.tp)
+        kind.check_tp_split(self.model, self.pipeline.tp)
         if getattr(self.pipeline, "sequence_parallel", False):
             split_tokens(self.model.context, self.pipeline.tp)
         if self.train.evaluate_every and not self.data.validation:
@@ -302,102 +311,117 @@ class Config:
     @property
     def request(self) -> Request:
         """What is asked for: the program of the pipeline, checked as the transport needs it."""
-        return self.request_within(None)
+        return self.request_with_sizes(None)
 
-    def request_within(self, sizes: Sizes | None) -> Request:
+    def request_with_sizes(self, sizes: Sizes | None) -> Request:
         """The same within the limit, if these are the sizes of the stages; without any, and before
         these are known, nothing is recomputed for it."""
         pipeline, train = self.pipeline, self.train
-        said = {f.name: getattr(getattr(self, f.section), f.name) for f in HEADER if f.in_config}
+        said = {
+            f.name: getattr(getattr(self, f.section), f.name) for f in HEADER_FIELDS if f.in_config
+        }
         said |= {"tied_weights": self.model.tied, "clip_grad_norm": train.clip_grad_norm > 0}
         said |= {"skips": (), "norm_check": "before_step"}
         source = Source(pipeline.schedule)
-        found = source.found if train.checkpoint_dir is not None else None
-        finer = {"stage_segments": self.finer.pieces}
+        found = source.schedule_or_program if train.checkpoint_dir is not None else None
+        finer = {"stage_segments": self.segmentation.segments_per_stage}
         # A file that has its transfers has its snapshots, or none: it is saved between steps.
         if found is not None and (not isinstance(found, Program) or found.is_draft):
             said["checkpoint_snapshots"] = True
         return Request(
             source,
             said,
-            usual={},
+            defaults={},
             progress_model=train.progress_model,
             blocking_hosts=True,
             overlap=pipeline.overlap,
-            buffer_sharing=self.slots,
-            more={
+            buffer_sharing=self.buffer_sharing,
+            compile_options={
                 name: finer.get(name, said)
-                for name, (kind, _) in OPTIONS.items()
-                if (said := getattr(getattr(self, SECTION_OF[name]), name)) is not _unsaid(kind)
-                and not (sizes is None and self.memory.waits_for_sizes(name))
+                for name, (kind, _) in PASS_OPTIONS.items()
+                if (said := getattr(getattr(self, OPTION_SECTIONS[name]), name))
+                is not _get_option_default(kind)
+                and not (sizes is None and self.memory.needs_sizes(name))
             },
             sizes=sizes,
-            memory_limit=None if sizes is None else self.memory.bytes,
-            lowers=True,
-            contradicts=contradicts,
+            memory_limit=None if sizes is None else self.memory.limit_bytes,
+            lower_drafts=True,
+            make_conflict_error=make_contradiction_error,
         )
 
     @property
-    def finer(self) -> StageSegmentation:
+    def segmentation(self) -> StageSegmentation:
         """How its stages and microbatches are cut."""
-        pipeline, name, found = self.pipeline, kind_of(self.model), None
+        pipeline, name, found = self.pipeline, get_model_kind(self.model), None
         if pipeline.schedule.endswith((".sched", ".timeline")):
-            found = Source(pipeline.schedule).found
+            found = Source(pipeline.schedule).schedule_or_program
         meets, layer = (
             found.segment_boundaries if isinstance(found, Program) else "",
-            KINDS[name].layer,
+            MODEL_KINDS[name].layer_boundaries,
         )
-        return segmentation_of(
+        return make_segmentation(
             self.model.layers,
             pipeline.shape,
             pipeline.layers_per_stage,
-            size=self.data.microbatch_size,
-            layer=NOBODY * len(layer) if meets and pipeline.tp == 1 else layer,
-            kind=name,
-            cut=getattr(pipeline, "stage_segments", None),
-            chunks=getattr(pipeline, "microbatch_chunks", None),
-            meets=meets,
+            microbatch_size=self.data.microbatch_size,
+            layer_boundaries=NO_COLLECTIVE * len(layer) if meets and pipeline.tp == 1 else layer,
+            model_kind=name,
+            stage_segments=getattr(pipeline, "stage_segments", None),
+            microbatch_chunks=getattr(pipeline, "microbatch_chunks", None),
+            segment_boundaries=meets,
             frozen_stages=getattr(pipeline, "frozen_stages", 0),
-            tied=bool(getattr(self.model, "tied", False)),
+            tied_weights=bool(getattr(self.model, "tied", False)),
         )
 
     @property
-    def slots(self) -> BufferSharing | None:
+    def buffer_sharing(self) -> BufferSharing | None:
         """How values share slots, as is said or as suits the device; None for slots as they are."""
         said = self.pipeline.buffer_sharing
         if said == AUTO:
-            found = Source(self.pipeline.schedule).found
+            found = Source(self.pipeline.schedule).schedule_or_program
             own = isinstance(found, Program) and found.shares_slots
             said = "none" if own else DEVICES[self.train.device].buffer_sharing
         return None if said == "none" else cast(BufferSharing, said)
 
     @property
-    def told(self) -> dict[str, str]:
+    def setting_texts(self) -> dict[str, str]:
         """Every setting, as "section.name", in words."""
         said = {
             f"{section}.{name}": str(value)
             for section, own in vars(self).items()
             for name, value in vars(own).items()
         }
-        return {"model.kind": kind_of(self.model)} | said
+        return {"model.kind": get_model_kind(self.model)} | said
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """How many processes train."""
         return self.pipeline.ranks * self.pipeline.tp * self.pipeline.dp
 
 
-def contradicts(source: str, field: Field, has: str, said: str) -> UsageError:
+def make_contradiction_error(
+    source: str, field: Field, program_value: str, config_value: str
+) -> UsageError:
     """The refusal of a configuration that says of a program what its file does not."""
-    fact, hint = f"{source} has {field.name} {has}, not {said}", f"leave out {field.name}"
+    fact, hint = (
+        f"{source} has {field.name} {program_value}, not {config_value}",
+        f"leave out {field.name}",
+    )
     if field.name == "norm_check":
-        fact = f"{source} checks the norm {has}; a training run reports the norm of each step"
+        fact = (
+            f"{source} checks the norm {program_value}; a training run reports the norm of "
+            "each step"
+        )
         hint = "compile it without -O norm_check=after_step"
     if own := {
         "tied_weights": "model.tied = {}",
         "clip_grad_norm": "train.clip_grad_norm = {:.1f}",
     }.get(field.name):
-        fact = f"{source} has {field.name} {has}, the configuration {said}"
-        right = own.format(json.dumps(has != "no") if field.name == "tied_weights" else has != "no")
-        hint = f"{right}, or compile it with{'out' * (said == 'no')} -O {field.name}"
+        fact = f"{source} has {field.name} {program_value}, the configuration {config_value}"
+        right = own.format(
+            json.dumps(program_value != "no")
+            if field.name == "tied_weights"
+            else program_value != "no"
+        )
+        hint = f"{right}, or compile it with{'out' * (config_value == 'no')} -O {field.name}"
     return UsageError(fact, hint=hint, fields=[field.name])

@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from schedir.errors import UsageError
-from schedir.retired_names import renamed_value
+from schedir.retired_names import get_rename_hint
 
 
 def require_known(name: str, value: str, known: Sequence[str]) -> None:
@@ -23,23 +23,23 @@ def require_known(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise UsageError(
             f"{name} {value!r} is not known",
-            hint=renamed_value(name, value) or " or ".join(known),
+            hint=get_rename_hint(name, value) or " or ".join(known),
             fields=[name],
         )
 
 
 class NumberRange(NamedTuple):
-    """The numbers from `least` on; less than `below`, which is infinity by default."""
+    """The numbers from `minimum` on; less than `below`, which is infinity by default."""
 
-    least: float
+    minimum: float
     below: float = math.inf
 
     def __str__(self) -> str:
         below = "" if self.below == math.inf else f" and below {self.below:.9g}"
-        return f"of at least {self.least:g}{below}"
+        return f"of at least {self.minimum:g}{below}"
 
 
-_NAMES = {
+_TYPE_NAMES = {
     bool: ("true or false", "booleans"),
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
@@ -47,42 +47,43 @@ _NAMES = {
 }
 
 
-def coerce(value: Any, kind: Any) -> Any:
-    """The value as a `kind`: lists become tuples, and whole numbers floats, where one is asked for.
+def coerce(value: Any, type_hint: Any) -> Any:
+    """The value as a `type_hint`: lists become tuples, and whole numbers floats, where one is asked
+    for.
 
     Raises TypeError if it is none.
 
     >>> coerce([1, 2], tuple[float, ...])
     (1.0, 2.0)
     """
-    parts = get_args(kind)
-    if get_origin(kind) is Annotated:
+    parts = get_args(type_hint)
+    if get_origin(type_hint) is Annotated:
         value = coerce(value, parts[0])
         if not all(limit.least <= value < limit.below for limit in parts[1:]):
             raise TypeError
         return value
-    if get_origin(kind) in (Union, UnionType):
+    if get_origin(type_hint) in (Union, UnionType):
         for part in parts:
             try:
                 return coerce(value, part)
             except TypeError:
                 continue
         raise TypeError
-    if get_origin(kind) is tuple and isinstance(value, list):
+    if get_origin(type_hint) is tuple and isinstance(value, list):
         each = [parts[0]] * len(value) if ... in parts else parts
         if len(each) != len(value):
             raise TypeError
         return tuple(map(coerce, value, each))
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise TypeError  # as TOML has them
-    if kind is float and type(value) is int:
+    if type_hint is float and type(value) is int:
         value = float(value)
-    if kind not in _NAMES or type(value) is not kind:
+    if type_hint not in _TYPE_NAMES or type(value) is not type_hint:
         raise TypeError
     return value
 
 
-def describe_type(kind: Any, *, many: bool = False) -> str:
+def describe_type(type_hint: Any, *, is_plural: bool = False) -> str:
     """What a type is called.
 
     >>> describe_type(str | tuple[int, ...])
@@ -90,12 +91,15 @@ def describe_type(kind: Any, *, many: bool = False) -> str:
     >>> describe_type(tuple[float, float])
     'a list of 2 numbers'
     """
-    parts = get_args(kind)
-    if get_origin(kind) is Annotated:
-        return " ".join([describe_type(parts[0], many=many), *map(str, parts[1:])])
-    if get_origin(kind) in (Union, UnionType):
+    parts = get_args(type_hint)
+    if get_origin(type_hint) is Annotated:
+        return " ".join([describe_type(parts[0], is_plural=is_plural), *map(str, parts[1:])])
+    if get_origin(type_hint) in (Union, UnionType):
         return " or ".join(describe_type(part) for part in parts if part is not NoneType)
-    if get_origin(kind) is tuple:
+    if get_origin(type_hint) is tuple:
         number = "" if ... in parts else f"{len(parts)} "
-        return f"{'lists' if many else 'a list'} of {number}{describe_type(parts[0], many=True)}"
-    return _NAMES[kind][many]
+        return (
+            f"{'lists' if is_plural else 'a list'} of "
+            f"{number}{describe_type(parts[0], is_plural=True)}"
+        )
+    return _TYPE_NAMES[type_hint][is_plural]

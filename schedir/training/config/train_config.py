@@ -9,13 +9,13 @@ from typing import Annotated
 from schedir.analysis.progress_models import ProgressModel
 from schedir.errors import UsageError
 from schedir.training.config.setting_types import NumberRange, require_known
-from schedir.transports.registry import AUTO, DEVICES, TRANSPORTS, transports_of
+from schedir.transports.registry import AUTO, DEVICES, TRANSPORTS, list_transports
 
-Count = Annotated[int, NumberRange(1)]
-Share = Annotated[float, NumberRange(0, below=1)]
-NotNegative = Annotated[float, NumberRange(0)]
+PositiveInteger = Annotated[int, NumberRange(1)]
+Fraction = Annotated[float, NumberRange(0, below=1)]
+NonNegativeNumber = Annotated[float, NumberRange(0)]
 
-CHOICES = {
+SETTING_CHOICES = {
     "device": (*DEVICES,),
     "transport": (AUTO, *TRANSPORTS),
     "precision": ("float32", "bfloat16", "float16"),
@@ -52,14 +52,14 @@ class TrainConfig:
       many steps read, the same ones each time.
     """
 
-    steps: Count = 100
-    lr: NotNegative = 1e-3
-    min_lr: NotNegative = 1e-4
+    steps: PositiveInteger = 100
+    lr: NonNegativeNumber = 1e-3
+    min_lr: NonNegativeNumber = 1e-4
     warmup: Annotated[int, NumberRange(0)] = 10
-    weight_decay: NotNegative = 0.1
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    clip_grad_norm: NotNegative = 1.0
-    log_every: Count = 10
+    weight_decay: NonNegativeNumber = 0.1
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    clip_grad_norm: NonNegativeNumber = 1.0
+    log_every: PositiveInteger = 10
     timeout: Annotated[float, NumberRange(1, below=1e7)] = 120.0
     threads: Annotated[int, NumberRange(1, below=1025)] = 1
     device: str = "cpu"
@@ -67,19 +67,19 @@ class TrainConfig:
     precision: str = "float32"
     on_nonfinite: str = "stop"
     checkpoint_dir: str | None = None
-    checkpoint_every: Count = 500
-    checkpoint_keep: Count = 2
+    checkpoint_every: PositiveInteger = 500
+    checkpoint_keep: PositiveInteger = 2
     resume: str = "auto"
     shutdown_grace: Annotated[float, NumberRange(0, below=1e7)] = 25.0
     evaluate_every: Annotated[int, NumberRange(0)] = 0
-    evaluate_batches: Count = 10
+    evaluate_batches: PositiveInteger = 10
 
     def __post_init__(self) -> None:
         if self.min_lr > self.lr:
             raise UsageError(
                 f"min_lr {self.min_lr:g} is above lr {self.lr:g}", fields=["min_lr", "lr"]
             )
-        for name, known in CHOICES.items():
+        for name, known in SETTING_CHOICES.items():
             require_known(name, getattr(self, name), known)
         if self.checkpoint_dir == "" or (self.checkpoint_dir is None and self.resume == "must"):
             raise UsageError(
@@ -89,7 +89,7 @@ class TrainConfig:
                 hint='checkpoint_dir = "checkpoints"',
                 fields=["resume"] if self.checkpoint_dir is None else ["checkpoint_dir"],
             )
-        if not transports_of(self.device, self.transport):
+        if not list_transports(self.device, self.transport):
             raise UsageError(
                 f"transport {self.transport} is none of device {self.device}",
                 hint=" or ".join(r.name for r in TRANSPORTS.values() if r.device == self.device),
@@ -110,7 +110,7 @@ class TrainConfig:
     @property
     def progress_model(self) -> ProgressModel:
         """The progress model of the transport, under which a program must be proven."""
-        return transports_of(self.device, self.transport)[0].progress_model
+        return list_transports(self.device, self.transport)[0].progress_model
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0.

@@ -19,23 +19,28 @@ from threading import Lock, Thread, Timer, current_thread, main_thread
 from typing import IO, Any, Final, NamedTuple
 
 from schedir.errors import UsageError
-from schedir.hang_diagnosis.post_mortem import leave_verdict, program_of
+from schedir.hang_diagnosis.post_mortem import load_program, write_verdict
 from schedir.hang_diagnosis.stall_cause import ProcessLayout, StalledRun
 from schedir.io.black_box import (
-    FOLDER,
-    PROGRAM,
-    VERDICT,
+    BLACK_BOX_DIRECTORY,
+    PROGRAM_FILE,
+    VERDICT_FILE,
     BlackBoxField,
     BlackBoxSnapshot,
-    boxes,
-    run_of,
+    compute_run_id,
+    read_black_boxes,
 )
-from schedir.training.processes.process_exit import GRACE, LAUNCHED, MOMENT, TOLD
+from schedir.training.processes.process_exit import (
+    EXIT_GRACE,
+    EXIT_TIMEOUT,
+    LAUNCHER_PID_VARIABLE,
+    TERMINATED_EXIT_CODE,
+)
 
-MOST: Final = 256  # processes that one machine is asked to start
-BYTES: Final = 2**20  # of what a process prints that are passed on
-LONGEST: Final = 2**13  # of a line
-REFUSED: Final = 2  # the exit code of a process that says so
+MAX_PROCESSES: Final = 256  # processes that one machine is asked to start
+MAX_OUTPUT_BYTES: Final = 2**20  # of what a process prints that are passed on
+MAX_LINE_BYTES: Final = 2**13  # of a line
+REFUSED_EXIT_CODE: Final = 2  # the exit code of a process that says so
 
 
 class FailedExit(NamedTuple):
@@ -43,27 +48,27 @@ class FailedExit(NamedTuple):
 
     process: int
     code: int
-    seen: Mapping[int, BlackBoxSnapshot]
+    black_boxes: Mapping[int, BlackBoxSnapshot]
 
 
 def launch(
-    arguments: Sequence[str], shape: ProcessLayout, output: str, grace: float | None = None
+    arguments: Sequence[str], layout: ProcessLayout, output_dir: str, grace: float | None = None
 ) -> int:
     """Run `python -m schedir ARGUMENTS` in so many processes, as torchrun would.
 
     They find RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.  What process 0 prints
     is passed on as it is; what others print, and standard error, line by line, with the number of
-    the process in front, up to `BYTES` of each.  When one fails, what it has to say is said, or how
-    it ended and where that was; the others are ended, and 1 is returned, or 2 where it said that
-    something is refused.  With a `grace` a SIGTERM is passed on, and as many seconds later they are
-    to have ended; with a second one they end at once.
+    the process in front, up to `MAX_OUTPUT_BYTES` of each.  When one fails, what it has to say is
+    said, or how it ended and where that was; the others are ended, and 1 is returned, or 2 where it
+    said that something is refused.  With a `grace` a SIGTERM is passed on, and as many seconds
+    later they are to have ended; with a second one they end at once.
 
-    Raises UsageError for more processes than `MOST`.
+    Raises UsageError for more processes than `MAX_PROCESSES`.
     """
-    world = shape.ranks * shape.tp * shape.dp
-    if world > MOST:
+    world = layout.ranks * layout.tp * layout.dp
+    if world > MAX_PROCESSES:
         raise UsageError(
-            f"{world} processes are more than the {MOST} that are started on one machine",
+            f"{world} processes are more than the {MAX_PROCESSES} that are started on one machine",
             hint="start them with torchrun",
         )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -85,16 +90,16 @@ def launch(
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "PYTHONUNBUFFERED": "1",
-        LAUNCHED: str(os.getpid()),
+        LAUNCHER_PID_VARIABLE: str(os.getpid()),
     }
-    folder = Path(output, FOLDER)
-    _forget(folder)
+    folder = Path(output_dir, BLACK_BOX_DIRECTORY)
+    _remove_leftovers(folder)
     end: FailedExit | None = None
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[Thread] = []
     passing = _SignalForwarding(processes, grace)
     try:
-        passing.begin()
+        passing.install()
         for number in range(world):
             process = subprocess.Popen(
                 [sys.executable, "-m", "schedir", *arguments],
@@ -105,19 +110,19 @@ def launch(
                 start_new_session=True,  # Ctrl-C is for this process alone
             )
             processes.append(process)
-            readers += _passing_on(number, process)
-        passing.all_started()
-        end = _first_failure(processes, folder, run_of(os.getpid(), environment))
-        if passing.told and end.code == TOLD:
+            readers += _start_forwarding(number, process)
+        passing.forward_pending()
+        end = _wait_for_failure(processes, folder, compute_run_id(os.getpid(), environment))
+        if passing.has_received_signal and end.code == TERMINATED_EXIT_CODE:
             passing.wait()  # each ends by itself
     finally:
-        passing.end()
+        passing.restore()
         for process in processes:
             process.kill()
         for process in processes:
             process.wait()
         for reader in readers:  # what they started may live on, and hold a pipe open
-            reader.join(MOMENT)
+            reader.join(EXIT_TIMEOUT)
         read = not any(reader.is_alive() for reader in readers)
         for process in processes:
             for pipe in (process.stdin, *((process.stdout, process.stderr) if read else ())):
@@ -125,53 +130,58 @@ def launch(
                     pipe.close()
         del store
         if end is None:  # a person has ended all: nobody is to blame
-            _forget(folder)
+            _remove_leftovers(folder)
     if not end.code and end.process < 0:
-        _forget(folder)
+        _remove_leftovers(folder)
         return 0
-    run = run_of(os.getpid(), environment)
-    after = boxes(folder, run)
-    said, code = _said(end, after, shape, folder)
+    run = compute_run_id(os.getpid(), environment)
+    after = read_black_boxes(folder, run)
+    said, code = _describe_failure(end, after, layout, folder)
     print(said, file=sys.stderr)
-    if passing.told and end.code in (TOLD, -signal.SIGTERM):  # the latter had nothing to save yet
-        _forget(folder)
-        return TOLD
-    if code == REFUSED:  # which has been said, and nothing else happened
-        _forget(folder)
+    if passing.has_received_signal and end.code in (
+        TERMINATED_EXIT_CODE,
+        -signal.SIGTERM,
+    ):  # the latter had nothing to save yet
+        _remove_leftovers(folder)
+        return TERMINATED_EXIT_CODE
+    if code == REFUSED_EXIT_CODE:  # which has been said, and nothing else happened
+        _remove_leftovers(folder)
     else:
-        leave_verdict(folder, run, said)
+        write_verdict(folder, run, said)
     return code
 
 
-_LONGER: Final = 5.0  # seconds, after which processes are ended that do not do so past their grace
+_KILL_DELAY: Final = (
+    5.0  # seconds, after which processes are ended that do not do so past their grace
+)
 
 
 class _SignalForwarding:
     """SIGTERM, passed on to processes; without a `grace` it ends this one, and so them."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], grace: float | None) -> None:
-        self.processes, self.grace, self.told = processes, grace, False
-        self.before: Any = None
-        self.over: Timer | None = None
+        self.processes, self.grace, self.has_received_signal = processes, grace, False
+        self.previous_handler: Any = None
+        self.kill_timer: Timer | None = None
 
-    def begin(self) -> None:
+    def install(self) -> None:
         if self.grace is not None and current_thread() is main_thread():
-            self.before = signal.signal(signal.SIGTERM, self._told)
+            self.previous_handler = signal.signal(signal.SIGTERM, self._handle_signal)
 
-    def _told(self, number: int, frame: object) -> None:
-        if self.told or self.grace is None:
+    def _handle_signal(self, number: int, frame: object) -> None:
+        if self.has_received_signal or self.grace is None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        self.told = True
-        self.over = Timer(self.grace + _LONGER, self._kill)
-        self.over.daemon = True
-        self.over.start()
-        self.all_started()
+        self.has_received_signal = True
+        self.kill_timer = Timer(self.grace + _KILL_DELAY, self._kill)
+        self.kill_timer.daemon = True
+        self.kill_timer.start()
+        self.forward_pending()
 
-    def all_started(self) -> None:
+    def forward_pending(self) -> None:
         """Tell those, too, that were started meanwhile."""
-        if self.told:
+        if self.has_received_signal:
             for process in self.processes:
                 process.terminate()
 
@@ -183,17 +193,17 @@ class _SignalForwarding:
         """Return when all have ended, which they are about to."""
         with suppress(subprocess.TimeoutExpired):
             for process in self.processes:
-                process.wait(GRACE)
+                process.wait(EXIT_GRACE)
 
-    def end(self) -> None:
-        if self.over is not None:
-            self.over.cancel()
-        if self.before is not None:
-            signal.signal(signal.SIGTERM, self.before)
+    def restore(self) -> None:
+        if self.kill_timer is not None:
+            self.kill_timer.cancel()
+        if self.previous_handler is not None:
+            signal.signal(signal.SIGTERM, self.previous_handler)
 
 
-def _first_failure(
-    processes: Sequence[subprocess.Popen[bytes]], folder: Path, run: int
+def _wait_for_failure(
+    processes: Sequence[subprocess.Popen[bytes]], directory: Path, run_id: int
 ) -> FailedExit:
     """The first process to fail, or to end with 0 and before its end; number -1 when none has."""
     ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
@@ -205,63 +215,76 @@ def _first_failure(
         Thread(target=watch, args=(number, process), daemon=True).start()
     for _ in processes:
         number, code = ended.get()
-        seen = boxes(folder, run)
+        seen = read_black_boxes(directory, run_id)
         # Who has ended well has taken its box with it.
-        if code or (number in seen and not seen[number][BlackBoxField.ENDED]):
+        if code or (number in seen and not seen[number][BlackBoxField.HAS_ENDED]):
             return FailedExit(number, code, seen)
     return FailedExit(-1, 0, {})
 
 
-def _said(
-    end: FailedExit, after: Mapping[int, BlackBoxSnapshot], shape: ProcessLayout, folder: Path
+def _describe_failure(
+    failure: FailedExit,
+    black_boxes: Mapping[int, BlackBoxSnapshot],
+    layout: ProcessLayout,
+    directory: Path,
 ) -> tuple[str, int]:
     """What is said of a run that has failed, and the exit code.
 
     Who has ended another has said why; else it is the word of the one that ended, and where that
     has none, how it ended.
     """
-    accusers = [one for one in after.values() if one[BlackBoxField.KILLS] == end.process + 1]
-    own = after.get(end.process)
+    accusers = [
+        one
+        for one in black_boxes.values()
+        if one[BlackBoxField.KILLED_PROCESS] == failure.process + 1
+    ]
+    own = black_boxes.get(failure.process)
     speakers = [*accusers, *([own] if own is not None else [])]
-    if own is not None and own.gave_up and not own.said:  # because of others
-        speakers += sorted(after.values(), key=lambda one: one[BlackBoxField.FAILED])
+    if own is not None and own.has_failed and not own.reason:  # because of others
+        speakers += sorted(black_boxes.values(), key=lambda one: one[BlackBoxField.FAILURE_TIME])
     for one in speakers:
-        if one.gave_up and one.said:
-            return one.said, one[BlackBoxField.CODE] or 1
-    how = f"ended with exit code {end.code}"
-    if end.code < 0:
-        how = f"was ended by signal {-end.code} ({signal.strsignal(-end.code)})"
-    where = "before it had begun" if folder.exists() else "and its black box has gone"
-    if end.process in end.seen:
-        where = StalledRun(end.seen, shape, program_of(folder)).where(end.process)
-    code = REFUSED if end.code == REFUSED and end.process not in end.seen else 1
-    return f"{shape.name(end.process)} {how}, {where}; the others were stopped", code
+        if one.has_failed and one.reason:
+            return one.reason, one[BlackBoxField.EXIT_CODE] or 1
+    how = f"ended with exit code {failure.code}"
+    if failure.code < 0:
+        how = f"was ended by signal {-failure.code} ({signal.strsignal(-failure.code)})"
+    where = "before it had begun" if directory.exists() else "and its black box has gone"
+    if failure.process in failure.black_boxes:
+        where = StalledRun(failure.black_boxes, layout, load_program(directory)).describe_location(
+            failure.process
+        )
+    code = (
+        REFUSED_EXIT_CODE
+        if failure.code == REFUSED_EXIT_CODE and failure.process not in failure.black_boxes
+        else 1
+    )
+    return f"{layout.name_process(failure.process)} {how}, {where}; the others were stopped", code
 
 
-def _forget(folder: Path) -> None:
+def _remove_leftovers(directory: Path) -> None:
     """Remove what a run before this one has left, or this one, all done."""
-    for path in [*folder.glob("[0-9]*"), folder / PROGRAM, folder / VERDICT]:
+    for path in [*directory.glob("[0-9]*"), directory / PROGRAM_FILE, directory / VERDICT_FILE]:
         path.unlink(missing_ok=True)
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+    if directory.is_dir() and not any(directory.iterdir()):
+        directory.rmdir()
 
 
-_PRINTING = Lock()
+_PRINT_LOCK = Lock()
 
 
-def _passing_on(number: int, process: subprocess.Popen[bytes]) -> list[Thread]:
+def _start_forwarding(number: int, process: subprocess.Popen[bytes]) -> list[Thread]:
     """Threads that pass on what a process prints, as it comes."""
-    left = [BYTES]
+    left = [MAX_OUTPUT_BYTES]
 
     def pass_on(pipe: IO[bytes], to: IO[bytes]) -> None:
-        while line := pipe.readline(LONGEST):
+        while line := pipe.readline(MAX_LINE_BYTES):
             left[0] -= len(line)
             if left[0] < 0:
                 if left[0] + len(line) >= 0:
-                    line = f"... more than {BYTES} bytes: the rest is left out".encode()
+                    line = f"... more than {MAX_OUTPUT_BYTES} bytes: the rest is left out".encode()
                 else:
                     continue
-            with _PRINTING:
+            with _PRINT_LOCK:
                 to.write(b"[%d] %s" % (number, line if line.endswith(b"\n") else line + b"\n"))
                 to.flush()
 

@@ -24,95 +24,105 @@ from typing import Any, Final, NoReturn
 
 from schedir.hang_diagnosis.stall_cause import ProcessLayout, StallCause, StalledRun, StallKind
 from schedir.io.black_box import (
-    FOLDER,
-    PROGRAM,
+    BLACK_BOX_DIRECTORY,
+    PROGRAM_FILE,
     BlackBox,
     BlackBoxField,
     BlackBoxSnapshot,
-    boxes,
-    run_of,
+    compute_run_id,
+    read_black_boxes,
 )
 from schedir.ir.program import Program
-from schedir.training.processes.rendezvous_store import connected
+from schedir.training.processes.rendezvous_store import connect_store
 
-MOMENT: Final = 1.0  # seconds in which a process that has closed its connections ends
-GRACE: Final = 5.0  # seconds in which the first one to give up ends the others
-TOLD: Final = 128 + signal.SIGTERM  # the exit code of a run that was told to end
-LAUNCHED: Final = "SCHEDIR_LAUNCHED"  # the number of the process that is `launch`
+EXIT_TIMEOUT: Final = 1.0  # seconds in which a process that has closed its connections ends
+EXIT_GRACE: Final = 5.0  # seconds in which the first one to give up ends the others
+TERMINATED_EXIT_CODE: Final = 128 + signal.SIGTERM  # the exit code of a run that was told to end
+LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # the number of the process that is `launch`
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class RunMember:
     """This process among those of its run: its box, and those of the others.
 
-    `program` is None until it is known, in set-up; `late` says that the process has given up
-    because others have not come, and is no longer where its box says.
+    `program` is None until it is known, in set-up; `has_lost_peers` says that the process has given
+    up because others have not come, and is no longer where its box says.
     """
 
-    def __init__(self, output: str | Path, shape: ProcessLayout, process: int) -> None:
-        self.folder, self.shape, self.process = Path(output, FOLDER), shape, process
-        self.world = shape.ranks * shape.tp * shape.dp
-        path, tp, dp = self.folder / str(process), shape.tp, shape.dp
-        self.box = BlackBox(path, process=process, world=self.world, tp=tp, dp=dp)
+    def __init__(self, output_dir: str | Path, layout: ProcessLayout, process: int) -> None:
+        self.directory, self.layout, self.process = (
+            Path(output_dir, BLACK_BOX_DIRECTORY),
+            layout,
+            process,
+        )
+        self.world_size = layout.ranks * layout.tp * layout.dp
+        path, tp, dp = self.directory / str(process), layout.tp, layout.dp
+        self.black_box = BlackBox(path, process=process, world=self.world_size, tp=tp, dp=dp)
         self.program: Program | None = None
-        self.late = False
-        self.known: set[int] = set()  # whose boxes were seen
-        self.run = run_of(os.getppid())
+        self.has_lost_peers = False
+        self.known_processes: set[int] = set()  # whose boxes were seen
+        self.run_id = compute_run_id(os.getppid())
         here = os.environ.get("LOCAL_WORLD_SIZE", "")
-        self.all_here = is_launched() or here == str(self.world)
+        self.is_single_machine = is_launched() or here == str(self.world_size)
 
     @property
     def name(self) -> str:
         """As every message names it."""
-        return self.shape.name(self.process)
+        return self.layout.name_process(self.process)
 
     @property
-    def is_this(self) -> bool:
+    def is_current_process(self) -> bool:
         """Whether it is this process, and not one that forked this."""
-        return self.box.words[BlackBoxField.PID] == os.getpid()
+        return self.black_box.values[BlackBoxField.PID] == os.getpid()
 
-    def runs(self, program: Program) -> None:
+    def set_program(self, program: Program) -> None:
         """Know what is run, and leave it for who reads the boxes."""
         from schedir.ir.text_format import to_text
 
         self.program = program
         if os.environ.get("LOCAL_RANK", "0") == "0":
             with suppress(OSError):
-                (self.folder / PROGRAM).write_text(to_text(program))
+                (self.directory / PROGRAM_FILE).write_text(to_text(program))
 
-    def seen(self) -> dict[int, BlackBoxSnapshot]:
+    def collect_black_boxes(self) -> dict[int, BlackBoxSnapshot]:
         """The boxes on this machine."""
-        found = boxes(self.folder, self.run)
-        self.known |= found.keys()
+        found = read_black_boxes(self.directory, self.run_id)
+        self.known_processes |= found.keys()
         return found
 
-    def standstill(self) -> StalledRun:
+    def inspect_stall(self) -> StalledRun:
         """Who waits for whom now, on all machines."""
-        seen = self.seen()
+        seen = self.collect_black_boxes()
         missing, unheard = list[int](), list[int]()
-        if len(seen) < self.world:
-            absent = [p for p in range(self.world) if p not in seen and p not in self.known]
-            if self.all_here:
+        if len(seen) < self.world_size:
+            absent = [
+                p for p in range(self.world_size) if p not in seen and p not in self.known_processes
+            ]
+            if self.is_single_machine:
                 missing = absent
             elif absent:
                 with suppress(Exception):  # there is no store, or it has gone with who had it
-                    seen |= exchanged(connected(MOMENT), seen, absent)
+                    seen |= exchange_black_boxes(connect_store(EXIT_TIMEOUT), seen, absent)
                 unheard = [p for p in absent if p not in seen]
-        return StalledRun(seen, self.shape, self.program, missing, unheard)
+        return StalledRun(seen, self.layout, self.program, missing, unheard)
 
-    def where(self) -> str:
+    def describe_position(self) -> str:
         """What this process is at."""
-        standstill = StalledRun(self.seen(), self.shape, self.program)
-        return standstill.where(self.process) if self.process in standstill.seen else ""
+        standstill = StalledRun(self.collect_black_boxes(), self.layout, self.program)
+        return (
+            standstill.describe_location(self.process)
+            if self.process in standstill.snapshots
+            else ""
+        )
 
-    def done(self) -> None:
+    def finish(self) -> None:
         """All has ended well: nothing is left of the box."""
-        self.box.words[BlackBoxField.ENDED] = 1
-        self.box.remove()
+        self.black_box.values[BlackBoxField.HAS_ENDED] = 1
+        self.black_box.remove()
         with suppress(OSError):
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                (self.folder / PROGRAM).unlink(missing_ok=True)
-            self.folder.rmdir()  # by whoever is the last
+                (self.directory / PROGRAM_FILE).unlink(missing_ok=True)
+            self.directory.rmdir()  # by whoever is the last
 
 
 class TerminationNotice(Exception):
@@ -122,96 +132,104 @@ class TerminationNotice(Exception):
         super().__init__(f"was told to end (SIGTERM): {saved}")
 
 
-_SELF: list[RunMember] = []  # this process, if it is one of several
+_CURRENT_MEMBER: list[RunMember] = []  # this process, if it is one of several
 
 
-def member() -> RunMember | None:
+def get_current_member() -> RunMember | None:
     """This process among those of its run, if it is one."""
-    return _SELF[0] if _SELF else None
+    return _CURRENT_MEMBER[0] if _CURRENT_MEMBER else None
 
 
-def join(member: RunMember) -> None:
+def join_run(member: RunMember) -> None:
     """Be a process of a run from now on."""
-    _SELF[:] = [member]
+    _CURRENT_MEMBER[:] = [member]
 
 
 def is_launched() -> bool:
     """Whether `launch` has started this process, and says how it ends."""
-    return LAUNCHED in os.environ
+    return LAUNCHER_PID_VARIABLE in os.environ
 
 
-_SPEAKING = Lock()  # for the thread that gives up first
-_TOLD = Event()  # that this process is to end
+_REPORT_LOCK = Lock()  # for the thread that gives up first
+_TERMINATION_EVENT = Event()  # that this process is to end
 
 
-def crash(why: str | None, code: int = 1, *, late: bool = False) -> NoReturn:
+def exit_with_error(
+    reason: str | None, code: int = 1, *, is_peer_failure: bool = False
+) -> NoReturn:
     """End this process at once: a tidy end would close connections first, and others seem to fail.
 
-    Nothing is said without a `why`: it is for another process to say.  `late` is what fails because
-    others have gone or have not come: then it is said whose fault that is.
+    Nothing is said without a `reason`: it is for another process to say.  `is_peer_failure` is what
+    fails because others have gone or have not come: then it is said whose fault that is.
     """
-    own = member()
-    if own is not None and not own.is_this:  # a person's code has forked it: it has no box
-        if why is not None:
-            print(f"a child of {own.name}: {why}", file=sys.stderr, flush=True)
+    own = get_current_member()
+    if (
+        own is not None and not own.is_current_process
+    ):  # a person's code has forked it: it has no box
+        if reason is not None:
+            print(f"a child of {own.name}: {reason}", file=sys.stderr, flush=True)
         os._exit(code)
-    _SPEAKING.acquire()  # for good
+    _REPORT_LOCK.acquire()  # for good
     if own is None:
-        if why is not None and _is_first():
-            print(f"process {os.environ.get('RANK', '0')}: {why}", file=sys.stderr, flush=True)
+        if reason is not None and _is_first_failure():
+            print(f"process {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr, flush=True)
         else:
-            time.sleep(GRACE)
+            time.sleep(EXIT_GRACE)
         os._exit(code)
     found: StallCause | None = None
-    if late:
-        own.late, own.box.words[BlackBoxField.WAITS] = True, 1
-        found = _whose_fault(own, why or "")
+    if is_peer_failure:
+        own.has_lost_peers, own.black_box.values[BlackBoxField.IS_WAITING] = True, 1
+        found = _find_cause(own, reason or "")
     if found is not None and found.process != own.process:
-        why = _words(own, found)
+        reason = _describe_cause(own, found)
     elif found is not None and found.kind is not StallKind.SAID:
-        why = str(found)
-    elif why is not None:
-        why = f"{own.name}: {why}"
-    give_up(own, why, code, found)
+        reason = str(found)
+    elif reason is not None:
+        reason = f"{own.name}: {reason}"
+    report_and_exit(own, reason, code, found)
 
 
-def told_to_end() -> None:
+def stop_waiting() -> None:
     """Wait for nobody any more."""
-    _TOLD.set()
+    _TERMINATION_EVENT.set()
 
 
-def accuse(own: RunMember, found: StallCause, code: int = 1) -> NoReturn:
+def exit_with_cause(member: RunMember, cause: StallCause, code: int = 1) -> NoReturn:
     """End this process, for the one that keeps it."""
-    _SPEAKING.acquire()
-    give_up(own, _words(own, found), code, found)
+    _REPORT_LOCK.acquire()
+    report_and_exit(member, _describe_cause(member, cause), code, cause)
 
 
-def _words(own: RunMember, found: StallCause) -> str | None:
+def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
     """What is to be said of another process, None where that has said it to the same people."""
-    if found.kind is not StallKind.SAID:
-        return str(found)
-    return None if found.process in own.known else found.said
+    if cause.kind is not StallKind.SAID:
+        return str(cause)
+    return None if cause.process in member.known_processes else cause.message
 
 
-def give_up(own: RunMember, text: str | None, code: int, found: StallCause | None) -> NoReturn:
+def report_and_exit(
+    member: RunMember, text: str | None, code: int, cause: StallCause | None
+) -> NoReturn:
     """Say a text, unless somebody has said one; end who is to blame, and this process."""
-    own.box.say(text or "", code)
-    is_read = is_launched() and own.box.is_there
-    speaks = text is not None and (is_read or _is_first())
+    member.black_box.report_failure(text or "", code)
+    is_read = is_launched() and member.black_box.has_file
+    speaks = text is not None and (is_read or _is_first_failure())
     if speaks and not is_read:
         print(text, file=sys.stderr, flush=True)
-    guilty = found is not None and found.process != own.process
-    is_here = found is None or found.process in own.known or found.kind is StallKind.MISSING
-    if found is not None and guilty and is_here and found.sure:
-        _end(own, found)
+    guilty = cause is not None and cause.process != member.process
+    is_here = (
+        cause is None or cause.process in member.known_processes or cause.kind is StallKind.MISSING
+    )
+    if cause is not None and guilty and is_here and cause.is_certain:
+        _kill_culprit(member, cause)
     if text is not None and guilty and not is_here:
-        _tell_agent(text)
+        _write_agent_error(text)
     if not speaks or (guilty and is_here):
-        _TOLD.wait(GRACE)
+        _TERMINATION_EVENT.wait(EXIT_GRACE)
     os._exit(code)
 
 
-def _tell_agent(text: str) -> None:
+def _write_agent_error(text: str) -> None:
     """Let torchrun have a text beside the process that it calls the root cause, where that is on
     another machine: the agent of each knows its own processes only."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -220,71 +238,76 @@ def _tell_agent(text: str) -> None:
             Path(path).write_text(json.dumps({"message": told}))
 
 
-def _end(own: RunMember, found: StallCause) -> None:
+def _kill_culprit(member: RunMember, cause: StallCause) -> None:
     """End a process of this machine that keeps the others."""
-    seen = own.seen().get(found.process)  # of which the system has said just now how it is
-    kept = seen is not None and found.kind in (StallKind.STOPPED, StallKind.BUSY)
+    seen = member.collect_black_boxes().get(
+        cause.process
+    )  # of which the system has said just now how it is
+    kept = seen is not None and cause.kind in (StallKind.STOPPED, StallKind.BUSY)
     if kept and seen is not None and seen.state in ("runs", "stopped"):
-        own.box.words[BlackBoxField.KILLS] = found.process + 1
+        member.black_box.values[BlackBoxField.KILLED_PROCESS] = cause.process + 1
         with suppress(OSError):
             os.kill(seen[BlackBoxField.PID], signal.SIGKILL)
 
 
-def _whose_fault(own: RunMember, why: str) -> StallCause | None:
+def _find_cause(member: RunMember, reason: str) -> StallCause | None:
     """Who keeps this process, given a moment: connections close before processes have ended."""
-    over = time.monotonic() + MOMENT
-    why = why.partition("\n")[0]
+    over = time.monotonic() + EXIT_TIMEOUT
+    reason = reason.partition("\n")[0]
     while True:
-        found = own.standstill().blame()
+        found = member.inspect_stall().find_cause()
         if found is not None and found.kind < StallKind.MISSING:
             return found
         if time.monotonic() > over:
-            return own.standstill().blame(why)
+            return member.inspect_stall().find_cause(reason)
         time.sleep(0.02)
 
 
-def key(what: str) -> str:
+def make_store_key(name: str) -> str:
     """What a fact of this attempt is called at the store."""
-    return f"schedir {what} in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return f"schedir {name} in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _is_first() -> bool:
+def _is_first_failure() -> bool:
     """Whether no other process that torchrun has started here has given up, as far as the store
     knows."""
     if "MASTER_PORT" not in os.environ:
         return True
     try:
         node = os.environ.get("GROUP_RANK", "0")
-        return bool(connected(MOMENT).add(key(f"failed on {node}"), 1) == 1)
+        return bool(connect_store(EXIT_TIMEOUT).add(make_store_key(f"failed on {node}"), 1) == 1)
     except ImportError:  # what is wrong here others do not have
         return True
     except Exception:  # it is gone, or not yet there: let one of each machine speak
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def exchanged(
-    store: Any, own: dict[int, BlackBoxSnapshot], absent: list[int], most: float = MOMENT
+def exchange_black_boxes(
+    store: Any,
+    local_boxes: dict[int, BlackBoxSnapshot],
+    absent: list[int],
+    timeout: float = EXIT_TIMEOUT,
 ) -> dict[int, BlackBoxSnapshot]:
     """The boxes of processes elsewhere, which a store has; it is told of our own ones.
 
-    Those that nobody has brought in `most` seconds are left out.
+    Those that nobody has brought in `timeout` seconds are left out.
     """
-    for process, seen in own.items():
-        store.set(key(f"box of {process}"), seen.packed())
+    for process, seen in local_boxes.items():
+        store.set(make_store_key(f"box of {process}"), seen.to_bytes())
     found: dict[int, BlackBoxSnapshot] = {}
-    over = time.monotonic() + most
+    over = time.monotonic() + timeout
     while len(found) < len(absent) and time.monotonic() < over:
         for process in absent:
-            where = key(f"box of {process}")
+            where = make_store_key(f"box of {process}")
             if process not in found and store.check([where]):
-                other = BlackBoxSnapshot.unpacked(store.get(where))
+                other = BlackBoxSnapshot.from_bytes(store.get(where))
                 found |= {} if other is None else {process: other}
         time.sleep(0.02)
     return found
 
 
 @contextmanager
-def unwound() -> Iterator[None]:
+def interrupt_on_signals() -> Iterator[None]:
     """Within this, SIGHUP and SIGQUIT interrupt what is done as Ctrl-C does, so that nothing of it
     is left; afterwards they end this process, as ever."""
     told: list[int] = []
@@ -314,7 +337,7 @@ def end_with_parent() -> None:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if is_launched() and os.getppid() != int(os.environ[LAUNCHED]):
+        if is_launched() and os.getppid() != int(os.environ[LAUNCHER_PID_VARIABLE]):
             os._exit(1)  # it went before that
     elif is_launched():  # its end closes our standard input
 
@@ -325,28 +348,28 @@ def end_with_parent() -> None:
         Thread(target=watch, daemon=True).start()
 
 
-def end_as_told(why: str, code: int) -> NoReturn:
+def exit_after_termination(reason: str, code: int) -> NoReturn:
     """End this process as it was told to, all saved: process 0 says so, and waits for nobody."""
-    own = member()
+    own = get_current_member()
     if own is not None and is_launched():
-        own.box.words[BlackBoxField.ENDED] = 1
-        own.box.say(why if own.process == 0 else "", code)
+        own.black_box.values[BlackBoxField.HAS_ENDED] = 1
+        own.black_box.report_failure(reason if own.process == 0 else "", code)
     elif own is not None:
-        own.done()
+        own.finish()
     if not is_launched() and os.environ.get("RANK", "0") == "0":
-        print(why, file=sys.stderr, flush=True)
+        print(reason, file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(code)
 
 
-def leave() -> NoReturn:
+def exit_cleanly() -> NoReturn:
     """End this process, all done.
 
     At once, too: while an interpreter is taken down, threads of torch that still run now and
     then abort it ("terminate called without an active exception"; seen in 1 run of 62).
     """
-    if (own := member()) is not None and own.is_this:
-        own.done()
+    if (own := get_current_member()) is not None and own.is_current_process:
+        own.finish()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -16,42 +16,43 @@ import torch.distributed as dist
 from schedir.errors import ExecutionError
 from schedir.io.black_box import BlackBox, ProcessPhase
 from schedir.training.config.run_config import Config
-from schedir.training.processes.startup_consistency import met
-from schedir.transports.registry import DEVICES, find
-from schedir.transports.transport import has_left
+from schedir.training.processes.startup_consistency import run_rendezvous
+from schedir.transports.registry import DEVICES, load_object
+from schedir.transports.transport import describe_peer_exit
 
-_WRITTEN = "schedir has written results"
-_BEATS = "schedir writes results"
-BEAT = 0.5  # seconds between signs that the first process gives
-PATIENCE = 60.0  # seconds without one, in which others wait for it to write results
+_RESULTS_KEY = "schedir has written results"
+_HEARTBEAT_KEY = "schedir writes results"
+HEARTBEAT_INTERVAL = 0.5  # seconds between signs that the first process gives
+RESULTS_TIMEOUT = 60.0  # seconds without one, in which others wait for it to write results
 
 
 def require_device(config: Config) -> None:
     """Refuse a device that this machine does not have for all processes.  Raises UsageError."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", config.world)
-    find(DEVICES[config.train.device].require)(int(here))
+    here = os.environ.get("LOCAL_WORLD_SIZE", config.world_size)
+    load_object(DEVICES[config.train.device].require_path)(int(here))
 
 
 @contextmanager
-def processes(
+def join_process_group(
     timeout: float,
     device: str = "cpu",
-    box: BlackBox | None = None,
+    black_box: BlackBox | None = None,
     facts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[None]:
     """Within this context the processes of a run know each other; they leave it together.
 
     They are found as torchrun says; without it, this one is alone.  `timeout` is how many
-    seconds they wait for each other; `box` is told of it.  They compare `facts` before anything
-    else.  Raises ExecutionError if they do not come, and ModelError, in all, where facts differ.
+    seconds they wait for each other; `black_box` is told of it.  They compare `facts` before
+    anything else.  Raises ExecutionError if they do not come, and ModelError, in all, where facts
+    differ.
     """
-    box = box or BlackBox()
-    box.enter(ProcessPhase.MEETING)
+    black_box = black_box or BlackBox()
+    black_box.enter_phase(ProcessPhase.RENDEZVOUS)
     alone = "RANK" not in os.environ
     try:
         how: dict[str, Any] = {"rank": 0, "world_size": 1}
-        how |= {"store": dist.HashStore()} if alone else met(facts, timeout)  # type: ignore[attr-defined]
-        find(DEVICES[device].initialise)(timeout, **how)
+        how |= {"store": dist.HashStore()} if alone else run_rendezvous(facts, timeout)  # type: ignore[attr-defined]
+        load_object(DEVICES[device].initialise_path)(timeout, **how)
     except (
         RuntimeError,
         ExecutionError,
@@ -63,23 +64,23 @@ def processes(
     done = False
     store: Any = dist.distributed_c10d._get_default_store()
     try:
-        box.enter(ProcessPhase.SET_UP)
-        with nullcontext() if dist.get_rank() else _beating(store):
+        black_box.enter_phase(ProcessPhase.SET_UP)
+        with nullcontext() if dist.get_rank() else _send_heartbeats(store):
             yield
-        box.enter(ProcessPhase.DONE)
+        black_box.enter_phase(ProcessPhase.DONE)
         # The first process may still be busy with its results.
         if dist.get_rank():
-            wait_for_results(store, max(timeout, PATIENCE))
+            wait_for_results(store, max(timeout, RESULTS_TIMEOUT))
         else:
-            store.set(_WRITTEN, b"")
+            store.set(_RESULTS_KEY, b"")
         # Nobody closes a connection that another still reads from, and who fails after this
         # fails nobody else.
         # Of the group itself: torch's function wants Gloo alone, where ours has NCCL beside it.
         world: Any = dist.group.WORLD
-        world.monitored_barrier(timedelta(seconds=max(timeout, PATIENCE)))
+        world.monitored_barrier(timedelta(seconds=max(timeout, RESULTS_TIMEOUT)))
         done = True
     except (RuntimeError, OSError) as error:
-        if fact := has_left(error):
+        if fact := describe_peer_exit(error):
             raise ExecutionError(f"outside of a step, {fact}") from error
         raise
     finally:
@@ -89,14 +90,14 @@ def processes(
 
 
 @contextmanager
-def _beating(store: Any) -> Iterator[None]:
+def _send_heartbeats(store: Any) -> Iterator[None]:
     """Within this, a thread says at the store now and then that this process lives."""
     over = Event()
 
     def beat() -> None:
         try:
-            while not over.wait(BEAT):
-                store.add(_BEATS, 1)
+            while not over.wait(HEARTBEAT_INTERVAL):
+                store.add(_HEARTBEAT_KEY, 1)
         except RuntimeError:  # the store has gone, which others see as well
             pass
 
@@ -106,21 +107,21 @@ def _beating(store: Any) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(BEAT)
+        thread.join(HEARTBEAT_INTERVAL)
 
 
-def wait_for_results(store: Any, most: float) -> None:
+def wait_for_results(store: Any, timeout: float) -> None:
     """Wait until the first process has written its results, however long that takes.
 
-    Raises ExecutionError if it gives no sign at the store for `most` seconds.
+    Raises ExecutionError if it gives no sign at the store for `timeout` seconds.
     """
-    beats, over = -1, monotonic() + most
-    while not store.check([_WRITTEN]):
-        if (now := store.add(_BEATS, 0)) != beats:
-            beats, over = now, monotonic() + most
+    beats, over = -1, monotonic() + timeout
+    while not store.check([_RESULTS_KEY]):
+        if (now := store.add(_HEARTBEAT_KEY, 0)) != beats:
+            beats, over = now, monotonic() + timeout
         if monotonic() > over:
             raise ExecutionError(
-                f"outside of a step, process 0 has given no sign for {most:g} s while it writes "
+                f"outside of a step, process 0 has given no sign for {timeout:g} s while it writes "
                 "results"
             )
-        sleep(BEAT / 5)
+        sleep(HEARTBEAT_INTERVAL / 5)

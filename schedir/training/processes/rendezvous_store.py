@@ -10,11 +10,11 @@ from typing import Any
 from schedir.errors import ExecutionError
 
 
-def connected(most: float, *, is_master: bool = False) -> Any:
+def connect_store(timeout: float, *, is_master: bool = False) -> Any:
     """A connection to the store that the environment names, or with `is_master` the store itself.
 
-    Raises ExecutionError where nobody answers there for `most` seconds.  torch's own patience ends
-    later, and never where something listens that is no store and says nothing.
+    Raises ExecutionError where nobody answers there for `timeout` seconds.  torch's own patience
+    ends later, and never where something listens that is no store and says nothing.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -29,7 +29,7 @@ def connected(most: float, *, is_master: bool = False) -> Any:
                     port,
                     is_master=is_master,
                     wait_for_workers=False,
-                    timeout=timedelta(seconds=most),
+                    timeout=timedelta(seconds=timeout),
                     multi_tenant=True,
                 )
             )
@@ -38,7 +38,7 @@ def connected(most: float, *, is_master: bool = False) -> Any:
 
     thread = Thread(target=connect, name="store", daemon=True)
     thread.start()
-    thread.join(most)
+    thread.join(timeout)
     if not found or (isinstance(found[0], Exception) and not is_master):
         raise ExecutionError(f"nobody answers as their store at {host}:{port}")
     if isinstance(found[0], Exception):
