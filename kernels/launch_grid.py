@@ -6,7 +6,7 @@ from __future__ import annotations
 def count_blocks(n: int, block_size: int) -> int:
     """How many blocks of a size hold n.
 
-    >>> [count(n, 4) for n in (1, 4, 5)]
+    >>> [count_blocks(n, 4) for n in (1, 4, 5)]
     [1, 1, 2]
     """
     return -(-n // block_size)
@@ -15,7 +15,7 @@ def count_blocks(n: int, block_size: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The first that is n or more.
 
-    >>> [power_of_2(n) for n in (1, 2, 3, 4, 5)]
+    >>> [next_power_of_2(n) for n in (1, 2, 3, 4, 5)]
     [1, 2, 4, 4, 8]
     """
     return 1 << (n - 1).bit_length()

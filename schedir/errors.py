@@ -40,7 +40,7 @@ def format_bytes(size: float) -> str:
 def describe_exception(error: BaseException) -> str:
     """An exception as its kind and, if it has any, the first line of its words.
 
-    >>> in_words(ValueError("no\\nnever")), in_words(MemoryError())
+    >>> describe_exception(ValueError("no\\nnever")), describe_exception(MemoryError())
     ('ValueError: no', 'MemoryError')
     """
     try:

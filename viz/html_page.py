@@ -184,7 +184,7 @@ def _describe_opcode(row: Any) -> dict[str, Any]:
         "name": row.op.name,
         "label": label or row.text.replace("_", " "),
         "lane": int(row.lane),
-        "per": row.per.value or "rank",
+        "per": row.scope.value or "rank",
         "hop": row.peer is not None,
         "work": row.op in COMPUTE_OPS,
         "again": row.op in HATCHED_OPS,

@@ -64,10 +64,10 @@ class Saver:
     ...     for step in range(4):
     ...         loss = run.step(x, x)  # copies what is due under it
     ...         saver.write()  # the step before, beside the next ones
-    ...         saver.due(step + 1)
-    ...     saver.drop()  # no step copies the last
-    ...     saver.ended()
-    ...     saver.saved.step
+    ...         saver.schedule_save(step + 1)
+    ...     saver.cancel()  # no step copies the last
+    ...     saver.wait()
+    ...     saver.saved_checkpoint.step
     3
     """
 

@@ -24,7 +24,7 @@ DTYPE_BYTES: Final = {
 def join_facts(facts: Sequence[str], max_facts: int = 3) -> str:
     """Facts as one sentence: the first few, and how many more there are.
 
-    >>> several(["one", "two", "three", "four", "five"])
+    >>> join_facts(["one", "two", "three", "four", "five"])
     'one; two; three; and 2 more'
     """
     return "; ".join(

@@ -25,7 +25,7 @@ def split_range_into_slices(shape: Sequence[int], low: int, high: int) -> Iterat
     """The fewest boxes that the numbers from `low` to `high` of a tensor are, one behind the other,
     in the order of its numbers: of n dimensions at most 2 n - 1.
 
-    >>> [(box.offset, box.size) for box in boxes((3, 4), 2, 9)]
+    >>> [(box.offset, box.size) for box in split_range_into_slices((3, 4), 2, 9)]
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
     low_of_all, high = low, min(high, prod(shape))

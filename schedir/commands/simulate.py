@@ -61,7 +61,7 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
     >>> for zero in range(4):
     ...     one = {"unsharded_stages": 1} if zero == 3 else {}  # the last stage has one run
     ...     program = compile(schedules.looped_bfs, PipelineShape(1, 2, 4), dp=4, zero=zero, **one)
-    ...     sent = volume(program, sizes).items()
+    ...     sent = count_sent_bytes(program, sizes).items()
     ...     print(zero, *(f"{lane.name} {each[0] / 1e9:g} GB" for lane, each in sent))
     0 DP 24 GB
     1 DP 12 GB PARAMS 12 GB

@@ -28,7 +28,7 @@ def extract_compute(program: Program) -> Program:
 
     >>> from schedir import PipelineShape, compile, expand_schedule, schedules
     >>> shape = PipelineShape(ranks=4, microbatches=8)
-    >>> compute_of(compile(schedules.gpipe, shape)) == expand_schedule(schedules.gpipe, shape)
+    >>> extract_compute(compile(schedules.gpipe, shape)) == expand_schedule(schedules.gpipe, shape)
     True
     """
     work = tuple(Stream(s.words[np.isin(s.op, COMPUTE_OPS)]) for s in program.streams)

@@ -23,7 +23,7 @@ Numbers = NDArray[np.uint64]
 def shuffle_indices(indices: Numbers, size: int, seed: int, epoch: int) -> Numbers:
     """Where the `indices`-th numbers below `size` come in the order of an epoch: a permutation.
 
-    >>> shuffled(np.arange(6, dtype=np.uint64), 6, seed=0, epoch=0).tolist()
+    >>> shuffle_indices(np.arange(6, dtype=np.uint64), 6, seed=0, epoch=0).tolist()
     [2, 4, 3, 0, 1, 5]
     """
     keys = np.frombuffer(blake2b(f"{seed} {epoch}".encode()).digest(), "<u8")

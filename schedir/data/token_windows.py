@@ -44,7 +44,7 @@ class ConcatenatedWindows:
 
     Raises UsageError for a stream that is shorter than a window.
 
-    >>> ConcatenatedWindows(10, 4).find(np.array([1])).at.tolist()
+    >>> ConcatenatedWindows(10, 4).locate(np.array([1])).positions.tolist()
     [[4, 5, 6, 7, 8]]
     """
 

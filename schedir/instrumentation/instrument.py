@@ -48,7 +48,7 @@ class Instrumented:
             name = self._names.pop()
             patches = _INSTRUMENTED[name].patches
             patches.__exit__()
-            if not patches.users:
+            if not patches.num_users:
                 del _INSTRUMENTED[name]
 
     def __enter__(self) -> Instrumented:

@@ -29,10 +29,10 @@ def load_cluster(path: str | Path) -> Cluster:
     >>> from tempfile import TemporaryDirectory
     >>> from schedir import load_cluster
     >>> text = 'nodes = 2\\ngpus_per_node = 8\\nflops = "312TFLOP/s"\\nmemory = "80GB"\\n'
-    >>> text += 'hbm_bandwidth = "2039GB/s"\\nnvlink = "300GB/s"\\nnetwork = "25GB/s"\\n'
+    >>> text += 'hbm_bandwidth = "2039GB/s"\\nnvlink_bandwidth = "300GB/s"\\nnetwork_bandwidth = "25GB/s"\\n'
     >>> with TemporaryDirectory() as folder:
     ...     _ = Path(folder, "cluster.toml").write_text(text)
-    ...     load_cluster(f"{folder}/cluster.toml").gpus
+    ...     load_cluster(f"{folder}/cluster.toml").gpu_count
     16
     """
     text = read_text(path, MAX_TOML_BYTES)
@@ -75,8 +75,9 @@ def save_cluster(
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
     >>> from schedir import Cluster, load_cluster, save_cluster
-    >>> node = Cluster(nodes=1, gpus_per_node=8, flops="252TFLOP/s", memory="80GB", hbm_bandwidth="1.7TB/s",
-    ...                nvlink_bandwidth="232GB/s", network_bandwidth="24GB/s", latency="5us")
+    >>> node = Cluster(nodes=1, gpus_per_node=8, flops="252TFLOP/s", memory="80GB",
+    ...                hbm_bandwidth="1.7TB/s", nvlink_bandwidth="232GB/s",
+    ...                network_bandwidth="24GB/s", latency="5us")
     >>> with TemporaryDirectory() as folder:
     ...     save_cluster(node, f"{folder}/node.toml", notes={"flops": "of 312"})
     ...     print(Path(f"{folder}/node.toml").read_text().splitlines()[2])

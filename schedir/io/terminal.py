@@ -127,7 +127,7 @@ def _sanitize_line(line: str) -> str:
 def join_words(words: Sequence[str]) -> str:
     """Words in a sentence.
 
-    >>> listed(["edge", "pair", "device"]), listed(["edge"]), listed([])
+    >>> join_words(["edge", "pair", "device"]), join_words(["edge"]), join_words([])
     ('edge, pair and device', 'edge', '')
     """
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
@@ -136,7 +136,7 @@ def join_words(words: Sequence[str]) -> str:
 def format_json(value: object) -> str:
     """JSON for a program to read; numbers that JSON does not have are null.
 
-    >>> as_json({"loss": float("nan"), "seconds": 1.5, "most": (2, float("inf"))}).split()
+    >>> format_json({"loss": float("nan"), "seconds": 1.5, "most": (2, float("inf"))}).split()
     ['{', '"loss":', 'null,', '"seconds":', '1.5,', '"most":', '[', '2,', 'null', ']', '}']
     """
     return json.dumps(replace_nonfinite(value), indent=2, allow_nan=False) + "\n"

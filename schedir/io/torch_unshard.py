@@ -18,7 +18,7 @@ def fit_unshards_to_torch(row: list[str], unsharded_stages: int) -> list[str]:
 
     As they are, if they are so; else with stages made whole anew, `unsharded_stages` at once.
 
-    >>> for_torch(["0UNSHARD", "0F0", "0I0", "0RESHARD", "0W0", "0REDUCE_GRAD"], 1)
+    >>> fit_unshards_to_torch(["0UNSHARD", "0F0", "0I0", "0RESHARD", "0W0", "0REDUCE_GRAD"], 1)
     ['0UNSHARD', '0F0', '0I0', '0W0', '0REDUCE_GRAD', '0RESHARD']
     """
     whole: set[int] = set()

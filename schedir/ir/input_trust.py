@@ -56,7 +56,7 @@ def input_limits(
 
     >>> from schedir import PipelineShape, input_limits
     >>> from schedir.errors import ShapeError
-    >>> with input_limits(instructions=50):
+    >>> with input_limits(max_instructions=50):
     ...     try:
     ...         PipelineShape(ranks=8, microbatches=8)
     ...     except ShapeError as error:

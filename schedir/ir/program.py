@@ -132,7 +132,7 @@ class Program:
         >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
         >>> program
         <program one_f_one_b: 4 ranks, 168 instructions>
-        >>> program.is_draft, program.trains, program.ascending
+        >>> program.is_draft, program.has_backward, program.reduces_in_microbatch_order
         (False, True, True)
         >>> print(*program.streams[3][:4], sep=", ")
         recv_act 3.0, F 3.0, recv_act 3.1, B 3.0

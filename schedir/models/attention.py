@@ -74,7 +74,7 @@ def build_window_mask(
 ) -> Tensor:
     """Which keys each query sees, bool (T, T).
 
-    >>> mask_of(6, 4, 2).int().tolist()[3:]
+    >>> build_window_mask(6, 4, 2).int().tolist()[3:]
     [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
     """
     at = torch.arange(length, device=device)

@@ -14,8 +14,8 @@ TILE_SIZE: Final = {"cpu": 64, "cuda": 128}
 def compute_device_tiles(length: int, window: int, stride: int, device: str = "cpu") -> Tiles:
     """The tiles that are computed on such a device, without dropout.
 
-    >>> found = tiles_of(1024, 256, 64)
-    >>> found.visited, found.dense
+    >>> found = compute_device_tiles(1024, 256, 64)
+    >>> found.visited_count, found.dense_count
     (58, 136)
     """
     tile = TILE_SIZE[device]

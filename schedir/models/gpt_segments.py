@@ -66,11 +66,11 @@ def split_stage(stage: Stage) -> list[nn.Module]:
 
     >>> from schedir import PipelineShape, compile, schedules
     >>> from schedir.models.gpt import GPTConfig, build_stage
-    >>> from schedir.models.gpt_segments import cut_of, pieces
+    >>> from schedir.models.gpt_segments import count_segments, split_stage
     >>> stages = [build_stage(GPTConfig(layers=4), s, 2) for s in range(2)]
     >>> program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tied_weights=True,
-    ...     stage_segments=cut_of([2, 2]))
-    >>> program.shape.stages, sum(len(pieces(stage)) for stage in stages)
+    ...     stage_segments=count_segments([2, 2]))
+    >>> program.shape.stages, sum(len(split_stage(stage)) for stage in stages)
     (18, 18)
     """
     if (
@@ -115,13 +115,13 @@ def build_boundaries(
     ranks `tp_size` the sequence, the boundary of the stages is of a rank's own tokens; of what is
     summed a piece gives or takes all of them.
 
-    >>> from schedir.models.gpt_segments import boundaries
-    >>> behind = boundaries((2, 1), (8, 64))
+    >>> from schedir.models.gpt_segments import build_boundaries
+    >>> behind = build_boundaries((2, 1), (8, 64))
     >>> [str(one) for one in behind[0]], str(behind[1])
     (['[8, 64] of torch.float32', '[8, 64] of torch.float32'], '[8, 64] of torch.float32')
-    >>> str(boundaries((1, 5), (8, 64), frozen_stages=1)[1][1])
+    >>> str(build_boundaries((1, 5), (8, 64), frozen_stages=1)[1][1])
     '[8, 64] of torch.float32 without gradient'
-    >>> str(boundaries((5,), (8, 64), share=2)[0][0])
+    >>> str(build_boundaries((5,), (8, 64), tp_size=2)[0][0])
     '[8, 64] of torch.float32, taken as [16, 64]'
     """
     one, found = Boundary.from_shape(boundary), list[Any]()

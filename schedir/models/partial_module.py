@@ -25,7 +25,7 @@ def select_submodules(module: M, names: Iterable[str]) -> M:
 
     >>> from torch import nn
     >>> layer = nn.Linear(4, 2)
-    >>> bias = part_of(layer, ["bias"])
+    >>> bias = select_submodules(layer, ["bias"])
     >>> bias.bias is layer.bias, bias.weight, [name for name, _ in bias.named_parameters()]
     (True, None, ['bias'])
     """

@@ -34,7 +34,7 @@ def split_layers(
 
     >>> split_layers(8, 4)
     (2, 2, 2, 2)
-    >>> split_layers(10, 4, given=(2, 4, 4, 0))
+    >>> split_layers(10, 4, layers_per_stage=(2, 4, 4, 0))
     (2, 4, 4, 0)
     """
     cut = ("layers", "ranks", "stages_per_rank", "placement")

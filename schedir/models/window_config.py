@@ -60,7 +60,7 @@ def get_windows(config: WindowedModelConfig) -> tuple[tuple[int, int] | None, ..
     shorter than the context.
 
     >>> from schedir.models.llama_config import LlamaConfig
-    >>> windows_of(LlamaConfig(layers=3, context=64, window=(16, 0, 64), stride=(4, 1, 1)))
+    >>> get_windows(LlamaConfig(layers=3, context=64, window=(16, 0, 64), stride=(4, 1, 1)))
     ((16, 4), None, None)
     """
     return tuple(

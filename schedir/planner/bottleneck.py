@@ -22,7 +22,7 @@ def describe_plan(plan: ParallelPlan) -> str:
     """A choice in a few words.
 
     >>> from schedir.planner import ParallelPlan
-    >>> in_short(ParallelPlan(pp=4, tp=8, dp=2, stages_per_rank=2, microbatches=8, schedule="zb_v",
+    >>> describe_plan(ParallelPlan(pp=4, tp=8, dp=2, stages_per_rank=2, microbatches=8, schedule="zb_v",
     ...     zero=1))
     'pp 4 tp 8 dp 2 microbatch_size 1 zb_v, without recomputation, zero 1'
     """

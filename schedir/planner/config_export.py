@@ -38,7 +38,7 @@ def build_pipeline_shape(plan: ParallelPlan) -> PipelineShape:
     ShapeError for what no pipeline can have.
 
     >>> from schedir.planner import ParallelPlan
-    >>> plan_of(ParallelPlan(pp=4, microbatches=8, stages_per_rank=2, schedule="zb_v"))
+    >>> build_pipeline_shape(ParallelPlan(pp=4, microbatches=8, stages_per_rank=2, schedule="zb_v"))
     PipelineShape(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
     """
     source = Source(plan.schedule)

@@ -265,7 +265,7 @@ class PlanEstimate(ParallelPlan):
         >>> model, node = planner.load_model("gpt-22b"), planner.cluster_preset("a100")
         >>> found = planner.estimate_step(model, node, planner.ParallelPlan(tp=8, microbatches=4,
         ...     microbatch_size=4), exact=False)
-        >>> sum(found.parts) == found.step, found.fits, found.batch
+        >>> sum(found.breakdown) == found.step_time, found.fits, found.batch
         (True, False, 16)
     """
 

@@ -50,7 +50,7 @@ def build_field_filter(**fields: Any) -> FieldFilter:
 
     Raises UsageError for what is no such value.
 
-    >>> asked(tp=8, schedules="zb_v").tp, asked(tp=(2, 4)).tp
+    >>> build_field_filter(tp=8, schedules="zb_v").tp, build_field_filter(tp=(2, 4)).tp
     ((8,), (2, 4))
     """
     found: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def enumerate_plans(
 def list_divisors(number: int) -> list[int]:
     """Of a number, ascending.
 
-    >>> divisors(12)
+    >>> list_divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
     low = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]

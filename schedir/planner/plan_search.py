@@ -57,7 +57,7 @@ def estimate_step(
     >>> cluster = planner.cluster_preset("a100", nodes=128)
     >>> one = planner.ParallelPlan(pp=8, tp=8, dp=16, microbatches=96, recompute="full")
     >>> found = planner.estimate_step(gpt3, cluster, one, exact=False)
-    >>> found.fits, found.step == sum(found.parts), 0.3 < found.mfu < 0.6
+    >>> found.fits, found.step_time == sum(found.breakdown), 0.3 < found.mfu < 0.6
     (True, True, True)
     """
     _require_types(model, cluster)
@@ -209,7 +209,7 @@ def all_plans(
     >>> from schedir import planner
     >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
     >>> found = planner.all_plans(gpt, planner.cluster_preset("a100", nodes=4), 512, tp=(1, 2))
-    >>> len(found.plans) == len(found.step) == len(found.total) > 1000
+    >>> len(found.plans) == len(found.step_times) == len(found.total_memory) > 1000
     True
     """
     _require_types(model, cluster)

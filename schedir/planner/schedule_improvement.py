@@ -72,9 +72,9 @@ def improve_schedule(
     >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
     >>> node = planner.cluster_preset("a100", nodes=1)
     >>> one = planner.ParallelPlan(pp=4, tp=2, microbatch_size=2, microbatches=8)
-    >>> found = planner.improve_schedule(gpt, node, one, seconds=60, evaluations=50)
-    >>> found.priced.step <= planner.simulate_plan(gpt, node,
-    ...     one).step, found.bound <= found.priced.step
+    >>> found = planner.improve_schedule(gpt, node, one, time_limit=60, max_evaluations=50)
+    >>> found.estimate.step_time <= planner.simulate_plan(gpt, node,
+    ...     one).step_time, found.lower_bound <= found.estimate.step_time
     (True, True)
     """
     require_no_offload(plan, "a search")

@@ -110,7 +110,7 @@ def get_trainer(
     allocator holds free memory.
 
     >>> from schedir import planner
-    >>> trainer_for(planner.cluster_preset("a100")).constants == planner.SoftwareConstants()
+    >>> get_trainer(planner.cluster_preset("a100")).constants == planner.SoftwareConstants()
     True
     """
     constants, state_bytes = (

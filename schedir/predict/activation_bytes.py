@@ -52,7 +52,7 @@ def compute_layer_terms(
     sequence_parallel: bool = False,
 ) -> dict[str, float]:
     """The parts of `activation_bytes_per_layer`, by what they are of."""
-    sizes = {"sequence": sequence, "microbatch": microbatch_size, "hidden": hidden, "heads": heads}
+    sizes = {"sequence": sequence, "microbatch_size": microbatch_size, "hidden": hidden, "heads": heads}
     for name, size in (sizes | {"tp": tp}).items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"{name} is a number from 1 on, not {describe(size)}", fields=[name])
@@ -102,7 +102,7 @@ def activation_bytes_per_layer(
     Raises UsageError for sizes that are no numbers from 1 on, and another `recompute`.
 
     >>> from schedir import activation_bytes_per_layer
-    >>> gpt3 = {"sequence": 2048, "microbatch": 1, "hidden": 12288, "heads": 96}
+    >>> gpt3 = {"sequence": 2048, "microbatch_size": 1, "hidden": 12288, "heads": 96}
     >>> [f"{activation_bytes_per_layer(**gpt3, tp=8, recompute=r) / 1e6:.0f} MB" for r in ("none",
     ...     "selective")]
     ['579 MB', '327 MB']

@@ -275,9 +275,9 @@ def round_costs(costs: Costs) -> Costs:
     """The costs that `format_costs` says of some, and one number for what all stages, or all
     microbatches, have alike.
 
-    >>> rounded(Costs(F=(1 / 3, 1 / 3), B=(2.0, 1 / 3))).B
+    >>> round_costs(Costs(F=(1 / 3, 1 / 3), B=(2.0, 1 / 3))).B
     (2.0, 0.333333)
-    >>> rounded(Costs(F=((1.0, 2.0), (1.0, 2.0)))).F
+    >>> round_costs(Costs(F=((1.0, 2.0), (1.0, 2.0)))).F
     ((1.0, 2.0),)
     """
 

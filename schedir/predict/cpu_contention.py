@@ -45,10 +45,10 @@ def simulate_on_cpus(
     infinity, and what `check` raises for a program that is wrong.
 
     >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
-    >>> from schedir.predict.cpu_contention import on_processors
+    >>> from schedir.predict.cpu_contention import simulate_on_cpus
     >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
     >>> costs = Costs(F=1, B=2)
-    >>> [on_processors(program, costs, n).span for n in (1, 2, 4)], 4 * 8 * 3
+    >>> [simulate_on_cpus(program, costs, n).span for n in (1, 2, 4)], 4 * 8 * 3
     ([96.0, 51.0, 33.0], 96)
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")

@@ -15,7 +15,7 @@ def compute_saving(span: float, lower_bound: float) -> float:
 def format_percent(saving: float) -> str:
     """A gain in a column.
 
-    >>> percent(0.0), percent(0.00001), percent(0.0312)
+    >>> format_percent(0.0), format_percent(0.00001), format_percent(0.0312)
     ('none', '<0.1%', '3.1%')
     """
     if not saving:
@@ -26,7 +26,7 @@ def format_percent(saving: float) -> str:
 def describe_saving(saving: float) -> str:
     """A gain in a sentence.
 
-    >>> at_most(0.0), at_most(0.00001), at_most(0.0312)
+    >>> describe_saving(0.0), describe_saving(0.00001), describe_saving(0.0312)
     ('nothing', 'less than 0.1%', 'at most 3.1%')
     """
     said = format_percent(saving)

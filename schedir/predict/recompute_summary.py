@@ -11,7 +11,7 @@ def describe_recompute(program: Program) -> str:
     """Return in words what a program recomputes; an empty string if it recomputes nothing.
 
     >>> from schedir import PipelineShape, compile, schedules
-    >>> recomputed(compile(schedules.one_f_one_b, PipelineShape(4, 8),
+    >>> describe_recompute(compile(schedules.one_f_one_b, PipelineShape(4, 8),
     ...     recompute="0,1.0,1.1,1.2,1.5"))
     '12 of 32 forwards: of stage 0 all, of stage 1 0-2 and 5'
     """

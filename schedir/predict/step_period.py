@@ -54,12 +54,12 @@ def compute_step_period(
     Raises what `check` raises, and UsageError for less than two steps.
 
     >>> from schedir import PipelineShape, compile, schedules, simulate
-    >>> from schedir.predict.step_period import period
+    >>> from schedir.predict.step_period import compute_step_period
     >>> programs = [
     ...     compile(schedules.zb_h2, PipelineShape(4, 8), clip_grad_norm=True, norm_check=when)
     ...     for when in ("before_step", "after_step")
     ... ]
-    >>> [period(program) for program in programs], float(simulate(programs[1]).own_span.max())
+    >>> [compute_step_period(program) for program in programs], float(simulate(programs[1]).active_span.max())
     ([27.0, 24.0], 24.0)
     """
     check(program, progress_model, blocking_hosts=blocking_hosts)

@@ -108,7 +108,7 @@ class Timeline:
     >>> run = simulate(program, Costs(F=1, B=2))
     >>> run.span, run.bubble, run.idle, run.peak_in_flight
     (15.0, 0.2, array([3., 3.]), array([2, 1]))
-    >>> for instr, start, end in [run.of(rank=1, index=k) for k in range(4)]:
+    >>> for instr, start, end in [run.instruction_at(rank=1, index=k) for k in range(4)]:
     ...     print(f"{start:g} to {end:g}: {instr}")
     1 to 1: recv_act 1.0
     1 to 2: F 1.0

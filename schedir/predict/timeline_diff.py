@@ -55,7 +55,7 @@ def _sum_times(timeline: Timeline) -> dict[tuple[int, str], float]:
     total = np.bincount(which, work["end"] - work["start"], len(kinds))
     for (rank, op, stage), seconds in zip(kinds.tolist(), total.tolist(), strict=True):
         row = INSTRUCTIONS[op]
-        found[rank, row.text if row.per is Scope.RANK else f"{row.text} {stage}"] = seconds
+        found[rank, row.text if row.scope is Scope.RANK else f"{row.text} {stage}"] = seconds
     idle: NDArray[np.float64] = sum_by_cause(idleness(timeline), timeline.ranks)
     for rank, cause in np.argwhere(idle).tolist():
         found[rank, f"idle: {IdleCause(cause).name.lower()}"] = float(idle[rank, cause])

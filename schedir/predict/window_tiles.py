@@ -44,9 +44,9 @@ class Axis:
     Raises UsageError for what is no number from 1 on, and a stride longer than the window, which
     would leave keys that nobody sees.
 
-    >>> Axis(8, window=4, stride=2, causal=True).seen[0].tolist()
+    >>> Axis(8, window=4, stride=2, causal=True).visible_keys[0].tolist()
     [0, 0, 0, 0, 2, 2, 4, 4]
-    >>> Axis(8, window=4, stride=2).seen[0].tolist()
+    >>> Axis(8, window=4, stride=2).visible_keys[0].tolist()
     [0, 0, 1, 1, 3, 3, 4, 4]
     """
 
@@ -250,19 +250,19 @@ def compute_tiles(
     The paper's video model, with a sliding window and with a stride (Figure 3):
 
     >>> video = {"q_tile": (4, 8, 8), "kv_tile": (2, 8, 8)}
-    >>> sliding = tiles((30, 48, 80), (18, 24, 24), **video)
-    >>> f"{sliding.speedup_of_worst:.1f} of {sliding.speedup_of_pairs:.1f}"
+    >>> sliding = compute_tiles((30, 48, 80), (18, 24, 24), **video)
+    >>> f"{sliding.worst_tile_speedup:.1f} of {sliding.pair_speedup:.1f}"
     '3.3 of 11.1'
-    >>> strided = tiles((30, 48, 80), (18, 24, 24), (16, 8, 8), **video)
-    >>> f"{strided.speedup_of_worst:.1f}", strided.block_sparse
+    >>> strided = compute_tiles((30, 48, 80), (18, 24, 24), (16, 8, 8), **video)
+    >>> f"{strided.worst_tile_speedup:.1f}", strided.is_block_sparse
     ('11.1', True)
 
     A causal GPT, over one dimension:
 
-    >>> gpt = tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)
-    >>> gpt.visited, gpt.dense, f"{gpt.speedup:.2f}", gpt.aligned
+    >>> gpt = compute_tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)
+    >>> gpt.visited_count, gpt.dense_count, f"{gpt.speedup:.2f}", gpt.is_aligned
     (250, 2080, '8.32', True)
-    >>> gpt.of(10)
+    >>> gpt.visited_by(10)
     (range(7, 11),)
     """
     lengths = _to_dimensions("length", length, None)
@@ -283,8 +283,8 @@ def count_layer_flops(attention_tiles: Tiles, hidden: int, microbatch_size: int 
     its weights, and 4 b h V of its attention, where V is the `computed_pairs`; with V = s^2 these
     are those of the appendix of arXiv 2104.04473.  A backward takes twice as many.
 
-    >>> gpt = tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)
-    >>> f"{layer_flops(gpt, 1024) / 1e9:.1f} GFLOP"
+    >>> gpt = compute_tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)
+    >>> f"{count_layer_flops(gpt, 1024) / 1e9:.1f} GFLOP"
     '107.3 GFLOP'
     """
     tokens = prod(a.axis.length for a in attention_tiles.axes)

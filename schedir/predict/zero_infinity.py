@@ -51,7 +51,7 @@ def checkpoint_bytes(
 ) -> float:
     """Bytes of the activations from which forwards run again: 2 bsz seq hd nl / ci (equation 3).
 
-    >>> f"{checkpoints(128, 25 * 1024, 1024, 32) / 2**40:.2f} TiB"  # Figure 2a
+    >>> f"{checkpoint_bytes(128, 25 * 1024, 1024, 32) / 2**40:.2f} TiB"  # Figure 2a
     '0.20 TiB'
     """
     layers, hidden, sequence, batch, checkpoint_interval = _require_integers(
@@ -66,7 +66,7 @@ def largest_operator_bytes(hidden: int) -> float:
 
     Parameters and gradient of the largest operator, a linear layer from hd to 4hd.
 
-    >>> f"{largest_operator(64 * 1024) / 2**30:g} GiB"  # of 10^13 parameters: Figure 2a
+    >>> f"{largest_operator_bytes(64 * 1024) / 2**30:g} GiB"  # of 10^13 parameters: Figure 2a
     '64 GiB'
     """
     (hidden,) = _require_integers(hidden=hidden)
@@ -79,7 +79,7 @@ def activation_working_bytes(
     """Bytes of the activations between two checkpoints, which a backward has at once:
     bsz seq ci (16 hd + 2 heads seq) (equation 5).
 
-    >>> f"{between_checkpoints(64 * 1024, 512, 1024, 4) / 2**30:g} GiB"  # Figure 2a
+    >>> f"{activation_working_bytes(64 * 1024, 512, 1024, 4) / 2**30:g} GiB"  # Figure 2a
     '8 GiB'
     """
     hidden, heads, sequence, batch, checkpoint_interval = _require_integers(
@@ -100,7 +100,7 @@ def compute_efficiency(
     Both are what schedir's programs take (docs/offload.md has which).
 
     >>> of = intensity_of_parameters(1024, batch=1)
-    >>> f"{efficiency(of, 70e9, 70e12):.0%}"  # section 4.2: 70 GB/s are over half, with batch 1
+    >>> f"{compute_efficiency(of, 70e9, 70e12):.0%}"  # section 4.2: 70 GB/s are over half, with batch 1
     '51%'
     """
     ait, bw, peak = _require_rates(intensity=intensity, bandwidth=bandwidth, peak=peak)
@@ -114,7 +114,7 @@ def required_bandwidth(
 
     Raises UsageError for a share that is not between 0 and 1, which only what is overlapped can be.
 
-    >>> f"{bandwidth_for(0.5, intensity_of_optimizer(1024, batch=1), 70e12) / 1e9:.0f} GB/s"
+    >>> f"{required_bandwidth(0.5, intensity_of_optimizer(1024, batch=1), 70e12) / 1e9:.0f} GB/s"
     '273 GB/s'
     """
     (share,) = _require_rates(share=share)

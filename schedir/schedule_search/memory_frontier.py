@@ -102,7 +102,7 @@ def memory_frontier(
     >>> from schedir import Costs, PipelineShape, memory_frontier
     >>> found = memory_frontier(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
     ...     evaluations=2000)
-    >>> [(level.limit, level.run.span, level.bound) for level in found.levels]
+    >>> [(level.limit, level.timeline.span, level.bound) for level in found.levels]
     [(1.0, 72.0, 72.0), (2.0, 41.0, 40.0), (3.0, 32.0, 31.0), (4.0, 27.0, 27.0)]
     """
     if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:

@@ -70,7 +70,7 @@ def combine_numba(results: Iterable[NumbaStatus]) -> NumbaStatus:
 def describe_numba(numba: NumbaStatus) -> str:
     """Return how a search used numba, as the end of a sentence.
 
-    >>> numba_in_words("no time")
+    >>> describe_numba("no time")
     'without numba, as its first use needs 8 s in one search, and a later use 0.4 s'
     """
     return {

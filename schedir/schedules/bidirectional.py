@@ -25,10 +25,10 @@ def dualpipe(r: int, P: int, m: int) -> RankSchedule:
     activations in flight on every rank, and parameters twice.  Takes even m >= 2P.
 
     >>> from schedir.schedules import dualpipe
-    >>> from schedir.viz.doctest_chart import timeline
+    >>> from schedir.viz.doctest_chart import draw_schedule
     >>> from schedir import Costs
     >>> # A pair takes 2 here.
-    >>> print(timeline(dualpipe, 4, 8, placement="mirror", costs=Costs(FB=2)))
+    >>> print(draw_schedule(dualpipe, 4, 8, placement="mirror", costs=Costs(FB=2)))
     rank 0  F0  F1  F2  F4' I4' W4' F5' F3  B5' ..  F6' B0  B6' --  F7' B1  B7' --  I2  W2  I3  W3
     rank 1  ..  F0  F4' F1  F5' F2  B4' --  F6' B0  F3  B5' F7' B1  B6' --  B2  --  I7' I3  W7' W3
     rank 2  ..  F4  F0' F5  F1' F6  B0' --  F2' B4  F7  B1' F3' B5  B2' --  B6  --  I3' I7  W3' W7
@@ -52,9 +52,9 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
     parameters twice.
 
     >>> from schedir.schedules import chimera
-    >>> from schedir.viz.doctest_chart import timeline
+    >>> from schedir.viz.doctest_chart import draw_schedule
     >>> from schedir import Costs
-    >>> print(timeline(chimera, 4, 4, placement="mirror", costs=Costs(B=1)))
+    >>> print(draw_schedule(chimera, 4, 4, placement="mirror", costs=Costs(B=1)))
     rank 0  F0  F1  ..  F2' B2' F3' B3' B0  ..  B1
     rank 1  ..  F0  F2' F1  F3' B2' B0  B3' B1  ..
     rank 2  ..  F2  F0' F3  F1' B0' B2  B1' B3  ..
@@ -76,9 +76,9 @@ def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     parameters twice.
 
     >>> from schedir.schedules import bitpipe
-    >>> from schedir.viz.doctest_chart import timeline
+    >>> from schedir.viz.doctest_chart import draw_schedule
     >>> from schedir import Costs
-    >>> print(timeline(bitpipe, 2, 2, placement="mirror-vee", costs=Costs(B=1)))
+    >>> print(draw_schedule(bitpipe, 2, 2, placement="mirror-vee", costs=Costs(B=1)))
     rank 0  F0    F1'   F1''  F0''' B0''' B1''  B1'   B0
     rank 1  F1    F0'   F0''  F1''' B1''' B0''  B0'   B1
     """

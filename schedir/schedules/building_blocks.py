@@ -30,8 +30,8 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     anew, so it suits m = P.  (v-1)P + r+1 stage activations in flight, for m >= P.
 
     >>> from schedir.schedules import wave
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(wave, ranks=2, microbatches=2, placement="vee"))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(wave, ranks=2, microbatches=2, placement="vee"))
     rank 0  F0  F1  ..  F0' B0' --  F1' B1' --  ..  B0  --  ..  ..  B1  --
     rank 1  ..  F0  F0' F1  F1' ..  B0' --  B0  --  B1' --  B1  --  ..  ..
     """
@@ -61,8 +61,8 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     rank share a queue, compile it at its own costs.
 
     >>> from schedir.schedules import v_half
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(v_half, ranks=2, microbatches=3, placement="vee"))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(v_half, ranks=2, microbatches=3, placement="vee"))
     rank 0  F0  F1  ..  F0' I0' F1' W0' F2  I0  I1' W0  F2' I2' I1  W1' I2  W2' W1  W2
     rank 1  ..  F0  F0' F1  F1' I0' W0' I0  W0  F2  F2' I1' I1  I2' I2  W1' W1  W2' W2
     """
@@ -79,8 +79,8 @@ def v_min(r: int, P: int, m: int) -> RankSchedule:
     are alike: for P >= 3 and W <= max(F, I) each microbatch adds 6 max(F, I) - 2(F+I+W).
 
     >>> from schedir.schedules import v_min
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(v_min, ranks=2, microbatches=3, placement="vee"))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(v_min, ranks=2, microbatches=3, placement="vee"))
     rank 0  F0  F1  ..  F0' I0' F1' I1' I0  W0' F2  I1  W1' W0  F2' I2' W1  W2' I2  W2
     rank 1  ..  F0  F0' F1  F1' I0' I0  I1' I1  W0' F2  W0  F2' W1' W1  I2' I2  W2' W2
     """

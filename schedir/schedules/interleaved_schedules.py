@@ -27,8 +27,8 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     LoopedBFS runs each stage's backwards in descending order, which takes as long.
 
     >>> from schedir.schedules import looped_bfs
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(looped_bfs, ranks=2, microbatches=2, stages_per_rank=2))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(looped_bfs, ranks=2, microbatches=2, stages_per_rank=2))
     rank 0  F0  F1  F0' F1' ..  ..  ..  B0' --  B1' --  B0  --  B1  --
     rank 1  ..  F0  F1  F0' F1' B0' --  B1' --  B0  --  B1  --  ..  ..
     """
@@ -44,9 +44,9 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     Beside `looped_bfs`, fewer boundary activations wait: those of P microbatches, not of m.
 
     >>> from schedir.schedules import looped_dfs
-    >>> from schedir.viz.doctest_chart import timeline
+    >>> from schedir.viz.doctest_chart import draw_schedule
     >>> from schedir import Costs
-    >>> print(timeline(looped_dfs, 2, 4, stages_per_rank=2, costs=Costs(B=1)))
+    >>> print(draw_schedule(looped_dfs, 2, 4, stages_per_rank=2, costs=Costs(B=1)))
     rank 0  F0  F1  F0' F1' F2  F3  F2' F3' ..  ..  B0' B1' B0  B1  B2' B3' B2  B3
     rank 1  ..  F0  F1  F0' F1' F2  F3  F2' F3' B0' B1' B0  B1  B2' B3' B2  B3  ..
     """
@@ -67,8 +67,8 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
     stage activations in flight; v times the messages of 1F1B.
 
     >>> from schedir.schedules import interleaved
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(interleaved, ranks=2, microbatches=2, stages_per_rank=2))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(interleaved, ranks=2, microbatches=2, stages_per_rank=2))
     rank 0  F0  F1  F0' F1' ..  ..  B0' --  ..  B1' --  B0  --  B1  --
     rank 1  ..  F0  F1  F0' B0' --  F1' B1' --  B0  --  B1  --  ..  ..
     """
@@ -86,8 +86,8 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     one stage: v times less.  v P stage activations in flight on every rank.
 
     >>> from schedir.schedules import interleaved_zb
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(interleaved_zb, ranks=2, microbatches=2, stages_per_rank=2))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(interleaved_zb, ranks=2, microbatches=2, stages_per_rank=2))
     rank 0  F0  F1  F0' F1' ..  I0' W0' I1' W1' I0  W0  I1  W1
     rank 1  ..  F0  F1  F0' I0' F1' I1' W0' I0  W1' I1  W0  W1
     """

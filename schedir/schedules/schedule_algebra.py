@@ -182,7 +182,7 @@ def weave(
     on; those that remain come last.  Raises TypeError for what is no word, or no whole number.
 
     >>> from schedir import B, F, weave
-    >>> weave(4 * F, 4 * B, lead=2)
+    >>> weave(4 * F, 4 * B, warmup=2)
     <RankSchedule F F F B F B B B>
     """
     words = [_require_letters("weave", word) for word in (forwards, backwards, weights)]
@@ -355,11 +355,11 @@ def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> Pipelin
 
     Example:
         >>> from schedir import PipelineShape, schedules
-        >>> shape_for(schedules.zb_v, PipelineShape(ranks=4, microbatches=8))
+        >>> apply_schedule_defaults(schedules.zb_v, PipelineShape(ranks=4, microbatches=8))
         PipelineShape(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
-        >>> shape_for(schedules.interleaved, PipelineShape(4, 8, stages_per_rank=1))
+        >>> apply_schedule_defaults(schedules.interleaved, PipelineShape(4, 8, stages_per_rank=1))
         PipelineShape(ranks=4, microbatches=8)
-        >>> shape_for(schedules.gpipe, PipelineShape(4, 8, placement="vee")).stages_per_rank
+        >>> apply_schedule_defaults(schedules.gpipe, PipelineShape(4, 8, placement="vee")).stages_per_rank
         2
     """
     changes: dict[str, Any] = {}

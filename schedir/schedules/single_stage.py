@@ -11,8 +11,8 @@ def gpipe(r: int, P: int, m: int) -> RankSchedule:
     Bubble (P-1)/m of ideal time; m activations in flight.
 
     >>> from schedir.schedules import gpipe
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(gpipe, ranks=3, microbatches=4))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(gpipe, ranks=3, microbatches=4))
     rank 0  F0 F1 F2 F3 .. .. .. .. .. .. B0 -- B1 -- B2 -- B3 --
     rank 1  .. F0 F1 F2 F3 .. .. .. B0 -- B1 -- B2 -- B3 -- .. ..
     rank 2  .. .. F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .. .. .. ..
@@ -27,8 +27,8 @@ def one_f_one_b(r: int, P: int, m: int) -> RankSchedule:
     Ranks idle (P-1)(F+B), in its own span rank r for (P-1-r)(F+B) of it.
 
     >>> from schedir.schedules import one_f_one_b
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(one_f_one_b, ranks=3, microbatches=4))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(one_f_one_b, ranks=3, microbatches=4))
     rank 0  F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
     rank 1  .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- .. ..
     rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
@@ -45,8 +45,8 @@ def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
     up to t = (F+B)/2.  min(2(P-1-r) + 1, m) activations in flight.
 
     >>> from schedir.schedules import eager_1f1b
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(eager_1f1b, ranks=3, microbatches=4))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(eager_1f1b, ranks=3, microbatches=4))
     rank 0  F0 F1 F2 F3 .. .. .. B0 -- .. B1 -- .. B2 -- .. B3 --
     rank 1  .. F0 F1 F2 .. B0 -- F3 B1 -- .. B2 -- .. B3 -- .. ..
     rank 2  .. .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .. .. .. ..
@@ -63,8 +63,8 @@ def forward_only(r: int, P: int, m: int, v: int = 1) -> RankSchedule:
     there.  Nothing is kept for a backward; up to m boundary activations wait between stages.
 
     >>> from schedir.schedules import forward_only
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(forward_only, ranks=2, microbatches=3, stages_per_rank=2))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(forward_only, ranks=2, microbatches=3, stages_per_rank=2))
     rank 0  F0  F1  F2  F0' F1' F2' ..
     rank 1  ..  F0  F1  F2  F0' F1' F2'
     """

@@ -25,8 +25,8 @@ def zb_v(r: int, P: int, m: int) -> RankSchedule:
     1F1B's.  Takes m >= 2P-1.
 
     >>> from schedir.schedules import zb_v
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(zb_v, ranks=2, microbatches=3, placement="vee"))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(zb_v, ranks=2, microbatches=3, placement="vee"))
     rank 0  F0  F1  F2  F0' I0' W0' F1' I1' W1' I0  W0  F2' I2' W2' I1  W1  I2  W2  ..
     rank 1  ..  F0  F0' F1  F1' I0' W0' F2  I0  W0  F2' I1' W1' I1  I2' I2  W1  W2' W2
     """
@@ -60,15 +60,15 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     for 66 with P = 4, m = 10 and unit costs.
 
     >>> from schedir.schedules import dualpipe_v
-    >>> from schedir.viz.doctest_chart import timeline
+    >>> from schedir.viz.doctest_chart import draw_schedule
     >>> from schedir import Costs
     >>> # A pair takes 2 here.
-    >>> print(timeline(dualpipe_v, 2, 4, placement="vee", costs=Costs(FB=2)))
+    >>> print(draw_schedule(dualpipe_v, 2, 4, placement="vee", costs=Costs(FB=2)))
     rank 0  F0  F1  F2  F0' I0' W0' F1' F3  B1' ..  F2' B0  B2' --  F3' B1  B3' --  I2  W2  I3  W3
     rank 1  ..  F0  F0' F1  F1' F2  B0' --  F2' B0  F3  B1' F3' B1  B2' --  B2  --  I3' I3  W3' W3
     >>> from schedir import PipelineShape, RankSchedule, expand_schedule, simulate
-    >>> from schedir.ir.program import JOINED
-    >>> def halves(r, P, m): return RankSchedule(dualpipe_v(r, P, m).letters & ~JOINED)
+    >>> from schedir.ir.program import JOINED_BIT
+    >>> def halves(r, P, m): return RankSchedule(dualpipe_v(r, P, m).letters & ~JOINED_BIT)
     >>> [simulate(expand_schedule(s, PipelineShape(4, 10,
     ...     placement="vee"))).span for s in (dualpipe_v, halves)]
     [66.0, 63.0]

@@ -14,8 +14,8 @@ def zb_h1(r: int, P: int, m: int) -> RankSchedule:
     first.
 
     >>> from schedir.schedules import zb_h1
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(zb_h1, ranks=3, microbatches=4))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(zb_h1, ranks=3, microbatches=4))
     rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
     rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
@@ -33,8 +33,8 @@ def zb_h2(r: int, P: int, m: int) -> RankSchedule:
     activations in flight.
 
     >>> from schedir.schedules import zb_h2
-    >>> from schedir.viz.doctest_chart import timeline
-    >>> print(timeline(zb_h2, ranks=3, microbatches=5))
+    >>> from schedir.viz.doctest_chart import draw_schedule
+    >>> print(draw_schedule(zb_h2, ranks=3, microbatches=5))
     rank 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .. ..
     rank 1  .. F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 ..
     rank 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4

@@ -172,7 +172,7 @@ class Schedule(CheckedRuntime):
             return f"{whole.name} ({whole.digest[:16]})"
 
         require_same("the program", gather_or_raise(compiled, group))
-        if self._shared_weights is not None and self.program.trains:
+        if self._shared_weights is not None and self.program.has_backward:
             self._shared_weights.bind_program(self.program)
         self._checkpoint_adapter = TorchCheckpointState(
             held, self.program, self._shared_weights, loss_fn
@@ -189,7 +189,7 @@ class Schedule(CheckedRuntime):
                 held, *both, loss_fn, self.scale_grads, tied_weights, group
             )
         self._actions_by_mode = {
-            one.trains: {
+            one.has_backward: {
                 rank: insert_unshards(order, unsharded_stages)
                 for rank, order in actions.make_actions(one).items()
             }
@@ -200,7 +200,7 @@ class Schedule(CheckedRuntime):
                 require_unsharded(order, unsharded_stages)
         self._set_mapping()
         self._split_stages = (
-            actions.find_split_stages(self.program) if self.program.trains else frozenset()
+            actions.find_split_stages(self.program) if self.program.has_backward else frozenset()
         )
         if self._split_stages and runtime == "torch":
             install_hook_counters()

@@ -64,8 +64,8 @@ def require_safe_queues(
     )
     shared = sorted({one for each in told for one in each}, key=str)
     if shared:
-        pairs = [(_find_queue_number(program, s.rank, s.one),
-            _find_queue_number(program, s.rank, s.other))
+        pairs = [(_find_queue_number(program, s.rank, s.edge),
+            _find_queue_number(program, s.rank, s.other_queue))
                  for s in shared]  # fmt: skip
         known = [pair for pair in pairs if NO_POSITION not in pair]
         graph = SharedQueueGraph(

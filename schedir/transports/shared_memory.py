@@ -344,11 +344,11 @@ class SharedMemoryTransport(ProcessTransport):
     >>> import schedir
     >>> from torch import distributed
     >>> from schedir.runtime import GlooTransport, SharedMemoryTransport
-    >>> from schedir.transports.shared_memory import can_share
+    >>> from schedir.transports.shared_memory import can_share_memory
     >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     >>> program = schedir.compile(schedir.schedules.gpipe,
     ...     schedir.PipelineShape(ranks=1, microbatches=4))
-    >>> transport = SharedMemoryTransport(program) if can_share() else GlooTransport(program)
+    >>> transport = SharedMemoryTransport(program) if can_share_memory() else GlooTransport(program)
     >>> transport.progress_model
     'per_edge'
     >>> distributed.destroy_process_group()

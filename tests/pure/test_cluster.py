@@ -35,7 +35,8 @@ OPTION = "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB"
 
 def cluster(nodes: int = 2, gpus_per_node: int = 4, **more: Any) -> Cluster:
     usual: dict[str, Any] = {
-        "flops": 300e12, "memory": 80e9, "hbm_bandwidth": 2e12, "nvlink_bandwidth": 300e9, "network_bandwidth": 20e9,
+        "flops": 300e12, "memory": 80e9, "hbm_bandwidth": 2e12, "nvlink_bandwidth": 300e9,
+        "network_bandwidth": 20e9,
         "latency": 1e-5, "kernel_us": 5,
     }  # fmt: skip
     return Cluster(nodes, gpus_per_node, **(usual | more))
@@ -233,7 +234,8 @@ def test_gpus_are_the_product(tp: int, dp: int) -> None:
 
 def test_texts_have_units() -> None:
     text = cluster(
-        nodes="2", flops="300TFLOP/s", memory="80GB", hbm_bandwidth="2TB/s", nvlink_bandwidth="300 GB/s",  # type: ignore[arg-type]
+        nodes="2", flops="300TFLOP/s", memory="80GB", hbm_bandwidth="2TB/s",
+        nvlink_bandwidth="300 GB/s",  # type: ignore[arg-type]
         network_bandwidth="20e9", latency="10us", kernel_us="5",
     )  # fmt: skip
     assert text == cluster() and text.gpu_count == 8
@@ -269,7 +271,8 @@ def test_the_example_is_read() -> None:
 @pytest.mark.parametrize(
     ("line", "name"),
     [("nvlnk = 1", "nvlnk"), ('flops = "x"', "flops"), ("memory = [1]", "memory"),
-     ("[network_bandwidth]", "network_bandwidth"), ("latency = -1", "latency"), ("nodes = true", "nodes")],
+     ("[network_bandwidth]", "network_bandwidth"), ("latency = -1", "latency"),
+     ("nodes = true", "nodes")],
 )  # fmt: skip
 def test_a_file_says_where(line: str, name: str, tmp_path: Path) -> None:
     rest = [

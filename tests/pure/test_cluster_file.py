@@ -78,7 +78,8 @@ def test_what_cannot_be_written_leaves_what_is_there(tmp_path: Path) -> None:
 def here(**more: Any) -> Cluster:
     """Four processes, all of whose rates are simple."""
     usual: dict[str, Any] = {
-        "flops": 1e10, "memory": 1e9, "hbm_bandwidth": 1e9, "nvlink_bandwidth": 1e9, "network_bandwidth": 1e9, "kernel_us": 10,
+        "flops": 1e10, "memory": 1e9, "hbm_bandwidth": 1e9, "nvlink_bandwidth": 1e9,
+        "network_bandwidth": 1e9, "kernel_us": 10,
         "itemsize": 4,
     }  # fmt: skip
     return Cluster(1, 4, **(usual | more))

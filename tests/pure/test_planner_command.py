@@ -173,8 +173,8 @@ def test_it_is_told_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
             plan["pp"] * plan["tp"] * plan["dp"] == 4
             and plan["dp"] * plan["microbatches"] * plan["microbatch_size"] == 32
         )
-        assert sum(plan["parts"].values()) == pytest.approx(plan["step"])
-    steps = [plan["step"] for plan in told["plans"]]
+        assert sum(plan["breakdown"].values()) == pytest.approx(plan["step_time"])
+    steps = [plan["step_time"] for plan in told["plans"]]
     assert steps == sorted(steps)
 
 
@@ -223,7 +223,7 @@ def test_a_search_finds_a_shorter_schedule(
     (found,) = json.loads(
         said(capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.sched", "--json")
     )["plans"]
-    assert found["schedule"] == "search" and found["step"] < plain["step"]
+    assert found["schedule"] == "search" and found["step_time"] < plain["step_time"]
     program = from_text(Path("best.sched").read_text())
     assert program.name == "search" and program.shape.microbatches == found["microbatches"]
     told = refused(capsys, *at, "--improve-schedules", "--time-limit=0.5", "-o", "best.toml")
@@ -242,7 +242,7 @@ def test_layers_are_divided_so_that_a_step_is_shorter(
         said(capsys, *at, "--optimize-division", "-o", str(tmp_path / "best.toml"))
     )["plans"]
     layers = found["layers_per_stage"]
-    assert found["step"] < 0.85 * even["step"]
+    assert found["step_time"] < 0.85 * even["step_time"]
     assert sum(layers) == 24 and layers[-1] < min(layers[:-1])
     assert f"layers_per_stage = {layers}" in (tmp_path / "best.toml").read_text()
 

@@ -207,7 +207,7 @@ def test_offload_beside_what_fits() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "host and host_memory": {"host": None, "host_memory": None},
+    "host and host_memory": {"host_bandwidth": None, "host_memory": None},
     "the cluster's host_memory say": {"host_memory": None},
     "processors compute in their host's memory": {"processors": 4},
 }

@@ -32,12 +32,12 @@ _FORWARD_COLOR: Final = TONES[FORWARD].hue
 STEP_PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
     "compute": ("compute", _FORWARD_COLOR, ""),
     "recompute": ("what runs again", mix_to_lightness(_FORWARD_COLOR, 62), "////"),
-    "tensor": ("tensor parallel", LANE_COLORS[Lane.TP], ""),
+    "tensor_parallel": ("tensor parallel", LANE_COLORS[Lane.TP], ""),
     "transfers": ("messages", LANE_COLORS[Lane.ACT], ""),
     "bubble": ("bubble", "white", "xxxx"),
-    "data": ("sums and gathers of replicas", LANE_COLORS[Lane.DP], ""),
+    "data_parallel": ("sums and gathers of replicas", LANE_COLORS[Lane.DP], ""),
     "optimizer": ("optimizer", LIGHT_PALETTE.step_color, ""),
-    "host": ("copies to the host", LANE_COLORS[Lane.D2H], ""),
+    "host_copies": ("copies to the host", LANE_COLORS[Lane.D2H], ""),
 }
 # What is told of a plan, left of its bar and right of it: the heading, inches, and to which side.
 _LEFT_COLUMNS: Final = (
@@ -63,9 +63,9 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
 
     >>> import schedir
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
-    >>> plan = PlanEstimate(pp=8, tp=8, dp=16, microbatches=96, step=30.0,
-    ...     parts=StepBreakdown(24, 0, 2, 0, 3, 1, 0),
-    ...               memory=GpuMemory(5e9, 5e9, 30e9, 20e9, 3e9), flops=150e12, mfu=0.48)
+    >>> plan = PlanEstimate(pp=8, tp=8, dp=16, microbatches=96, step_time=30.0,
+    ...     breakdown=StepBreakdown(24, 0, 2, 0, 3, 1, 0),
+    ...               memory=GpuMemory(5e9, 5e9, 30e9, 20e9, 3e9), flops_per_second=150e12, mfu=0.48)
     >>> figure = schedir.viz.plan_times([plan])
     >>> [text.get_text() for text in figure.axes[0].texts if "%" in text.get_text()]
     ['80%', '7%', '10%', '3%']
@@ -222,9 +222,9 @@ def plan_memory(
     >>> import schedir
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
     >>> plans = [
-    ...     PlanEstimate(pp=p, tp=8, dp=128 // p, microbatches=p, step=40 - p,
-    ...     parts=StepBreakdown(40 - p, 0, 0, 0, 0, 0, 0),
-    ...            memory=GpuMemory(320e9 / p, 0, 0, 0, 0), flops=1e14, mfu=0.4, fits=p > 4)
+    ...     PlanEstimate(pp=p, tp=8, dp=128 // p, microbatches=p, step_time=40 - p,
+    ...     breakdown=StepBreakdown(40 - p, 0, 0, 0, 0, 0, 0),
+    ...            memory=GpuMemory(320e9 / p, 0, 0, 0, 0), flops_per_second=1e14, mfu=0.4, fits=p > 4)
     ...     for p in (4, 8, 16)
     ... ]
     >>> figure = schedir.viz.plan_memory(plans, limit=80e9)
@@ -315,9 +315,9 @@ def label_plan(plan: PlanEstimate) -> str:
     """A plan in a few words.
 
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
-    >>> name_of(PlanEstimate(pp=8, tp=4, stages_per_rank=2, step=1.0,
-    ...     parts=StepBreakdown(1, 0, 0, 0, 0, 0, 0),
-    ...                memory=GpuMemory(0, 0, 0, 0, 0), flops=1e14, mfu=0.4))
+    >>> label_plan(PlanEstimate(pp=8, tp=4, stages_per_rank=2, step_time=1.0,
+    ...     breakdown=StepBreakdown(1, 0, 0, 0, 0, 0, 0),
+    ...                memory=GpuMemory(0, 0, 0, 0, 0), flops_per_second=1e14, mfu=0.4))
     'pp 8, tp 4, dp 1, v 2, b 1, one_f_one_b'
     """
     v = f", v {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
@@ -368,9 +368,9 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
     >>> import schedir
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
     >>> plans = [
-    ...     PlanEstimate(pp=8, dp=d, microbatches=64 // d, step=32 / d,
-    ...     parts=StepBreakdown(32 / d, 0, 0, 0, 0, 0, 0),
-    ...            memory=GpuMemory(1e9, 0, 0, 0, 0), flops=1e14, mfu=0.4)
+    ...     PlanEstimate(pp=8, dp=d, microbatches=64 // d, step_time=32 / d,
+    ...     breakdown=StepBreakdown(32 / d, 0, 0, 0, 0, 0, 0),
+    ...            memory=GpuMemory(1e9, 0, 0, 0, 0), flops_per_second=1e14, mfu=0.4)
     ...     for d in (1, 2, 4)
     ... ]
     >>> figure = schedir.viz.plan_scaling(plans)

@@ -31,8 +31,8 @@ def window_tiles(*tile_sets: Tiles) -> Figure:
     than four million in a panel.
 
     >>> import schedir
-    >>> from schedir.predict.window_tiles import tiles
-    >>> strided = tiles(1024, 256, 64, q_tile=64, kv_tile=64, causal=True)
+    >>> from schedir.predict.window_tiles import compute_tiles
+    >>> strided = compute_tiles(1024, 256, 64, q_tile=64, kv_tile=64, causal=True)
     >>> figure = schedir.viz.window_tiles(strided)
     >>> print(figure.axes[0].get_title())
     window 256, stride 64

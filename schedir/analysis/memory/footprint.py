@@ -325,7 +325,7 @@ def find_used_tiers(program: Program) -> tuple[str, ...]:
     where something lies.
 
     >>> from schedir import PipelineShape, compile, schedules
-    >>> tiers_of(compile(schedules.one_f_one_b, PipelineShape(2, 4)))
+    >>> find_used_tiers(compile(schedules.one_f_one_b, PipelineShape(2, 4)))
     ('device',)
     """
     changes = [change for op in program.used_opcodes for change in INSTRUCTIONS[op].changes]

@@ -50,10 +50,10 @@ def describe_sharding(program: Program) -> str:
 
     >>> from schedir import PipelineShape, compile, schedules
     >>> shape = PipelineShape(ranks=1, microbatches=4, stages_per_rank=6)
-    >>> in_parts(compile(schedules.looped_bfs, shape, dp=2, zero=1))
+    >>> describe_sharding(compile(schedules.looped_bfs, shape, dp=2, zero=1))
     "zero 1: the optimizer's state in 2 parts, one on each replica; each rank gathers weights \
 6 times a step, and holds at most 6 of its 6 stages whole"
-    >>> in_parts(compile(schedules.looped_bfs, shape, zero=3))
+    >>> describe_sharding(compile(schedules.looped_bfs, shape, zero=3))
     'zero 3 saves nothing here: there is one replica (dp 1), and its part is the whole'
     """
     if not program.zero:

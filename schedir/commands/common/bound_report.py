@@ -19,9 +19,9 @@ WITHIN_MEMORY = " within this memory"  # of as many bytes, or activations, as th
 def describe_bound(span: float, bound: float, unit: str = "", scope: str = WITHIN_MEMORY) -> str:
     """What a bound says of a schedule that takes so long; `scope` is which others it is of.
 
-    >>> in_words(103.2, 100.0)
+    >>> describe_bound(103.2, 100.0)
     'no schedule of these stages within this memory is shorter than 100: at most 3.1% can be gained'
-    >>> in_words(100.0, 100.0)
+    >>> describe_bound(100.0, 100.0)
     'no schedule of these stages within this memory is shorter than 100: proved shortest'
     """
     gain = compute_saving(span, bound)

@@ -55,7 +55,7 @@ _MAX_OPTION_LENGTH: Final = 100  # characters of an option that are shown
 def format_seconds(time: float) -> str:
     """A time for people to read.
 
-    >>> seconds(31.234), seconds(3.1), seconds(0.00312), seconds(2.55e-5)
+    >>> format_seconds(31.234), format_seconds(3.1), format_seconds(0.00312), format_seconds(2.55e-5)
     ('31.23 s', '3.100 s', '3.120 ms', '25.5 us')
     """
     for one, unit in ((1.0, "s"), (1e-3, "ms")):
@@ -213,7 +213,7 @@ def _find_launcher_options(request: PlanRequest, plan: PlanEstimate) -> dict[str
 def _format_repeats(numbers: Sequence[int]) -> str:
     """Numbers in a row, those that are alike as one.
 
-    >>> _runs((3, 4, 4, 4, 3))
+    >>> _format_repeats((3, 4, 4, 4, 3))
     '3, 3 x 4, 3'
     """
     runs = [(number, len([*alike])) for number, alike in groupby(numbers)]
@@ -233,7 +233,7 @@ def _list_notes(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
 def _format_count(number: float) -> str:
     """A large number for people to read.
 
-    >>> _count(174.6e9), _count(1.008e12), _count(66e6)
+    >>> _format_count(174.6e9), _format_count(1.008e12), _format_count(66e6)
     ('174.6 billion', '1.008 trillion', '66 million')
     """
     names = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
@@ -259,7 +259,7 @@ def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> st
 def collect_plan_facts(plan: PlanEstimate) -> dict[str, Any]:
     """All that is known of a plan; parts are told by name."""
     told = asdict(plan)
-    told["parts"] = plan.breakdown._asdict()
-    for tier, held in (("memory", plan.memory), ("host", plan.host_memory)):
+    told["breakdown"] = plan.breakdown._asdict()
+    for tier, held in (("memory", plan.memory), ("host_memory", plan.host_memory)):
         told[tier] = held._asdict() | {"total": held.total}
     return told

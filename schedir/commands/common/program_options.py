@@ -103,7 +103,7 @@ def parse_option(text: str) -> tuple[str, Any]:
         UsageError: There is no such option, or it does not take the value.
 
     Example:
-        >>> parse("zero=3"), parse("overlap")
+        >>> parse_option("zero=3"), parse_option("overlap")
         (('zero', 3), ('overlap', True))
     """
     name, equals, value = text.partition("=")

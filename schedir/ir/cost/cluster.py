@@ -56,9 +56,10 @@ class Cluster:
     Raises UsageError for what is no number, not positive, or has another unit.
 
     >>> from schedir import Cluster
-    >>> a100 = Cluster(nodes=2, gpus_per_node=8, flops="312TFLOP/s", memory="80GB", hbm_bandwidth="2TB/s",
-    ...                nvlink_bandwidth="300GB/s", network_bandwidth="25GB/s", latency="5us")
-    >>> f"{a100.all_reduce(1e9, 8):.6f} {a100.all_reduce(1e9, 16):.6f} {a100.send(1e9, 0, 8):.6f}"
+    >>> a100 = Cluster(nodes=2, gpus_per_node=8, flops="312TFLOP/s", memory="80GB",
+    ...                hbm_bandwidth="2TB/s", nvlink_bandwidth="300GB/s",
+    ...                network_bandwidth="25GB/s", latency="5us")
+    >>> f"{a100.all_reduce_time(1e9, 8):.6f} {a100.all_reduce_time(1e9, 16):.6f} {a100.send_time(1e9, 0, 8):.6f}"
     '0.005903 0.009525 0.040005'
     """
 
@@ -206,9 +207,9 @@ class Cluster:
         (2005), section 4.3, with its two kinds of links side by side.
 
         >>> from schedir import Cluster
-        >>> c = Cluster(2, 2, flops=1e12, memory="80GB", hbm_bandwidth="1TB/s", nvlink_bandwidth="100GB/s",
-        ...             network_bandwidth="10GB/s")
-        >>> f"{c.all_to_all(4e9, 2):.2f} {c.all_to_all(4e9, 4):.2f}"
+        >>> c = Cluster(2, 2, flops=1e12, memory="80GB", hbm_bandwidth="1TB/s",
+        ...             nvlink_bandwidth="100GB/s", network_bandwidth="10GB/s")
+        >>> f"{c.all_to_all_time(4e9, 2):.2f} {c.all_to_all_time(4e9, 4):.2f}"
         '0.02 0.20'
         """
         group = self._require_group(processes)
@@ -330,10 +331,11 @@ class Cluster:
 
         >>> from schedir import Cluster, Costs, PipelineShape, Sizes
         >>> node = Cluster(nodes=1, gpus_per_node=4, flops="312TFLOP/s", memory="80GB",
-        ...                hbm_bandwidth="2TB/s", nvlink_bandwidth="300GB/s", network_bandwidth="25GB/s", latency="10us")
+        ...                hbm_bandwidth="2TB/s", nvlink_bandwidth="300GB/s",
+        ...                network_bandwidth="25GB/s", latency="10us")
         >>> sizes = Sizes(activation=3e6, params=2e9, grads=2e9, optimizer=12e9)
-        >>> filled = node.costs(PipelineShape(4, 8), sizes, Costs(F=0.01, I=0.01, W=0.01))
-        >>> filled.send, filled.step
+        >>> fill_cluster_costs = node.fill_costs(PipelineShape(4, 8), sizes, Costs(F=0.01, I=0.01, W=0.01))
+        >>> fill_cluster_costs.send, fill_cluster_costs.step
         (2e-05, 0.015)
         """
         costs = Costs() if costs is None else costs

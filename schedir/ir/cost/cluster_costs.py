@@ -358,8 +358,8 @@ class _CostFiller:
         """Bytes per second of the host's memory."""
         if self.cluster.dram_bandwidth is None:
             raise UsageError(
-                "cluster: nobody tells dram_bandwidth, the bytes per second that the host's processors "
-                "read and write for a GPU",
+                "cluster: dram_bandwidth is missing: the bytes per second that the host's "
+                "processors read and write for a GPU",
                 hint=f'dram_bandwidth = "100GB/s", or tell {cost} itself',
                 fields=["dram_bandwidth"],
             )

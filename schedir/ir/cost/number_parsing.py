@@ -28,9 +28,9 @@ _DECIMAL_PATTERN = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?
 def parse_integer(text: str) -> int:
     """The whole number that a text says, of at most 18 digits; ValueError for any other text.
 
-    >>> whole("12")
+    >>> parse_integer("12")
     12
-    >>> whole("1_2")
+    >>> parse_integer("1_2")
     Traceback (most recent call last):
     ...
     ValueError: '1_2' is no whole number in the digits 0 to 9
@@ -43,7 +43,7 @@ def parse_integer(text: str) -> int:
 def parse_decimal(text: str) -> float:
     """The number that a text says, as in `2`, `.5` or `1e-3`; ValueError for any other text.
 
-    >>> decimal("1e-3")
+    >>> parse_decimal("1e-3")
     0.001
     """
     if not _DECIMAL_PATTERN.fullmatch(text):

@@ -138,9 +138,9 @@ def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> Pe
     A number is that of each of `old_stages`; of several, each is spread evenly over its own part;
     of an array, this is done for each microbatch.
 
-    >>> cut(3.0, 2, 4), cut((1.0, 3.0), 2, 4), cut((1.0, 3.0, 5.0, 7.0), 4, 2)
+    >>> redistribute_stages(3.0, 2, 4), redistribute_stages((1.0, 3.0), 2, 4), redistribute_stages((1.0, 3.0, 5.0, 7.0), 4, 2)
     (1.5, (0.5, 0.5, 1.5, 1.5), (4.0, 12.0))
-    >>> cut(((1.0, 2.0), (3.0, 4.0)), 2, 1), cut(((1.0, 2.0),), 2, 1)
+    >>> redistribute_stages(((1.0, 2.0), (3.0, 4.0)), 2, 1), redistribute_stages(((1.0, 2.0),), 2, 1)
     (((4.0, 6.0),), ((2.0, 4.0),))
     """
     if not isinstance(value, tuple):
@@ -195,7 +195,7 @@ def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
     """The mean of all whole stages, of each microbatch where these differ, for one that is not cut,
     and for each of its pieces an equal share of it.
 
-    >>> evened((1.0, 3.0), (1, 1)), evened((1.0, 4.0, 1.0, 2.0), (3, 1))
+    >>> average_stages((1.0, 3.0), (1, 1)), average_stages((1.0, 4.0, 1.0, 2.0), (3, 1))
     (2.0, (1.3333333333333333, 1.3333333333333333, 1.3333333333333333, 4.0))
     """
     mean = sum_segments(to_grid(value), segments).mean(0)

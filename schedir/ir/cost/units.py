@@ -98,8 +98,8 @@ def parse_cluster_field(name: str, value: Any) -> float:
 def format_cluster_field(name: str, number: float) -> str:
     """A field's number as TOML: with a unit where that says it shortly, and always the same number.
 
-    >>> text_of("hbm_bandwidth", 2.039e12), text_of("latency", 5e-6), text_of("nodes", 8)
-    ('"2039GB/s"', '"5us"', '8')
+    >>> [format_cluster_field(*one) for one in (("hbm_bandwidth", 2e12), ("nodes", 8))]
+    ['"2TB/s"', '8']
     """
     for unit in _UNIT_BY_FIELD[name].suffixes:
         one = parse_cluster_field(name, f"1{unit}")

@@ -65,9 +65,9 @@ def zero_model_states(
     finite.
 
     >>> from schedir import zero_model_states
-    >>> [round(zero_model_states(15, 15, 90, zero, 64).bytes, 2) for zero in range(4)]  # GB; 7.5B
+    >>> [round(zero_model_states(15, 15, 90, zero, 64).total, 2) for zero in range(4)]  # GB; 7.5B
     [120.0, 31.41, 16.64, 1.88]
-    >>> zero_model_states(20, 20, 120, 3, 4, numbers=10)  # 3 parameters in each part
+    >>> zero_model_states(20, 20, 120, 3, 4, parameter_counts=10)  # 3 parameters in each part
     ModelStates(params=6.0, grads=6.0, optimizer=36.0)
     """
     if _as_integer(zero, 0) is None or zero >= ZERO_LEVEL_COUNT:

@@ -276,7 +276,8 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         gives=(_V.GRAD,),
         doc="Sums a stage's gradient over the ranks that have a replica of the stage.",
         cost="reduce_replicated_stages", partner=_O.ReduceReplicatedStages, group="stage_replicas",
-        host_sync="replicas", ring=CollectiveRing("stage_replicas", "grads", 2), is_implicit_in_torch=True,
+        host_sync="replicas", ring=CollectiveRing("stage_replicas", "grads", 2),
+        is_implicit_in_torch=True,
     ),
     Row(
         _O.ReduceTied, "reduce_tied", _L.DP, _STAGE,

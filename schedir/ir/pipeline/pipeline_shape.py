@@ -71,7 +71,7 @@ _PLACEMENT = make_field_metadata(
     PLACEMENT_TYPE,
     f"{', '.join(NAMED_PLACEMENTS)}, or ranks like 0,1,1,0; of several holders like 0,1/1,0",
     is_always_shown=True,
-    digest=lambda _, shape: (shape.holders.tolist(),),
+    digest=lambda _, shape: (shape.replica_ranks.tolist(),),
 )
 _OPTIMIZER_STEPS = make_field_metadata(
     make_integer_type(1, MAX_MICROBATCHES),
@@ -142,13 +142,13 @@ class PipelineShape:
 
     Example:
         >>> from schedir import PipelineShape
-        >>> PipelineShape(ranks=2, microbatches=8, stages_per_rank=2).stages_of
+        >>> PipelineShape(ranks=2, microbatches=8, stages_per_rank=2).stages_on_rank
         ((0, 2), (1, 3))
-        >>> PipelineShape(ranks=2, microbatches=8, placement="vee").stages_of
+        >>> PipelineShape(ranks=2, microbatches=8, placement="vee").stages_on_rank
         ((0, 3), (1, 2))
-        >>> PipelineShape(ranks=2, microbatches=8, placement=(0, 1, 1)).stages_of
+        >>> PipelineShape(ranks=2, microbatches=8, placement=(0, 1, 1)).stages_on_rank
         ((0,), (1, 2))
-        >>> PipelineShape(ranks=3, microbatches=8, placement=((0, 1), (2, 0))).holders
+        >>> PipelineShape(ranks=3, microbatches=8, placement=((0, 1), (2, 0))).replica_ranks
         array([[0, 1],
                [2, 0]])
         >>> PipelineShape(ranks=2, microbatches=0)
@@ -425,7 +425,7 @@ class PipelineShape:
 
     @cached_property
     def stages_on_rank(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank, ascending: `F[j]` of rank r is stage `stages_of[r][j]`."""
+        """The stages of each rank, ascending: `F[j]` of rank r is stage `stages_on_rank[r][j]`."""
         held: list[list[int]] = [[] for _ in range(self.ranks)]
         for stage, ranks in enumerate(self.replica_ranks.T.tolist()):
             for rank in ranks:

@@ -17,7 +17,7 @@ def make_process_mesh(ranks: int, tp: int, dp: int) -> NDArray[np.int64]:
 def describe_process(process: int, ranks: int, tp: int, dp: int) -> str:
     """A process as every message names it.
 
-    >>> process_name(1, 2, 2, 1), process_name(3, 4, 1, 1), process_name(5, 2, 2, 2)
+    >>> describe_process(1, 2, 2, 1), describe_process(3, 4, 1, 1), describe_process(5, 2, 2, 2)
     ('process 1 (pipeline rank 0, tp 1)', 'process 3 (pipeline rank 3)', \
 'process 5 (pipeline rank 0, tp 1, replica 1)')
     """

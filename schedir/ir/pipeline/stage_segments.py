@@ -27,7 +27,7 @@ _ALL_LETTERS: Final = {*SEGMENT_LETTERS, STAGE_END}
 def split_letters_by_stage(segment_boundaries: str, stages: int) -> tuple[str, ...]:
     """The letters between the pieces of each whole stage, of a program of so many stages.
 
-    >>> letters_in("fg-.", 5), letters_in("", 2)
+    >>> split_letters_by_stage("fg-.", 5), split_letters_by_stage("", 2)
     (('fg', '.'), ('', ''))
     """
     return tuple(segment_boundaries.split(STAGE_END)) if segment_boundaries else ("",) * stages
@@ -41,7 +41,7 @@ def has_tp_collectives(segment_boundaries: str) -> bool:
 def count_segments(segment_boundaries: str, stages: int) -> tuple[int, ...]:
     """In how many pieces each whole stage is, of a program of so many stages.
 
-    >>> pieces_in("fg-.", 5), pieces_in("", 2)
+    >>> count_segments("fg-.", 5), count_segments("", 2)
     ((3, 2), (1, 1))
     """
     return tuple(len(own) + 1 for own in split_letters_by_stage(segment_boundaries, stages))
@@ -61,8 +61,8 @@ def merge_segments(
 ) -> UnsegmentedShape:
     """Of which whole stages and microbatches those of a shape are the pieces and the chunks.
 
-    >>> found = whole_of(PipelineShape(2, 8, placement=(0, 0, 1)), "g-", 4)
-    >>> found.shape, found.pieces, found.chunks
+    >>> found = merge_segments(PipelineShape(2, 8, placement=(0, 0, 1)), "g-", 4)
+    >>> found.shape, found.segments_per_stage, found.chunks_per_microbatch
     (PipelineShape(ranks=2, microbatches=2, placement=(0, 1)), (2, 1), 4)
     """
     pieces = count_segments(segment_boundaries, shape.stages)

@@ -70,7 +70,7 @@ def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[
     A number of pieces is that of layers as in Megatron-LM, whose ranks enter and leave a region in
     turn: "fgfg" for 5.  Raises UsageError for what says no pieces.
 
-    >>> letters_of(3, PipelineShape(ranks=2, microbatches=2)), letters_of([1, "g."],
+    >>> parse_segment_letters(3, PipelineShape(ranks=2, microbatches=2)), parse_segment_letters([1, "g."],
     ...     PipelineShape(2, 2))
     (('fg', 'fg'), ('', 'g.'))
     """
@@ -139,7 +139,7 @@ def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[
 
     Raises ShapeError for letters that so many stages cannot share.
 
-    >>> over_stages(9, 2, 4), over_stages(5, 2, 2)
+    >>> divide_over_stages(9, 2, 4), divide_over_stages(5, 2, 2)
     (('fgfg', 'fgfg', 'fgfg', 'fgfg'), ('fgfg', 'fgfg'))
     """
     found, v = list[str | int](), stages // ranks
@@ -314,9 +314,9 @@ def split_costs(
 
     >>> from schedir import Costs, PipelineShape, split_costs
     >>> split_costs(Costs(F=8, B=16, send=1, tp_reduce=0.5), "fg", PipelineShape(2, 4),
-    ...     shares=(1, 6, 1)).told["F"]
+    ...     shares=(1, 6, 1)).specified["F"]
     (1.0, 6.0, 1.0, 1.0, 6.0, 1.0)
-    >>> split_costs(Costs(F=8, tp_reduce=0.5), "g", PipelineShape(2, 4), chunks=4).told
+    >>> split_costs(Costs(F=8, tp_reduce=0.5), "g", PipelineShape(2, 4), chunks=4).specified
     {'F': 1.0, 'tp_reduce': 0.125}
     """
     number, chunks = (
@@ -420,7 +420,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 def _collect_split_options(options: Options) -> dict[str, Any]:
     """What is said of pieces and chunks."""
     told = {
-        "given": options.extra_options.get("stage_segments"),
+        "segments": options.extra_options.get("stage_segments"),
         "chunks": options.extra_options.get("microbatch_chunks"),
     }
     return {name: value for name, value in told.items() if value is not None}

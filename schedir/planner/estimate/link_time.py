@@ -58,7 +58,7 @@ def build_process_mesh(plan: ParallelPlan) -> Ints:
     Slices stand side by side, then parts of a sequence, and then what `order` says.
 
     >>> from schedir.planner import ParallelPlan
-    >>> mesh(ParallelPlan(pp=2, dp=2)).tolist(), mesh(ParallelPlan(pp=2, dp=2,
+    >>> build_process_mesh(ParallelPlan(pp=2, dp=2)).tolist(), build_process_mesh(ParallelPlan(pp=2, dp=2,
     ...     rank_order="tp-dp-pp")).tolist()
     ([[[0], [1]], [[2], [3]]], [[[0], [2]], [[1], [3]]])
     """

@@ -132,9 +132,9 @@ DEFAULT_SCHEDULES: Final = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_
 def get_formulas(name: object) -> ScheduleFormulas:
     """The family of a schedule's name.  Raises UsageError for one that the planner has no laws of.
 
-    >>> family("zb_h1").split
+    >>> get_formulas("zb_h1").has_split_backward
     True
-    >>> family("zb_hl")
+    >>> get_formulas("zb_hl")
     Traceback (most recent call last):
         ...
     schedir.errors.UsageError: the planner knows no schedule 'zb_hl'

@@ -82,7 +82,7 @@ def simulate_plan(
     >>> node = planner.cluster_preset("a100", nodes=1)
     >>> found = planner.simulate_plan(gpt, node, planner.ParallelPlan(pp=4, tp=2, microbatch_size=2,
     ...     microbatches=16))
-    >>> found.exact, found.step == sum(found.parts), found.fits
+    >>> found.exact, found.step_time == sum(found.breakdown), found.fits
     (True, True, True)
     """
     of = get_trainer(cluster, constants, state_bytes)

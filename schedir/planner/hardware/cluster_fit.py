@@ -95,14 +95,14 @@ def fit_cluster(measurements: MachineMeasurements) -> Cluster:
 
     >>> from schedir import planner
     >>> from schedir.planner.hardware.cluster_fit import (
-    ...     MachineMeasurements, MeasuredAllReduce, MeasuredGemm, MeasuredLayer, fitted
+    ...     MachineMeasurements, MeasuredAllReduce, MeasuredGemm, MeasuredLayer, fit_cluster
     ... )
     >>> model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=64, sequence=32)
     >>> one = MeasuredLayer(model, planner.ParallelPlan(attention="flash"), 1e-3)
     >>> sums = [MeasuredAllReduce(2, 1e6, 1.02e-3), MeasuredAllReduce(2, 2e6, 2.02e-3)]
-    >>> here = fitted(MachineMeasurements(2, 4, 8e9, [MeasuredGemm(64, 64, 64, 1e-3)], 1e10,
+    >>> here = fit_cluster(MachineMeasurements(2, 4, 8e9, [MeasuredGemm(64, 64, 64, 1e-3)], 1e10,
     ...                                   [one], [one], sums, processors=2))
-    >>> f"{here.flops:.4g} {here.nvlink:.3g} {here.latency:.2g}"
+    >>> f"{here.flops:.4g} {here.nvlink_bandwidth:.3g} {here.latency:.2g}"
     '1.573e+09 1e+09 1e-05'
     """
     if not (measurements.gemms and measurements.tiny_layers and measurements.layers):

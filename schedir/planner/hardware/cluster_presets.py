@@ -29,7 +29,7 @@ def cluster_preset(name: str, nodes: int = 1) -> Cluster:
     Raises UsageError for a name that is not known.
 
     >>> from schedir import planner
-    >>> planner.cluster_preset("a100", nodes=384).gpus
+    >>> planner.cluster_preset("a100", nodes=384).gpu_count
     3072
     """
     if name not in cluster_presets():

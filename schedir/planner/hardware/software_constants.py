@@ -35,9 +35,9 @@ class SoftwareConstants:
     Raises UsageError for a number that is beyond its bounds: it would not mean what it says.
 
     >>> from schedir.planner import SoftwareConstants
-    >>> for one in SoftwareConstants().each():
+    >>> for one in SoftwareConstants().list_constants():
     ...     if one.name == "tensor_hidden":
-    ...         print(one.value, "of", one.least, "to", one.most)
+    ...         print(one.value, "of", one.min_value, "to", one.max_value)
     0.67 of 0.0 to 1.0
     """
 

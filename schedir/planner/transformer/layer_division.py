@@ -29,7 +29,7 @@ def divide_evenly(layers: int, stages: int) -> tuple[int, ...]:
     Where some have one more it is late stages, which keep the fewest microbatches; and the ends,
     which also have the embedding and the head, get theirs last.
 
-    >>> even(8, 4), even(10, 4), even(7, 4)
+    >>> divide_evenly(8, 4), divide_evenly(10, 4), divide_evenly(7, 4)
     ((2, 2, 2, 2), (2, 3, 3, 2), (2, 2, 2, 1))
     """
     each, more = divmod(layers, stages)
@@ -45,7 +45,7 @@ def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[in
 
     >>> from schedir.planner import TransformerSpec
     >>> model = TransformerSpec(layers=6, hidden=64, heads=4, vocab=256, sequence=32)
-    >>> layers_of(model, ParallelPlan(pp=3)), layers_of(model,
+    >>> get_layers_per_stage(model, ParallelPlan(pp=3)), get_layers_per_stage(model,
     ...     ParallelPlan(pp=2, layers_per_stage=(2, 4)))
     ((2, 2, 2), (2, 4))
     """

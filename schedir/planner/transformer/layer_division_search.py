@@ -45,7 +45,7 @@ def balance_layers(rank_times: Floats) -> Division:
     Raises UsageError where no division is possible.
 
     >>> import numpy as np
-    >>> balanced(np.array([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 3.0]]))
+    >>> balance_layers(np.array([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 3.0]]))
     (1, 2)
     """
     ranks, width = rank_times.shape

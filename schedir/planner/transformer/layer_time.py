@@ -66,7 +66,7 @@ def layer_time(
     >>> node = planner.cluster_preset("a100")
     >>> for t in (1, 8):
     ...     times = planner.layer_time(gpt, node, planner.ParallelPlan(tp=t, microbatch_size=4))
-    ...     print(f"t {t}: {times.compute.F * 1e3:4.1f} ms, {times.tensor.F * 1e3:.1f} in sums")
+    ...     print(f"t {t}: {times.compute.F * 1e3:4.1f} ms, {times.tensor_parallel.F * 1e3:.1f} in sums")
     t 1: 41.8 ms, 0.0 in sums
     t 8:  6.0 ms, 1.7 in sums
     """

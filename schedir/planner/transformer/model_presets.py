@@ -47,7 +47,7 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
     Raises UsageError for a name that is not known and a file that cannot be read; ConfigError that
     says where for what no model has.
 
-    >>> shape_of("gpt-175b")["hidden"]
+    >>> load_model_fields("gpt-175b")["hidden"]
     12288
     """
     if str(name) in MODEL_PRESETS:

@@ -181,7 +181,7 @@ def find_slowest_group(cluster: Cluster, stride: int, size: int) -> tuple[int, .
     """Of the groups of `size` processes, each `stride` behind the last, one with the slowest links.
 
     >>> from schedir import planner
-    >>> slowest(planner.cluster_preset("a100", nodes=3), 1, 6)
+    >>> find_slowest_group(planner.cluster_preset("a100", nodes=3), 1, 6)
     (6, 7, 8, 9, 10, 11)
     """
     block = stride * size

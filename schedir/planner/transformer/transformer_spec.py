@@ -116,7 +116,7 @@ class TransformerSpec:
         >>> m = TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
         >>> b, l, s, h, v = 1536, m.layers, m.sequence, m.hidden, m.vocab
         >>> paper = 72 * b * l * s * h**2 * (1 + s / (6 * h) + v / (12 * l * h))
-        >>> abs(m.flops(b) / paper - 1) < 1e-12
+        >>> abs(m.count_flops(b) / paper - 1) < 1e-12
         True
         """
         matrices = self.hidden * (self.qkv_columns + self.hidden)

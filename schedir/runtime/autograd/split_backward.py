@@ -323,15 +323,15 @@ class _Linear(torch.autograd.Function):
         (weight,), (x,), (dy,) = _get_saved_weights(ctx), ctx.saved_tensors, dys
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         rule, entry, whole, sum_of_dx = ctx.rule, ctx.entry, None, None
-        if needs_dw and entry is not None and entry.whole is not None:
+        if needs_dw and entry is not None and entry.start_gather is not None:
             if _active_deferred_wgrad is not None and _can_bypass_autograd(ctx, 1, weight):
-                rule = rule._replace(whole=entry.whole)  # when it is needed
+                rule = rule._replace(start_gather=entry.start_gather)  # when it is needed
             else:
-                whole = entry.whole(x)
-        back = weight if rule.transposed else weight.t()
+                whole = entry.start_gather(x)
+        back = weight if rule.is_transposed else weight.t()
         dx = dy @ back.to(dy.dtype).conj() if needs_dx else None
         if dx is not None and entry is not None:
-            sum_of_dx = entry.sum(dx.to(ctx.dtype).contiguous())
+            sum_of_dx = entry.start_reduce(dx.to(ctx.dtype).contiguous())
         db = flatten_to_matrix(dy).sum(0) if needs_db else None
         x = x if whole is None else whole()
         dw = _defer_or_compute_wgrad(ctx, 1, rule, weight, (x,), dy) if needs_dw else None
@@ -406,17 +406,17 @@ class _SplitLayerFunction(torch.autograd.Function):
         asked = ctx.needs_input_grad[4:]
         for k, (name, weight, needs) in enumerate(zip(ctx.names, weights, asked, strict=True), 1):
             rule = partial(
-                _compute_layer_gradient, ctx.layer, name, how.now.get(name) or how.later[name]
+                _compute_layer_gradient, ctx.layer, name, how.immediate_grads.get(name) or how.deferred_grads[name]
             )
             if not needs:
                 gradients.append(None)
-            elif name in how.now:
+            elif name in how.immediate_grads:
                 gradients.append(rule(weight, *kept, dy))
             else:
                 gradients.append(_defer_or_compute_wgrad(ctx, k, rule, weight, kept, dy))
         dx = None
         if needs_dx:
-            dx = _require_shape(ctx.layer, "its input", ctx.shape, how.input(ctx.layer, *kept, dy))
+            dx = _require_shape(ctx.layer, "its input", ctx.shape, how.input_grad(ctx.layer, *kept, dy))
         return None, None, None, dx, *gradients
 
 

@@ -148,8 +148,8 @@ def register_splittable_layer(
     ...         return x * self.weight
     >>> register_splittable_layer(
     ...     Scale,
-    ...     input=lambda layer, x, dy: dy * layer.weight,
-    ...     later={"weight": lambda layer, x, dy: (x * dy).flatten(0, -2).sum(0)},
+    ...     input_grad=lambda layer, x, dy: dy * layer.weight,
+    ...     deferred_grads={"weight": lambda layer, x, dy: (x * dy).flatten(0, -2).sum(0)},
     ... )
     >>> check_splittable_layer(Scale(8), torch.randn(4, 8))
     """

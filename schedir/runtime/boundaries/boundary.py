@@ -42,7 +42,7 @@ class Boundary:
     >>> from schedir.runtime import Boundary
     >>> print(Boundary((8, 512, 64), torch.bfloat16))
     [8, 512, 64] of torch.bfloat16
-    >>> Boundary((8, 512), torch.int64).grad
+    >>> Boundary((8, 512), torch.int64).requires_grad
     False
     """
 

@@ -177,7 +177,7 @@ def measure_sizes(
     >>> sizes = measure_sizes(stages, x, x, loss=nn.functional.mse_loss, boundary=(8, 64))
     >>> sizes.activation, sizes.saved, sizes.params  # bytes; of saved and params for each stage
     (2048.0, (0.0, 4096.0), (16640.0, 16640.0))
-    >>> sizes.of("model_states", 2)  # with gradients and the optimizer's state
+    >>> sizes.for_stages("model_states", 2)  # with gradients and the optimizer's state
     array([66560., 66560.])
     """
     loss = require_loss(loss)
@@ -189,7 +189,7 @@ def measure_sizes(
     skips = tuple(sorted(edge for edge in named if isinstance(edge, tuple)))
     if isinstance(boundary, PerMicrobatchBoundary):
         raise ModelError(
-            f"boundaries are given of {len(boundary.each)} microbatches, and one is measured",
+            f"boundaries are given of {len(boundary.boundaries)} microbatches, and one is measured",
             hint="sizes_of for each microbatch with its own boundary",
         )
     boundaries = ModelBoundaries.from_edges(boundary, len(stages), skips=skips)

@@ -115,7 +115,7 @@ def _run_guarded_wgrad(
     weights: ShardedParameters, deferred_slot: Slot, run: Callable[[], None]
 ) -> None:
     """Run a W, for which nobody makes weights whole: rules that somebody has taught are watched."""
-    watch = not weights.is_unsharded and deferred_slot.peek().taught
+    watch = not weights.is_unsharded and deferred_slot.peek().has_custom_rule
     with _ReadGuard(*_DEFERRED_READ_ERROR) if watch else nullcontext():
         run()
 

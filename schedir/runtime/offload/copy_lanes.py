@@ -107,13 +107,13 @@ class _ThreadJob(LaneJob):
                 one.finish()
             began = perf_counter()
             if marks is not None:
-                marks.begins()
+                marks.on_begin()
             with torch.no_grad():
                 run()
             if (left := began + self.seconds - perf_counter()) > 0:
                 sleep(left)
             if marks is not None:
-                marks.ends()
+                marks.on_end()
         except BaseException as error:  # whoever waits raises it
             self.error = error
         self.pending_call = None  # whoever keeps the job does not keep what it has copied

@@ -45,7 +45,7 @@ def lower_bound(
     ...     in_flight=4)
     >>> least.value
     27.0
-    >>> print(least.why)
+    >>> print(least.explanation)
     rank 0 works 24 and holds 4: it idles 3 between its 4th F and its first I
     """
     taken = require_seconds(seconds)

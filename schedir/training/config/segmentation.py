@@ -33,7 +33,7 @@ class StageSegmentation:
     def first_segments(self) -> list[int]:
         """Of each whole stage its first piece, as a stage of the program; and how many there are.
 
-        >>> StageSegmentation((1, 2), (5, 9), 1).first
+        >>> StageSegmentation((1, 2), (5, 9), 1).first_segments
         [0, 5, 14]
         """
         return [0, *accumulate(self.segments_per_stage)]
@@ -63,7 +63,7 @@ def make_segmentation(
 
     Raises UsageError for pieces that are not those of the layers, and what else cannot be.
 
-    >>> segmentation_of(4, PipelineShape(2, 8), None, size=4, layer="fgfg", cut="layers", chunks=2)
+    >>> make_segmentation(4, PipelineShape(2, 8), None, microbatch_size=4, layer_boundaries="fgfg", stage_segments="layers", microbatch_chunks=2)
     StageSegmentation(division=(2, 2), pieces=(9, 9), size=2)
     """
     microbatch_chunks = (

@@ -59,7 +59,7 @@ def coerce(value: Any, type_hint: Any) -> Any:
     parts = get_args(type_hint)
     if get_origin(type_hint) is Annotated:
         value = coerce(value, parts[0])
-        if not all(limit.least <= value < limit.below for limit in parts[1:]):
+        if not all(limit.minimum <= value < limit.below for limit in parts[1:]):
             raise TypeError
         return value
     if get_origin(type_hint) in (Union, UnionType):

@@ -63,7 +63,7 @@ def list_settings() -> dict[str, tuple[str, list[Setting]]]:
 def format_heading(section: str) -> str:
     """How a section of `list_settings` is called.
 
-    >>> heading("model of kind llama")
+    >>> format_heading("model of kind llama")
     '[model] of kind llama'
     """
     name, space, kind = section.partition(" ")
