@@ -153,7 +153,7 @@ class Stage(nn.Module):
         super().__init__()
         self.config, begin = config, config.encoder_layers
         self.tp, self.sequence = tp, sequence
-        how: dict[str, Any] = {"sequence": sequence}
+        how: dict[str, Any] = {"sequence_parallel": sequence}
         ends = {"embedding": first, "decoder_embedding": begin in layers, "head": last}
         weights = _ends([name for name, here in ends.items() if here], config, tp)
         self.embedding = self.decoder_embedding = self.head = None

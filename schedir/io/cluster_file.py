@@ -29,7 +29,8 @@ def load_cluster(path: str | Path) -> Cluster:
     >>> from tempfile import TemporaryDirectory
     >>> from schedir import load_cluster
     >>> text = 'nodes = 2\\ngpus_per_node = 8\\nflops = "312TFLOP/s"\\nmemory = "80GB"\\n'
-    >>> text += 'hbm_bandwidth = "2039GB/s"\\nnvlink_bandwidth = "300GB/s"\\nnetwork_bandwidth = "25GB/s"\\n'
+    >>> text += 'hbm_bandwidth = "2039GB/s"\\nnvlink_bandwidth = "300GB/s"\\n'
+    >>> text += 'network_bandwidth = "25GB/s"\\n'
     >>> with TemporaryDirectory() as folder:
     ...     _ = Path(folder, "cluster.toml").write_text(text)
     ...     load_cluster(f"{folder}/cluster.toml").gpu_count

@@ -79,7 +79,8 @@ def format_range_name(instr: Instr, is_joined: bool = False) -> str:
     `is_joined` says that it runs as one with the instruction before it.
 
     >>> from schedir import Instr, Opcode
-    >>> [format_range_name(Instr(op, 1, 0)) for op in (Opcode.Forward, Opcode.ReduceGrads, Opcode.ReduceTied)]
+    >>> ops = (Opcode.Forward, Opcode.ReduceGrads, Opcode.ReduceTied)
+    >>> [format_range_name(Instr(op, 1, 0)) for op in ops]
     ['PP:1F0', 'PP:1REDUCE_GRAD', 'PP:reduce_tied 1']
     """
     if is_joined:

@@ -22,8 +22,8 @@ def describe_plan(plan: ParallelPlan) -> str:
     """A choice in a few words.
 
     >>> from schedir.planner import ParallelPlan
-    >>> describe_plan(ParallelPlan(pp=4, tp=8, dp=2, stages_per_rank=2, microbatches=8, schedule="zb_v",
-    ...     zero=1))
+    >>> plan = ParallelPlan(pp=4, tp=8, dp=2, stages_per_rank=2, schedule="zb_v", zero=1)
+    >>> describe_plan(plan)
     'pp 4 tp 8 dp 2 microbatch_size 1 zb_v, without recomputation, zero 1'
     """
     many = get_formulas(plan.schedule).stages_per_rank == "many" and plan.stages_per_rank > 1

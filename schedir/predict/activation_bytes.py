@@ -52,7 +52,12 @@ def compute_layer_terms(
     sequence_parallel: bool = False,
 ) -> dict[str, float]:
     """The parts of `activation_bytes_per_layer`, by what they are of."""
-    sizes = {"sequence": sequence, "microbatch_size": microbatch_size, "hidden": hidden, "heads": heads}
+    sizes = {
+        "sequence": sequence,
+        "microbatch_size": microbatch_size,
+        "hidden": hidden,
+        "heads": heads,
+    }
     for name, size in (sizes | {"tp": tp}).items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"{name} is a number from 1 on, not {describe(size)}", fields=[name])

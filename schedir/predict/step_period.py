@@ -59,8 +59,10 @@ def compute_step_period(
     ...     compile(schedules.zb_h2, PipelineShape(4, 8), clip_grad_norm=True, norm_check=when)
     ...     for when in ("before_step", "after_step")
     ... ]
-    >>> [compute_step_period(program) for program in programs], float(simulate(programs[1]).active_span.max())
-    ([27.0, 24.0], 24.0)
+    >>> [compute_step_period(program) for program in programs]
+    [27.0, 24.0]
+    >>> float(simulate(programs[1]).active_span.max())
+    24.0
     """
     check(program, progress_model, blocking_hosts=blocking_hosts)
     if steps < 2:

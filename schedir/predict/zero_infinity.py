@@ -100,7 +100,7 @@ def compute_efficiency(
     Both are what schedir's programs take (docs/offload.md has which).
 
     >>> of = intensity_of_parameters(1024, batch=1)
-    >>> f"{compute_efficiency(of, 70e9, 70e12):.0%}"  # section 4.2: 70 GB/s are over half, with batch 1
+    >>> f"{compute_efficiency(of, 70e9, 70e12):.0%}"  # section 4.2: 70 GB/s are over half
     '51%'
     """
     ait, bw, peak = _require_rates(intensity=intensity, bandwidth=bandwidth, peak=peak)

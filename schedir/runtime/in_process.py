@@ -69,7 +69,7 @@ class InProcessExecutor:
     >>> stages = [nn.Linear(8, 8), nn.Linear(8, 1)]
     >>> ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(2, 8))
     >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)
-    >>> bool(ranks.step(x, y) == ranks.step(x, y, order_seed=7))  # any legal order has the same bits
+    >>> bool(ranks.step(x, y) == ranks.step(x, y, order_seed=7))  # each legal order: the same bits
     True
     >>> ranks.timeline().unit
     's'

@@ -124,11 +124,11 @@ def memory_frontier(
         try:
             last = _search_at_limit(
                 shape, costs, sizes, limit,
-                split=split_backward,
+                split_backward=split_backward,
                 seconds=max(part, 0.01),
                 evaluations=None if evaluations is None else max((evaluations - tried) // rest, 1),
                 seed=seed,
-                start=[*initial_schedules, *(level.timeline.program for level in found[-1:])],
+                initial_schedules=[*initial_schedules, *(level.timeline.program for level in found[-1:])],
                 report=None if report is None else _add_limit_to_report(report, limit),
             )  # fmt: skip
         except MemoryLimitError:  # there is no room for messages

@@ -359,7 +359,8 @@ def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> Pipelin
         PipelineShape(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
         >>> apply_schedule_defaults(schedules.interleaved, PipelineShape(4, 8, stages_per_rank=1))
         PipelineShape(ranks=4, microbatches=8)
-        >>> apply_schedule_defaults(schedules.gpipe, PipelineShape(4, 8, placement="vee")).stages_per_rank
+        >>> vee = PipelineShape(4, 8, placement="vee")
+        >>> apply_schedule_defaults(schedules.gpipe, vee).stages_per_rank
         2
     """
     changes: dict[str, Any] = {}

@@ -390,9 +390,9 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / name).exists()
         texts.append(f"{name}\n{error.value}\n")
     wrong: dict[str, dict[str, Any]] = {
-        "one name for two": {"names": lambda s, n: n},
-        "one name for two of a stage": {"names": lambda s, n: str(s)},
-        "what JSON cannot say": {"extra": {"a": {1, 2}}},
+        "one name for two": {"name_map": lambda s, n: n},
+        "one name for two of a stage": {"name_map": lambda s, n: str(s)},
+        "what JSON cannot say": {"extra_state": {"a": {1, 2}}},
     }
     for name, how in wrong.items():
         with pytest.raises(CheckpointError) as error:

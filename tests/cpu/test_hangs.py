@@ -89,7 +89,7 @@ def process(number: int, case: Case, folder: Path, together: Any) -> None:
         stream = program.streams[0]
         at_instruction([i.op for i in stream].index(case.op), 2, case.when, fails)
     clip = 1.0 if program.clip_grad_norm else None
-    executor = gpt_executor(program, transport, lr=0.1, folder=folder, max_norm=clip)
+    executor = gpt_executor(program, transport, lr=0.1, spill_dir=folder, max_norm=clip)
     together.wait()
     said = "nobody failed"
     try:

@@ -86,7 +86,11 @@ REPLICAS = [name for name, case in CASES.items() if case.dp > 1]
 def _step(transport: ProcessTransport, case: Case, program: Program) -> Any:
     """The gradients of a second step; over NCCL, one was undone before the first."""
     executor = gpt_executor(
-        program, transport, lr=1e-2, record=case.record, max_norm=1.0 if case.clip else None
+        program,
+        transport,
+        lr=1e-2,
+        record_timestamps=case.record,
+        max_norm=1.0 if case.clip else None,
     )
     if isinstance(transport, NcclLike):
         transport.follow(executor)

@@ -89,7 +89,7 @@ def test_of_any_draft(draft: Program, seed: int) -> None:
     program = moved(program, seed, share=0.7, spilled=0.4)
     program = checked(program, rng.choice([None, "minimal"]))
     with TemporaryDirectory() as folder:
-        as_reference(program, noisy(program.shape.stages, _dropped), steps=1, folder=folder)
+        as_reference(program, noisy(program.shape.stages, _dropped), steps=1, spill_dir=folder)
 
 
 def _dropped() -> nn.Module:
@@ -107,7 +107,7 @@ def compared(
         torch.manual_seed(0)
         stages = make()
         given = {"boundary": BOUNDARY, "loss": squares, **how}
-        more = {"folder": folder} if each is program else {}
+        more = {"spill_dir": folder} if each is program else {}
         world = InProcessExecutor(
             each, stages, optimizer=lambda own: torch.optim.SGD(own, lr=0.1), **given, **more
         )

@@ -91,7 +91,7 @@ def test_nothing_races(
 
 
 def test_with_a_disk_only_the_host_can_wait(races: Races, tmp_path: Path) -> None:
-    world = world_of(gpipe, PipelineShape(2, 4), "minimal", spilled=1.0, folder=tmp_path)
+    world = world_of(gpipe, PipelineShape(2, 4), "minimal", spilled=1.0, spill_dir=tmp_path)
     for seed in (None, 0):
         world.step(*batch(4), order_seed=seed)
     assert not races.found

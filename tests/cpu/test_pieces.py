@@ -224,7 +224,7 @@ def shared(rank: int) -> list[bool]:
         transport = GlooTransport(program)
         torch.manual_seed(0)
         w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
-        how: Any = {"group": transport.tp_group, "sequence": True}
+        how: Any = {"group": transport.tp_group, "sequence_parallel": True}
         up, down = ColumnParallelLinear(w, b, **how), RowParallelLinear(v, c, **how)
         own, every = (*samples, 1, 4), (*samples, 2, 4)
         executor = Executor(

@@ -283,7 +283,11 @@ class Writes(nn.Module):
 def test_forwards_that_write_are_put_back_or_refused(data: bool) -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2))
     looks, x = schedir.evaluation_program(program), torch.ones(2, 1, 4)
-    how: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (1, 4), "more": [looks]}
+    how: dict[str, Any] = {
+        "loss": nn.functional.mse_loss,
+        "boundary": (1, 4),
+        "extra_programs": [looks],
+    }
     for parameter in (False, True):
         stages = [Writes(parameter=parameter, data=data), Writes(parameter=False)]
         ranks = InProcessExecutor(program, stages, allow_identical_stages=True, **how)

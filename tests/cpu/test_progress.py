@@ -265,7 +265,7 @@ def _over_processes(
         progress_model=transport.progress_model,
         overlap=True,
     )
-    executor = gpt_executor(program, transport(program), record=False)
+    executor = gpt_executor(program, transport(program), record_timestamps=False)
     progress, standing = GpuProgress(executor), []
     for _ in range(3):
         executor.step(*batch(4))

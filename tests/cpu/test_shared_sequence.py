@@ -59,7 +59,7 @@ class Net(nn.Module):
         def whole(parameter: Any) -> Any:
             return mark_sequence_parallel(parameter, group, sequence_parallel=self.sequence)
 
-        how: Any = {"group": group, "sequence": self.sequence}
+        how: Any = {"group": group, "sequence_parallel": self.sequence}
         table = shard_vocab(normal(vocab, hidden, seed=1), group)
         self.embedding = VocabParallelEmbedding(table, **how)
         self.positions = whole(nn.Parameter(normal(tokens, hidden, seed=2)))
@@ -203,7 +203,7 @@ MODELS: dict[str, tuple[Any, Any, Told, int]] = {
 def of_kind(kind: str, group: Any) -> Told:
     """The loss and gradients of a model of two stages; of what is summed, the sums."""
     module, config, named, _ = MODELS[kind]
-    how: Told = {"tp": group, "sequence": True}
+    how: Told = {"tp": group, "sequence_parallel": True}
     if kind == "encoder_decoder":  # the memory is made in the first stage, and passes with the rest
         how["division"] = [2, 1]
     x: Any = (TOKENS[:, :-1],)

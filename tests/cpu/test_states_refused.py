@@ -90,8 +90,8 @@ def test_programs_of_other_places_are_not_beside_each_other() -> None:
     device, host = both(one_f_one_b, PipelineShape(2, 2))
     other = schedir.compile(gpipe, PipelineShape(2, 2), optimizer_placement="host")
     with pytest.raises(ModelError, match="optimizer_placement is 'host'"):
-        made(device, ADAMW, more=[other])
-    made(host, ADAMW, more=[other])
+        made(device, ADAMW, extra_programs=[other])
+    made(host, ADAMW, extra_programs=[other])
 
 
 # ---------------------------------------------------------------- what changes between steps

@@ -134,7 +134,7 @@ def test_programs_beside_each_other() -> None:
             schedir.compile(gpipe, PipelineShape(2, m), clip_grad_norm=True, **how) for m in (3, 2)
         )
         looks = schedir.compile(forward_only, PipelineShape(2, 2), **how)
-        world = made(small, ADAMW, more=[large, looks])
+        world = made(small, ADAMW, extra_programs=[large, looks])
         x, y, scale = batch(5)
         losses = []
         for _ in range(2):

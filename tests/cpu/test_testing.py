@@ -146,7 +146,7 @@ def test_backwards_in_another_order_give_other_bits() -> None:
         )
 
     assert_schedule(backwards)  # the same but for rounding
-    error = caught(backwards, exact=True)
+    error = caught(backwards, bitwise=True)
     assert "in stage" in str(error) and "do not ascend" in str(error)
 
 

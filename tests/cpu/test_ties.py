@@ -401,7 +401,7 @@ def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
         if how == "said"
         else None
     )
-    executor = gpt_executor(program, transport, lr=0.01, tied=ties)
+    executor = gpt_executor(program, transport, lr=0.01, tied_weights=ties)
     for step in range(2):
         executor.step(*own_batch(program, transport, step))
     return {s: stage.module.state_dict() for s, stage in executor.stages.items()}

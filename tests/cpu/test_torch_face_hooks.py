@@ -246,7 +246,7 @@ def differ(rank: int, kinds: list[type[Stage]], runtime: str) -> list[str]:
         loop, own = (nn.ModuleList(kind(s) for s in range(4)) for _ in range(2))
         own.load_state_dict(loop.state_dict())
         parts = {s: own[s] for s in ([0, 3], [1, 2])[rank]}
-        schedule = made(parts, 4, schedule="zb_v", runtime=runtime, alike=True)
+        schedule = made(parts, 4, schedule="zb_v", runtime=runtime, allow_identical_stages=True)
         for step in range(3):
             x, y = batch()
             x = x + step

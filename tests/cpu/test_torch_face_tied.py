@@ -64,7 +64,7 @@ def test_gradients_are_those_of_one_weight(
     name: str, placement: str, stages: int, shared: tuple[int, ...]
 ) -> None:
     assert find_tied_weights([*tied_model(stages, shared)]) == places(*shared)
-    same(step_of(placement, schedule=name, tied=places(*shared)), stages, shared)
+    same(step_of(placement, schedule=name, tied_weights=places(*shared)), stages, shared)
 
 
 def test_one_parameter_of_two_stages_of_a_rank_needs_no_word() -> None:
@@ -72,9 +72,9 @@ def test_one_parameter_of_two_stages_of_a_rank_needs_no_word() -> None:
 
 
 def test_a_sum_is_of_what_each_step_adds() -> None:
-    step = step_of("loop", schedule="interleaved", tied=places(0, 3), steps=2)
+    step = step_of("loop", schedule="interleaved", tied_weights=places(0, 3), steps=2)
     same(step, microbatches=2 * MB, reduction=MB)
-    step = step_of("loop", schedule="zb_h1", tied=places(0, 1), steps=2, scale_grads=False)
+    step = step_of("loop", schedule="zb_h1", tied_weights=places(0, 1), steps=2, scale_grads=False)
     same(step, 2, (0, 1), microbatches=2 * MB, reduction="sum")
 
 
@@ -84,7 +84,7 @@ def test_of_stages_with_replicas(how: str) -> None:
         return DistributedDataParallel(module, process_group=mesh.get_group())
 
     wrap = in_ddp if how == "replicated" else sharded()
-    step = step_of("loop", schedule="zb_h1", tied=places(0, 1), dp=2, wrap=wrap)
+    step = step_of("loop", schedule="zb_h1", tied_weights=places(0, 1), dp=2, wrap=wrap)
     same(step, 2, (0, 1), ranks=4, replicas=2, microbatches=2 * MB)
 
 
@@ -100,7 +100,7 @@ def later(rank: int, differ: bool) -> str:
     """A step of stages that are made on the meta device, as torchtitan's are."""
     with torch.device("meta"):
         part = End()
-    schedule = made({rank: part}, 2, schedule="zb_h1", tied=places(0, 1))
+    schedule = made({rank: part}, 2, schedule="zb_h1", tied_weights=places(0, 1))
     part.to_empty(device="cpu")
     torch.manual_seed(0)
     nn.init.normal_(part.a.weight, std=1.0 + rank * differ)

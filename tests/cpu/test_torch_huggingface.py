@@ -90,7 +90,7 @@ def everything(rank: int) -> dict[Key, Left]:
             if name == "ZB-V":
                 left[kind, runtime, name, "eval"] = pipeline.run("eval")
                 left[kind, runtime, name, "again"] = pipeline.run(by_hand=False)
-        pipeline = built(rank, kind, runtime, CASES["1F1B"], alike=True)
+        pipeline = built(rank, kind, runtime, CASES["1F1B"], allow_identical_stages=True)
         left[kind, runtime, "1F1B", "by hand"] = pipeline.run()
     return left
 
@@ -99,7 +99,7 @@ def built(rank: int, kind: str, runtime: Runtime, case: Case, **options: Any) ->
     model = whole(kind).model
     stages = [stage_class(kind)(model, s, case.stages) for s in range(case.stages)]
     if not options:
-        options["tied"] = schedir.find_tied_weights(stages)
+        options["tied_weights"] = schedir.find_tied_weights(stages)
     return Pipeline(
         kind, case.holds[rank], case.stages,
         lambda held: Schedule(

@@ -242,7 +242,7 @@ def asked(rank: int, warm: bool) -> dict[str, list[int]]:
             patch.setattr(dist, "all_reduce", _summed)
             transport = NcclLike(program, gpu, Races(gpu))
             norm = 1.0 if case.clip else None
-            executor = gpt_executor(program, transport, max_norm=norm, record=False)
+            executor = gpt_executor(program, transport, max_norm=norm, record_timestamps=False)
             parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
             executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
             given = own_batch(program, transport)

@@ -124,7 +124,7 @@ def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
         tied_weights=True, clip_grad_norm=True, overlap=overlap,
     )  # fmt: skip
     transport = over(program, device, kind)
-    executor = gpt_executor(program, transport, device, record=True)
+    executor = gpt_executor(program, transport, device, record_timestamps=True)
     inputs, targets, scale = batch(shape.microbatches)
     inputs, targets = inputs.to(device), targets.to(device)
     executor.step(inputs, targets, scale)

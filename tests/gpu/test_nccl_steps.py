@@ -71,7 +71,9 @@ PROVEN = Case(one_f_one_b, PipelineShape(2, 4), clip=False, overlap=False, tied=
 def made(case: Case, program: Program, transport: Any, device: torch.device) -> Executor:
     """With AdamW, whose large epsilon makes no large steps of small differences."""
     norm = 0.5 if case.clip else None
-    executor = gpt_executor(program, transport, device, max_norm=norm, record=case.record)
+    executor = gpt_executor(
+        program, transport, device, max_norm=norm, record_timestamps=case.record
+    )
     parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
     executor.state.optimizer = torch.optim.AdamW(parameters, 1e-2, eps=1e-3, fused=True)
     return executor

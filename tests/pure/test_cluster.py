@@ -234,8 +234,8 @@ def test_gpus_are_the_product(tp: int, dp: int) -> None:
 
 def test_texts_have_units() -> None:
     text = cluster(
-        nodes="2", flops="300TFLOP/s", memory="80GB", hbm_bandwidth="2TB/s",
-        nvlink_bandwidth="300 GB/s",  # type: ignore[arg-type]
+        nodes="2", flops="300TFLOP/s", memory="80GB",  # type: ignore[arg-type]
+        hbm_bandwidth="2TB/s", nvlink_bandwidth="300 GB/s",
         network_bandwidth="20e9", latency="10us", kernel_us="5",
     )  # fmt: skip
     assert text == cluster() and text.gpu_count == 8

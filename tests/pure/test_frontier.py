@@ -24,7 +24,7 @@ UNEVEN = Costs(F=(1, 1, 1, 1.5), I=(1, 1, 1, 1.5), W=(1, 1, 1, 1.5))
 CASES: dict[str, dict[str, Any]] = {
     "counts": {"shape": PipelineShape(4, 8), "costs": Costs(F=2, I=2, W=1, send=0.1)},
     "bytes": {"shape": PipelineShape(4, 8), "costs": UNEVEN, "sizes": SIZES},
-    "whole": {"shape": PipelineShape(4, 8), "costs": UNEVEN, "split": False},
+    "whole": {"shape": PipelineShape(4, 8), "costs": UNEVEN, "split_backward": False},
     "vee": {"shape": PipelineShape(3, 6, 2, "vee"), "costs": Costs()},
     "one rank": {"shape": PipelineShape(1, 3), "costs": Costs()},
     "one microbatch": {"shape": PipelineShape(3, 1), "costs": Costs(send=0.5)},

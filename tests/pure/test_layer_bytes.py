@@ -49,7 +49,7 @@ def test_the_table_has_all_rows() -> None:
      ("recompute", "half"), ("recompute", True)],
 )  # fmt: skip
 def test_what_is_no_size(name: str, value: Any) -> None:
-    given: Any = {"sequence": 8, "microbatch": 1, "hidden": 8, "heads": 2}
+    given: Any = {"sequence": 8, "microbatch_size": 1, "hidden": 8, "heads": 2}
     with pytest.raises(UsageError) as caught:
         activation_bytes_per_layer(**given | {name: value})
     assert caught.value.fields == (name,)

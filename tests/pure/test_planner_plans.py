@@ -200,7 +200,7 @@ def test_layers_keep_what_the_paper_says() -> None:
     for t, recompute, cut in [(1, "none", False), (8, "none", True), (8, "selective", False)]:
         choice = ParallelPlan(tp=t, microbatch_size=2, recompute=recompute, sequence_parallel=cut)  # type: ignore[arg-type]
         kept, again = compute_saved_bytes(SMALL, choice)
-        of: dict[str, Any] = {"sequence": 1024, "microbatch": 2, "hidden": 1024, "heads": 16}
+        of: dict[str, Any] = {"sequence": 1024, "microbatch_size": 2, "hidden": 1024, "heads": 16}
         of["tp"] = t
         whole = activation_bytes_per_layer(**of, sequence_parallel=cut)
         assert kept == activation_bytes_per_layer(

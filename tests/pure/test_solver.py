@@ -53,7 +53,7 @@ def test_the_solver_gets_to_the_optimum_again(case: Case) -> None:
         for rank, held in enumerate(compute_peaks(problem, found.order))
     )
     # Beside it, nothing is shorter; and with it at hand, nothing better is found.
-    none = solved(problem, below=case.optimum)
+    none = solved(problem, shorter_than=case.optimum)
     assert none.order is None and none.is_proved
     assert none.bound.value == pytest.approx(case.optimum, rel=2 * PROOF_TOLERANCE)
     kept = solved(problem, hint=found.order)
@@ -119,9 +119,9 @@ def test_a_known_bound_closes_it_at_once() -> None:
     problem = make_problem(PipelineShape(ranks=2, microbatches=4), in_flight=2)
     order = solved(problem).order
     known = LowerBound(13.0, "rank 0 ends last")
-    found = solved(problem, hint=order, closed=known)
+    found = solved(problem, hint=order, known_bound=known)
     assert (found.order, found.value, found.bound, found.is_proved) == (order, 13.0, known, True)
-    assert solved(problem, below=13.0, closed=known).order is None
+    assert solved(problem, shorter_than=13.0, known_bound=known).order is None
 
 
 def test_without_a_known_bound_cp_sat_says_why() -> None:

@@ -65,7 +65,7 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
     >>> plan = PlanEstimate(pp=8, tp=8, dp=16, microbatches=96, step_time=30.0,
     ...     breakdown=StepBreakdown(24, 0, 2, 0, 3, 1, 0),
-    ...               memory=GpuMemory(5e9, 5e9, 30e9, 20e9, 3e9), flops_per_second=150e12, mfu=0.48)
+    ...     memory=GpuMemory(5e9, 5e9, 30e9, 20e9, 3e9), flops_per_second=150e12, mfu=0.48)
     >>> figure = schedir.viz.plan_times([plan])
     >>> [text.get_text() for text in figure.axes[0].texts if "%" in text.get_text()]
     ['80%', '7%', '10%', '3%']
@@ -224,7 +224,7 @@ def plan_memory(
     >>> plans = [
     ...     PlanEstimate(pp=p, tp=8, dp=128 // p, microbatches=p, step_time=40 - p,
     ...     breakdown=StepBreakdown(40 - p, 0, 0, 0, 0, 0, 0),
-    ...            memory=GpuMemory(320e9 / p, 0, 0, 0, 0), flops_per_second=1e14, mfu=0.4, fits=p > 4)
+    ...     memory=GpuMemory(320e9 / p, 0, 0, 0, 0), flops_per_second=1e14, mfu=0.4, fits=p > 4)
     ...     for p in (4, 8, 16)
     ... ]
     >>> figure = schedir.viz.plan_memory(plans, limit=80e9)

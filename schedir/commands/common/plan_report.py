@@ -55,8 +55,8 @@ _MAX_OPTION_LENGTH: Final = 100  # characters of an option that are shown
 def format_seconds(time: float) -> str:
     """A time for people to read.
 
-    >>> format_seconds(31.234), format_seconds(3.1), format_seconds(0.00312), format_seconds(2.55e-5)
-    ('31.23 s', '3.100 s', '3.120 ms', '25.5 us')
+    >>> [format_seconds(seconds) for seconds in (31.234, 3.1, 0.00312, 2.55e-5)]
+    ['31.23 s', '3.100 s', '3.120 ms', '25.5 us']
     """
     for one, unit in ((1.0, "s"), (1e-3, "ms")):
         if time >= one:

@@ -138,10 +138,14 @@ def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> Pe
     A number is that of each of `old_stages`; of several, each is spread evenly over its own part;
     of an array, this is done for each microbatch.
 
-    >>> redistribute_stages(3.0, 2, 4), redistribute_stages((1.0, 3.0), 2, 4), redistribute_stages((1.0, 3.0, 5.0, 7.0), 4, 2)
-    (1.5, (0.5, 0.5, 1.5, 1.5), (4.0, 12.0))
-    >>> redistribute_stages(((1.0, 2.0), (3.0, 4.0)), 2, 1), redistribute_stages(((1.0, 2.0),), 2, 1)
-    (((4.0, 6.0),), ((2.0, 4.0),))
+    >>> redistribute_stages(3.0, 2, 4), redistribute_stages((1.0, 3.0), 2, 4)
+    (1.5, (0.5, 0.5, 1.5, 1.5))
+    >>> redistribute_stages((1.0, 3.0, 5.0, 7.0), 4, 2)
+    (4.0, 12.0)
+    >>> redistribute_stages(((1.0, 2.0), (3.0, 4.0)), 2, 1)
+    ((4.0, 6.0),)
+    >>> redistribute_stages(((1.0, 2.0),), 2, 1)
+    ((2.0, 4.0),)
     """
     if not isinstance(value, tuple):
         return value * old_stages / new_stages

@@ -70,9 +70,10 @@ def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[
     A number of pieces is that of layers as in Megatron-LM, whose ranks enter and leave a region in
     turn: "fgfg" for 5.  Raises UsageError for what says no pieces.
 
-    >>> parse_segment_letters(3, PipelineShape(ranks=2, microbatches=2)), parse_segment_letters([1, "g."],
-    ...     PipelineShape(2, 2))
-    (('fg', 'fg'), ('', 'g.'))
+    >>> parse_segment_letters(3, PipelineShape(ranks=2, microbatches=2))
+    ('fg', 'fg')
+    >>> parse_segment_letters([1, "g."], PipelineShape(ranks=2, microbatches=2))
+    ('', 'g.')
     """
     if isinstance(segments, str):
         segments = _parse_option(segments)

@@ -111,12 +111,12 @@ def estimate_breakdowns(
     found = dict(
         compute=plans.microbatches * there(compute.F + compute.I + compute.W),
         recompute=plans.microbatches * there(compute.R),
-        tensor=plans.microbatches * there(tensor.F + tensor.I + tensor.W + tensor.R),
+        tensor_parallel=plans.microbatches * there(tensor.F + tensor.I + tensor.W + tensor.R),
         transfers=transfers,
         bubble=bubble * _compute_idle_share(cluster, plans),
-        data=data,
+        data_parallel=data,
         optimizer=optimizer,
-        host=0 * optimizer,
+        host_copies=0 * optimizer,
     )
     return np.stack([found[name] for name in StepBreakdown._fields])
 

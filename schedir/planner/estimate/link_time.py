@@ -58,9 +58,10 @@ def build_process_mesh(plan: ParallelPlan) -> Ints:
     Slices stand side by side, then parts of a sequence, and then what `order` says.
 
     >>> from schedir.planner import ParallelPlan
-    >>> build_process_mesh(ParallelPlan(pp=2, dp=2)).tolist(), build_process_mesh(ParallelPlan(pp=2, dp=2,
-    ...     rank_order="tp-dp-pp")).tolist()
-    ([[[0], [1]], [[2], [3]]], [[[0], [2]], [[1], [3]]])
+    >>> build_process_mesh(ParallelPlan(pp=2, dp=2)).tolist()
+    [[[0], [1]], [[2], [3]]]
+    >>> build_process_mesh(ParallelPlan(pp=2, dp=2, rank_order="tp-dp-pp")).tolist()
+    [[[0], [2]], [[1], [3]]]
     """
     p, t, d, c = plan.pp, plan.tp, plan.dp, plan.cp
     each = np.arange(plan.gpus, dtype=np.int64)

@@ -36,7 +36,7 @@ class SoftwareConstants:
 
     >>> from schedir.planner import SoftwareConstants
     >>> for one in SoftwareConstants().list_constants():
-    ...     if one.name == "tensor_hidden":
+    ...     if one.name == "tensor_overlap_share":
     ...         print(one.value, "of", one.min_value, "to", one.max_value)
     0.67 of 0.0 to 1.0
     """

@@ -171,7 +171,11 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     rows, width = count_local_tokens(model, plan), model.hidden // model.heads
     heads, kv = model.heads // t, max(model.kv_heads // t, 1)
     many, mine = plan.microbatch_size * heads, s // plan.cp
-    core = {"has_weight": False, "second_factor_uses": heads // kv if heads % kv == 0 else 1, "is_attention_core": True}
+    core = {
+        "has_weight": False,
+        "second_factor_uses": heads // kv if heads % kv == 0 else 1,
+        "is_attention_core": True,
+    }
     gemms = (
         Gemm("qkv", rows, (heads + 2 * kv) * width, model.hidden),
         Gemm("scores", mine, s, width, many, is_flash=flash, **core),  # type: ignore[arg-type]

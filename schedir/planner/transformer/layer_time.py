@@ -66,7 +66,8 @@ def layer_time(
     >>> node = planner.cluster_preset("a100")
     >>> for t in (1, 8):
     ...     times = planner.layer_time(gpt, node, planner.ParallelPlan(tp=t, microbatch_size=4))
-    ...     print(f"t {t}: {times.compute.F * 1e3:4.1f} ms, {times.tensor_parallel.F * 1e3:.1f} in sums")
+    ...     sums = times.tensor_parallel.F * 1e3
+    ...     print(f"t {t}: {times.compute.F * 1e3:4.1f} ms, {sums:.1f} in sums")
     t 1: 41.8 ms, 0.0 in sums
     t 8:  6.0 ms, 1.7 in sums
     """
@@ -129,7 +130,7 @@ def stage_time(
     >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(pp=12, tp=8,
     ...     microbatch_size=4,
     ...     recompute="full")
-    >>> for ends in ({}, {"first": True}, {"last": True}):
+    >>> for ends in ({}, {"is_first": True}, {"is_last": True}):
     ...     F, I, W, R = (1e3 * each for each in planner.stage_time(gpt, node, choice, 4,
     ...     **ends).total)
     ...     print(f"F {F:.1f}  I {I:.1f}  W {W:.1f}  again {R:.1f} ms", *ends)

@@ -62,7 +62,8 @@ def count_replicated_params(model: TransformerSpec, e: Any = 1) -> tuple[Any, An
     """Numbers of a layer that each slice has whole, those of all replicas and those of experts:
     norms, what is added to whole outputs, and what sends tokens to experts.
 
-    >>> count_replicated_params(TransformerSpec(layers=2, hidden=64, heads=4, vocab=256, sequence=32))
+    >>> model = TransformerSpec(layers=2, hidden=64, heads=4, vocab=256, sequence=32)
+    >>> count_replicated_params(model)
     (384, 0)
     """
     norms, added = 4 * model.hidden, model.hidden

@@ -406,7 +406,10 @@ class _SplitLayerFunction(torch.autograd.Function):
         asked = ctx.needs_input_grad[4:]
         for k, (name, weight, needs) in enumerate(zip(ctx.names, weights, asked, strict=True), 1):
             rule = partial(
-                _compute_layer_gradient, ctx.layer, name, how.immediate_grads.get(name) or how.deferred_grads[name]
+                _compute_layer_gradient,
+                ctx.layer,
+                name,
+                how.immediate_grads.get(name) or how.deferred_grads[name],
             )
             if not needs:
                 gradients.append(None)
@@ -416,7 +419,9 @@ class _SplitLayerFunction(torch.autograd.Function):
                 gradients.append(_defer_or_compute_wgrad(ctx, k, rule, weight, kept, dy))
         dx = None
         if needs_dx:
-            dx = _require_shape(ctx.layer, "its input", ctx.shape, how.input_grad(ctx.layer, *kept, dy))
+            dx = _require_shape(
+                ctx.layer, "its input", ctx.shape, how.input_grad(ctx.layer, *kept, dy)
+            )
         return None, None, None, dx, *gradients
 
 

@@ -63,8 +63,9 @@ def make_segmentation(
 
     Raises UsageError for pieces that are not those of the layers, and what else cannot be.
 
-    >>> make_segmentation(4, PipelineShape(2, 8), None, microbatch_size=4, layer_boundaries="fgfg", stage_segments="layers", microbatch_chunks=2)
-    StageSegmentation(division=(2, 2), pieces=(9, 9), size=2)
+    >>> make_segmentation(4, PipelineShape(2, 8), None, microbatch_size=4, layer_boundaries="fgfg",
+    ...                   stage_segments="layers", microbatch_chunks=2)
+    StageSegmentation(layers_per_stage=(2, 2), segments_per_stage=(9, 9), microbatch_size=2)
     """
     microbatch_chunks = (
         1
