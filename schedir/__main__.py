@@ -177,9 +177,9 @@ def _build_parser(argv: Sequence[str]) -> _Parser:
         if name == asked:  # to import all commands would take longer than most commands run
             command = import_command(name)
             sub.set_defaults(run=command.run)
-            command.arguments(sub)
+            command.add_arguments(sub)
             add_input_limits(sub)
-            sub.extra_help = getattr(command, "more", None)
+            sub.extra_help = getattr(command, "format_epilog", None)
             sub.examples = getattr(command, "EXAMPLES", "")
             parser.command_parser = sub
     return parser

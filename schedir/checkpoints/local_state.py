@@ -248,7 +248,7 @@ def _require_unique_names(local_state: LocalState) -> None:
         if number > 1:
             raise CheckpointError(
                 f"stage {stage} has two {name}",
-                hint="names=..., which gives each its name in the whole model",
+                hint="name_map=..., which gives each its name in the whole model",
             )
 
 

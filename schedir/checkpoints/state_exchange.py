@@ -130,7 +130,7 @@ def _require_consistent(manifests: Sequence[RankManifest]) -> None:
             if other != stage:
                 raise CheckpointError(
                     f"stages {other} and {stage} both have {name}",
-                    hint="names=..., which gives each its name in the whole model",
+                    hint="name_map=..., which gives each its name in the whole model",
                 )
             if there != kind:
                 raise CheckpointError(

@@ -1,12 +1,12 @@
 """The commands: each is a row of `COMMANDS` and a file.  `common` has what several commands share.
 
-    def arguments(parser: ArgumentParser) -> None     adds the options
-    def run(args: Namespace) -> str | int             returns output, exit code, or both in a tuple
+    def add_arguments(parser: ArgumentParser) -> None  adds the options
+    def run(args: Namespace) -> str | int              returns output, exit code, or both in a tuple
 
 and, for what --help shows after the options,
 
-    EXAMPLES = "..."                                  lines with a command and what it does
-    def more() -> str                                 returns a text that takes long to make
+    EXAMPLES = "..."                                   lines with a command and what it does
+    def format_epilog() -> str                         returns a text that takes long to make
 
 `args.typed` has the words that a person typed.  The file's name is the command's, with a `_`
 where that is a word of Python.  Only the file of the command that runs is imported.

@@ -316,7 +316,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     many.add_argument("--gpus", type=parse_count, metavar="N", help="the same in GPUs")
 
 
-def more() -> str:
+def format_epilog() -> str:
     """Return the names of models that `--model` knows, for `--help`."""
     from schedir.planner.transformer.model_presets import MODEL_PRESETS
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="a setting, over what the file says: pipeline.ranks=2")  # fmt: skip
 
 
-def more() -> str:
+def format_epilog() -> str:
     """The settings, by section."""
     from schedir.training.config.settings_table import format_heading, list_settings
 

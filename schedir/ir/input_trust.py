@@ -20,7 +20,7 @@ DEFAULT_MAX_INSTRUCTIONS: Final = (
     10**7
 )  # instructions of a program of a file or a command: 1 GB, and some seconds
 RAISE_LIMIT_HINT: Final = (
-    "--max-instructions N, or `with schedir.input_limits(instructions=N)`, allows more"
+    "--max-instructions N, or `with schedir.input_limits(max_instructions=N)`, allows more"
 )
 
 

@@ -191,7 +191,7 @@ def require_spill_dir(value: object) -> Path | None:
     """A folder, or None.  Raises ModelError for what is no path."""
     if value is None or (isinstance(value, str | Path) and str(value)):
         return None if value is None else Path(value)
-    raise ModelError(f"folder is a path, not {describe(value)}", hint="folder='/nvme'")
+    raise ModelError(f"spill_dir is a path, not {describe(value)}", hint="spill_dir='/nvme'")
 
 
 def require_max_norm(value: float | None, program: Program) -> float:

@@ -319,7 +319,7 @@ class Executor(ProgramRunner):
             f"the executor was made with {names}: of these {len(found) or 'none'} "
             f"{'are' if found else 'is'} a {what}",
             program=self.program.name,
-            hint="program=..." if found else "Executor(..., more=[program])",
+            hint="program=..." if found else "Executor(..., extra_programs=[program])",
         )
 
     def _switch_program(self, runner: ProgramRunner) -> None:

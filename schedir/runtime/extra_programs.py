@@ -64,7 +64,7 @@ def resolve_extra_programs(
                     f"microbatches of {program.name} differ in what passes between stages, and "
                     "nobody says what passes in this program",
                     program=other.name,
-                    hint="more=[(program, boundary)]",
+                    hint="extra_programs=[(program, boundary)]",
                 )
             given = BoundaryTable(boundaries.rows[:1])
         runs.append(_ScheduledRun(other, BoundaryTable.from_boundary(given, other)))

@@ -128,7 +128,9 @@ def memory_frontier(
                 seconds=max(part, 0.01),
                 evaluations=None if evaluations is None else max((evaluations - tried) // rest, 1),
                 seed=seed,
-                initial_schedules=[*initial_schedules, *(level.timeline.program for level in found[-1:])],
+                initial_schedules=[
+                    *initial_schedules, *(level.timeline.program for level in found[-1:]),
+                ],
                 report=None if report is None else _add_limit_to_report(report, limit),
             )  # fmt: skip
         except MemoryLimitError:  # there is no room for messages

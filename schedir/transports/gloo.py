@@ -187,7 +187,7 @@ class ProcessTransport:
                 raise ModelError(
                     f"the transport of {self.name} has no {lacks}",
                     program=program.name,
-                    hint="a transport is made for all that it runs: more=[...]",
+                    hint="a transport is made for all that it runs: extra_programs=[...]",
                 )
 
     def describe_missing_channels(self, program: Program) -> str:

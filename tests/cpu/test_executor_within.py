@@ -166,7 +166,7 @@ def test_a_loss_that_is_infinite_does_not_hide_gradients() -> None:
     """As in a plain loop, where a gradient knows nothing of its loss."""
     module, (x, y) = nn.Linear(WIDTH, 1, bias=False), batch(0)
     program = compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4))
-    executor = alone(program, [module], adds=True, loss=lambda y, _: y.sum() + torch.inf)
+    executor = alone(program, [module], accumulate_grads=True, loss=lambda y, _: y.sum() + torch.inf)
     executor.step(x, y, grad_scale=0.5)
     assert module.weight.grad is not None
     assert torch.allclose(module.weight.grad, 0.5 * x.sum((0, 1))[None])
@@ -181,5 +181,5 @@ def test_what_others_are_to_do_is_refused(how: dict[str, bool]) -> None:
     )
     optimizer = torch.optim.SGD(module.parameters()) if "optimizer" in how else None
     with pytest.raises(ModelError) as caught:
-        alone(program, [module], adds=True, optimizer=optimizer)
-    assert caught.value.hint.startswith("adds=False")
+        alone(program, [module], accumulate_grads=True, optimizer=optimizer)
+    assert caught.value.hint.startswith("accumulate_grads=False")

@@ -121,7 +121,7 @@ def test_what_spills_wants_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="embedded null byte"):
         world_of(away(1.0), spill_dir="\0")
     wrong: Any = 3
-    with pytest.raises(ModelError, match="folder is a path, not 3"):
+    with pytest.raises(ModelError, match="spill_dir is a path, not 3"):
         world_of(away(1.0), spill_dir=wrong)
     world_of(away(), spill_dir=tmp_path / "gone")  # which nobody needs
 

@@ -193,7 +193,7 @@ def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
     options: dict[str, Any] = {"loss": loss, "boundary": BOUNDARY, "optimizer": adam}
     with pytest.raises(ModelError, match=r"0\.weight of stage 0 and 0\.weight of stage 1") as error:
         InProcessExecutor(program, stages, **options)
-    assert error.value.program == program.name and "tied=ties" in error.value.hint
+    assert error.value.program == program.name and "tied_weights=ties" in error.value.hint
     assert [p.shape for p in stages[0].parameters()] == [(WIDTH, WIDTH), (WIDTH,)]
     copies = [deepcopy(stage) for stage in stages]
     ranks = InProcessExecutor(program, copies, tied_weights=ties, **options)

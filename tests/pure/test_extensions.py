@@ -130,7 +130,7 @@ import argparse
 
 from schedir.commands.common.schedule_options import add_shape, request_of
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source")
     add_shape(parser)
 

@@ -253,9 +253,9 @@ class BoundaryTensors:
             raise ModelError(
                 f"tensor {k} that stage {stage} gives has {'a' if has[k] else 'no'} gradient, and "
                 f"the boundary says that it has {'none' if has[k] else 'one'}",
-                hint="pass it on detached, or without grad=False"
+                hint="pass it on detached, or without requires_grad=False"
                 if has[k]
-                else "Boundary(..., grad=False) for what depends on nothing that is trained",
+                else "Boundary(..., requires_grad=False) for what depends on nothing that is trained",
             )
         return values
 

@@ -46,7 +46,7 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
                     f"tensor {k} that stage {s} passes on is {one}, and what the program makes of "
                     f"it is {list(taken)}",
                     program=program.name,
-                    hint=f"Boundary({one.shape}, taken={taken})"
+                    hint=f"Boundary({one.shape}, received_shape={taken})"
                     if taken != one.shape
                     else f"Boundary({one.shape})",
                 )

@@ -120,7 +120,7 @@ def _measure_optimizer_state(
     except Exception as error:
         raise ModelError(
             f"the optimizer cannot be measured without its memory: {describe_exception(error)}",
-            hint="state=8.0, say: how many bytes it holds for each number",
+            hint="optimizer_state=8.0, say: how many bytes it holds for each number",
         ) from error
     # On "meta" all memory is at the address 0, so what has one memory is told by its tensor.
     tensors = {id(x): x for x in held if isinstance(x, Tensor)}

@@ -55,7 +55,7 @@ class MemoryTiers:
             raise ModelError(
                 f"it {what} to the disk, and no folder is given",
                 program=spilling[0].name,
-                hint="Executor(..., folder='/nvme'), [memory] spill_dir = \"/nvme\"",
+                hint="Executor(..., spill_dir='/nvme'), [memory] spill_dir = \"/nvme\"",
             )
         own = [one.name for one in spilling if any(i.op in _DISK_OPS for i in one.streams[rank])]
         if own and spill_dir is not None:

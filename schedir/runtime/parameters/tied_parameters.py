@@ -36,7 +36,7 @@ from schedir.transports.transport import ChainedWork, Transport, Work
 SAMPLE_SIZE = 4096  # numbers of a parameter that are compared
 TIES_HINT = (
     "ties = schedir.find_tied_weights(stages), for compile(..., tied_weights=ties) "
-    "and the executor's tied=ties"
+    "and the executor's tied_weights=ties"
 )
 
 
@@ -233,8 +233,8 @@ class ParameterTable:
                     raise ModelError(
                         f"{describe_places([one, other])} are equal, and not said to be one weight",
                         hint="ties = schedir.find_tied_weights(stages) before they are copied, "
-                        "for compile(..., tied_weights=ties) and the executor's tied=ties; its "
-                        "alike=True lets pass what was only seeded alike",
+                        "for compile(..., tied_weights=ties) and the executor's tied_weights=ties; its "
+                        "allow_identical_stages=True lets pass what was only seeded alike",
                     )
 
     def _require_same_copies(self, one: ParameterLocation, other: ParameterLocation) -> None:

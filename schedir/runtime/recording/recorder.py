@@ -340,7 +340,7 @@ def read_step_times(
     error, found, anchor = 0.0, [], None
     for stamps in timestamps:
         if stamps is None or not stamps.is_complete:
-            raise ModelError("no step has been recorded", hint="record=True, and a step")
+            raise ModelError("no step has been recorded", hint="record_timestamps=True, and a step")
         if isinstance(stamps, EventTimestamps):
             anchor = anchor or _record_anchor(stamps.device)
             event, at, error = anchor
