@@ -163,7 +163,8 @@ def make_problem(
     if split_backward and "B" in costs.specified and not {"I", "W"} & costs.specified.keys():
         raise CostsError(
             "the costs say how long a whole backward takes, B, and not its parts, I and W",
-            hint="say I=...,W=..., or search for whole backwards: --no-split-backward, split_backward=False",
+            hint="say I=...,W=..., or search for whole backwards: --no-split-backward, "
+            "split_backward=False",
         )
     if costs.has_pairing_gain(shape):
         raise CostsError(

@@ -166,7 +166,9 @@ def test_a_loss_that_is_infinite_does_not_hide_gradients() -> None:
     """As in a plain loop, where a gradient knows nothing of its loss."""
     module, (x, y) = nn.Linear(WIDTH, 1, bias=False), batch(0)
     program = compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4))
-    executor = alone(program, [module], accumulate_grads=True, loss=lambda y, _: y.sum() + torch.inf)
+    executor = alone(
+        program, [module], accumulate_grads=True, loss=lambda y, _: y.sum() + torch.inf
+    )
     executor.step(x, y, grad_scale=0.5)
     assert module.weight.grad is not None
     assert torch.allclose(module.weight.grad, 0.5 * x.sum((0, 1))[None])

@@ -38,7 +38,8 @@ class SpillFile:
             raise ModelError(
                 f"nothing can be written to {str(self.directory)!r}: {why}",
                 program=program,
-                hint="Executor(..., spill_dir=), or [memory] spill_dir, is one to write in, on a disk",
+                hint="Executor(..., spill_dir=), or [memory] spill_dir, is one to write in, "
+                "on a disk",
             ) from error
         self.file = file
         weakref.finalize(self, file.close)
