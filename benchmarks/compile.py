@@ -179,7 +179,7 @@ def serve(who: str) -> None:
     measure = measures[who]
     if who == "compiled":
         with suppress(ImportError):  # a checkout that has none
-            import_module("schedir.analysis.numba_jit").load()
+            import_module("schedir.analysis.numba_jit").enable_numba()
     else:
         sys.modules["numba"] = None  # type: ignore[assignment]
     if who != "torch":

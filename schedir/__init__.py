@@ -125,7 +125,7 @@ _LAZY_IMPORTS: Final = {
 }
 
 # A notebook calls this when it first shows a program, because pictures take a while to import.
-register_renderer(lambda shown: str(import_module("schedir.viz.notebook").of(shown)))
+register_renderer(lambda shown: str(import_module("schedir.viz.notebook").to_html(shown)))
 
 
 def __getattr__(name: str) -> Any:

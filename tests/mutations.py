@@ -60,7 +60,7 @@ def insert(e: Edit) -> None:
     """Any instruction, some of a stage or microbatch that is not there."""
     shape, o = e.program.shape, e.rng.choice([*Opcode])
     s, m = e.rng.randint(0, shape.stages), e.rng.randint(0, shape.microbatches)
-    per = INSTRUCTIONS[o].per
+    per = INSTRUCTIONS[o].scope
     push(e.own, e.at, word(o, 0 if per is Scope.RANK else s, m if per is Scope.MICROBATCH else 0))
 
 

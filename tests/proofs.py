@@ -15,9 +15,9 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     ("proof", name) for each for which it is proven, under one model, that it ends."""
     seen: list[tuple[str, str]] = []
 
-    def complete(program: Program, *, draft: bool) -> object:
-        seen.extend([] if draft else [("complete", program.name)])
-        return real_complete(program, draft=draft)
+    def complete(program: Program, *, is_draft: bool) -> object:
+        seen.extend([] if is_draft else [("complete", program.name)])
+        return real_complete(program, is_draft=is_draft)
 
     def prove(graph: Graph, *more: object) -> object:
         if graph.proof not in graph.program.proofs:
@@ -25,8 +25,8 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         return real_prove(graph, *more)
 
     check = import_module("schedir.verify.check")
-    real_complete, real_prove = check.completeness, check.prove
-    monkeypatch.setattr(check, "completeness", complete)
+    real_complete, real_prove = check.require_complete, check.prove
+    monkeypatch.setattr(check, "require_complete", complete)
     for module in (check, import_module("schedir.predict.simulate")):
         monkeypatch.setattr(module, "prove", prove)
     return seen

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> str:
         require_no_chart_options(args, "a table")
     elif args.tradeoff:
         require_no_chart_options(args, "bubble against memory")
-    requests = [make_request(args, source, share=True) for source in args.source]
+    requests = [make_request(args, source, for_comparison=True) for source in args.source]
     require_unsharded_stages(requests)
     timelines = [request.timeline for request in requests]
     said = _format_comparison(requests, as_table=not args.json)

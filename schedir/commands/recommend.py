@@ -117,7 +117,7 @@ def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
         *list_built_in_schedules(has_weight_delay=args.optimizer_steps not in (None, 1)),
         *args.source,
     ):
-        request = make_request(args, name, share=True)
+        request = make_request(args, name, for_comparison=True)
         schedule = request.schedule
         if schedule is None or not has_free_v(schedule) or args.stages_per_rank is not None:
             yield name, request

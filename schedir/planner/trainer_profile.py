@@ -127,4 +127,4 @@ def get_trainer(
     )
 
 
-_TRAIN_CONSTANTS: Final = {"allocator_share": 0.0, "reserved": 0.0, "recompute_ahead": 1.0}
+_TRAIN_CONSTANTS: Final = {"allocator_share": 0.0, "reserved_bytes": 0.0, "recompute_ahead": 1.0}

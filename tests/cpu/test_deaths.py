@@ -142,7 +142,7 @@ import sys
 import time
 
 from schedir.schedules import one_f_one_b as mine
-from schedir.training.processes.process_exit import member
+from schedir.training.processes.process_exit import get_current_member
 from schedir.training.batches.prefetch import Prefetch
 
 take = Prefetch.take
@@ -157,7 +157,8 @@ def forking(self, step):
             time.sleep(100)
         os.kill(child, signal.SIGTERM)
         ended = {os.wait()[1] for _ in range(2)}
-        print(ended == {signal.SIGTERM, 256}, member().seen()[1].gave_up, file=sys.stderr)
+        print(ended == {signal.SIGTERM, 256}, get_current_member().seen()[1].gave_up,
+            file=sys.stderr)
     return take(self, step)
 
 

@@ -209,10 +209,10 @@ def test_of_several_at_work_the_one_that_is_furthest_behind_is_blamed() -> None:
 STANDS = """\
 import sys
 from pathlib import Path
-from schedir.io.black_box import AT, BlackBox, ProcessPhase
+from schedir.io.black_box import POSITION_FIELD, BlackBox, ProcessPhase
 box = BlackBox(Path(sys.argv[1]), process=3, world=4)
 box.enter(ProcessPhase.STEP, 7)
-box.words[AT] = 11
+box.words[POSITION_FIELD] = 11
 box.note("mine.py:3 in loss")
 print("there", flush=True)
 sys.stdin.read()
@@ -254,11 +254,11 @@ def test_what_is_no_box_is_none(data: bytes) -> None:
 FULL = """
 import os, resource, signal, sys
 from pathlib import Path
-from schedir.io.black_box import SIZE, BlackBox, ProcessPhase
-resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, SIZE // 2))
+from schedir.io.black_box import FILE_SIZE, BlackBox, ProcessPhase
+resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE // 2, FILE_SIZE // 2))
 box = BlackBox(Path("boxes/0"))
 box.enter(ProcessPhase.STEP, 1)
-box.say("x" * SIZE, 1)
+box.say("x" * FILE_SIZE, 1)
 print(os.listdir("boxes"))
 """
 

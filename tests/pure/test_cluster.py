@@ -348,7 +348,7 @@ def test_what_a_person_is_told(
     text = (ROOT / "examples" / "selene.toml").read_text()
     Path("selene.toml").write_text(text)
     Path("bits.toml").write_text(text.replace("25GB/s", "200Gb/s"))
-    Path("misspelt.toml").write_text(text.replace("nvlink_bandwidth", "nvlnk"))
+    Path("misspelt.toml").write_text(text.replace("nvlink_bandwidth", "nvlnk_bandwidth"))
     Path("less.toml").write_text(text.replace("network_bandwidth", "# network_bandwidth"))
     Path("negative.toml").write_text(text.replace('"80GB"', "-80e9"))
     Path("broken.toml").write_text("nodes = \n")

@@ -322,7 +322,7 @@ def test_a_program_that_is_none_is_refused_with_its_place(tmp_path: Path, progra
 def test_nothing_heavy_is_needed(tmp_path: Path) -> None:
     code = """
 import sys, schedir.training.config.config_file as c
-c.read(sys.argv[1])
+c.read_config(sys.argv[1])
 print('torch' in sys.modules)"""
     done = subprocess.run(
         [sys.executable, "-c", code, write(tmp_path, FULL)], capture_output=True, text=True

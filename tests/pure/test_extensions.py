@@ -29,12 +29,13 @@ class Extension(NamedTuple):
 
 EXTENSIONS = {
     "a field of programs": Extension(
-        [("ir/program.py", "from schedir.ir.pipeline.field_schema import fields_of\n",
-          "from schedir.ir.pipeline.field_schema import setting, whole_number\n"),
+        [("ir/program.py", "from schedir.ir.pipeline.field_schema import collect_fields\n",
+          "from schedir.ir.pipeline.field_schema import make_field_metadata, make_integer_type\n"),
          ("ir/program.py",
-          "    clip_grad_norm: bool = field(default=False, metadata=program_attributes.CLIP)\n",
+          "    clip_grad_norm: bool = field(default=False, metadata=program_attributes.CLIP_GRAD_NORM)\n",
           """\
-    zero: int = field(default=0, metadata=setting(whole_number(0, 3), "pieces of weights"))
+    zero: int = field(default=0,
+        metadata=make_field_metadata(make_integer_type(0, 3), "pieces of weights"))
 """)],
         """
 import schedir
@@ -51,7 +52,8 @@ from schedir.passes.pass_types import Pass
 
 PASSES = (
     Pass("mark", "better", lambda program, options: replace(program, name="marked"),
-         wanted=lambda program, options: bool(options.more.get("mark")), options=("mark",)),
+         should_run=lambda program, options: bool(options.extra_options.get("mark")),
+         option_names=("mark",)),
 )
 """)],
         """
@@ -112,12 +114,12 @@ class Slow(GlooTransport):
           '    TransportRow("slow", "cpu", "per_edge", True, "slow:Slow", "slowly"),\n')],
         """
 import schedir
-from schedir.training.config.config_file import read
-from schedir.transports.registry import choose
+from schedir.training.config.config_file import read_config
+from schedir.transports.registry import choose_transport
 open("x.toml", "w").write("[train]\\ntransport = 'slow'\\n")
-assert read("x.toml").train.transport == "slow"
+assert read_config("x.toml").train.transport == "slow"
 program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(1, 1))
-assert choose("slow", "cpu", program).__name__ == "Slow"
+assert choose_transport("slow", "cpu", program).__name__ == "Slow"
 """,
     ),
     "a command": Extension(
@@ -128,15 +130,15 @@ assert choose("slow", "cpu", program).__name__ == "Slow"
 
 import argparse
 
-from schedir.commands.common.schedule_options import add_shape, request_of
+from schedir.commands.common.schedule_options import add_compile_options, make_request
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source")
-    add_shape(parser)
+    add_compile_options(parser)
 
 
 def run(args: argparse.Namespace) -> str:
-    return f"{request_of(args, args.source).shape.ranks}\\n"
+    return f"{make_request(args, args.source).shape.ranks}\\n"
 ''')],
         """
 from schedir.__main__ import main
@@ -144,8 +146,9 @@ assert main(["ranks", "gpipe", "--ranks", "3"]) == 0
 """,
     ),
     "a kind of collective": Extension(
-        [("transports/collectives.py", 'Kind = Literal["all_reduce", ', '"most", '),
-         ("transports/collectives.py", "COLLECTIVES: Final[dict[Kind, CollectiveKind]] = {\n", """\
+        [("transports/collectives.py", 'CollectiveName = Literal[\"all_reduce\", ', '"most", '),
+         ("transports/collectives.py",
+             "COLLECTIVES: Final[dict[CollectiveName, CollectiveKind]] = {\n", """\
     "most": CollectiveKind(
         lambda own: [torch.stack([*own]).amax(0)] * len(own),
         lambda group, out, own: dist.all_reduce(
@@ -155,11 +158,11 @@ assert main(["ranks", "gpipe", "--ranks", "3"]) == 0
 """)],
         """
 import schedir, torch
-from schedir.transports.in_process.mailbox import mailboxes
+from schedir.transports.in_process.mailbox import make_mailboxes
 program = schedir.compile(schedir.schedules.gpipe, schedir.PipelineShape(3, 3))
 outs = [torch.zeros(1) for _ in range(3)]
-for rank, mail in enumerate(mailboxes(program, "per_edge", False, [])):
-    mail.collective("most", "model", outs[rank], torch.tensor([float(rank)]))
+for rank, mail in enumerate(make_mailboxes(program, "per_edge", False, [])):
+    mail.start_collective("most", "model", outs[rank], torch.tensor([float(rank)]))
 assert [float(out) for out in outs] == [2.0, 2.0, 2.0]
 """,
     ),

@@ -14,10 +14,10 @@ from schedir.training.train import _import_modules
 
 PASSES_ON = """\
 import subprocess, sys
-from schedir.training.processes.launcher import _passing_on
+from schedir.training.processes.launcher import _start_forwarding
 own = [sys.executable, "-u", "-c", sys.argv[1]]
 with subprocess.Popen(own, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-    for thread in _passing_on(3, process):
+    for thread in _start_forwarding(3, process):
         thread.join()
 """
 

@@ -45,7 +45,7 @@ def test_the_table_has_all_rows() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("sequence", 0), ("microbatch", -1), ("hidden", 1.5), ("heads", True), ("tp", 0),
+    [("sequence", 0), ("microbatch_size", -1), ("hidden", 1.5), ("heads", True), ("tp", 0),
      ("recompute", "half"), ("recompute", True)],
 )  # fmt: skip
 def test_what_is_no_size(name: str, value: Any) -> None:

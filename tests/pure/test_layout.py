@@ -275,9 +275,9 @@ schedir.simulate(schedir.check(program, progress_model="per_device"), schedir.Co
 assert schedir.from_text(schedir.to_text(program)) == program
 """,
         """
-from schedir.training.config.settings_table import settings
+from schedir.training.config.settings_table import list_settings
 from schedir.training.config.train_config import TrainConfig
-settings()
+list_settings()
 assert TrainConfig(device="cuda", transport="nccl_grouped").progress_model == "per_device"
 """,
         """

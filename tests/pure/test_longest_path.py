@@ -182,7 +182,10 @@ def test_a_short_process_does_not_import_numba() -> None:
 
 def test_rent_becomes_a_price() -> None:
     pytest.importorskip("numba")
-    code = WALK + "numba_jit.paid(numba_jit.PRICE)\nprint(times(), 'numba' in sys.modules)"
+    code = (
+        WALK
+        + "numba_jit.add_uncompiled_time(numba_jit.IMPORT_SECONDS)\nprint(times(), 'numba' in sys.modules)"
+    )
     assert run(code) == ["813.0", "True"]
 
 
@@ -199,7 +202,7 @@ print(times(), "numba" in sys.modules)
 def test_small_programs_pay_rent_too() -> None:
     pytest.importorskip("numba")
     code = """
-numba_jit.PRICE = 1e-9
+numba_jit.IMPORT_SECONDS = 1e-9
 for _ in range(2):
     simulate(compile(schedules.gpipe, PipelineShape(2, 4)))
 print("numba" in sys.modules)
@@ -209,16 +212,14 @@ print("numba" in sys.modules)
 
 def test_without_numba_all_works() -> None:
     hide = "import sys\nsys.modules['numba'] = None\n" + WALK
-    assert run(hide + "numba_jit.paid(9)\nprint(times())") == ["813.0"]
-    code = (
-        "\ntry:\n    numba_jit.load()\nexcept Exception as error:\n    print(type(error).__name__)"
-    )
+    assert run(hide + "numba_jit.add_uncompiled_time(9)\nprint(times())") == ["813.0"]
+    code = "\ntry:\n    numba_jit.enable_numba()\nexcept Exception as error:\n    print(type(error).__name__)"
     assert run(hide + code) == [UsageError.__name__]
 
 
 def test_load_is_at_once() -> None:
     pytest.importorskip("numba")
-    assert run(WALK + "numba_jit.load()\nprint('numba' in sys.modules, times())") == [
+    assert run(WALK + "numba_jit.enable_numba()\nprint('numba' in sys.modules, times())") == [
         "True",
         "813.0",
     ]

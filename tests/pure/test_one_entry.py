@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIT = """\
     echo: int = field(
         default=0,
-        metadata=program_attributes.setting(
-            program_attributes.whole_number(0, 3), "what is said twice (0)"
+        metadata=program_attributes.make_field_metadata(
+            program_attributes.make_integer_type(0, 3), "what is said twice (0)"
         ),
     )
 """
@@ -28,15 +28,15 @@ COMMAND = '''
 
 import argparse
 
-from schedir.commands.common.schedule_options import add_shape, add_source, request_of
+from schedir.commands.common.schedule_options import add_compile_options, add_source, make_request
 
-def arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
-    add_shape(parser)
+    add_compile_options(parser)
 
 
 def run(args: argparse.Namespace) -> str:
-    return f"{len(request_of(args, args.source).program)}\\n"
+    return f"{len(make_request(args, args.source).program)}\\n"
 '''
 
 
@@ -64,8 +64,8 @@ from dataclasses import replace
 import schedir
 from schedir.errors import ConfigError, ParseError, ShapeError
 from schedir.schedules import one_f_one_b
-from schedir.training.config.settings_table import settings
-from schedir.training.config.config_file import read
+from schedir.training.config.settings_table import list_settings
+from schedir.training.config.config_file import read_config
 
 plain = schedir.compile(one_f_one_b, schedir.PipelineShape(2, 4))
 assert plain.digest == sys.argv[1] and "echo" not in schedir.to_text(plain)
@@ -87,17 +87,17 @@ except ShapeError as error:
 else:
     raise AssertionError
 
-assert "echo" in [setting.name for setting in settings()["pipeline"][1]]
+assert "echo" in [setting.name for setting in list_settings()["pipeline"][1]]
 with open("run.toml", "w") as file:
     file.write("[pipeline]\\nranks = 2\\necho = 1\\n")
-config = read("run.toml")
+config = read_config("run.toml")
 assert config.request.program.echo == 1
 with open("x.sched", "w") as file:
     file.write(text)
 for given, says in (("echo=4", "pipeline.echo must be a whole number of at least 0 and below 4"),
                     ("schedule=x.sched", "line 3, column 1: x.sched has echo 2, not 1")):
     try:
-        read("run.toml", [f"pipeline.{given}"])
+        read_config("run.toml", [f"pipeline.{given}"])
     except ConfigError as error:
         assert says in str(error), error
     else:
@@ -107,7 +107,10 @@ for given, says in (("echo=4", "pipeline.echo must be a whole number of at least
 
 def test_a_trait_is_one_entry(copy: Path) -> None:
     path = copy / "schedir" / "ir" / "program.py"
-    before = "    clip_grad_norm: bool = field(default=False, metadata=program_attributes.CLIP)\n"
+    before = (
+        "    clip_grad_norm: bool = field(default=False, "
+        "metadata=program_attributes.CLIP_GRAD_NORM)\n"
+    )
     text = path.read_text()
     assert text.count(before) == 1
     path.write_text(text.replace(before, before + TRAIT))
@@ -131,18 +134,19 @@ def test_a_trait_is_one_entry(copy: Path) -> None:
 PASS = """
 from dataclasses import replace
 
-from schedir.ir.pipeline.field_schema import whole_number
+from schedir.ir.pipeline.field_schema import make_integer_type
 from schedir.passes.pass_types import Pass
 
 PASSES = (
     Pass(
         "mark",
         "draft",
-        lambda program, options: replace(program, name=f"{program.name}{options.more['mark_by']}"),
-        wanted=lambda program, options: "mark_by" in options.more,
-        options=("mark_by", "doubtful"),
-        kinds={"mark_by": whole_number(0, 9)},
-        about="a number behind the name",
+        lambda program,
+        options: replace(program, name=f"{program.name}{options.extra_options['mark_by']}"),
+        should_run=lambda program, options: "mark_by" in options.extra_options,
+        option_names=("mark_by", "doubtful"),
+        option_types={"mark_by": make_integer_type(0, 9)},
+        description="a number behind the name",
     ),
 )
 """
@@ -167,11 +171,11 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
         "-c",
         """if True:
         from schedir.errors import ConfigError
-        from schedir.training.config.config_file import read
-        from schedir.training.train import program_of
+        from schedir.training.config.config_file import read_config
+        from schedir.training.train import build_program
         open("run.toml", "w").close()
         def names(*sets):
-            return program_of(read("run.toml", [f"pipeline.{s}" for s in sets])).name
+            return build_program(read_config("run.toml", [f"pipeline.{s}" for s in sets])).name
         assert names() == "one_f_one_b"
         assert names("mark_by=0", "doubtful=true") == "one_f_one_b0"
         for wrong in (["mark_by=10"], ["schedule=x.sched", "mark_by=0"]):

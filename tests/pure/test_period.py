@@ -50,7 +50,7 @@ def test_own_span_is_a_gain_where_nobody_waits_for_the_norm(
 @settings(max_examples=20, deadline=None)
 @given(compute_programs(), st.builds(Costs, F=TIMES, I=TIMES, W=TIMES, send=TIMES, step=TIMES))
 def test_it_is_never_longer_without_the_wait(draft: Any, at: Costs) -> None:
-    if draft.shape.optimizer_steps > 1 or not draft.trains:
+    if draft.shape.optimizer_steps > 1 or not draft.has_backward:
         return
     for model in MODELS:
         for blocks in (False, True):

@@ -68,7 +68,7 @@ def test_one_of_a_kind_is_told_as_one() -> None:
         asked.cluster,
         replace(one, breakdown=PARTS._replace(host_copies=8658.774), step_time=8669.0),
     )
-    assert long.explanation == "host: 8659 s of 8669 s"
+    assert long.explanation == "host_copies: 8659 s of 8669 s"
 
 
 REFUSED = {

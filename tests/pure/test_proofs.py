@@ -52,13 +52,13 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """The programs whose completeness is looked at."""
     seen: list[Program] = []
     module = import_module("schedir.verify.check")
-    real = module.completeness
+    real = module.require_complete
 
-    def counted(program: Program, *, draft: bool) -> object:
+    def counted(program: Program, *, is_draft: bool) -> object:
         seen.append(program)
-        return real(program, draft=draft)
+        return real(program, is_draft=is_draft)
 
-    monkeypatch.setattr(module, "completeness", counted)
+    monkeypatch.setattr(module, "require_complete", counted)
     return seen
 
 
