@@ -174,7 +174,8 @@ def copy_shared_parameters(
                 f"{program.zero} would shard it on each of them",
                 program=program.name,
                 hint="ties = schedir.find_tied_weights(stages), then copies: "
-                "stages = [deepcopy(stage) for stage in stages], and tied_weights=ties for the ranks; "
+                "stages = [deepcopy(stage) for stage in stages], and tied_weights=ties for the "
+                "ranks; "
                 "or zero=0",
             )
         if others and program.has_backward:

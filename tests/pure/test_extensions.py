@@ -30,7 +30,8 @@ class Extension(NamedTuple):
 EXTENSIONS = {
     "a field of programs": Extension(
         [("ir/program.py", "from schedir.ir.pipeline.field_schema import collect_fields\n",
-          "from schedir.ir.pipeline.field_schema import make_field_metadata, make_integer_type\n"),
+          "from schedir.ir.pipeline.field_schema import make_field_metadata\n"
+          "from schedir.ir.pipeline.field_schema import make_integer_type\n"),
          ("ir/program.py",
           "    clip_grad_norm: bool = field(default=False, metadata=program_attributes.CLIP_GRAD_NORM)\n",
           """\

@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_told_and_the_chosen_one_is_marked() -> None:
 
 
 def test_scaling_has_a_point_for_each_number_of_gpus() -> None:
-    strong = [plan(32 / d, 1e9, dp=d, flops=1e14 / d) for d in (4, 1, 2)]
+    strong = [plan(32 / d, 1e9, dp=d, flops_per_second=1e14 / d) for d in (4, 1, 2)]
     weak = [plan(32, 1e9, dp=d) for d in (1, 2, 4)]
     left, right = plan_scaling(strong, weak).axes
     lines = [line.get_xydata().tolist() for line in left.lines]  # type: ignore[union-attr]

@@ -67,7 +67,8 @@ def check_rank_agreement(
         passes.require_program_fit(one)
         if accumulate_grads:
             raise ModelError(
-                "gradients are added to what is there (accumulate_grads=True), as by one program alone",
+                "gradients are added to what is there (accumulate_grads=True), as by one program "
+                "alone",
                 program=one.name,
             )
     require_program_match(program, rank, stages, transport, boundary_table)
@@ -196,7 +197,8 @@ def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None
     }
     if fact := next((what for what, it in does.items() if it), ""):
         raise ModelError(
-            f"gradients are added to what is there (accumulate_grads=True), and the executor {fact}",
+            "gradients are added to what is there (accumulate_grads=True), and the executor "
+            f"{fact}",
             program=program.name,
             hint="accumulate_grads=False, whose gradients are those of one step",
         )

@@ -55,7 +55,8 @@ def require_shardable(
         return
     if accumulate_grads:
         raise refuse(
-            f"zero is {program.zero}, and gradients are added to what is there (accumulate_grads=True): no "
+            f"zero is {program.zero}, and gradients are added to what is there "
+            "(accumulate_grads=True): no "
             "replica would keep its own part only",
             "zero=0, or accumulate_grads=False",
         )

@@ -233,7 +233,8 @@ class ParameterTable:
                     raise ModelError(
                         f"{describe_places([one, other])} are equal, and not said to be one weight",
                         hint="ties = schedir.find_tied_weights(stages) before they are copied, "
-                        "for compile(..., tied_weights=ties) and the executor's tied_weights=ties; its "
+                        "for compile(..., tied_weights=ties) and the executor's "
+                        "tied_weights=ties; its "
                         "allow_identical_stages=True lets pass what was only seeded alike",
                     )
 
