@@ -33,7 +33,8 @@ EXTENSIONS = {
           "from schedir.ir.pipeline.field_schema import make_field_metadata\n"
           "from schedir.ir.pipeline.field_schema import make_integer_type\n"),
          ("ir/program.py",
-          "    clip_grad_norm: bool = field(default=False, metadata=program_attributes.CLIP_GRAD_NORM)\n",
+          "    clip_grad_norm: bool = field(default=False, "
+          "metadata=program_attributes.CLIP_GRAD_NORM)\n",
           """\
     zero: int = field(default=0,
         metadata=make_field_metadata(make_integer_type(0, 3), "pieces of weights"))

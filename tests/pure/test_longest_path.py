@@ -182,11 +182,9 @@ def test_a_short_process_does_not_import_numba() -> None:
 
 def test_rent_becomes_a_price() -> None:
     pytest.importorskip("numba")
-    code = (
-        WALK
-        + "numba_jit.add_uncompiled_time(numba_jit.IMPORT_SECONDS)\nprint(times(), 'numba' in sys.modules)"
-    )
-    assert run(code) == ["813.0", "True"]
+    code = "numba_jit.add_uncompiled_time(numba_jit.IMPORT_SECONDS)\n"
+    code += "print(times(), 'numba' in sys.modules)"
+    assert run(WALK + code) == ["813.0", "True"]
 
 
 def test_a_first_walk_that_is_long_imports_numba() -> None:
@@ -213,7 +211,8 @@ print("numba" in sys.modules)
 def test_without_numba_all_works() -> None:
     hide = "import sys\nsys.modules['numba'] = None\n" + WALK
     assert run(hide + "numba_jit.add_uncompiled_time(9)\nprint(times())") == ["813.0"]
-    code = "\ntry:\n    numba_jit.enable_numba()\nexcept Exception as error:\n    print(type(error).__name__)"
+    code = "\ntry:\n    numba_jit.enable_numba()\nexcept Exception as error:\n"
+    code += "    print(type(error).__name__)"
     assert run(hide + code) == [UsageError.__name__]
 
 
