@@ -236,12 +236,12 @@ def _require_json_extra(
 
     def plain() -> str:
         if not isinstance(extra_state, Mapping | None):
-            raise CheckpointError(f"extra is {describe(extra_state)}, and no mapping")
+            raise CheckpointError(f"extra_state is {describe(extra_state)}, and no mapping")
         try:
             json.dumps(dict(extra_state or {}))
         except (TypeError, ValueError):
             raise CheckpointError(
-                f"extra is {describe(extra_state)}, which JSON cannot say"
+                f"extra_state is {describe(extra_state)}, which JSON cannot say"
             ) from None
         return f"saves step {describe(step)}"
 

@@ -69,7 +69,7 @@ def gather_checkpoint_states(
     def name(stage: int, own: str) -> str:
         found = name_map(stage, own)
         if not isinstance(found, str):
-            raise CheckpointError(f"names({stage}, {own!r}) is {describe(found)}, and no text")
+            raise CheckpointError(f"name_map({stage}, {own!r}) is {describe(found)}, and no text")
         return found
 
     def tied() -> Any:

@@ -44,7 +44,7 @@ def simulate(
     require_type(program, Program, "schedir.compile(schedule, shape)")
     blocking_hosts, skip_checks = (
         require_bool(blocking_hosts, "blocking_hosts"),
-        require_bool(skip_checks, "unchecked"),
+        require_bool(skip_checks, "skip_checks"),
     )
     if costs is not None:
         require_type(costs, Costs, "Costs(F=1, B=2)")

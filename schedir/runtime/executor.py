@@ -207,9 +207,9 @@ class Executor(ProgramRunner):
             None if seed is None else arguments.require_seed(seed),
         )
         allow_identical_stages, accumulate_grads, record_timestamps = (
-            require_bool(allow_identical_stages, "alike"),
-            require_bool(accumulate_grads, "adds"),
-            require_bool(record_timestamps, "record"),
+            require_bool(allow_identical_stages, "allow_identical_stages"),
+            require_bool(accumulate_grads, "accumulate_grads"),
+            require_bool(record_timestamps, "record_timestamps"),
         )
         debug = require_bool(debug, "debug")
         transport, loss_scale = (

@@ -158,7 +158,7 @@ def make_problem(
     require_type(costs, Costs, "Costs(F=1, B=2)")
     if objective not in OBJECTIVES:
         raise UsageError(f"objective is 'span' or 'own', not {describe(objective)}")
-    split_backward = require_bool(split_backward, "split")
+    split_backward = require_bool(split_backward, "split_backward")
     _require_searchable_shape(shape)
     if split_backward and "B" in costs.specified and not {"I", "W"} & costs.specified.keys():
         raise CostsError(

@@ -116,9 +116,11 @@ class Schedule(CheckedRuntime):
                 "runtime": runtime,
                 "loss_fn": "None" if loss_fn is None else "a function",
                 "scale_grads": require_bool(scale_grads, "scale_grads"),
-                "alike": require_bool(allow_identical_stages, "alike"),
+                "allow_identical_stages": require_bool(
+                    allow_identical_stages, "allow_identical_stages"
+                ),
                 "unsharded_stages": unsharded_stages,
-                "tied": tied_weights,
+                "tied_weights": tied_weights,
                 "the progress model": program_selection.get_progress_model(
                     group, torch.device(held[0].device)
                 ),

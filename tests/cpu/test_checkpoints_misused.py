@@ -298,8 +298,8 @@ class Slashed(torch.optim.SGD):
 
 
 MISUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no name": ({"name_map": lambda s, n: None}, r"names\(0, 'weight'\) is None, and no text"),
-    "no mapping": ({"extra_state": [1]}, r"extra is \[1\], and no mapping"),
+    "no name": ({"name_map": lambda s, n: None}, r"name_map\(0, 'weight'\) is None, and no text"),
+    "no mapping": ({"extra_state": [1]}, r"extra_state is \[1\], and no mapping"),
 }
 
 

@@ -52,7 +52,7 @@ def window_tiles(*tile_sets: Tiles) -> Figure:
         rows, columns = _measure_grid(one)
         if rows * columns > _MAX_TILES:
             raise UsageError(
-                f"{rows} x {columns} tiles are too many for a picture", fields=["found"]
+                f"{rows} x {columns} tiles are too many for a picture", fields=["tile_sets"]
             )
         dense = replace(one, axes=tuple(axis.dense_tiles for axis in one.axes)).grid > 0
         kinds = one.grid + dense

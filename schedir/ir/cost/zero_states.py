@@ -79,7 +79,7 @@ def zero_model_states(
         raise UsageError(f"dp is a number of replicas, not {describe(dp)}", fields=["dp"])
     parts: NDArray[np.float64] | float = float(dp)  # of what size: a whole one is so many
     if parameter_counts is not None:
-        each = _to_byte_array("numbers", parameter_counts)
+        each = _to_byte_array("parameter_counts", parameter_counts)
         parts = np.maximum(each, 1) / np.maximum(np.ceil(each / dp), 1)
     whole = {"params": params, "grads": grads, "optimizer": optimizer}
     left = {}

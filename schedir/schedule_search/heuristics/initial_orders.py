@@ -22,10 +22,10 @@ def list_initial_orders(
     for each in schedules:
         program = each if isinstance(each, Program) else expand_schedule(each, problem.shape)
         if how := describe_unsearchable(program):
-            raise UsageError(f"{program.name} {how}", fields=["start"])
+            raise UsageError(f"{program.name} {how}", fields=["initial_schedules"])
         if program.shape != problem.shape:
             raise UsageError(
-                f"{program.name} is of {program.shape}, not of {problem.shape}", fields=["start"]
+                f"{program.name} is of {program.shape}, not of {problem.shape}", fields=["initial_schedules"]
             )
         yield from _order_if_complete(problem, program)
     for schedule in sorted(
