@@ -24,7 +24,7 @@ import sys
 import schedir.training.batches.samples
 from schedir.schedules import one_f_one_b as mine
 
-drawn = schedir.training.batches.samples.Batches.batch
+drawn = schedir.training.batches.samples.Batches.read_batch
 
 
 def batch(self, first, count):
@@ -33,7 +33,7 @@ def batch(self, first, count):
     return drawn(self, first, count)
 
 
-schedir.training.batches.samples.Batches.batch = batch
+schedir.training.batches.samples.Batches.read_batch = batch
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 

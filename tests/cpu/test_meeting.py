@@ -207,7 +207,7 @@ import schedir.training.batches.samples
 from schedir import schedules
 
 mine = schedules.one_f_one_b
-schedir.training.batches.samples._PARTS = 1
+schedir.training.batches.samples._MAX_DIGEST_BLOCKS = 1
 """
 
 

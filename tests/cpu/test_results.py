@@ -224,10 +224,10 @@ from schedir.training import train
 from schedir.training.processes import process_world
 
 mine = schedules.one_f_one_b
-write = train.save
-met = process_world.met
-process_world.met = lambda facts, timeout: met(facts, 60.0)  # on a busy machine
-process_world.PATIENCE = 4.0
+write = train.save_results
+met = process_world.run_rendezvous
+process_world.run_rendezvous = lambda facts, timeout: met(facts, 60.0)  # on a busy machine
+process_world.RESULTS_TIMEOUT = 4.0
 
 
 def slowly(*given):
@@ -235,7 +235,7 @@ def slowly(*given):
     write(*given)
 
 
-train.save = slowly
+train.save_results = slowly
 """
 
 

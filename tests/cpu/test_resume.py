@@ -279,7 +279,7 @@ def slowly(*given, **more):
     time.sleep(60)
 
 
-checkpointing.write = slowly
+checkpointing.write_checkpoint = slowly
 """
 
 

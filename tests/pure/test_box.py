@@ -211,9 +211,9 @@ import sys
 from pathlib import Path
 from schedir.io.black_box import POSITION_FIELD, BlackBox, ProcessPhase
 box = BlackBox(Path(sys.argv[1]), process=3, world=4)
-box.enter(ProcessPhase.STEP, 7)
-box.words[POSITION_FIELD] = 11
-box.note("mine.py:3 in loss")
+box.enter_phase(ProcessPhase.STEP, 7)
+box.values[POSITION_FIELD] = 11
+box.write_note("mine.py:3 in loss")
 print("there", flush=True)
 sys.stdin.read()
 """
@@ -257,8 +257,8 @@ from pathlib import Path
 from schedir.io.black_box import FILE_SIZE, BlackBox, ProcessPhase
 resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE // 2, FILE_SIZE // 2))
 box = BlackBox(Path("boxes/0"))
-box.enter(ProcessPhase.STEP, 1)
-box.say("x" * FILE_SIZE, 1)
+box.enter_phase(ProcessPhase.STEP, 1)
+box.report_failure("x" * FILE_SIZE, 1)
 print(os.listdir("boxes"))
 """
 

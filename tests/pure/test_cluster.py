@@ -79,7 +79,7 @@ def test_rings_take_what_their_messages_take(
     nodes: int, each: int, apart: int, size: float, nvlink: float, network: float
 ) -> None:
     """Any number of members on each node, next to each other or not; nodes one after the other."""
-    of = cluster(nodes, each * apart, nvlink=nvlink, network=network)
+    of = cluster(nodes, each * apart, nvlink_bandwidth=nvlink, network_bandwidth=network)
     ring = [n * each * apart + k * apart for n in range(nodes) for k in range(each)]
     g = len(ring)
     once = walked(of, size, ring, g - 1) if g > 1 else 0.0
