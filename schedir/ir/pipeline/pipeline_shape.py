@@ -244,10 +244,12 @@ class PipelineShape:
     def _apply_placement_rows(self, placement: object) -> None:
         rows = to_placement_rows(placement)
         most = require_placement_rows(rows, self.ranks)
-        if self.stages_per_rank not in (1, most):
+        is_given = not isinstance(self.stages_per_rank, _DEFAULT_TYPES)
+        if is_given and self.stages_per_rank != most:
             raise ShapeError(
                 f"placement puts up to {most} stages on a rank, but stages_per_rank is "
                 f"{self.stages_per_rank}",
+                hint=f"leave out stages_per_rank, or stages_per_rank={most}",
                 fields=["placement", "stages_per_rank"],
             )
         object.__setattr__(self, "placement", rows if len(rows) > 1 else rows[0])
