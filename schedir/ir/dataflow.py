@@ -1,14 +1,15 @@
-"""Find the producer, the changes, the last reader and the lifetime of every value.
+"""Find which instructions produce, change, read and free each value of a program.
 
-A value has a chain of instructions along the Stream of its rank: one makes it, some may change it,
-some read it, one frees it.  Everything that asks for a part of such a chain asks here: the
-dependency graph, slots, memory, and the explaining of errors.  What is known of a kind of value is
-its row in `VALUES`, what an instruction does with it is the instruction's row in `INSTRUCTIONS`.
+Each value has a chain of instructions along the Stream of its rank.  One instruction makes the
+value, some may change it, some read it, and one frees it.  The dependency graph, the slot counts,
+the memory estimate and the error messages all take these chains from this module.  The properties
+of a kind of value are in its row of `VALUES`.  The effect of an instruction on values is in its
+row of `INSTRUCTIONS`.
 
-The giver of a value is the nearest instruction that gives it and stands earlier in the Stream.
-Where each value is made once and changed at most once, that is a look-up in a table: the change if
-there is one, else the maker.  If it stands later, it is the giver all the same, so that `check` can
-say which two stand the wrong way round.
+The giver of a value is the nearest earlier instruction of the Stream that gives it.  If each value
+is made once and changed at most once, a table look-up finds the giver: the change if there is one,
+otherwise the maker.  The look-up also returns a giver that comes later in the Stream.  `check` then
+reports the two instructions that are in the wrong order.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ require_tables()
 
 Keys = NDArray[np.int64]
 
-# Who frees a value, and at which stage: what is handed over is freed by its taker.
+# The instructions that free each value.  The rule leads from the stage that made the value to the
+# stage that frees it; it is None if they are the same.  A value that a stage passes to the next
+# stage on the same rank is freed by that stage.
 FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
     token: [(row.op, None) for row in INSTRUCTIONS if token in row.frees]
     + [
@@ -60,7 +63,13 @@ FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
 
 
 class StaleRead(NamedTuple):
-    """An instruction that needs a value which the last to touch it has freed, or left elsewhere."""
+    """A read of a value that another instruction has freed or moved to another state.
+
+    Attributes:
+        needer: Position of the instruction that reads the value.
+        culprit: Position of the last instruction before it that touched the value.
+        value: The kind of value.
+    """
 
     needer: int
     culprit: int
@@ -68,12 +77,14 @@ class StaleRead(NamedTuple):
 
 
 class ValueLives(NamedTuple):
-    """Values of one kind, by where they are filled and freed.
+    """The lifetimes of all values of one kind, ordered by the position that fills each.
 
-    `filled_at` has the position that fills each value, rank by rank and along each Stream,
-    `freed_at` the position that frees it, and `sorted_freed_at` the latter in order.  Rank r has
-    the values from
-    `first[r]` to `first[r + 1]`.
+    Attributes:
+        filled_at: Position that fills each value, ascending, shape (values,).
+        freed_at: Position that frees each value, shape (values,).
+        sorted_freed_at: The positions of `freed_at`, ascending.
+        rank_offsets: The values of rank r have the indices `rank_offsets[r]` to
+            `rank_offsets[r + 1] - 1`; shape (ranks + 1,).
     """
 
     filled_at: Positions
@@ -82,34 +93,57 @@ class ValueLives(NamedTuple):
     rank_offsets: NDArray[np.intp]
 
     def get_rank_slice(self, rank: int) -> slice:
-        """Where a rank's values are."""
+        """Return the slice of the arrays that has the values of one rank.
+
+        Args:
+            rank: Number of the rank.
+        """
         return slice(self.rank_offsets[rank], self.rank_offsets[rank + 1])
 
     def count_peak(self, groups: Positions) -> NDArray[np.int64]:
-        """The most values that overlap along each Stream: the fewest slots there can be.
+        """Return the most values of each rank that exist at once.
 
-        `groups` numbers the groups of instructions that are issued as one: what one of them
-        frees is not free for another.
+        This is the least number of slots with which the rank can run its Stream.
+
+        Args:
+            groups: Number of the issue group of each instruction, ascending, shape
+                (instructions,).  A slot that one instruction of a group frees is not free for
+                another one of the group.
+
+        Returns:
+            The number of values, shape (ranks,).
         """
         fills = groups[self.filled_at]
         alive = np.arange(1, len(fills) + 1) - np.searchsorted(groups[self.sorted_freed_at], fills)
         return self.max_per_rank(alive)
 
     def max_per_rank(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The largest of each rank's numbers, or 0; `values` has one for each fill."""
-        most = np.zeros(len(self.rank_offsets) - 1, values.dtype)
-        here = np.flatnonzero(np.diff(self.rank_offsets))
-        if len(here):
-            most[here] = np.maximum.reduceat(values, self.rank_offsets[here])
-        return most
+        """Return the largest number of each rank.
+
+        Args:
+            values: A number for each value, shape (values,).
+
+        Returns:
+            The maximum over the values of each rank, shape (ranks,); 0 for a rank without values.
+        """
+        maxima = np.zeros(len(self.rank_offsets) - 1, values.dtype)
+        ranks = np.flatnonzero(np.diff(self.rank_offsets))  # reduceat needs non-empty ranges
+        if len(ranks):
+            maxima[ranks] = np.maximum.reduceat(values, self.rank_offsets[ranks])
+        return maxima
 
 
 class ValueStates(NamedTuple):
-    """What values of one kind are, from one instruction that touches them to the next.
+    """The states of all values of one kind, between instructions that touch the same value.
 
-    `begin` and `end` are the positions of the two, `tier` is where the value lies (an index into
-    TIERS), `form` which field of Sizes tells its bytes (an index into `ValueChains.forms`, NO_FORM
-    for that of the token).  `is_created` says that the value begins here, `is_freed` that it ends.
+    Attributes:
+        begin: Position of the instruction after which the value has this state, ascending.
+        end: Position of the next instruction that changes or frees the value.
+        tier: Memory tier of the value, as an index into TIERS.
+        form: The field of `Sizes` with the bytes of the value, as an index into
+            `ValueChains.forms`.  NO_FORM is the size in the value's row of `VALUES`.
+        is_created: True if `begin` makes the value.
+        is_freed: True if `end` frees the value.
     """
 
     begin: Positions
@@ -121,27 +155,36 @@ class ValueStates(NamedTuple):
 
 
 class Dataflow:
-    """The flow of values through a program."""
+    """The flow of values through a program.
+
+    Args:
+        index: The position tables of the program.
+    """
 
     def __init__(self, index: InstructionIndex) -> None:
         self.index = index
-        self._stale_reads: list[StaleRead] = []  # what `givers` finds on its way
+        self._stale_reads: list[StaleRead] = []  # filled by `givers`
         self._chains: dict[Value, ValueChains | None] = {}
 
     @classmethod
     def from_program(cls, program: Program) -> Dataflow:
-        """The flow of a program, which is made once."""
+        """Return the flow of a program, which is computed once and cached.
+
+        Args:
+            program: The program.
+        """
         return program.cached("flow", lambda twin: cls(InstructionIndex.from_program(twin)))
 
-    # ------------------------------------------------------------ who gives what
+    # ------------------------------------------------------------ givers of values
 
     @cached_property
     def givers(self) -> NDArray[np.int32]:
-        """For each instruction, who gives the values that it needs, shape (k, n).
+        """Return the positions that give the values that each instruction needs.
 
-        Positions, or -1 for what is there from the start.  Row k is for the k-th of `Row.needs`;
-        where givers are on several lanes, the last on each is in a further row, and so is, for who
-        makes a value again, who has let go of it.
+        Shape (k, instructions).  An entry is -1 if the value exists from the start.  Row k belongs
+        to the k-th value of `Row.needs` that the program has.  Further rows are used in two cases:
+        a value has givers on several lanes, or an instruction makes a value again after another one
+        freed it.
         """
         found: list[tuple[int, Positions, Positions]] = []
         for row, needer in self.index.iterate_rows():
@@ -168,11 +211,19 @@ class Dataflow:
 
     @property
     def stale_reads(self) -> list[StaleRead]:
-        """Who needs a value that is not there as it is needed, and will not be."""
+        """Return the reads of values that do not exist at that moment and will not exist later."""
         return self._stale_reads if self.givers.size else []
 
     def find_value(self, needer: int, giver: int) -> Value | None:
-        """Which value of a giver's an instruction needs; None if it is none."""
+        """Return the kind of value that one instruction takes from another.
+
+        Args:
+            needer: Position of the instruction that needs a value.
+            giver: Position of the instruction that may give it.
+
+        Returns:
+            The kind of value, or None if the giver gives none that the other instruction needs.
+        """
         row = INSTRUCTIONS[int(self.index.op[needer])]
         given = INSTRUCTIONS[int(self.index.op[giver])].gives
         for k, token in enumerate(self._get_needed_values(row)):
@@ -181,17 +232,17 @@ class Dataflow:
         return next((token for token in row.needs if token in given), None)
 
     def _get_needed_values(self, row: Row) -> list[Value]:
-        """Of the values that a row needs those that the program has."""
+        """Return the values of `Row.needs` that the program has."""
         return [token for token in row.needs if self.index.program.uses_value(token)]
 
     def _find_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
-        """Who gives a value to each of some instructions of a row, by lane if on several."""
-        found = VALUES[value].producer_rule
-        if found is ProducerRule.ALL:
+        """Yield the givers of a value for instructions of a row; one array for each lane."""
+        rule = VALUES[value].producer_rule
+        if rule is ProducerRule.ALL:
             yield from self._find_last_givers(row, value, needer)
-        elif found is ProducerRule.VERSION:
+        elif rule is ProducerRule.VERSION:
             yield self._find_version_givers(row, value, needer)
-        elif found is ProducerRule.LATEST_OR_START:
+        elif rule is ProducerRule.LATEST_OR_START:
             given = self.index.find_all_positions(find_possible_givers(row.op, value))
             yield self._find_latest_before(
                 self._compute_keys(value, given), given, self._compute_keys(value, needer), needer
@@ -202,7 +253,7 @@ class Dataflow:
             yield self._find_single_givers(row, value, needer)
 
     def _find_single_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
-        """Of values made once: the last in the chain that is there."""
+        """Return the givers of values that are made once: the last in the chain that exists."""
         giver = self._find_first_present(
             find_possible_givers(row.op, value), self.index.key[needer]
         )
@@ -214,7 +265,7 @@ class Dataflow:
         return giver
 
     def _find_first_present(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
-        """Positions of the first of `ops` that is there, by key."""
+        """Return the positions of the first of `ops` that exists, for each key; else -1."""
         tables = [op for op in ops if op in self.index.position_by_key]
         if not tables:
             return np.full(len(key), NO_POSITION, np.int32)
@@ -224,10 +275,12 @@ class Dataflow:
         return giver
 
     def _find_version_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
-        """Of weights: what changes their version, else what makes it; -1 for those from the start,
-        as those of a frozen stage always are.
+        """Return the givers of weights, by the version that each instruction uses.
 
-        The instruction with number u makes version u + 1, and changes version u.
+        The giver is the instruction that changes this version, otherwise the one that makes it.  It
+        is -1 for weights from before the program, and always for those of a frozen stage.  The
+        instruction of update u makes version u + 1, and an instruction that changes weights changes
+        version u.
         """
         index, shape = self.index, self.index.program.shape
         changed = [
@@ -259,7 +312,11 @@ class Dataflow:
         return giver
 
     def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
-        """Of what many give: the last of a stage's, or of all of a rank's, on each lane."""
+        """Yield the last giver on each lane, for values that several instructions add to.
+
+        The last giver is the last one of the stage, or of the rank if the row or a giver is per
+        rank.
+        """
         index = self.index
         ops = find_possible_givers(row.op, value)
         per = row.scope
@@ -268,12 +325,12 @@ class Dataflow:
             or row.group == "tied_weights"
             or any(INSTRUCTIONS[op].scope is Scope.RANK for op in ops)
         ):
-            per = Scope.RANK  # what a rank gives, it gives to each of its stages
+            per = Scope.RANK  # an instruction per rank gives its value to all stages of the rank
         for lane in sorted(
             {INSTRUCTIONS[op].lane for op in ops if op in index.position_by_key}
         ) or [row.lane]:
             gives = index.find_all_positions(op for op in ops if INSTRUCTIONS[op].lane is lane)
-            if row.group == "tied_weights":  # all copies of the rank
+            if row.group == "tied_weights":  # it sums all copies on the rank
                 tied = [s for stages in index.program.trained_ties for s in stages]
                 gives = gives[np.isin(index.stage[gives], tied)]
             last = np.full(index.key_count[per], NO_POSITION, np.int32)
@@ -282,13 +339,15 @@ class Dataflow:
             found = last[key]
             if per is Scope.STAGE:
                 found = np.maximum(found, self._find_tied_sums(ops, lane, needer))
-            if row.scope is Scope.OCCURRENCE:  # of each turn but the last what is there by then
+            if row.scope is Scope.OCCURRENCE:
+                # The last occurrence takes the last giver, earlier ones the nearest giver before
+                # them.
                 final = np.full(index.key_count[per], NO_POSITION, np.int32)
                 final[key] = needer
                 near = self._find_latest_before(index.compute_keys(per, gives), gives, key, needer)
                 early = (final[key] != needer) & (near != NO_POSITION)
                 found[early] = near[early]
-                before = self._find_latest_before(key, needer, key, needer)  # the turn before
+                before = self._find_latest_before(key, needer, key, needer)  # the occurrence before
                 again = (before != NO_POSITION) & (found < before)
                 self._stale_reads += map(
                     StaleRead, needer[again], before[again], [value] * int(again.sum())
@@ -296,8 +355,11 @@ class Dataflow:
             yield found
 
     def _find_tied_sums(self, ops: tuple[Opcode, ...], lane: Lane, needer: Positions) -> Positions:
-        """What sums the copies of tied weights, which stands for one of a rank's and changes all:
-        of each needer whose stage has a copy; -1 for others."""
+        """Return the last sum of tied weights on the rank of each instruction; else -1.
+
+        One such instruction sums all tied weights of its rank.  The result is -1 for an instruction
+        of a stage without a tied weight.
+        """
         index = self.index
         last = np.full(index.key_count[Scope.RANK], NO_POSITION, np.int32)
         sums = index.find_all_positions(
@@ -311,7 +373,7 @@ class Dataflow:
         return np.where(np.isin(index.stage[needer], tied), found, np.int32(NO_POSITION))
 
     def _find_prior_frees(self, value: Value, needer: Positions) -> Positions:
-        """Who has let go of a value that is made again, last before it is; -1 for the first."""
+        """Return the last instruction that freed the value before it is made again; else -1."""
         freers = self.index.find_all_positions(op for op, _ in FREEING_OPS[value])
         key = self._compute_keys(value, freers)
         return self._find_latest_before(key, freers, self._compute_keys(value, needer), needer)
@@ -320,12 +382,12 @@ class Dataflow:
     def _find_latest_before(
         giver_keys: Keys, givers: Positions, needer_keys: Keys, needers: Positions
     ) -> Positions:
-        """Of givers, by their keys, the last that stands before each needer; -1 where none does."""
+        """Return for each needer the last earlier giver with the same key; else -1."""
         span = max(int(givers.max(initial=0)), int(needers.max(initial=0))) + 1
         order = giver_keys * span + givers
         sort = np.argsort(order)
         event = np.searchsorted(order[sort], needer_keys * span + needers) - 1
-        near = np.append(sort, 0)[event]  # -1 is the one that is put behind
+        near = np.append(sort, 0)[event]  # event -1 reads the appended 0
         if not len(givers):
             return np.full(len(needers), NO_POSITION, np.int32)
         fits = (event >= 0) & (giver_keys[near] == needer_keys)
@@ -334,17 +396,24 @@ class Dataflow:
     def _find_nearest_givers(
         self, chains: ValueChains, row: Row, value: Value, needer: Positions
     ) -> Positions:
-        """Of what is made again, or changes its state: the nearest earlier giver."""
+        """Return the nearest earlier givers of values that are made again or change their state."""
         giver, stale = chains.find_givers(
             self._compute_keys(value, needer), needer, find_change(row.op, value)
         )
         self._stale_reads += [StaleRead(who, culprit, value) for who, culprit in stale]
         return giver
 
-    # ------------------------------------------------------------ how long it lives
+    # ------------------------------------------------------------ lifetimes
 
     def get_chains(self, value: Value) -> ValueChains | None:
-        """The chains of a token's values; None where the table of instructions is enough."""
+        """Return the chains of all values of a kind.
+
+        Args:
+            value: The kind of value.
+
+        Returns:
+            The chains, or None if the order of the instruction table is enough to find the givers.
+        """
         if value not in self._chains:
             self._chains[value] = self._build_chains(value) if self._needs_chains(value) else None
         return self._chains[value]
@@ -352,7 +421,7 @@ class Dataflow:
     def _needs_chains(self, value: Value) -> bool:
         if VALUES[value].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL):
             return True
-        # Changes of form are in the order of the tables, wherever they stand.
+        # Changes of form happen in the order of the table, at any position in the Stream.
         forms = find_form_changes(value)
         changed = [
             op
@@ -380,16 +449,19 @@ class Dataflow:
             if at is not None:
                 key = self._compute_keys(value, at, hop and hop.opposite)
                 parts.append(ChainMember(at, key, False, False, None))
-        lies = self.index.program.initial_tier(value)
+        initial_tier = self.index.program.initial_tier(value)
         return ValueChains.from_members(
-            parts, accumulated=VALUES[value].producer_rule is ProducerRule.ALL, initial_tier=lies
+            parts,
+            accumulated=VALUES[value].producer_rule is ProducerRule.ALL,
+            initial_tier=initial_tier,
         )
 
     def _compute_keys(
         self, value: Value, positions: Positions, peer_rule: PeerRule | None = None
     ) -> Keys:
-        """Which value of a token's each of some instructions touches; of another stage's, a hop
-        from its own.
+        """Return the key of the value that each instruction touches.
+
+        With `peer_rule` it is a value of the stage that this rule leads to.
         """
         if peer_rule is not None:
             return self.index.find_neighbor_keys(peer_rule, positions).astype(np.int64)
@@ -400,11 +472,18 @@ class Dataflow:
         )
 
     def find_lifetimes(self, value: Value, tier: int = 0) -> ValueLives:
-        """Where the values of a kind are filled on a tier and freed; without those never freed,
-        and none of a kind that takes no memory of its own.
+        """Return where the values of a kind are filled on a memory tier, and where they are freed.
 
-        A value that is moved off the device and back fills a slot twice.  What many give, the first
-        of them fills.
+        A value that is offloaded and reloaded fills a slot of the device twice.  A value that
+        several instructions add to is filled by the first of them.
+
+        Args:
+            value: The kind of value.
+            tier: The memory tier, as an index into TIERS; 0 is the device.
+
+        Returns:
+            The lifetimes.  Values that are never freed, or are freed on another rank, are left out.
+            There are none for a kind of value that takes no memory of its own.
         """
         index = self.index
         chains = self.get_chains(value)
@@ -416,14 +495,14 @@ class Dataflow:
         else:
             fill = index.find_all_positions(find_producers(value))
             freed = self._find_frees(value, fill)
-        own = freed != NO_POSITION
-        own[own] = index.rank[freed[own]] == index.rank[fill[own]]
-        fill, freed = fill[own], freed[own]
+        is_freed = freed != NO_POSITION
+        is_freed[is_freed] = index.rank[freed[is_freed]] == index.rank[fill[is_freed]]
+        fill, freed = fill[is_freed], freed[is_freed]
         first = np.searchsorted(fill, index.program.offsets)
         return ValueLives(fill, freed, np.sort(freed), first)
 
     def _find_frees(self, value: Value, fill: Positions) -> Positions:
-        """Who frees each value that is made once, by where it is filled."""
+        """Return the position that frees each value that is made once; -1 if there is none."""
         index = self.index
         freed = np.full(len(fill), NO_POSITION, np.int32)
         for op, hop in FREEING_OPS[value]:
@@ -434,10 +513,15 @@ class Dataflow:
         return freed
 
     def find_states(self, value: Value) -> ValueStates:
-        """What the values of a kind are, piece by piece, in the order of `begin`."""
+        """Return the states of all values of a kind, ordered by `begin`.
+
+        Args:
+            value: The kind of value.
+        """
         chains = self.get_chains(value)
         if chains is not None:
             return ValueStates(*chains.find_state_intervals())
         lives = self.find_lifetimes(value)
-        whole, none = np.ones(len(lives.filled_at), bool), np.zeros(len(lives.filled_at), np.int64)
-        return ValueStates(lives.filled_at, lives.freed_at, none, none + NO_FORM, whole, whole)
+        count = len(lives.filled_at)
+        true, zero = np.ones(count, bool), np.zeros(count, np.int64)
+        return ValueStates(lives.filled_at, lives.freed_at, zero, zero + NO_FORM, true, true)

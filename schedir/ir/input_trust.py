@@ -1,10 +1,10 @@
-"""Limits on untrusted input: the number of instructions, and whether files with code may run.
+"""Limits on untrusted input: the number of instructions, and whether code may run.
 
-A shape of a few words may mean billions of instructions, and a schedule that is named as
-`file.py:function` is code that runs as it is read.
+A shape of a few words may expand to billions of instructions.  A schedule that is given as
+`file.py:function` is Python code, which runs when schedir loads it.
 
-Files, and all that a command does, have a limit of instructions by default.  A program that Python
-code builds has no limit but memory, unless `input_limits` sets one.
+By default, programs from files and everything that a command does have a limit of instructions.  A
+program that Python code builds is limited only by memory, unless `input_limits` sets a limit.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final
 
 from schedir.errors import ShapeError, UsageError
 
-DEFAULT_MAX_INSTRUCTIONS: Final = (
-    10**7
-)  # instructions of a program of a file or a command: 1 GB, and some seconds
+# The most instructions of a program from a file or a command.  A program of this size takes about
+# 1 GB of memory and a few seconds.
+DEFAULT_MAX_INSTRUCTIONS: Final = 10**7
 RAISE_LIMIT_HINT: Final = (
     "--max-instructions N, or `with schedir.input_limits(max_instructions=N)`, allows more"
 )
@@ -26,10 +26,12 @@ RAISE_LIMIT_HINT: Final = (
 
 @dataclass(frozen=True)
 class InputTrust:
-    """How many instructions a program may have, and whether files with code may be run.
+    """The limits that this process sets on its input.
 
-    With `max_instructions` None a program of a file may have `DEFAULT_MAX_INSTRUCTIONS`, and others
-    as many as memory has room for.
+    Attributes:
+        max_instructions: The most instructions of a program.  None means
+            `DEFAULT_MAX_INSTRUCTIONS` for a program from a file, and no limit for others.
+        allow_code: True if schedules may be loaded from Python files.
     """
 
     max_instructions: int | None = None
@@ -40,7 +42,7 @@ _current_trust = InputTrust()
 
 
 def get_input_trust() -> InputTrust:
-    """What this process lets its input do."""
+    """Return the limits that this process sets on its input."""
     return _current_trust
 
 
@@ -48,20 +50,33 @@ def get_input_trust() -> InputTrust:
 def input_limits(
     *, max_instructions: int | None = None, allow_code: bool | None = None
 ) -> Iterator[None]:
-    """Within this, in all threads, a program may have so many `max_instructions`, and with
-    `code=False` a schedule that is named as `file.py:function` is refused before it is run.
+    """Limit the size of programs and forbid code from files, within a `with` block.
 
-    By default a program that is read from a file may have 10^7 instructions, and a program that
-    Python code builds is limited by memory alone.  Raises UsageError for a number below 1.
+    The limits apply to all threads of the process.  At the end of the block the limits from before
+    it apply again.
 
-    >>> from schedir import PipelineShape, input_limits
-    >>> from schedir.errors import ShapeError
-    >>> with input_limits(max_instructions=50):
-    ...     try:
-    ...         PipelineShape(ranks=8, microbatches=8)
-    ...     except ShapeError as error:
-    ...         print(error.fact)
-    8 stages x 8 microbatches are at least 64 instructions, and a program may have 50
+    Args:
+        max_instructions: The most instructions of a program.  None keeps the present limit.
+            Without a limit, a program from a file may have 10^7 instructions, and a program that
+            Python code builds is limited by memory alone.
+        allow_code: False refuses a schedule that is given as `file.py:function` before it runs.
+            None keeps the present setting.
+
+    Yields:
+        None.
+
+    Raises:
+        UsageError: `max_instructions` is less than 1.
+
+    Example:
+        >>> from schedir import PipelineShape, input_limits
+        >>> from schedir.errors import ShapeError
+        >>> with input_limits(max_instructions=50):
+        ...     try:
+        ...         PipelineShape(ranks=8, microbatches=8)
+        ...     except ShapeError as error:
+        ...         print(error.fact)
+        8 stages x 8 microbatches are at least 64 instructions, and a program may have 50
     """
     global _current_trust
     if max_instructions is not None and max_instructions < 1:
@@ -78,14 +93,14 @@ def input_limits(
 
 
 def format_trust_options() -> list[str]:
-    """The words by which another `schedir` is told to trust its input as this process does."""
+    """Return the command-line options that give another `schedir` process the same limits."""
     differs = _current_trust.max_instructions not in (None, DEFAULT_MAX_INSTRUCTIONS)
     words = [f"--max-instructions={_current_trust.max_instructions}"] if differs else []
     return words if _current_trust.allow_code else [*words, "--no-code"]
 
 
 def get_max_file_instructions() -> int:
-    """Return how many instructions a program that is read from a file may have."""
+    """Return the most instructions that a program from a file may have."""
     return (
         DEFAULT_MAX_INSTRUCTIONS
         if _current_trust.max_instructions is None
@@ -96,15 +111,18 @@ def get_max_file_instructions() -> int:
 def require_instruction_limit(
     count: int, subject: str, fields: Sequence[str], max_instructions: int | None = None
 ) -> None:
-    """Raise ShapeError if a program has more instructions than it may.
+    """Raise an error if a program has more instructions than allowed.
 
     Args:
-        count: How many instructions the program has at least.
-        subject: What has so many instructions, as the subject of the error's sentence.
-        fields: The fields of the shape that decide how many there are.
-        max_instructions: How many there may be; by default as many as this process allows programs
-        that Python
+        count: A lower bound for the number of instructions of the program.
+        subject: The part of the program that has `count` instructions, as the subject of the
+            error's sentence.
+        fields: Names of the shape's fields that determine `count`.
+        max_instructions: The limit.  None means the limit of this process for programs that Python
             code builds.
+
+    Raises:
+        ShapeError: `count` is more than the limit.
     """
     max_instructions = (
         _current_trust.max_instructions if max_instructions is None else max_instructions
@@ -119,7 +137,14 @@ def require_instruction_limit(
 
 
 def require_code_allowed(source: str) -> None:
-    """Refuse a source that runs code, where none may be run.  Raises UsageError."""
+    """Raise an error if schedules must not be loaded from Python files.
+
+    Args:
+        source: The schedule as the user wrote it, for the error message.
+
+    Raises:
+        UsageError: `input_limits(allow_code=False)` is active.
+    """
     if not _current_trust.allow_code:
         raise UsageError(
             f"{source} is code, which reading it would run, and code is not to be run",

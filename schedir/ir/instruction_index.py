@@ -21,16 +21,38 @@ _EMPTY: Final = np.empty(0, np.int32)
 
 
 class InstructionIndex:
-    """All instructions of a program, one rank behind the other, by position.
+    """The position tables of all instructions of a program.
 
-    `op`, `stage`, `mb` and `joined` (issued with the one before it) have one entry per
-    instruction.  `key` is what an instruction is once for: stage*microbatches + mb, or the stage
-    (for its holder in row k of them k*stages + the stage), or the rank (`Row.per`); the latter for
-    update or turn 0, then all of them for update 1, and so on.  `positions[op]` has where an opcode
-    stands, ascending, and `at[op]` the position of each key, -1 where there is none.  What is out
-    of range is not `valid`, and in neither.  `is_all_valid` says that nothing is out of range, and
-    `has_no_duplicates` that nothing in range is there twice.  Of `program` only what is no matter
-    of slots may be asked: programs that differ in these have one Index.
+    The position of an instruction is its index in the Streams of all ranks, one rank after the
+    other.  The key of an instruction is a number for the place where it exists once:
+
+    - per microbatch: `stage * microbatches + mb`;
+    - per stage: `row * stages + stage`, where `row` is the stage's row in the placement;
+    - per rank: the rank.
+
+    The keys of the last two start with update 0, followed by those of update 1, and so on.  For
+    instructions per occurrence, the occurrence replaces the update.
+
+    Programs that differ only in their slots share one index.  So do not read the slots of
+    `program`.
+
+    Args:
+        program: The program.
+
+    Attributes:
+        program: The program.
+        op: Opcode of each instruction, shape (instructions,).
+        stage: Stage of each instruction, shape (instructions,).
+        mb: Microbatch, update or occurrence of each instruction, shape (instructions,).
+        joined: True for an instruction that is issued together with the one before it.
+        valid: False for an instruction with a stage, microbatch, update or occurrence out of range.
+        key: Key of each instruction, shape (instructions,).
+        key_count: Number of keys for each scope.
+        occurrences: Number of occurrences that the keys of a stage have, at least 1.
+        positions: For each opcode, the positions of its valid instructions, ascending.
+        position_by_key: For each opcode, the position of each key; -1 if there is none.
+        is_all_valid: True if all instructions are valid.
+        has_no_duplicates: True if no valid instruction exists twice.
     """
 
     def __init__(self, program: Program) -> None:
@@ -52,10 +74,11 @@ class InstructionIndex:
             for row, begin, end in zip(INSTRUCTIONS, [0, *ends], ends, strict=False)
             if begin < end
         ]
-        turns = [self.mb[at] for row, at in found if row.scope is Scope.OCCURRENCE]
-        # Of a stage: no more than there are instructions for them, and the first in any case.
-        most = max((int(mb.max()) + 1 for mb in turns), default=0)
-        self.occurrences = max(1, min(sum(map(len, turns)), most))
+        numbers = [self.mb[at] for row, at in found if row.scope is Scope.OCCURRENCE]
+        # An invalid program may have a very large number.  The count of instructions limits the
+        # size of the tables.
+        most = max((int(mb.max()) + 1 for mb in numbers), default=0)
+        self.occurrences = max(1, min(sum(map(len, numbers)), most))
         self.key_count = {
             Scope.MICROBATCH: shape.stages * shape.microbatches,
             Scope.STAGE: shape.replica_ranks.size * shape.optimizer_steps,
@@ -72,7 +95,8 @@ class InstructionIndex:
         if not self.is_all_valid:
             found = [(row, at[self.valid[at]]) for row, at in found]
         self.positions: dict[Opcode, Positions] = {row.op: at for row, at in found if len(at)}
-        # All tables lie in one, each with an entry before and behind it that says NONE.
+        # One array has the tables of all opcodes.  NO_POSITION comes before and after each table,
+        # so that `find_positions` can clip keys that are out of range.
         begins, total = np.zeros(256, np.int64), 1
         for op in self.positions:
             begins[op] = total
@@ -80,11 +104,11 @@ class InstructionIndex:
         table = np.full(total, NO_POSITION, np.int32)
         cell = begins[self.op]
         cell += self.key
-        own = np.arange(len(self), dtype=np.int32)
+        place = np.arange(len(self), dtype=np.int32)
         if not self.is_all_valid:
-            cell, own = cell[self.valid], own[self.valid]
-        table[cell] = own
-        self.has_no_duplicates = bool((table[cell] == own).all())
+            cell, place = cell[self.valid], place[self.valid]
+        table[cell] = place
+        self.has_no_duplicates = bool((table[cell] == place).all())
         self._tables = {
             op: table[begins[op] - 1 : begins[op] + self.key_count[INSTRUCTIONS[op].scope] + 1]
             for op in self.positions
@@ -96,24 +120,39 @@ class InstructionIndex:
 
     @classmethod
     def from_program(cls, program: Program) -> InstructionIndex:
-        """The index of a program, which is made once."""
+        """Return the index of a program, which is computed once and cached.
+
+        Args:
+            program: The program.
+        """
         return program.cached("index", cls)
 
     def iterate_rows(self) -> Iterator[tuple[Row, Positions]]:
-        """The rows of which there are instructions in range, and where these stand."""
+        """Yield each row that has valid instructions, and their positions, ascending."""
         return ((INSTRUCTIONS[op], at) for op, at in self.positions.items())
 
     def find_all_positions(self, ops: Iterable[Opcode]) -> Positions:
-        """Where any of some opcodes stands, ascending."""
+        """Return the positions of all valid instructions with any of some opcodes, ascending.
+
+        Args:
+            ops: The opcodes.
+        """
         found = [self.positions[op] for op in ops if op in self.positions]
         return found[0] if len(found) == 1 else np.sort(np.concatenate([_EMPTY, *found]))
 
     def compute_keys(
         self, scope: Scope, positions: NDArray[Any], number: NDArray[Any] | None = None
     ) -> NDArray[np.int64]:
-        """The key of what some instructions' stage, or rank (`scope`), has the given times.
+        """Return the keys of the stages or the ranks of some instructions.
 
-        `number` is the update or the turn; without it, it is the update of each instruction.
+        Args:
+            scope: `Scope.RANK` for keys of ranks, any other scope for keys of stages.
+            positions: Positions of the instructions.
+            number: The update or the occurrence of each key, in the shape of `positions`.  The
+                default is the update of each instruction.
+
+        Returns:
+            The keys, in the shape of `positions`.
         """
         shape = self.program.shape
         key: NDArray[np.int64]
@@ -130,36 +169,56 @@ class InstructionIndex:
         return key
 
     def find_updates(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """The update that each of some instructions is for."""
+        """Return the update that each of some instructions belongs to, from 0.
+
+        Args:
+            positions: Positions of the instructions.
+        """
         mb = self.mb[positions].astype(np.int64)
         op, each = self.op[positions], self.program.shape.microbatches_per_update
-        # Turns are of the only update.
+        # A program with occurrences has one update.
         update: NDArray[np.int64] = np.where(
             _IS_PER_MICROBATCH[op], mb // each, np.where(_IS_PER_OCCURRENCE[op], 0, mb)
         )
         return update
 
     def find_neighbor_keys(self, peer_rule: PeerRule, positions: NDArray[Any]) -> Positions:
-        """The keys of some instructions' microbatches, of which they are, at the stage that is a
-        hop from theirs; less than 0 where there is none.
+        """Return the keys of the same microbatches at a neighbouring stage.
+
+        Args:
+            peer_rule: The way from the stage of an instruction to the other stage.
+            positions: Positions of instructions per microbatch.
+
+        Returns:
+            The keys, in the shape of `positions`; less than 0 if there is no such stage.
         """
         there = self.program.neighbor_stages(peer_rule)
         shift = (there - np.arange(len(there))) * self.program.shape.microbatches
-        shift[there < 0] = -(2**30)  # more than any key
+        shift[there < 0] = -(2**30)  # below 0 for every key
         return np.asarray(self.key[positions] + shift.astype(np.int32)[self.stage[positions]])
 
     def is_op(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
-        """Whether each instruction is one of `ops`."""
+        """Return a mask of the instructions that have one of some opcodes.
+
+        Args:
+            ops: The opcodes.
+
+        Returns:
+            The mask, shape (instructions,).
+        """
         return is_op(self.op, tuple(ops))
 
     @cached_property
     def has_joined(self) -> bool:
-        """Whether any instruction is issued together with the one before it."""
+        """Return whether any instruction is issued together with the one before it."""
         return bool(self.joined.any())
 
     @property
     def rank(self) -> Positions:
-        """The rank of each instruction; made anew each time where it would take much room."""
+        """Return the rank of each instruction, shape (instructions,).
+
+        For a program of more than 65536 instructions it is computed at each call, to save memory.
+        """
         if self._rank is not None:
             return self._rank
         ranks = np.arange(self.program.shape.ranks, dtype=np.int32)
@@ -169,14 +228,29 @@ class InstructionIndex:
         return rank
 
     def find_positions(self, op: Opcode, key: NDArray[np.int32]) -> Positions:
-        """Positions of `op` at the given keys; -1 where there is none, or no such key."""
+        """Return the positions of an opcode's instructions with the given keys.
+
+        Args:
+            op: The opcode.
+            key: The keys.  They may be out of range.
+
+        Returns:
+            The positions, in the shape of `key`; -1 if there is no such instruction or key.
+        """
         table = self._tables.get(op)
         if table is None:
             return np.full(len(key), NO_POSITION, np.int32)
         return table.take(key + 1, mode="clip")
 
     def find_message_numbers(self) -> Positions:
-        """The number of each transfer's message in `Program.order`; -1 where there is none."""
+        """Return the number of the message that each transfer sends or receives.
+
+        The numbers are those of `Program.message_order`.
+
+        Returns:
+            The numbers, shape (instructions,); -1 if an instruction is no transfer or has no
+            number.
+        """
         number = np.full(len(self), NO_POSITION, np.int32)
         for send, numbers in self.program.message_order.items():
             for row in (INSTRUCTIONS[send], INSTRUCTIONS[INSTRUCTIONS[send].partner or send]):
@@ -188,7 +262,11 @@ class InstructionIndex:
         return number
 
     def locate(self, position: int) -> tuple[int, int, Instr]:
-        """Rank, index in its Stream and instruction at a position."""
+        """Return the rank of a position, the index in the rank's Stream, and the instruction.
+
+        Args:
+            position: The position in the Streams of all ranks.
+        """
         rank = int(np.searchsorted(self.program.offsets, position, side="right")) - 1
         instr = unpack(int(self.program.words[position]))
         return rank, position - int(self.program.offsets[rank]), instr

@@ -1,6 +1,7 @@
 """Register the function that draws programs and timelines in notebooks.
 
-A notebook asks the object itself, and pictures are made further up: so these register here.
+A notebook calls `_repr_html_` of an object.  The code that draws pictures is in `schedir.viz`,
+which imports these classes.  So it registers its function here.
 """
 
 from __future__ import annotations
@@ -12,10 +13,18 @@ _RENDERERS: list[Callable[[object], str]] = [lambda shown: f"<pre>{escape(repr(s
 
 
 def register_renderer(render: Callable[[object], str]) -> None:
-    """From now on `render` makes the HTML of Programs and Timelines."""
+    """Set the function that makes the HTML of programs and timelines.
+
+    Args:
+        render: Takes a Program or a Timeline, and returns its HTML.
+    """
     _RENDERERS[:] = [render]
 
 
 def render_html(value: object) -> str:
-    """The HTML of an object."""
+    """Return the HTML that a notebook shows for an object.
+
+    Args:
+        value: A Program or a Timeline.
+    """
     return _RENDERERS[0](value)
