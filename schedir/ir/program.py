@@ -60,16 +60,25 @@ if TYPE_CHECKING:
 
 MessageOrder = Mapping[Opcode, NDArray[np.int32]]
 
-_MAX_CACHED_INSTRUCTIONS: Final = (
-    2**22
-)  # instructions of a program with which nothing is kept that is made of it
+# The most instructions of a program that caches derived objects.  Those of a larger program would
+# use too much memory.
+_MAX_CACHED_INSTRUCTIONS: Final = 2**22
 _T = TypeVar("_T")
 
 
 class Proof(NamedTuple):
-    """That a program ends: under which progress model, on hosts that block or not, whether they may
-    wait for their device or meet to make communicators, and which messages wait for nobody, as
-    `check` says."""
+    """The conditions under which `check` has proven a program.
+
+    See `schedir.check` for their meaning.
+
+    Attributes:
+        progress_model: Name of the progress model.
+        blocking_hosts: True if hosts wait for the inputs of an instruction before they issue it.
+        host_device_sync: True if a host may wait for its device at any launch.
+        lazy_communicators: True if the ranks of a communicator wait for each other at its first
+            use.
+        eager_messages: The messages that do not wait for their receive; None if there are none.
+    """
 
     progress_model: str
     blocking_hosts: bool = False
@@ -83,61 +92,66 @@ class Program:
     """The shape of a pipeline, the attributes of its training, and one Stream per rank.
 
     Args:
-        name: One printable line.
+        name: One printable line without "#" and without spaces at its ends.
         shape: The shape of the pipeline.
         streams: The instructions of each rank, in the order in which the rank issues them.
         tp: Size of the tensor-parallel groups that run each Stream.
         dp: Number of data-parallel replicas that run each Stream.
         tied_weights: For each weight that several stages have a copy of, these stages, ascending:
             `((0, 3),)`.  True means the first and the last stage.
-        clip_grad_norm: Whether gradients are clipped by their global norm.
+        clip_grad_norm: True if gradients are clipped by their global norm.
         frozen_stages: Number of first stages that are not trained.  They have no backward, and no
             gradient is sent to them.  Stage `frozen_stages` has no gradient of its input.
         skips: The stages, from and to, between which a second value passes: `((0, 3), (1, 2))`.
         norm_check: "before_step": an optimizer step that clips waits for the gradient norm.
-            "after_step": the step is made as if nothing was clipped, and is undone and made again
-            if the norm shows otherwise (post-validation, arXiv 2401.10241, section 4).
+            "after_step": the step runs as if nothing was clipped.  If the norm then shows that
+            gradients had to be clipped, the step is undone and repeated (post-validation, arXiv
+            2401.10241, section 4).
         zero: Level of ZeRO (arXiv 1910.02054), 0 to 3.  From 1 on each replica has a part of the
             optimizer's state, from 2 on of the gradients, and at 3 of the weights, which Unshard
             gathers.
-        reduce_scatter_at: When gradients in parts are reduced: once, at the "update_end", or at
-            "each_backward", so that no full gradient is held between runs of backwards.
-        checkpoint_snapshots: Whether what a step changes can be copied while its forwards run, for
-            a checkpoint.
+        reduce_scatter_at: When sharded gradients are reduced: once, at the "update_end", or at
+            "each_backward", so that no full gradient uses memory between runs of backwards.
+        checkpoint_snapshots: True if a checkpoint can copy the weights and the optimizer state
+            while the forwards of a step run, before the step changes them.
         optimizer_placement: Where the optimizer's state is between steps.  On the "device"; on the
             "host", and each update ends with a load, a step and a store of each trained stage; on
             the "disk", with a read before the load and a write after the store.  With "cpu_step"
             it stays on the host, which steps the stage: gradients are copied to the host, and
             weights come back (ZeRO-Offload, arXiv 2101.06840).
-        segment_boundaries: A letter for each boundary between two stages, where stages of the
-            program are segments of a stage: "fgfg-fgfg".  See
-            `schedir/ir/pipeline/stage_segments.py`.
-        chunks_per_microbatch: How many of the program's microbatches are chunks of one.
-        sequence_parallel: Whether tensor-parallel ranks also split the tokens (arXiv 2205.05198).
+        segment_boundaries: A letter for each boundary between two stages, if stages of the program
+            are segments of a stage: "fgfg-fgfg".  See `schedir/ir/pipeline/stage_segments.py`.
+        chunks_per_microbatch: Number of the program's microbatches that are chunks of one
+            microbatch.
+        sequence_parallel: True if tensor-parallel ranks also split the tokens (arXiv 2205.05198).
             Each sends its part, and gradients of weights that all ranks have are summed.
-        slots: The numbers of static buffers of each rank; empty where each value has its own.
+        slots: The numbers of static buffers of each rank; empty if each value has its own.
         message_order: The numbers of messages in the order of the lowering, for each kind of send
-        by
-            stage * microbatches + mb, -1 where there is none.  It is a hint that makes `check`
-            faster, and `check` verifies it.  A pass need not update it.
+            by `stage * microbatches + mb`; -1 if there is no message.  It is a hint that makes
+            `check` faster, and `check` verifies it.  A pass need not update it.
 
     Attributes:
         words: The instructions of all Streams, one Stream after the other.
-        offsets: Where each Stream begins in `words`; one more entry than there are ranks.
-        proofs: The progress models and kinds of hosts for which `check` has proven the program.  A
-            copy made by `dataclasses.replace`, `copy` or `pickle` has none.
+        offsets: Index of the first instruction of each Stream in `words`, and the length of
+            `words`; shape (ranks + 1,).
+        proofs: The conditions under which `check` has proven the program.  A copy made by
+            `dataclasses.replace`, `copy` or `pickle` has none.
+
+    Raises:
+        ShapeError: The name is not allowed, an attribute has a value that is not allowed or does
+            not fit the shape or another attribute, or `slots` are not valid numbers for each rank.
 
     Example:
-        >>> from schedir import PipelineShape, compile, schedules
-        >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
-        >>> program
-        <program one_f_one_b: 4 ranks, 168 instructions>
-        >>> program.is_draft, program.has_backward, program.reduces_in_microbatch_order
-        (False, True, True)
-        >>> print(*program.streams[3][:4], sep=", ")
-        recv_act 3.0, F 3.0, recv_act 3.1, B 3.0
-        >>> len(program.digest)
-        64
+            >>> from schedir import PipelineShape, compile, schedules
+            >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
+            >>> program
+            <program one_f_one_b: 4 ranks, 168 instructions>
+            >>> program.is_draft, program.has_backward, program.reduces_in_microbatch_order
+            (False, True, True)
+            >>> print(*program.streams[3][:4], sep=", ")
+            recv_act 3.0, F 3.0, recv_act 3.1, B 3.0
+            >>> len(program.digest)
+            64
     """
 
     name: str
@@ -182,13 +196,13 @@ class Program:
             raise ShapeError(
                 f"a program's name has no space around it: {name!r} has", fields=["name"]
             )
-        # A schedule that is expanded on the shape of a program keeps to that shape.
+        # Default values of the shape become explicit, so that a schedule cannot replace them later.
         object.__setattr__(self, "shape", self.shape.resolve_defaults())
         for f in ATTRIBUTE_FIELDS:
             value = f.field_type.resolve(f.name, getattr(self, f.name), self.shape)
             object.__setattr__(self, f.name, value)
-        told = {name: getattr(self, name) for name in program_attributes.COMPATIBILITY_FIELDS}
-        program_attributes.require_compatible(self.shape, **told)
+        attributes = {name: getattr(self, name) for name in program_attributes.COMPATIBILITY_FIELDS}
+        program_attributes.require_compatible(self.shape, **attributes)
         try:
             slots = tuple(SlotCounts(*map(index, counts)) for counts in self.slots)
         except TypeError:
@@ -210,9 +224,9 @@ class Program:
         object.__setattr__(self, "offsets", streams.offsets)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy, or what is pickled, is made anew: all words in one array, and nothing proven yet.
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return type(self), (*(given | {"streams": tuple(self.streams)}).values(),)
+        # A copy runs the constructor again: it has all words in one array, and no proofs.
+        arguments = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return type(self), (*(arguments | {"streams": tuple(self.streams)}).values(),)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -226,148 +240,224 @@ class Program:
 
     @property
     def shares_slots(self) -> bool:
-        """Whether values that cross boundaries share slots: else each has one of its own."""
+        """Return whether values that cross boundaries share slots.
+
+        If not, each value has a slot of its own.
+        """
         across = SlotCounts._fields[: len(BOUNDARY_VALUES)]
         return any(not {*across}.isdisjoint(slots.specified()) for slots in self.slots)
 
     def with_slots(self, slots: Sequence[SlotCounts]) -> Self:
-        """The same Streams with other numbers of slots: who gives what stays known."""
-        made = replace(self, slots=tuple(slots))
-        kept = {what: it for what, it in self._cache.items() if what in ("index", "flow")}
-        made._cache.update(kept)
-        return made
+        """Return a program with the same Streams and other numbers of slots.
+
+        It keeps the cached index and flow of values, because these do not depend on slots.
+
+        Args:
+            slots: The numbers of static buffers of each rank.
+
+        Raises:
+            ShapeError: The numbers do not fit the program.
+        """
+        program = replace(self, slots=tuple(slots))
+        shared = {key: value for key, value in self._cache.items() if key in ("index", "flow")}
+        program._cache.update(shared)
+        return program
 
     def cached(self, key: object, make: Callable[[Self], _T]) -> _T:
-        """What is made of the program once, and then kept with it, if it is not too large.
+        """Return an object that is derived from the program, and cache it.
 
-        It is made of a twin, which has the same Streams and proofs, and what is derived so far.  So
-        the program holds it, and it does not hold the program: both go when nobody uses them.
-        What is derived of the twin meanwhile stays with the twin, and is kept, too.
+        A program of more than 2^22 instructions caches nothing.  `make` gets a twin of the program,
+        which has the same Streams, the same proofs and a copy of the cache.  So the cache has no
+        reference to the program itself, and both are freed without a reference cycle.  Objects that
+        `make` caches in the twin stay there, and are copied to the cache of the program.
+
+        Args:
+            key: The name of the object in the cache.
+            make: Takes a program, and returns the object.
+
+        Returns:
+            The cached object, or a new one from `make`.
         """
-        if key in (known := self._cache):
-            found: _T = known[key]
-            return found
+        if key in (cache := self._cache):
+            result: _T = cache[key]
+            return result
         twin = object.__new__(type(self))
-        vars(twin).update(vars(self) | {"_cache": dict(known), "_is_twin": True})
+        vars(twin).update(vars(self) | {"_cache": dict(cache), "_is_twin": True})
         made = make(twin)
         if "_is_twin" in vars(self) or len(self) <= _MAX_CACHED_INSTRUCTIONS:
-            known.update(twin._cache | {key: made})
+            cache.update(twin._cache | {key: made})
         return made
 
     def clear_cache(self) -> None:
-        """Let go of what is derived: of a program that only another one is made of."""
+        """Drop all derived objects, to free memory.
+
+        Call this for a program that is only the input of a pass.
+        """
         self._cache.clear()
 
     def neighbor_stages(self, peer_rule: PeerRule) -> NDArray[np.int32]:
-        """The stage that is a hop from each, shape (stages,); -1 where there is none."""
+        """Return the neighbour of each stage.
+
+        Args:
+            peer_rule: The way from a stage to its neighbour.
+
+        Returns:
+            The neighbour of each stage, shape (stages,); -1 if it has none.
+        """
         return find_neighbor_stages(peer_rule, self.shape.stages, self.skips)
 
     def peer_stage(self, value: Value, stage: int) -> int:
-        """The stage that gives a stage a value, or takes it from it; -1 where there is none."""
+        """Return the stage that a stage exchanges a value with.
+
+        Args:
+            value: A kind of value that passes between stages.
+            stage: Number of the stage.
+
+        Returns:
+            The other stage, or -1 if there is none.  A frozen stage exchanges no values of
+            training.
+        """
         across = VALUES[value].peer
         assert across is not None
         other = int(self.neighbor_stages(across)[stage])
         return other if other >= (self.frozen_stages if value in TRAINING_VALUES else 0) else -1
 
     def peer_rank(self, instr: Instr) -> int:
-        """The rank at the other side of a message."""
+        """Return the rank on the other side of a message.
+
+        Args:
+            instr: A send or a receive.
+        """
         hop = INSTRUCTIONS[instr.op].peer
         assert hop is not None
         return int(self.shape.rank_of_stage(self.neighbor_stages(hop)[instr.stage], instr.mb))
 
     def uses_value(self, value: Value) -> bool:
-        """Return whether the program can have values of this kind.
+        """Return whether the program can have values of a kind.
 
-        A boundary value needs a stage on its other side, a value of a trait needs the trait, and
-        an optional value needs an instruction that uses it.
+        A value that crosses boundaries needs a stage on its other side.  A value with a
+        `ValueRow.program_attribute` needs a program with this attribute.  An optional value needs
+        an instruction that uses it.
+
+        Args:
+            value: The kind of value.
         """
         if VALUES[value].is_optional and self.used_opcodes.isdisjoint(NON_COMPUTE_USERS[value]):
             return False
         across, trait = VALUES[value].peer, VALUES[value].program_attribute
         if trait:
-            said, only = getattr(self, trait), VALUES[value].attribute_values
-            return said in only if only else bool(said != getattr(type(self), trait))
+            actual, required = getattr(self, trait), VALUES[value].attribute_values
+            return actual in required if required else bool(actual != getattr(type(self), trait))
         return across is None or bool((self.neighbor_stages(across) >= 0).any())
 
     def initial_tier(self, value: Value) -> str:
-        """On which of TIERS a value lies from the start on; "" if it is made."""
+        """Return the memory tier on which a value exists from the start.
+
+        Args:
+            value: The kind of value.
+
+        Returns:
+            One of TIERS, or "" if an instruction makes the value.
+        """
         row = VALUES[value]
-        said = getattr(self, row.program_attribute) if row.initial_tier else ""
-        return said if said in TIERS else row.initial_tier
+        tier = getattr(self, row.program_attribute) if row.initial_tier else ""
+        return tier if tier in TIERS else row.initial_tier
 
     def takes_memory(self, value: Value) -> bool:
-        """Whether values of this kind take memory of their own.
+        """Return whether values of a kind take memory of their own.
 
-        What is whole all the time does not: weights and gradients, up to the level of ZeRO from
-        which on replicas have parts of them.
+        Weights and gradients do not, because a stage has them all the time.  From the ZeRO level on
+        at which replicas have parts of them, they do.
+
+        Args:
+            value: The kind of value.
         """
         size = VALUES[value].size
-        whole = (
+        is_unsharded = (
             size in SHARDED_FROM_LEVEL
             and not is_sharded(size, self.zero)
             and not VALUES[value].initial_tier
         )
-        return self.uses_value(value) and size != "" and not whole
+        return self.uses_value(value) and size != "" and not is_unsharded
 
     def has_static_buffers(self, value: Value) -> bool:
-        """Whether how many slots a kind has is a choice here: of what crosses boundaries, and of
-        what is touched off the compute lane."""
+        """Return whether the number of slots of a kind of value can be chosen.
+
+        This is so for values that cross boundaries, and for values that an instruction of the
+        program uses off the compute lane.
+
+        Args:
+            value: The kind of value.
+        """
         return value in BOUNDARY_VALUES or any(
             op in self.used_opcodes for op in OPS_OFF_COMPUTE_LANE[value]
         )
 
     @property
     def op(self) -> NDArray[np.uint8]:
-        """The opcode of each instruction, one rank behind the other."""
+        """Return the opcode of each instruction, one Stream after the other."""
         return np.asarray(self.words.view(WORD_DTYPE)["op"])
 
     @property
     def joined(self) -> NDArray[np.bool_]:
-        """Whether each instruction is issued together with the one before it."""
+        """Return whether each instruction is issued together with the one before it."""
         return self.words.view(WORD_DTYPE)["joined"].astype(bool)
 
     @cached_property
     def used_opcodes(self) -> frozenset[int]:
-        """The opcodes that there are."""
-        # Some at a time: bincount makes eight bytes of each.
+        """Return the opcodes that occur in the program."""
+        # bincount needs eight bytes for each instruction, so it gets 65536 at a time.
         parts = (self.op[at : at + 2**16] for at in range(0, len(self), 2**16))
         return frozenset().union(*(np.flatnonzero(np.bincount(part)).tolist() for part in parts))
 
     @property
     def is_draft(self) -> bool:
-        """Whether there is compute only: no transfers, reductions or steps yet."""
+        """Return whether the program has compute only: no transfers, reductions or steps yet."""
         return self.used_opcodes <= {*COMPUTE_OPS}
 
     @property
     def has_backward(self) -> bool:
-        """Whether there is any backward; a program without one evaluates."""
+        """Return whether the program has any backward; a program without one evaluates."""
         return not self.used_opcodes.isdisjoint(GRAD_ADDING_OPS)
 
     @property
     def segments_per_stage(self) -> tuple[int, ...]:
-        """In how many pieces each whole stage is: these are stages of the program."""
+        """Return the number of segments of each unsegmented stage.
+
+        Each segment is a stage of the program.
+        """
         return count_segments(self.segment_boundaries, self.shape.stages)
 
     @cached_property
     def unsegmented_shape(self) -> PipelineShape:
-        """The shape of the stages and the microbatches of which its own are pieces and chunks."""
+        """Return the shape with unsegmented stages, and with microbatches that are not split."""
         return merge_segments(self.shape, self.segment_boundaries, self.chunks_per_microbatch).shape
 
     def first_stage(self, op: int) -> int:
-        """The first stage that an instruction can be of: of backwards, of messages with gradients
-        and of what reduces them, the first that is trained."""
+        """Return the first stage that can have instructions with an opcode.
+
+        It is the first trained stage for backwards, for messages with gradients and for reductions,
+        and stage 0 for all others.
+
+        Args:
+            op: The opcode.
+        """
         return self.frozen_stages if op in TRAINED_STAGE_OPS else 0
 
     @property
     def trained_ties(self) -> TiedStages:
-        """Of what is `tied` what is trained, and so summed: not copies that are all frozen."""
+        """Return the entries of `tied_weights` that are trained: their gradients are summed.
+
+        An entry is left out if its first stage is frozen.
+        """
         return tuple(stages for stages in self.tied_weights if stages[0] >= self.frozen_stages)
 
     @property
     def reduces_in_microbatch_order(self) -> bool:
-        """Whether each stage adds to every gradient in ascending microbatch order.
+        """Return whether each stage adds to every gradient in ascending microbatch order.
 
-        Several holders of a stage have a sum each, and to add these is another order.
+        It is False if stages have replicas: each replica has its own sum, and adding these sums is
+        another order.
         """
         if self.shape.placement_rows > 1:
             return False
@@ -382,8 +472,12 @@ class Program:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of all that decides how the program runs; its name does not."""
-        # What came later stands behind, and only where it is of use: other digests stay.
+        """Return the sha256 of everything that decides how the program runs.
+
+        The name of the program is not part of it.
+        """
+        # Fields that later versions added come last, and only if they are not the default.  So the
+        # digests of older programs stay the same.
         first = [
             item
             for f in HEADER_FIELDS
@@ -403,7 +497,5 @@ class Program:
 
 
 ATTRIBUTE_FIELDS: Final = collect_fields(Program, is_shape=False)
-HEADER_FIELDS: Final = (
-    *SHAPE_FIELDS,
-    *ATTRIBUTE_FIELDS,
-)  # all that is said of a program beside its instructions
+# All fields of a program except its instructions, in the order of the text form.
+HEADER_FIELDS: Final = (*SHAPE_FIELDS, *ATTRIBUTE_FIELDS)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Words = NDArray[np.int64]
 
-# An instruction in one word: joined (bit 56), op (48..55), stage (32..47), microbatch (0..31).
+# The bits of a packed instruction: joined (56), op (48..55), stage (32..47), microbatch (0..31).
 JOINED_BIT: Final = 1 << 56
 OP_SHIFT, STAGE_SHIFT = 48, 32
 _WORD_FIELDS = [("mb", "u4"), ("stage", "u2"), ("op", "u1"), ("joined", "u1")]
@@ -28,7 +28,16 @@ OPCODES: Final = tuple(Opcode)
 
 
 def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
-    """Words of instructions given as equally long arrays (or numbers)."""
+    """Return instructions as packed words.
+
+    Args:
+        op: The opcodes: a number, or an array as long as the others.
+        stage: The stages.
+        mb: The microbatches, updates or occurrences.
+
+    Returns:
+        The words, shape (instructions,).  No instruction is joined.
+    """
     o, s, m = (np.asarray(x, np.int64) for x in (op, stage, mb))
     return np.atleast_1d(o << OP_SHIFT | s << STAGE_SHIFT | m)
 
@@ -41,28 +50,46 @@ def _make_op_mask(ops: tuple[int, ...]) -> NDArray[np.bool_]:
 
 
 def is_op(op: NDArray[Any], ops: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Whether each of an array of opcodes is one of `ops`."""
+    """Return a mask of the opcodes that are among some others.
+
+    Args:
+        op: Opcodes, of any shape.
+        ops: The opcodes to find.
+
+    Returns:
+        The mask, in the shape of `op`.
+    """
     found: NDArray[np.bool_] = _make_op_mask(ops)[op]
     return found
 
 
 def unpack(word: int) -> Instr:
-    """The instruction in a word, whether it is joined or not."""
+    """Return the instruction in a packed word, without its joined bit.
+
+    Args:
+        word: The word.
+    """
     return Instr(OPCODES[word >> OP_SHIFT & 0xFF], word >> STAGE_SHIFT & 0xFFFF, word & 0xFFFFFFFF)
 
 
 class Stream(Sequence[Instr]):
-    """The instruction list of one rank: a sequence of Instr outside, int64 words inside.
+    """The instruction list of one rank: a sequence of Instr, stored as int64 words.
 
-    `joined[i]` says that instruction i is issued together with the one before it.  The words are
-    taken over as they are, not copied: whoever has made them does not write to them afterwards.
+    `words` is not copied, so do not write to that array afterwards.
 
-    >>> from schedir import PipelineShape, compile, schedules
-    >>> stream = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)).streams[1]
-    >>> [str(instr) for instr in stream[:5]]
-    ['recv_act 1.0', 'F 1.0', 'recv_act 1.1', 'F 1.1', 'B 1.0']
-    >>> stream[1], stream.mb[:5]
-    (Instr(op=<Opcode.Forward: 0>, stage=1, mb=0), array([0, 0, 1, 1, 0]))
+    Args:
+        words: The packed instructions, shape (instructions,).
+
+    Attributes:
+        words: A read-only view of the packed instructions.
+
+    Example:
+        >>> from schedir import PipelineShape, compile, schedules
+        >>> stream = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)).streams[1]
+        >>> [str(instr) for instr in stream[:5]]
+        ['recv_act 1.0', 'F 1.0', 'recv_act 1.1', 'F 1.1', 'B 1.0']
+        >>> stream[1], stream.mb[:5]
+        (Instr(op=<Opcode.Forward: 0>, stage=1, mb=0), array([0, 0, 1, 1, 0]))
     """
 
     __slots__ = ("words",)
@@ -74,32 +101,36 @@ class Stream(Sequence[Instr]):
 
     @classmethod
     def from_instructions(cls, instrs: Iterable[Instr]) -> Self:
-        """A Stream of the given instructions, none of them joined."""
+        """Return a Stream of instructions, none of them joined.
+
+        Args:
+            instrs: The instructions, in order.
+        """
         table = np.array([tuple(i) for i in instrs], np.int64).reshape(-1, 3)
         return cls(pack(table[:, 0], table[:, 1], table[:, 2]))
 
     @property
     def op(self) -> Words:
-        """The opcode of each instruction."""
+        """Return the opcode of each instruction."""
         return self.words >> OP_SHIFT & 0xFF
 
     @property
     def stage(self) -> Words:
-        """The stage of each instruction."""
+        """Return the stage of each instruction."""
         return self.words >> STAGE_SHIFT & 0xFFFF
 
     @property
     def mb(self) -> Words:
-        """The microbatch of each instruction."""
+        """Return the microbatch of each instruction, or its update or occurrence."""
         return self.words & 0xFFFFFFFF
 
     @property
     def joined(self) -> NDArray[np.bool_]:
-        """Whether each instruction is issued together with the one before it."""
+        """Return whether each instruction is issued together with the one before it."""
         return np.asarray(self.words & JOINED_BIT, bool)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Arrays are pickled and copied as writable ones, and Streams are not.
+        # pickle and copy would make a writable array, so they call the constructor.
         return type(self), (self.words,)
 
     def __len__(self) -> int:
@@ -131,10 +162,12 @@ class Stream(Sequence[Instr]):
 
 
 class StreamSlices(tuple[Stream, ...]):
-    """All Streams of a program, cut from one array: nothing is there twice.
+    """The Streams of all ranks, as slices of one array.
 
-    `words` has one Stream behind the other, and `offsets` says where each begins, with one more
-    entry than there are ranks.
+    Attributes:
+        words: The instructions of all Streams, one Stream after the other.
+        offsets: Index of the first instruction of each Stream in `words`, and the length of
+            `words`; shape (ranks + 1,).
     """
 
     words: Words
@@ -142,15 +175,26 @@ class StreamSlices(tuple[Stream, ...]):
 
     @classmethod
     def from_words(cls, words: Words, offsets: Words) -> Self:
-        """Cut an array of words, which is taken over as it is."""
+        """Return the slices of an array of words.
+
+        The array is not copied, and becomes read-only.
+
+        Args:
+            words: The instructions of all Streams.
+            offsets: The first index of each Stream, and the length of `words`.
+        """
         words.flags.writeable = False
-        cut = cls(Stream(words[lo:hi]) for lo, hi in pairwise(offsets.tolist()))
-        cut.words, cut.offsets = words, offsets
-        return cut
+        slices = cls(Stream(words[lo:hi]) for lo, hi in pairwise(offsets.tolist()))
+        slices.words, slices.offsets = words, offsets
+        return slices
 
     @classmethod
     def from_streams(cls, streams: Iterable[Stream]) -> Self:
-        """Streams as they are, if they are cut from one array; else copied into one."""
+        """Return Streams as slices of one array.
+
+        Args:
+            streams: The Streams.  A StreamSlices is returned unchanged, and others are copied.
+        """
         if isinstance(streams, cls):
             return streams
         parts = [stream.words for stream in streams]

@@ -1,4 +1,4 @@
-"""Print and parse the text form of a Program, flat or folded.
+"""Print and parse the text form of a Program.
 
     schedir 1
     program one_f_one_b
@@ -10,11 +10,16 @@
       7 x  F 0.1+; B 0.0+
       B 0.7
 
-`1.0+` is stage 1, microbatch 0, one more each turn (`+4` four more, `-` one less); `&` joins
-instructions that are issued together; `#` begins a comment.  Where slots are shared, each rank
-says how many it has: `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.  `tied_weights yes` is
-said of first and last stage, of any others that share weights `tied_weights 0=2,1=3`.  `skips
-0=3,1=2` says that a second value leads from stage 0 to stage 3, and one from 1 to 2.
+- `F 1.0` is the forward of stage 1, microbatch 0.
+- `7 x` repeats a line.  In `1.0+` the microbatch is one more at each repetition; `+4` means four
+  more, and `-` one less.
+- `&` joins instructions that are issued together.
+- `#` begins a comment.
+- If slots are shared, each rank gives its numbers of slots:
+  `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.
+- `tied_weights yes` means the first and the last stage.  `tied_weights 0=2,1=3` lists other stages
+  that share weights.
+- `skips 0=3,1=2` means that a second value passes from stage 0 to stage 3, and one from 1 to 2.
 """
 
 from __future__ import annotations
@@ -53,26 +58,36 @@ from schedir.retired_names import (
 
 FORMAT_VERSION = 1
 _FIELD_BY_NAME = {f.name: f for f in HEADER_FIELDS}
-_EXTRA_INSTRUCTIONS = 1000  # instructions beyond what the shape has room for
+# Instructions that a text may have beyond four times those of its shape.
+_EXTRA_INSTRUCTIONS = 1000
 
 # ---------------------------------------------------------------- program to text
 
 
 def to_text(program: Program, folded: bool = True) -> str:
-    """The text of a program; folded, repeated runs of a Stream are one line each.
+    """Return the text form of a program.
 
-    >>> from schedir import PipelineShape, compile, schedules, to_text
-    >>> print(to_text(compile(schedules.gpipe, PipelineShape(ranks=1, microbatches=8))), end="")
-    schedir 1
-    program gpipe
-    ranks 1  microbatches 8  stages_per_rank 1  placement loop
-    tp 1  dp 1  tied_weights no  clip_grad_norm no
-    <BLANKLINE>
-    rank 0
-      8 x  F 0.0+
-      8 x  B 0.0+
-      reduce_grads 0
-      step
+    Args:
+        program: The program.
+        folded: True prints repeated instructions of a Stream as one line, and False prints each
+            instruction.
+
+    Raises:
+        UsageError: `program` is not a Program.
+
+    Example:
+        >>> from schedir import PipelineShape, compile, schedules, to_text
+        >>> print(to_text(compile(schedules.gpipe, PipelineShape(ranks=1, microbatches=8))), end="")
+        schedir 1
+        program gpipe
+        ranks 1  microbatches 8  stages_per_rank 1  placement loop
+        tp 1  dp 1  tied_weights no  clip_grad_norm no
+        <BLANKLINE>
+        rank 0
+          8 x  F 0.0+
+          8 x  B 0.0+
+          reduce_grads 0
+          step
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     lines = [f"schedir {FORMAT_VERSION}", f"program {program.name}", *_format_header(program)]
@@ -85,7 +100,10 @@ def to_text(program: Program, folded: bool = True) -> str:
 
 
 def _format_header(program: Program) -> Iterator[str]:
-    """A line of the fields that all texts have, then one of those that few have, and again."""
+    """Yield the lines of the header.
+
+    Fields that all texts have and fields that few have are on different lines.
+    """
     for (_, always), fields in groupby(
         HEADER_FIELDS, lambda f: (f.is_shape_field, f.is_always_shown)
     ):
@@ -121,7 +139,7 @@ def _format_stream(words: Words, period: int) -> Iterator[str]:
 def _format_instruction(word: int, step: int) -> str:
     row, mb = INSTRUCTIONS[word >> OP_SHIFT & 0xFF], word & 0xFFFFFFFF
     where = [] if row.scope is Scope.RANK else [str(word >> STAGE_SHIFT & 0xFFFF)]
-    if row.scope is Scope.MICROBATCH or mb or step:  # update 0 is left out
+    if row.scope is Scope.MICROBATCH or mb or step:  # update 0 is not printed
         sign = "" if not step else "+" if step > 0 else "-"
         size = "" if abs(step) <= 1 else str(abs(step))
         where.append(f"{mb}{sign}{size}")
@@ -129,63 +147,68 @@ def _format_instruction(word: int, step: int) -> str:
 
 
 def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
-    """Cut into runs: (times, the first turn, how its microbatches step).
+    """Split a Stream into runs: (repetitions, first repetition, step of each microbatch).
 
-    Greedy: at each place the run that saves most, the shorter turn if two save the same.
+    It is greedy.  Each step takes the run that saves most, and the shortest of several that save
+    the same.
     """
     head, mb = words >> STAGE_SHIFT, words & 0xFFFFFFFF
     joined = (words & JOINED_BIT) != 0
     i, n = 0, len(words)
     while i < n:
-        best, turn = 1, 1
-        while i + turn < n and joined[i + turn]:
-            turn += 1
+        best, length = 1, 1
+        while i + length < n and joined[i + length]:
+            length += 1
         saved = 0
         ahead = head[i + 1 : i + 1 + period]
-        turns = np.flatnonzero(ahead == head[i]) + 1
-        turns = turns[i + 2 * turns <= n]
-        for part in (1, 2, 3, 5, 7):  # most differ somewhere
-            look = i + (turns - 1) // part
-            turns = turns[head[look] == head[look + turns]]
-        for k in turns.tolist():
+        lengths = np.flatnonzero(ahead == head[i]) + 1
+        lengths = lengths[i + 2 * lengths <= n]
+        for part in (1, 2, 3, 5, 7):  # a cheap test that removes most candidates
+            look = i + (lengths - 1) // part
+            lengths = lengths[head[look] == head[look + lengths]]
+        for k in lengths.tolist():
             if i + 2 * k < n and joined[i + k]:
                 continue
             times = _count_repeats(head, mb, i, k)
             if times > 1 and i + times * k < n and joined[i + times * k]:
                 times -= 1
             if (times - 1) * k > saved:
-                best, turn, saved = times, k, (times - 1) * k
-        body = words[i : i + turn]
-        steps = mb[i + turn : i + 2 * turn] - mb[i : i + turn] if best > 1 else np.zeros_like(body)
+                best, length, saved = times, k, (times - 1) * k
+        body = words[i : i + length]
+        steps = (
+            mb[i + length : i + 2 * length] - mb[i : i + length]
+            if best > 1
+            else np.zeros_like(body)
+        )
         yield best, body, steps
-        i += best * turn
+        i += best * length
 
 
 def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
-    """How often the k instructions from i on repeat, their microbatches stepping evenly."""
+    """Return how often k instructions from i on repeat with even steps of their microbatches."""
     if not np.array_equal(head[i : i + k], head[i + k : i + 2 * k]):
         return 1
     step = mb[i + k : i + 2 * k] - mb[i : i + k]
-    turns, look = 2, 2
+    times, look = 2, 2
     while True:
-        at = i + turns * k
+        at = i + times * k
         look = min(look * 2, (len(head) - at) // k)
         if look <= 0:
-            return turns
+            return times
         here, before = slice(at, at + look * k), slice(at - k, at + (look - 1) * k)
         same = (head[here] == head[before]).reshape(look, k)
         same &= (mb[here] - mb[before]).reshape(look, k) == step
         good = same.all(1)
         if not good.all():
-            return turns + int(good.argmin())
-        turns += look
+            return times + int(good.argmin())
+        times += look
 
 
 # ---------------------------------------------------------------- text to program
 
 
 class _Line(NamedTuple):
-    """A line of the text without its comment, for errors that show where."""
+    """A line of the text without its comment, for errors with a line and a column."""
 
     number: int
     text: str
@@ -196,7 +219,8 @@ class _Line(NamedTuple):
 
 _NAME_PATTERN = re.compile(r"\s*(program)\b\s*(.*)")
 _PAIR_PATTERN = re.compile(r"\s*(\S+)(?:\s+(\S+))?")
-# Slots are said of the kinds that there are, in their order; of neighbours' of all or none.
+# A rank gives its numbers of slots in the order of `SlotCounts`.  It gives those of values between
+# neighbouring stages all or not at all.
 _NEIGHBOR_SLOTS = SlotCounts._fields[: len(NEIGHBOR_VALUES)]
 _OPTIONAL_SLOTS = SlotCounts._fields[len(NEIGHBOR_VALUES) :]
 _SLOTS_PATTERN = "".join(rf"\s+{kind}\s+(\d{{1,9}})" for kind in _NEIGHBOR_SLOTS)
@@ -208,29 +232,36 @@ _REPEAT_PATTERN = re.compile(r"\s*(\d{1,9})\s+x\s", re.ASCII)
 _INSTRUCTION_PATTERN = re.compile(
     r"\s*([A-Za-z_]\w*)(?:\s+(\d{1,10})(?:\.(\d{1,10}))?([+-]\d{0,9})?)?\s*$", re.ASCII
 )
-_HeaderValues = dict[str, tuple[Any, _Line, int]]  # by key, its value and where that stands
+_HeaderValues = dict[str, tuple[Any, _Line, int]]  # by key: its value, line and column
 
 
 def from_text(text: str, max_instructions: int | None = None) -> Program:
     """Return the Program of a text.
 
-    The program may have at most `max_instructions` instructions after its repetitions are unfolded.
-    The default is 10^7, or the limit that `input_limits` sets.
+    It does not check whether the program is correct: `schedir.check` does.
 
-    Raises ParseError with line and column where the text does not follow the grammar, or its
-    shape cannot be; whether the program is right is for `check` to say.
+    Args:
+        text: The text form of a program, as `to_text` returns it.
+        max_instructions: The most instructions that the program may have after its repetitions are
+            unfolded.  The default is 10^7, or the limit that `input_limits` sets.
 
-    >>> from schedir import PipelineShape, compile, from_text, schedules, to_text
-    >>> program = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4))
-    >>> from_text(to_text(program)) == program
-    True
-    >>> from_text(to_text(program).replace("send_act", "sendact"))
-    Traceback (most recent call last):
-        ...
-    schedir.errors.ParseError: line 7, column 16: no instruction 'sendact 0.0+'
-        4 x  F 0.0+; sendact 0.0+
-                     ^
-      hint: did you mean 'send_act'?
+    Raises:
+        ParseError: The text does not follow the grammar, its shape or attributes are not allowed,
+            or it has too many instructions.  The error has the line and the column.
+        UsageError: `text` is not a string.
+
+    Example:
+        >>> from schedir import PipelineShape, compile, from_text, schedules, to_text
+        >>> program = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4))
+        >>> from_text(to_text(program)) == program
+        True
+        >>> from_text(to_text(program).replace("send_act", "sendact"))
+        Traceback (most recent call last):
+            ...
+        schedir.errors.ParseError: line 7, column 16: no instruction 'sendact 0.0+'
+            4 x  F 0.0+; sendact 0.0+
+                         ^
+          hint: did you mean 'send_act'?
     """
     require_type(text, str, 'Path("mine.sched").read_text()')
     lines = [
@@ -260,14 +291,12 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
         }
     except ShapeError as error:
         raise _locate_error(error, found, "ranks") from None
-    room = (
-        4 * shape.max_instructions + _EXTRA_INSTRUCTIONS
-    )  # what is a little wrong is best said of the whole
-    hint = (
-        RAISE_LIMIT_HINT if max_instructions is None and room > get_max_file_instructions() else ""
-    )
+    # A text with a few instructions too many is parsed: the error of `check` explains more.
+    shape_limit = 4 * shape.max_instructions + _EXTRA_INSTRUCTIONS
+    file_limit = get_max_file_instructions()
+    hint = RAISE_LIMIT_HINT if max_instructions is None and shape_limit > file_limit else ""
     max_instructions = min(
-        get_max_file_instructions() if max_instructions is None else max_instructions, room
+        file_limit if max_instructions is None else max_instructions, shape_limit
     )
     streams, slots = _parse_streams(lines[begin:], shape.ranks, lines[-1], max_instructions, hint)
     try:
@@ -277,22 +306,21 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
 
 
 def _locate_error(error: ShapeError, found: _HeaderValues, default_key: str) -> ParseError:
-    """A refusal of the header's values, at the first of the fields that it speaks of."""
+    """Return the error at the first field of the header that caused it."""
     key = next((name for name in error.fields if name in found), default_key)
     _, line, at = found[key]
     return line.make_error(error.fact, at, error.hint)
 
 
 def _parse_header(lines: list[_Line], first_line: _Line) -> _HeaderValues:
-    """What the header gives: the value of each key, and where that stands."""
+    """Return the fields of the header by key, each with its value, line and column."""
     found: _HeaderValues = {}
     for line in lines:
         name = _NAME_PATTERN.match(line.text)
         for pair in [name] if name else _PAIR_PATTERN.finditer(line.text):
             key, value = pair.groups()
-            if (
-                key not in _FIELD_BY_NAME and RENAMED_FIELDS.get(key) in _FIELD_BY_NAME
-            ):  # a file may be older than the name
+            # An older file may have the old name of a field.
+            if key not in _FIELD_BY_NAME and RENAMED_FIELDS.get(key) in _FIELD_BY_NAME:
                 key = RENAMED_FIELDS[key]
             if key not in (*_FIELD_BY_NAME, "program"):
                 near = get_close_matches(key, [*_FIELD_BY_NAME, "program", "rank"], 1)
@@ -302,7 +330,7 @@ def _parse_header(lines: list[_Line], first_line: _Line) -> _HeaderValues:
                 raise line.make_error(f"{key} is given twice", pair.start(1))
             if not value:
                 raise line.make_error(f"{key} has no value", pair.start(1))
-            if key == "program" and not name:  # whose name is the rest of a line
+            if key == "program" and not name:  # its value is the rest of the line
                 raise line.make_error("program begins a line of its own", pair.start(1))
             at = pair.start(2)
             found[key] = (
@@ -350,13 +378,13 @@ def _parse_streams(
                 )
             if len(streams) == ranks:
                 raise line.make_error(f"the header says {ranks} ranks", found.start(1))
-            told = SlotCounts(
+            counts = SlotCounts(
                 *(UNSHARED_SLOTS if n is None else int(n) for n in found.groups()[1:])
             )
-            if streams and (told == SlotCounts.unspecified()) is (len(slots) > 0):
+            if streams and (counts == SlotCounts.unspecified()) is (len(slots) > 0):
                 raise line.make_error("slots are said of all ranks or of none", found.end(1))
-            if told != SlotCounts.unspecified():
-                slots.append(told)
+            if counts != SlotCounts.unspecified():
+                slots.append(counts)
             streams.append([])
         else:
             streams[-1].append(_parse_line(line, left, max_instructions, hint))
@@ -372,38 +400,37 @@ def _parse_line(line: _Line, remaining: int, max_instructions: int, hint: str) -
     times, at = (int(found[1]), found.end()) if found else (1, 0)
     if times < 1:
         raise line.make_error("a line is repeated at least once", found.start(1) if found else 0)
-    turn, steps = list[int](), list[int]()
+    body, steps = list[int](), list[int]()
     for part in re.finditer(r"([;&]?)([^;&]*)", line.text[at:]):
         if not part[0]:
             continue
-        if (ahead := part[1] and not turn) or not part[2].strip():
+        if (ahead := part[1] and not body) or not part[2].strip():
             missing = part.start() if ahead else part.end()
             raise line.make_error("an instruction is missing here", at + missing)
         word, step = _parse_instruction(line, at + part.start(2), part[2])
         if part[1] == "&":
             word |= JOINED_BIT
-        turn.append(word)
+        body.append(word)
         steps.append(step)
-    if times * len(turn) > remaining:
+    if times * len(body) > remaining:
         fact = (
             f"the program unfolds to more than the {max_instructions} instructions that it may have"
         )
         raise line.make_error(fact, hint=hint)
-    for word, step in zip(turn, steps, strict=True):
+    for word, step in zip(body, steps, strict=True):
         end = (word & 0xFFFFFFFF) + step * (times - 1)
         if not 0 <= end < 2**32:
             raise line.make_error(f"microbatches run to {end}")
-    words = np.array(turn, np.int64) + np.arange(times)[:, None] * np.array(steps, np.int64)
+    words = np.array(body, np.int64) + np.arange(times)[:, None] * np.array(steps, np.int64)
     return words.reshape(-1)
 
 
 def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
-    """One instruction: its word and how its microbatch steps."""
+    """Return an instruction's word, and the step of its microbatch at each repetition."""
     column += len(part) - len(part.lstrip())
     found = _INSTRUCTION_PATTERN.match(part)
-    name = (
-        RENAMED_INSTRUCTIONS.get(found[1], found[1]) if found else part.strip()
-    )  # of an older file, too
+    # An older file may have the old name of an instruction.
+    name = RENAMED_INSTRUCTIONS.get(found[1], found[1]) if found else part.strip()
     if not found or name not in OPCODE_BY_TEXT:
         near = get_close_matches(name, list(OPCODE_BY_TEXT), 1)
         raise line.make_error(
@@ -413,7 +440,7 @@ def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
     per = INSTRUCTIONS[op].scope
     numbers = [int(n) for n in found.group(2, 3) if n is not None]
     full = 1 if per is Scope.RANK else 2
-    least = full - (per is not Scope.MICROBATCH and not found[4])  # update 0 is left out
+    least = full - (per is not Scope.MICROBATCH and not found[4])  # update 0 need not be written
     if not least <= len(numbers) <= full:
         want = f"{name} {per.value}".strip()
         raise line.make_error(f"{name} is written {want!r}, not {part.strip()!r}", column)

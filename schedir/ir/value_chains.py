@@ -1,9 +1,9 @@
 """Find all instructions that touch a value, in the order of the Stream.
 
-For values that are made again and again, or that change their state on the way: where they lie (a
-tier), and in which form (a field of Sizes).  Who makes a value leaves it in the form that the first
-change wants.  A reader wants it as the last change leaves it, in the first tier, unless its own row
-says by a `Change` where, and in which form, it reads it.
+This is for kinds of values that are made again, or that change their state.  A state is a memory
+tier or a form (a field of `Sizes`).  The instruction that makes a value leaves it in the form that
+the first change needs.  A reader needs the value in the form after the last change, on the first
+tier, unless the reader's row has a `Change` with another state.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from schedir.ir.isa.instructions import TIERS, Change
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-NO_FORM: Final = -1  # that of the token itself
-_UNCHANGED: Final = -2
+NO_FORM: Final = -1  # the size in the value's row of `VALUES`
+_UNCHANGED: Final = -2  # an event that does not change the state
 
 
 class ChainMember(NamedTuple):
-    """Instructions of one row, and the values that they touch: whether they give these, and make
-    them, and how they change them, if they do."""
+    """The instructions of one row, and the values that they touch.
+
+    Attributes:
+        positions: Position of each instruction.
+        keys: Key of the value that each instruction touches.
+        is_giver: True if they give the values, False if they free them.
+        is_producer: True if they make the values.
+        change: The change of the values' state; None if there is none.
+    """
 
     positions: Positions
     keys: Ints
@@ -36,10 +43,23 @@ class ChainMember(NamedTuple):
 
 
 class ValueChains(NamedTuple):
-    """Events by value and position: `is_giver` are makers and changes, the others free.
+    """All events of all values of one kind, ordered by value and then by position.
 
-    `tier` and `form` are what the value is after each event, `final_form` the form after the last
-    change of its life; `changes_tier` says that the tier changes.
+    An event is an instruction that makes, changes or frees a value.
+
+    Attributes:
+        positions: Position of each event, shape (events,).
+        keys: Key of the value of each event.
+        is_giver: True for events that make or change the value, False for those that free it.
+        is_producer: True for events that make the value.
+        changes_tier: True for events that move the value to another memory tier.
+        tier: Memory tier after each event, as an index into TIERS.
+        form: Form after each event, as an index into `forms`; NO_FORM is the size in the value's
+            row of `VALUES`.
+        final_form: Form after the last change of the value's life, in the same numbers.
+        forms: Fields of `Sizes`.
+        initial_tier: The memory tier on which the values exist from the start; "" if instructions
+            make them.
     """
 
     positions: Positions
@@ -57,10 +77,14 @@ class ValueChains(NamedTuple):
     def from_members(
         cls, members: Sequence[ChainMember], *, accumulated: bool = False, initial_tier: str = ""
     ) -> ValueChains:
-        """All events that some rows make.
+        """Return the events of some rows of instructions.
 
-        Of what is `accumulated` from many, who gives it first makes it, and others add to it; what
-        `initial_tier` on a tier is there from the start.
+        Args:
+            members: The instructions of each row.
+            accumulated: True for values that several instructions add to.  The first one that gives
+                such a value makes it.
+            initial_tier: The memory tier on which the values exist from the start; "" if
+                instructions make them.
         """
         names = [
             name
@@ -86,7 +110,7 @@ class ValueChains(NamedTuple):
         begins = np.flatnonzero(makes | first)
 
         def state(names: Sequence[str], rest: int) -> tuple[Ints, Ints, Mask]:
-            """What it is after each event, after the last of its life, and which events set it."""
+            """Return the state after each event and after its life, and the events that set it."""
             places = {name: k for k, name in enumerate(names)}
             ends = [_get_change_states(part.change) or ("", "") for part in members]
             before, after = (
@@ -96,7 +120,7 @@ class ValueChains(NamedTuple):
             start, end = np.full((2, len(begins)), rest)
             at = np.flatnonzero(sets)
             end[life[at]] = after[at]
-            if names is not TIERS:  # who makes a value does so in the first of these
+            if names is not TIERS:  # a value is made in the first form of its changes
                 start[life[at[::-1]]] = before[at[::-1]]
             known = np.where(sets, after, _UNCHANGED)
             known[begins] = np.where(sets[begins], after[begins], start)
@@ -108,7 +132,7 @@ class ValueChains(NamedTuple):
         return cls(at[sort], key, gives, makes, moves, tier, form, last, forms, initial_tier)
 
     def _has_required_state(self, events: Ints, change: Change | None) -> Mask:
-        """Whether the value is, after each of some events, as who comes next wants it."""
+        """Return whether the next reader can use the value as each event leaves it."""
         tier = TIERS.index(change.before) if change and change.before in TIERS else 0
         fits: Mask = self.is_giver[events] & (self.tier[events] == tier)
         if change is None:
@@ -120,10 +144,21 @@ class ValueChains(NamedTuple):
     def find_givers(
         self, key: Ints, needer: Positions, change: Change | None
     ) -> tuple[Positions, list[tuple[int, int]]]:
-        """Who gives a value to each of some instructions, and who has left it unfit for which.
+        """Return which instructions give a value, and which leave it in a wrong state.
 
-        The giver is the nearest earlier event if that leaves the value fit, else the next event
-        that will; -1 where nothing touches the value, or it lies there fit before anything does.
+        The giver is the nearest earlier event if the value has the required state after it,
+        otherwise the next event with that state.  If there is none, but the value is made later, it
+        is the first maker.
+
+        Args:
+            key: Key of the value that each instruction needs, shape (needers,).
+            needer: Positions of the instructions that need the values, shape (needers,).
+            change: The change that the instructions make; None if they only read the value.
+
+        Returns:
+            The positions of the givers, shape (needers,), and a list of pairs of positions: an
+            instruction, and the event that left its value in a wrong state.  A giver is -1 if no
+            instruction touches the value, if its initial state is right, or if it has such a pair.
         """
         giver = np.full(len(needer), NO_POSITION, np.int32)
         stale: list[tuple[int, int]] = []
@@ -151,7 +186,11 @@ class ValueChains(NamedTuple):
         return giver, stale
 
     def find_overwrites(self) -> list[tuple[int, int]]:
-        """Who makes a value that is still there, and who has left it there."""
+        """Return instructions that make a value before its last one is freed.
+
+        Returns:
+            Pairs of positions: the instruction, and the one before it that touched the value.
+        """
         again = self.is_producer[1:] & self.is_giver[:-1] & (self.keys[1:] == self.keys[:-1])
         return [
             (int(self.positions[k + 1]), int(self.positions[k]))
@@ -159,20 +198,31 @@ class ValueChains(NamedTuple):
         ]
 
     def find_unfreed(self) -> list[int]:
-        """Who touches values last that nobody frees."""
+        """Return the position of the last event of each value that no instruction frees."""
         end = np.append(self.keys[1:] != self.keys[:-1], True)[: len(self.positions)]
         return [int(at) for at in self.positions[end & self.is_giver]]
 
     def _find_intervals(self, events: Ints) -> tuple[Ints, Ints]:
-        """Events that give, and what comes next to the same value, of those among which we look."""
+        """Return the events that give a value, each with the next event of the value's life.
+
+        Only the given events count.
+        """
         one, two = events[:-1], events[1:]
-        whole = self.is_giver[one] & (self.keys[one] == self.keys[two]) & ~self.is_producer[two]
-        one, two = one[whole], two[whole]
+        same_life = self.is_giver[one] & (self.keys[one] == self.keys[two]) & ~self.is_producer[two]
+        one, two = one[same_life], two[same_life]
         sort = np.argsort(self.positions[one], kind="stable")
         return one[sort], two[sort]
 
     def find_tier_intervals(self, tier: int) -> tuple[Positions, Positions]:
-        """Where values come to a tier, and where they leave it or are freed."""
+        """Return the times that values spend on a memory tier.
+
+        Args:
+            tier: The memory tier, as an index into TIERS.
+
+        Returns:
+            The positions at which a value comes to the tier, ascending, and the positions at which
+            it leaves the tier or is freed.
+        """
         one, two = self._find_intervals(
             np.flatnonzero(self.is_producer | self.changes_tier | ~self.is_giver)
         )
@@ -180,7 +230,7 @@ class ValueChains(NamedTuple):
         return self.positions[one[here]], self.positions[two[here]]
 
     def find_state_intervals(self) -> tuple[Positions, Positions, Ints, Ints, Mask, Mask]:
-        """As `flow.States`."""
+        """Return the fields of `ValueStates`."""
         one, two = self._find_intervals(np.arange(len(self.positions)))
         return (
             self.positions[one], self.positions[two], self.tier[one], self.form[one],
@@ -189,5 +239,5 @@ class ValueChains(NamedTuple):
 
 
 def _get_change_states(change: Change | None) -> tuple[str, ...]:
-    """What a value is before and after a change; nothing where there is none."""
+    """Return the states before and after a change; empty if there is none."""
     return (change.before, change.after) if change else ()
