@@ -1,8 +1,8 @@
-"""The tables of instructions, values, forms and lanes: a row each, with all that is known of it.
+"""The tables of instructions, values, forms and lanes: one row for each.
 
-Printer, parser, flow of values, dependency graph, memory count, simulator, executor and
-`docs/ir.md` read these rows; none of them repeats what a row says.  `table_schema.py` describes the
-columns.
+The printer, the parser, the flow of values, the dependency graph, the memory estimate, the
+simulator, the executor and `docs/ir.md` read these rows.  None of them repeats a fact of a row.
+`table_schema.py` describes the columns.
 """
 
 from __future__ import annotations
@@ -141,14 +141,15 @@ LANES: Final[tuple[LaneRow, ...]] = (
             "step", "#6b8e23", "host computes"),
 )  # fmt: skip
 
-# The sizes that an optimizer step reads and writes. It only reads gradients.
+# The sizes that an optimizer step moves: it reads and writes weights and state, and reads
+# gradients.
 OPTIMIZER_STEP_SIZES: Final = ("params", "params", "grads", "optimizer", "optimizer")
 
 
 def _make_state_traffic(
     link: Literal["hbm", "host", "disk", "dram"], *sizes: str, placements: str
 ) -> Traffic:
-    """The traffic of a row that programs have with some values of their trait `placements`."""
+    """Return traffic that exists only with some values of `optimizer_placement`."""
     return Traffic(
         link,
         sizes,

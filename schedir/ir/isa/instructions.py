@@ -1,4 +1,4 @@
-"""The instructions: sets of them that the tables imply, and `Instr`, one decoded instruction.
+"""Sets of instructions that the tables imply, and `Instr`, one decoded instruction.
 
 The rows are in `instruction_table.py`.
 """
@@ -36,22 +36,40 @@ OPCODE_BY_TEXT: Final = {row.text: row.op for row in INSTRUCTIONS}
 
 @cache
 def find_producers(value: Value) -> tuple[Opcode, ...]:
-    """Who makes a value: gives it without having needed it."""
+    """Return the instructions that make a value: they give it and do not need it.
+
+    Args:
+        value: The kind of value.
+
+    Returns:
+        The opcodes, in the order of the table.
+    """
     return tuple(row.op for row in INSTRUCTIONS if value in row.gives and value not in row.needs)
 
 
 @cache
 def find_consumers(value: Value) -> tuple[Opcode, ...]:
-    """Who uses a value as it is: needs it, and does not give it on."""
+    """Return the instructions that need a value and do not give it.
+
+    Args:
+        value: The kind of value.
+
+    Returns:
+        The opcodes, in the order of the table.
+    """
     return tuple(row.op for row in INSTRUCTIONS if value in row.needs and value not in row.gives)
 
 
 @cache
 def find_modifiers(value: Value) -> tuple[Opcode, ...]:
-    """The instructions that change a value in place (need and give it), in execution order.
+    """Return the instructions that change a value in place, in execution order.
 
-    That is the order of the table. But changes of form come first. A stage removes the forms of a
-    value that it takes in, in the reverse of the order in which the other side gave them.
+    They need and give the value.  Changes of form come first, then the others in the order of the
+    table.  A stage removes the forms of a value that it takes in.  It does so in the reverse of the
+    order in which the other stage added them.
+
+    Args:
+        value: The kind of value.
     """
     found = [row for row in INSTRUCTIONS if value in row.gives and value in row.needs]
     way = 1 if VALUES[value].local_source is None else -1
@@ -61,38 +79,51 @@ def find_modifiers(value: Value) -> tuple[Opcode, ...]:
 
 @cache
 def find_form_changes(value: Value) -> tuple[Opcode, ...]:
-    """The instructions that change the form of a value, in execution order."""
+    """Return the instructions that change the form of a value, in execution order.
+
+    Args:
+        value: The kind of value.
+    """
     return tuple(op for op in find_modifiers(value) if INSTRUCTIONS[op].form is not None)
 
 
 @cache
 def find_segment_collectives(sequence_parallel: bool) -> tuple[Opcode, ...]:
-    """The collectives between the segments of a stage, for this value of `Program.sequence`."""
+    """Return the collectives between the segments of a stage.
+
+    Args:
+        sequence_parallel: The value of `Program.sequence_parallel`.
+    """
     when = ("always", "sequence_parallel") if sequence_parallel else ("always",)
     return tuple(row.op for row in INSTRUCTIONS if row.between_segments in when)
 
 
 @cache
 def find_change(op: Opcode, value: Value) -> Change | None:
-    """How an instruction changes the state of a value, if it does."""
+    """Return how an instruction changes the state of a value, or None if it does not.
+
+    Args:
+        op: The opcode of the instruction.
+        value: The kind of value.
+    """
     return next((change for change in INSTRUCTIONS[op].changes if change.value is value), None)
 
 
-# What crosses the boundary of a stage, in the order of `program.Slots`; and of that what crosses
-# it in every program.
+# Values that cross boundaries of stages, in the order of `SlotCounts`.  Those in NEIGHBOR_VALUES
+# cross boundaries in every program.
 BOUNDARY_VALUES: Final = tuple(row.value for row in VALUES if row.peer is not None)
 NEIGHBOR_VALUES: Final = tuple(
     token
     for token in BOUNDARY_VALUES
     if VALUES[token].peer in (PeerRule.NEXT, PeerRule.PREVIOUS) and not VALUES[token].is_optional
 )
-# Kinds of instructions, read off the table.
+# Kinds of instructions, derived from the table.
 SEND_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.peer and row.needs)
 RECV_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.peer and row.gives)
 TRANSFER_OPS: Final = SEND_OPS + RECV_OPS
 COLLECTIVE_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.partner is row.op)
 FORM_CHANGE_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.form is not None)
-# Of these, the ones between a whole value and a tensor-parallel rank's part of it.
+# Changes between a full value and a tensor-parallel rank's part of it.
 TP_SPLIT_OPS: Final = tuple(
     op for op in FORM_CHANGE_OPS if FORMS[INSTRUCTIONS[op].form or 0].is_tp_split
 )
@@ -101,22 +132,23 @@ BOUNDARY_COLLECTIVE_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS
     if row.ring is not None and row.ring.members == "tp" and row.scope is Scope.MICROBATCH
 )  # fmt: skip
-# Of these, the ones that undo a form: a value is whole behind it.
+# Those that remove a form: afterwards each rank has the full value.
 BOUNDARY_GATHER_OPS: Final = tuple(
     op for op in BOUNDARY_COLLECTIVE_OPS if INSTRUCTIONS[op].form is not None
 )
 COMPUTE_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.is_compute)
-# What computes, by what it makes of what: F; B and I, of which I leaves a tape; W, which takes it.
+# Compute instructions, by the values that they make.  B and I make the gradient of the input.  I
+# also keeps deferred weight gradients, and W uses them.
 FORWARD_OPS: Final = find_producers(Value.ACT_OUT)
-BACKWARD_OPS: Final = find_producers(Value.GRAD_OUT)  # W, which only adds to the weights, is none
+BACKWARD_OPS: Final = find_producers(Value.GRAD_OUT)  # without W
 BACKWARD_INPUT_OPS: Final = find_producers(Value.DEFERRED_WGRAD)
 FULL_BACKWARD_OPS: Final = tuple(op for op in BACKWARD_OPS if op not in BACKWARD_INPUT_OPS)
 BACKWARD_WEIGHT_OPS: Final = find_consumers(Value.DEFERRED_WGRAD)
 OPTIMIZER_STEP_OPS: Final = find_producers(Value.PARAMS)
-GRADS_CHECK_OPS: Final = find_producers(
-    Value.GRADS_CHECKED
-)  # what lets a next update add, ahead of the step
-# Of what computes there is one each: whoever adds another must say which is meant where.
+# After these, the next update may add to the gradients, before the step of this update.
+GRADS_CHECK_OPS: Final = find_producers(Value.GRADS_CHECKED)
+# There is one compute instruction of each kind.  The unpacking fails if a second one is added: then
+# decide for each use which one it means.
 (FORWARD,), (BACKWARD,), (BACKWARD_INPUT,), (BACKWARD_WEIGHT,) = (
     FORWARD_OPS,
     FULL_BACKWARD_OPS,
@@ -124,7 +156,8 @@ GRADS_CHECK_OPS: Final = find_producers(
     BACKWARD_WEIGHT_OPS,
 )
 (RECOMPUTE,) = (op for op in find_modifiers(Value.SAVED) if op in COMPUTE_OPS)
-# What adds to a stage's sum of gradients; and by weights: those not split, and those that are.
+# Instructions that add to a stage's sum of gradients.  The second constant has them for the weights
+# without a deferred gradient, and for those with one.
 GRAD_ADDING_OPS: Final = find_producers(Value.WGRAD)
 GRAD_ADDING_OPS_BY_WEIGHT: Final = (
     tuple(op for op in GRAD_ADDING_OPS if Value.DEFERRED_WGRAD not in INSTRUCTIONS[op].needs),
@@ -132,27 +165,29 @@ GRAD_ADDING_OPS_BY_WEIGHT: Final = (
 )
 REDUCTION_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.lane is Lane.DP)
 TRAINING_VALUES: Final = frozenset(row.value for row in VALUES if row.is_training_only)
-# The instructions that work with a gradient that crosses between stages. A program without a
-# backward has none.
+# Instructions that use a gradient that crosses boundaries.  A program without a backward has none.
 BOUNDARY_GRAD_OPS: Final = tuple(
     row.op
     for row in INSTRUCTIONS
     if {*row.needs, *row.gives} & TRAINING_VALUES & {*BOUNDARY_VALUES}
 )
+# Instructions per stage that exist only for trained stages.
 TRAINED_STAGE_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS
     if row.scope is not _RANK and row.op not in FORWARD_OPS
     and TRAINING_VALUES & {*row.needs, *row.gives}
 )  # fmt: skip
 
-# Stages on one rank hand over directly: what one takes in is what the other put out.
+# Two stages on one rank exchange values without messages: the value that one stage takes in is a
+# value of the other stage.
 LOCAL_HANDOVER: Final = {
     row.value: (row.local_source, row.peer)
     for row in VALUES
     if row.local_source is not None and row.peer is not None
 }
 
-# By value, what touches it off the compute lane: in a program without, compute's order says when.
+# For each value, the instructions off the compute lane that use it.  In a program without them, the
+# order of the compute lane alone decides when a slot is free.
 OPS_OFF_COMPUTE_LANE: Final = {
     row.value: tuple(
         r.op for r in INSTRUCTIONS
@@ -160,21 +195,21 @@ OPS_OFF_COMPUTE_LANE: Final = {
     )
     for row in VALUES
 }  # fmt: skip
-# The instructions that work with a value and do not run a stage.
+# For each value, the instructions that use it and do not run a stage.
 NON_COMPUTE_USERS: Final = {
     row.value: frozenset(
         r.op for r in INSTRUCTIONS if row.value in {*r.needs, *r.gives} and not r.is_compute
     )
     for row in VALUES
 }
-# Values in slots whose number is a choice: what crosses boundaries, and, in a program with such
-# instructions, what something off the compute lane makes, changes or frees.
+# Values with a number of slots that can be chosen: those that cross boundaries, and those that an
+# instruction off the compute lane makes, changes or frees.
 SLOT_VALUES: Final = BOUNDARY_VALUES + tuple(
     row.value for row in VALUES
     if row.value not in BOUNDARY_VALUES and row.size and OPS_OFF_COMPUTE_LANE[row.value]
 )  # fmt: skip
-# Values that are held from the start of what makes them to the end of what frees them, where no
-# number of slots is said.
+# Values that take memory from the start of the instruction that makes them to the end of the one
+# that frees them, if no number of slots is given.
 NON_BOUNDARY_VALUES: Final = tuple(
     row.value for row in VALUES if row.size and row.value not in BOUNDARY_VALUES
 )
@@ -182,10 +217,15 @@ NON_BOUNDARY_VALUES: Final = tuple(
 
 @cache
 def find_possible_givers(op: Opcode, value: Value) -> tuple[Opcode, ...]:
-    """Who may have given `value` to `op`, the last in the chain first.
+    """Return the instructions that can give a value to an instruction, last in the chain first.
 
-    An instruction that both needs and gives a value changes it in place (Gather): it comes
-    between the maker and everybody else.  Several change it in the order of the table.
+    An instruction that needs and gives the value changes it in place, such as TPGatherAct.  It
+    comes between the maker and all other readers.  Several of them run in the order of
+    `find_modifiers`.
+
+    Args:
+        op: The opcode of the instruction that needs the value.
+        value: The kind of value.
     """
     changed = find_modifiers(value)
     if op in changed:
@@ -194,15 +234,21 @@ def find_possible_givers(op: Opcode, value: Value) -> tuple[Opcode, ...]:
 
 
 class Instr(NamedTuple):
-    """One instruction, decoded: a view, never stored in bulk.
+    """One decoded instruction.
 
-    `stage` is 0 where the row is not addressed by it, and `mb` is the update, or the turn, where a
-    row is not addressed by microbatch.
+    A Stream stores packed words, and creates these objects only for access.
 
-    >>> from schedir import Instr, Opcode
-    >>> forward = Instr(Opcode.Forward, stage=2, mb=5)
-    >>> str(forward), forward.stage
-    ('F 2.5', 2)
+    Attributes:
+        op: The opcode.
+        stage: Number of the stage, over all ranks; 0 for an instruction per rank.
+        mb: Number of the microbatch.  It is the update, or the occurrence, for an instruction that
+            is not per microbatch.
+
+    Example:
+        >>> from schedir import Instr, Opcode
+        >>> forward = Instr(Opcode.Forward, stage=2, mb=5)
+        >>> str(forward), forward.stage
+        ('F 2.5', 2)
     """
 
     op: Opcode

@@ -1,4 +1,7 @@
-"""The numbers of instructions, values, forms and lanes; `instruction_table.py` has their rows."""
+"""The numbers of instructions, values, forms and lanes.
+
+Their rows are in `instruction_table.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from enum import IntEnum
 
 
 class Value(IntEnum):
-    """What instructions hand to each other; `VALUES` has a row for each."""
+    """The kinds of values that instructions give to each other; `VALUES` has a row for each."""
 
     ACT_IN = 0
     ACT_OUT = 1
@@ -36,13 +39,13 @@ class Value(IntEnum):
 
 
 class Form(IntEnum):
-    """How a value is changed while it crosses between stages; `FORMS` has a row for each."""
+    """The ways in which a value is changed while it crosses a boundary; `FORMS` has the rows."""
 
     TP_SHARD = 0
 
 
 class Lane(IntEnum):
-    """An in-order queue of a rank; `LANES` has a row for each."""
+    """The in-order queues of a rank; `LANES` has a row for each."""
 
     COMPUTE = 0
     ACT = 1
@@ -57,12 +60,13 @@ class Lane(IntEnum):
 
 
 class Opcode(IntEnum):
-    """The instructions, by number; the number is the row in `ROWS`.
+    """The kinds of instructions; `INSTRUCTIONS` has a row for each, at the index of its number.
 
-    >>> from schedir import Opcode, PipelineShape, compile, schedules
-    >>> program = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4))
-    >>> [instr.mb for instr in program.streams[0] if instr.op is Opcode.SendAct]
-    [0, 1, 2, 3]
+    Example:
+        >>> from schedir import Opcode, PipelineShape, compile, schedules
+        >>> program = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4))
+        >>> [instr.mb for instr in program.streams[0] if instr.op is Opcode.SendAct]
+        [0, 1, 2, 3]
     """
 
     Forward = 0

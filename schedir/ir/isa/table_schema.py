@@ -11,10 +11,11 @@ TIERS: Final = ("device", "host", "disk")
 
 
 class Scope(Enum):
-    """What an instruction exists once for, which is also how its text is addressed.
+    """The unit for which an instruction or a value exists once, and its form in the text.
 
-    STAGE and RANK: once in each update.  The number of the update follows in the text if it is not
-    0.  OCCURRENCE: any number of times for a stage.  The k-th time has the number k.
+    An instruction per STAGE or RANK exists once in each update.  The number of the update follows
+    in the text if it is not 0.  An instruction per OCCURRENCE exists any number of times for a
+    stage.  The k-th time has the number k, from 0.
     """
 
     MICROBATCH = "stage.mb"
@@ -24,7 +25,7 @@ class Scope(Enum):
 
 
 class ProducerRule(Enum):
-    """Which instruction gives a value to one that needs it (`schedir/ir/dataflow.py`)."""
+    """The rule that finds the instruction that gives a value (`schedir/ir/dataflow.py`)."""
 
     ONCE = (
         "the one that makes it; those that change it follow in the order of the instruction table"
@@ -36,9 +37,9 @@ class ProducerRule(Enum):
 
 
 class PeerRule(Enum):
-    """Where the other side of a message is: a neighbouring stage, or the other end of a skip.
+    """The stage on the other side of a message: a neighbour, or the other end of a skip.
 
-    `Program.beside` has the stages, by number.
+    `Program.neighbor_stages` returns the numbers of these stages.
     """
 
     NEXT = "the next stage"
@@ -48,12 +49,12 @@ class PeerRule(Enum):
 
     @property
     def opposite(self) -> PeerRule:
-        """The rule of the other side."""
+        """Return the rule of the other side."""
         return _OPPOSITE[self]
 
     @property
     def is_downstream(self) -> bool:
-        """Whether it leads to a later stage."""
+        """Return whether the rule leads to a later stage."""
         return self in (PeerRule.NEXT, PeerRule.SKIP_TO)
 
 
@@ -64,40 +65,37 @@ _OPPOSITE: Final = {
 
 
 class ValueRow(NamedTuple):
-    """A row of the table of values, which are what instructions hand to each other.
+    """A row of the table of values, which instructions give to each other.
 
     Attributes:
         value: The number of the value.
-        scope: What there is one value of: a microbatch of a stage, a stage, or a rank.
-        producer_rule: Which instruction gives the value to one that needs it.
-        phrase: The value in messages: "the activation".
-        size: The field of `Sizes` with its bytes; empty if it is not counted.  A value that a stage
-            has all the time, such as its weights, takes no memory of its own, unless replicas have
-            parts of it.
-        peer: For a value that passes between stages, where the other stage is.  Such a value exists
-            where that stage does.  Its size is given for the earlier of the two stages.
-        local_source: For a value that a stage takes in, the value of the other stage that it is
-            where both stages are on one rank.
-        converted_from: A value that an instruction frees to make this one, and the field of `Sizes`
-            with the bytes of both together.
-        program_attribute: An attribute of programs: the value exists only in programs in which it
-        is not
-            the default or, with `attribute_values`, is one of these.
+        scope: The unit for which there is one value: a microbatch of a stage, a stage, or a rank.
+        producer_rule: The rule that finds the instruction that gives the value.
+        phrase: The name of the value in messages: "the activation".
+        size: The field of `Sizes` with its bytes; "" if they are not counted.  Weights and
+            gradients take no memory of their own, unless replicas have parts of them: a stage has
+            them all the time.
+        peer: For a value that passes between stages, the other stage.  The value exists only if
+            there is such a stage.  Its size is that of the earlier of the two stages.
+        local_source: For a value that a stage takes in, the value that the other stage puts out.
+            If both stages are on one rank, the two are the same tensor.
+        converted_from: A value that is freed when this one is made, and the field of `Sizes` with
+            the bytes of both together.
+        program_attribute: An attribute of programs.  The value exists only in programs that do not
+            have the default of the attribute or, with `attribute_values`, have one of these.
         initial_tier: One of TIERS, for a value that exists from the start and that no instruction
-            makes or frees: it is on that tier, or on the one that the program's `program_attribute`
-            names, and has memory there all the time.  Each replica has its part of it.
+            makes or frees.  It is on this tier, or on the one that the program's
+            `program_attribute` names, and has memory there all the time.  Each replica has its
+            part of it.
         attribute_values: See `program_attribute`.
-        reserved_memory: For a value with memory of its own all the time, beside what the device
-        holds: one
-            of TIERS, and the field of `Sizes` with the bytes.  A replica has a part of it where it
-            has a part of the optimizer's state.
-        is_training_only: Whether the value exists only in programs that train, and only for stages
-        that are
-            not frozen.
+        reserved_memory: For a value with additional memory all the time: one of TIERS, and the
+            field of `Sizes` with the bytes.  A replica has a part of it if it has a part of the
+            optimizer's state.
+        is_training_only: True if the value exists only in programs that train, and only for stages
+            that are not frozen.
         size_fallback: The field of `Sizes` that is used if `size` is not given.
-        is_optional: Whether the value exists only if a pass has added an instruction that uses it
-        and
-            does not run a stage.  A program without such an instruction is complete.
+        is_optional: True if the value exists only when a pass has added an instruction that uses it
+            and does not run a stage.  A program without such an instruction is complete.
     """
 
     value: Value
@@ -118,21 +116,20 @@ class ValueRow(NamedTuple):
 
 
 class FormRow(NamedTuple):
-    """A row of the table of forms, in which values cross between stages.
+    """A row of the table of forms, in which values cross boundaries.
 
-    An instruction with a `form` gives it to a value that a stage puts out, or takes it from a value
-    that a stage takes in. A value can have several forms. It gets them in the order of the table
-    and loses them in the reverse order.
+    An instruction with a `form` gives the form to a value that a stage puts out, or removes it from
+    a value that a stage takes in.  A value can have several forms.  It gets them in the order of
+    the table and loses them in the reverse order.
 
     Attributes:
         form: The number of the form.
-        doc: What a value in this form is.
-        is_tp_split: Whether each rank of a tensor-parallel group has 1/t of the bytes. Such a form
-        needs
-            tp > 1, and a boundary that is not sharded already.
-        size: The field of `Sizes` with the bytes of a value in this form: at most as many as
-            without the form, and in proportion to them. Without this column, or where the size is
-            not given, they are as many.
+        doc: A value in this form, as a phrase for the documentation.
+        is_tp_split: True if each rank of a tensor-parallel group has 1/t of the bytes.  Such a form
+            needs tp > 1, and a boundary that is not sharded already.
+        size: The field of `Sizes` with the bytes of a value in this form.  They are at most the
+            bytes without the form, and proportional to them.  If this is "", or the size is not
+            given, the form does not change the bytes.
     """
 
     form: Form
@@ -146,17 +143,15 @@ class LaneRow(NamedTuple):
 
     Attributes:
         lane: The number of the lane.
-        has_messages: Whether it has the messages between ranks.  Progress models divide such lanes
-        into
-            more queues, or merge them into one.
-        host_action: What a blocking host, as on CPUs, does with an instruction on the lane: it
-        "runs" the
-            instruction itself; it "waits" for what the instruction needs and then starts it; or it
+        has_messages: True if the lane has messages between ranks.  Progress models divide such
+            lanes into more queues, or merge them into one.
+        host_action: The action of a blocking host, as on CPUs, for an instruction on the lane.  The
+            host "runs" the instruction itself, "waits" for its inputs and then starts it, or
             "starts" it at once.
-        doc: What the lane has.
+        doc: The contents of the lane, as a phrase for the documentation.
         idle_cause: The `IdleCause` of a rank that waits for an instruction on the lane.
-        color: Its colour in charts.
-        label: Its name in legends.
+        color: The colour of the lane in charts, as `#rrggbb`.
+        label: The name of the lane in legends.
     """
 
     lane: Lane
@@ -169,12 +164,13 @@ class LaneRow(NamedTuple):
 
 
 class Change(NamedTuple):
-    """How an instruction that needs and gives a value changes the state of the value.
+    """A change of the state of a value by an instruction that needs and gives it.
 
-    A state is one of TIERS, or a field of `Sizes`; then the value has that many bytes.  The
-    instruction that makes a value leaves it in the first state of its changes, and on the first of
-    TIERS.  An instruction that only reads the value needs it there and in its last state.  One that
-    reads it in another state has a change from that state to itself, and need not give the value.
+    A state is one of TIERS, or a field of `Sizes` with the bytes of the value.  The instruction
+    that makes a value leaves it in the first state of its changes, and on the first of TIERS.  An
+    instruction that only reads the value needs it on that tier and in its last state.  An
+    instruction that reads it in another state has a change from that state to itself.  It need not
+    give the value.
 
     Attributes:
         value: The value.
@@ -193,10 +189,10 @@ class CollectiveRing(NamedTuple):
     Attributes:
         members: The tensor-parallel group ("tp"), the replicas ("dp"), or the ranks that have the
             stage ("stage_replicas").
-        size: The field of `Sizes` with the bytes; empty for the bytes of the value that the
+        size: The field of `Sizes` with the bytes; "" for the bytes of the value that the
             instruction needs.
-        rounds: How often the bytes go around: once for an all-gather or a reduce-scatter, twice for
-            an all-reduce.
+        rounds: Number of times that the bytes go around: one for an all-gather or a
+            reduce-scatter, two for an all-reduce.
     """
 
     members: Literal["tp", "dp", "stage_replicas"]
@@ -205,23 +201,22 @@ class CollectiveRing(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """The bytes that an instruction moves over a link, if it is no message and no collective.
+    """The bytes that an instruction moves over a link, for all but messages and collectives.
 
-    A `Cluster` divides the bytes by the speed of the link for the instruction's cost.
+    A `Cluster` divides the bytes by the speed of the link to get the instruction's cost.
 
     Attributes:
-        link: The GPU's memory, the link to the host, the host's disk, or the host's memory.
-        sizes: The fields of `Sizes` whose bytes are moved, of a stage. A field that is read and
-            written is there twice. Without any, the bytes are those of the value whose form the
-            instruction changes: of all of it, or of the rank's part if the form splits it.
-        moves_per_byte: How often each byte is moved.
-        is_always_sharded: Whether each replica moves 1/dp of the bytes at every level of ZeRO, also
-        at
-            level 0.
+        link: The GPU's memory ("hbm"), the link to the host ("host"), the host's disk ("disk"), or
+            the host's memory ("dram").
+        sizes: The fields of `Sizes` with the bytes that are moved, of a stage.  A field that is
+            read and written is there twice.  If it is empty, the bytes are those of the value that
+            gets another form: all of it, or the rank's part if the form splits it.
+        moves_per_byte: Number of times that each byte is moved.
+        is_always_sharded: True if each replica moves 1/dp of the bytes at every level of ZeRO, also
+            at level 0.
         program_attribute: "checkpoint_snapshots" or "optimizer_placement", if the instruction is in
-        all
-            programs with some values of this attribute.  Without it, a cluster that does not know
-            the sizes prices nothing.
+            all programs with some values of this attribute.  A cluster then requires the sizes for
+            such a program.  If it is "", the instruction has no cost when the sizes are not given.
         attribute_values: These values of the attribute.
     """
 
@@ -238,39 +233,38 @@ class Row(NamedTuple):
 
     Attributes:
         op: The number of the instruction.
-        text: Its name in the text of a program.
+        text: The name of the instruction in the text form.
         lane: The queue that executes it.
-        scope: What there is one such instruction of.
+        scope: The unit for which there is one such instruction.
         needs: Values that must exist before it starts.
-        gives: Values that exist when it ends.  A row that only reads a value of a microbatch gives
-            it, too, so that it runs before the instruction that frees the value.
+        gives: Values that exist when it ends.  A row that only reads a value of a microbatch also
+            gives it, so that it runs before the instruction that frees the value.
         frees: Values that no instruction uses afterwards.
-        doc: What it does.
+        doc: The effect of the instruction, as sentences for the documentation.
         cost: The field of `Costs` with its time.
-        peer: For a message, where the stage on its other side is.
-        partner: The instruction on other ranks that it meets; that of a collective is itself.
+        peer: For a message, the stage on its other side.
+        partner: The opcode on other ranks that it is matched with; for a collective, its own.
         group: The ranks of a collective: all pipeline ranks ("model"), those that have the stage
-            ("stage_replicas"), or those that share a tied weight ("tied_weights"), whose values it
-            needs and gives together.
-        host_sync: Whether a blocking host waits for all that is before it on its lane: "always",
-            or where there are "replicas".
-        changes: How it changes values that it needs and gives.
+            ("stage_replicas"), or those that share a tied weight ("tied_weights").  The last needs
+            and gives the values of all stages with a tied weight together.
+        host_sync: "always" if a blocking host waits for all earlier instructions of the lane;
+            "replicas" if it does so only with data-parallel replicas.
+        changes: The changes of values that it needs and gives.
         ring: For a collective, its bytes.
-        needs_all_stages: Whether it needs the values of all stages of its rank, not of its own
-            stage alone.
-        host_sync_lanes: Lanes on which a blocking host waits for all that is before it.
-        is_compute: Whether it runs the module of a stage.  A schedule places such instructions, and
+        needs_all_stages: True if it needs the values of all stages of its rank, not only of its own
+            stage.
+        host_sync_lanes: Lanes on which a blocking host waits for all earlier instructions.
+        is_compute: True if it runs the module of a stage.  A schedule places such instructions, and
             passes place all others.
         form: The form that it gives to a value that its stage puts out, or removes from a value
             that its stage takes in.
         between_segments: Set for a tensor-parallel collective between two segments of a stage:
             "always", or only in programs with "sequence_parallel".
-        idle_cause: The `IdleCause` of a rank that waits for it, if it is not that of the lane.
+        idle_cause: The `IdleCause` of a rank that waits for it; "" for that of the lane.
         traffic: The bytes that it moves over a link of the machine.  A `Cluster` computes the cost
             from `ring` or `traffic`.
-        is_implicit_in_torch: Whether torch's runtime, or the training loop around it, does the
-        same.  An export
-            to torch leaves the instruction out.
+        is_implicit_in_torch: True if torch's runtime, or the training loop around it, does the
+            same.  An export to torch leaves the instruction out.
     """
 
     op: Opcode

@@ -1,7 +1,7 @@
 """Validate the rows of the tables in `instruction_table.py`.
 
-A row that breaks one would be read as something else, in silence: so nothing that reads the tables
-is imported with it.
+Code that reads the tables would misread a row that breaks a rule, without an error.  So
+`schedir/ir/dataflow.py` calls `require_tables` when it is imported.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import Program
 
-# What there is one of for a rank that meets others in each kind of group: so none meets itself.
+# The scopes that an instruction of each kind of group may have.  A rank then has one instruction
+# for a collective, and does not wait for itself.
 _GROUP_SCOPES: Final = {
     "model": (Scope.RANK,),
     "stage_replicas": (Scope.STAGE, Scope.OCCURRENCE),
     "tied_weights": (Scope.STAGE,),
 }
 _CHAINED_RULES: Final = (ProducerRule.ONCE, ProducerRule.LATEST)
-_LATEST_RULES: Final = (
-    ProducerRule.LATEST,
-    ProducerRule.LATEST_OR_START,
-)  # found by what stands nearest before
-# Of which traits a value can be: those of which a default says that it is not there.
+# The giver is the nearest earlier one in the Stream.
+_LATEST_RULES: Final = (ProducerRule.LATEST, ProducerRule.LATEST_OR_START)
+# Attributes that a value can depend on: with the default of the attribute, the value does not
+# exist.
 _DEFAULTED_ATTRIBUTES: Final = {
     f.name for f in fields(Program) if f.metadata and f.default is not MISSING
 }
-# What has a begin and an end, between which it takes memory.
+# Values with a begin and an end, between which they take memory.
 _LIFETIME_RULES: Final = (*_CHAINED_RULES, ProducerRule.ALL)
 
 
 class TableError(Exception):
-    """A row of a table cannot be read: which, and what it must keep to."""
+    """A row of a table breaks a rule; the message names the row and the rule."""
 
 
 def require_tables(
@@ -62,7 +62,17 @@ def require_tables(
     lanes: Sequence[LaneRow] = LANES,
     forms: Sequence[FormRow] = FORMS,
 ) -> None:
-    """Raise TableError for the first row that breaks a rule."""
+    """Raise an error for the first row that breaks a rule.
+
+    Args:
+        rows: The table of instructions.
+        values: The table of values.
+        lanes: The table of lanes.
+        forms: The table of forms.
+
+    Raises:
+        TableError: A row breaks a rule.
+    """
     of_forms = _find_order_faults(Form, [row.form for row in forms])
     for fault in chain(of_forms, find_table_faults(rows, values, lanes)):
         raise TableError(fault)
@@ -71,7 +81,16 @@ def require_tables(
 def find_table_faults(
     rows: Sequence[Row], values: Sequence[ValueRow], lanes: Sequence[LaneRow]
 ) -> Iterator[str]:
-    """What is wrong with the tables, row by row."""
+    """Yield the broken rules of the tables, row by row.
+
+    Args:
+        rows: The table of instructions.
+        values: The table of values.
+        lanes: The table of lanes.
+
+    Yields:
+        A sentence with the name of the row.
+    """
     yield from _find_order_faults(Opcode, [row.op for row in rows])
     yield from _find_order_faults(Value, [value.value for value in values])
     yield from _find_order_faults(Lane, [lane.lane for lane in lanes])
@@ -89,7 +108,7 @@ def find_table_faults(
 
 
 def _find_order_faults(enum_type: type[IntEnum], members: Sequence[IntEnum]) -> Iterator[str]:
-    """Faults of a table's order: each row stands in the place that its number says."""
+    """Yield rows that are not at the index of their number, and numbers without a row."""
     for place, one in enumerate(members):
         if one != place:
             yield f"{one.name} is number {one}, and its row stands in place {place}"
@@ -98,7 +117,7 @@ def _find_order_faults(enum_type: type[IntEnum], members: Sequence[IntEnum]) -> 
 
 
 def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
-    """Faults of a value."""
+    """Yield broken rules of a row of the table of values."""
     token, name = value.value, value.value.name
     if value.local_source is None and not any(token in row.gives for row in rows):
         yield f"{name}: no instruction gives it"
@@ -128,7 +147,7 @@ def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _find_initial_tier_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
-    """Faults of a value that is there from the start on."""
+    """Yield broken rules of a value that exists from the start."""
     token, name = value.value, value.value.name
     if value.initial_tier not in TIERS:
         yield f"{name}: it lies on one of {', '.join(TIERS)}, not on {value.initial_tier!r}"
@@ -140,7 +159,7 @@ def _find_initial_tier_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[
 
 
 def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) -> Iterator[str]:
-    """Faults of a row by itself: its text, its lane, and whom it meets."""
+    """Yield broken rules of an instruction's text, lane, peer and group."""
     lane = lanes[row.lane]
     if not (row.text.isidentifier() and row.text.isascii()):
         yield f"its text is one word, not {row.text!r}"
@@ -182,7 +201,7 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
 def _find_value_use_faults(
     row: Row, rows: Sequence[Row], values: Sequence[ValueRow]
 ) -> Iterator[str]:
-    """Faults in what a row does with values: how it is told which is meant, and how they change."""
+    """Yield broken rules of the values that an instruction needs, gives and changes."""
     for token in {*row.needs, *row.gives}:
         value = values[token]
         once = value.producer_rule is ProducerRule.ONCE or value.scope is Scope.MICROBATCH
@@ -228,7 +247,7 @@ def _find_value_use_faults(
 
 
 def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]) -> Iterator[str]:
-    """Faults of a row that changes the form of a value."""
+    """Yield broken rules of an instruction that changes the form of a value."""
     if row.needs != row.gives or len(row.gives) != 1 or values[row.gives[0]].peer is None:
         yield "a row with a form needs and gives one value that crosses between stages"
         return
@@ -246,7 +265,7 @@ def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow])
 
 
 def _find_change_faults(change: Change, row: Row, values: Sequence[ValueRow]) -> Iterator[str]:
-    """Faults of a change."""
+    """Yield broken rules of a change of a value's state."""
     token, before, after = change
     tiers = [state in TIERS for state in (before, after)]
     if token not in row.needs:
