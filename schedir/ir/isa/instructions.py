@@ -171,7 +171,7 @@ BOUNDARY_GRAD_OPS: Final = tuple(
     for row in INSTRUCTIONS
     if {*row.needs, *row.gives} & TRAINING_VALUES & {*BOUNDARY_VALUES}
 )
-# Instructions per stage that exist only for trained stages.
+# Instructions that only trained stages have.
 TRAINED_STAGE_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS
     if row.scope is not _RANK and row.op not in FORWARD_OPS
