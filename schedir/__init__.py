@@ -1,17 +1,18 @@
 """Compile, check, simulate, draw and run pipeline schedules.
 
->>> import schedir
->>> from schedir import B, F, Costs
->>> def mine(rank, ranks, microbatches):
-...     lead = min(ranks - 1 - rank, microbatches)
-...     return lead * F + (microbatches - lead) * (F + B) + lead * B
->>> program = schedir.compile(mine, ranks=4, microbatches=8)
->>> timeline = schedir.simulate(program, Costs(F=1, B=2))
->>> f"{timeline.span:g} units of time, {timeline.bubble:.1%} of it idle"
-'33 units of time, 27.3% of it idle'
->>> timeline.peak_in_flight.tolist()
-[4, 3, 2, 1]
->>> figure = schedir.viz.gantt(timeline)
+Example:
+    >>> import schedir
+    >>> from schedir import B, F, Costs
+    >>> def mine(rank, ranks, microbatches):
+    ...     lead = min(ranks - 1 - rank, microbatches)
+    ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+    >>> program = schedir.compile(mine, ranks=4, microbatches=8)
+    >>> timeline = schedir.simulate(program, Costs(F=1, B=2))
+    >>> f"{timeline.span:g} units of time, {timeline.bubble:.1%} of it idle"
+    '33 units of time, 27.3% of it idle'
+    >>> timeline.peak_in_flight.tolist()
+    [4, 3, 2, 1]
+    >>> figure = schedir.viz.gantt(timeline)
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each name is defined: `module`, or `module:name`.  `__getattr__` imports a name when it is
-# first used, which keeps `import schedir` and `schedir --help` fast.
+# The place where each name is defined: `module`, or `module:name`.  `__getattr__` imports a name at
+# its first use, which keeps `import schedir` and `schedir --help` fast.
 _LAZY_IMPORTS: Final = {
     "B": "schedules.schedule_algebra:B",
     "Cluster": "ir.cost.cluster:Cluster",
@@ -124,7 +125,8 @@ _LAZY_IMPORTS: Final = {
     "weave": "schedules.schedule_algebra:weave",
 }
 
-# A notebook calls this when it first shows a program, because pictures take a while to import.
+# A notebook calls this when it shows a program.  It imports the pictures only then, because that
+# takes long.
 register_renderer(lambda shown: str(import_module("schedir.viz.notebook").to_html(shown)))
 
 
@@ -139,7 +141,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # `help(schedir)` imports every name of this list, and without torch it cannot import `runtime`.
+    # `help(schedir)` imports every name of this list, and `runtime` cannot be imported without
+    # torch.
     missing = {"runtime"} if find_spec("torch") is None else set()
     return sorted({*globals(), *_LAZY_IMPORTS} - missing)
 

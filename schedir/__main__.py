@@ -1,8 +1,13 @@
 """The `schedir` command line.
 
-Exit codes: 0 fine; 2 a refused program, bad usage, or an optional package that is missing or
-broken; 1 a bug of schedir, or a rank that crashed or was killed; 130 interrupted.
-A command writes its output at its end, in one piece.  Errors go to standard error.
+Exit codes:
+
+- 0: success.
+- 1: a bug of schedir, or a rank that crashed or was killed.
+- 2: a refused program, bad usage, or an optional package that is missing or broken.
+- 130: interrupted.
+
+A command writes all its output at its end.  Errors go to standard error.
 """
 
 from __future__ import annotations
@@ -44,9 +49,16 @@ _EXIT_CODES_HELP = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code."""
-    # Python sets a closed stream to None.  The next file that is opened would get the descriptor of
-    # the stream, and with it what is printed.
+    """Run a command and return its exit code.
+
+    Args:
+        argv: The arguments after the program name.  The default is `sys.argv[1:]`.
+
+    Returns:
+        The exit code, as listed in this module's docstring.
+    """
+    # Python sets a closed stream to None.  The next file that the process opens would get the
+    # stream's descriptor, and the output would go there.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -60,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             DEFAULT_MAX_INSTRUCTIONS if args.most_instructions is None else args.most_instructions
         )
         with input_limits(max_instructions=most, allow_code=code_too), _use_plain_warnings():
-            said: str | int | tuple[str, int] = args.run(args)
-        text, code = said if isinstance(said, tuple) else (said, 0)
+            result: str | int | tuple[str, int] = args.run(args)
+        text, code = result if isinstance(result, tuple) else (result, 0)
         return (_print_output(text) or code) if isinstance(text, str) else text
-    except SystemExit as end:  # --help
+    except SystemExit as end:  # argparse exits after --help and --version
         return int(end.code or 0)
     except SchedirError as error:
         from schedir.io.terminal import format_error
@@ -87,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _use_plain_warnings() -> Iterator[None]:
-    """Print the warnings of schedir as a sentence, without the source line that raised them."""
+    """Print schedir's warnings as a sentence, without the source line that raised them."""
     usual, own = warnings.formatwarning, str(Path(__file__).parent)
 
     def plain(message: Any, category: Any, filename: str, *more: Any, **named: Any) -> str:
@@ -103,13 +115,13 @@ def _use_plain_warnings() -> Iterator[None]:
 
 
 def _print_output(text: str) -> int:
-    """Write to standard output.  A reader that stops early (`| head`) is no error."""
+    """Write to standard output.  A reader that stops early (`| head`) is not an error."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
     except OSError as error:
         raise UsageError(f"cannot write to standard output: {error.strerror}") from None
     return 0
@@ -119,14 +131,14 @@ def _print_output(text: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    extra_help: Callable[[], str] | None = None  # returns help that takes long to make
+    extra_help: Callable[[], str] | None = None  # makes help that takes long
     examples = ""  # lines that follow the options
 
     def format_help(self) -> str:
         examples = f"\nexamples:\n{self.examples}" if self.examples else ""
         return super().format_help() + examples + (self.extra_help() if self.extra_help else "")
 
-    command_parser: _Parser | None = None  # of the command that was typed
+    command_parser: _Parser | None = None  # of the command that the user typed
 
     def error(self, message: str) -> NoReturn:
         parser = self.command_parser or self
@@ -137,7 +149,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=(*hints, f"see {parser.prog} --help")[0])
 
     def suggest_option(self, name: str) -> str:
-        """Return what to write instead of an option that there is not, or an empty string."""
+        """Return a hint for an option that does not exist, or an empty string."""
         if not name.startswith("--"):
             return ""
         own = self._option_string_actions
@@ -174,7 +186,7 @@ def _build_parser(argv: Sequence[str]) -> _Parser:
         raise UsageError(f"no command {asked!r}", hint=RETIRED_HINTS.get(f"schedir {asked}", hint))
     for name, about in COMMANDS.items():
         sub = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
-        if name == asked:  # to import all commands would take longer than most commands run
+        if name == asked:  # importing all commands would take longer than most commands run
             command = import_command(name)
             sub.set_defaults(run=command.run)
             command.add_arguments(sub)

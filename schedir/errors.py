@@ -1,19 +1,24 @@
-"""The errors with which schedir refuses input.  A defect of schedir raises another exception.
+"""The errors that schedir raises when it refuses input.
 
-An error carries its facts as fields; the message is built from them, so that a program can
-read what a person reads.  Line 1 says which program and what is wrong, then come the
-instructions concerned (`rank R #I instr`), a window of a Stream, and a hint where it is sure.
+A bug in schedir raises another exception.
 
->>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
->>> text = to_text(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)), folded=False)
->>> try:
-...     check(from_text(text.replace("recv_grad 0.1", "")))
-... except errors.SchedirError as error:
-...     refusal = error
->>> type(refusal).__name__, refusal.program, refusal.fact
-('UnmatchedTransferError', 'gpipe', 'send_grad 1.1 has no recv_grad 0.1 on rank 0')
->>> [(site.rank, site.index, str(site.instr)) for site in refusal.sites]
-[(1, 8, 'send_grad 1.1')]
+An error has its facts as attributes, and builds its message from them.  So a program can read the
+same facts as a person.  The first line of the message has the name of the program and the fact.
+Then come the instructions concerned (`rank R #I instr`), a part of a Stream, and a hint if a fix is
+certain.
+
+Example:
+    >>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
+    >>> text = to_text(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)),
+    ...     folded=False)
+    >>> try:
+    ...     check(from_text(text.replace("recv_grad 0.1", "")))
+    ... except errors.SchedirError as error:
+    ...     refusal = error
+    >>> type(refusal).__name__, refusal.program, refusal.fact
+    ('UnmatchedTransferError', 'gpipe', 'send_grad 1.1 has no recv_grad 0.1 on rank 0')
+    >>> [(site.rank, site.index, str(site.instr)) for site in refusal.sites]
+    [(1, 8, 'send_grad 1.1')]
 """
 
 from __future__ import annotations
@@ -23,14 +28,18 @@ from dataclasses import dataclass
 from math import isnan
 from numbers import Real
 
-_MAX_LINE_WIDTH = 160  # characters of a line that are shown
+_MAX_LINE_WIDTH = 160  # characters of a line in a message; a program text may have long lines
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes for people to read, in powers of ten: `1.5 GB`.
+    """Return a number of bytes as text, in powers of ten: `1.5 GB`.
 
-    >>> format_bytes(40e9), format_bytes(1234567), format_bytes(12)
-    ('40 GB', '1.235 MB', '12 B')
+    Args:
+        size: Number of bytes.
+
+    Example:
+        >>> format_bytes(40e9), format_bytes(1234567), format_bytes(12)
+        ('40 GB', '1.235 MB', '12 B')
     """
     units = ("B", "kB", "MB", "GB", "TB", "PB")
     power = next((k for k in range(len(units) - 1, 0, -1) if size >= 1000**k), 0)
@@ -38,14 +47,21 @@ def format_bytes(size: float) -> str:
 
 
 def describe_exception(error: BaseException) -> str:
-    """An exception as its kind and, if it has any, the first line of its words.
+    r"""Return the type of an exception and the first line of its message, if it has one.
 
-    >>> describe_exception(ValueError("no\\nnever")), describe_exception(MemoryError())
-    ('ValueError: no', 'MemoryError')
+    Args:
+        error: The exception.
+
+    Returns:
+        The text, with at most 1000 characters of the message.
+
+    Example:
+        >>> describe_exception(ValueError("no\nnever")), describe_exception(MemoryError())
+        ('ValueError: no', 'MemoryError')
     """
     try:
         line = str(error).strip().partition("\n")[0]
-    except Exception:  # of a class that cannot be said
+    except Exception:  # the class has a broken __str__
         line = ""
     line = line if len(line) <= 1000 else f"{line[:1000]}..."
     return f"{type(error).__name__}: {line}".removesuffix(": ")
@@ -53,7 +69,14 @@ def describe_exception(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class InstructionSite:
-    """An instruction that an error speaks of: where it stands, and what is to be said of it."""
+    """An instruction in an error message, with its place in the program.
+
+    Args:
+        rank: Rank of the instruction.
+        index: Index of the instruction in the rank's Stream.
+        instr: The instruction.
+        note: Text after the instruction in the message, such as "gives it".
+    """
 
     rank: int
     index: int
@@ -63,9 +86,16 @@ class InstructionSite:
 
 @dataclass(frozen=True)
 class CycleWait:
-    """One step of a cycle: an instruction at the head of its queue, and what it waits for.
+    """One wait of a cycle: an instruction that is next in its queue and waits for another one.
 
-    `current_index` is the index at which the queue of the needed instruction stands.
+    Args:
+        rank: Rank of the instruction that waits.
+        index: Index of this instruction in the rank's Stream.
+        instr: The instruction that waits.
+        needed_instr: The instruction that it waits for.
+        needed_rank: Rank of `needed_instr`.
+        needed_index: Index of `needed_instr` in the Stream of its rank.
+        current_index: Index of the instruction that is next in the queue of `needed_instr`.
     """
 
     rank: int
@@ -78,12 +108,17 @@ class CycleWait:
 
 
 class SchedirError(Exception):
-    """A program, or what was to become one, is refused.
+    """The base class of all errors that schedir raises when it refuses input.
 
-    `fact` is one sentence, `program` the name of the program, `sites` the instructions
-    concerned, `hint` what would be right, given only where that is sure.  `fields` are the settings
-    that do not fit, by their names in `PipelineShape`, `Program` or a configuration, the likeliest
-    first.
+    Each argument is also an attribute.  The attributes `sites` and `fields` are tuples.
+
+    Args:
+        fact: One sentence with the reason.
+        program: Name of the program, the first part of the message; "" if there is none.
+        sites: The instructions concerned.
+        hint: A fix, given only if it is certain; "" if there is none.
+        fields: The settings that do not fit, the most likely cause first.  They have their names in
+            `PipelineShape`, `Program` or a configuration.
     """
 
     def __init__(
@@ -103,7 +138,7 @@ class SchedirError(Exception):
         self.fields = tuple(fields)
 
     def format_lines(self) -> list[str]:
-        """The body of the message, a line each, without the first and the hint."""
+        """Return the lines of the message between the first line and the hint."""
         width = max((len(str(s.instr)) for s in self.sites), default=0)
         return [
             f"rank {s.rank} #{s.index:<3} {s.instr!s:<{width}}  {s.note}".rstrip()
@@ -123,8 +158,12 @@ class UsageError(SchedirError):
 def describe(value: object) -> str:
     """Return a value as a short text for an error message.
 
-    >>> describe((2, 3)), describe(int), describe([0] * 99), describe(describe)
-    ('(2, 3)', 'the class int', 'a list', 'the function describe')
+    Args:
+        value: Any object.
+
+    Example:
+        >>> describe((2, 3)), describe(int), describe([0] * 99), describe(describe)
+        ('(2, 3)', 'the class int', 'a list', 'the function describe')
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -143,7 +182,16 @@ def describe(value: object) -> str:
 
 
 def require_type(value: object, kind: type, example: str) -> None:
-    """Raise UsageError for a value of another kind, with an expression that gives the right one."""
+    """Raise an error if a value does not have the required type.
+
+    Args:
+        value: The value.
+        kind: The required type.
+        example: An expression that gives a right value, for the hint.
+
+    Raises:
+        UsageError: `value` is not an instance of `kind`.
+    """
     if not isinstance(value, kind):
         raise UsageError(
             f"this takes a {kind.__name__}, not {describe(value)}", hint=f"such as {example}"
@@ -151,28 +199,51 @@ def require_type(value: object, kind: type, example: str) -> None:
 
 
 def to_float(value: object) -> float | None:
-    """A number, as numpy and fractions say it, too; None for anything else, for NaN, and for one
-    that is too large for a float."""
+    """Return a number as a float, or None if it is not a usable number.
+
+    Args:
+        value: Any object.  Numbers include those of numpy and `fractions`, but not booleans.
+
+    Returns:
+        The float.  It is None for NaN, for a number that is too large for a float, and for all
+        objects that are not real numbers.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
         return None
-    return None if isnan(found) else found
+    return None if isnan(number) else number
 
 
 def require_bool(value: object, name: str) -> bool:
-    """True or False, as numpy and 1 and 0 say it, too.  Raises UsageError for anything else."""
+    """Return a boolean that the user gave.
+
+    Args:
+        value: A bool, a numpy bool, or the integer 0 or 1.
+        name: Name of the setting, for the error message.
+
+    Raises:
+        UsageError: `value` is anything else.
+    """
     if type(value).__name__ in ("bool", "bool_") or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise UsageError(f"{name} is True or False, not {describe(value)}", fields=[name])
 
 
 class ConfigError(UsageError):
-    """A setting that cannot be used; `location` is its file, or the option that gave it.
+    """A setting that cannot be used.
 
-    `line` and `column` count from 1, and are 0 where the setting has no place of its own.
+    Each argument is also an attribute.
+
+    Args:
+        fact: One sentence with the reason.
+        location: The file of the setting, or the option that gave it.
+        line: Line of the setting, from 1; 0 if it is unknown.
+        column: Column of the setting, from 1; 0 if it is unknown.
+        hint: A fix, given only if it is certain.
+        fields: Names of the settings that do not fit.
     """
 
     def __init__(
@@ -192,8 +263,16 @@ class ConfigError(UsageError):
 
 
 class CheckpointError(SchedirError):
-    """A checkpoint, or a folder of them, that cannot be read or written; of which `step`, and which
-    of its files, where it is one."""
+    """A checkpoint, or a directory of checkpoints, that cannot be read or written.
+
+    Each argument is also an attribute.
+
+    Args:
+        fact: One sentence with the reason.
+        step: Step of the checkpoint; None if the error concerns no single checkpoint.
+        file: The file of the checkpoint that caused the error; "" if there is none.
+        hint: A fix, given only if it is certain.
+    """
 
     def __init__(self, fact: str, step: int | None = None, file: str = "", hint: str = "") -> None:
         super().__init__(fact, hint=hint)
@@ -201,19 +280,35 @@ class CheckpointError(SchedirError):
 
 
 class ShapeError(SchedirError):
-    """A shape that cannot be: no ranks, too many microbatches, a placement with holes."""
+    """A shape that is not possible: no ranks, too many microbatches, a placement with gaps."""
 
 
 class CostsError(SchedirError):
-    """Costs that are negative, not finite, or not one per stage."""
+    """Costs that are negative, not finite, not one per stage, or not enough for a search."""
 
 
 class ScheduleError(SchedirError):
-    """A schedule function that raises, returns no words, or names what its rank does not own."""
+    """A schedule function that raises or that returns a wrong rank schedule.
+
+    For example, it returns no rank schedule, or one with a stage that the rank does not have.
+    """
 
 
 class ParseError(SchedirError):
-    """A program text that does not follow the grammar; `line` and `column` count from 1."""
+    """A program text that does not follow the grammar.
+
+    Each argument is also an attribute.
+
+    Args:
+        fact: One sentence with the reason.
+        line: Line of the error, from 1.
+        column: Column of the error, from 1.
+        text: The line, which the message shows with a mark at the column.
+        hint: A fix, given only if it is certain.
+
+    Attributes:
+        location_format: Format of the first part of the message.
+    """
 
     location_format = "line {line}, column {column}"
 
@@ -226,6 +321,10 @@ class ParseError(SchedirError):
         self.text = text
 
     def format_lines(self) -> list[str]:
+        """Return the line with the error, and a line that marks the column.
+
+        A long line is cut to 160 characters.
+        """
         if not self.text:
             return []
         begin = (
@@ -241,36 +340,39 @@ class ParseError(SchedirError):
 
 
 class TraceError(SchedirError):
-    """A file that is no Timeline, trace or dump: cut off, foreign, or with what no run can have."""
+    """A timeline, trace or dump file that cannot be used.
+
+    For example, it is cut off, has another format, or has times that no run can have.
+    """
 
 
 class CsvCellError(ParseError):
-    """A cell of a CSV that is no action, or does not go with the others.
+    """A cell of a CSV file that is not an action, or does not fit the other cells.
 
-    `line` is its row and `column` which cell of it, from 1.
+    `line` is the row of the cell and `column` its number in the row, both from 1.
     """
 
     location_format = "row {line}, column {column}"
 
 
 class LoweringLevelError(SchedirError):
-    """A draft (compute only) where a lowered program is needed, or the reverse."""
+    """A draft (compute only) where a lowered program is required, or the reverse."""
 
 
 class CompletenessError(SchedirError):
-    """Work that is missing, there twice, out of range, or on a rank that does not own it."""
+    """Work that is missing, exists twice, is out of range, or is on the wrong rank."""
 
 
 class UnmatchedTransferError(CompletenessError):
-    """A transfer or collective whose other side is missing or comes twice."""
+    """A transfer or collective whose other side is missing or exists twice."""
 
 
 class ReductionError(CompletenessError):
-    """A reduction or an optimizer step that is missing or comes twice."""
+    """A reduction or an optimizer step that is missing or exists twice."""
 
 
 class GroupError(SchedirError):
-    """Instructions issued as one that cannot be."""
+    """Instructions that are issued as one group, but cannot be."""
 
 
 class OrderError(SchedirError):
@@ -282,8 +384,20 @@ class SlotError(SchedirError):
 
 
 class MemoryLimitError(SchedirError):
-    """A rank that would hold more bytes on a tier than it may; `live_values` says of what, how
-    many."""
+    """A rank that needs more bytes on a memory tier than its limit.
+
+    Each argument is also an attribute, except that `site` is in `sites`.
+
+    Args:
+        program: Name of the program.
+        limit_bytes: The limit, in bytes.
+        required_bytes: The bytes that the rank needs at its peak.
+        live_values: The values that take memory at the peak: name, number and bytes of all values
+            of this name.
+        site: The instruction at the peak.
+        hint: A fix, given only if it is certain.
+        tier: The memory tier: "device", "host" or "disk".
+    """
 
     def __init__(
         self,
@@ -307,6 +421,7 @@ class MemoryLimitError(SchedirError):
         )
 
     def format_lines(self) -> list[str]:
+        """Return the instruction at the peak, and a line for each name of values."""
         width = max((len(name) for name, _, _ in self.live_values), default=0)
         most = max((len(str(number)) for _, number, _ in self.live_values), default=0)
         return [
@@ -319,10 +434,24 @@ class MemoryLimitError(SchedirError):
 
 
 class DeadlockError(SchedirError):
-    """Ranks that wait for each other under a progress model; `cycle` says who for what.
+    """Ranks that wait for each other in a cycle under a progress model.
 
-    `eager` is the least limit in bytes with which the program would finish, where `check` was told
-    of sizes and there is one: messages that are no larger would have to wait for nobody.
+    Each argument is also an attribute, except that `window` is in `sites`.
+
+    Args:
+        fact: One sentence with the reason.
+        program: Name of the program.
+        progress_model: Name of the progress model.
+        cycle: The waits of the cycle.
+        executed_count: Number of instructions that finish before the deadlock.
+        instruction_count: Number of instructions of the program.
+        window: Instructions of one rank around the deadlock; the message shows them.
+        hint: A fix, given only if it is certain.
+
+    Attributes:
+        eager_limit: The smallest limit in bytes with which the program finishes, if messages of at
+            most this size do not wait for their receive.  `check` sets it if it gets `sizes` and
+            there is such a limit; otherwise it is None.
     """
 
     def __init__(
@@ -345,6 +474,7 @@ class DeadlockError(SchedirError):
         self.eager_limit: float | None = None
 
     def format_lines(self) -> list[str]:
+        """Return a line for each wait of the cycle, and the lines of the window."""
         width = max(len(str(w.instr)) for w in self.cycle)
         chain = [
             f"rank {w.rank} #{w.index:<3} {w.instr!s:<{width}}  needs {w.needed_instr} from rank "
@@ -364,15 +494,23 @@ class DeadlockError(SchedirError):
 
 
 class ChannelMismatchError(SchedirError):
-    """A message whose two ends do not meet: they are on different communicators, which is so under
-    the progress model "torch", or each meets another on the same."""
+    """A message that its receive cannot match.
+
+    Under the progress model "torch_lazy" the send and the receive can be on different
+    communicators.  With eager messages, two messages of one channel can arrive in another order.
+    """
 
 
 class ProgramSequenceError(SchedirError):
-    """Steps of different ranks that meet each other's messages, or wait for each other.
+    """Steps of different ranks that receive each other's messages or wait for each other.
 
-    `sites` are the instructions concerned, each with the step that it is of; `model` is the
-    progress model.
+    Each argument is also an attribute.
+
+    Args:
+        fact: One sentence with the reason.
+        progress_model: Name of the progress model.
+        sites: The instructions concerned, each with its step in the note.
+        hint: A fix, given only if it is certain.
     """
 
     def __init__(
@@ -383,19 +521,27 @@ class ProgramSequenceError(SchedirError):
 
 
 class ModelError(SchedirError):
-    """A model that does not fit the program: layers, shapes, ties, or a transport too weak."""
+    """A model that does not fit the program, or a transport that is too weak for it."""
 
 
 class ExecutionError(SchedirError):
-    """A run that failed: `sites` says at which instruction of which rank."""
+    """A run that failed; `sites` has the rank and the instruction, if they are known."""
 
 
 class NonFiniteError(ExecutionError):
-    """A step (from 1) with a loss or a gradient that is infinite or NaN, and so not taken.
+    """A step with a loss or a gradient that is infinite or NaN.
 
-    `sites` says where it began, if that could be found: the first stage whose output is not finite
-    where it is a loss, else the last stage, from which gradients come, whose gradients are not.
-    `process` is the one that has this stage.
+    Each argument is also an attribute.
+
+    Args:
+        fact: One sentence with the reason.
+        program: Name of the program.
+        sites: The instruction where it began; empty if it was not found.  For a loss it is a
+            forward of the first stage with an output that is not finite.  For a gradient it is of
+            the last stage with such a gradient, because backwards begin at the last stage.
+        hint: A fix, given only if it is certain.
+        step: Number of the step, from 1.
+        process: The process that runs this instruction; 0 if it was not found.
     """
 
     def __init__(

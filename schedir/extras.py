@@ -1,7 +1,8 @@
 """The optional packages, and the extras of `pip install` that install them.
 
->>> install_command("torch")
-"pip install 'schedir[torch]'"
+Example:
+    >>> install_command("torch")
+    "pip install 'schedir[torch]'"
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ from schedir.errors import UsageError, describe_exception
 
 
 class Extra(NamedTuple):
-    """The extra of `pip install 'schedir[...]'` that installs a package, and the lowest version."""
+    """The extra of `pip install 'schedir[...]'` that installs a package.
+
+    Attributes:
+        name: Name of the extra.
+        min_version: The lowest version of the package that works, such as `2.10`; "" if every
+            version works.
+    """
 
     name: str
-    min_version: str = ""  # such as `2.10`; empty if every version works
+    min_version: str = ""
 
 
 EXTRAS: Final = {
@@ -32,41 +39,49 @@ EXTRAS: Final = {
 
 
 class MissingPackageError(UsageError, ImportError):
-    """A package of `EXTRAS` (`name`) is not installed, is too old, or cannot be imported."""
+    """A package of `EXTRAS` that is not installed, is too old, or cannot be imported.
+
+    Attributes:
+        name: Name of the package.
+    """
 
 
 def install_command(package: str) -> str:
-    """Return the command that installs a package of `EXTRAS`."""
+    """Return the command that installs a package of `EXTRAS`.
+
+    Args:
+        package: Name of the package.
+    """
     return f"pip install 'schedir[{EXTRAS[package].name}]'"
 
 
 def require_package(package: str, feature: str, *, field: str = "", min_version: str = "") -> None:
-    """Raise an error if an optional package is not installed. This does not import the package.
+    """Raise an error if an optional package is not installed, without importing it.
 
     Args:
         package: A package of `EXTRAS`.
-        feature: What needs the package, as the subject of the error's sentence.
+        feature: The feature that needs the package, as the subject of the error's sentence.
         field: The setting that needs the package, if there is one.
         min_version: The lowest version that works, if the feature needs a later one than `EXTRAS`
-        has.
+            has.
 
     Raises:
         MissingPackageError: The package is not installed, or its version is too low.
     """
     spec = find_spec(package)
-    if spec is None or spec.origin is None:  # no origin: only a folder of that name was found
+    if spec is None or spec.origin is None:  # without an origin, it is only a folder with this name
         raise _make_missing_error(
             package, f"{feature} needs {package}, which is not installed", field
         )
     min_version = min_version or EXTRAS[package].min_version
-    found = _get_version(package)
-    if min_version and found and _parse_version(found) < _parse_version(min_version):
-        why = f"{feature} needs {package} {min_version} or later, and {found} is installed"
-        raise _make_missing_error(package, why, field)
+    installed = _get_version(package)
+    if min_version and installed and _parse_version(installed) < _parse_version(min_version):
+        reason = f"{feature} needs {package} {min_version} or later, and {installed} is installed"
+        raise _make_missing_error(package, reason, field)
 
 
 def broken_package(error: BaseException) -> MissingPackageError | None:
-    """Return the error to show if an exception was raised by the import of a package of `EXTRAS`.
+    """Return the error to show if the import of a package of `EXTRAS` raised an exception.
 
     Args:
         error: An exception with its traceback.

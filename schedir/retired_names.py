@@ -1,6 +1,6 @@
-"""Retired options, settings and keys, and their replacements.
+"""Retired names of options, settings, fields and functions, and their replacements.
 
-Why each feature was deleted: `docs/decisions/47-deleted-features.md`.
+`docs/decisions/47-deleted-features.md` explains the deleted features.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-# A key is a name as the user writes it: an option (`--count`), a setting of a configuration
-# (`section.name`), a value of a setting (`kind = bert`, or the suffix of a file in `source`), or an
-# option of `compile`, which is also a key in a `.sched` file (`open`).  The value is the hint of
-# the error: it names the replacement.
+# Options of the command line, without `--`.
 _RENAMED_OPTIONS = {
     "activations": "max-activations", "axis": "axis-label", "blocks": "blocking-hosts",
     "colours": "colors", "device-waits": "host-device-sync", "draft": "compute-only",
@@ -24,8 +21,9 @@ _RENAMED_OPTIONS = {
     "seconds": "time-limit", "start": "initial-schedules", "take": "select",
     "time": "time-range", "whole": "no-split-backward", "why": "explain-start",
 }  # fmt: skip
+# Commands of the command line.
 _RENAMED_COMMANDS = {"best": "recommend", "show": "print", "where": "diagnose"}
-# Fields and options of programs, in the text of a program, in Python and after `-O`.
+# Fields and options of programs: in the text form, in Python, and after `-O`.
 RENAMED_FIELDS: Final = MappingProxyType(
     {
         "active": "unsharded_stages", "ahead": "unshard_prefetch", "blocks": "blocking_hosts",
@@ -44,7 +42,7 @@ RENAMED_FIELDS: Final = MappingProxyType(
     }
 )  # fmt: skip
 
-# Instructions in the text of a program, and the costs that have their names.
+# Instructions in the text form, and the costs that have the same names.
 RENAMED_INSTRUCTIONS: Final = MappingProxyType(
     {
         "fetch": "reload_from_disk",
@@ -67,15 +65,15 @@ RENAMED_INSTRUCTIONS: Final = MappingProxyType(
         "validate": "reduce_norm_after_step",
     }
 )
-# Costs that are not named as an instruction.
+# Costs: those with the name of an instruction, and the others.
 RENAMED_COSTS: Final = MappingProxyType(
     {**RENAMED_INSTRUCTIONS, "gather": "tp_gather", "scatter": "tp_scatter", "sum": "tp_reduce"}
 )
-# Sizes.
+# Fields of `Sizes`.
 RENAMED_SIZES: Final = MappingProxyType(
     {"both": "saved_and_deferred", "tape": "deferred_wgrad", "weights": "model_states"}
 )
-# Kinds of static buffers in the text of a program.
+# Kinds of static buffers in the text form.
 RENAMED_BUFFERS: Final = MappingProxyType({"full": "unsharded_params"})
 
 # Fields of a Cluster, and the keys of its file.
@@ -126,6 +124,10 @@ RENAMED_SETTINGS: Final = {
         for old in names
     },
 }  # fmt: skip
+# Hints of errors, by the name that the user wrote.  The name is an option (`--count`), a command
+# (`schedir best`), or a setting of a configuration (`section.name`).  It may also be a value of a
+# setting (`kind = bert`, or the suffix of a file in `source`).  Or it is an option of `compile`,
+# which is also a key in the text form (`open`).  The hint names the replacement.
 RETIRED_HINTS: Final = MappingProxyType(
     {
         **{f"--{old}": f"--{old} is now --{new}" for old, new in _RENAMED_OPTIONS.items()},
@@ -142,7 +144,7 @@ RETIRED_HINTS: Final = MappingProxyType(
     }
 )
 
-# Public names by module, and their successors.
+# Public names by module.
 RENAMED_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "schedir": {
@@ -187,21 +189,39 @@ RENAMED_ATTRIBUTES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
 
 
 def get_current_value(name: str, value: str) -> str:
-    """Return the value of an option under its present name, from a file that may be older."""
+    """Return the current name of an option's value, from a file that may be older.
+
+    Args:
+        name: Name of the option.
+        value: The value in the file.
+
+    Returns:
+        The current name, or `value` if it was not renamed.
+    """
     return RENAMED_VALUES.get(name, {}).get(value, value)
 
 
 def get_rename_hint(name: str, value: object) -> str:
-    """Return a hint with the present name of a value that was renamed; else an empty string."""
+    """Return a hint with the current name of a value that was renamed, or an empty string.
+
+    Args:
+        name: Name of the option.
+        value: The value that the user gave.
+    """
     new = RENAMED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
     return f"it is now {new}" if new else ""
 
 
 def make_attribute_error(module: str, name: str) -> AttributeError | ImportError:
-    """Return the error of a name that a module does not have.
+    """Return the error for a name that a module does not have.
 
-    Of a name that was renamed it is an ImportError, which has the new name: `from module import
-    name` would show another message than that of an AttributeError.
+    Args:
+        module: Name of the module.
+        name: The missing name.
+
+    Returns:
+        An ImportError with the new name, if the name was renamed: `from module import name`
+        replaces the message of an AttributeError.  Otherwise an AttributeError.
     """
     text = f"module {module!r} has no attribute {name!r}"
     if new := RENAMED_ATTRIBUTES.get(module, {}).get(name):
