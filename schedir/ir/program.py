@@ -107,18 +107,18 @@ class Program:
             "after_step": the step runs as if nothing was clipped.  If the norm then shows that
             gradients had to be clipped, the step is undone and repeated (post-validation, arXiv
             2401.10241, section 4).
-        zero: Level of ZeRO (arXiv 1910.02054), 0 to 3.  From 1 on each replica has a part of the
-            optimizer's state, from 2 on of the gradients, and at 3 of the weights, which Unshard
-            gathers.
+        zero: Level of ZeRO (arXiv 1910.02054), 0 to 3.  Each replica has a part of the optimizer's
+            state from level 1 on, and a part of the gradients from level 2 on.  At level 3 it has a
+            part of the weights, which Unshard gathers.
         reduce_scatter_at: When sharded gradients are reduced: once, at the "update_end", or at
             "each_backward", so that no full gradient uses memory between runs of backwards.
         checkpoint_snapshots: True if a checkpoint can copy the weights and the optimizer state
             while the forwards of a step run, before the step changes them.
-        optimizer_placement: Where the optimizer's state is between steps.  On the "device"; on the
-            "host", and each update ends with a load, a step and a store of each trained stage; on
-            the "disk", with a read before the load and a write after the store.  With "cpu_step"
-            it stays on the host, which steps the stage: gradients are copied to the host, and
-            weights come back (ZeRO-Offload, arXiv 2101.06840).
+        optimizer_placement: Memory tier of the optimizer's state between steps.  With "host", each
+            update ends with a load, a step and a store of each trained stage.  With "disk", a read
+            comes before the load, and a write after the store.  With "cpu_step" the state stays on
+            the host, which does the step: gradients are copied to the host, and weights come back
+            (ZeRO-Offload, arXiv 2101.06840).
         segment_boundaries: A letter for each boundary between two stages, if stages of the program
             are segments of a stage: "fgfg-fgfg".  See `schedir/ir/pipeline/stage_segments.py`.
         chunks_per_microbatch: Number of the program's microbatches that are chunks of one
@@ -138,8 +138,9 @@ class Program:
             `dataclasses.replace`, `copy` or `pickle` has none.
 
     Raises:
-        ShapeError: The name is not allowed, an attribute has a value that is not allowed or does
-            not fit the shape or another attribute, or `slots` are not valid numbers for each rank.
+        ShapeError: The name is not allowed, or `slots` are not valid numbers for each rank.  Or an
+            attribute does not have an allowed value, or does not fit the shape or another
+            attribute.
 
     Example:
             >>> from schedir import PipelineShape, compile, schedules

@@ -31,7 +31,7 @@ def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
     """Return instructions as packed words.
 
     Args:
-        op: The opcodes: a number, or an array as long as the others.
+        op: The opcodes: a number, or an array of the same length as the others.
         stage: The stages.
         mb: The microbatches, updates or occurrences.
 

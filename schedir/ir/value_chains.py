@@ -2,8 +2,8 @@
 
 This is for kinds of values that are made again, or that change their state.  A state is a memory
 tier or a form (a field of `Sizes`).  The instruction that makes a value leaves it in the form that
-the first change needs.  A reader needs the value in the form after the last change, on the first
-tier, unless the reader's row has a `Change` with another state.
+the first change needs.  A reader needs the value on the first tier, in the form after the last
+change.  A reader that needs another state has a `Change` in its row.
 """
 
 from __future__ import annotations

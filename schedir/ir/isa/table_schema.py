@@ -118,9 +118,9 @@ class ValueRow(NamedTuple):
 class FormRow(NamedTuple):
     """A row of the table of forms, in which values cross boundaries.
 
-    An instruction with a `form` gives the form to a value that a stage puts out, or removes it from
-    a value that a stage takes in.  A value can have several forms.  It gets them in the order of
-    the table and loses them in the reverse order.
+    An instruction with a `form` gives this form to a value that a stage puts out.  For a value that
+    a stage takes in, it removes the form.  A value can have several forms.  It gets them in the
+    order of the table and loses them in the reverse order.
 
     Attributes:
         form: The number of the form.
