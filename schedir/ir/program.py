@@ -143,16 +143,16 @@ class Program:
             attribute.
 
     Example:
-            >>> from schedir import PipelineShape, compile, schedules
-            >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
-            >>> program
-            <program one_f_one_b: 4 ranks, 168 instructions>
-            >>> program.is_draft, program.has_backward, program.reduces_in_microbatch_order
-            (False, True, True)
-            >>> print(*program.streams[3][:4], sep=", ")
-            recv_act 3.0, F 3.0, recv_act 3.1, B 3.0
-            >>> len(program.digest)
-            64
+        >>> from schedir import PipelineShape, compile, schedules
+        >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
+        >>> program
+        <program one_f_one_b: 4 ranks, 168 instructions>
+        >>> program.is_draft, program.has_backward, program.reduces_in_microbatch_order
+        (False, True, True)
+        >>> print(*program.streams[3][:4], sep=", ")
+        recv_act 3.0, F 3.0, recv_act 3.1, B 3.0
+        >>> len(program.digest)
+        64
     """
 
     name: str
