@@ -109,7 +109,8 @@ def assert_same_gradients(
         _require_nonnegative("tolerance", tolerance)
     if start_method not in (None, "fork", "spawn"):
         raise UsageError(
-            f"start_method is 'fork' or 'spawn', not {describe(start_method)}", fields=["start_method"]
+            f"start_method is 'fork' or 'spawn', not {describe(start_method)}",
+            fields=["start_method"],
         )
     loop = UnpipelinedModel(copy_model(whole), several, loss_fn, divisor)
     how = start_method or ("spawn" if _forks_are_unsafe() else "fork")

@@ -25,7 +25,8 @@ def list_initial_orders(
             raise UsageError(f"{program.name} {how}", fields=["initial_schedules"])
         if program.shape != problem.shape:
             raise UsageError(
-                f"{program.name} is of {program.shape}, not of {problem.shape}", fields=["initial_schedules"]
+                f"{program.name} is of {program.shape}, not of {problem.shape}",
+                fields=["initial_schedules"],
             )
         yield from _order_if_complete(problem, program)
     for schedule in sorted(
