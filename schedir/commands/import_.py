@@ -76,7 +76,7 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
     except SchedirError as error:
         error.add_note(f"in {source}")
         raise
-    request = make_request(args, source, lowers=True)
+    request = make_request(args, source, lower_drafts=True)
     program = replace(program, **request.traits)
     if not program.is_draft:
         if args.overlap and not args.relower:

@@ -40,7 +40,7 @@ class Source(str):
     def from_loaded(cls, found: Schedule | Program, name: str) -> Self:
         """What is there already, called so."""
         source = cls(name)
-        vars(source)["found"] = found
+        vars(source)["schedule_or_program"] = found
         return source
 
     @cached_property
