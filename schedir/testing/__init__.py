@@ -1,29 +1,32 @@
-"""Hypothesis strategies, and assertions for schedules and gradients of your own.
+"""Hypothesis strategies, and assertions about schedules and gradients.
 
->>> from schedir import B, F
->>> from schedir.testing import assert_schedule
->>> def mine(rank, ranks, microbatches):
-...     lead = min(ranks - 1 - rank, microbatches)
-...     return lead * F + (microbatches - lead) * (F + B) + lead * B
->>> assert_schedule(mine)
+- `assert_schedule` tests a schedule on many shapes.  A wrong schedule raises AssertionError with
+  the smallest shape on which it fails.
+- `assert_same_gradients` compares a pipeline step of any library with a plain loop over the same
+  model.
+- The strategies draw shapes, drafts and programs.
 
-A schedule that is not right fails on the smallest shape that shows it:
+The strategies and `assert_schedule` need hypothesis.  torch is imported only when gradients are
+compared.
 
->>> def impatient(rank, ranks, microbatches):
-...     lead = min(rank, microbatches)
-...     return lead * F + (microbatches - lead) * (F + B) + lead * B
->>> assert_schedule(impatient)  # doctest: +ELLIPSIS
-Traceback (most recent call last):
-    ...
-AssertionError: impatient is refused on PipelineShape(ranks=2, microbatches=2) under 'per_edge'
-DeadlockError: impatient: 2 ranks wait for each other; stopped after 2 of 8 instructions
-  rank 0 #1   B 0.0  needs B 1.0 from rank 1, which is #2 there, and rank 1 stands at #1
-  rank 1 #1   F 1.1  needs F 0.1 from rank 0, which is #2 there, and rank 0 stands at #1
-  ...
-
-A step of another library is held to a plain loop over the same model by `assert_same_gradients`.
-
-What is about schedules needs hypothesis; torch is imported when gradients are compared.
+Example:
+    >>> from schedir import B, F
+    >>> from schedir.testing import assert_schedule
+    >>> def mine(rank, ranks, microbatches):
+    ...     lead = min(ranks - 1 - rank, microbatches)
+    ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+    >>> assert_schedule(mine)
+    >>> def impatient(rank, ranks, microbatches):
+    ...     lead = min(rank, microbatches)
+    ...     return lead * F + (microbatches - lead) * (F + B) + lead * B
+    >>> assert_schedule(impatient)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    AssertionError: impatient is refused on PipelineShape(ranks=2, microbatches=2) under 'per_edge'
+    DeadlockError: impatient: 2 ranks wait for each other; stopped after 2 of 8 instructions
+      rank 0 #1   B 0.0  needs B 1.0 from rank 1, which is #2 there, and rank 1 stands at #1
+      rank 1 #1   F 1.1  needs F 0.1 from rank 0, which is #2 there, and rank 0 stands at #1
+      ...
 """
 
 from __future__ import annotations

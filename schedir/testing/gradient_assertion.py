@@ -48,62 +48,83 @@ def assert_same_gradients(
 ) -> float:
     """Assert that a pipeline step of any library computes the gradients of a plain loop.
 
-    `step(rank, ranks, model, batch)` is called in `ranks` processes, in which torch.distributed is
-    initialised over Gloo.  Each process has its own copy of `model`.  The step builds stages of its
-    modules and runs them on `batch`, once or several times, and accumulates gradients.  They are
-    read from the `.grad` of the parameters afterwards.  A step that works on copies of modules
-    returns `{name: gradient}` by the names of `model`.  Stages of torch.distributed.pipelining are
-    known by their numbers.  For other libraries pass `model` as a list of its stages.
+    The plain loop runs the model without a pipeline, in the calling process.  It computes
+    `loss_fn(model(inputs), targets)` for each microbatch.  Inputs that are a tuple or a dict are
+    passed as the arguments of the model.
 
-    The plain loop cuts each tensor of `batch` into `microbatches` along its first dimension, and a
-    list is taken as cut already.  For each microbatch, which is a pair of inputs and targets, it
-    computes `loss_fn(model(inputs), targets)`.  Without a `loss_fn` the model returns the loss.
-    Inputs that are a tuple or a dict are passed as the arguments of the model.  The expected
-    gradient is that of the `"mean"` of these losses, of their `"sum"`, or of that sum divided by a
-    number.  With `replicas`, the first replica gets the first microbatches, and the same gradient
-    is expected on each.
+    The step runs in `ranks` processes.  The processes are forks of the calling process, so `step`
+    may be any function.  They are spawned instead, and `step` is pickled by its name, in these
+    cases: there is a GPU, the system is not Linux, the calling process has a process group, or
+    `start_method` is "spawn".
 
-    Two gradients are the same if the norm of their difference is at most `tolerance` times the sum
-    of the norms of its microbatches' gradients.  The default is 1e-6 in float32, 1e-12 in float64,
-    and 8 times the type's `eps` otherwise, which hides small errors.  0 demands the same bits.
-    Returns the largest norm of a difference over the norm of the expected gradient.
+    A gradient is correct if the norm of its difference from the expected gradient is at most
+    `tolerance` times a size.  The size is the sum of the norms of the gradients of the single
+    microbatches.
 
-    Processes are forks of this one, so `step` may be any function.  They are spawned, and `step` is
-    pickled by its name, if there is a GPU, if a process group is in use here, or with
-    `start="spawn"`.
+    Args:
+        step: Called as `step(rank, ranks, model, batch)` in each process.  torch.distributed is
+            initialised over Gloo, and each process has its own copy of `model`.  The step builds
+            stages from the modules of the model, and runs them on `batch` once or several times.
+            It accumulates gradients and runs no optimizer.  Gradients are then read from the
+            `.grad` of the parameters.  A step that works on copies of the modules returns
+            `{name: gradient}` instead, by the parameter names of `model`.
+        model: The model, on the CPU, or a list of its stages.  Differences are reported by stage if
+            the model is a list, or if the stages are those of torch.distributed.pipelining.
+        batch: Tensors, or tuples and dicts of tensors.  Each tensor is split along its first
+            dimension.  A list counts as a list of microbatches.  With a `loss_fn`, the batch or
+            each microbatch is a pair of inputs and targets.
+        ranks: The number of processes.
+        microbatches: The number of microbatches of all replicas together.  It may be None if
+            `batch` is a list.
+        loss_fn: Returns the loss of one microbatch.  If None, the model returns the loss.
+        reduction: How losses of microbatches are reduced: to their "mean", to their "sum", or to
+            their sum divided by a number.  The expected gradient is the gradient of the result.
+        replicas: The number of data-parallel replicas.  The first replica gets the first
+            microbatches.  The same gradient is expected on each replica.
+        tolerance: The largest relative difference.  The default is 1e-6 in float32, 1e-12 in
+            float64, and 8 times the `eps` of any other type, which hides small errors.  0 requires
+            the same bits.
+        timeout: Seconds after which a rank that still runs the step counts as hung.
+        start_method: "fork" or "spawn".  The default is described above.
 
-    Raises AssertionError if gradients differ.  Its `differences` list the stages, ranks, names of
-    parameters and relative errors.  Raises schedir.errors.ExecutionError if a rank fails, or does
-    not return within `timeout` seconds, and UsageError if the model or the batch cannot be
-    compared, for example a model with dropout.
+    Returns:
+        The largest relative error: the norm of a difference over the norm of the expected gradient.
 
-    >>> import torch
-    >>> from torch import nn
-    >>> from schedir.testing import assert_same_gradients
-    >>> def step(rank, ranks, model, batch):  # the loop of a pipeline of one rank
-    ...     for x, y in zip(*(part.chunk(4) for part in batch)):
-    ...         nn.functional.mse_loss(model(x), y).backward()
-    >>> model, batch = nn.Linear(3, 1), (torch.randn(8, 3), torch.randn(8, 1))
-    >>> mse = nn.functional.mse_loss
-    >>> off = assert_same_gradients(
-    ...     step, model, batch, ranks=1, microbatches=4, loss_fn=mse, reduction="sum"
-    ... )
-    >>> off < 1e-6
-    True
-    >>> try:
-    ...     assert_same_gradients(step, model, batch, ranks=1, microbatches=4, loss_fn=mse)
-    ... except AssertionError as error:
-    ...     print(error)
-    2 of 2 gradients differ from those of a plain loop
-      rank 0, all 2 parameters: relative error 3, norm 4 times the expected norm
+    Raises:
+        AssertionError: Gradients differ.  `differences` of the error lists stages, ranks, parameter
+            names and relative errors.
+        ExecutionError: A rank failed, or did not return within `timeout` seconds.
+        UsageError: An argument is invalid, or the model or the batch cannot be compared.  A model
+            with dropout is an example.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from schedir.testing import assert_same_gradients
+        >>> def step(rank, ranks, model, batch):  # the loop of a pipeline of one rank
+        ...     for x, y in zip(*(part.chunk(4) for part in batch)):
+        ...         nn.functional.mse_loss(model(x), y).backward()
+        >>> model, batch = nn.Linear(3, 1), (torch.randn(8, 3), torch.randn(8, 1))
+        >>> mse = nn.functional.mse_loss
+        >>> off = assert_same_gradients(
+        ...     step, model, batch, ranks=1, microbatches=4, loss_fn=mse, reduction="sum"
+        ... )
+        >>> off < 1e-6
+        True
+        >>> try:
+        ...     assert_same_gradients(step, model, batch, ranks=1, microbatches=4, loss_fn=mse)
+        ... except AssertionError as error:
+        ...     print(error)
+        2 of 2 gradients differ from those of a plain loop
+          rank 0, all 2 parameters: relative error 3, norm 4 times the expected norm
     """
     require_callable(step, "step", "def step(rank, ranks, model, batch): ...")
     if loss_fn is not None:
         require_loss(loss_fn)
-    whole = _join_stages(model)
-    several = split_batch(batch, microbatches, loss_fn)
-    divisor = _find_divisor(reduction, len(several))
-    _require_counts(ranks, replicas, len(several))
+    full_model = _join_stages(model)
+    batches = split_batch(batch, microbatches, loss_fn)
+    divisor = _find_divisor(reduction, len(batches))
+    _require_counts(ranks, replicas, len(batches))
     _require_nonnegative("timeout", timeout)
     if tolerance is not None:
         _require_nonnegative("tolerance", tolerance)
@@ -112,19 +133,19 @@ def assert_same_gradients(
             f"start_method is 'fork' or 'spawn', not {describe(start_method)}",
             fields=["start_method"],
         )
-    loop = UnpipelinedModel(copy_model(whole), several, loss_fn, divisor)
-    how = start_method or ("spawn" if _forks_are_unsafe() else "fork")
+    loop = UnpipelinedModel(copy_model(full_model), batches, loss_fn, divisor)
+    method = start_method or ("spawn" if _forks_are_unsafe() else "fork")
     with _use_one_thread(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if not loop.expected_gradients:
             raise UsageError("the loss depends on no parameter that is trained")
-        left = _run_processes(step, whole, batch, ranks, how, timeout)
-        if whole is not model:
-            left = [one.infer_stages() for one in left]
-        return compare_gradients(loop, left, replicas=replicas, tolerance=tolerance)
+        dumps = _run_processes(step, full_model, batch, ranks, method, timeout)
+        if full_model is not model:
+            dumps = [dump.infer_stages() for dump in dumps]
+        return compare_gradients(loop, dumps, replicas=replicas, tolerance=tolerance)
 
 
 def _join_stages(model: Any) -> nn.Module:
-    """Return the model as one module, also if it was given as a list of its stages."""
+    """Return the model as one module, also if it is a list of its stages."""
     if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
         model = nn.Sequential(*model)
     if not isinstance(model, nn.Module):
@@ -156,7 +177,7 @@ def _find_divisor(reduction: object, microbatches: int) -> float:
 
 
 def _require_counts(ranks: object, replicas: object, microbatches: int) -> None:
-    """Check the numbers of ranks and replicas."""
+    """Verify the numbers of ranks and replicas."""
     for name, number in (("ranks", ranks), ("replicas", replicas)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise UsageError(f"{name} is a number from 1 on, not {describe(number)}", fields=[name])
@@ -175,9 +196,9 @@ def _require_nonnegative(name: str, number: object) -> None:
 
 
 def _forks_are_unsafe() -> bool:
-    """Return whether processes must be spawned, because something here does not survive a fork.
+    """Return whether processes must be spawned, because this process cannot be forked safely.
 
-    If there is a GPU, autograd starts threads for it at the first backward, and then refuses forks.
+    With a GPU, autograd starts threads for it at the first backward, and then refuses forks.
     """
     linux = sys.platform.startswith("linux")
     return not linux or dist.is_initialized() or torch.accelerator.is_available()
@@ -185,7 +206,10 @@ def _forks_are_unsafe() -> bool:
 
 @contextmanager
 def _use_one_thread() -> Iterator[None]:
-    """Compute with one thread, as the processes do: with more threads, sums may round otherwise."""
+    """Compute with one thread, as the ranks do.
+
+    With more threads, sums may round differently.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -197,19 +221,19 @@ def _use_one_thread() -> Iterator[None]:
 def _run_processes(
     step: StepFunction, model: nn.Module, batch: Any, ranks: int, start_method: str, timeout: float
 ) -> list[GradientDump]:
-    """Run the step in its processes, and return what each rank has after it."""
+    """Run the step in one process per rank, and return the gradients of each rank."""
     if start_method == "spawn":
-        for what, value in (("the step", step), ("the model", model), ("the batch", batch)):
+        for subject, value in (("the step", step), ("the model", model), ("the batch", batch)):
             try:
                 pickle.dumps(value)
             except Exception:
                 raise UsageError(
-                    f"processes are spawned, and {what} cannot be pickled for them",
+                    f"processes are spawned, and {subject} cannot be pickled for them",
                     hint="a step is a function of a module then, whose name they can import",
                 ) from None
     context = multiprocessing.get_context(start_method)
     try:
-        left = run_processes(
+        dumps = run_processes(
             _run_rank,
             ranks,
             step,
@@ -222,10 +246,10 @@ def _run_processes(
         )
     except RankError as error:
         raise _make_step_error(error, timeout) from None
-    for rank, one in enumerate(left):
-        if isinstance(one, str):
-            raise UsageError(f"rank {rank}: {one}")
-    return left
+    for rank, dump in enumerate(dumps):
+        if isinstance(dump, str):
+            raise UsageError(f"rank {rank}: {dump}")
+    return dumps
 
 
 def _run_rank(
@@ -234,12 +258,12 @@ def _run_rank(
     """Run the step in the process of a rank.
 
     Returns:
-        The gradients that the rank has after the step, or an error in words if the step or its
+        The gradients that the rank has after the step, or the text of an error if the step or its
         result cannot be compared.
     """
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}"}
     model.zero_grad(set_to_none=True)
-    # Names are taken before the step, which may wrap modules and replace their parameters.
+    # Names are read before the step because it may wrap modules and replace their parameters.
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False)}
     before = {
         name: p.detach().clone()
@@ -247,32 +271,32 @@ def _run_rank(
         for name in names
     }
     known = {name for names in find_parameter_names(model).values() for name in names}
-    with torch.enable_grad(), _record_torch_stages() as made:
-        given = step(rank, ranks, model, batch)
-    if given is not None and not isinstance(given, Mapping):
-        return f"a step returns nothing, or {{name: gradient}}, and not {describe(given)}"
-    owned = _find_current_names(modules, known)
-    for p, names in owned.items():
+    with torch.enable_grad(), _record_torch_stages() as torch_stages:
+        returned = step(rank, ranks, model, batch)
+    if returned is not None and not isinstance(returned, Mapping):
+        return f"a step returns nothing, or {{name: gradient}}, and not {describe(returned)}"
+    names_by_parameter = _find_current_names(modules, known)
+    for p, names in names_by_parameter.items():
         if type(p) is nn.Parameter and not torch.equal(p, before[names[0]]):
             return f"the step changes {names[0]}: leave the optimizer out, gradients are compared"
     stages: dict[int, tuple[str, ...]] = {}
     gradients: dict[str, Tensor | None] = {}
-    for stage in made:
-        of = _find_stage_names(stage.submod, modules, owned)
-        if given is None and None in of.values():
+    for stage in torch_stages:
+        name_by_parameter = _find_stage_names(stage.submod, modules, names_by_parameter)
+        if returned is None and None in name_by_parameter.values():
             return (
                 f"stage {stage.stage_index} has parameters that are not those of `model`: build "
                 "stages of its own modules, or return {name: gradient} by the names of `model`"
             )
-        named = {name: p for p, name in of.items() if name}
+        named = {name: p for p, name in name_by_parameter.items() if name}
         stages[stage.stage_index] = tuple(named)
-        if given is None:
+        if returned is None:
             gradients |= {name: _to_full_gradient(p.grad) for name, p in named.items()}
-    if given is None:
-        for p, names in owned.items():
+    if returned is None:
+        for p, names in names_by_parameter.items():
             if p.grad is not None and gradients.keys().isdisjoint(names):
                 gradients[names[0]] = _to_full_gradient(p.grad)
-    for name, gradient in (given or {}).items():
+    for name, gradient in (returned or {}).items():
         if name not in known:
             like = " or ".join(get_close_matches(name, known, 2)) or min(known, default="none")
             return f"the model has no parameter {name}, but {like}"
@@ -283,15 +307,14 @@ def _run_rank(
 def _find_current_names(
     modules: Mapping[str, nn.Module], known_names: Set[str]
 ) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Return the parameters that the modules have now, with those names that `known_names`
-    contains."""
-    found: dict[nn.Parameter, tuple[str, ...]] = {}
+    """Return the current parameters of the modules, with their names in `known_names`."""
+    result: dict[nn.Parameter, tuple[str, ...]] = {}
     for inside, module in modules.items():
-        for own, p in module.named_parameters(recurse=False):
-            name = f"{inside}.{own}" if inside else own
+        for local_name, p in module.named_parameters(recurse=False):
+            name = f"{inside}.{local_name}" if inside else local_name
             if name in known_names:
-                found[p] = (*found.get(p, ()), name)
-    return found
+                result[p] = (*result.get(p, ()), name)
+    return result
 
 
 def _find_stage_names(
@@ -301,18 +324,21 @@ def _find_stage_names(
 ) -> dict[nn.Parameter, str | None]:
     """Return the name in the model of each parameter of a stage, or None if it has none.
 
-    A tied parameter has several names.  The one that lies in the stage is returned.
+    A tied parameter has several names.  If the stage contains the module of one of them, that name
+    is returned.
     """
-    called: dict[nn.Module, str] = {}
+    module_names: dict[nn.Module, str] = {}
     for name, module in modules.items():
-        called.setdefault(module, name)
-    found: dict[nn.Parameter, str | None] = {}
+        module_names.setdefault(module, name)
+    result: dict[nn.Parameter, str | None] = {}
     for module in stage_module.modules():
         for name, p in module.named_parameters(recurse=False):
-            inside = f"{called[module]}.{name}".lstrip(".") if module in called else name
+            full_name = (
+                f"{module_names[module]}.{name}".lstrip(".") if module in module_names else name
+            )
             names = parameter_names.get(p, ())
-            found.setdefault(p, inside if inside in names else names[0] if names else None)
-    return found
+            result.setdefault(p, full_name if full_name in names else names[0] if names else None)
+    return result
 
 
 @contextmanager
@@ -320,16 +346,16 @@ def _record_torch_stages() -> Iterator[list[Any]]:
     """Collect the stages of torch.distributed.pipelining that are created in this context."""
     from torch.distributed.pipelining.stage import _PipelineStageBase as Base
 
-    made: list[Any] = []
+    stages: list[Any] = []
     before = Base.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         before(self, *args, **kwargs)
-        made.append(self)
+        stages.append(self)
 
     Base.__init__ = init  # type: ignore[method-assign]
     try:
-        yield made
+        yield stages
     finally:
         Base.__init__ = before  # type: ignore[method-assign]
 
@@ -345,29 +371,29 @@ def _to_full_gradient(gradient: Tensor | None) -> Tensor | None:
 def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
     """Return an error that describes in a few lines which ranks raised or hung, and where."""
     if error.hung_ranks:
-        stand = {rank: _find_step_line(error.tracebacks[rank]) for rank in error.hung_ranks}
-        late = {rank: where for rank, where in stand.items() if where} or stand
-        who = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+        lines_by_rank = {rank: _find_step_line(error.tracebacks[rank]) for rank in error.hung_ranks}
+        late = {rank: where for rank, where in lines_by_rank.items() if where} or lines_by_rank
+        subject = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
         lines = [f"  rank {rank} stands at {where or 'its start'}" for rank, where in late.items()]
         return ExecutionError(
-            "\n".join([f"{who} did not come back from the step in {timeout:g} s", *lines])
+            "\n".join([f"{subject} did not come back from the step in {timeout:g} s", *lines])
         )
-    told = error.tracebacks
-    dead = [rank for rank, text in told.items() if text.startswith(DIED_MESSAGE)]
-    rank = (dead or [*told])[0]  # if one has died, the others only report lost connections
-    lines = told[rank].rstrip().splitlines()
+    tracebacks = error.tracebacks
+    dead = [rank for rank, text in tracebacks.items() if text.startswith(DIED_MESSAGE)]
+    rank = (dead or [*tracebacks])[0]  # if one died, the others only report lost connections
+    lines = tracebacks[rank].rstrip().splitlines()
     frames = [k for k, line in enumerate(lines) if line.startswith('  File "')]
-    what = next((line for line in lines[max(frames, default=0) :] if line[:1] != " "), lines[-1])
-    ours = next(
+    message = next((line for line in lines[max(frames, default=0) :] if line[:1] != " "), lines[-1])
+    first_frame = next(
         (k for k, line in enumerate(lines) if line.endswith(f"in {_run_rank.__name__}")), None
     )
-    shown = lines[ours + 2 :] if ours is not None else []
-    said = [f"  {line}" for line in shown if {*line} - {*" ^~"}]
-    return ExecutionError("\n".join([f"the step fails on rank {rank}: {what}", *said]))
+    shown = lines[first_frame + 2 :] if first_frame is not None else []
+    source_lines = [f"  {line}" for line in shown if {*line} - {*" ^~"}]
+    return ExecutionError("\n".join([f"the step fails on rank {rank}: {message}", *source_lines]))
 
 
 def _find_step_line(stack: str) -> str:
-    """Return which line of the step a rank runs, or an empty string if it has left the step.
+    """Return the line of the step that a rank runs, or "" if the rank has left the step.
 
     Args:
         stack: The stacks of its threads from `faulthandler`, the innermost call first.

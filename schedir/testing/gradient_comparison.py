@@ -18,8 +18,9 @@ from schedir.testing.unpipelined_model import (
     flatten_to_float64,
 )
 
+# Relative to the sum of the norms of the gradients of single microbatches.
 TOLERANCES: Final = {torch.float32: 1e-6, torch.float64: 1e-12}
-MAX_NAMES: Final = 3  # names in one line of the error
+MAX_NAMES: Final = 3  # parameter names in one line of the error; longer lines are hard to read
 MISSING: Final = "no gradient"
 NOT_EXPECTED: Final = "a gradient, but none is expected"
 NOT_FINITE: Final = "not finite"
@@ -28,20 +29,25 @@ DIFFERENT: Final = "different"
 
 @dataclass(frozen=True)
 class GradientDump:
-    """What a rank has after the step.
+    """The gradients that a rank has after the step.
 
     Args:
-        gradients: Gradients by the names of their parameters.
-        stages: The names of the parameters of each stage, if stages are known.
+        gradients: Gradients by the names of their parameters.  None means that the rank has no
+            gradient for a parameter.
+        stages: The names of the parameters of each stage, by stage number.  Empty if the stages are
+            not known.
     """
 
     gradients: Mapping[str, Tensor | None]
     stages: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def infer_stages(self) -> GradientDump:
-        """Fill in the stages of a model that was given as a list of stages.
+        """Return a copy with the stages of a model that was given as a list of stages.
 
-        Names of parameters then begin with the number of their stage.
+        The number before the first dot of a parameter name is the number of its stage.
+
+        Returns:
+            The copy, or the same object if it has stages already.
         """
         if self.stages:
             return self
@@ -54,8 +60,9 @@ class GradientDump:
 class StageLocation(NamedTuple):
     """A stage on a rank.
 
-    The stage is None if its number is not known.  The rank is None for a gradient that no rank, or
-    too few ranks, have.
+    Attributes:
+        stage: The number of the stage, or None if it is not known.
+        rank: The rank, or None for a gradient that no rank has, or fewer ranks than replicas.
     """
 
     stage: int | None
@@ -68,10 +75,10 @@ class GradientDifference(NamedTuple):
     Args:
         locations: The stages and ranks that have these gradients.
         names: The names of the parameters.
-        has_all_parameters: Whether the places have no other parameters.
-        problem: How the gradients differ, in words.
-        error: The norm of the difference over the norm of the expected gradient, for the parameter
-            for which it is largest.
+        has_all_parameters: True if the locations have no other parameters.
+        problem: A description of the difference.
+        error: The largest relative error of these parameters: the norm of the difference over the
+            norm of the expected gradient.
     """
 
     locations: tuple[StageLocation, ...]
@@ -82,7 +89,7 @@ class GradientDifference(NamedTuple):
 
     @property
     def stages(self) -> tuple[int | None, ...]:
-        """The stages, in order."""
+        """The stages, in the order of `locations`, each one once."""
         return tuple(dict.fromkeys(place.stage for place in self.locations))
 
     def __str__(self) -> str:
@@ -96,7 +103,7 @@ class GradientDifference(NamedTuple):
 
 
 def _describe_locations(locations: Sequence[StageLocation]) -> str:
-    """Return places in words, such as `stages 0, 1 (ranks 0, 1)`, or the ranks alone."""
+    """Return locations as text, such as "stages 0, 1 (ranks 0, 1)", or the ranks alone."""
 
     def several(what: str, numbers: Sequence[int]) -> str:
         numbers = sorted({*numbers})
@@ -108,12 +115,12 @@ def _describe_locations(locations: Sequence[StageLocation]) -> str:
 
 
 class WrongGradients(AssertionError):
-    """Gradients differ from those of the plain loop.  `differences` lists how, lowest stage first.
+    """Gradients differ from those of the plain loop.
 
     Args:
-        differences: The differences.
+        differences: The differences, the lowest stage first.
         weight_names: The names of each weight that has or should have a gradient.
-        correct_locations: The stages and ranks whose gradients are all right.
+        correct_locations: The stages and ranks with correct gradients only.
     """
 
     def __init__(
@@ -136,10 +143,11 @@ class WrongGradients(AssertionError):
 def _suggest_first_stage(
     differences: Sequence[GradientDifference], correct_locations: Sequence[StageLocation]
 ) -> str:
-    """Return a hint if all stages up to one are wrong, and the later ones right.  Else return "".
+    """Return a hint with the stage in which the error begins, or "" if it is not clear.
 
-    Backwards run from the last stage to the first, so an error spreads to the lower stages.  It
-    then begins in the last stage that is wrong.
+    Backwards run from the last stage to the first, so an error spreads to the lower stages.  If all
+    stages up to one are wrong and the later ones are correct, the error begins in the last wrong
+    stage.
     """
     stages = {stage for difference in differences for stage in difference.stages}
     good = {place.stage for place in correct_locations}
@@ -165,31 +173,34 @@ def compare_gradients(
 
     Args:
         loop: The plain loop.
-        dumps: What each rank has after the step.
+        dumps: The gradients of each rank.
         replicas: The number of data-parallel replicas.
-        tolerance: The largest difference that is allowed, as for `assert_same_gradients`.
+        tolerance: The largest relative difference, as for `assert_same_gradients`.
 
     Returns:
-        The largest norm of a difference over the norm of the expected gradient.
+        The largest relative error: the norm of a difference over the norm of the expected gradient.
 
     Raises:
         WrongGradients: A gradient differs by more than the tolerance.
-        UsageError: No rank has a gradient.
+        UsageError: No rank has a gradient, or a gradient has a wrong shape.
     """
     if not any(g is not None for one in dumps for g in one.gradients.values()):
         raise UsageError(
             "no rank has a gradient of `model` after the step",
             hint="a step that works on copies returns {name: gradient} by the names of `model`",
         )
-    due = loop.expected_gradients
-    every = find_parameter_names(loop.model).values()
-    weights = [names for names in every if names[0] in due]
-    held = [*_list_gradients(dumps, weights, replicas)]
-    ranks_with = {n: {at.rank for at, of, g in held if of == n and g is not None} for n in due}
+    expected = loop.expected_gradients
+    all_weight_names = find_parameter_names(loop.model).values()
+    weight_names = [names for names in all_weight_names if names[0] in expected]
+    actual_gradients = [*_list_gradients(dumps, weight_names, replicas)]
+    ranks_with = {
+        n: {at.rank for at, of, g in actual_gradients if of == n and g is not None}
+        for n in expected
+    }
     wrong: dict[StageLocation, dict[str, _GradientError]] = {}
     largest = 0.0
-    for place, name, got in held:
-        measured = _measure_error(name, got, due.get(name), tolerance)
+    for place, name, gradient in actual_gradients:
+        measured = _measure_error(name, gradient, expected.get(name), tolerance)
         largest = max(largest, measured.error)
         if measured.is_within_tolerance:
             continue
@@ -199,47 +210,63 @@ def compare_gradients(
         wrong.setdefault(place, {})[name] = measured
     if not wrong:
         return largest
-    places = dict.fromkeys(place for place, _, _ in held)
-    all_names = {place: {n for at, n, _ in held if at == place} for place in places}
-    of_wrong = {name for own in wrong.values() for name in own}
-    right = [place for place in places if place not in wrong and place.rank is not None]
-    undue = [names for names in every if names not in weights and not of_wrong.isdisjoint(names)]
-    raise WrongGradients(_group_differences(wrong, all_names), [*weights, *undue], right)
+    places = dict.fromkeys(place for place, _, _ in actual_gradients)
+    all_names = {place: {n for at, n, _ in actual_gradients if at == place} for place in places}
+    wrong_names = {name for own in wrong.values() for name in own}
+    correct_locations = [place for place in places if place not in wrong and place.rank is not None]
+    unexpected_weights = [
+        names
+        for names in all_weight_names
+        if names not in weight_names and not wrong_names.isdisjoint(names)
+    ]
+    raise WrongGradients(
+        _group_differences(wrong, all_names),
+        [*weight_names, *unexpected_weights],
+        correct_locations,
+    )
 
 
 def _list_gradients(
     dumps: Sequence[GradientDump], weight_names: Sequence[tuple[str, ...]], replicas: int
 ) -> Iterator[tuple[StageLocation, str, Tensor | None]]:
-    """Yield a place, a name and a gradient for each gradient that a rank has, or should have.
+    """Yield the location, name and gradient of each gradient that a rank has or should have.
 
-    A weight that no rank has, or fewer ranks than there are replicas, gets a place without a rank.
+    A weight that no rank has, or fewer ranks than there are replicas, gets a location without a
+    rank.
     """
-    found = []
+    result = []
     staged = {name for one in dumps for names in one.stages.values() for name in names}
     for rank, one in enumerate(dumps):
         stage_of = {name: s for s, names in one.stages.items() for name in names}
         for name in dict.fromkeys([*stage_of, *one.gradients]):
-            got = one.gradients.get(name)
-            if name not in stage_of and name in staged and got is not None and not bool(got.any()):
-                got = None  # a step may return zeros for the parameters of other ranks
-            if got is not None or name in stage_of:  # else the rank does not have the parameter
-                found.append((StageLocation(stage_of.get(name), rank), name, got))
+            gradient = one.gradients.get(name)
+            if (
+                name not in stage_of
+                and name in staged
+                and gradient is not None
+                and not bool(gradient.any())
+            ):
+                gradient = None  # a step may return zeros for the parameters of other ranks
+            if (
+                gradient is not None or name in stage_of
+            ):  # otherwise the rank does not have the parameter
+                result.append((StageLocation(stage_of.get(name), rank), name, gradient))
     for names in weight_names:
-        on = {place.rank for place, name, _ in found if name in names}
-        # A rank that returns None, or nothing, for a weight says that another rank has it.
+        on = {place.rank for place, name, _ in result if name in names}
+        # A gradient of None means that another rank has the weight.
         elsewhere = any(one.gradients.get(name, 0) is None for one in dumps for name in names)
         if not on or (len(on) < replicas and not elsewhere):
-            found.append((StageLocation(None, None), names[0], None))
-    yield from sorted(found, key=lambda f: (f[0].stage is None, f[0].stage or 0))
+            result.append((StageLocation(None, None), names[0], None))
+    yield from sorted(result, key=lambda f: (f[0].stage is None, f[0].stage or 0))
 
 
 class _GradientError(NamedTuple):
-    """How far one gradient differs from the expected one.
+    """The difference of one gradient from the expected one.
 
     Args:
         error: The norm of the difference over the norm of the expected gradient.
-        is_within_tolerance: Whether the difference is within the tolerance.
-        problem: What kind of difference it is.
+        is_within_tolerance: True if the difference is within the tolerance.
+        problem: The kind of the difference.
         ratio: The norm of the gradient over the norm of the expected gradient.
     """
 
@@ -249,7 +276,7 @@ class _GradientError(NamedTuple):
     ratio: float = 1.0
 
     def describe(self) -> str:
-        """Return the problem, with its size where it has one."""
+        """Return the problem, with the relative error if the gradients have different values."""
         if self.problem != DIFFERENT:
             return self.problem
         return f"relative error {self.error:.2g}, norm {self.ratio:.2g} times the expected norm"
@@ -258,7 +285,7 @@ class _GradientError(NamedTuple):
 def _measure_error(
     name: str, actual: Tensor | None, expected: ExpectedGradient | None, tolerance: float | None
 ) -> _GradientError:
-    """Measure how far a gradient differs from the expected one."""
+    """Return the difference of a gradient from the expected one."""
     if actual is None or expected is None:
         one = actual if expected is None else expected.value
         wrong = one is not None and bool(one.any())
@@ -290,11 +317,11 @@ def _group_differences(
     wrong: Mapping[StageLocation, Mapping[str, _GradientError]],
     all_names: Mapping[StageLocation, Set[str]],
 ) -> list[GradientDifference]:
-    """Group the wrong gradients of each place by problem, and merge places with equal problems."""
+    """Group the wrong gradients of each location by problem, and merge equal groups."""
     merged: dict[object, GradientDifference] = {}
-    for place, own in wrong.items():
-        for problem in dict.fromkeys(measured.problem for measured in own.values()):
-            group = {name: one for name, one in own.items() if one.problem == problem}
+    for place, errors in wrong.items():
+        for problem in dict.fromkeys(measured.problem for measured in errors.values()):
+            group = {name: one for name, one in errors.items() if one.problem == problem}
             worst = max(group.values(), key=lambda measured: measured.error)
             names, every = tuple(group), {*group} == all_names[place]
             key = worst.describe(), every, None if every else names

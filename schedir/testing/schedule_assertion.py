@@ -1,4 +1,4 @@
-"""`assert_schedule`: a property test for a schedule."""
+"""A property test for schedules."""
 
 from __future__ import annotations
 
@@ -27,26 +27,37 @@ def assert_schedule(
     bitwise: bool | None = None,
     max_examples: int = 50,
 ) -> None:
-    """Assert that a schedule is right on many shapes.
+    """Assert that a schedule is correct on many shapes.
 
-    It compiles; it is complete and finishes under each of `progress_models`, by default all; and
-    run in this process, in random legal orders on a tiny model, it gives the gradients of the same
-    model without a schedule.
+    A schedule is correct on a shape if all of this is true:
 
-    `shapes` are the shapes that the schedule is to take, or a strategy, of which `max_examples` are
-    tried; without it, those of `shapes_for`.  Gradients must be the same bits where the program is
-    ascending, and else within 1e-6 (the norm of the difference over the norm, per parameter);
-    `bitwise` says to demand the bits of all, or of none.  Of several updates they are the last's,
-    and no optimizer steps between them.
+    - It compiles, it is complete, and it finishes under each of `progress_models`.
+    - It gives the loss and the gradients of a tiny model without a pipeline.  The program runs in
+      this process, in a random legal order of its instructions.
 
-    Raises AssertionError that names the shape, the first or the smallest found, and what is wrong;
-    UsageError where there is no shape to try, and for shapes and models that are none.
+    If a program has several optimizer steps, the gradients of the last one are compared.  The
+    weights do not change between them.
 
-    >>> from schedir import PipelineShape, schedules
-    >>> from schedir.testing import assert_schedule
-    >>> assert_schedule(schedules.zb_h1, shapes=[PipelineShape(ranks=2, microbatches=4)])
+    Args:
+        schedule: The schedule.
+        shapes: Shapes, or a strategy of shapes.  If None, the shapes of `shapes_for(schedule)`.
+        progress_models: The progress models under which the schedule must finish.  All by default.
+        bitwise: True requires equal bits for all gradients.  False allows a relative error of 1e-6
+            for each parameter: the norm of the difference over the norm of the gradient.  None, the
+            default, requires equal bits if the program reduces gradients in ascending order of
+            microbatches, and otherwise allows the error.
+        max_examples: The number of shapes that are tried if `shapes` is a strategy.
+
+    Raises:
+        AssertionError: The schedule is wrong on a shape.  The message contains the problem and the
+            shape: the first wrong one, or the smallest that hypothesis found.
+        UsageError: There is no shape to try, or a shape or a progress model is invalid.
+
+    Example:
+        >>> from schedir import PipelineShape, schedules
+        >>> from schedir.testing import assert_schedule
+        >>> assert_schedule(schedules.zb_h1, shapes=[PipelineShape(ranks=2, microbatches=4)])
     """
-
     progress_models = _require_progress_models(progress_models)
 
     def holds(shape: PipelineShape, seed: int) -> None:
@@ -57,12 +68,13 @@ def assert_schedule(
 
     if isinstance(shapes, st.SearchStrategy):
         tried = given(shape=shapes, seed=st.integers(0, 2**32 - 1))(holds)
-        phases = [phase for phase in Phase if phase is not Phase.explain]  # of no use to the reader
-        # No database: it would hand the failures of one schedule to the next.
+        # The output of the explain phase does not help to find the error.
+        phases = [phase for phase in Phase if phase is not Phase.explain]
+        # A database would replay the failures of one schedule for the next one.
         settings(max_examples=max_examples, deadline=None, phases=phases, database=None)(tried)()
         return
     if shapes is not None and not isinstance(shapes, Iterable):
-        require_type(shapes, PipelineShape, _SHAPES_EXAMPLE)  # one alone is several with one
+        require_type(shapes, PipelineShape, _SHAPES_EXAMPLE)  # one shape counts as a list of one
     several = shapes_for(schedule) if shapes is None else shapes
     several = [several] if isinstance(several, PipelineShape) else list(several)
     if not several:
@@ -74,20 +86,20 @@ def assert_schedule(
 
 
 def _require_progress_models(value: object) -> tuple[ProgressModel, ...]:
-    """Progress models, of which there is one at least; one alone is meant as one of one."""
-    each: object = [value] if isinstance(value, str) else value
-    found = tuple(each) if isinstance(each, Iterable) else (each,)
-    if not found or any(model not in MODELS for model in found):
+    """Return the progress models as a tuple; one model counts as a list of one."""
+    models: object = [value] if isinstance(value, str) else value
+    result = tuple(models) if isinstance(models, Iterable) else (models,)
+    if not result or any(model not in MODELS for model in result):
         raise UsageError(
             f"models are some of {', '.join(map(repr, MODELS))}, not {describe(value)}"
         )
-    return found
+    return result
 
 
 def _compile_checked(
     schedule: Schedule, shape: PipelineShape, progress_models: Sequence[ProgressModel]
 ) -> Program:
-    """The program of a schedule, complete and free of deadlock under every model."""
+    """Return the program of a schedule after `check` accepted it under every progress model."""
     model = progress_models[0]
     try:
         program = compile(schedule, shape.resolve_defaults(), progress_model=model)
@@ -104,7 +116,7 @@ def _compile_checked(
 def _describe_difference(
     program: Program, progress_model: ProgressModel, seed: int, bitwise: bool | None
 ) -> str:
-    """How a run differs from the reference, in words; "" if it does not."""
+    """Return the difference of a run from the sequential reference, or ""."""
     import torch
 
     from schedir.runtime.boundaries.boundary import Boundary
@@ -124,7 +136,7 @@ def _describe_difference(
         return "the loss is not that of the reference"
     if not program.has_backward:
         return ""
-    if shape.optimizer_steps > 1:  # the gradients of the last are left to look at
+    if shape.optimizer_steps > 1:  # only the gradients of the last update remain
         last = slice(-shape.microbatches_per_update, None)
         run_sequential(plain, inputs[last], targets[last], loss=squared_error)
     bits = program.reduces_in_microbatch_order if bitwise is None else bitwise
@@ -132,7 +144,7 @@ def _describe_difference(
         for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
             assert p.grad is not None and q.grad is not None
             error = float((p.grad - q.grad).norm() / q.grad.norm())
-            if not error <= (0.0 if bits else 1e-6):  # not a number is off, too
+            if not error <= (0.0 if bits else 1e-6):  # NaN counts as wrong, too
                 why = "" if program.reduces_in_microbatch_order else (
                     ": its backwards do not ascend, so they add up in another order"
                 )  # fmt: skip

@@ -27,27 +27,40 @@ PLACEMENT_KINDS = ("loop", "vee", "mirror", "given", "rows")
 def shapes_for(
     schedule: Schedule, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
 ) -> list[PipelineShape]:
-    """All shapes up to these sizes of the kind that a schedule is written for, smaller ones first.
+    """Return all shapes up to some sizes that a schedule can take, smaller ones first.
 
-    As its mark says (`with_placement`); else any stages per rank if it takes `v`, or one.
+    The placement and the stages per rank are those of `with_placement`.  A schedule without this
+    mark gets the placement "loop".  It gets several stages per rank only if it has a parameter `v`.
 
-    >>> from schedir.testing import shapes_for
-    >>> for shape in shapes_for(lambda rank, ranks, microbatches: None, ranks=2, microbatches=2):
-    ...     print(shape)
-    PipelineShape(ranks=1, microbatches=1)
-    PipelineShape(ranks=1, microbatches=2)
-    PipelineShape(ranks=2, microbatches=1)
-    PipelineShape(ranks=2, microbatches=2)
+    Args:
+        schedule: The schedule.
+        ranks: The largest number of ranks.
+        microbatches: The largest number of microbatches.
+        stages_per_rank: The largest number of stages per rank, if the schedule does not fix it.
+
+    Returns:
+        The shapes, in ascending order of ranks, then microbatches, then stages per rank.
+
+    Example:
+        >>> from schedir.testing import shapes_for
+        >>> for shape in shapes_for(
+        ...     lambda rank, ranks, microbatches: None, ranks=2, microbatches=2
+        ... ):
+        ...     print(shape)
+        PipelineShape(ranks=1, microbatches=1)
+        PipelineShape(ranks=1, microbatches=2)
+        PipelineShape(ranks=2, microbatches=1)
+        PipelineShape(ranks=2, microbatches=2)
     """
     placement, v = get_placement_mark(schedule)
     if placement is None:
         placement, v = "loop", None if has_free_v(schedule) else 1
-    each = [v] if v else range(1, stages_per_rank + 1)
-    found: dict[PipelineShape, None] = {}
-    for shape in product(range(1, ranks + 1), range(1, microbatches + 1), each):
-        with suppress(ShapeError):  # a mirror of an odd number of ranks, for one
-            found[PipelineShape(*shape, placement)] = None
-    return [*found]
+    stage_counts = [v] if v else range(1, stages_per_rank + 1)
+    result: dict[PipelineShape, None] = {}
+    for shape in product(range(1, ranks + 1), range(1, microbatches + 1), stage_counts):
+        with suppress(ShapeError):  # such as a mirror of an odd number of ranks
+            result[PipelineShape(*shape, placement)] = None
+    return [*result]
 
 
 @st.composite
@@ -58,24 +71,36 @@ def shapes(
     stages_per_rank: int = 3,
     placements: Sequence[str] = PLACEMENT_KINDS,
 ) -> PipelineShape:
-    """Small shapes, up to these sizes.
+    """Draw a small shape.
 
-    A "given" placement is any with one holder of each stage, and "rows" any with two or three,
-    uneven ones among them; there `stages_per_rank` is the most on average.  "vee" and "mirror" need
-    two.
+    Args:
+        draw: Passed by hypothesis.
+        ranks: The largest number of ranks.
+        microbatches: The largest number of microbatches.
+        stages_per_rank: The largest number of stages per rank.  With the placements "given" and
+            "rows" it is the largest average over the ranks.
+        placements: The kinds of placement to draw from.  "loop", "vee" and "mirror" are those of
+            `PipelineShape`.  "given" is any list with one rank for each stage.  "rows" is any
+            placement with two or three replicas of each stage, also an uneven one.  "vee" needs
+            `stages_per_rank` of 2 or more.  "mirror" and "rows" also need 2 ranks and 2
+            microbatches.
 
-    >>> from hypothesis import given
-    >>> from schedir.testing import shapes
-    >>> @given(shapes(ranks=2, microbatches=4))
-    ... def every_stage_has_a_rank(shape):
-    ...     placed = [stage for stages in shape.stages_on_rank for stage in stages]
-    ...     assert {*placed} == {*range(shape.stages)}
-    >>> every_stage_has_a_rank()
+    Returns:
+        The shape.
+
+    Example:
+        >>> from hypothesis import given
+        >>> from schedir.testing import shapes
+        >>> @given(shapes(ranks=2, microbatches=4))
+        ... def every_stage_has_a_rank(shape):
+        ...     placed = [stage for stages in shape.stages_on_rank for stage in stages]
+        ...     assert {*placed} == {*range(shape.stages)}
+        >>> every_stage_has_a_rank()
     """
-    more = stages_per_rank > 1
-    paired = min(ranks, microbatches) > 1 and more
-    can = {"vee": more, "mirror": paired, "rows": paired}
-    kind = draw(st.sampled_from([kind for kind in placements if can.get(kind, True)]))
+    has_several_stages = stages_per_rank > 1
+    allows_replicas = min(ranks, microbatches) > 1 and has_several_stages
+    is_possible = {"vee": has_several_stages, "mirror": allows_replicas, "rows": allows_replicas}
+    kind = draw(st.sampled_from([kind for kind in placements if is_possible.get(kind, True)]))
     if kind == "mirror":
         P = 2 * draw(st.integers(1, ranks // 2))
         return PipelineShape(P, draw(st.integers(2, microbatches)), placement=kind)
@@ -93,14 +118,24 @@ def shapes(
 def _draw_replicated_shape(
     draw: st.DrawFn, ranks: int, microbatches: int, stages_per_rank: int
 ) -> PipelineShape:
-    """A shape of which each stage has two or three holders, on ranks of all that hold any."""
+    """Draw a shape with two or three replicas of each stage, and no rank without a stage."""
     rows = draw(st.integers(2, min(3, ranks, microbatches)))
     stage = st.permutations(range(ranks)).map(lambda order: order[:rows])
     most = max(ranks * stages_per_rank // rows, 1)
-    holders = draw(st.lists(stage, min_size=1, max_size=most))
-    held = sorted({rank for own in holders for rank in own})
-    placement = tuple(zip(*([held.index(rank) for rank in own] for own in holders), strict=True))
-    return PipelineShape(len(held), draw(st.integers(rows, microbatches)), placement=placement)
+    ranks_by_stage = draw(st.lists(stage, min_size=1, max_size=most))
+    used_ranks = sorted({rank for replica_ranks in ranks_by_stage for rank in replica_ranks})
+    placement = tuple(
+        zip(
+            *(
+                [used_ranks.index(rank) for rank in replica_ranks]
+                for replica_ranks in ranks_by_stage
+            ),
+            strict=True,
+        )
+    )
+    return PipelineShape(
+        len(used_ranks), draw(st.integers(rows, microbatches)), placement=placement
+    )
 
 
 @st.composite
@@ -112,17 +147,29 @@ def compute_programs(
     split: float = 0.5,
     placements: Sequence[str] = PLACEMENT_KINDS,
 ) -> Program:
-    """Complete drafts on small shapes, as of `shapes`; `split` is the share of I and W.
+    """Draw a complete draft on a small shape.
 
-    They ascend, where stages have one holder.
+    Without stage replicas, each stage runs its backwards in ascending order of microbatches.
 
-    >>> import schedir
-    >>> from hypothesis import given
-    >>> from schedir.testing import compute_programs
-    >>> @given(compute_programs(ranks=2, microbatches=3))
-    ... def every_draft_compiles(draft):
-    ...     schedir.check(schedir.compile(draft))
-    >>> every_draft_compiles()
+    Args:
+        draw: Passed by hypothesis.
+        ranks: As for `shapes`.
+        microbatches: As for `shapes`.
+        stages_per_rank: As for `shapes`.
+        split: The share of backwards that are split into I and W, from 0 to 1.
+        placements: As for `shapes`.
+
+    Returns:
+        The draft.
+
+    Example:
+        >>> import schedir
+        >>> from hypothesis import given
+        >>> from schedir.testing import compute_programs
+        >>> @given(compute_programs(ranks=2, microbatches=3))
+        ... def every_draft_compiles(draft):
+        ...     schedir.check(schedir.compile(draft))
+        >>> every_draft_compiles()
     """
     shape = draw(shapes(ranks, microbatches, stages_per_rank, placements))
     return random_compute_program(
@@ -134,15 +181,28 @@ def compute_programs(
 def programs(
     draw: st.DrawFn, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
 ) -> Program:
-    """Programs that are legal under every progress model, with all kinds of traits.
+    """Draw a program that is legal under every progress model, with various attributes.
 
-    >>> import schedir
-    >>> from hypothesis import given
-    >>> from schedir.testing import programs
-    >>> @given(programs(ranks=2, microbatches=3))
-    ... def what_prints_parses(program):
-    ...     assert schedir.from_text(schedir.to_text(program)) == program
-    >>> what_prints_parses()
+    The attributes are the tensor-parallel size, tied weights, gradient clipping and frozen stages.
+    Opposite transfers are grouped in some of the programs.
+
+    Args:
+        draw: Passed by hypothesis.
+        ranks: As for `shapes`.
+        microbatches: As for `shapes`.
+        stages_per_rank: As for `shapes`.
+
+    Returns:
+        The lowered program.
+
+    Example:
+        >>> import schedir
+        >>> from hypothesis import given
+        >>> from schedir.testing import programs
+        >>> @given(programs(ranks=2, microbatches=3))
+        ... def what_prints_parses(program):
+        ...     assert schedir.from_text(schedir.to_text(program)) == program
+        >>> what_prints_parses()
     """
     draft = draw(compute_programs(ranks, microbatches, stages_per_rank))
     clip, grouped = draw(st.booleans()), draw(st.booleans())
@@ -157,16 +217,25 @@ def programs(
 
 
 def tied_weights(shape: PipelineShape) -> st.SearchStrategy[TiedStages]:
-    """What may be tied in a shape: nothing, first and last stage, or up to two sets of any.
+    """Return a strategy of the stages that share weights in a shape.
 
-    >>> from hypothesis import given
-    >>> import schedir
-    >>> from schedir.testing import tied_weights
-    >>> shape = schedir.PipelineShape(ranks=3, microbatches=2)
-    >>> @given(tied_weights(shape))
-    ... def any_ties_compile(tied):
-    ...     schedir.compile(schedir.schedules.gpipe, shape, tied_weights=tied)
-    >>> any_ties_compile()
+    It draws no tied weights, a weight of the first and the last stage, or up to two sets of stages.
+
+    Args:
+        shape: The shape.
+
+    Returns:
+        The strategy.  Its values are accepted by the `tied_weights` of `compile`.
+
+    Example:
+        >>> from hypothesis import given
+        >>> import schedir
+        >>> from schedir.testing import tied_weights
+        >>> shape = schedir.PipelineShape(ranks=3, microbatches=2)
+        >>> @given(tied_weights(shape))
+        ... def any_ties_compile(tied):
+        ...     schedir.compile(schedir.schedules.gpipe, shape, tied_weights=tied)
+        >>> any_ties_compile()
     """
     if shape.stages == 1:
         return st.just(())
@@ -178,56 +247,70 @@ def tied_weights(shape: PipelineShape) -> st.SearchStrategy[TiedStages]:
 def random_compute_program(
     shape: PipelineShape, rng: random.Random, *, split: float = 0.5
 ) -> Program:
-    """A draft in the order in which a random execution would meet its instructions.
+    """Return a draft in the order of a random execution.
 
-    Every holder's backwards ascend.  `split` is the share of backwards cut into I and W.
+    Each replica of a stage runs its backwards in ascending order of microbatches.
 
-    >>> import random
-    >>> from schedir import PipelineShape
-    >>> from schedir.testing import random_compute_program
-    >>> random_compute_program(PipelineShape(ranks=2, microbatches=4), random.Random(0), split=0.0)
-    <draft random: 2 ranks, 16 instructions>
+    Args:
+        shape: The shape.
+        rng: The source of random numbers.
+        split: The share of backwards that are split into I and W, from 0 to 1.
+
+    Returns:
+        The draft, which is complete and can be lowered.
+
+    Example:
+        >>> import random
+        >>> from schedir import PipelineShape
+        >>> from schedir.testing import random_compute_program
+        >>> shape = PipelineShape(ranks=2, microbatches=4)
+        >>> random_compute_program(shape, random.Random(0), split=0.0)
+        <draft random: 2 ranks, 16 instructions>
     """
     S, m = shape.stages, shape.microbatches
     streams: list[list[Instr]] = [[] for _ in range(shape.ranks)]
     ready = [Instr(_F, 0, mb) for mb in range(m)]
     backward = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
-    arrived: set[tuple[int, int]] = set()  # (stage, mb) whose gradient is there
-    # Of each stage, and of the microbatches of each of its holders by themselves:
-    turns = [
+    arrived_gradients: set[tuple[int, int]] = set()  # (stage, mb) whose output gradient has arrived
+    # Both are indexed by the row of stage replicas, then by stage.
+    next_backward = [
         [begin] * S for begin in shape.microbatch_row_offsets[:-1]
     ]  # the microbatch whose backward is next
-    late: list[list[list[int]]] = [[[] for _ in range(S)] for _ in turns]  # I ran, W did not
+    waiting_weights: list[list[list[int]]] = [
+        [[] for _ in range(S)] for _ in next_backward
+    ]  # microbatches with an I and no W yet
 
     def offer(stage: int, row: int) -> None:
-        """The stage's next backward, if its gradient is there; a whole one waits for all W."""
-        mb = turns[row][stage]
-        if (stage, mb) in arrived and (backward[stage, mb] is _I or not late[row][stage]):
-            arrived.remove((stage, mb))
+        """Add the next backward of a stage if it can run; a full backward waits for all W."""
+        mb = next_backward[row][stage]
+        if (stage, mb) in arrived_gradients and (
+            backward[stage, mb] is _I or not waiting_weights[row][stage]
+        ):
+            arrived_gradients.remove((stage, mb))
             ready.append(Instr(backward[stage, mb], stage, mb))
 
     while ready:
         instr = ready.pop(rng.randrange(len(ready)))
         op, s, mb = instr
         row = int(shape.replica_row_of_microbatch(mb))
-        turn, weights = turns[row], late[row]
+        next_mb, waiting = next_backward[row], waiting_weights[row]
         streams[int(shape.rank_of_stage(s, mb))].append(instr)
         if op is _F and s + 1 < S:
             ready.append(Instr(_F, s + 1, mb))
         elif op is _F:
-            arrived.add((s, mb))
+            arrived_gradients.add((s, mb))
         elif op is _W:
-            weights[s].remove(mb)
-            if weights[s]:
-                ready.append(Instr(_W, s, weights[s][0]))
+            waiting[s].remove(mb)
+            if waiting[s]:
+                ready.append(Instr(_W, s, waiting[s][0]))
         else:
-            turn[s] += 1
+            next_mb[s] += 1
             if op is _I:
-                weights[s].append(mb)
-                if len(weights[s]) == 1:
+                waiting[s].append(mb)
+                if len(waiting[s]) == 1:
                     ready.append(Instr(_W, s, mb))
             if s:
-                arrived.add((s - 1, mb))
+                arrived_gradients.add((s - 1, mb))
                 offer(s - 1, row)
         offer(s, row)
     return Program("random", shape, tuple(map(Stream.from_instructions, streams)))

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from schedir.runtime.autograd.split_backward import linear
 
-WIDTH = 4
+WIDTH = 4  # features of each layer; small, so that tests are fast
 
 
 class _TinyLayer(nn.Module):
-    """A layer, splittable into dI and dW; in double precision."""
+    """A layer in float64 whose backward can be split into I and W."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -23,13 +23,29 @@ class _TinyLayer(nn.Module):
 
 
 def make_tiny_stages(stages: int, seed: int = 0) -> list[nn.Module]:
-    """A model of that many stages: the same seed gives the same parameters."""
+    """Return the stages of a small model in float64.
+
+    Args:
+        stages: The number of stages.
+        seed: The seed of the parameters.  The same seed gives the same parameters.
+
+    Returns:
+        One module per stage.
+    """
     numbers = torch.Generator().manual_seed(seed)
     return [_TinyLayer(numbers) for _ in range(stages)]
 
 
 def make_batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each (microbatches, 2, WIDTH)."""
+    """Return random inputs and targets in float64.
+
+    Args:
+        microbatches: The number of microbatches.
+        seed: The seed.  The same seed gives the same numbers.
+
+    Returns:
+        Inputs and targets, each of shape (microbatches, 2, WIDTH).
+    """
     numbers = torch.Generator().manual_seed(seed + 1)
     return _draw_tensor(numbers, microbatches, 2, WIDTH), _draw_tensor(
         numbers, microbatches, 2, WIDTH
@@ -37,7 +53,12 @@ def make_batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def squared_error(y: Tensor, target: Tensor) -> Tensor:
-    """The sum of squared errors."""
+    """Return the sum of squared errors.
+
+    Args:
+        y: The output of the model.
+        target: The targets, of the shape of `y`.
+    """
     return (y - target).square().sum()
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from schedir.errors import UsageError, describe, describe_exception
 
-Batch = Any  # a tensor, or a tuple or dict of such; a list of microbatches if it is already cut
+Batch = Any  # a tensor, or a tuple or dict of tensors; or a list of microbatches
 LossFunction = Callable[..., Tensor] | None
 
 
@@ -23,8 +23,8 @@ class ExpectedGradient(NamedTuple):
 
     Args:
         value: The gradient.
-        size: The sum of the norms of its microbatches' gradients, to which rounding errors are
-            proportional.
+        size: The sum of the norms of the gradients of the single microbatches, over the same
+            divisor as the gradient.  Rounding errors are proportional to it.
     """
 
     value: Tensor
@@ -33,7 +33,14 @@ class ExpectedGradient(NamedTuple):
 
 @dataclass(frozen=True)
 class UnpipelinedModel:
-    """A model, its microbatches, and the number by which the sum of their losses is divided."""
+    """A model that runs without a pipeline, microbatch by microbatch.
+
+    Args:
+        model: The model.
+        microbatches: The microbatches.
+        loss_fn: Returns the loss of a microbatch.  If None, the model returns the loss.
+        divisor: The number by which the sum of the losses is divided.
+    """
 
     model: nn.Module
     microbatches: Sequence[Batch]
@@ -42,40 +49,42 @@ class UnpipelinedModel:
 
     @cached_property
     def expected_gradients(self) -> dict[str, ExpectedGradient]:
-        """The gradients of all parameters on which the loss depends, by each of their names.
+        """The expected gradients by name, for all parameters on which the loss depends.
+
+        A tied parameter has an entry for each of its names.
 
         Raises:
             UsageError: The model draws random numbers, or a gradient is not finite.
         """
-        due: dict[str, ExpectedGradient] = {}
-        for part in self._generate_gradients():
-            for name, one in part.items():
-                size = float(flatten_to_float64(one).norm()) / self.divisor
-                before = due.get(name)
-                due[name] = (
-                    ExpectedGradient(one, size)
+        expected: dict[str, ExpectedGradient] = {}
+        for gradients in self._generate_gradients():
+            for name, gradient in gradients.items():
+                size = float(flatten_to_float64(gradient).norm()) / self.divisor
+                before = expected.get(name)
+                expected[name] = (
+                    ExpectedGradient(gradient, size)
                     if before is None
-                    else ExpectedGradient(before.value + one, before.size + size)
+                    else ExpectedGradient(before.value + gradient, before.size + size)
                 )
-        due = {
+        expected = {
             name: ExpectedGradient(value / self.divisor, size)
-            for name, (value, size) in due.items()
+            for name, (value, size) in expected.items()
         }
-        for name, (value, _) in due.items():
+        for name, (value, _) in expected.items():
             if not value.isfinite().all():
                 raise UsageError(f"the plain loop's own gradient of {name} is not finite")
-        return due
+        return expected
 
     def _generate_gradients(self) -> Iterator[dict[str, Tensor]]:
         """Yield the gradients of each microbatch's loss, and restore all buffers at the end."""
-        places = find_parameter_names(self.model)
+        parameter_names = find_parameter_names(self.model)
         before = [
             (module, name, buffer, None if buffer is None else buffer.detach().clone())
             for module in self.model.modules()
             for name, buffer in module._buffers.items()
         ]
         for number, batch in enumerate(self.microbatches):
-            for p in places:
+            for p in parameter_names:
                 p.grad = None
             state = torch.get_rng_state()
             loss = compute_loss(self.model, batch, self.loss_fn)
@@ -87,9 +96,12 @@ class UnpipelinedModel:
             if loss.requires_grad:
                 loss.backward()
             yield {
-                n: to_dense(p.grad) for p, own in places.items() if p.grad is not None for n in own
+                n: to_dense(p.grad)
+                for p, names in parameter_names.items()
+                if p.grad is not None
+                for n in names
             }
-        for p in places:
+        for p in parameter_names:
             p.grad = None
         for module, name, buffer, value in before:  # a forward may have replaced buffers
             module._buffers[name] = buffer
@@ -98,18 +110,33 @@ class UnpipelinedModel:
 
 
 def to_dense(gradient: Tensor) -> Tensor:
-    """Return a gradient, which may be sparse, as a dense tensor."""
+    """Return a dense tensor with the values of a gradient.
+
+    Args:
+        gradient: A dense or sparse gradient.
+    """
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def flatten_to_float64(value: Tensor) -> Tensor:
-    """Return all numbers of a tensor as float64; a complex number counts as two."""
+    """Return all numbers of a tensor as a 1-D float64 tensor.
+
+    Args:
+        value: The tensor.  A complex number counts as two numbers.
+    """
     value = value.detach()
     return (torch.view_as_real(value) if value.is_complex() else value).flatten().double()
 
 
 def find_parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Return the names of each parameter; a tied one has several."""
+    """Return the names of each parameter of a model.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The names by parameter.  A tied parameter has several names.
+    """
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names[p] = (*names.get(p, ()), name)
@@ -117,7 +144,21 @@ def find_parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]
 
 
 def compute_loss(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> Tensor:
-    """Return the loss of a microbatch: `loss_fn(model(inputs), targets)`, or the model's output."""
+    """Return the loss of a microbatch.
+
+    Args:
+        model: The model.
+        batch: The inputs, or a pair of inputs and targets if there is a `loss_fn`.  Inputs that are
+            a tuple or a dict are passed as the arguments of the model.
+        loss_fn: Called with the output of the model and the targets.  If None, the loss is the
+            output, or its attribute `loss`.
+
+    Returns:
+        The loss, of shape ().
+
+    Raises:
+        UsageError: The loss is not one number.
+    """
     inputs, targets = batch if loss_fn else (batch, None)
     if isinstance(inputs, Mapping):
         output = model(**inputs)
@@ -133,15 +174,24 @@ def compute_loss(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> Tenso
 
 
 def split_batch(batch: Batch, microbatches: int | None, loss_fn: LossFunction) -> list[Batch]:
-    """Return the microbatches of a batch: each tensor is cut along its first dimension.
+    """Return the microbatches of a batch.
+
+    Args:
+        batch: Tensors, or tuples and dicts of tensors.  Each tensor is split along its first
+            dimension.  A list counts as a list of microbatches.
+        microbatches: The number of microbatches.  It may be None if `batch` is a list.
+        loss_fn: If there is one, each microbatch must be a pair of inputs and targets.
+
+    Returns:
+        One batch per microbatch.
 
     Raises:
-        UsageError: The batch cannot be cut, is too short, or is not a pair although there is a
-            `loss_fn`.
+        UsageError: The batch cannot be split, is too short, is empty, or has no pairs although
+            there is a `loss_fn`.
     """
     pair = "with a loss_fn a batch is a pair, (inputs, targets)"
     if isinstance(batch, list):
-        several = batch
+        result = batch
         if microbatches not in (None, len(batch)):
             raise UsageError(
                 f"the batch is cut into {len(batch)} microbatches, not {microbatches}",
@@ -155,23 +205,25 @@ def split_batch(batch: Batch, microbatches: int | None, loss_fn: LossFunction) -
                 hint="a list is a batch that is already cut",
             )
         leaves, shape = tree_flatten(batch)
-        pieces = [_split_leaf(leaf, microbatches) for leaf in leaves]
-        several = [tree_unflatten([own[k] for own in pieces], shape) for k in range(microbatches)]
-    if not several:
+        split_leaves = [_split_leaf(leaf, microbatches) for leaf in leaves]
+        result = [
+            tree_unflatten([parts[k] for parts in split_leaves], shape) for k in range(microbatches)
+        ]
+    if not result:
         raise UsageError("a batch of no microbatches has no gradients", fields=["batch"])
-    for one in several:
-        if loss_fn and not (isinstance(one, tuple) and len(one) == 2):
-            raise UsageError(f"{pair}, not {describe(one)}", fields=["batch"])
-    return several
+    for part in result:
+        if loss_fn and not (isinstance(part, tuple) and len(part) == 2):
+            raise UsageError(f"{pair}, not {describe(part)}", fields=["batch"])
+    return result
 
 
 def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
-    if isinstance(leaf, MutableMapping):  # as the BatchEncoding of transformers
-        pieces = [copy(leaf) for _ in range(microbatches)]
+    if isinstance(leaf, MutableMapping):  # such as a BatchEncoding of transformers
+        copies = [copy(leaf) for _ in range(microbatches)]
         for key, value in leaf.items():
-            for piece, part in zip(pieces, _split_leaf(value, microbatches), strict=True):
-                piece[key] = part
-        return pieces
+            for target, part in zip(copies, _split_leaf(value, microbatches), strict=True):
+                target[key] = part
+        return copies
     if not isinstance(leaf, Tensor):
         parts: Any = getattr(leaf, "__dict__", {})
         if any(isinstance(one, Tensor) for one in parts.values()) or hasattr(leaf, "__array__"):
@@ -181,7 +233,7 @@ def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
                 hint="tensors, or tuples and dicts of them; or a list of microbatches",
             )
         return [leaf] * microbatches
-    # A detached leaf, so that backwards do not add to the gradient of the caller's tensor.
+    # Detached, so that backwards do not add to the gradient of the caller's tensor.
     own = leaf.detach().requires_grad_(leaf.requires_grad)
     if own.dim() == 0:
         return [own] * microbatches
@@ -194,11 +246,14 @@ def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without gradients, but with the tensor hooks of its parameters.
+    """Return a copy of a model without gradients, with the tensor hooks of its parameters.
+
+    Args:
+        model: The model.
 
     Raises:
-        UsageError: The model cannot be copied, or has a post-accumulate hook, which would see the
-            gradient of one microbatch instead of their sum.
+        UsageError: The model cannot be copied, or a parameter has a post-accumulate hook.  Such a
+            hook would get the gradient of one microbatch instead of their sum.
     """
     for name, p in model.named_parameters():
         if p._post_accumulate_grad_hooks:
@@ -208,15 +263,15 @@ def copy_model(model: nn.Module) -> nn.Module:
                 hint="remove the hook for this test, or use register_hook",
             )
     try:
-        own = deepcopy(model)
+        result = deepcopy(model)
     except Exception as error:  # `__deepcopy__` of a module may raise any exception
         raise UsageError(
             "the plain loop needs a copy of the model, and that fails: "
             f"{describe_exception(error)}",
             hint="parametrizations.weight_norm can be copied, and the older weight_norm cannot",
         ) from None
-    own.zero_grad(set_to_none=True)
-    for p, copied in zip(model.parameters(), own.parameters(), strict=True):
+    result.zero_grad(set_to_none=True)
+    for p, copied in zip(model.parameters(), result.parameters(), strict=True):
         for hook in (p._backward_hooks or {}).values() if p.requires_grad else ():
             copied.register_hook(hook)
-    return own
+    return result
