@@ -1,4 +1,4 @@
-"""Report how much shorter than a given schedule any schedule can be."""
+"""Describe lower bounds on the span of a run."""
 
 from __future__ import annotations
 
@@ -13,27 +13,42 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.schedule_search.search_results import LowerBound
 
-WITHIN_MEMORY = " within this memory"  # of as many bytes, or activations, as the fullest rank holds
+# The memory is the bytes of the fullest rank, or its microbatches in flight without sizes.
+WITHIN_MEMORY = " within this memory"
 
 
 def describe_bound(span: float, bound: float, unit: str = "", scope: str = WITHIN_MEMORY) -> str:
-    """What a bound says of a schedule that takes so long; `scope` is which others it is of.
+    """Return a sentence with the lower bound on a span and the possible saving.
 
-    >>> describe_bound(103.2, 100.0)
-    'no schedule of these stages within this memory is shorter than 100: at most 3.1% can be gained'
-    >>> describe_bound(100.0, 100.0)
-    'no schedule of these stages within this memory is shorter than 100: proved shortest'
+    Args:
+        span: The span of the schedule.
+        bound: The lower bound, in the unit of `span`.
+        unit: The unit, with a leading space, such as " s".
+        scope: The schedules for which the bound is valid, as words with a leading space.
+
+    Example:
+        >>> describe_bound(103.2, 100.0, scope="")
+        'no schedule of these stages is shorter than 100: at most 3.1% can be gained'
+        >>> describe_bound(100.0, 100.0)
+        'no schedule of these stages within this memory is shorter than 100: proved shortest'
     """
     gain = compute_saving(span, bound)
     least, most = bound, f"{describe_saving(gain)} can be gained"
-    if not gain:  # but for rounding they are one number, and shall look like one
+    if not gain:  # span and bound differ by rounding only, so print the same number for both
         least, most = span, "proved shortest"
     return f"no schedule of these stages{scope} is shorter than {least:.6g}{unit}: {most}"
 
 
 def find_lower_bound(request: Request) -> LowerBound | None:
-    """Below what no schedule in the memory of a predicted run is; None of a run in a file, whose
-    times no costs say, and where no bound is known."""
+    """Return the lower bound on the span of a predicted run.
+
+    Args:
+        request: The request of the run.
+
+    Returns:
+        The bound of all schedules that use no more memory than the run.  None if the run is from a
+        file and its costs are not given, or if no bound is known.
+    """
     if request.prediction_costs is None:
         return None
     timeline = request.timeline
@@ -41,16 +56,31 @@ def find_lower_bound(request: Request) -> LowerBound | None:
 
 
 def describe_run_bound(timeline: Timeline, bound: LowerBound | None) -> str:
-    """What a bound says of a run, or nothing."""
+    """Return a sentence with the lower bound on the span of a run.
+
+    Args:
+        timeline: The run.
+        bound: The bound of `find_lower_bound`.
+
+    Returns:
+        The sentence, or "" if there is no bound.
+    """
     if bound is None:
         return ""
-    whole = " with whole backwards" * (BACKWARD_INPUT not in timeline.program.used_opcodes)
+    full_backward = " with whole backwards" * (BACKWARD_INPUT not in timeline.program.used_opcodes)
     unit = timeline.unit and f" {timeline.unit}"
-    return describe_bound(timeline.span, bound.value, unit, whole + WITHIN_MEMORY)
+    return describe_bound(timeline.span, bound.value, unit, full_backward + WITHIN_MEMORY)
 
 
 def format_possible_gain(facts: dict[str, Any]) -> str:
-    """The most that another order could save of a run with these facts, for a column."""
+    """Return the share of the span that another order could save at most, for a table.
+
+    Args:
+        facts: The facts of `collect_timeline_facts`.
+
+    Returns:
+        A percentage, or "-" if there is no bound.
+    """
     if facts["bound"] is None:
         return "-"
     return format_percent(compute_saving(facts["span"], facts["bound"]))

@@ -1,4 +1,4 @@
-"""Options of charts: what they show, and where they are written."""
+"""Options of charts: their contents, and their file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.viz.style import Style
 
-_STYLE_OPTIONS = ("show", "width", "palette", "colours", "axis", "time")  # as schedir.viz has them
+# The parameters of schedir.viz have these names.
+_STYLE_OPTIONS = ("show", "width", "palette", "colours", "axis", "time")
 
 
 def add_chart_options(parser: argparse.ArgumentParser) -> None:
-    """What a chart shows, and how wide it is."""
+    """Add the options for the contents and the width of a chart.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.add_argument(
         "--show", metavar="MARKS",
         help="of lanes,arrows,path,in_flight,memory,phases, or none (lanes)",
@@ -65,7 +70,7 @@ def _parse_colors(text: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(equals for _, equals, _ in pairs):
         raise argparse.ArgumentTypeError(f"is like F=skyblue,B=#4b3b8f, not {text!r}")
-    return {kind.strip(): said.strip() for kind, _, said in pairs}
+    return {kind.strip(): colour.strip() for kind, _, colour in pairs}
 
 
 def _parse_time_range(text: str) -> tuple[float, float]:
@@ -77,7 +82,15 @@ def _parse_time_range(text: str) -> tuple[float, float]:
 
 
 def require_no_chart_options(args: argparse.Namespace, subject: str) -> None:
-    """Refuse what `add_chart_options` takes where something else is drawn."""
+    """Raise an error if an option of `add_chart_options` is given.
+
+    Args:
+        args: The parsed options.
+        subject: The output of the command, which is not a chart.  It is named in the error.
+
+    Raises:
+        UsageError: An option is given.
+    """
     for name in ("title", *_STYLE_OPTIONS):
         if getattr(args, name) is not None:
             option = {"colours": "colors", "axis": "axis-label", "time": "time-range"}
@@ -85,7 +98,12 @@ def require_no_chart_options(args: argparse.Namespace, subject: str) -> None:
 
 
 def format_text_chart(timeline: Timeline, line_prefix: str = "") -> str:
-    """The run in letters, as wide as the terminal; each line begins with `line_prefix`."""
+    """Return a run as a chart of letters, as wide as the terminal.
+
+    Args:
+        timeline: The run.
+        line_prefix: The text before each line.
+    """
     from shutil import get_terminal_size
 
     from schedir.io.terminal import color_lines
@@ -96,14 +114,21 @@ def format_text_chart(timeline: Timeline, line_prefix: str = "") -> str:
 
 
 def save_chart(args: argparse.Namespace, requests: Sequence[Request]) -> None:
-    """A Gantt chart of runs under each other, as `add_chart_options` says, with the bounds of
-    these."""
+    """Write a Gantt chart of runs, one below another, with their lower bounds.
+
+    Args:
+        args: The parsed options of `add_chart_options`, and `args.output`, the file.
+        requests: The requests of the runs.  The memory limits of the first one are drawn.
+
+    Raises:
+        UsageError: The file name has no suffix of a picture.
+    """
     from schedir.viz import compare, save
     from schedir.viz.figures.figure_files import require_figure_suffix
 
-    require_figure_suffix(args.output)  # a wrong ending is told before anything is drawn
-    said = {name: getattr(args, name) for name in _STYLE_OPTIONS}
-    style = {name: value for name, value in said.items() if value is not None}
+    require_figure_suffix(args.output)  # fails before anything is drawn
+    values = {name: getattr(args, name) for name in _STYLE_OPTIONS}
+    style = {name: value for name, value in values.items() if value is not None}
     if style.get("show") == "none":
         style["show"] = ""
     limits = {
@@ -111,7 +136,7 @@ def save_chart(args: argparse.Namespace, requests: Sequence[Request]) -> None:
         "host": requests[0].compile_options.get("host_memory_limit"),
     }
     style["limits"] = {tier: limit for tier, limit in limits.items() if limit is not None}
-    found = map(find_lower_bound, requests)
-    bounds = [bound and bound.value for bound in found]
+    lower_bounds = map(find_lower_bound, requests)
+    bounds = [bound and bound.value for bound in lower_bounds]
     runs = [request.timeline for request in requests]
     save(compare(runs, titles=args.title, bounds=bounds, **cast("Style", style)), args.output)

@@ -1,4 +1,4 @@
-"""Check several programs that ranks run one after the other."""
+"""Check several programs that the ranks run one after another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What single ranks run instead."""
+    """Add the option for ranks that run other programs than the rest.
+
+    Args:
+        parser: The parser of `check`.
+    """
     parser.add_argument(
         "--rank-programs",
         dest="on",
@@ -36,12 +40,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def has_several_programs(args: argparse.Namespace) -> bool:
-    """Whether it is steps that are asked for."""
+    """Return whether the user gives several programs.
+
+    Args:
+        args: The parsed options of `check`.
+    """
     return len(args.source) > 1 or bool(args.on)
 
 
 def run(args: argparse.Namespace) -> str:
-    """Under which models ranks come to the end of their steps."""
+    """Return the progress models under which the ranks finish all programs.
+
+    Args:
+        args: The parsed options of `check`.
+
+    Returns:
+        A text, or JSON with `--json`.
+
+    Raises:
+        UsageError: An option does not apply to several programs, or `--rank-programs` is invalid.
+        SchedirError: A program is wrong, or the programs do not finish under the first model.  The
+            hint of the error names other models under which they finish, if there are any.
+    """
     from schedir.analysis.progress_models import MODELS
 
     for option, name in (
@@ -52,66 +72,66 @@ def run(args: argparse.Namespace) -> str:
         ("eager_limit", "--eager-limit"),
         ("output", "-o"),
     ):
-        if (said := getattr(args, option)) is not None and said is not False:
+        if (value := getattr(args, option)) is not None and value is not False:
             raise UsageError(f"{name} goes with one program, not with steps")
-    runs, own = _load_rank_programs(args)
-    first = own.pop() if len(own) == 1 else "per_device"
+    runs, proven_models = _load_rank_programs(args)
+    first = proven_models.pop() if len(proven_models) == 1 else "per_device"
     others = [model for model in MODELS if args.progress_model is None and model != first]
     if error := _find_sequence_error(runs, first):
-        fine = [model for model in others if _find_sequence_error(runs, model) is None]
-        if fine and isinstance(
+        finishing_models = [model for model in others if _find_sequence_error(runs, model) is None]
+        if finishing_models and isinstance(
             error, ProgramSequenceError | DeadlockError | GroupError | ChannelMismatchError
         ):
-            error.hint = f"they finish under {join_words(fine)}"
+            error.hint = f"they finish under {join_words(finishing_models)}"
         raise error
     models = [model for model in MODELS if model == first or model in others]
     models = [model for model in models if _find_sequence_error(runs, model) is None]
-    named = [[program.name for program in row] for row in runs]
+    program_names = [[program.name for program in row] for row in runs]
     if args.json:
-        return format_json({"steps": named, "models": models})
-    alike = all(row == named[0] for row in named)
-    steps = ", ".join(named[0]) if alike else "; ".join(
-        f"rank {rank}: {', '.join(row) or 'nothing'}" for rank, row in enumerate(named)
+        return format_json({"steps": program_names, "models": models})
+    is_uniform = all(row == program_names[0] for row in program_names)
+    steps = ", ".join(program_names[0]) if is_uniform else "; ".join(
+        f"rank {rank}: {', '.join(row) or 'nothing'}" for rank, row in enumerate(program_names)
     )  # fmt: skip
     fails = [model for model in others if model not in models]
-    but = f", but not under {join_words(fails)}" if fails else ""
+    exceptions = f", but not under {join_words(fails)}" if fails else ""
     return (
         f"{steps}\neach is complete and in order, and one after the other {len(runs)} ranks "
-        f"finish them under {join_words(models)}{but}\n"
+        f"finish them under {join_words(models)}{exceptions}\n"
     )
 
 
 def _load_rank_programs(args: argparse.Namespace) -> tuple[list[list[Program]], set[ProgressModel]]:
-    """What each rank runs, and the models under which the programs are checked alone."""
-    known: dict[str, Program] = {}
-    own: set[ProgressModel] = set()
+    """Return the programs of each rank, and the models under which they were checked."""
+    programs: dict[str, Program] = {}
+    proven_models: set[ProgressModel] = set()
 
     def program(source: str) -> Program:
-        if source not in known:
+        if source not in programs:
             request = make_request(args, source)
-            known[source] = request.program
-            own.add(request.proven_progress_model)
-        return known[source]
+            programs[source] = request.program
+            proven_models.add(request.proven_progress_model)
+        return programs[source]
 
     steps = [program(source) for source in args.source]
-    runs = [steps] * steps[0].shape.ranks
-    for each in args.on:
-        rank, colon, sources = each.partition(":")
+    rank_programs = [steps] * steps[0].shape.ranks
+    for entry in args.on:
+        rank, colon, sources = entry.partition(":")
         if not colon or not (rank.isascii() and rank.isdecimal()) or len(rank) > 9:
             raise UsageError(
-                f"--rank-programs takes RANK:STEPS, as 1:{args.source[0]}, not {each!r}"
+                f"--rank-programs takes RANK:STEPS, as 1:{args.source[0]}, not {entry!r}"
             )
-        if int(rank) >= len(runs):
+        if int(rank) >= len(rank_programs):
             raise UsageError(
-                f"--rank-programs: there is no rank {rank}: they are 0 to {len(runs) - 1}"
+                f"--rank-programs: there is no rank {rank}: they are 0 to {len(rank_programs) - 1}"
             )
-        if runs[int(rank)] is not steps:
+        if rank_programs[int(rank)] is not steps:
             raise UsageError(
                 f"--rank-programs has rank {int(rank)} twice",
                 hint=f"--rank-programs {int(rank)}:{'+'.join(args.source)} for one after the other",
             )
-        runs[int(rank)] = [program(source) for source in sources.split("+") if source]
-    return runs, own
+        rank_programs[int(rank)] = [program(source) for source in sources.split("+") if source]
+    return rank_programs, proven_models
 
 
 def _find_sequence_error(

@@ -1,4 +1,4 @@
-"""Report checkpoints as text and as JSON.  Needs no torch."""
+"""Report checkpoints as text and as JSON, without torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ _GROUP_NAMES: Final = {
     "weights": "weights", "main": "float32 copies", "optimizer": "optimizer", "buffers": "buffers",
 }  # fmt: skip
 _OTHER_GROUP: Final = "others"
-_MAX_FACT_LENGTH: Final = 400  # characters of a fact that are shown
+_MAX_FACT_LENGTH: Final = 400  # printed characters of a fact; a longer one is cut
 
 
 class CheckpointEntry(NamedTuple):
-    """A checkpoint: its manifest, if it can be read, and why it is not whole, "" where it is."""
+    """A checkpoint in a directory.
+
+    Attributes:
+        step: The step after which it was written.
+        manifest: The manifest, or None if it cannot be read.
+        problem: The reason why the checkpoint is not complete, or "" if it is.
+    """
 
     step: int
     manifest: Manifest | None
@@ -29,7 +35,13 @@ class CheckpointEntry(NamedTuple):
 
 
 def inspect_checkpoint(directory: CheckpointDirectory, step: int, verify: bool) -> CheckpointEntry:
-    """What there is of a step; files are read to verify them, else their sizes are compared."""
+    """Return the state of the checkpoint of a step.
+
+    Args:
+        directory: The directory of the checkpoints.
+        step: The step.
+        verify: True reads the files and compares their digests.  False compares their sizes only.
+    """
     manifest = None
     try:
         manifest = directory.load_manifest(step)
@@ -43,7 +55,16 @@ def inspect_checkpoint(directory: CheckpointDirectory, step: int, verify: bool) 
 
 
 def collect_facts(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> dict[str, Any]:
-    """For a program to read: all, and of the newest that is whole what it has."""
+    """Return facts of checkpoints, for JSON.
+
+    Args:
+        checkpoints: The checkpoints, the newest last.
+        is_verified: True if the digests of the files were compared.
+
+    Returns:
+        All checkpoints, and the contents of the newest complete one.  "whole" is None if only the
+        sizes of the files were compared, and they are correct.
+    """
     return {
         "checkpoints": [
             {
@@ -75,7 +96,12 @@ def _collect_manifest_facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def format_report(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> str:
-    """For people: a row for each, and of the newest that is whole what it has."""
+    """Return a table of checkpoints, and the contents of the newest complete one.
+
+    Args:
+        checkpoints: The checkpoints, the newest last.
+        is_verified: True if the digests of the files were compared.
+    """
     rows = [
         [
             str(one.step),
@@ -85,35 +111,35 @@ def format_report(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
         ]
         for one in checkpoints
     ]
-    said = format_table(["step", "bytes", "written", "whole"], rows)
-    said += "".join(
+    text = format_table(["step", "bytes", "written", "whole"], rows)
+    text += "".join(
         f"step {one.step}: {sanitize_text(one.problem)}\n" for one in checkpoints if one.problem
     )
     if not is_verified:
-        said += "sizes of files were compared; --verify reads them, and compares their digests\n"
+        text += "sizes of files were compared; --verify reads them, and compares their digests\n"
     manifest = _find_newest_complete(checkpoints)
-    return said if manifest is None else f"{said}\n{_format_manifest(manifest)}"
+    return text if manifest is None else f"{text}\n{_format_manifest(manifest)}"
 
 
 def _format_manifest(manifest: Manifest) -> str:
-    """What a checkpoint has."""
-    said = f"step {manifest.step}\n"
-    said += "".join(f"  {name}: {value}\n" for name, value in _list_facts(manifest))
-    said += "\n" + format_table(["tensor", "shape", "type", "bytes", "float32 copy", "optimizer"], [
+    """Return the contents of a checkpoint: facts, tensors and totals."""
+    text = f"step {manifest.step}\n"
+    text += "".join(f"  {name}: {value}\n" for name, value in _list_facts(manifest))
+    text += "\n" + format_table(["tensor", "shape", "type", "bytes", "float32 copy", "optimizer"], [
         [sanitize_text(name), "x".join(map(str, kind.shape)) or "one", kind.dtype,
             format_bytes(kind.nbytes),
-         *(format_bytes(size) if size else "-" for size in beside)]
-        for name, kind, beside in _list_tensor_rows(manifest)
+         *(format_bytes(size) if size else "-" for size in sizes)]
+        for name, kind, sizes in _list_tensor_rows(manifest)
     ])  # fmt: skip
     totals = [
         [name, f"{total.tensors:,}", f"{total.numbers:,}", format_bytes(total.bytes)]
         for name, total in _compute_totals(manifest).items()
     ]
-    return f"{said}\n{format_table(['in all', 'tensors', 'numbers', 'bytes'], totals)}"
+    return f"{text}\n{format_table(['in all', 'tensors', 'numbers', 'bytes'], totals)}"
 
 
 def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """What a manifest says of who wrote it: facts, state, and the settings of `schedir train`."""
+    """Yield names and values of the facts, the state and the `schedir train` settings."""
     rest = {k: v for k, v in manifest.state.items() if k not in ("extra", "also", "optimizers")}
     optimizers, extra = manifest.state.get("optimizers"), manifest.state.get("extra")
     if isinstance(optimizers, Mapping) and optimizers:
@@ -130,42 +156,49 @@ def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _group_by_section(settings: Mapping[Any, Any]) -> dict[str, str]:
-    """Settings that have been given a value, those of a section in one line."""
-    said: dict[str, list[str]] = {}
+    """Return the settings that have a value, with one line for each section."""
+    lines: dict[str, list[str]] = {}
     for name, value in settings.items():
-        section, _, own = str(name).rpartition(".")
+        section, _, key = str(name).rpartition(".")
         if value != "None":
-            said.setdefault(f"[{section}]" if section else own, []).append(
-                f"{own} {value}" if section else str(value)
+            lines.setdefault(f"[{section}]" if section else key, []).append(
+                f"{key} {value}" if section else str(value)
             )
-    return {section: ", ".join(own) for section, own in said.items()}
+    return {section: ", ".join(texts) for section, texts in lines.items()}
 
 
 def _list_tensor_rows(manifest: Manifest) -> Iterator[tuple[str, TensorMeta, tuple[int, int]]]:
-    """Weights, with the bytes of their copies and of what an optimizer keeps of each; then all that
-    belongs to none."""
-    kept: dict[str, int] = {}
-    alone: list[tuple[str, TensorMeta]] = []
+    """Yield the name and metadata of each tensor, and two sizes in bytes.
+
+    The sizes are those of the float32 copy and of the optimizer state of a weight.  Weights come
+    first.  Tensors that belong to no weight follow, with sizes of 0.
+    """
+    optimizer_bytes: dict[str, int] = {}
+    other_tensors: list[tuple[str, TensorMeta]] = []
     for name, kind in manifest.tensors.items():
-        group, _, whose = name.partition("/")
-        weight = whose.rpartition("/")[0]
+        group, _, tensor_name = name.partition("/")
+        weight = tensor_name.rpartition("/")[0]
         if group == "optimizer" and f"weights/{weight}" in manifest.tensors:
-            kept[weight] = kept.get(weight, 0) + kind.nbytes
+            optimizer_bytes[weight] = optimizer_bytes.get(weight, 0) + kind.nbytes
         elif group != "weights" and not (
-            group == "main" and f"weights/{whose}" in manifest.tensors
+            group == "main" and f"weights/{tensor_name}" in manifest.tensors
         ):
-            alone.append((name, kind))
+            other_tensors.append((name, kind))
     for name, kind in manifest.tensors.items():
         if name.startswith("weights/"):
-            whose = name.removeprefix("weights/")
-            copy = manifest.tensors.get(f"main/{whose}")
-            yield whose, kind, (copy.nbytes if copy else 0, kept.get(whose, 0))
-    for name, kind in alone:
+            tensor_name = name.removeprefix("weights/")
+            copy = manifest.tensors.get(f"main/{tensor_name}")
+            yield (
+                tensor_name,
+                kind,
+                (copy.nbytes if copy else 0, optimizer_bytes.get(tensor_name, 0)),
+            )
+    for name, kind in other_tensors:
         yield name, kind, (0, 0)
 
 
 class _TensorTotals(NamedTuple):
-    """Of some tensors."""
+    """The numbers of tensors, of elements and of bytes in a group of tensors."""
 
     tensors: int
     numbers: int
@@ -173,22 +206,25 @@ class _TensorTotals(NamedTuple):
 
 
 def _compute_totals(manifest: Manifest) -> dict[str, _TensorTotals]:
-    """Of each kind of tensors that there are, and of all."""
+    """Return the totals of each group of tensors that exists, and of all tensors."""
     totals: dict[str, _TensorTotals] = {}
     for name, kind in manifest.tensors.items():
         for group in (_GROUP_NAMES.get(name.partition("/")[0], _OTHER_GROUP), "all"):
-            had = totals.get(group, _TensorTotals(0, 0, 0))
+            before = totals.get(group, _TensorTotals(0, 0, 0))
             totals[group] = _TensorTotals(
-                had.tensors + 1, had.numbers + prod(kind.shape), had.bytes + kind.nbytes
+                before.tensors + 1, before.numbers + prod(kind.shape), before.bytes + kind.nbytes
             )
     order = [*_GROUP_NAMES.values(), _OTHER_GROUP, "all"]
     return {group: totals[group] for group in order if group in totals}
 
 
 def _find_newest_complete(checkpoints: Sequence[CheckpointEntry]) -> Manifest | None:
-    """The newest that is whole, as far as has been looked; of one alone what can be read of it."""
-    whole = [one.manifest for one in checkpoints if not one.problem or len(checkpoints) == 1]
-    return whole[-1] if whole else None
+    """Return the manifest of the newest checkpoint without a known problem, or None.
+
+    A single checkpoint counts as complete, so that its readable contents are printed.
+    """
+    manifests = [one.manifest for one in checkpoints if not one.problem or len(checkpoints) == 1]
+    return manifests[-1] if manifests else None
 
 
 def _format_write_time(manifest: Manifest | None) -> str:
@@ -201,6 +237,10 @@ def _format_write_time(manifest: Manifest | None) -> str:
 
 
 def sanitize_text(text: str) -> str:
-    """What a file says, so that a terminal takes nothing of it for an order."""
-    cut = text if len(text) <= _MAX_FACT_LENGTH else f"{text[:_MAX_FACT_LENGTH]}..."
-    return "".join(c if c.isprintable() else "?" for c in cut)
+    """Return a text from a file without characters that control a terminal.
+
+    Args:
+        text: The text.  Unprintable characters become "?", and a long text is cut.
+    """
+    shortened = text if len(text) <= _MAX_FACT_LENGTH else f"{text[:_MAX_FACT_LENGTH]}..."
+    return "".join(c if c.isprintable() else "?" for c in shortened)

@@ -29,7 +29,15 @@ _SINGLE_LIMIT_OPTIONS = {"memory_limit": "--memory-limit", "in_flight": "--max-i
 
 @dataclass(frozen=True)
 class FrontierRequest:
-    """Of what the frontier is."""
+    """The arguments of a search for the memory frontier.
+
+    Args:
+        shape: The shape of the pipeline.
+        costs: The costs of each stage, or None for the defaults.
+        sizes: The sizes of each stage.  If None, limits count (stage, microbatch) pairs in flight.
+        initial_schedules: Schedules and programs with which the search begins.
+        unit: The unit of the costs, or "".
+    """
 
     shape: PipelineShape
     costs: Costs | None
@@ -39,7 +47,14 @@ class FrontierRequest:
 
 
 def require_frontier_options(args: argparse.Namespace) -> None:
-    """Refuse what says nothing of a frontier; UsageError."""
+    """Raise an error if an option does not apply to a frontier.
+
+    Args:
+        args: The parsed options of `search`.
+
+    Raises:
+        UsageError: An option does not apply, or the output file has no suffix of a picture.
+    """
     for name in _SINGLE_LIMIT_OPTIONS:
         if getattr(args, name) is not None:
             raise UsageError(
@@ -57,26 +72,37 @@ def require_frontier_options(args: argparse.Namespace) -> None:
 
 
 def report_frontier(args: argparse.Namespace, request: FrontierRequest) -> tuple[str, bool]:
-    """What was found at each limit, and whether at all of them; the picture is written."""
+    """Search at each memory limit, and write the picture if `-o` is given.
+
+    Args:
+        args: The parsed options of `search`.
+        request: The arguments of the search.
+
+    Returns:
+        The text or JSON of the frontier, and False if the search was interrupted.
+
+    Raises:
+        UsageError: The output file cannot be written.
+    """
     if args.output is not None:
         require_writable(args.output)
-    found = _search_frontier(args, request)
+    frontier = _search_frontier(args, request)
     if args.output is not None:
         from schedir.viz import memory_frontier, save
 
-        save(memory_frontier(found), args.output)
-    said = _format_json(found) if args.json else _format_text(args, found, request.unit)
-    return said, found.is_complete
+        save(memory_frontier(frontier), args.output)
+    text = _format_json(frontier) if args.json else _format_text(args, frontier, request.unit)
+    return text, frontier.is_complete
 
 
 def _search_frontier(args: argparse.Namespace, request: FrontierRequest) -> MemoryFrontier:
     from schedir.schedule_search.memory_frontier import memory_frontier
 
-    progress, say = ProgressLine(), format_bytes if request.sizes is not None else _format_count
+    progress, fmt = ProgressLine(), format_bytes if request.sizes is not None else _format_count
 
     def report(limit: float, step: SearchStep, bound: float) -> None:
         progress.show(
-            f"{say(limit)}: {step.span:.6g} since {step.seconds:.1f} s ({step.method}); none is "
+            f"{fmt(limit)}: {step.span:.6g} since {step.seconds:.1f} s ({step.method}); none is "
             f"shorter than {bound:.6g}"
         )
 
@@ -99,20 +125,20 @@ def _format_count(limit: float) -> str:
 
 
 def _format_text(args: argparse.Namespace, frontier: MemoryFrontier, unit: str) -> str:
-    say, unit = format_bytes if frontier.is_in_bytes else _format_count, unit and f" {unit}"
+    fmt, unit = format_bytes if frontier.is_in_bytes else _format_count, unit and f" {unit}"
     lines = format_table(
         ["a rank may hold", "span", "bubble", "none is shorter than", "to gain"],
         [
-            [say(limit), f"{run.span:.6g}{unit}", f"{run.bubble:.1%}", f"{bound:.6g}{unit}",
+            [fmt(limit), f"{run.span:.6g}{unit}", f"{run.bubble:.1%}", f"{bound:.6g}{unit}",
              format_percent(compute_saving(run.span, bound))]
             for limit, run, bound in frontier.levels
         ],
     )  # fmt: skip
     runs = sorted(frontier.timelines, key=frontier.measure_memory)
-    beside = (
-        f"{t.program.name} {t.span:.6g}{unit} ({say(frontier.measure_memory(t))})" for t in runs
+    compared_runs = (
+        f"{t.program.name} {t.span:.6g}{unit} ({fmt(frontier.measure_memory(t))})" for t in runs
     )
-    lines += f"beside: {', '.join(beside) or 'none that is built in'}\n"
+    lines += f"beside: {', '.join(compared_runs) or 'none that is built in'}\n"
     lines += f"searched {describe_numba(frontier.numba)}\n"
     if not frontier.is_complete:
         lines += "interrupted, larger limits have not been searched\n"

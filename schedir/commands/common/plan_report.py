@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from schedir.ir.cost.cluster import Cluster
     from schedir.planner import PlanEstimate
 
-# What the parts of a step and of a GPU's memory are called here.
+# The printed names of the parts of a step, and of the memory of a GPU.
 _STEP_PART_NAMES: Final = dict(
     zip(
         StepBreakdown._fields,
@@ -41,7 +41,7 @@ _MEMORY_PART_NAMES: Final = dict(
         strict=True,
     )
 )
-# Columns that are there where plans differ from what is usual: heading, field, and the usual.
+# Columns that are printed if a plan differs from the usual value: heading, field, usual value.
 _RARE_COLUMNS: Final = (("cp", "cp", 1), ("ep", "ep", 1), ("SP", "sequence_parallel", False))
 LAST_COLUMNS: Final = (
     ("offload", "offload", "none"),
@@ -49,46 +49,62 @@ LAST_COLUMNS: Final = (
 )
 _BYTE_UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SECONDS_PER_DAY: Final = 86400.0
-_MAX_OPTION_LENGTH: Final = 100  # characters of an option that are shown
+_MAX_OPTION_LENGTH: Final = 100  # printed characters of an option; `--json` has all
 
 
 def format_seconds(time: float) -> str:
-    """A time for people to read.
+    """Return a time with its unit, for a table or a sentence.
 
-    >>> [format_seconds(seconds) for seconds in (31.234, 3.1, 0.00312, 2.55e-5)]
-    ['31.23 s', '3.100 s', '3.120 ms', '25.5 us']
+    Args:
+        time: The time in seconds.
+
+    Example:
+        >>> [format_seconds(seconds) for seconds in (31.234, 3.1, 0.00312, 2.55e-5)]
+        ['31.23 s', '3.100 s', '3.120 ms', '25.5 us']
     """
-    for one, unit in ((1.0, "s"), (1e-3, "ms")):
-        if time >= one:
-            return f"{time / one:#.4g} {unit}".replace(". ", " ")
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if time >= scale:
+            return f"{time / scale:#.4g} {unit}".replace(". ", " ")
     return f"{1e6 * time:.3g} us"
 
 
 def describe_plan(plan: PlanEstimate) -> str:
-    """What a plan is, in a sentence."""
+    """Return a phrase with the parallel degrees, the schedule and the memory options of a plan.
+
+    Args:
+        plan: The plan.
+    """
     parts = [f"{plan.pp} pipeline rank{'s' * (plan.pp > 1)}"]
     parts += [f"{plan.tp} tensor-parallel slices"] * (plan.tp > 1)
     parts += [f"{plan.cp} parts of a sequence"] * (plan.cp > 1)
     parts += [f"{plan.dp} replicas"] * (plan.dp > 1)
     v = f" with {plan.stages_per_rank} stages to a rank" if plan.stages_per_rank > 1 else ""
-    what = f"{' x '.join(parts)}, {plan.schedule}{v}, "
-    what += (
+    text = f"{' x '.join(parts)}, {plan.schedule}{v}, "
+    text += (
         f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)} of {plan.microbatch_size}"
     )
-    what += ", sequence parallel" * plan.sequence_parallel
+    text += ", sequence parallel" * plan.sequence_parallel
     if plan.recompute != "none":
-        what += f", recompute {plan.recompute}"
-    what += f", ZeRO {plan.zero}" if plan.zero else ""
-    what += ", activations offloaded" * (plan.offload != "none")
-    return what + ", states on the host" * (plan.optimizer_placement != "device")
+        text += f", recompute {plan.recompute}"
+    text += f", ZeRO {plan.zero}" if plan.zero else ""
+    text += ", activations offloaded" * (plan.offload != "none")
+    return text + ", states on the host" * (plan.optimizer_placement != "device")
 
 
 def format_plans(
     request: PlanRequest, plans: Sequence[PlanEstimate], selected_number: int, tokens: float | None
 ) -> str:
-    """The table of plans, and all of the one that is taken."""
+    """Return the table of plans, and the details of one of them.
+
+    Args:
+        request: The request of the plans.
+        plans: The plans, the shortest step first.
+        selected_number: The number of the plan to detail, from 1.
+        tokens: The number of tokens of the training run, or None.  With it, the duration is
+            printed.
+    """
     model, cluster = request.model, request.cluster
-    taken = plans[selected_number - 1]
+    plan = plans[selected_number - 1]
     nodes = f"{cluster.nodes} x {cluster.gpus_per_node}"
     lines = [
         f"{request.display_names[0]}: {_format_count(model.params)} parameters; a step has "
@@ -96,38 +112,38 @@ def format_plans(
         f"sequences of {model.sequence:,} tokens; {cluster.gpu_count:,} "
         f"GPU{'s' * (cluster.gpu_count > 1)} of {request.display_names[1]} ({nodes})\n",
         _format_table(plans, cluster.memory),
-        f"plan {selected_number}: {describe_plan(taken)}\n",
+        f"plan {selected_number}: {describe_plan(plan)}\n",
         *_join_columns(
-            _format_step_times(taken),
-            [*_format_memory(taken, cluster.memory), *_format_host_memory(taken, cluster)],
+            _format_step_times(plan),
+            [*_format_memory(plan, cluster.memory), *_format_host_memory(plan, cluster)],
         ),
-        *(f"  {line}\n" for line in _format_layers(request, taken)),
+        *(f"  {line}\n" for line in _format_layers(request, plan)),
     ]
-    lines += [f"  note: {note}\n" for note in _list_notes(request, taken)]
-    if taken.offload_comparison:
-        lines.append(f"  offload: {taken.offload_comparison}\n")
-    if taken.explanation:
-        lines.append(f"  bound by {taken.explanation}\n")
+    lines += [f"  note: {note}\n" for note in _list_notes(request, plan)]
+    if plan.offload_comparison:
+        lines.append(f"  offload: {plan.offload_comparison}\n")
+    if plan.explanation:
+        lines.append(f"  bound by {plan.explanation}\n")
     if tokens is not None:
         steps = tokens / (request.batch * model.sequence)
         lines.append(f"  {_format_count(tokens)} tokens are {steps:,.0f} steps: "
-                     f"{steps * taken.step_time / _SECONDS_PER_DAY:,.1f} days\n")  # fmt: skip
+                     f"{steps * plan.step_time / _SECONDS_PER_DAY:,.1f} days\n")  # fmt: skip
     return "".join(lines)
 
 
 def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
-    seldom, last = (
+    rare, last = (
         [(name, field) for name, field, usual in columns
          if any(getattr(plan, field) != usual for plan in plans)]
         for columns in (_RARE_COLUMNS, LAST_COLUMNS)
     )  # fmt: skip
     return format_table(
-        ["plan", "pp", "tp", *(name for name, _ in seldom), "dp", "v", "b", "m", "schedule",
+        ["plan", "pp", "tp", *(name for name, _ in rare), "dp", "v", "b", "m", "schedule",
          "recompute", "ZeRO", *(name for name, _ in last), "step", "TFLOP/s", "MFU", "memory"],
         [
             [
                 str(k), str(plan.pp), str(plan.tp),
-                *(_format_cell(getattr(plan, field)) for _, field in seldom),
+                *(_format_cell(getattr(plan, field)) for _, field in rare),
                 str(plan.dp), str(plan.stages_per_rank), str(plan.microbatch_size),
                 str(plan.microbatches), plan.schedule, plan.recompute,
                 str(plan.zero), *(_format_cell(getattr(plan, field)) for _, field in last),
@@ -145,7 +161,7 @@ def _format_cell(value: int | str) -> str:
 
 
 def _format_step_times(plan: PlanEstimate) -> list[str]:
-    """A line for each part of the step, the longest first."""
+    """Return a line for each part of the step time, the longest first."""
     rows = _format_parts(
         plan.breakdown._asdict(), _STEP_PART_NAMES, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
     )
@@ -153,13 +169,13 @@ def _format_step_times(plan: PlanEstimate) -> list[str]:
 
 
 def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:
-    """A line for each part of what the fullest GPU holds, the largest first."""
+    """Return a line for each part of the memory of the fullest GPU, the largest first."""
     rows = _format_parts(plan.memory._asdict(), _MEMORY_PART_NAMES, _BYTE_UNITS)
     return [f"memory {format_bytes(plan.memory.total)} of {format_bytes(limit)}", *rows]
 
 
 def _format_host_memory(plan: PlanEstimate, cluster: Cluster) -> Iterator[str]:
-    """The same of what a GPU has on its host, if anything."""
+    """Yield a line for each part of the host memory of a GPU, if it uses any."""
     if plan.host_memory.total:
         yield (
             f"host {format_bytes(plan.host_memory.total)} of "
@@ -171,25 +187,25 @@ def _format_host_memory(plan: PlanEstimate, cluster: Cluster) -> Iterator[str]:
 def _format_parts(
     parts: dict[str, float], names: dict[str, str], units: Sequence[tuple[float, str]]
 ) -> Iterator[str]:
-    """The parts that there are, the largest first, each with its share, all in one unit."""
-    whole = sum(parts.values())
-    one, unit = next((each for each in units if whole >= each[0]), units[-1])
-    there = sorted(((value, names[name]) for name, value in parts.items() if value), reverse=True)
-    wide = max((len(name) for _, name in there), default=0)
-    said = [f"{value / one:.3f}" for value, _ in there]
-    for (value, name), text in zip(there, said, strict=True):
-        yield f"  {name:<{wide}}  {text:>{max(map(len, said))}} {unit}  {value / whole:>5.1%}"
+    """Yield the parts that are not 0, the largest first, with shares, all in one unit."""
+    total = sum(parts.values())
+    scale, unit = next((each for each in units if total >= each[0]), units[-1])
+    rows = sorted(((value, names[name]) for name, value in parts.items() if value), reverse=True)
+    width = max((len(name) for _, name in rows), default=0)
+    texts = [f"{value / scale:.3f}" for value, _ in rows]
+    for (value, name), text in zip(rows, texts, strict=True):
+        yield f"  {name:<{width}}  {text:>{max(map(len, texts))}} {unit}  {value / total:>5.1%}"
 
 
 def _join_columns(left: list[str], right: list[str]) -> Iterator[str]:
-    """Lines of two columns."""
-    wide = max(map(len, left)) + 6
-    for one, other in zip_longest(left, right, fillvalue=""):
-        yield f"  {one:<{wide}}{other}".rstrip() + "\n"
+    """Yield lines with two columns."""
+    width = max(map(len, left)) + 6
+    for first, second in zip_longest(left, right, fillvalue=""):
+        yield f"  {first:<{width}}{second}".rstrip() + "\n"
 
 
 def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
-    """The layers of each stage where they are uneven, and how other trainers are told."""
+    """Yield the layers of each stage if they are uneven, and the options of other trainers."""
     if not (told := _find_launcher_options(request, plan)):
         return
     yield f"layers of each stage: {_format_repeats(plan.layers_per_stage)}"
@@ -204,24 +220,25 @@ def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
 
 
 def _find_launcher_options(request: PlanRequest, plan: PlanEstimate) -> dict[str, str]:
-    """How other trainers are told its layers; nothing of those that are divided evenly."""
+    """Return options that give other trainers the layers; {} if layers are divided evenly."""
     from schedir.planner import launcher_options
 
     return launcher_options(request.model, plan) if len({*plan.layers_per_stage}) > 1 else {}
 
 
 def _format_repeats(numbers: Sequence[int]) -> str:
-    """Numbers in a row, those that are alike as one.
+    """Return numbers as text, with runs of equal numbers joined.
 
-    >>> _format_repeats((3, 4, 4, 4, 3))
-    '3, 3 x 4, 3'
+    Example:
+        >>> _format_repeats((3, 4, 4, 4, 3))
+        '3, 3 x 4, 3'
     """
     runs = [(number, len([*alike])) for number, alike in groupby(numbers)]
     return ", ".join(f"{n} x {number}" if n > 1 else f"{number}" for number, n in runs)
 
 
 def _list_notes(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
-    """What is to be known of a plan beside its numbers."""
+    """Yield warnings about a plan."""
     if plan.tp > request.cluster.gpus_per_node:
         yield (
             f"tensor parallelism over {plan.tp} leaves the node of "
@@ -231,10 +248,11 @@ def _list_notes(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
 
 
 def _format_count(number: float) -> str:
-    """A large number for people to read.
+    """Return a large number in words.
 
-    >>> _format_count(174.6e9), _format_count(1.008e12), _format_count(66e6)
-    ('174.6 billion', '1.008 trillion', '66 million')
+    Example:
+        >>> _format_count(174.6e9), _format_count(1.008e12), _format_count(66e6)
+        ('174.6 billion', '1.008 trillion', '66 million')
     """
     names = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
     one, name = next(((one, name) for one, name in names if number >= one), (1, ""))
@@ -242,7 +260,12 @@ def _format_count(number: float) -> str:
 
 
 def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> str:
-    """The same for a program to read."""
+    """Return the plans as JSON.
+
+    Args:
+        request: The request of the plans.
+        plans: The plans, the shortest step first.
+    """
     return format_json(
         {
             "model": asdict(request.model) | {"params": request.model.params},
@@ -257,9 +280,13 @@ def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> st
 
 
 def collect_plan_facts(plan: PlanEstimate) -> dict[str, Any]:
-    """All that is known of a plan; parts are told by name."""
-    told = asdict(plan)
-    told["breakdown"] = plan.breakdown._asdict()
-    for tier, held in (("memory", plan.memory), ("host_memory", plan.host_memory)):
-        told[tier] = held._asdict() | {"total": held.total}
-    return told
+    """Return all fields of a plan for JSON, with the names of the parts of its time and memory.
+
+    Args:
+        plan: The plan.
+    """
+    facts = asdict(plan)
+    facts["breakdown"] = plan.breakdown._asdict()
+    for tier, memory in (("memory", plan.memory), ("host_memory", plan.host_memory)):
+        facts[tier] = memory._asdict() | {"total": memory.total}
+    return facts

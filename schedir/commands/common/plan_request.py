@@ -1,4 +1,4 @@
-"""Options of `plan`, and the planning request that they make."""
+"""Options of `plan`, and the planning request that they define."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from schedir.ir.program import Program
     from schedir.planner import PlanEstimate, TransformerSpec
 
-_MAX_SEARCHED_PLANS: Final = 3  # plans for which a shorter schedule is searched
-_PICTURE_RESOLUTION: Final = 60  # of a picture, in which time or memory grows by a factor e
-# Dimensions that can be fixed: the option, the field of a choice, and what it is.
+_MAX_SEARCHED_PLANS: Final = 3  # plans that are improved; each takes seconds
+_PICTURE_RESOLUTION: Final = 60  # points of a picture per factor e of time or memory
+# Dimensions that can be fixed: the option, the field of a plan, and the help.
 FIXED_OPTIONS: Final = (
     ("pp", "pp", "ranks of a pipeline"),
     ("tp", "tp", "tensor-parallel slices"),
@@ -38,33 +38,50 @@ NAME_OPTIONS: Final = (
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """For what is planned; `display_names` is what a person calls the model, and the machines."""
+    """The arguments of the planner.
+
+    Args:
+        model: The model.
+        cluster: The machines.
+        batch: The number of sequences in a step.
+        display_names: The printed names of the model and of the cluster.
+        planner_options: The keyword arguments of `schedir.planner.plan`.
+    """
 
     model: TransformerSpec
     cluster: Cluster
     batch: int
     display_names: tuple[str, str]
-    planner_options: dict[str, Any]  # of `schedir.planner.plan`
+    planner_options: dict[str, Any]
 
 
 def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
-    """What the options say.  Raises UsageError for what is not said, and cannot be."""
+    """Return the planning request of the options.
+
+    Args:
+        args: The parsed options of `plan`.
+
+    Raises:
+        UsageError: The model, the batch, the cluster or its number of nodes is missing or invalid.
+    """
     from schedir.planner.transformer.model_presets import (
         SPEC_FIELDS,
         build_model,
         load_model_fields,
     )
 
-    own = {name: value for name in SPEC_FIELDS if (value := getattr(args, name)) is not None}
-    if args.model is None and not own:
+    model_options = {
+        name: value for name in SPEC_FIELDS if (value := getattr(args, name)) is not None
+    }
+    if args.model is None and not model_options:
         raise UsageError(
             "nobody says which model",
             hint="--model gpt-175b, or --layers 96 --hidden 12288 --heads 96 --vocab 51200 "
             "--sequence 2048",
             fields=["model"],
         )
-    shape = {} if args.model is None else load_model_fields(args.model)
-    model = build_model({**shape, **own}, args.model or "")
+    preset_fields = {} if args.model is None else load_model_fields(args.model)
+    model = build_model({**preset_fields, **model_options}, args.model or "")
     if args.batch is None:
         raise UsageError("nobody says how many sequences a step has", hint="--batch 1536",
                          fields=["batch"])  # fmt: skip
@@ -72,15 +89,15 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
              if (value := getattr(args, field)) is not None}  # fmt: skip
     fixed |= {name: value for name in ("attention", "sequence_parallel", "rank_order")
               if (value := getattr(args, name)) is not None}  # fmt: skip
-    how = {"exact": not args.no_exact, "offload": args.offload, **fixed}
-    name = Path(args.model).stem if args.model is not None and not own else "the model"
+    planner_options = {"exact": not args.no_exact, "offload": args.offload, **fixed}
+    name = Path(args.model).stem if args.model is not None and not model_options else "the model"
     return PlanRequest(
-        model, _resolve_cluster(args), args.batch, (name, Path(args.cluster).stem), how
+        model, _resolve_cluster(args), args.batch, (name, Path(args.cluster).stem), planner_options
     )
 
 
 def _resolve_cluster(args: argparse.Namespace) -> Cluster:
-    """The machines: those of a name or of a file, as many as are said."""
+    """Return the cluster of a preset or a file, with the given number of nodes or GPUs."""
     from schedir.io.cluster_file import load_cluster
     from schedir.planner import cluster_preset, cluster_presets
 
@@ -90,20 +107,30 @@ def _resolve_cluster(args: argparse.Namespace) -> Cluster:
             fields=["cluster"],
             hint=f"--cluster {cluster_presets()[0]} --nodes 4, or a FILE.toml of your own",
         )
-    named = args.cluster in cluster_presets()
-    found = cluster_preset(args.cluster) if named or not args.cluster.endswith(".toml") else None
-    found = load_cluster(args.cluster) if found is None else found
-    if named and args.nodes is None and args.gpus is None and args.scale is None:
+    is_preset = args.cluster in cluster_presets()
+    result = (
+        cluster_preset(args.cluster) if is_preset or not args.cluster.endswith(".toml") else None
+    )
+    result = load_cluster(args.cluster) if result is None else result
+    if is_preset and args.nodes is None and args.gpus is None and args.scale is None:
         raise UsageError(f"nobody says how many nodes of {args.cluster}", hint="--nodes 128",
                          fields=["nodes"])  # fmt: skip
     if args.nodes is not None:
-        return replace(found, nodes=args.nodes)
+        return replace(result, nodes=args.nodes)
     gpus = args.gpus if args.gpus is not None or not args.scale else max(args.scale)
-    return found if gpus is None else resize_cluster(found, gpus)
+    return result if gpus is None else resize_cluster(result, gpus)
 
 
 def resize_cluster(cluster: Cluster, gpus: int) -> Cluster:
-    """So many GPUs of such nodes: whole nodes, or a part of one."""
+    """Return a cluster with another number of GPUs.
+
+    Args:
+        cluster: The cluster.
+        gpus: The number of GPUs.  If a node has more, the result is one node with this number.
+
+    Raises:
+        UsageError: The number is larger than a node, and not a multiple of the GPUs of a node.
+    """
     each = cluster.gpus_per_node
     if gpus < each:
         return replace(cluster, nodes=1, gpus_per_node=gpus)
@@ -117,13 +144,22 @@ def resize_cluster(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def find_plans(request: PlanRequest, max_plans: int) -> list[PlanEstimate]:
-    """The best plans, the shortest step first."""
+    """Return the plans that fit into memory, the shortest step first.
+
+    Args:
+        request: The planning request.
+        max_plans: The largest number of plans.
+
+    Raises:
+        UsageError: No plan fits.
+    """
     from schedir.planner import plan
 
     progress = ProgressLine()
     progress.show(f"planning on {request.cluster.gpu_count:,} GPUs")
     try:
-        with catch_warnings(action="ignore", category=UserWarning):  # which is told below the table
+        # The notes below the table of plans contain the warnings.
+        with catch_warnings(action="ignore", category=UserWarning):
             return plan(
                 request.model,
                 request.cluster,
@@ -141,73 +177,92 @@ def improve_plan_schedules(
     """Search shorter schedules for the first plans.
 
     Args:
-        request: The model, the cluster and what else the command got.
+        request: The planning request.
         plans: The plans, the shortest step first.
-        seconds: How long to search for each plan; with 0 there is no search.
+        seconds: The time limit of the search for each plan.  0 disables the search.
 
     Returns:
-        The plans, the programs of those that a search made shorter, and a line that says how the
-        searches used numba, which is empty without a search.
+        The plans with the shortest step first, the programs of the plans that became shorter, and a
+        line about the use of numba, which is "" without a search.
     """
     from schedir.planner import improve_schedule
     from schedir.schedule_search.search_results import combine_numba, describe_numba
 
-    found, programs, progress = [*plans], dict[Any, Any](), ProgressLine()
+    result, programs, progress = [*plans], dict[Any, Any](), ProgressLine()
     uses = []
     for k, plan in enumerate(plans[: _MAX_SEARCHED_PLANS if seconds else 0]):
         progress.show(f"searching a shorter schedule for plan {k + 1}")
-        with suppress(SchedirError):  # some leave no room for what a search knows of
+        with suppress(SchedirError):  # the search does not support all plans
             new = improve_schedule(request.model, request.cluster, plan, time_limit=seconds)
             uses.append(new.numba)
             if new.estimate.step_time < plan.step_time:
-                found[k] = replace(
+                result[k] = replace(
                     new.estimate, bottleneck=plan.bottleneck, explanation=plan.explanation
                 )
-                programs[found[k]] = new.program
+                programs[result[k]] = new.program
     progress.clear()
     note = (
         f"searched {describe_numba(combine_numba(uses))}; a plan has two searches\n" if uses else ""
     )
-    return sorted(found, key=lambda plan: plan.step_time), programs, note
+    return sorted(result, key=lambda plan: plan.step_time), programs, note
 
 
 def optimize_plan_divisions(request: PlanRequest, plans: list[PlanEstimate]) -> list[PlanEstimate]:
-    """The plans with layers divided so that a step is shorter, of the first ones, where that is."""
+    """Return the plans after an optimization of the layers per stage of the first plans.
+
+    Args:
+        request: The planning request.
+        plans: The plans, the shortest step first.
+
+    Returns:
+        The plans, the shortest step first.  A plan keeps its layers if no division is shorter in a
+        simulation.
+    """
     from schedir.planner import optimize_layer_division, simulate_plan
     from schedir.planner.plan_estimate import strip_estimates
 
-    found, progress = [*plans], ProgressLine()
+    result, progress = [*plans], ProgressLine()
     for k, plan in enumerate(plans[:_MAX_SEARCHED_PLANS]):
         progress.show(f"dividing the layers of plan {k + 1}")
-        with suppress(UsageError):  # no division holds little enough
+        with suppress(UsageError):  # no division fits into memory
             layers = optimize_layer_division(request.model, request.cluster, strip_estimates(plan))
             even, new = (
                 simulate_plan(
                     request.model,
                     request.cluster,
-                    replace(strip_estimates(plan), layers_per_stage=which),
+                    replace(strip_estimates(plan), layers_per_stage=division),
                 )
-                for which in (plan.layers_per_stage, layers)
+                for division in (plan.layers_per_stage, layers)
             )
             if new.step_time < even.step_time:
-                found[k] = replace(new, bottleneck=plan.bottleneck, explanation=plan.explanation)
+                result[k] = replace(new, bottleneck=plan.bottleneck, explanation=plan.explanation)
     progress.clear()
-    return sorted(found, key=lambda plan: plan.step_time)
+    return sorted(result, key=lambda plan: plan.step_time)
 
 
 def list_all_plans(request: PlanRequest) -> list[PlanEstimate]:
-    """All plans by their closed form, also those that do not fit; of those that a picture cannot
-    tell apart, one."""
+    """Return the closed-form estimates of all plans, for a picture.
+
+    Args:
+        request: The planning request.
+
+    Returns:
+        The estimates, also of plans that do not fit into memory.  Of plans at the same point of the
+        picture, only one is returned.
+    """
     import numpy as np
 
     from schedir.planner import all_plans
 
-    how = {
+    options = {
         name: value
         for name, value in request.planner_options.items()
         if name not in ("exact", "offload")
     }
-    found = all_plans(request.model, request.cluster, request.batch, **how)
-    where = np.rint(_PICTURE_RESOLUTION * np.log([found.step_times, found.total_memory]))
-    first = np.unique([*where, found.plans.recompute], axis=1, return_index=True)[1]
-    return [found.estimate_at(request.model, request.cluster, number) for number in first.tolist()]
+    plan_table = all_plans(request.model, request.cluster, request.batch, **options)
+    points = np.rint(_PICTURE_RESOLUTION * np.log([plan_table.step_times, plan_table.total_memory]))
+    plan_numbers = np.unique([*points, plan_table.plans.recompute], axis=1, return_index=True)[1]
+    return [
+        plan_table.estimate_at(request.model, request.cluster, number)
+        for number in plan_numbers.tolist()
+    ]

@@ -1,6 +1,6 @@
-"""Parse `-O NAME=VALUE` and `--config FILE.toml`: how a schedule is compiled.
+"""Parse `-O NAME=VALUE` and `--config FILE.toml`, the options for compiling a schedule.
 
-The names are those of `schedir.compile`, of a configuration and of the text of a program.
+The command line, `schedir.compile`, a configuration and the text of a program use the same names.
 `schedir options` lists them.
 """
 
@@ -41,13 +41,13 @@ _OTHER_OPTIONS: Final = {
 
 
 class ProgramOption(NamedTuple):
-    """An option of how a schedule is compiled.
+    """An option for compiling a schedule.
 
     Attributes:
         kind: The type of its values.
-        help: What it does.
-        config_key: Its name in a configuration, such as `"pipeline.zero"`; empty if it has none.
-        is_shape_option: Whether it belongs to the shape, and not to the lowering.
+        help: A description.
+        config_key: Its name in a configuration, such as "pipeline.zero"; "" if it has none.
+        is_shape_option: True if it belongs to the shape, and False if it belongs to the lowering.
     """
 
     kind: FieldType
@@ -84,12 +84,16 @@ def _list_options() -> Iterator[tuple[str, ProgramOption]]:
         yield name, ProgramOption(kind, about, f"{section}.{name}" if section else "")
 
 
-# All options by name, those with a flag of their own (`--ranks`) among them.
+# All options by name, including those with a flag of their own, such as `--ranks`.
 PROGRAM_OPTIONS: Final[Mapping[str, ProgramOption]] = dict(_list_options())
 
 
 def unknown_option_error(name: str) -> UsageError:
-    """Return the error of a name that is no option, with the nearest names."""
+    """Return the error for a name that is not an option, with the nearest names.
+
+    Args:
+        name: The name.
+    """
     near = get_close_matches(name, PROGRAM_OPTIONS, 1)
     hint = f"did you mean {option_name(near[0])}?" if near else "schedir options lists them"
     hint = _OTHER_OPTIONS.get(name, RETIRED_HINTS.get(name, hint))
@@ -97,10 +101,13 @@ def unknown_option_error(name: str) -> UsageError:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """Parse `NAME=VALUE`, or `NAME` of an option that is on or off.
+    """Return the name and the value of an option.
+
+    Args:
+        text: `NAME=VALUE`, or `NAME` for an option that is on or off.
 
     Raises:
-        UsageError: There is no such option, or it does not take the value.
+        UsageError: There is no such option, it has a flag of its own, or the value is invalid.
 
     Example:
         >>> parse_option("zero=3"), parse_option("overlap")
@@ -128,13 +135,13 @@ def _parse_value(location: str, name: str, text: str) -> Any:
         return PROGRAM_OPTIONS[name].kind.parse(text)
     except ValueError as error:
         hint = get_rename_hint(name, text) or f"schedir options {name}"
-        if name == "buffer_sharing" and text in ("none", "own"):  # as a configuration says it
+        if name == "buffer_sharing" and text in ("none", "own"):  # values of a configuration
             hint = "that is the default: leave buffer_sharing out"
         raise UsageError(f"{location}: {error}", hint=hint, fields=[name]) from None
 
 
 class _ProgramOptionAction(argparse.Action):
-    """`-O NAME=VALUE`: sets the attribute NAME of the namespace, which `validate_option` it."""
+    """`-O NAME=VALUE`: set the attribute NAME of the namespace after its validation."""
 
     def __call__(
         self,
@@ -153,7 +160,10 @@ class _ProgramOptionAction(argparse.Action):
 
 
 class _ConfigAction(argparse.Action):
-    """`--config FILE.toml`: sets what no option before or after it gives."""
+    """`--config FILE.toml`: set the values that no option gives.
+
+    An option has priority over the configuration, before `--config` or after it.
+    """
 
     def __call__(
         self,
@@ -175,23 +185,23 @@ class _ConfigAction(argparse.Action):
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read the options in the sections [pipeline] and [memory] of a configuration.
+    """Return the options in the sections [pipeline] and [memory] of a configuration.
 
     Args:
-        path: A file that `schedir train` reads, too.
+        path: A configuration of `schedir train`.
 
     Returns:
-        The values by name.  The schedule, and what `train` alone needs, are left out.
+        The values by name, without the schedule and without the settings that only `train` needs.
 
     Raises:
-        UsageError: The file cannot be read, has a section or a setting that `schedir train` does
-            not have, or an option does not take its value.
+        UsageError: The file cannot be read, contains a section or a setting that `schedir train`
+            does not have, or contains an invalid value.
     """
     from schedir.training.config.settings_table import list_settings
 
     known = {name: {each.name for each in table} for name, (_, table) in list_settings().items()}
-    found = parse_toml(read_text(path), path)
-    for section, table in found.items():
+    tables = parse_toml(read_text(path), path)
+    for section, table in tables.items():
         if section not in known or not isinstance(table, dict):
             raise UsageError(f"{path}: no section {section!r}", hint=suggest_names(section, known))
         for key in table if section in ("pipeline", "memory") else ():
@@ -202,21 +212,21 @@ def read_config(path: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, option in PROGRAM_OPTIONS.items():
         section, _, key = option.config_key.partition(".")
-        value = found.get(section, {}).get(key) if key else None
+        value = tables.get(section, {}).get(key) if key else None
         if value is not None and (name, value) not in (
             ("buffer_sharing", "auto"),
             ("buffer_sharing", "none"),
         ):
             values[name] = _parse_setting(f"{path}: {option.config_key}", name, value)
-    if (limit := found.get("memory", {}).get("memory_limit")) is not None:
+    if (limit := tables.get("memory", {}).get("memory_limit")) is not None:
         values["memory_limit"] = _parse_setting(
             f"{path}: memory.memory_limit", "host_memory_limit", limit
-        )  # bytes, too
+        )  # the other option is also a number of bytes
     return values
 
 
 def _parse_setting(location: str, name: str, value: Any) -> Any:
-    """Return the value of an option from a value in TOML."""
+    """Return the value of an option from its TOML value."""
     kind = PROGRAM_OPTIONS[name].kind
     if isinstance(value, bool) is bool(kind.metavar):
         raise UsageError(f"{location} {kind.requirement}, not {describe(value)}", fields=[name])
@@ -231,7 +241,12 @@ def _parse_setting(location: str, name: str, value: Any) -> Any:
 
 
 def suggest_names(name: str, known_names: Iterable[str]) -> str:
-    """Return a hint with the name of `known_names` that is nearest, or with all of them."""
+    """Return a hint with the nearest known name, or with all known names.
+
+    Args:
+        name: An unknown name.
+        known_names: The known names.
+    """
     names = sorted(known_names)
     near = get_close_matches(name, names, 1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
@@ -244,15 +259,14 @@ def add_program_options(
     has_shape_options: bool,
     has_lowering_options: bool = True,
 ) -> None:
-    """Add `-O` and `--config`.
+    """Add `-O` and `--config` to a group of options.
 
     Args:
-        group: The group of the help.
+        group: The group.
         validate_option: Called with the name and the text of each option.  It raises UsageError for
-        an
-            option that the command does not take.
-        has_shape_options: Whether the command takes options of the shape.
-        has_lowering_options: Whether it takes options of the lowering.
+            an option that the command does not take.
+        has_shape_options: True if the command takes options of the shape.
+        has_lowering_options: True if the command takes options of the lowering.
     """
     names = [
         name

@@ -1,4 +1,4 @@
-"""Options that say how a schedule is compiled, and the Request that they make."""
+"""Options for compiling a schedule, and the `Request` that they define."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SOURCE_HELP = (
     "a built-in schedule or file.py:function, with options in brackets if it has any "
     "(interleaved(group=4)), or a program FILE.sched, or a run FILE.timeline"
 )
-DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2  # ranks, and microbatches per rank, unless told
+DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2  # defaults, small enough to read the output
 _COSTS_HELP = (
     "F=1,B=2,send=0.1; F=1:1:2 per stage, "
     "F=1/2:3/4 per stage and microbatch (F=1/2: all stages alike), or @FILE that says so"
@@ -38,14 +38,25 @@ _COSTS_HELP = (
 
 
 def add_source(parser: argparse.ArgumentParser, *, allows_several: bool = False) -> None:
-    """What a command works on."""
+    """Add the argument for a schedule, a program or a run.
+
+    Args:
+        parser: The parser of the command.
+        allows_several: True if the command takes several of them.
+    """
     parser.add_argument(
         "source", metavar="SCHEDULE", nargs="+" if allows_several else None, help=SOURCE_HELP
     )
 
 
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options by which a schedule is compiled; None where a FILE.sched may say it."""
+    """Add the options for compiling a schedule.
+
+    The options default to None, because a FILE.sched may contain the values.
+
+    Args:
+        parser: The parser of the command.
+    """
     group = parser.add_argument_group("how a schedule is compiled; a FILE.sched has its shape")
     _add_shape_flags(group)
     _fill_lowering_group(group, has_shape_options=True)
@@ -54,7 +65,12 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
 def add_search_options(
     parser: argparse.ArgumentParser, *, costs_help: str
 ) -> argparse._ArgumentGroup:
-    """Add the options that say for what a schedule is searched, and return their group."""
+    """Add the options for the problem of a schedule search, and return their group.
+
+    Args:
+        parser: The parser of the command.
+        costs_help: The help of `--costs`.
+    """
     group = parser.add_argument_group("for what")
     _add_shape_flags(group)
     _add_costs_option(group, costs_help)
@@ -66,12 +82,16 @@ def add_search_options(
 
 
 def add_lowering_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options by which a draft is lowered, for sources that have their shape."""
+    """Add the options for lowering a draft, for sources that contain a shape.
+
+    Args:
+        parser: The parser of the command.
+    """
     _fill_lowering_group(parser.add_argument_group("how it is lowered"), has_shape_options=False)
 
 
 def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the options of the shape that most people need."""
+    """Add the most common options of the shape, as flags of their own."""
     for name in FIELDS_WITH_FLAGS:
         option = PROGRAM_OPTIONS[name]
         group.add_argument(
@@ -82,7 +102,7 @@ def _add_shape_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _require_shape_option(name: str, text: str) -> None:
-    """Refuse an option of the lowering, for a command that orders computes."""
+    """Raise an error for an option of the lowering, because `search` orders computes only."""
     if not PROGRAM_OPTIONS[name].is_shape_option:
         raise UsageError(
             f"search finds the order of computes, and -O {name} is an option of their lowering",
@@ -137,7 +157,7 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _make_parser(kind: FieldType) -> Callable[[str], Any]:
-    """What an option makes of its text."""
+    """Return a parser of the values of an option."""
 
     def read(text: str) -> Any:
         try:
@@ -149,7 +169,14 @@ def _make_parser(kind: FieldType) -> Callable[[str], Any]:
 
 
 def parse_count(text: str) -> int:
-    """A whole number, as an option takes it."""
+    """Return the value of an option that is an integer.
+
+    Args:
+        text: The text of the option.
+
+    Raises:
+        ArgumentTypeError: The text is not such a number.
+    """
     try:
         return parse_integer(text)
     except ValueError as error:
@@ -157,7 +184,14 @@ def parse_count(text: str) -> int:
 
 
 def parse_number(text: str) -> float:
-    """A decimal number, as an option takes it."""
+    """Return the value of an option that is a decimal number.
+
+    Args:
+        text: The text of the option.
+
+    Raises:
+        ArgumentTypeError: The text is not such a number.
+    """
     try:
         return parse_decimal(text)
     except ValueError as error:
@@ -165,7 +199,14 @@ def parse_number(text: str) -> float:
 
 
 def parse_byte_option(text: str) -> float:
-    """A number of bytes, as an option takes it."""
+    """Return the value of an option that is a number of bytes.
+
+    Args:
+        text: The text of the option, such as "40GB".
+
+    Raises:
+        ArgumentTypeError: The text is not a number of bytes.
+    """
     try:
         return parse_bytes(text)
     except ValueError:
@@ -173,12 +214,29 @@ def parse_byte_option(text: str) -> float:
 
 
 def parse_costs(text: str) -> Costs:
-    """`F=1,B=2,send=0.1`, `F=1:1:2` for one per stage, `F=1/2:3/4` for one per microbatch, too."""
+    """Return the costs in the text of `--costs`.
+
+    Args:
+        text: Costs by name, such as `F=1,B=2,send=0.1`.  `F=1:1:2` has one value per stage, and
+            `F=1/2:3/4` one per stage and microbatch.  `@FILE` reads the text from a file.
+
+    Raises:
+        UsageError: A name is unknown or given twice, or a value is not a number.
+    """
     return Costs(**_parse_fields("cost", Costs, text, parse_decimal, "1"))
 
 
 def parse_sizes(text: str) -> Sizes:
-    """`activation=16MB,saved=1.2GB`, or `saved=1GB:1GB:2GB` for one per stage."""
+    """Return the sizes in the text of `--sizes`.
+
+    Args:
+        text: Sizes in bytes by name, such as `activation=16MB,saved=1.2GB`.  `saved=1GB:1GB:2GB`
+            has one value per stage, and `saved=1GB/2GB` one per microbatch.  `@FILE` reads the text
+            from a file.
+
+    Raises:
+        UsageError: A name is unknown or given twice, or a value is not a number of bytes.
+    """
     return Sizes(**_parse_fields("size", Sizes, text, parse_bytes, "1GB"))
 
 
@@ -189,11 +247,11 @@ def _parse_fields(
     parse_value: Callable[[str], float],
     example: str,
 ) -> dict[str, Any]:
-    """What `name=number,name=number:number` gives for the fields of a class."""
+    """Return the values of `name=number,name=number:number` for the fields of a class."""
     if text.startswith("@"):
         text = "".join(read_text(text[1:]).split())
     names = [f.name for f in fields(result_type)]
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in text.split(",") if text else ():
         name, equals, value = part.partition("=")
         name = name.strip()
@@ -203,21 +261,21 @@ def _parse_fields(
             if new := (RENAMED_COSTS if subject == "cost" else RENAMED_SIZES).get(name):
                 hint = f"it is now {new}"
             raise UsageError(f"--{subject}s: no {subject} {name!r}", hint=hint)
-        if name in given:
+        if name in values:
             raise UsageError(f"--{subject}s: {name} is given twice")
         try:
-            given[name] = _parse_stage_values(value, parse_value)
+            values[name] = _parse_stage_values(value, parse_value)
         except ValueError:
-            said = f"{value!r}" if equals else "nothing"
+            value_text = f"{value!r}" if equals else "nothing"
             raise UsageError(
-                f"--{subject}s: {name} must be a number or one per stage, not {said}",
+                f"--{subject}s: {name} must be a number or one per stage, not {value_text}",
                 hint=f"{name}={example} or {name}={example}:{example}:{example}",
             ) from None
-    return given
+    return values
 
 
 def _parse_stage_values(text: str, parse_value: Callable[[str], float]) -> Any:
-    """A number, `1:2` for one per stage, or `1/2:3/4` for one per stage and microbatch."""
+    """Return a number, `1:2` as one per stage, or `1/2:3/4` as one per stage and microbatch."""
     stages = text.split(":")
     if "/" in text:
         return tuple(tuple(map(parse_value, stage.split("/"))) for stage in stages)
@@ -225,14 +283,22 @@ def _parse_stage_values(text: str, parse_value: Callable[[str], float]) -> Any:
 
 
 def make_request(args: argparse.Namespace, source: str, **extra_fields: Any) -> Request:
-    """What the options ask for of a source; `extra_fields` are fields of the Request that none
-    says."""
+    """Return the request for a source with the options of a command.
+
+    Args:
+        args: The parsed options of `add_compile_options` or `add_lowering_options`.
+        source: The schedule, program or run.
+        **extra_fields: Fields of the `Request` that no option sets.
+
+    Raises:
+        UsageError: The cluster file or the progress model is invalid.
+    """
     values = {f.name: getattr(args, f.name, None) for f in HEADER_FIELDS}
-    said = {name: value for name, value in values.items() if value is not None}
-    ranks = said.get("ranks", DEFAULT_RANKS)
+    specified = {name: value for name, value in values.items() if value is not None}
+    ranks = specified.get("ranks", DEFAULT_RANKS)
     return Request(
         Source(source),
-        said,
+        specified,
         defaults={"ranks": ranks, "microbatches": MICROBATCHES_PER_RANK * ranks},
         costs=args.costs,
         cluster=load_cluster(path) if (path := getattr(args, "cluster", None)) else None,
@@ -256,11 +322,16 @@ def format_shape_options(
     specified: Collection[str] = (),
     listed_fields: Collection[Field] = HEADER_FIELDS,
 ) -> list[str]:
-    """The options that say the shape and the traits of a program, or those `listed_fields` of
-    these.
+    """Return the options that give a schedule the shape and the attributes of a program.
 
-    A number that is the default of programs is left out unless it was `specified`: a schedule or a
-    file may have another.
+    Args:
+        program: The program.
+        specified: Names of fields that the user gave.  A number that is the default of programs is
+            left out unless it is among them, because a schedule or a file may have another default.
+        listed_fields: The fields to list.
+
+    Returns:
+        The words of a command line.
     """
     words = []
     for f in listed_fields:
@@ -279,18 +350,24 @@ def _make_conflict_error(source: str, field: Field, actual: str, specified: str)
 
 
 def require_unsharded_stages(requests: Iterable[Request]) -> None:
-    """Refuse more whole stages than any of several schedules has on a rank.
+    """Raise an error if `unsharded_stages` is larger than any of several schedules allows.
 
-    Of one that has fewer, all are (`Request.share`).
+    A schedule with fewer stages on a rank keeps all of them unsharded (`Request.for_comparison`).
+
+    Args:
+        requests: The requests of the schedules.
+
+    Raises:
+        ShapeError: No schedule has this number of stages on a rank.
     """
-    most, active = 0, 0
+    most, unsharded = 0, 0
     for request in requests:
-        with suppress(SchedirError):  # a shape that its schedule cannot be on
+        with suppress(SchedirError):  # the schedule does not support the shape
             most = max(most, *map(len, request.shape.stages_on_rank))
-            active = request.compile_options.get("unsharded_stages", 0)
-    if active > most > 0:
+            unsharded = request.compile_options.get("unsharded_stages", 0)
+    if unsharded > most > 0:
         raise ShapeError(
-            f"unsharded_stages is {active}, and no schedule has more than {most} "
+            f"unsharded_stages is {unsharded}, and no schedule has more than {most} "
             f"stage{'s' * (most > 1)} on a rank to make whole",
             hint=f"unsharded_stages={most}",
             fields=["unsharded_stages"],

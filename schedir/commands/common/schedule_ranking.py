@@ -1,4 +1,4 @@
-"""Simulate all built-in schedules for one model, and rank them by step time."""
+"""Simulate built-in schedules for one model, and rank them by step time."""
 
 from __future__ import annotations
 
@@ -19,38 +19,50 @@ Candidate = tuple[str, "Request"]
 
 @dataclass
 class ScheduleRanking:
-    """What was found of all candidates: which fit, the shortest first, and why others do not."""
+    """The results of all candidates.
+
+    Args:
+        fitting: The requests of the candidates that fit, the shortest first.
+        over_limit: The memory that a candidate needs, as text, by the name of each candidate that
+            is over the limit.
+        with_split_backward: The names of candidates that were left out because they split
+            backwards.
+        duplicates: By the name of a candidate, the name of an earlier one that is the same program.
+        refusals: By the name of a candidate, the error that its shape or its costs raised.
+    """
 
     fitting: list[Request] = field(default_factory=list)
-    over_limit: dict[str, str] = field(
-        default_factory=dict
-    )  # more than may be held: how much that is
-    with_split_backward: list[str] = field(
-        default_factory=list
-    )  # with backwards that are not whole
-    duplicates: dict[str, str] = field(default_factory=dict)  # the same program as another, by name
-    refusals: dict[str, SchedirError] = field(default_factory=dict)  # not for this shape, or costs
+    over_limit: dict[str, str] = field(default_factory=dict)
+    with_split_backward: list[str] = field(default_factory=list)
+    duplicates: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, SchedirError] = field(default_factory=dict)
 
 
 def list_built_in_schedules(*, has_weight_delay: bool) -> dict[str, Schedule]:
-    """The built-in schedules by name, first those that do not take v.
+    """Return the built-in schedules by name, first those without a parameter `v`.
 
-    Those that delay updates are another training than all others.
+    Args:
+        has_weight_delay: True selects the schedules that delay updates.  False selects the others.
+            The two train differently, so they are not compared.
     """
     from schedir.schedules import get_built_in_schedules
     from schedir.schedules.schedule_algebra import get_weight_delay_mark, has_free_v
 
-    zoo = get_built_in_schedules()
-    plain_first = sorted(zoo, key=lambda name: has_free_v(zoo[name]))
+    schedules = get_built_in_schedules()
+    plain_first = sorted(schedules, key=lambda name: has_free_v(schedules[name]))
     return {
-        n: zoo[n]
+        n: schedules[n]
         for n in plain_first
-        if (get_weight_delay_mark(zoo[n]) is not None) == has_weight_delay
+        if (get_weight_delay_mark(schedules[n]) is not None) == has_weight_delay
     }
 
 
 def list_built_in_requests(request: Request) -> Iterable[Candidate]:
-    """The built-in schedules, asked for on the very shape and at the very costs of a request."""
+    """Yield each built-in schedule without weight delay, with the shape and costs of a request.
+
+    Args:
+        request: The request.
+    """
     from schedir.io.source_loader import Source
 
     for name in list_built_in_schedules(has_weight_delay=False):
@@ -65,39 +77,48 @@ def rank_schedules(
     full_backward_only: bool = False,
     named_sources: Collection[str] = (),
 ) -> ScheduleRanking:
-    """Each candidate simulated; one that is the same program as another is left out.
+    """Simulate candidates, and rank those that fit by their time.
 
-    `describe_excess` says what a run holds if it is too much.  Of sources that somebody
-    `named_sources` it is told that they are the same program as another.
+    A candidate that is the same program as an earlier one is left out.  A forward-only one is, too.
+
+    Args:
+        candidates: Names and requests.
+        describe_excess: Returns the memory that a run needs as text, or "" if the run fits.
+        compute_objective: Returns the time by which runs are ranked; the span by default.
+        full_backward_only: True leaves out candidates that split backwards.
+        named_sources: The sources that the user gave.  Only for these, duplicates are listed.
+
+    Raises:
+        UsageError: A request is invalid.  Other errors are listed in the result.
     """
-    found, digests = ScheduleRanking(), dict[str, str]()
+    ranking, digests = ScheduleRanking(), dict[str, str]()
     for name, request in candidates:
         try:
             timeline = request.timeline
         except UsageError:
             raise
         except MemoryLimitError as error:
-            found.over_limit[name] = format_bytes(error.required_bytes)
+            ranking.over_limit[name] = format_bytes(error.required_bytes)
             continue
         except SchedirError as error:
-            found.refusals[name] = error
+            ranking.refusals[name] = error
             continue
         program = timeline.program
         if not program.has_backward:
             continue
         if program.digest in digests:
             if str(request.source) in named_sources and digests[program.digest] != name:
-                found.duplicates[name] = digests[program.digest]
+                ranking.duplicates[name] = digests[program.digest]
             continue
         digests[program.digest] = name
         if full_backward_only and BACKWARD_INPUT in program.used_opcodes:
-            found.with_split_backward.append(name)
-        elif too_much := describe_excess(request):
-            found.over_limit[name] = too_much
+            ranking.with_split_backward.append(name)
+        elif excess := describe_excess(request):
+            ranking.over_limit[name] = excess
         else:
-            found.fitting.append(request)
-    # Sums of costs differ by rounding: what is as long is ranked by what it holds.
-    found.fitting.sort(
+            ranking.fitting.append(request)
+    # Spans that differ by rounding only count as equal.  Less memory then comes first.
+    ranking.fitting.sort(
         key=lambda r: (float(f"{compute_objective(r.timeline):.9g}"), r.timeline.peak_activations)
     )
-    return found
+    return ranking

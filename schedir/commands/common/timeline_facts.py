@@ -1,4 +1,4 @@
-"""Report facts of a run that several commands print."""
+"""Collect facts of a run that several commands print."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.schedule_search.search_results import LowerBound
 
-# Costs of what replicas do together with a stage's weights and gradients.
+# The costs of collectives of replicas on the weights and gradients of a stage.
 REPLICA_COSTS: Final = [row.cost for row in INSTRUCTIONS if row.ring and row.ring.members == "dp"]
 
 _HOST_LANES: Final = (Lane.D2H, Lane.H2D, Lane.DISK, Lane.HOST)
 
 
 def collect_timeline_facts(timeline: Timeline, bound: LowerBound | None = None) -> dict[str, Any]:
-    """What is said of a run as a whole, with the bound on its span where one is known."""
+    """Return facts of a run for JSON.
+
+    Args:
+        timeline: The run.
+        bound: The lower bound on its span, if one is known.
+    """
     return {
         "program": timeline.program.name,
         "digest": timeline.program.digest,
@@ -41,7 +46,14 @@ def collect_timeline_facts(timeline: Timeline, bound: LowerBound | None = None) 
 
 
 def describe_costs(requests: Sequence[Request]) -> str:
-    """What is to be known of the costs: what clusters filled, and what is told and never read."""
+    """Return lines about the costs of runs.
+
+    The lines list the costs that a cluster filled, costs that no program uses, and moves without a
+    cost.  One line warns if segment boundaries have the size of stage boundaries.
+
+    Args:
+        requests: The requests of the runs.
+    """
     lines = [
         *_describe_unused_costs(requests),
         *_describe_free_moves(requests),
@@ -51,16 +63,24 @@ def describe_costs(requests: Sequence[Request]) -> str:
 
 
 def find_unpriced_moves(request: Request) -> list[str]:
-    """The costs of copies to the host, its disk and back, and of what the host computes, that a
-    program has and nobody tells."""
+    """Return the names of costs of moves that a program uses and the user did not give.
+
+    Moves are copies to the host or the disk, copies back, and computation on the host.
+
+    Args:
+        request: The request of the run.
+
+    Returns:
+        The names, in order.  Empty for a run from a file at its own times.
+    """
     ops = request.timeline.program.used_opcodes
     costs = {
         row.cost
         for row in INSTRUCTIONS
         if row.op in ops and row.cost != "snapshot" and row.lane in _HOST_LANES
     }
-    priced = request.prediction_costs
-    return [] if priced is None else sorted(costs - priced.specified.keys())
+    costs_of_run = request.prediction_costs
+    return [] if costs_of_run is None else sorted(costs - costs_of_run.specified.keys())
 
 
 def _describe_free_moves(requests: Sequence[Request]) -> Iterator[str]:
@@ -75,9 +95,11 @@ def _describe_free_moves(requests: Sequence[Request]) -> Iterator[str]:
 
 
 def _uses_boundary_sizes(request: Request) -> bool:
-    """Whether what pieces hand over is counted as what passes between whole stages."""
-    told = request.for_comparison and request.sizes is not None and np.any(request.sizes.activation)
-    return bool(told) and max(request.timeline.program.segments_per_stage) > 1
+    """Return whether boundaries between segments are sized as those between stages."""
+    has_sizes = (
+        request.for_comparison and request.sizes is not None and np.any(request.sizes.activation)
+    )
+    return bool(has_sizes) and max(request.timeline.program.segments_per_stage) > 1
 
 
 def _describe_segment_sizes(requests: Sequence[Request]) -> Iterator[str]:
@@ -90,63 +112,73 @@ def _describe_segment_sizes(requests: Sequence[Request]) -> Iterator[str]:
 
 
 def find_unused_costs(requests: Iterable[Request]) -> list[str]:
-    """The costs of sums and gathers over replicas that somebody told, and none of the programs has.
+    """Return the costs of replica collectives that the user gave and no program uses.
 
-    Which of them a program has its level of ZeRO says; of F, I and the like whoever asks of several
-    schedules tells more than each has.
+    The ZeRO level of a program determines which of these collectives it has.  Other costs, such as
+    I, are not reported, because the same costs apply to several schedules.
+
+    Args:
+        requests: The requests of the runs.
     """
-    told, read = set[str](), set[str]()
+    given, used = set[str](), set[str]()
     for request in requests:
         program = request.timeline.program
         if program.dp > 1 and not program.used_opcodes.isdisjoint(OPTIMIZER_STEP_OPS):
-            told |= {
+            given |= {
                 name for name, cost in (request.costs or Costs()).specified.items() if np.any(cost)
             }
-        read |= {INSTRUCTIONS[op].cost for op in program.used_opcodes}
-    return [name for name in REPLICA_COSTS if name in told - read]
+        used |= {INSTRUCTIONS[op].cost for op in program.used_opcodes}
+    return [name for name in REPLICA_COSTS if name in given - used]
 
 
 def _describe_unused_costs(requests: Sequence[Request]) -> Iterator[str]:
     if names := find_unused_costs(requests):
         levels = sorted({request.timeline.program.zero for request in requests})
-        has = {
+        used_costs = {
             INSTRUCTIONS[op].cost
             for request in requests
             for op in request.timeline.program.used_opcodes
         }
-        own = " and ".join(name for name in REPLICA_COSTS if name in has)
+        used_names = " and ".join(name for name in REPLICA_COSTS if name in used_costs)
         yield (
             f"nobody reads the cost of {' and '.join(names)}: with zero "
-            f"{' and '.join(map(str, levels))} there is {own}"
+            f"{' and '.join(map(str, levels))} there is {used_names}"
         )
 
 
 def _describe_cluster_costs(requests: Iterable[Request]) -> str:
-    """What clusters filled of the costs, a line for each of these that is another."""
-    each = dict[str, None]()
+    """Return the costs that clusters filled, one line for each distinct set."""
+    lines = dict[str, None]()
     for request in requests:
         if request.cluster is None:
             continue
-        found = {
+        costs = {
             name: cost
             for name, cost in round_costs(request.cluster_costs).specified.items()
             if cost
         }
-        said, ops = format_costs(Costs(**found)), request.program.used_opcodes
+        text, ops = format_costs(Costs(**costs)), request.program.used_opcodes
         priced = {
             row.cost for row in INSTRUCTIONS if row.op in ops and row.lane is not Lane.COMPUTE
         }
-        if free := sorted(priced - request.stage_costs.specified.keys() - {""}):
-            said += f"; nobody tells {', '.join(free)}: free"
-        each[f"the cluster fills, in seconds: {said}\n"] = None
-    return "".join(each)
+        if missing := sorted(priced - request.stage_costs.specified.keys() - {""}):
+            text += f"; nobody tells {', '.join(missing)}: free"
+        lines[f"the cluster fills, in seconds: {text}\n"] = None
+    return "".join(lines)
 
 
 def collect_cost_facts(request: Request) -> dict[str, Any]:
-    """The same of one, for a program to read; nothing where nothing is to be said."""
-    found: dict[str, Any] = (
+    """Return the facts of `describe_costs` for one run, for JSON.
+
+    Args:
+        request: The request of the run.
+
+    Returns:
+        The facts.  A fact that does not apply is left out.
+    """
+    facts: dict[str, Any] = (
         {} if request.cluster is None else {"filled": request.cluster_costs.specified}
     )
-    found |= {"untold": names} if (names := find_unpriced_moves(request)) else {}
-    found |= {"handed_over": "as between stages"} if _uses_boundary_sizes(request) else {}
-    return found | ({"not_read": names} if (names := find_unused_costs([request])) else {})
+    facts |= {"untold": names} if (names := find_unpriced_moves(request)) else {}
+    facts |= {"handed_over": "as between stages"} if _uses_boundary_sizes(request) else {}
+    return facts | ({"not_read": names} if (names := find_unused_costs([request])) else {})

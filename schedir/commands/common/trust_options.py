@@ -9,7 +9,11 @@ from schedir.ir.input_trust import DEFAULT_MAX_INSTRUCTIONS
 
 
 def add_input_limits(parser: argparse.ArgumentParser) -> None:
-    """What a command's input may ask for, and whether it may run."""
+    """Add options that limit the size of programs, and whether a source may run code.
+
+    Args:
+        parser: The parser of the command.
+    """
     group = parser.add_argument_group("how far what is read is trusted")
     group.add_argument(
         "--max-instructions", dest="most_instructions", type=_parse_positive_count, metavar="N",
