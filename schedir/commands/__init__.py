@@ -1,15 +1,18 @@
-"""The commands: each is a row of `COMMANDS` and a file.  `common` has what several commands share.
+"""The commands of the command line: one module and one row of `COMMANDS` for each.
+
+The module has the name of its command, with a trailing "_" if the name is a Python keyword.  Only
+the module of the command that runs is imported.  `common` contains code that several commands use.
+A module has two functions:
 
     def add_arguments(parser: ArgumentParser) -> None  adds the options
     def run(args: Namespace) -> str | int              returns output, exit code, or both in a tuple
 
-and, for what --help shows after the options,
+It may have two more names, for the text after the options in `--help`:
 
-    EXAMPLES = "..."                                   lines with a command and what it does
-    def format_epilog() -> str                         returns a text that takes long to make
+    EXAMPLES = "..."                                   lines with a command and a description
+    def format_epilog() -> str                         returns a text that takes long to compute
 
-`args.typed` has the words that a person typed.  The file's name is the command's, with a `_`
-where that is a word of Python.  Only the file of the command that runs is imported.
+`args.typed` contains the words of the command line.
 """
 
 from __future__ import annotations
@@ -42,6 +45,10 @@ COMMANDS: Final = {
 
 
 def import_command(command: str) -> ModuleType:
-    """Return the module of a command."""
+    """Return the module of a command.
+
+    Args:
+        command: The name of the command, a key of `COMMANDS`.
+    """
     name = f"{command}_" if iskeyword(command) else command
     return import_module(f"{__name__}.{name}")

@@ -15,7 +15,11 @@ The page docs/real-runs.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A run."""
+    """Add the options of `calibrate`.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.add_argument("source", metavar="FILE.timeline", help="a run, most often a measured one")
     parser.add_argument(
         "--per-microbatch", action="store_true", help="what each microbatch took, not the mean"
@@ -23,14 +27,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """The costs, on one line."""
+    """Return the costs of a run on one line, in the form of `--costs`.
+
+    Args:
+        args: The parsed options of `calibrate`.
+
+    Raises:
+        UsageError: The source is not a FILE.timeline.
+    """
     from schedir.io.timeline_file import load_timeline
     from schedir.predict.calibrate import calibrate, fill_missing_backwards, format_costs
 
     if not args.source.endswith(".timeline"):
         raise UsageError(f"a run's file ends in .timeline: {args.source} does not")
     timeline = load_timeline(args.source)
-    if timeline.causality_warning:  # beside the costs, which another command reads
+    if timeline.causality_warning:  # not on standard output, which another command parses
         print(f"{args.source}: {timeline.causality_warning}", file=sys.stderr)
     costs = calibrate(timeline, per_microbatch=args.per_microbatch)
     return f"{format_costs(fill_missing_backwards(costs, timeline.program))}\n"

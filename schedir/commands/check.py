@@ -1,4 +1,4 @@
-"""The command `check`: check a program, or explain when an instruction starts."""
+"""The command `check`: check programs, or explain the start time of an instruction."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCKING_HOSTS_TEXT = ", on hosts that block, as CPUs do"
 DEVICE_SYNC_TEXT = ", where hosts wait for their whole device"
 LAZY_COMMUNICATORS_TEXT = ", where each communicator is made at its first use"
 _PROGRESS_ERRORS = (DeadlockError, GroupError, ChannelMismatchError)
-_MAX_CHAIN_LINKS = 40  # links of a chain that are shown
+_MAX_CHAIN_LINKS = 40  # printed links of a chain; it may have one per instruction
 
 EXAMPLES = """\
   schedir check interleaved --ranks 4 --microbatches 8
@@ -43,7 +43,11 @@ The page docs/progress-models.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A source, or several as steps, and whose start to explain."""
+    """Add the options of `check`.
+
+    Args:
+        parser: The parser of the command.
+    """
     add_source(parser, allows_several=True)
     check_sequence.add_arguments(parser)
     parser.add_argument(
@@ -81,7 +85,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Under which models a program finishes."""
+    """Return the progress models under which a program finishes.
+
+    Args:
+        args: The parsed options of `check`.
+
+    Returns:
+        A text, or JSON with `--json`.  With `--explain-start` it is the chain of an instruction,
+        and with several programs it is the result of `check_sequence.run`.
+
+    Raises:
+        UsageError: Options do not go together.
+        SchedirError: The program is wrong, or does not finish under the first model.  The hint of
+            the error names the models under which it finishes.
+    """
     from schedir.analysis.memory.unshard_counts import collect_sharding_facts, describe_sharding
     from schedir.analysis.progress_models import MODELS
     from schedir.predict.recompute_summary import describe_forwards
@@ -108,13 +125,13 @@ def run(args: argparse.Namespace) -> str:
         "host_device_sync": args.host_device_sync,
         "lazy_communicators": args.lazy_communicators,
     }
-    how = {"eager_limit": args.eager_limit, "sizes": args.sizes}
+    eager_options = {"eager_limit": args.eager_limit, "sizes": args.sizes}
     try:
-        check(program, first, **hosts, **how)
+        check(program, first, **hosts, **eager_options)
     except SchedirError as error:
         if isinstance(error, _PROGRESS_ERRORS):
-            fine = _find_finishing_models(program, others, **hosts, **how)
-            hints = [f"it finishes under {join_words(fine)}"] * bool(fine)
+            finishing_models = _find_finishing_models(program, others, **hosts, **eager_options)
+            hints = [f"it finishes under {join_words(finishing_models)}"] * bool(finishing_models)
             if isinstance(error, DeadlockError) and not args.lazy_communicators:
                 hints += _describe_eager_limit(program, first, error, hosts)
             error.hint = "; ".join(hints) or error.hint
@@ -122,52 +139,57 @@ def run(args: argparse.Namespace) -> str:
             _draw_deadlock(program, error, args.output)
         raise
     models = sorted(
-        [first, *_find_finishing_models(program, others, **hosts, **how)], key=MODELS.index
+        [first, *_find_finishing_models(program, others, **hosts, **eager_options)],
+        key=MODELS.index,
     )
-    # What finishes under `blocking_serial`, where a compute is a transfer's equal, finishes on such
-    # hosts.
-    known = any(hosts.values()) or ("blocking_serial" in models and args.eager_limit is None)
+    # `blocking_serial` queues computes with transfers.  A program that finishes under it also
+    # finishes on blocking hosts.
+    is_known = any(hosts.values()) or ("blocking_serial" in models and args.eager_limit is None)
     on_cpus = (
-        models if known else _find_finishing_models(program, models, blocking_hosts=True, **how)
+        models
+        if is_known
+        else _find_finishing_models(program, models, blocking_hosts=True, **eager_options)
     )
     if args.json:
         facts = {"program": program.name, "digest": program.digest, "ranks": program.shape.ranks}
         facts["stages_per_rank"] = program.shape.stages_per_rank
-        models_said = {"models": models}
-        if not args.lazy_communicators:  # hosts that meet to make communicators do not block
-            models_said["models_where_hosts_block"] = on_cpus
+        model_facts = {"models": models}
+        if not args.lazy_communicators:  # blocking hosts are not checked with this option
+            model_facts["models_where_hosts_block"] = on_cpus
         if args.host_device_sync:
-            models_said["models_where_hosts_wait_for_their_device"] = models
+            model_facts["models_where_hosts_wait_for_their_device"] = models
         return format_json(
-            facts | {"instructions": len(program)} | models_said | collect_sharding_facts(program)
+            facts | {"instructions": len(program)} | model_facts | collect_sharding_facts(program)
         )
     fails = [model for model in others if model not in models]
-    but = f", but not under {join_words(fails)}" if fails else ""
+    exceptions = f", but not under {join_words(fails)}" if fails else ""
     if args.eager_limit is not None:
-        but += f", where messages of at most {format_bytes(args.eager_limit)} wait for nobody"
+        exceptions += (
+            f", where messages of at most {format_bytes(args.eager_limit)} wait for nobody"
+        )
     if args.lazy_communicators:
-        but += LAZY_COMMUNICATORS_TEXT
+        exceptions += LAZY_COMMUNICATORS_TEXT
     elif args.host_device_sync:
-        but += DEVICE_SYNC_TEXT
+        exceptions += DEVICE_SYNC_TEXT
     elif args.blocking_hosts:
-        but += BLOCKING_HOSTS_TEXT
+        exceptions += BLOCKING_HOSTS_TEXT
     elif on_cpus != models:
         only = f"only under {join_words(on_cpus)}" if on_cpus else "under none"
-        but += f"; on hosts that block, as CPUs do, {only} (--blocking-hosts explains why)"
+        exceptions += f"; on hosts that block, as CPUs do, {only} (--blocking-hosts explains why)"
     shape = program.shape
     ranks = f"{shape.ranks} rank{'s' * (shape.ranks > 1)}"
     ranks += f" ({shape.stages_per_rank_text})" * (shape.stages_per_rank > 1)
     return (
         f"{program.name}: {len(program)} instructions on {ranks}"
         f"{'' if program.has_backward else ', which run forward only,'} are complete "
-        f"and in order, and finish under {join_words(models)}{but}\n"
+        f"and in order, and finish under {join_words(models)}{exceptions}\n"
         + (f"{parts}\n" if (parts := describe_sharding(program)) else "")
         + describe_forwards(program)
     )
 
 
 def _explain_start(args: argparse.Namespace) -> str:
-    """The chain of instructions that decides when one starts."""
+    """Return the chain of instructions that determines the start of one instruction."""
     timeline = make_request(args, args.source[0], blocking_hosts=args.blocking_hosts).timeline
     rank, _, index = args.why.partition(":")
     streams = timeline.program.streams
@@ -184,28 +206,28 @@ def _explain_start(args: argparse.Namespace) -> str:
         )
     offsets = timeline.program.offsets
     chain = timeline.critical_path_to(int(offsets[int(rank)]) + int(index)).tolist()
-    shown = []
+    links = []
     for position in chain:
-        at = timeline.spans[position]
-        number = position - int(offsets[at["rank"]])
-        instr, start, end = timeline.instruction_at(int(at["rank"]), number)
-        shown.append((int(at["rank"]), number, str(instr), start, end))
+        span = timeline.spans[position]
+        number = position - int(offsets[span["rank"]])
+        instr, start, end = timeline.instruction_at(int(span["rank"]), number)
+        links.append((int(span["rank"]), number, str(instr), start, end))
     if args.json:
         keys = ("rank", "index", "instruction", "start", "end")
-        return format_json([dict(zip(keys, link, strict=True)) for link in shown])
-    _, _, last, begin, _ = shown[-1]
-    left = len(shown) - _MAX_CHAIN_LINKS
+        return format_json([dict(zip(keys, link, strict=True)) for link in links])
+    _, _, last, begin, _ = links[-1]
+    left = len(links) - _MAX_CHAIN_LINKS
     return (
         f"{timeline.program.name}: rank {rank} #{index} {last} starts at {begin:.6g} under "
         f"{timeline.progress_model}{BLOCKING_HOSTS_TEXT * args.blocking_hosts}; what decides it, "
         "each link from the end of the "
         "one before\n"
-        + (f"the last {_MAX_CHAIN_LINKS} of {len(shown)} links\n" if left > 0 else "")
+        + (f"the last {_MAX_CHAIN_LINKS} of {len(links)} links\n" if left > 0 else "")
         + format_table(
             ["start", "end", "rank", "index", "instruction"],
             [
                 [f"{s:.6g}", f"{e:.6g}", str(r), f"#{k}", i]
-                for r, k, i, s, e in shown[-_MAX_CHAIN_LINKS:]
+                for r, k, i, s, e in links[-_MAX_CHAIN_LINKS:]
             ],
         )
     )
@@ -217,7 +239,7 @@ def _describe_eager_limit(
     error: DeadlockError,
     host_options: dict[str, bool],
 ) -> list[str]:
-    """What is said of a program that hangs, but not where messages wait for nobody."""
+    """Return a hint if a program that hangs would finish with eager messages."""
     from schedir.analysis.eager_limit import describe_eager_limit
     from schedir.ir.cost.sizes import Sizes
 
@@ -231,7 +253,7 @@ def _describe_eager_limit(
 
 
 def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
-    """Where the ranks of a refused program stand."""
+    """Write a picture of the position of each rank in a refused program."""
     from schedir.io.files import atomic_write
     from schedir.viz.deadlock_diagram import draw_deadlock
 
@@ -246,7 +268,7 @@ def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
 def _find_finishing_models(
     program: Program, models: Sequence[ProgressModel], **check_options: Any
 ) -> list[ProgressModel]:
-    """Those of some models under which a program finishes."""
+    """Return the models of `models` under which a program finishes."""
     from schedir.verify.check import check
 
     def finishes(progress_model: ProgressModel) -> bool:

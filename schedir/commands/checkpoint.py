@@ -23,7 +23,11 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is done, with which folder."""
+    """Add the actions `inspect` and `export` with their options.
+
+    Args:
+        parser: The parser of the command.
+    """
     actions = parser.add_subparsers(metavar="inspect|export", required=True, dest="action")
     about = "what checkpoints there are, and what one has"
     inspect = actions.add_parser("inspect", help=about, description=about, allow_abbrev=False)
@@ -59,12 +63,24 @@ def _add_directory_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str | tuple[str, int]:
-    """A table, or where the model is now."""
+    """Return a table of checkpoints, or the path of the exported model.
+
+    Args:
+        args: The parsed options of `checkpoint`.
+
+    Returns:
+        The text, or the text and an exit code.
+
+    Raises:
+        CheckpointError: There is no such directory or checkpoint, or the exported one is not
+            complete.
+        UsageError: An option is invalid, or a file exists and `--replace` is not given.
+    """
     return _inspect(args) if args.action == "inspect" else _export(args)
 
 
 def _inspect(args: argparse.Namespace) -> tuple[str, int]:
-    """What is there; verified, the exit code is 2 where something of it is not whole."""
+    """Return the table or JSON, and exit code 2 if `--verify` finds an incomplete checkpoint."""
     from schedir.commands.common import checkpoint_report
 
     folder = _open_directory(args)
@@ -88,7 +104,7 @@ def _export(args: argparse.Namespace) -> str:
     targets = [to / "model.safetensors", to / "config.json"] if transformers else [to]
     _require_absent(targets, args.replace)
     folder = _open_directory(args)
-    manifest, passed = _find_complete_checkpoint(folder, args.step)
+    manifest, skipped = _find_complete_checkpoint(folder, args.step)
 
     from schedir.checkpoints.safetensors_export import list_exported_tensors
     from schedir.training.gpt2_export import convert_to_gpt2
@@ -99,12 +115,12 @@ def _export(args: argparse.Namespace) -> str:
     size = _write_export(targets, folder, manifest, tensors, config, args.replace)
     types = join_words(sorted({one.meta.dtype for one in tensors}))
     copies = any(one.stored_name.startswith("main/") for one in tensors)
-    said = "".join(f"passed over: {why}\n" for why in passed)
-    said += f"wrote {to}: step {manifest.step}, {len(tensors)} tensors of {types}, "
-    said += f"{format_bytes(size)}{', from the float32 copies' * copies}\n"
+    text = "".join(f"passed over: {why}\n" for why in skipped)
+    text += f"wrote {to}: step {manifest.step}, {len(tensors)} tensors of {types}, "
+    text += f"{format_bytes(size)}{', from the float32 copies' * copies}\n"
     if args.dtype is None and any(name.startswith("main/") for name in manifest.tensors):
-        said += "the weights have float32 copies: --dtype float32 takes these\n"
-    return said
+        text += "the weights have float32 copies: --dtype float32 takes these\n"
+    return text
 
 
 def _write_export(
@@ -115,12 +131,12 @@ def _write_export(
     config: dict[str, Any] | None,
     replace: bool,
 ) -> int:
-    """Write the file of tensors, and the configuration beside it, if any: both or none."""
+    """Write the tensors and the configuration, if any: both files or none."""
     from schedir.checkpoints.safetensors_export import write_safetensors
 
     metadata = {"step": str(manifest.step)}
     also = manifest.state.get("also")
-    if config is None and isinstance(also, dict):  # as safetensors' own `save_model` says it
+    if config is None and isinstance(also, dict):  # in the format of `save_model` of safetensors
         metadata |= {str(name): str(of) for name, of in also.items()}
     made = config is not None and not targets[0].parent.exists()
     try:
@@ -133,18 +149,22 @@ def _write_export(
             )
             if config is not None:
                 paths[1].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            _require_absent(targets, replace)  # it has taken a while
+            _require_absent(targets, replace)  # again, because the export takes long
         return size
     except OSError as error:
         raise UsageError(f"cannot write {targets[0]}: {describe_os_error(error)}") from None
     finally:
         if made:
-            with suppress(OSError):  # of a folder in which there is something
+            with suppress(OSError):  # the directory is not empty
                 targets[0].parent.rmdir()
 
 
 def _open_directory(args: argparse.Namespace) -> CheckpointDirectory:
-    """The folder that is named; raises CheckpointError if it, or a step, is not there."""
+    """Return the directory of the checkpoints.
+
+    Raises:
+        CheckpointError: The directory, its checkpoints or the checkpoint of `--step` do not exist.
+    """
     from schedir.checkpoints.checkpoint_directory import MANIFEST_NAME, CheckpointDirectory
 
     folder = CheckpointDirectory(args.folder)
@@ -161,29 +181,32 @@ def _open_directory(args: argparse.Namespace) -> CheckpointDirectory:
     elif steps:
         first = f"{len(steps) - 8} more, " if len(steps) > 8 else ""
         hint = f"there are {first}{join_words([str(step) for step in steps[-8:]])}"
-    what = "" if args.step is None else f" of step {args.step}"
-    raise CheckpointError(f"there is no checkpoint{what} in {args.folder}", hint=hint)
+    step_text = "" if args.step is None else f" of step {args.step}"
+    raise CheckpointError(f"there is no checkpoint{step_text} in {args.folder}", hint=hint)
 
 
 def _find_complete_checkpoint(
     directory: CheckpointDirectory, step: int | None
 ) -> tuple[Manifest, tuple[str, ...]]:
-    """The checkpoint of a step, or the newest that is whole, verified; and what was passed over."""
+    """Return a verified checkpoint, and the reasons for the newer ones that were skipped.
+
+    It is the checkpoint of `step`, or the newest complete one if `step` is None.
+    """
     from schedir.checkpoints.manifest import IncompleteCheckpointError, join_facts
 
     if step is not None:
         return directory.verify(step), ()
-    found = directory.find_checkpoint()
-    if found.manifest is None:
+    latest = directory.find_checkpoint()
+    if latest.manifest is None:
         raise IncompleteCheckpointError(
             f"of the checkpoints in {directory.path_text} none is whole",
-            hint=join_facts(found.skip_reasons),
+            hint=join_facts(latest.skip_reasons),
         )
-    return found.manifest, found.skip_reasons
+    return latest.manifest, latest.skip_reasons
 
 
 def _require_absent(paths: list[Path], replace: bool) -> None:
-    """Refuse to write over what is there."""
+    """Raise UsageError if a file exists and may not be replaced."""
     for path in paths:
         if path.exists() and not replace:
             raise UsageError(

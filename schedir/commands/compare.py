@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from schedir.io.program_request import Request
     from schedir.predict.timeline import Timeline
 
-MAX_DIFFERENCES = 8  # differences that are told
+MAX_DIFFERENCES = 8  # printed differences of two runs; the rest is small
 
 EXAMPLES = """\
   schedir compare gpipe one_f_one_b zb_h1 --costs F=1,B=2
@@ -41,7 +41,11 @@ The page docs/which-schedule.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sources, and where a picture of all goes."""
+    """Add the options of `compare`.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.description = (
         "Compare schedules of one model. Costs are those of a whole rank, or lists for any number "
         "of stages, and are spread evenly over the stages of each schedule. A schedule without a "
@@ -56,7 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """A row per schedule."""
+    """Return a table with a row per schedule, and write the picture if `-o` is given.
+
+    Args:
+        args: The parsed options of `compare`.
+
+    Raises:
+        UsageError: Options do not go together.
+    """
     if args.output is None:
         if args.tradeoff:
             raise UsageError("bubble against memory is a picture", hint="-o FILE.png")
@@ -66,9 +77,9 @@ def run(args: argparse.Namespace) -> str:
     requests = [make_request(args, source, for_comparison=True) for source in args.source]
     require_unsharded_stages(requests)
     timelines = [request.timeline for request in requests]
-    said = _format_comparison(requests, as_table=not args.json)
+    text = _format_comparison(requests, as_table=not args.json)
     if not args.json:
-        said += _describe_differences(timelines) + describe_costs(requests)
+        text += _describe_differences(timelines) + describe_costs(requests)
     if args.output is not None:
         if args.tradeoff:
             from schedir.viz import bubble_vs_memory, save
@@ -76,42 +87,42 @@ def run(args: argparse.Namespace) -> str:
             save(bubble_vs_memory(timelines), args.output)
         else:
             save_chart(args, requests)
-        said += "" if args.json else f"wrote {args.output}\n"
-    return said
+        text += "" if args.json else f"wrote {args.output}\n"
+    return text
 
 
 def _format_comparison(requests: Sequence[Request], *, as_table: bool) -> str:
     from schedir.analysis.memory.unshard_counts import collect_sharding_facts, format_range
 
-    rows, several = [], len({request.timeline.kind for request in requests}) > 1
+    rows, several_kinds = [], len({request.timeline.kind for request in requests}) > 1
     for request in requests:
         t = request.timeline
         shape, peak = t.program.shape, int(t.peak_in_flight.max(initial=0))
         counts = {"ranks": shape.ranks, "microbatches": shape.microbatches, "stages": shape.stages}
         size = {"peak_in_flight": peak, "peak_activations": t.peak_activations}
-        found = collect_timeline_facts(t, find_lower_bound(request))
-        parts = collect_sharding_facts(t.program)
-        rows.append(found | counts | size | collect_cost_facts(request) | parts)
+        facts = collect_timeline_facts(t, find_lower_bound(request))
+        sharding = collect_sharding_facts(t.program)
+        rows.append(facts | counts | size | collect_cost_facts(request) | sharding)
     if not as_table:
         return format_json(rows)
-    cut = any("gathers" in f for f in rows)
+    has_gathers = any("gathers" in f for f in rows)
     return format_table(
         ["schedule", "ranks", "microbatches", "stages", "span", "bubble", "to gain",
-         "peak in flight", "peak activations", *["gathers"] * cut],
+         "peak in flight", "peak activations", *["gathers"] * has_gathers],
         [
-            [", ".join(filter(None, [f["program"], f["kind"] * several, f["doubt"]])),
+            [", ".join(filter(None, [f["program"], f["kind"] * several_kinds, f["doubt"]])),
              *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
              f"{f['span']:.6g} {f['unit']}".strip(),
              f"{f['bubble']:.1%}", format_possible_gain(f),
              str(f["peak_in_flight"]), f"{f['peak_activations']:.6g}",
-             *[format_range(f.get("gathers", [0]))] * cut]
+             *[format_range(f.get("gathers", [0]))] * has_gathers]
             for f in rows
         ],
     )  # fmt: skip
 
 
 def _describe_differences(timelines: Sequence[Timeline]) -> str:
-    """Of two runs of one program in one unit, where they differ most."""
+    """Return the largest differences of two runs of one program in the same unit."""
     from schedir.predict.timeline_diff import compare_timelines
 
     if len(timelines) != 2:

@@ -17,7 +17,11 @@ The page docs/ir.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a source, and the file."""
+    """Add the options of `compile`.
+
+    Args:
+        parser: The parser of the command.
+    """
     add_source(parser)
     parser.add_argument(
         "-o", dest="output", metavar="FILE.sched", required=True, help="write the program there"
@@ -26,5 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return what was written."""
+    """Write the program of a schedule, and return a line with the file name.
+
+    Args:
+        args: The parsed options of `compile`.
+    """
     return write_program(make_request(args, args.source).program, args.output)

@@ -1,4 +1,4 @@
-"""The command `diagnose`: find where a job hangs, from its flight-recorder dumps or black boxes."""
+"""The command `diagnose`: find the cause of a hang in flight recorder dumps or black boxes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ The page docs/hanging-run.md has more.
 """
 
 
-_STANDALONE_OPTIONS = ("--json", "--no-code", "--max-instructions")  # options without --program
+# Options that need no --program.
+_STANDALONE_OPTIONS = ("--json", "--no-code", "--max-instructions")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Dumps, and the program that the job runs."""
+    """Add the options of `diagnose`.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.add_argument(
         "dumps",
         metavar="DUMPS",
@@ -41,7 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Who waits for whom, and which rank is the cause."""
+    """Return the instructions for which ranks wait, and the rank that caused the hang.
+
+    Args:
+        args: The parsed options of `diagnose`.
+
+    Raises:
+        UsageError: An option needs `--program`, or the black boxes already contain a program.
+    """
     from schedir.hang_diagnosis import post_mortem
     from schedir.hang_diagnosis.flight_recorder import read_dumps
     from schedir.hang_diagnosis.hang_report import (
@@ -53,34 +65,40 @@ def run(args: argparse.Namespace) -> str:
     from schedir.hang_diagnosis.rank_positions import diagnose_copies
     from schedir.hang_diagnosis.wait_graph import DistributedJob
 
-    given = [word for word in args.typed[1:] if word.startswith("-") and word != "-"]
+    option_words = [word for word in args.typed[1:] if word.startswith("-") and word != "-"]
     if args.program is None and (
-        extra := [word for word in given if word.partition("=")[0] not in _STANDALONE_OPTIONS]
+        extra := [
+            word for word in option_words if word.partition("=")[0] not in _STANDALONE_OPTIONS
+        ]
     ):
         raise UsageError(f"{extra[0]} needs --program", hint=f"--program SCHEDULE {extra[0]} ...")
     if len(args.dumps) == 1 and (run := post_mortem.read_post_mortem(args.dumps[0])) is not None:
         return _diagnose_run(args, run)
-    dumps, passed = read_dumps(args.dumps)
+    dumps, skipped_files = read_dumps(args.dumps)
     job = DistributedJob(dumps)
     if args.program is None:
         verdicts, lines = [], describe_job(job)
     else:
         program = _load_program(args, job)
         copies = match_program(job, program)
-        loose = any(matched.order_mismatch for matched in copies)
-        verdicts = [] if loose else diagnose_copies(program, copies, args.progress_model)
+        has_order_mismatch = any(matched.order_mismatch for matched in copies)
+        verdicts = (
+            [] if has_order_mismatch else diagnose_copies(program, copies, args.progress_model)
+        )
         lines = (
-            describe_named_job(job, program, copies) if loose else describe_program(job, verdicts)
+            describe_named_job(job, program, copies)
+            if has_order_mismatch
+            else describe_program(job, verdicts)
         )
     if args.json:
         return format_json(_collect_facts(job, verdicts) | {"said": lines})
-    if passed:
-        lines.append(f"passed over {len(passed)} files whose names end in no rank")
+    if skipped_files:
+        lines.append(f"passed over {len(skipped_files)} files whose names end in no rank")
     return "".join(f"{line}\n" for line in lines)
 
 
 def _diagnose_run(args: argparse.Namespace, post_mortem: PostMortem) -> str:
-    """What black boxes say; the program is beside them."""
+    """Return the diagnosis of a run with black boxes, which contain the program."""
     if args.program is not None:
         raise UsageError(
             f"{post_mortem.directory} has the black boxes of a run, which have their program",
@@ -94,7 +112,11 @@ def _diagnose_run(args: argparse.Namespace, post_mortem: PostMortem) -> str:
 
 
 def _load_program(args: argparse.Namespace, job: DistributedJob) -> Program:
-    """The program; a schedule is compiled for as many ranks as exchange messages."""
+    """Return the program of `--program`.
+
+    A schedule is compiled for the number of ranks that exchange messages, unless `--ranks` is
+    given.
+    """
     from schedir.hang_diagnosis.program_matching import find_communicating_ranks
     from schedir.io.source_loader import Source
     from schedir.ir.program import Program

@@ -30,7 +30,11 @@ The page docs/pictures.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sources, where the picture goes, and what it shows."""
+    """Add the options of `draw`.
+
+    Args:
+        parser: The parser of the command.
+    """
     add_source(parser, allows_several=True)
     parser.add_argument(
         "-o", dest="output", metavar="FILE",
@@ -45,7 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """The picture, by the ending of its name."""
+    """Draw runs on the terminal or to a file, in the format of the file's suffix.
+
+    Args:
+        args: The parsed options of `draw`.
+
+    Returns:
+        The chart of letters, or a line with the file name.
+
+    Raises:
+        UsageError: Options do not go together, or the suffix is unknown.
+    """
     page = args.output is not None and args.output.lower().endswith(".html")
     if args.idle and (page or args.output is None):
         raise UsageError("a map of idle time is a picture", hint="-o FILE.png")
@@ -83,13 +97,13 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _format_text_chart(request: Request) -> str:
-    """The run in letters, and below it how short any could be."""
-    said = describe_run_bound(request.timeline, find_lower_bound(request))
-    return format_text_chart(request.timeline) + (f"{said}\n" if said else "")
+    """Return a run as a chart of letters, with its lower bound below."""
+    bound_text = describe_run_bound(request.timeline, find_lower_bound(request))
+    return format_text_chart(request.timeline) + (f"{bound_text}\n" if bound_text else "")
 
 
 def _predict_measured_run(measured: Timeline) -> Timeline:
-    """The run that the mean times of a measured one predict."""
+    """Return the run that a simulation at the mean times of a measured run predicts."""
     from dataclasses import replace
 
     from schedir.predict.calibrate import calibrate

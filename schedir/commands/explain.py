@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from schedir.predict.what_if import Advice, SimulatedChange
     from schedir.schedule_search.search_results import LowerBound
 
-MAX_CHANGES = 3  # changes that save time; more if commands for them are shown
-MAX_MEMORY_CHANGES = 5  # changes of what ranks hold
-TORCH_FORMAT = "torch-2.13"  # the form of its CSV that has transfers
+# Printed changes that save time.  Changes for which there is a command are always printed.
+MAX_CHANGES = 3
+MAX_MEMORY_CHANGES = 5  # printed changes of the memory of ranks
+TORCH_FORMAT = "torch-2.13"  # the version of torch's CSV format that contains transfers
 
 EXAMPLES = """\
   schedir explain one_f_one_b --costs F=1,B=2,send=0.2
@@ -44,14 +45,25 @@ The page docs/slow-run.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A source."""
+    """Add the options of `explain`.
+
+    Args:
+        parser: The parser of the command.
+    """
     add_source(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_compile_options(parser)
 
 
 def run(args: argparse.Namespace) -> str:
-    """Some five lines."""
+    """Return a few lines about idle time, and the changes that would shorten the step.
+
+    Args:
+        args: The parsed options of `explain`.
+
+    Returns:
+        A text, or JSON with `--json`.
+    """
     from schedir.ir.cost.costs import Costs
     from schedir.predict.bubble_causes import idleness
     from schedir.predict.calibrate import calibrate, fill_missing_backwards
@@ -64,25 +76,31 @@ def run(args: argparse.Namespace) -> str:
         costs = Costs() if request.source_timeline is None else calibrate(timeline)
     costs = fill_missing_backwards(costs, timeline.program)
     advice = advise(timeline, costs, request.schedule, limit)
-    least = _find_lower_bounds(advice, costs)
-    hows = [_describe_recipe(change, args, request) for change in advice.changes]
+    lower_bounds = _find_lower_bounds(advice, costs)
+    recipes = [_describe_recipe(change, args, request) for change in advice.changes]
     if args.json:
         return format_json(
-            _collect_facts(timeline, advice, hows, least) | collect_cost_facts(request)
+            _collect_facts(timeline, advice, recipes, lower_bounds) | collect_cost_facts(request)
         )
     idle = idleness(timeline)
     lines = [_describe_bubble(timeline, idle), *_describe_longest_wait(timeline, idle)]
     lines += (
-        _describe_advice(advice, hows, timeline)
-        + _describe_possible_saving(advice, least)
+        _describe_advice(advice, recipes, timeline)
+        + _describe_possible_saving(advice, lower_bounds)
         + _describe_memory_changes(advice, limit)
     )
     return "".join(f"{line}\n" for line in lines) + describe_costs([request])
 
 
 def _drop_exceeded_limit(request: Request) -> tuple[Request, float | None]:
-    """A request whose program may hold more than its limit, which is told, too: what would fit is
-    for us to say."""
+    """Return a request that accepts a program over the memory limit, and the limit.
+
+    `explain` reports the changes that fit into the limit.  It therefore needs a prediction of a
+    program that does not fit.
+
+    Raises:
+        MemoryLimitError: An option is "fit", and the program does not fit into the limit.
+    """
     from dataclasses import replace
 
     from schedir.errors import MemoryLimitError
@@ -97,20 +115,23 @@ def _drop_exceeded_limit(request: Request) -> tuple[Request, float | None]:
 
 
 def _find_lower_bounds(advice: Advice, costs: Costs) -> list[LowerBound]:
-    """Below what no order of these stages is that holds no more activations, in which sense advice
-    is given; the second with split backwards, where all are whole.  None where no bound is known.
+    """Return the lower bounds of all orders of these stages with no more activations.
+
+    Returns:
+        One bound, and a second one with split backwards if the program has full backwards only.
+        Empty if no bound is known or the advice is not reliable.
     """
     from schedir.ir.isa.instructions import BACKWARD_INPUT
     from schedir.schedule_search.bounds.program_bound import compute_program_bound
 
     program = advice.baseline.program
     kinds = (False, True) if BACKWARD_INPUT not in program.used_opcodes else (True,)
-    found = [compute_program_bound(program, costs, split_backward=split) for split in kinds]
-    return [bound for bound in found if bound is not None] if advice.is_reliable else []
+    bounds = [compute_program_bound(program, costs, split_backward=split) for split in kinds]
+    return [bound for bound in bounds if bound is not None] if advice.is_reliable else []
 
 
 def _describe_possible_saving(advice: Advice, lower_bounds: list[LowerBound]) -> list[str]:
-    """The most that any other order could save."""
+    """Return a line with the largest possible saving of another order."""
     shares = [compute_saving(advice.baseline.span, bound.value) for bound in lower_bounds]
     most = [describe_saving(share) for share in shares]
     if len({*most}) > 1:
@@ -152,7 +173,7 @@ def _collect_change_facts(change: SimulatedChange) -> dict[str, Any]:
 def _describe_recipe(
     change: SimulatedChange, args: argparse.Namespace, request: Request
 ) -> list[str]:
-    """How a change is had, if it is one of transfers or of the progress model."""
+    """Return commands that make a change of transfers, or the transports of a progress model."""
     from schedir.analysis.progress_models import get_model_row
     from schedir.io import torch_csv
     from schedir.ir.cost.costs import Costs
@@ -165,18 +186,18 @@ def _describe_recipe(
     if row.kind not in ("transfers", "grouped") or request.compile_options:
         return []
     costs, overlap = row.transfer_costs, row.kind == "grouped"
-    of_file = isinstance(request.source.schedule_or_program, Program)
-    again = ["--relower"] * of_file
-    if request.specified or not of_file:
-        again += format_shape_options(program, request.specified)
+    is_program = isinstance(request.source.schedule_or_program, Program)
+    options = ["--relower"] * is_program
+    if request.specified or not is_program:
+        options += format_shape_options(program, request.specified)
     if args.buffer_sharing is not None:
-        again += option_words("buffer_sharing", args.buffer_sharing)
-    words = [args.source, *again] + option_words("overlap") * overlap
-    # A program's file says no model: whoever goes on from other.sched must know under which it is.
-    own = (
+        options += option_words("buffer_sharing", args.buffer_sharing)
+    words = [args.source, *options] + option_words("overlap") * overlap
+    # A program file contains no progress model, so the command must contain it.
+    default_model = (
         "per_device" if request.source_timeline is None else request.source_timeline.progress_model
     )
-    if (model := args.progress_model or own) != "per_device":
+    if (model := args.progress_model or default_model) != "per_device":
         words += ["--progress-model", model]
     command = f"schedir print {shlex.join(words)}"
     if (
@@ -186,9 +207,11 @@ def _describe_recipe(
     ):
         command += f' --costs "$(schedir calibrate {shlex.quote(args.source)})"'
     elif costs is not None:
-        usual = format_costs(Costs()).split(",")
-        told = [part for part in format_costs(costs).split(",") if part not in usual]
-        command += f" --costs {','.join(told)}"
+        default_costs = format_costs(Costs()).split(",")
+        changed_costs = [
+            part for part in format_costs(costs).split(",") if part not in default_costs
+        ]
+        command += f" --costs {','.join(changed_costs)}"
     lines = [f"{command} -o other.sched"]
     try:
         torch_csv.to_csv(program, TORCH_FORMAT)
@@ -203,13 +226,13 @@ def _describe_recipe(
 
 
 def _describe_bubble(timeline: Timeline, idle: NDArray[Any]) -> str:
-    """The bubble by cause, the largest first."""
+    """Return a line with the bubble by cause, the largest first."""
     from schedir.predict.bubble_causes import IdleCause, sum_by_cause
 
-    whole = timeline.span * timeline.ranks
-    share = sum_by_cause(idle, timeline.ranks).sum(0) / (whole or 1.0)
-    told = sorted((c for c in IdleCause if share[c] >= 0.0005), key=lambda c: -share[c])
-    causes = ", ".join(f"{c.name.lower()} {share[c]:.1%}" for c in told)
+    total_time = timeline.span * timeline.ranks
+    share = sum_by_cause(idle, timeline.ranks).sum(0) / (total_time or 1.0)
+    printed_causes = sorted((c for c in IdleCause if share[c] >= 0.0005), key=lambda c: -share[c])
+    causes = ", ".join(f"{c.name.lower()} {share[c]:.1%}" for c in printed_causes)
     unit = timeline.unit and f" {timeline.unit}"
     ranks = f"{timeline.ranks} rank{'s' * (timeline.ranks > 1)}"
     return (
@@ -219,7 +242,7 @@ def _describe_bubble(timeline: Timeline, idle: NDArray[Any]) -> str:
 
 
 def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
-    """Which instruction of which rank is waited for longest, in all its microbatches."""
+    """Return a line with the instruction for which ranks wait longest, over all microbatches."""
     import numpy as np
 
     from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS
@@ -233,12 +256,16 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     kinds, which = np.unique(awaited, return_inverse=True)
     waited = np.bincount(which, idle["end"] - idle["start"])
     rank, op, stage = kinds[waited.argmax()].tolist()
-    took, pair = spans["end"] - spans["start"], timeline.is_second_of_pair.copy()
+    durations, pair = spans["end"] - spans["start"], timeline.is_second_of_pair.copy()
     pair[:-1] |= pair[1:]
-    alike = (spans["op"] == op) & ~pair  # two that run together have one time for both
-    own, than = took[alike & (spans["stage"] == stage)], ""
-    if len(own) and abs(own.mean() - took[alike].mean()) > 0.01 * took[alike].mean():
-        than = f"; it takes {own.mean() / took[alike].mean():.2f}x the mean"
+    is_same_op = (spans["op"] == op) & ~pair  # two overlapped instructions share one time
+    stage_times, comparison = durations[is_same_op & (spans["stage"] == stage)], ""
+    if (
+        len(stage_times)
+        and abs(stage_times.mean() - durations[is_same_op].mean())
+        > 0.01 * durations[is_same_op].mean()
+    ):
+        comparison = f"; it takes {stage_times.mean() / durations[is_same_op].mean():.2f}x the mean"
     idle_time = timeline.idle.sum()
     if not idle_time > 0:  # the waits are so short that they round to 0
         return []
@@ -246,12 +273,12 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     return [
         f"longest awaited: {INSTRUCTIONS[op].text} of stage {stage} on rank {rank}, in "
         f"{share:.0%} of the "
-        f"idle time{than}"
+        f"idle time{comparison}"
     ]
 
 
 def _describe_advice(advice: Advice, recipes: list[list[str]], timeline: Timeline) -> list[str]:
-    """What helps most, and of what these claims are."""
+    """Return lines with the changes that save most time, and the error of the simulation."""
     from schedir.predict.calibrate import MIN_REPORTED_SHARE, compute_unexplained_share
     from schedir.predict.what_if import MAX_COMPILED_INSTRUCTIONS, MIN_SAVING
 
@@ -272,7 +299,7 @@ def _describe_advice(advice: Advice, recipes: list[list[str]], timeline: Timelin
         of += f", in which {lost:.1%} of the ranks' time is unexplained and counts as work"
     if timeline.kind == "predicted":
         of = ""
-    # What is less than the simulation misses may be noise.
+    # A saving below the error of the simulation may be noise.
     least = max(MIN_SAVING, abs(advice.relative_error))
     best = [(k, change) for k, change in enumerate(advice.changes) if change.saved_share >= least]
     if len(base.program) > MAX_COMPILED_INSTRUCTIONS:
@@ -282,7 +309,7 @@ def _describe_advice(advice: Advice, recipes: list[list[str]], timeline: Timelin
     head = f"what would save most of the time of a microbatch, by simulation{of}:"
     lines = [head]
     for k, (at, change) in enumerate(best):
-        if k < MAX_CHANGES or recipes[at]:  # what is told how to get is always told
+        if k < MAX_CHANGES or recipes[at]:  # changes with commands are always printed
             lines += [
                 f"  {change.saved_share:6.1%}  {change.description}: {change.describe()}",
                 *(f"{'':10}{how}" for how in recipes[at]),
@@ -291,7 +318,7 @@ def _describe_advice(advice: Advice, recipes: list[list[str]], timeline: Timelin
 
 
 def _describe_memory_changes(advice: Advice, memory_limit: float | None) -> list[str]:
-    """Return what ranks could hold instead, a line each."""
+    """Return a line for each change of the memory of ranks."""
     now = advice.current
     if not advice.fits_memory and memory_limit is not None:
         head = f"what is held does not fit into {format_bytes(memory_limit)}: {now.describe()}; "

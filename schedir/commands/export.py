@@ -10,11 +10,17 @@ from schedir.commands.common.schedule_options import add_compile_options, add_so
 from schedir.errors import UsageError
 from schedir.io.files import atomic_write
 
-COMPRESS_ABOVE_BYTES = 5_000_000  # bytes above which JSON is packed
+COMPRESS_ABOVE_BYTES = 5_000_000  # bytes of JSON; larger files are compressed with gzip
 
 
 class ExportFormat(NamedTuple):
-    """A form: how it says what a source names, how its file ends, and for whom it is."""
+    """A file format of another system.
+
+    Attributes:
+        to_text: Returns the contents of the file for the parsed options.
+        suffix: The suffix of the file.
+        description: A phrase for the help.
+    """
 
     to_text: Callable[[argparse.Namespace], str]
     suffix: str
@@ -60,7 +66,11 @@ The page docs/torch.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A source, the form, and where it goes."""
+    """Add the options of `export`.
+
+    Args:
+        parser: The parser of the command.
+    """
     add_source(parser)
     about = "; ".join(f"{name}: {form.description}" for name, form in EXPORT_FORMATS.items())
     parser.add_argument("--to", metavar="FORM", required=True, help=about)
@@ -69,19 +79,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """The file; packed if its name says so, or if it is large JSON."""
+    """Write a program or a run in another format, and return a line with the file name.
+
+    A file is compressed if its name ends in ".json.gz", or if it is large JSON.
+
+    Args:
+        args: The parsed options of `export`.
+
+    Raises:
+        UsageError: The format is unknown, or the file has the wrong suffix.
+    """
     if args.to not in EXPORT_FORMATS:
         raise UsageError(
             f"no form {args.to!r} to export to", hint=f"there are {', '.join(EXPORT_FORMATS)}"
         )
     form, output = EXPORT_FORMATS[args.to], args.output
-    packed = form.suffix == ".json" and output.endswith(".json.gz")
-    if not (output.endswith(form.suffix) or packed):
+    is_compressed = form.suffix == ".json" and output.endswith(".json.gz")
+    if not (output.endswith(form.suffix) or is_compressed):
         raise UsageError(f"the file ends in {form.suffix}: {output} does not")
     content = form.to_text(args).encode()
-    if form.suffix == ".json" and not packed and len(content) > COMPRESS_ABOVE_BYTES:
-        output, packed = f"{output}.gz", True
-    if packed:
+    if form.suffix == ".json" and not is_compressed and len(content) > COMPRESS_ABOVE_BYTES:
+        output, is_compressed = f"{output}.gz", True
+    if is_compressed:
         import gzip
 
         content = gzip.compress(content, mtime=0)

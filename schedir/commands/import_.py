@@ -21,7 +21,11 @@ The page docs/traces.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Files, and where what they say goes."""
+    """Add the options of `import`.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.add_argument(
         "sources",
         metavar="SOURCE",
@@ -49,7 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """The program, lowered if it has no transfers, and checked in any case."""
+    """Write the program of a CSV or the run of traces, and return a summary.
+
+    A program without transfers is lowered.  Every program is checked.
+
+    Args:
+        args: The parsed options of `import`.
+
+    Raises:
+        UsageError: Options do not go together, or there are several CSV files.
+        SchedirError: The CSV or the traces cannot be read, or the program is wrong.
+    """
     is_csv = [source.endswith(".csv") for source in args.sources]
     if not any(is_csv):
         return _import_traces(args)
@@ -94,7 +108,10 @@ def _import_csv(args: argparse.Namespace, source: str) -> str:
 
 
 def _describe_skipped_unshards(text: str, zero: int) -> str:
-    """What torch writes for all stages, and a program has only if it is asked for."""
+    """Return a line with the number of UNSHARD actions that were skipped.
+
+    torch writes them for all stages.  A program has them only with ZeRO.
+    """
     from schedir.io.torch_unshard import UNSHARD
 
     if not (number := text.count(UNSHARD)) or zero:
@@ -113,11 +130,11 @@ def _import_traces(args: argparse.Namespace) -> str:
             f"a run's file ends in {TIMELINE_SUFFIX}, a program's in .sched: {args.output}"
         )
     request = make_request(args, args.sources[0])
-    own = {"costs": "--costs", "sizes": "--sizes", "memory_limit": "--memory-limit",
+    option_names = {"costs": "--costs", "sizes": "--sizes", "memory_limit": "--memory-limit",
            "relower": "--relower"}  # fmt: skip
-    for name in (*own, "buffer_sharing", "overlap"):
+    for name in (*option_names, "buffer_sharing", "overlap"):
         if getattr(args, name):
-            option = own.get(name) or option_name(name)
+            option = option_names.get(name) or option_name(name)
             raise UsageError(
                 f"traces say what was run, and when: {option} is not for them", fields=[name]
             )
@@ -126,7 +143,7 @@ def _import_traces(args: argparse.Namespace) -> str:
             f"traces say what was run: {option_name(name)} is not for them", fields=[name]
         )
     files = find_trace_files(args.sources)
-    found = read_run(
+    result = read_run(
         files,
         step=args.step,
         progress_model=args.progress_model,
@@ -134,7 +151,7 @@ def _import_traces(args: argparse.Namespace) -> str:
         program_attributes=request.traits,
         on_read=_Progress(len(files)) if sum_file_sizes(files) >= PARALLEL_READ_BYTES else None,
     )
-    timeline = found.timeline
+    timeline = result.timeline
     program, shape = timeline.program, timeline.program.shape
     if args.ranks is not None and shape.ranks != args.ranks:
         raise UsageError(
@@ -148,19 +165,19 @@ def _import_traces(args: argparse.Namespace) -> str:
     lines = [
         f"wrote {args.output}: {shape.ranks} ranks, {shape.stages} stages, {shape.microbatches} "
         f"microbatches, {len(program)} instructions",
-        f"{found.step}: {timeline.bubble:.1%} of {shape.ranks} ranks x {timeline.span:.6g} s is "
+        f"{result.step}: {timeline.bubble:.1%} of {shape.ranks} ranks x {timeline.span:.6g} s is "
         "idle",
         *filter(None, [timeline.causality_warning]),
-        *found.notes,
+        *result.notes,
     ]
-    if len(found.steps) > 1:
-        others = f"{found.steps[0]} to {found.steps[-1]}"
+    if len(result.steps) > 1:
+        others = f"{result.steps[0]} to {result.steps[-1]}"
         lines.append(f"--step N reads another ProfilerStep, from {others}")
     return "".join(f"{line}\n" for line in lines)
 
 
 class _Progress:
-    """Says how many files have been read, to who looks on."""
+    """Print on a terminal how many files were read."""
 
     def __init__(self, file_count: int) -> None:
         self.file_count, self.files_read = file_count, 0
@@ -178,5 +195,5 @@ class _Progress:
 
 
 def _derive_program_name(source: str) -> str:
-    """A name for a program, after the file that it is read from or written to."""
+    """Return a name for a program, derived from the name of its file."""
     return re.sub(r"[^\w.-]+", "_", Path(source).stem)

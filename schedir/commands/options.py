@@ -1,4 +1,4 @@
-"""The command `options`: list the options of how a schedule is compiled."""
+"""The command `options`: list the options for compiling a schedule."""
 
 from __future__ import annotations
 
@@ -24,13 +24,24 @@ The page README.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Add the options of `options`.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.add_argument("name", metavar="NAME", nargs="?", help="describe this option only")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return a table of all options, or the description of one."""
+    """Return a table of all options, or the description of one.
+
+    Args:
+        args: The parsed options of `options`.
+
+    Raises:
+        UsageError: There is no option of this name.
+    """
     if args.name is not None and (name := args.name.replace("-", "_")) not in PROGRAM_OPTIONS:
         raise unknown_option_error(name)
     chosen = PROGRAM_OPTIONS if args.name is None else {name: PROGRAM_OPTIONS[name]}

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------- plans for several numbers of GPUs
 
-# With "strong" scaling the batch is the same for each number of GPUs, with "weak" it grows.
+# "strong" scaling has the same batch for each number of GPUs.  With "weak" scaling it grows.
 
 
 _SCALING_DESCRIPTIONS = {"strong": "the same batch", "weak": "a batch that grows with the GPUs"}
@@ -55,25 +55,25 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
     for option, name in excluded:
         if option:
             raise UsageError(f"{name} needs one number of GPUs, and --gpu-counts has several")
-    asked, refused = parse_plan_request(args), list[str]()
-    found = {
-        way: _find_plan_per_gpu_count(asked, args.scale, way, refused)
+    request, refusals = parse_plan_request(args), list[str]()
+    plans_by_scaling = {
+        way: _find_plan_per_gpu_count(request, args.scale, way, refusals)
         for way in _SCALING_DESCRIPTIONS
     }
     if args.picture is not None:
         from schedir.viz import plan_scaling, save
 
-        save(plan_scaling(found["strong"], found["weak"]), args.picture)
+        save(plan_scaling(plans_by_scaling["strong"], plans_by_scaling["weak"]), args.picture)
     if args.json:
         return format_json({way: [collect_plan_facts(plan) for plan in plans] for way,
-            plans in found.items()}
-                       | {"refused": refused})  # fmt: skip
+            plans in plans_by_scaling.items()}
+                       | {"refused": refusals})  # fmt: skip
     lines = [
         f"{way}: {_SCALING_DESCRIPTIONS[way]}\n{_format_scaling_table(plans)}"
-        for way, plans in found.items()
+        for way, plans in plans_by_scaling.items()
         if plans
     ]
-    lines += [f"not {line}\n" for line in refused]
+    lines += [f"not {line}\n" for line in refusals]
     return "".join(lines) + (f"wrote {args.picture}\n" if args.picture is not None else "")
 
 
@@ -82,25 +82,27 @@ def _find_plan_per_gpu_count(
 ) -> list[PlanEstimate]:
     """Return the best plan for each number of GPUs.
 
-    For each number without a plan, a line that says why is appended to `refusals`.
+    For each number without a plan, a line with the reason is appended to `refusals`.
     """
-    found: list[PlanEstimate] = []
-    most = max(gpu_counts)
-    first: SchedirError | None = None
+    result: list[PlanEstimate] = []
+    max_gpus = max(gpu_counts)
+    first_error: SchedirError | None = None
     for gpus in sorted({*gpu_counts}):
-        batch = request.batch if scaling == "strong" else request.batch * gpus / most
+        batch = request.batch if scaling == "strong" else request.batch * gpus / max_gpus
         if batch != int(batch):
             refusals.append(f"{gpus:,} GPUs, {scaling}: {batch:.2f} sequences are no batch")
             continue
-        here = replace(request, cluster=resize_cluster(request.cluster, gpus), batch=int(batch))
+        scaled_request = replace(
+            request, cluster=resize_cluster(request.cluster, gpus), batch=int(batch)
+        )
         try:
-            found += find_plans(here, 1)
+            result += find_plans(scaled_request, 1)
         except SchedirError as error:
-            first = first or error
+            first_error = first_error or error
             refusals.append(f"{gpus:,} GPUs, {scaling}: {error.fact}")
-    if not found and first is not None:
-        raise first
-    return found
+    if not result and first_error is not None:
+        raise first_error
+    return result
 
 
 def _format_scaling_table(plans: Sequence[PlanEstimate]) -> str:
@@ -131,19 +133,17 @@ def _format_scaling_table(plans: Sequence[PlanEstimate]) -> str:
 # Measure this machine, and write a cluster file of it.
 
 
-_PLANNING_OPTIONS: Final = (
-    "model",
-    "layers",
-    "batch",
-    "cluster",
-    "scale",
-    "picture",
-)  # not with --measure
-_MEASURING_OPTIONS: Final = ("processes", "device")  # only with --measure
+# Options that `--measure` excludes, and options that need it.
+_PLANNING_OPTIONS: Final = ("model", "layers", "batch", "cluster", "scale", "picture")
+_MEASURING_OPTIONS: Final = ("processes", "device")
 
 
 def add_measure_options(group: argparse._ArgumentGroup) -> None:
-    """Add `--measure` and the options that only it takes."""
+    """Add `--measure` and the options that need it.
+
+    Args:
+        group: The group of options.
+    """
     group.add_argument(
         "--measure",
         action="store_true",
@@ -159,22 +159,26 @@ def add_measure_options(group: argparse._ArgumentGroup) -> None:
 def measure_cluster(args: argparse.Namespace) -> str | None:
     """Measure this machine, and write the cluster file.
 
+    Args:
+        args: The parsed options of `plan`.
+
     Returns:
-        A table of what was measured and what the file predicts of it, or None without `--measure`.
+        A table of the measurements and the predictions of the cluster file.  None without
+        `--measure`.
 
     Raises:
         UsageError: An option does not go with `--measure` or is missing, or the machine cannot be
             measured.
     """
     if not args.measure:
-        if said := [name for name in _MEASURING_OPTIONS if getattr(args, name) is not None]:
-            raise UsageError(f"--{said[0]} is of --measure", hint="--measure -o here.toml",
-                             fields=said)  # fmt: skip
+        if given := [name for name in _MEASURING_OPTIONS if getattr(args, name) is not None]:
+            raise UsageError(f"--{given[0]} is of --measure", hint="--measure -o here.toml",
+                             fields=given)  # fmt: skip
         return None
-    if said := [name for name in _PLANNING_OPTIONS if getattr(args, name) is not None]:
+    if given := [name for name in _PLANNING_OPTIONS if getattr(args, name) is not None]:
         raise UsageError(
-            f"--measure plans nothing, and takes no --{said[0]}",
-            hint="plan with the file that it writes: --cluster here.toml", fields=said,
+            f"--measure plans nothing, and takes no --{given[0]}",
+            hint="plan with the file that it writes: --cluster here.toml", fields=given,
         )  # fmt: skip
     if args.output is None or Path(args.output).suffix != ".toml":
         raise UsageError("--measure writes a cluster file, FILE.toml, and nobody says where",
@@ -185,12 +189,14 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
 
     with atomic_write(args.output) as temporary:  # fails here if the path cannot be written
         temporary.touch()
-        found = measure(args.processes, args.device or "cpu", progress=True)
-        of = f"{found.cluster.gpu_count} process{'es' * (found.cluster.gpu_count > 1)}"
-        about = f"Measured by schedir plan --measure, of {of} at the same time."
-        save_cluster(found.cluster, temporary, comment=about, notes=found.notes)
-    warnings = [f"warning: {one}" for one in found.warnings]
-    return "".join(f"{line}\n" for line in (*found.table, *warnings, f"wrote {args.output}"))
+        measurement = measure(args.processes, args.device or "cpu", progress=True)
+        processes = (
+            f"{measurement.cluster.gpu_count} process{'es' * (measurement.cluster.gpu_count > 1)}"
+        )
+        comment = f"Measured by schedir plan --measure, of {processes} at the same time."
+        save_cluster(measurement.cluster, temporary, comment=comment, notes=measurement.notes)
+    warnings = [f"warning: {one}" for one in measurement.warnings]
+    return "".join(f"{line}\n" for line in (*measurement.table, *warnings, f"wrote {args.output}"))
 
 
 # ---------------------------------------------------------------- options
@@ -203,7 +209,11 @@ The page docs/planner.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options: the model, the machines, what is fixed, and the output."""
+    """Add the options of `plan`.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.description = (
         "Plan a training run. Find the parallel degrees, schedule, recomputation and ZeRO level "
         "with the shortest step on these machines, and print its time, memory and bottleneck."
@@ -317,7 +327,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
 
 
 def format_epilog() -> str:
-    """Return the names of models that `--model` knows, for `--help`."""
+    """Return the model names that `--model` accepts, for `--help`."""
     from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
     rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODEL_PRESETS.items())
@@ -336,9 +346,19 @@ def _parse_names(text: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return the best plans and the bottleneck of the first, and write the files."""
-    if (found := measure_cluster(args)) is not None:
-        return found
+    """Return the best plans and the bottleneck of the first, and write the files.
+
+    Args:
+        args: The parsed options of `plan`.
+
+    Returns:
+        A table, JSON with `--json`, or the result of `measure_cluster` with `--measure`.
+
+    Raises:
+        UsageError: Options are invalid or do not go together, or no plan fits.
+    """
+    if (measurement := measure_cluster(args)) is not None:
+        return measurement
     from schedir.commands.common.plan_report import format_plans, format_plans_json
 
     if args.tradeoff and args.picture is None:
@@ -348,7 +368,7 @@ def run(args: argparse.Namespace) -> str:
     if args.picture is not None:
         from schedir.viz.figures.figure_files import require_figure_suffix
 
-        require_figure_suffix(args.picture)  # a wrong suffix is an error before anything is planned
+        require_figure_suffix(args.picture)  # fails before the search for plans
     if args.top < 1:
         raise UsageError(f"--top says how many plans are told, from 1 on, not {args.top}")
     if args.tokens is not None and not 0 < args.tokens < inf:
@@ -365,30 +385,36 @@ def run(args: argparse.Namespace) -> str:
                          fields=["offload"])  # fmt: skip
     if args.scale is not None:
         return _plan_for_gpu_counts(args)
-    asked = parse_plan_request(args)
+    request = parse_plan_request(args)
     if args.picture is not None:
         require_writable(args.picture)
     with _open_output(args.output) as path:
-        best = find_plans(asked, args.top)
-        best = optimize_plan_divisions(asked, best) if args.cut else best
-        plans, programs, note = improve_plan_schedules(asked, best, args.seconds * args.search)
+        best = find_plans(request, args.top)
+        best = optimize_plan_divisions(request, best) if args.cut else best
+        plans, programs, note = improve_plan_schedules(request, best, args.seconds * args.search)
         if not 1 <= args.take <= len(plans):
             raise UsageError(f"there is no plan {args.take}: they are 1 to {len(plans)}",
                              fields=["take"])  # fmt: skip
-        taken = plans[args.take - 1]
+        selected_plan = plans[args.take - 1]
         if path is not None:
             path.write_text(
-                _format_plan_file(args, asked, taken, programs.get(taken)), encoding="utf-8"
+                _format_plan_file(args, request, selected_plan, programs.get(selected_plan)),
+                encoding="utf-8",
             )
     if args.picture is not None:
-        _draw_plans(args, asked, plans, taken)
+        _draw_plans(args, request, plans, selected_plan)
     if args.json:
-        return format_plans_json(asked, plans)
-    return format_plans(asked, plans, args.take, args.tokens) + note + _describe_written_files(args)
+        return format_plans_json(request, plans)
+    return (
+        format_plans(request, plans, args.take, args.tokens) + note + _describe_written_files(args)
+    )
 
 
 def _open_output(path: str | None) -> AbstractContextManager[Path | None]:
-    """Return a context with the file to write.  It fails before planning if that is impossible."""
+    """Return a context that yields the file to write, or None.
+
+    It fails before planning if the file cannot be written.
+    """
     return nullcontext() if path is None else _touch_output(path)
 
 
@@ -409,7 +435,7 @@ def _format_plan_file(
     plan: PlanEstimate,
     searched_program: Program | None,
 ) -> str:
-    """Return a plan as a configuration of `schedir train`, or as a program, with comments."""
+    """Return a plan as a configuration of `schedir train` or as a program, with comments."""
     from schedir.commands.common.plan_report import describe_plan
     from schedir.errors import format_bytes
     from schedir.ir.text_format import to_text
@@ -451,10 +477,12 @@ def _format_simulate_command(
     model, cluster = request.model, request.cluster
     if cluster.processors is not None:  # ranks share the memory bandwidth and caches of processors
         return ""
-    of = get_trainer(cluster)
-    times = compute_stage_times(model, cluster, plan, of.constants)
+    trainer = get_trainer(cluster)
+    times = compute_stage_times(model, cluster, plan, trainer.constants)
     shape = build_pipeline_shape(plan) if searched_program is None else searched_program.shape
-    costs = compute_costs(model, cluster, plan, shape, times, of.constants, of.state_bytes)
+    costs = compute_costs(
+        model, cluster, plan, shape, times, trainer.constants, trainer.state_bytes
+    )
     return (
         "# in seconds: schedir simulate FILE --progress-model per_edge "
         f"--costs {format_costs(costs)}\n"

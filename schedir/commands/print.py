@@ -22,7 +22,11 @@ The page docs/ir.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A source, and how to print it."""
+    """Add the options of `print`.
+
+    Args:
+        parser: The parser of the command.
+    """
     add_source(parser)
     parser.add_argument(
         "--no-repeat", dest="flat", action="store_true", help="one line per instruction"
@@ -38,7 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """The text, folded unless told otherwise."""
+    """Return the text of a program, or write it to a file.
+
+    Repeated lines are folded, unless `--no-repeat` is given.
+
+    Args:
+        args: The parsed options of `print`.
+
+    Raises:
+        UsageError: The file has the wrong suffix.
+    """
     from schedir.ir.text_format import to_text
 
     request = make_request(args, args.source)
@@ -50,7 +63,16 @@ def run(args: argparse.Namespace) -> str:
 
 
 def write_program(program: Program, output: str, *, folded: bool = True) -> str:
-    """Write the text of a program to a `.sched` file, and return the line that says so."""
+    """Write the text of a program to a file, and return a line with the file name.
+
+    Args:
+        program: The program.
+        output: A path that ends in ".sched".
+        folded: True joins repeated lines.
+
+    Raises:
+        UsageError: The path has another suffix, or the file cannot be written.
+    """
     from schedir.ir.text_format import to_text
 
     if not output.endswith(".sched"):
@@ -61,13 +83,16 @@ def write_program(program: Program, output: str, *, folded: bool = True) -> str:
 
 
 def _draw_preview(request: Request) -> str:
-    """On a terminal, what the program will do, if it can; as comments, so that all still parses."""
+    """Return the predicted run as a chart of letters for a terminal, or "".
+
+    The lines are comments, so that the output can still be parsed.
+    """
     if not sys.stdout.isatty():
         return ""
     from schedir.analysis.memory.unshard_counts import describe_sharding
 
     try:
-        said = f"\n# {parts}" if (parts := describe_sharding(request.program)) else ""
-        return f"{said}\n" + format_text_chart(request.timeline, line_prefix="# ")
+        text = f"\n# {parts}" if (parts := describe_sharding(request.program)) else ""
+        return f"{text}\n" + format_text_chart(request.timeline, line_prefix="# ")
     except SchedirError:
-        return ""  # what is wrong with it, `check` tells
+        return ""  # `check` reports the error

@@ -31,11 +31,8 @@ from schedir.io.terminal import format_json, format_table
 if TYPE_CHECKING:
     from schedir.io.program_request import Request
 
-STAGES_PER_RANK_TRIED = (
-    1,
-    2,
-    4,
-)  # stages per rank that are tried of a schedule that takes v, unless some are said
+# Values of `v` for schedules that take it, unless `--stages-per-rank` is given.
+STAGES_PER_RANK_TRIED = (1, 2, 4)
 
 EXAMPLES = """\
   schedir recommend --ranks 8 --microbatches 32 --costs F=1,B=2
@@ -46,7 +43,11 @@ The page docs/which-schedule.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Further sources, and what may be held."""
+    """Add the options of `recommend`.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.description = (
         "Rank all built-in schedules, and yours, for one model and shape, the shortest first. "
         "Costs are per rank, as in `schedir compare`."
@@ -70,26 +71,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """A row per schedule that fits, and a line for each reason why another does not."""
-    found = _rank_candidates(args)
+    """Return a row for each schedule that fits, and the reasons why others do not.
+
+    Args:
+        args: The parsed options of `recommend`.
+
+    Returns:
+        A text, or JSON with `--json`.
+
+    Raises:
+        SchedirError: No schedule supports the shape or the costs.
+    """
+    ranking = _rank_candidates(args)
     if args.json:
-        return format_json([_collect_row(request) for request in found.fitting])
-    said = _format_ranking(found.fitting) if found.fitting else "none fits\n"
-    if found.over_limit:
-        said += f"over the limit: {', '.join(found.over_limit)}\n"
-    if found.with_split_backward:
-        said += f"with split backwards: {', '.join(found.with_split_backward)}\n"
-    for name, other in found.duplicates.items():
-        said += f"the same program as {other}: {name}\n"
-    for fact in dict.fromkeys(error.fact for error in found.refusals.values()):
-        names = [name for name, error in found.refusals.items() if error.fact == fact]
-        said += f"not {', '.join(names)}: {fact}\n"
-    # Of the first one: others have other stages, and so other numbers.
-    return said + describe_costs(found.fitting[:1])
+        return format_json([_collect_row(request) for request in ranking.fitting])
+    text = _format_ranking(ranking.fitting) if ranking.fitting else "none fits\n"
+    if ranking.over_limit:
+        text += f"over the limit: {', '.join(ranking.over_limit)}\n"
+    if ranking.with_split_backward:
+        text += f"with split backwards: {', '.join(ranking.with_split_backward)}\n"
+    for name, other in ranking.duplicates.items():
+        text += f"the same program as {other}: {name}\n"
+    for fact in dict.fromkeys(error.fact for error in ranking.refusals.values()):
+        names = [name for name, error in ranking.refusals.items() if error.fact == fact]
+        text += f"not {', '.join(names)}: {fact}\n"
+    # Costs of other schedules differ, because they have other stages.
+    return text + describe_costs(ranking.fitting[:1])
 
 
 def _rank_candidates(args: argparse.Namespace) -> ScheduleRanking:
-    """What fits, of all candidates."""
+    """Return the ranking of all candidates."""
 
     def over(request: Request) -> str:
         peak = request.timeline.peak_activations
@@ -98,18 +109,24 @@ def _rank_candidates(args: argparse.Namespace) -> ScheduleRanking:
 
     candidates = [*_list_candidates(args)]
     require_unsharded_stages(request for _, request in candidates)
-    found = rank_schedules(
+    ranking = rank_schedules(
         candidates, describe_excess=over, full_backward_only=args.whole, named_sources=args.source
     )
-    if found.refusals and not (found.fitting or found.over_limit or found.with_split_backward):
-        raise next(iter(found.refusals.values()))
-    return found
+    if ranking.refusals and not (
+        ranking.fitting or ranking.over_limit or ranking.with_split_backward
+    ):
+        raise next(iter(ranking.refusals.values()))
+    return ranking
 
 
 def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
-    """Names and requests: plain schedules first, then those that take v, once for each.
+    """Yield names and requests, first of the schedules without `v`.
 
-    Schedules that delay updates are another training, and are ranked for plans of several.
+    A schedule that takes `v` is yielded once for each tried `v`, unless `--stages-per-rank` is
+    given.
+
+    Schedules that delay updates are listed instead of the others if there are several optimizer
+    steps.
     """
     from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 
@@ -122,8 +139,9 @@ def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
         if schedule is None or not has_free_v(schedule) or args.stages_per_rank is not None:
             yield name, request
             continue
-        vee = get_placement_mark(schedule)[0] is not None  # it has two stages per rank at least
-        for v in STAGES_PER_RANK_TRIED[vee:]:
+        # A schedule with a placement of its own has at least two stages per rank.
+        has_placement = get_placement_mark(schedule)[0] is not None
+        for v in STAGES_PER_RANK_TRIED[has_placement:]:
             yield (
                 f"{name} x {v}",
                 replace(request, specified={**request.specified, "stages_per_rank": v}),
@@ -136,7 +154,7 @@ def _collect_row(request: Request) -> dict[str, Any]:
     timeline = request.timeline
     shape, ops = timeline.program.unsegmented_shape, timeline.program.used_opcodes
     row = collect_timeline_facts(timeline, find_lower_bound(request)) | {
-        "stages_per_rank": shape.stages_per_rank,  # of a schedule, however they are cut
+        "stages_per_rank": shape.stages_per_rank,  # before the stages are divided into segments
         "peak_activations": timeline.peak_activations,
         "split_backwards": BACKWARD_INPUT in ops,
         "parameters_held": shape.placement_rows,

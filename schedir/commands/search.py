@@ -53,7 +53,7 @@ _STOP_REASONS = {
     "no better": "nothing better to try",
     "interrupted": "interrupted, this is the best so far",
 }
-MAX_COMPARED_SCHEDULES = 3  # schedules of the zoo that are told beside
+MAX_COMPARED_SCHEDULES = 3  # printed built-in schedules; the rest is longer
 
 EXAMPLES = """\
   schedir search --ranks 4 --microbatches 8 --costs F=2,I=2,W=1 --max-in-flight 4 -o found.sched
@@ -64,7 +64,11 @@ The page docs/search.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is searched, within which memory, how long, and where it goes."""
+    """Add the options of `search`.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.description = (
         "Search for the shortest schedule within a memory limit, and prove a lower bound of all "
         "schedules. Costs and sizes are per stage, as in `schedir simulate`."
@@ -120,16 +124,27 @@ def _parse_counts(text: str) -> int | tuple[int, ...]:
     return tuple(map(parse_count, text.split(":"))) if ":" in text else parse_count(text)
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- the request
 
 
 @dataclass(frozen=True)
 class _SearchRequest:
-    """For what a schedule is searched.  `costs_timeline` is the one that the costs are of, if there
-    is one."""
+    """The problem of a schedule search.
+
+    Args:
+        shape: The shape of the pipeline.
+        request: A request with this shape, the costs, the sizes and the memory limit, but no
+            source.
+        max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank, or one
+            number per rank.  None for no limit.
+        full_backward_only: True allows no split backwards.
+        minimizes_active_span: True minimizes the longest active span of a rank, and False the span.
+        costs_timeline: The run from which the costs are, if they are from a run.
+        notes: Lines about the costs, for the output.
+    """
 
     shape: PipelineShape
-    request: Request  # of this shape, and of costs, sizes and limit; its source is none
+    request: Request
     max_in_flight: int | tuple[int, ...] | None
     full_backward_only: bool
     minimizes_active_span: bool
@@ -137,7 +152,7 @@ class _SearchRequest:
     notes: list[str] = field(default_factory=list)
 
     def describe_excess(self, request: Request) -> str:
-        """How many a run holds, if they are more than may be in flight."""
+        """Return the number in flight of a run as text, or "" if it is within the limit."""
         if self.max_in_flight is None:
             return ""
         peak = request.timeline.peak_in_flight
@@ -145,12 +160,12 @@ class _SearchRequest:
 
     @property
     def objective_text(self) -> str:
-        """What is to be short, in words."""
+        """The minimized time, in words."""
         return "longest own span" if self.minimizes_active_span else "span"
 
     @property
     def memory_limit_text(self) -> str:
-        """What a rank may hold."""
+        """The memory limit of a rank, in words, or "none"."""
         if self.request.memory_limit is not None:
             return format_bytes(self.request.memory_limit)
         if self.max_in_flight is None:
@@ -161,7 +176,7 @@ class _SearchRequest:
         return f"{':'.join(map(str, each))} in flight"
 
     def describe_result_bound(self, result: SearchResult) -> str:
-        """How short any schedule can be."""
+        """Return a sentence with the lower bound of the result."""
         within = " within this memory" * (self.memory_limit_text != "none")
         unit = result.timeline.unit and f" {result.timeline.unit}"
         kind = " with whole backwards" * self.full_backward_only
@@ -172,25 +187,27 @@ class _SearchRequest:
         return describe_bound(result.span, result.bound, unit, kind + within)
 
     def compute_objective(self, timeline: Timeline) -> float:
-        """What is to be short."""
+        """Return the time of a run that the search minimizes."""
         return float(timeline.active_span.max()) if self.minimizes_active_span else timeline.span
 
 
 def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
-    """What the options say."""
+    """Return the search problem of the options."""
     from schedir.io.program_request import Request
     from schedir.io.source_loader import Source
 
-    said = {f.name: value for f in SHAPE_FIELDS if (value := getattr(args, f.name)) is not None}
-    ranks = said.get("ranks", DEFAULT_RANKS)
-    usual: dict[str, Any] = {"ranks": ranks, "microbatches": MICROBATCHES_PER_RANK * ranks}
+    specified = {
+        f.name: value for f in SHAPE_FIELDS if (value := getattr(args, f.name)) is not None
+    }
+    ranks = specified.get("ranks", DEFAULT_RANKS)
+    defaults: dict[str, Any] = {"ranks": ranks, "microbatches": MICROBATCHES_PER_RANK * ranks}
     costs, run, notes = args.costs, None, list[str]()
     if args.costs_from is not None:
         if costs is not None:
             raise UsageError("--costs and --costs-from both say the costs: say one of the two")
         run, costs, notes = _load_costs(args.costs_from, full_backward_only=args.whole)
-        usual = {f.name: getattr(run.program.shape, f.name) for f in SHAPE_FIELDS}
-    shape = PipelineShape(**(usual | said)).resolve_defaults()
+        defaults = {f.name: getattr(run.program.shape, f.name) for f in SHAPE_FIELDS}
+    shape = PipelineShape(**(defaults | specified)).resolve_defaults()
     if isinstance(args.in_flight, tuple) and len(args.in_flight) != shape.ranks:
         raise UsageError(
             f"--max-in-flight has {len(args.in_flight)} numbers for {shape.ranks} ranks",
@@ -211,7 +228,7 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
 
 
 def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Costs, list[str]]:
-    """A run, its mean times, and what is to be said of these."""
+    """Return a run from a file, its mean times as costs, and notes about these."""
     from schedir.io.timeline_file import TIMELINE_SUFFIX, load_timeline
     from schedir.ir.isa.instructions import BACKWARD_INPUT
     from schedir.predict.calibrate import (
@@ -227,20 +244,20 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
         raise UsageError(f"a run's file ends in {TIMELINE_SUFFIX}: {source} does not")
     run = load_timeline(source)
     program, unit = run.program, run.unit and f" {run.unit}"
-    if how := describe_unsearchable(program):
-        raise UsageError(f"{source} {how}")
+    if reason := describe_unsearchable(program):
+        raise UsageError(f"{source} {reason}")
     costs = fill_missing_backwards(calibrate(run), program)
-    again = simulate(
+    prediction = simulate(
         program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
     )
-    missed = compute_prediction_error(again, run)
+    relative_error = compute_prediction_error(prediction, run)
     note = (
         f"costs: mean times of {source}, which holds {int(run.peak_in_flight.max())} in flight; at "
-        f"these it takes {again.span:.6g}{unit} by simulation under {run.progress_model}, "
-        f"{abs(missed):.1%} {'more' if missed > 0 else 'less'} than it took"
+        f"these it takes {prediction.span:.6g}{unit} by simulation under {run.progress_model}, "
+        f"{abs(relative_error):.1%} {'more' if relative_error > 0 else 'less'} than it took"
     )
-    if (lost := compute_unexplained_share(again, run)) >= MIN_REPORTED_SHARE:
-        note += f"; {lost:.1%} of the ranks' time is unexplained and counts as work"
+    if (unexplained := compute_unexplained_share(prediction, run)) >= MIN_REPORTED_SHARE:
+        note += f"; {unexplained:.1%} of the ranks' time is unexplained and counts as work"
     if BACKWARD_INPUT not in program.used_opcodes and not full_backward_only:
         note += "; its backwards are whole, and I and W are taken for half of one each"
     notes = [note, *filter(None, [run.causality_warning])]
@@ -255,29 +272,39 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
 
 
 def run(args: argparse.Namespace) -> str | tuple[str, int]:
-    """What was found, how short any can be, and what else there is."""
+    """Return the shortest schedule found, its lower bound, and other schedules.
+
+    Args:
+        args: The parsed options of `search`.
+
+    Returns:
+        The text or JSON.  If the search was interrupted, exit code 130 follows.
+
+    Raises:
+        UsageError: Options are invalid or do not go together.
+    """
     if args.frontier:
         return _search_frontier(args)
     if args.output is not None and not args.output.endswith(".sched"):
         raise UsageError(f"a program's file ends in .sched: {args.output} does not")
-    asked = _parse_search_request(args)
+    problem = _parse_search_request(args)
     with nullcontext() if args.output is None else atomic_write(args.output) as path:
         if path is not None:
-            path.touch()  # what cannot be written is not searched for
-        began = perf_counter()
-        found = _search(args, asked)
-        took = perf_counter() - began
+            path.touch()  # fails before the search if the file cannot be written
+        start = perf_counter()
+        result = _search(args, problem)
+        elapsed = perf_counter() - start
         if path is not None:
             path.write_text(
-                _format_comments(args, asked, found) + to_text(found.program), encoding="utf-8"
+                _format_comments(args, problem, result) + to_text(result.program), encoding="utf-8"
             )
-    zoo = _rank_built_in_schedules(asked)
-    said = (
-        _format_json(asked, found, zoo)
+    ranking = _rank_built_in_schedules(problem)
+    text = (
+        _format_json(problem, result, ranking)
         if args.json
-        else _format_text(args, asked, found, zoo, took)
+        else _format_text(args, problem, result, ranking, elapsed)
     )
-    return (said, INTERRUPTED_EXIT_CODE) if found.stop_reason == "interrupted" else said
+    return (text, INTERRUPTED_EXIT_CODE) if result.stop_reason == "interrupted" else text
 
 
 def _search_frontier(args: argparse.Namespace) -> str | tuple[str, int]:
@@ -288,19 +315,22 @@ def _search_frontier(args: argparse.Namespace) -> str | tuple[str, int]:
     )
 
     require_frontier_options(args)
-    asked = _parse_search_request(args)
-    unit = "" if asked.costs_timeline is None else asked.costs_timeline.unit
-    start = _load_initial_schedules(args.start, asked)
-    said, complete = report_frontier(
-        args, FrontierRequest(asked.shape, asked.request.costs, asked.request.sizes, start, unit)
+    problem = _parse_search_request(args)
+    unit = "" if problem.costs_timeline is None else problem.costs_timeline.unit
+    initial_schedules = _load_initial_schedules(args.start, problem)
+    text, complete = report_frontier(
+        args,
+        FrontierRequest(
+            problem.shape, problem.request.costs, problem.request.sizes, initial_schedules, unit
+        ),
     )
-    return said if complete else (said, INTERRUPTED_EXIT_CODE)
+    return text if complete else (text, INTERRUPTED_EXIT_CODE)
 
 
 def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchResult:
     from schedir.schedule_search.search import search_schedule
 
-    progress, request, few = ProgressLine(), search_request.request, search_request.max_in_flight
+    progress, request, limit = ProgressLine(), search_request.request, search_request.max_in_flight
 
     def report(step: SearchStep, bound: float) -> None:
         gain = compute_saving(step.span, bound)
@@ -310,9 +340,9 @@ def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchR
         )
 
     try:
-        found = search_schedule(
+        result = search_schedule(
             search_request.shape, request.costs, request.sizes, request.memory_limit,
-            in_flight=few.__getitem__ if isinstance(few, tuple) else few,
+            in_flight=limit.__getitem__ if isinstance(limit, tuple) else limit,
             objective=args.objective,
             split_backward=not search_request.full_backward_only,
             seconds=args.seconds,
@@ -325,27 +355,30 @@ def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchR
     finally:
         progress.clear()
     unit = "" if search_request.costs_timeline is None else search_request.costs_timeline.unit
-    return replace(found, timeline=replace(found.timeline, unit=unit))
+    return replace(result, timeline=replace(result.timeline, unit=unit))
 
 
 def _load_initial_schedules(
     sources: Sequence[str], search_request: _SearchRequest
 ) -> list[Schedule | Program]:
-    """With what the search begins, besides what it knows."""
+    """Return the programs with which the search begins, in addition to built-in ones."""
     from schedir.io.source_loader import Source
 
-    named: list[Schedule | Program] = []
+    programs: list[Schedule | Program] = []
     for source in sources:
         request = replace(search_request.request, source=Source(source), memory_limit=None)
-        named.append(request.program)
+        programs.append(request.program)
     ran = search_request.costs_timeline
     if ran is not None and ran.program.shape == search_request.shape:
-        named.append(ran.program)
-    return named
+        programs.append(ran.program)
+    return programs
 
 
 def _rank_built_in_schedules(search_request: _SearchRequest) -> ScheduleRanking:
-    """The zoo at these costs, and the run's own program; under the model that it ran under."""
+    """Return the ranking of the built-in schedules and of the run's program at these costs.
+
+    The progress model is that of the run.
+    """
     from schedir.io.source_loader import Source
 
     candidates, ran = (
@@ -365,7 +398,7 @@ def _rank_built_in_schedules(search_request: _SearchRequest) -> ScheduleRanking:
     )
 
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- the output
 
 
 def _format_text(
@@ -395,33 +428,33 @@ def _format_text(
 
 
 def _describe_memory(timeline: Timeline) -> str:
-    """The most that a rank holds."""
-    held = f"{int(timeline.peak_in_flight.max())} in flight"
+    """Return the peak memory of the fullest rank."""
+    text = f"{int(timeline.peak_in_flight.max())} in flight"
     if timeline.sizes is not None:
-        held += f", {format_bytes(float(timeline.peak_memory.max()))}"
-    return held
+        text += f", {format_bytes(float(timeline.peak_memory.max()))}"
+    return text
 
 
 def _describe_comparison(
     search_request: _SearchRequest, result: SearchResult, ranking: ScheduleRanking
 ) -> list[str]:
-    """The shortest of the zoo, and what of it is too large."""
+    """Return lines with the shortest built-in schedules, and those over the limit."""
     unit = result.timeline.unit and f" {result.timeline.unit}"
     fit = [request.timeline for request in ranking.fitting]
-    told = [
+    compared = [
         f"{t.program.name} {search_request.compute_objective(t):.6g}{unit}"
         for t in fit[:MAX_COMPARED_SCHEDULES]
     ]
-    where, ran = "", search_request.costs_timeline
+    model_text, ran = "", search_request.costs_timeline
     if ran is not None:
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "progress_model": ran.progress_model,
             "blocking_hosts": ran.blocking_hosts,
         }
-        again = simulate(result.program, search_request.request.costs, **how)
-        where = f" under {ran.progress_model}, as it ran"
-        told.insert(0, f"search {search_request.compute_objective(again):.6g}{unit}")
-    lines = [f"beside{where}: {', '.join(told) or 'none that is built in fits'}"]
+        prediction = simulate(result.program, search_request.request.costs, **options)
+        model_text = f" under {ran.progress_model}, as it ran"
+        compared.insert(0, f"search {search_request.compute_objective(prediction):.6g}{unit}")
+    lines = [f"beside{model_text}: {', '.join(compared) or 'none that is built in fits'}"]
     over = ", ".join(f"{name} ({held})" for name, held in ranking.over_limit.items())
     return [*lines, f"do not fit: {over}"] if over else lines
 
@@ -455,9 +488,9 @@ def _format_json(
 def _format_comments(
     args: argparse.Namespace, search_request: _SearchRequest, result: SearchResult
 ) -> str:
-    """What stands above the program, as comments: of what it is the shortest.
+    """Return comments for the program file: the command, the problem and the result.
 
-    No time is told, so that the same search writes the same file.
+    They contain no time of the search, so that the same search writes the same file.
     """
     from schedir.predict.calibrate import format_costs
 

@@ -39,34 +39,44 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------- bytes sent
 
-# How many bytes each process sends in a step of a program.
-
 
 def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.float64]]:
-    """Return the bytes that a process of each rank sends in a lowered program, by lane.
+    """Return the bytes that a process of each rank sends in a step, by lane.
 
-    The arrays have the shape (ranks,).
+    A ring of g processes sends n (g-1)/g bytes from each process for an all-gather or a
+    reduce-scatter of n bytes.  It sends twice that for an all-reduce (Patarasuk and Yuan 2009,
+    section 3).  With Psi bytes of weights and Psi bytes of gradients, data parallelism therefore
+    sends 2 Psi (dp-1)/dp.  So do ZeRO-1 and ZeRO-2.  ZeRO-3 sends 3 Psi (dp-1)/dp if each stage is
+    gathered for its forwards and again for its backwards (arXiv 1910.02054, section 7).
 
-    An all-gather or a reduce-scatter of n bytes by a ring of g processes sends n (g-1)/g from each,
-    and an all-reduce twice that (Patarasuk and Yuan 2009, section 3).  So of Psi bytes of weights,
-    and as many of gradients, data parallelism sends 2 Psi, ZeRO-1 and 2 send 2 Psi, and ZeRO-3
-    3 Psi where each stage has two turns, times (dp-1)/dp (arXiv 1910.02054, section 7).
+    Norms are left out because they are a few bytes.  Tied weights are left out because their sizes
+    are not known.  A residual stream between segments counts as a part of the tensor that is
+    reduced or gathered.
 
-    Norms are left out because they are a few bytes, and tied weights because their sizes are not
-    known.  A residual stream that passes beside what pieces sum or gather counts as a part of it.
+    Args:
+        program: A lowered program.
+        sizes: The sizes of each stage, in bytes.
 
-    >>> from schedir import PipelineShape, Sizes, compile, schedules
-    >>> from schedir.ir.isa.instructions import Lane
-    >>> sizes = Sizes(params=4e9, grads=4e9)
-    >>> for zero in range(4):
-    ...     one = {"unsharded_stages": 1} if zero == 3 else {}  # the last stage has one run
-    ...     program = compile(schedules.looped_bfs, PipelineShape(1, 2, 4), dp=4, zero=zero, **one)
-    ...     sent = count_sent_bytes(program, sizes).items()
-    ...     print(zero, *(f"{lane.name} {each[0] / 1e9:g} GB" for lane, each in sent))
-    0 DP 24 GB
-    1 DP 12 GB PARAMS 12 GB
-    2 DP 12 GB PARAMS 12 GB
-    3 DP 12 GB PARAMS 21 GB
+    Returns:
+        Arrays of shape (ranks,).  Lanes without bytes are left out.
+
+    References:
+        Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+        workstations".  Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054).
+
+    Example:
+        >>> from schedir import PipelineShape, Sizes, compile, schedules
+        >>> from schedir.ir.isa.instructions import Lane
+        >>> shape, sizes = PipelineShape(1, 2, 4), Sizes(params=4e9, grads=4e9)
+        >>> for zero in range(4):
+        ...     one = {"unsharded_stages": 1} if zero == 3 else {}  # the last stage has one run
+        ...     program = compile(schedules.looped_bfs, shape, dp=4, zero=zero, **one)
+        ...     sent = count_sent_bytes(program, sizes).items()
+        ...     print(zero, *(f"{lane.name} {each[0] / 1e9:g} GB" for lane, each in sent))
+        0 DP 24 GB
+        1 DP 12 GB PARAMS 12 GB
+        2 DP 12 GB PARAMS 12 GB
+        3 DP 12 GB PARAMS 21 GB
     """
     index, sent = InstructionIndex.from_program(program), dict[Lane, NDArray[np.float64]]()
 
@@ -89,25 +99,25 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
 def _count_ring_bytes(
     program: Program, row: Row, ring: CollectiveRing, sizes: Sizes, positions: Positions
 ) -> NDArray[np.float64]:
-    """Return the bytes that each process sends in instructions of one kind, for each of them."""
+    """Return the bytes that each process sends in each instruction of one kind."""
     shape, (token,) = program.shape, row.needs
     members = {"tp": program.tp, "dp": program.dp, "stage_replicas": shape.placement_rows}[
         ring.members
     ]
     if ring.size:
-        whole = sizes.for_stages(ring.size, shape.stages)[
+        full_bytes = sizes.for_stages(ring.size, shape.stages)[
             InstructionIndex.from_program(program).stage[positions]
         ]
     else:
-        whole = compute_full_sizes(program, token, sizes, positions)
+        full_bytes = compute_full_sizes(program, token, sizes, positions)
     if token is Value.GRAD and program.zero:  # gradients are sharded by then
-        whole = whole / program.dp
-    turns = ring.rounds
+        full_bytes = full_bytes / program.dp
+    rounds = ring.rounds
     if program.sequence_parallel and row.op in find_segment_collectives(sequence_parallel=True):
-        # Sizes contain all tokens and the rank's own ones.  A gather, or a sum that leaves each
-        # rank its own tokens, goes around the ring once.
-        turns, whole = 1, whole * members / (members + 1)
-    return turns * whole * (members - 1) / members
+        # Sizes contain all tokens and a second copy of the tokens of the rank.  An all-gather or a
+        # reduce-scatter goes around the ring once.
+        rounds, full_bytes = 1, full_bytes * members / (members + 1)
+    return rounds * full_bytes * (members - 1) / members
 
 
 # ---------------------------------------------------------------- the command
@@ -121,7 +131,11 @@ The page docs/traces.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options: the source of the program, and the output."""
+    """Add the options of `simulate`.
+
+    Args:
+        parser: The parser of the command.
+    """
     add_source(parser)
     parser.add_argument("-o", dest="output", metavar="FILE.timeline", help="write the run there")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -129,7 +143,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return a table with a row per rank, and the totals."""
+    """Return a table with a row per rank, and the totals.
+
+    Args:
+        args: The parsed options of `simulate`.
+
+    Returns:
+        A text, or JSON with `--json`.
+
+    Raises:
+        UsageError: The file has the wrong suffix, or a run does not go with the options.
+    """
     from schedir.analysis.memory.unshard_counts import collect_sharding_facts, describe_sharding
     from schedir.io.timeline_file import TIMELINE_SUFFIX, save_timeline
     from schedir.predict.recompute_summary import describe_forwards
@@ -188,7 +212,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _find_lower_tier_peaks(timeline: Timeline) -> dict[str, list[float]]:
-    """Return the peak bytes of each rank on the host and on its disk, if a program uses these."""
+    """Return the peak bytes of each rank on the host and the disk, for the tiers in use."""
     from schedir.analysis.memory.footprint import find_used_tiers
 
     return {
@@ -198,7 +222,7 @@ def _find_lower_tier_peaks(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def _count_lane_bytes(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
-    """Return the bytes that a process of each rank sends in a step, by lane; {} without sizes."""
+    """Return the bytes that a process of each rank sends, by lane; {} without sizes."""
     if timeline.sizes is None or timeline.program.is_draft:
         return {}
     found = count_sent_bytes(timeline.program, timeline.sizes)
@@ -206,7 +230,7 @@ def _count_lane_bytes(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
 
 
 def _describe_sent_bytes(timeline: Timeline, bytes_by_lane: dict[str, NDArray[np.float64]]) -> str:
-    """Return in words the most bytes that a process sends in each lane."""
+    """Return a line with the most bytes that a process sends in each lane."""
     if not bytes_by_lane:
         return ""
     tied = " (without tied weights)" if timeline.program.tied_weights else ""
@@ -217,18 +241,18 @@ def _describe_sent_bytes(timeline: Timeline, bytes_by_lane: dict[str, NDArray[np
 
 
 def _list_static_memory(timeline: Timeline) -> dict[str, list[float]]:
-    """Return each rank's bytes at rest, and the peak of what ZeRO gathers beside them."""
+    """Return each rank's static bytes, and the peaks of the unsharded values of ZeRO."""
     parts = {name: each.tolist() for name, each in timeline.static_memory.items()}
     for name in UNSHARDED_LABELS.values() if parts else ():
-        whole = [
+        peaks = [
             float(curve.by_kind[name].max()) for curve in timeline.memory if name in curve.by_kind
         ]
-        parts |= {name: whole} if any(whole) else {}
+        parts |= {name: peaks} if any(peaks) else {}
     return parts
 
 
 def _count_slots(request: Request) -> dict[str, Any]:
-    """Return how many slots each rank shares, and the span if each value had a slot of its own."""
+    """Return the slots of each rank, and the span with one slot for each value."""
     from schedir.passes.memory.buffer_sharing import remove_slot_sharing
     from schedir.predict.simulate import simulate
 
@@ -241,19 +265,19 @@ def _count_slots(request: Request) -> dict[str, Any]:
         request.source_timeline is not None and request.specified_costs is None
     ):  # the costs of the run are not known
         return {"slots": slots}
-    own = simulate(
+    unshared = simulate(
         remove_slot_sharing(program),
         request.specified_costs,
         progress_model=timeline.progress_model,
         blocking_hosts=timeline.blocking_hosts,
     )
-    return {"slots": slots, "span_with_own_slots": own.span}
+    return {"slots": slots, "span_with_own_slots": unshared.span}
 
 
 def _suggest_buffer_sharing(request: Request) -> str:
-    """Return a line with the peak memory if values shared slots.
+    """Return a line with the peak memory that shared slots would give.
 
-    It is empty if they share slots already, or if that would not help.
+    It is "" if slots are shared already, or if sharing would not help.
     """
     from schedir.passes.memory.buffer_sharing import share_slots
     from schedir.predict.simulate import simulate
@@ -266,18 +290,18 @@ def _suggest_buffer_sharing(request: Request) -> str:
         or isinstance(request.source.schedule_or_program, Program)
     ):
         return ""
-    few = share_slots(
+    shared = share_slots(
         program, "latency_preserving", request.specified_costs, timeline.progress_model
     )
-    most = simulate(
-        few, request.specified_costs, progress_model=timeline.progress_model, sizes=sizes
+    peak = simulate(
+        shared, request.specified_costs, progress_model=timeline.progress_model, sizes=sizes
     ).peak_memory.max()
-    if most >= timeline.peak_memory.max():
+    if peak >= timeline.peak_memory.max():
         return ""
     return (
         "each value has a slot of its own; with -O "
         "buffer_sharing=latency_preserving no rank holds more than "
-        f"{format_bytes(most)}\n"
+        f"{format_bytes(peak)}\n"
     )
 
 

@@ -15,7 +15,11 @@ The page docs/training.md has more.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A configuration, and what to change in it."""
+    """Add the options of `train`.
+
+    Args:
+        parser: The parser of the command.
+    """
     parser.add_argument(
         "config",
         metavar="CONFIG.toml",
@@ -28,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def format_epilog() -> str:
-    """The settings, by section."""
+    """Return the settings by section, for `--help`."""
     from schedir.training.config.settings_table import format_heading, list_settings
 
     lines = ["\nsettings, what they take, and their defaults:\n"]
@@ -40,7 +44,14 @@ def format_epilog() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """One process, or one for every rank."""
+    """Train with one process, or with one process for each rank, and return the exit code.
+
+    Args:
+        args: The parsed options of `train`.
+
+    Raises:
+        SchedirError: torch is missing, or the configuration is invalid.
+    """
     import json
 
     require_package("torch", "schedir train")

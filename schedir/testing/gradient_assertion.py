@@ -77,8 +77,8 @@ def assert_same_gradients(
         microbatches: The number of microbatches of all replicas together.  It may be None if
             `batch` is a list.
         loss_fn: Returns the loss of one microbatch.  If None, the model returns the loss.
-        reduction: How losses of microbatches are reduced: to their "mean", to their "sum", or to
-            their sum divided by a number.  The expected gradient is the gradient of the result.
+        reduction: The reduction of the losses of all microbatches: "mean", "sum", or a number, by
+            which their sum is divided.  The expected gradient is the gradient of the result.
         replicas: The number of data-parallel replicas.  The first replica gets the first
             microbatches.  The same gradient is expected on each replica.
         tolerance: The largest relative difference.  The default is 1e-6 in float32, 1e-12 in

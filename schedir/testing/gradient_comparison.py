@@ -247,9 +247,8 @@ def _list_gradients(
                 and not bool(gradient.any())
             ):
                 gradient = None  # a step may return zeros for the parameters of other ranks
-            if (
-                gradient is not None or name in stage_of
-            ):  # otherwise the rank does not have the parameter
+            # Otherwise the rank does not have the parameter.
+            if gradient is not None or name in stage_of:
                 result.append((StageLocation(stage_of.get(name), rank), name, gradient))
     for names in weight_names:
         on = {place.rank for place, name, _ in result if name in names}

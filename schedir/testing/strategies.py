@@ -272,13 +272,10 @@ def random_compute_program(
     ready = [Instr(_F, 0, mb) for mb in range(m)]
     backward = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
     arrived_gradients: set[tuple[int, int]] = set()  # (stage, mb) whose output gradient has arrived
-    # Both are indexed by the row of stage replicas, then by stage.
-    next_backward = [
-        [begin] * S for begin in shape.microbatch_row_offsets[:-1]
-    ]  # the microbatch whose backward is next
-    waiting_weights: list[list[list[int]]] = [
-        [[] for _ in range(S)] for _ in next_backward
-    ]  # microbatches with an I and no W yet
+    # By row of stage replicas and by stage: the microbatch whose backward is next.
+    next_backward = [[begin] * S for begin in shape.microbatch_row_offsets[:-1]]
+    # By row and by stage: the microbatches with an I and no W yet.
+    waiting_weights: list[list[list[int]]] = [[[] for _ in range(S)] for _ in next_backward]
 
     def offer(stage: int, row: int) -> None:
         """Add the next backward of a stage if it can run; a full backward waits for all W."""

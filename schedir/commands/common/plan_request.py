@@ -183,7 +183,7 @@ def improve_plan_schedules(
 
     Returns:
         The plans with the shortest step first, the programs of the plans that became shorter, and a
-        line about the use of numba, which is "" without a search.
+        line about the use of numba.  The line is "" without a search.
     """
     from schedir.planner import improve_schedule
     from schedir.schedule_search.search_results import combine_numba, describe_numba
@@ -247,8 +247,8 @@ def list_all_plans(request: PlanRequest) -> list[PlanEstimate]:
         request: The planning request.
 
     Returns:
-        The estimates, also of plans that do not fit into memory.  Of plans at the same point of the
-        picture, only one is returned.
+        The estimates, also of plans that do not fit into memory.  If several plans have the same
+        point in the picture, only one of them is returned.
     """
     import numpy as np
 

@@ -219,9 +219,10 @@ def read_config(path: str) -> dict[str, Any]:
         ):
             values[name] = _parse_setting(f"{path}: {option.config_key}", name, value)
     if (limit := tables.get("memory", {}).get("memory_limit")) is not None:
+        # The option host_memory_limit is also a number of bytes.
         values["memory_limit"] = _parse_setting(
             f"{path}: memory.memory_limit", "host_memory_limit", limit
-        )  # the other option is also a number of bytes
+        )
     return values
 
 

@@ -30,7 +30,8 @@ SOURCE_HELP = (
     "a built-in schedule or file.py:function, with options in brackets if it has any "
     "(interleaved(group=4)), or a program FILE.sched, or a run FILE.timeline"
 )
-DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2  # defaults, small enough to read the output
+# The defaults of the shape: small enough to read the output.
+DEFAULT_RANKS, MICROBATCHES_PER_RANK = 4, 2
 _COSTS_HELP = (
     "F=1,B=2,send=0.1; F=1:1:2 per stage, "
     "F=1/2:3/4 per stage and microbatch (F=1/2: all stages alike), or @FILE that says so"
