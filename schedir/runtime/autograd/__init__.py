@@ -1,1 +1,1 @@
-"""Run the module of a stage: split backwards, recomputation, random numbers, buffers."""
+"""Run the module of a stage: split backward, recomputation, random numbers and buffers."""

@@ -1,11 +1,15 @@
-"""Save the inputs of a forward, and run it again before its backward.
+"""Recompute activations: save the inputs of a forward, and run it again for its backward.
 
-A forward that is run again must do the same again.  Its weights are the microbatch's version, its
-random numbers are seeded as for the first time, and its keywords are the batch's.  What else it may
-find changed are buffers that forwards write to, as running statistics; Parameters that nobody
-trains, if forwards write to them, as to a mean of others; and generators that nobody seeds.  Of
-these it keeps what they were: the second run has them in their places, and leaves all as it finds
-it, for what a forward changes it has changed the first time.
+The second run must compute the same values as the first. Its weights are the weight version of the
+microbatch, its random numbers have the same seed, and its keyword arguments are those of the batch.
+A forward may change three further things:
+
+- buffers, such as running statistics,
+- parameters that are not trained, such as a moving average of other parameters,
+- the states of random generators, if the executor has no seed.
+
+This module saves the values that the first run used, and restores them for the second run.
+Afterwards it undoes the changes of the second run, because the first run already made them.
 """
 
 from __future__ import annotations
@@ -29,17 +33,22 @@ from schedir.runtime.model_checks.tensor_fingerprint import (
 )
 from schedir.runtime.rank_state import State
 
-_TensorTable = dict[str, Any]  # of a module: buffers or Parameters, by name
-_ForwardResult = tuple[Sequence[Tensor], Sequence[Tensor]]  # what a stage puts out, and its leaves
+_TensorTable = dict[str, Any]  # `_buffers` or `_parameters` of a module
+_ForwardResult = tuple[Sequence[Tensor], Sequence[Tensor]]  # outputs of a stage, and its leaves
 
 
 class Checkpoint(NamedTuple):
-    """The inputs of a stage for a microbatch, and what else its forward found.
+    """The saved inputs of a forward, and the state that the forward used.
 
-    `buffers` are those that it has changed, and Parameters, as they were, each with its place;
-    `generator_states` are the states of those that nobody seeds.  `output_checksums` are of what it
-    gave, by which that is known again.  `input_versions` are the version counters of the inputs;
-    they are empty after the first step, and after the inputs were offloaded.
+    Attributes:
+        inputs: The inputs of the stage for a microbatch.
+        buffers: Buffers and untrained parameters that the forward changed. Each entry has the
+            dictionary of the module, the name in it, and the value before the forward.
+        generator_states: The states of torch's default generators before the forward. It is empty
+            if the executor has a seed.
+        output_checksums: A checksum of each output. It is empty on a GPU without debug mode.
+        input_versions: The version counters of the inputs. It is empty after the first step, and
+            after the inputs were offloaded.
     """
 
     inputs: Sequence[Tensor]
@@ -49,7 +58,15 @@ class Checkpoint(NamedTuple):
     input_versions: Sequence[int]
 
     def require_unwritten(self, stage: int, mb: int) -> None:
-        """Raise ModelError if an input was written to since the first forward."""
+        """Check that no input was written to since the first forward.
+
+        Args:
+            stage: The number of the stage, for the error.
+            mb: The microbatch, for the error.
+
+        Raises:
+            ModelError: An input was written to.
+        """
         if self.input_versions and self.input_versions != get_versions(self.inputs):
             raise ModelError(
                 f"the input of stage {stage} for microbatch {mb} was written to before the stage "
@@ -59,7 +76,12 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """Makes the checkpoint of a stage for a microbatch, and runs its forward again."""
+    """Runs the forward of a stage for a microbatch, saves its inputs, and runs it again.
+
+    Args:
+        state: The state of the rank.
+        i: The instruction of the forward.
+    """
 
     def __init__(self, state: State, i: Instr) -> None:
         self.state, self.stage, self.mb = state, i.stage, i.mb
@@ -87,21 +109,39 @@ class Checkpoints:
     def run_first_forward(
         self, run: Callable[[], _ForwardResult], inputs: Sequence[Tensor]
     ) -> tuple[_ForwardResult, Checkpoint]:
-        """What a forward makes of these inputs, and the checkpoint; autograd keeps nothing of it.
+        """Run a forward such that autograd saves no tensors, and save what a second run needs.
 
-        Raises ModelError where it changes what it would find changed the second time.
+        In the first forward of a stage in each training mode this compares the values of buffers
+        and untrained parameters. It records the names of those that changed. Later forwards copy
+        only these.
+
+        Args:
+            run: A function that runs the module and the loss on `inputs`.
+            inputs: The inputs of the stage.
+
+        Returns:
+            The result of `run`, and the checkpoint for `recompute`.
+
+        Raises:
+            ModelError: The loss changes its target in place, the forward runs a backward, or it
+                writes to a buffer that the stage's first forward did not change.
         """
-        own: list[tuple[str, _TensorTable, str, Tensor]] = [
+        entries: list[tuple[str, _TensorTable, str, Tensor]] = [
             (f, t, n, b)
             for f, t, n in self.named_entries
             if (b := t.get(n)) is not None and _may_be_written(b)
         ]
         known = self.written_buffers.get(self.module.training)
-        was = _copy_tensors([(b, known is None or f in known, known is None) for f, _, _, b in own])
-        traces, generators = get_write_traces([b for *_, b in own]), self._get_generator_states()
+        values = _copy_tensors(
+            [(b, known is None or f in known, known is None) for f, _, _, b in entries]
+        )
+        traces, generators = (
+            get_write_traces([b for *_, b in entries]),
+            self._get_generator_states(),
+        )
         target = self._get_target_versions()
         versions = get_versions(inputs) if self.state.first_step_checks.is_active else ()
-        # As if for a backward: without gradients some kernels round otherwise.
+        # Gradients stay enabled, because some kernels round differently without them.
         with saved_tensors_hooks(_discard_saved_tensor, self._refuse_backward):
             ran = run()
         if self._get_target_versions() != target:
@@ -110,16 +150,18 @@ class Checkpoints:
                 "when the last stage is recomputed",
                 hint="let it begin with target = target.clone()",
             )
-        into = [x != y for x, y in zip(traces, get_write_traces([b for *_, b in own]), strict=True)]
-        other = [t.get(n) is not b for _, t, n, b in own]
+        into = [
+            x != y for x, y in zip(traces, get_write_traces([b for *_, b in entries]), strict=True)
+        ]
+        other = [t.get(n) is not b for _, t, n, b in entries]
         if known is None:
             known = self.written_buffers[self.module.training] = {
                 f
-                for (f, _, _, b), x, wrote, new in zip(own, was, into, other, strict=True)
+                for (f, _, _, b), x, wrote, new in zip(entries, values, into, other, strict=True)
                 if wrote or new or not has_same_bits(b.detach().to(x.device), x)
             }
         kept = []
-        for (full, table, name, b), x, wrote, new in zip(own, was, into, other, strict=True):
+        for (full, table, name, b), x, wrote, new in zip(entries, values, into, other, strict=True):
             if wrote and full not in known:
                 raise ModelError(
                     f"stage {self.stage} writes to its {_describe_kind(b)} {full}, which its first "
@@ -133,9 +175,20 @@ class Checkpoints:
     def recompute(
         self, run: Callable[[], _ForwardResult], checkpoint: Checkpoint
     ) -> _ForwardResult:
-        """What the forward makes when it is run again.
+        """Run a forward again, with the buffers and generator states of the first run.
 
-        Raises ModelError if that is something else, as far as the host may look: on a CPU.
+        Args:
+            run: The function that was given to `run_first_forward`.
+            checkpoint: The checkpoint that `run_first_forward` returned.
+
+        Returns:
+            The outputs and the leaves, with the graph for a backward.
+
+        Raises:
+            ModelError: The inputs were written to, the outputs differ from the first run, or the
+                forward writes to a trained parameter or to a buffer under another name. Outputs are
+                compared on a CPU and in debug mode. Writes to trained parameters are checked in the
+                first recomputation of each training mode.
         """
         checkpoint.require_unwritten(self.stage, self.mb)
         trained = self._list_unchecked_parameters()
@@ -159,13 +212,13 @@ class Checkpoints:
 
     @contextmanager
     def _restore_found_state(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Within this context buffers and generators are what the first run found."""
+        """Restore the buffers and generator states of the first run within this context."""
         now = [(table, name, table.get(name)) for table, name, _ in checkpoint.buffers]
         real = [b for *_, b in now if b is not None]
         traces = get_write_traces(real)
         states = self._get_generator_states()
         for table, name, was in checkpoint.buffers:
-            table[name] = was  # in its place, not into it: others may have saved that
+            table[name] = was  # Not copied into: autograd may have saved the present tensor.
         self._set_generator_states(checkpoint.generator_states)
         try:
             yield
@@ -181,7 +234,7 @@ class Checkpoints:
             )
 
     def _refuse_backward(self, _: object) -> Tensor:
-        """Called for a saved tensor where a forward runs a backward of its own."""
+        """Raise ModelError, because the forward runs a backward, and so unpacks a saved tensor."""
         raise ModelError(
             f"stage {self.stage} runs a backward within its forward, as by torch.autograd.grad, "
             "and is to be recomputed: its first forward keeps no tensor for a backward",
@@ -189,12 +242,15 @@ class Checkpoints:
         )
 
     def _list_unchecked_parameters(self) -> list[Tensor]:
-        """What the stage trains, when it is run again for the first time: then values tell whether
-        a forward writes to it, which may leave no trace."""
-        look = self.module.training
-        if look in self.checked_modes:
+        """Return the trained parameters in the first recomputation of each training mode.
+
+        Their values are compared, because a write may leave the version counter unchanged. Later
+        recomputations get an empty list.
+        """
+        mode = self.module.training
+        if mode in self.checked_modes:
             return []
-        self.checked_modes.add(look)
+        self.checked_modes.add(mode)
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def _get_generator_states(self) -> Sequence[Tensor]:
@@ -206,27 +262,31 @@ class Checkpoints:
             generator.set_state(state)
 
     def _get_target_versions(self) -> list[int]:
-        """How often the target that the loss is taken against has been written to."""
+        """Return the version counters of the tensors in the target of this microbatch."""
         if not self.is_last_stage:
             return []
         leaves: list[Any] = tree_leaves(self.state.batch.targets[self.mb])
         return get_versions([x for x in leaves if isinstance(x, Tensor)])
 
     def _checksum_outputs(self, outputs: Sequence[Tensor]) -> list[int]:
-        """Of the bits of each tensor, as numbers, the sum: whatever its order is.  On a CPU."""
+        """Return a checksum of the bits of each output, on a CPU or in debug mode."""
         if self.state.device.type != "cpu" and not self.state.debug:
             return []
         return [compute_checksum(y.detach()) for y in outputs]
 
 
 def _may_be_written(tensor: Tensor) -> bool:
-    """Whether a forward may write to it: a buffer, or a Parameter that nobody trains."""
+    """Return whether a forward may write to a tensor: a buffer or an untrained parameter."""
     return not (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
 
 
 def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]:
-    """Of tensors those that are `wanted` copied, each once, so that who shares one shares its copy;
-    of Parameters in the host's memory where it is asked for: all of them may be much."""
+    """Return a copy of each requested tensor, and the others as they are.
+
+    A request has three items: the tensor, whether to copy it, and whether a parameter is copied to
+    the host, because copies of all parameters may need much memory. Requests for one tensor share
+    its copy.
+    """
     made: dict[Tensor, Tensor] = {}
     for one, wanted, on_host in requests:
         if wanted and one not in made:
@@ -236,10 +296,11 @@ def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]
 
 
 def _match_tensor_type(saved: Tensor, current: Tensor) -> Tensor:
-    """What was there, as what is there: a Parameter, and where it is."""
+    """Return `saved` as a parameter on the device of `current` if that is a parameter."""
     if isinstance(current, nn.Parameter):
         return nn.Parameter(saved.to(current.device), requires_grad=False)
-    return saved.detach()  # offloading frees the memory of this tensor; the module may keep `saved`
+    # Detached, because offloading frees the memory of this tensor and the module may keep `saved`.
+    return saved.detach()
 
 
 def _describe_kind(tensor: Tensor) -> str:
@@ -247,4 +308,4 @@ def _describe_kind(tensor: Tensor) -> str:
 
 
 def _discard_saved_tensor(_: object) -> None:
-    """What autograd keeps of a tensor where there will be no backward."""
+    """Pack a saved tensor as None, because the first forward has no backward."""

@@ -1,8 +1,8 @@
-"""Manage the buffers of modules, such as running statistics, when forwards change them.
+"""Check and restore buffers of modules that forwards change, such as running statistics.
 
-One holder of a stage whose forwards come in the order of the microbatches leaves buffers as a plain
-loop does.  Two holders, or replicas, would each leave what their own microbatches make of them, and
-what is recomputed in a backward would change them a second time.
+If one rank has a stage and runs its forwards in the order of the microbatches, buffers get the same
+values as in a plain training loop. Stage replicas and data-parallel replicas each compute buffers
+from their own microbatches only. A forward that a backward recomputes changes buffers twice.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ from schedir.runtime.rank_state import State
 
 @contextmanager
 def preserve_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """After this context a module's buffers, and torch's generators, are as they were before it;
-    and Parameters that nobody trains, to which a forward may write: of these the host has copies
-    meanwhile."""
+    """Restore a module's buffers and torch's random generators at the end of this context.
+
+    It also restores parameters that are not trained, since a forward may write to them. The host
+    keeps copies of these within the context.
+
+    Args:
+        module: A module; its submodules are included.
+        device: The device whose default generator is restored, next to that of the CPU.
+    """
     put_back = make_buffer_restorer(module)
     still = [
         (p, p.data, p.detach().to("cpu", copy=True))
@@ -46,24 +52,28 @@ def preserve_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def make_buffer_restorer(module: nn.Module) -> Callable[[], None]:
-    """What puts a module's buffers back as they are now."""
+    """Return a function that restores the current buffers of a module and their values.
+
+    Args:
+        module: A module; its submodules are included.
+    """
     tables = [(owner._buffers, dict(owner._buffers)) for owner in module.modules()]
-    buffers = {buffer for _, was in tables for buffer in was.values() if buffer is not None}
-    values = [(own, own.clone()) for own in map(_narrow_expanded_dims, buffers)]
+    buffers = {buffer for _, entries in tables for buffer in entries.values() if buffer is not None}
+    values = [(view, view.clone()) for view in map(_narrow_expanded_dims, buffers)]
 
     def put_back() -> None:
-        for table, was in tables:
+        for table, entries in tables:
             table.clear()
-            table.update(was)
+            table.update(entries)
         with torch.no_grad():
-            for own, value in values:
-                own.copy_(value)
+            for view, value in values:
+                view.copy_(value)
 
     return put_back
 
 
 def _narrow_expanded_dims(buffer: torch.Tensor) -> torch.Tensor:
-    """What of a buffer is in memory: one that is expanded has each number several times."""
+    """Return a view of a buffer without repeated elements: an expanded dimension has stride 0."""
     strides = buffer.stride() if buffer.layout is torch.strided else ()
     for dim, stride in enumerate(strides):
         if not stride:
@@ -74,15 +84,23 @@ def _narrow_expanded_dims(buffer: torch.Tensor) -> torch.Tensor:
 def add_buffer_checks(
     state: State, i: Instr, is_forward: bool, run: Callable[[], None]
 ) -> Callable[[], None]:
-    """The same as `run`, which runs an own stage, `is_forward` or backward, and the loss of the
-    last.
+    """Return `run` with a check for changes of buffers that would give wrong results.
 
-    It raises ModelError where a buffer has changed that must not, and warns, once for a stage,
-    where it is then not what a plain loop leaves.  A buffer has changed if it was written to, or
-    another of its shape put in its place, with other numbers.  torch's batch_norm writes without a
-    trace, as does many a kernel: so the first forward and backward of a stage, training or not, are
-    looked at by value, on a CPU, where the host may.  What they write again as it was, as a cache,
-    is compared from then on; any other is known by its trace.
+    A buffer has changed if it was written to, or replaced by another of its shape, and its values
+    differ. Some kernels, such as torch's batch_norm, write without raising the version counter. So
+    the first forward and the first backward in each training mode compare values, on a CPU only.
+    Later calls use version counters. They also compare the values of buffers that an earlier call
+    rewrote with equal values, such as caches.
+
+    Args:
+        state: The state of the rank.
+        i: The instruction that `run` executes.
+        is_forward: True for a forward, False for a backward.
+        run: A function that runs the module of a local stage, and the loss for the last stage.
+
+    Returns:
+        A function that raises ModelError for a change that is refused. For a change that only
+        differs from a plain training loop, it warns once per stage.
     """
     stage = state.stages[i.stage]
     owners = [*stage.module.named_modules()]
@@ -94,9 +112,9 @@ def add_buffer_checks(
         return run
 
     def checked() -> None:
-        look = (i.op, stage.module.training)
-        first = look not in stage.checked_buffer_modes
-        stage.checked_buffer_modes.add(look)
+        mode = (i.op, stage.module.training)
+        first = mode not in stage.checked_buffer_modes
+        stage.checked_buffer_modes.add(mode)
         before = [
             (path, owner, name, buffer)
             for path, owner in tables
@@ -138,9 +156,13 @@ def add_buffer_checks(
 
 
 class _Case(NamedTuple):
-    """Why a change of a buffer is wrong, and a hint if it is refused.
+    """A reason why a change of a buffer is wrong, for some buffers or for all.
 
-    `modules` and `buffers` are those that the case concerns: all if there are none.
+    Attributes:
+        fact: The end of the message.
+        hint: The hint of the error. If it is empty, the change causes a warning only.
+        modules: Modules whose buffers the case concerns.
+        buffers: Buffers that the case concerns. If both collections are empty, it concerns all.
     """
 
     fact: str
@@ -149,7 +171,7 @@ class _Case(NamedTuple):
     buffers: Collection[torch.Tensor] = ()
 
     def concerns(self, owner: nn.Module, buffer: torch.Tensor) -> bool:
-        """Return whether it concerns a buffer of a module."""
+        """Return whether the case concerns a buffer of a module."""
         named = bool(self.modules or self.buffers)
         return not named or owner in self.modules or any(b is buffer for b in self.buffers)
 
@@ -167,21 +189,21 @@ def _find_cases(state: State, i: Instr, is_forward: bool) -> list[_Case]:
         return [_Case(fact, hint)]
     if state.program.dp > 1:
         return [_Case("in a forward: each replica has its own, made by its own microbatches")]
-    found = []
-    own = state.stages[i.stage].module
+    cases = []
+    module = state.stages[i.stage].module
     others = [stage.module for s, stage in state.stages.items() if s != i.stage]
     others += state.resources.other_rank_stages
     theirs = {m for other in others for m in other.modules()}
-    modules = [m for m in own.modules() if m._buffers and m in theirs]
-    buffers = find_shared_buffers(own, others)
+    modules = [m for m in module.modules() if m._buffers and m in theirs]
+    buffers = find_shared_buffers(module, others)
     if modules or buffers:
         fact = (
             "in a forward, and another stage that has it sees the change when the schedule "
             "decides, and in another process never"
         )
-        found.append(_Case(fact, modules=modules, buffers=buffers))
+        cases.append(_Case(fact, modules=modules, buffers=buffers))
     order = [mb for op, s, mb in state.stream if op is i.op and s == i.stage]
     if order != sorted(order):
         fact = "in a forward, and its forwards are not in the order of the microbatches"
-        found.append(_Case(fact))
-    return found
+        cases.append(_Case(fact))
+    return cases

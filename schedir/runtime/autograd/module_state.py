@@ -1,7 +1,7 @@
-"""Restore the state that a module keeps outside its parameters and buffers.
+"""Restore the state that a module keeps outside of its parameters and buffers.
 
-A stage may count its calls in an attribute, keep the hidden numbers of the microbatch before, or
-draw from a generator of its own.  A run that only finds shapes must leave no trace of that.
+A stage may count its calls in an attribute, keep hidden values of an earlier microbatch, or use its
+own random generator. A run that only measures shapes must not change this state.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _RESTORED_TYPES: Final = (
     NoneType, Tensor, int, float, str, tuple, list, dict, set, deque,
     torch.Generator, np.random.Generator, Random,
 )  # fmt: skip
-# A first forward sets these modules up, which is not to be undone.
+# The first forward initializes these modules. That must not be undone.
 _SELF_INITIALIZING_TYPES: Final = (DistributedDataParallel, LazyModuleMixin)
 
 
 @contextmanager
 def preserve_module_state(module: nn.Module) -> Iterator[None]:
-    """After this context a module's plain attributes and gradients are as they were before it.
+    """Restore a module's plain attributes and its gradients at the end of this context.
 
-    Restored are attributes themselves, the content of lists, dicts, sets and deques, the numbers of
-    tensors, and the states of generators of torch, numpy and Python.  Other objects are not.
-    Attributes that are new stay.  Within it, parameters have no gradients, and a backward adds to
-    none.
+    It restores the attributes, the content of lists, dicts, sets and deques, the values of tensors,
+    and the states of generators of torch, numpy and Python. Other objects are not restored, and new
+    attributes stay. Within the context parameters have no gradients. The gradients that a backward
+    computes there are dropped.
 
     Args:
-        module: A module; its submodules count, too.
+        module: A module; its submodules are included.
     """
     undo = list(_make_attribute_undos(module))
     before = {p: p.grad for p in module.parameters()}
@@ -57,7 +57,7 @@ def preserve_module_state(module: nn.Module) -> Iterator[None]:
 
 
 def _make_attribute_undos(module: nn.Module) -> Iterator[_Undo]:
-    """Yield the functions that restore the attributes of a module, and what these contain."""
+    """Yield functions that restore the attributes of a module and their content."""
     tensors: dict[int, Tensor] = {}
     for owner in module.modules():
         if isinstance(owner, _SELF_INITIALIZING_TYPES):
@@ -79,7 +79,7 @@ def _make_attribute_undos(module: nn.Module) -> Iterator[_Undo]:
 
 
 def _make_content_undo(value: object) -> _Undo | None:
-    """Return a function that gives a container its content of now, or a generator its state."""
+    """Return a function that restores the content of a container or the state of a generator."""
     if isinstance(value, list):
         items = [*value]
         return lambda: value.__setitem__(slice(None), items)
@@ -104,7 +104,7 @@ def _make_content_undo(value: object) -> _Undo | None:
 
 
 def _make_write_undo(tensor: Tensor) -> _Undo:
-    """Return a function that gives a tensor its numbers of now, if it was written to."""
+    """Return a function that restores the values of a tensor if it was written to."""
     version, numbers = tensor._version, tensor.detach().clone()
 
     def put_back() -> None:

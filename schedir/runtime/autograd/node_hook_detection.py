@@ -1,9 +1,9 @@
-"""Find hooks on autograd nodes. No public function of torch lists them.
+"""Find hooks on autograd nodes, because torch has no public function that lists them.
 
 `node.register_hook` and `node.register_prehook` return a handle that refers to the dictionary of
 all Python hooks of that kind on the node. So this module registers a hook, reads the dictionary,
-and removes the hook. Hooks that C++ code registers, such as those of DistributedDataParallel, are
-not found.
+and removes the hook. It does not find hooks that C++ code registers, such as those of
+DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 _observer_handle_count = 0
-# By the id of a leaf tensor: `registrations()` when its node was last found without hooks.
+# By the id of a leaf tensor: `count_registrations()` when its node last had no hooks.
 _leaves_without_hooks: dict[int, int] = {}
 
 
 def count_registrations() -> int:
     """Return a number that grows whenever a hook of any kind is registered in this process.
 
-    It counts hooks of modules, tensors and autograd nodes, but not those of this module. If it has
-    not changed, no hook was registered in between.
+    It counts hooks of modules, tensors and autograd nodes, but not those of this module. Two equal
+    results mean that no hook was registered between the calls.
     """
     return RemovableHandle.next_id - _observer_handle_count
 
 
 def node_has_hooks(node: Node) -> bool:
-    """Return whether a Python hook or pre-hook was registered on an autograd node.
+    """Return whether a Python hook or pre-hook is registered on an autograd node.
 
-    A tensor's hooks (`Tensor.register_hook`) belong to the tensor and are not found here. Hooks
-    of `register_observer` do not count.
+    It does not find hooks of tensors (`Tensor.register_hook`), and ignores those of
+    `register_observer`.
+
+    Args:
+        node: The autograd node.
     """
     return any(map(_has_other_hooks, (node.register_hook, node.register_prehook)))
 
 
 def register_observer(node: Node, hook: Callable[..., None]) -> RemovableHandle:
-    """Register a hook that changes no gradient on an autograd node. `node_has_hooks` ignores it.
+    """Register a hook that changes no gradient. `node_has_hooks` ignores it.
 
     Args:
         node: The autograd node.
@@ -57,7 +60,7 @@ def register_observer(node: Node, hook: Callable[..., None]) -> RemovableHandle:
 
 @dataclass(frozen=True)
 class _Observer:
-    """A hook of `register_observer`; the type tells it apart from other hooks."""
+    """A hook of `register_observer`; the type distinguishes it from other hooks."""
 
     hook: Callable[..., None]
 
@@ -66,7 +69,7 @@ class _Observer:
 
 
 def _has_other_hooks(register: Any) -> bool:
-    """Return whether a node has hooks that this module did not register, of one kind."""
+    """Return whether a node has hooks of one kind that this module did not register."""
     global _observer_handle_count
     handle = register(_no_hook)
     _observer_handle_count += 1
@@ -80,10 +83,14 @@ def _no_hook(*_: object) -> None:
 
 
 def leaf_has_hooks(leaf: Tensor, node: Node) -> bool:
-    """Return whether the node that accumulates the gradient of `leaf` has Python hooks.
+    """Return whether the node that accumulates the gradient of a leaf has Python hooks.
 
     The answer False is cached until any hook is registered in the process. Without the cache, each
     weight would cost several microseconds in each backward.
+
+    Args:
+        leaf: A leaf tensor.
+        node: The node that accumulates its gradient.
     """
     now = count_registrations()
     if _leaves_without_hooks.get(id(leaf)) == now:
@@ -99,6 +106,9 @@ def has_node_hooks(leaf: Tensor) -> bool:
 
     These are hooks on its autograd node, and those of `register_multi_grad_hook`, which wait for
     the gradients of several tensors.
+
+    Args:
+        leaf: A leaf tensor that requires a gradient.
     """
     hooks = (leaf._backward_hooks or {}).values()
     # Hooks of register_multi_grad_hook are functions that torch.autograd.graph defines.
@@ -107,9 +117,13 @@ def has_node_hooks(leaf: Tensor) -> bool:
 
 
 def can_defer_gradient(weight: Tensor) -> bool:
-    """Return whether W may compute the gradient of a weight later than autograd does, in I.
+    """Return whether W may compute the gradient of a weight, later than autograd would in I.
 
-    Only a trained leaf accumulates a gradient, and hooks on it see only autograd's own gradients.
+    The weight must be a trained leaf without hooks. Only leaves accumulate gradients, and hooks get
+    only the gradients that autograd computes.
+
+    Args:
+        weight: A parameter, or a tensor that is used as a weight.
     """
     hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
     return weight.is_leaf and weight.requires_grad and not hooks

@@ -1,14 +1,18 @@
-"""Random streams: what a module draws depends on its stage and microbatch, not on timing.
+"""Random streams: random numbers depend on the stage and microbatch, not on the timing.
 
-A rank seeds torch's default generators before whatever may draw: before a forward or a backward
-by a key of (seed, step, global microbatch, stage), before an optimizer by one of (seed, step,
-update, first own stage).  Modules that know their layers say so by `fork_layer_rng`, and then how
-layers are divided into stages changes nothing either.  A rank of replica r computes the global
-microbatches r * m, ..., r * m + m - 1 of a step, so that replicas draw as one that has them all.
+A rank seeds torch's default generators before each call that may draw random numbers:
 
-The CPU's generator takes 32 bits of a key, and a GPU's all 64.
+- before a forward or a backward with a key of (seed, step, global microbatch, stage),
+- before an optimizer step with a key of (seed, step, update, first stage of the rank).
 
-Without a seed nothing of this is done: modules draw from torch's generators as they come.
+Within a model, `fork_layer_rng` gives each layer its own key. Then the random numbers do not depend
+on the division of layers into stages either. Replica r computes the global microbatches r * m to
+(r + 1) * m - 1 of a step. So replicas draw the same numbers as one replica with all microbatches.
+
+The CPU's generator uses 32 bits of a key, and a GPU's generator all 64.
+
+Without a seed this module changes no generator, and modules draw from torch's generators in the
+order of the calls.
 """
 
 from __future__ import annotations
@@ -27,17 +31,26 @@ from schedir.errors import ModelError, describe
 _MASK_64_BITS: Final = 2**64 - 1
 
 
-# What numbers are drawn for: they are unlike those for all else.
+# Purposes of random numbers. Different purposes give different keys.
 FORWARD, BACKWARD, BACKWARD_WEIGHT, UPDATE, _LAYER, _SLICE, _BETWEEN_STEPS = (
     purpose << 32 for purpose in range(1, 8)
 )
 
 
 def mix_bits(number: int) -> int:
-    """64 bits, each of which depends on all 64 of `number`; no two have the same.
+    """Return 64 bits that each depend on all 64 bits of a number.
 
-    splitmix64 (Steele, Lea and Flood, OOPSLA 2014; the constants are those of Vigna's
-    splitmix64.c): what its state `number` gives next.
+    Different numbers below 2**64 give different results.
+
+    Args:
+        number: An integer; its lowest 64 bits are used.
+
+    Returns:
+        The next output of splitmix64 with the state `number`. The constants are those of Vigna's
+        splitmix64.c.
+
+    References:
+        Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014.
     """
     number = number + 0x9E3779B97F4A7C15 & _MASK_64_BITS
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64_BITS
@@ -46,7 +59,11 @@ def mix_bits(number: int) -> int:
 
 
 def derive_key(*numbers: int) -> int:
-    """64 bits for a list of numbers: others for another list, or another order."""
+    """Return a 64-bit key of a list of numbers, which depends on their order.
+
+    Args:
+        *numbers: Integers; the lowest 64 bits of each are used.
+    """
     bits = 0
     for number in numbers:
         bits = mix_bits(bits ^ (index(number) & _MASK_64_BITS))
@@ -54,8 +71,16 @@ def derive_key(*numbers: int) -> int:
 
 
 def list_stream_numbers(microbatches: int, first_number: int = 0, updates: int = 1) -> list[int]:
-    """The numbers of what a rank runs in a step, of which `first_number` is that of its first
-    microbatch among those of all replicas."""
+    """Return the numbers of the microbatches and updates that a rank runs in a step.
+
+    Args:
+        microbatches: The number of microbatches of the rank.
+        first_number: The number of its first microbatch among those of all replicas.
+        updates: The number of optimizer steps.
+
+    Returns:
+        The global numbers of the microbatches, and then a number for each update.
+    """
     return [
         *range(first_number, first_number + microbatches),
         *(UPDATE | u for u in range(updates)),
@@ -63,7 +88,7 @@ def list_stream_numbers(microbatches: int, first_number: int = 0, updates: int =
 
 
 class Generator(Protocol):
-    """What is asked of a torch.Generator."""
+    """The methods of torch.Generator that this module uses."""
 
     def manual_seed(self, seed: int, /) -> object: ...
     def get_state(self) -> Tensor: ...
@@ -71,7 +96,14 @@ class Generator(Protocol):
 
 
 def get_default_generators(device: torch.device) -> list[Generator]:
-    """The generators from which modules on a device draw unless they bring their own."""
+    """Return torch's default generators that modules on a device use.
+
+    Args:
+        device: A device. A CUDA device without an index is the current one.
+
+    Returns:
+        The CPU's generator, and for a CUDA device also that of the device.
+    """
     if device.type != "cuda":
         return [torch.default_generator]
     torch.cuda.init()
@@ -80,11 +112,15 @@ def get_default_generators(device: torch.device) -> list[Generator]:
 
 
 class RandomStreams:
-    """What a rank's modules draw from.
+    """Seeds torch's default generators for the instructions of a rank.
 
-    `step` is the number of the next step: how many have begun, unless it is set, as by who goes on
-    from a checkpoint.  A step of several updates is one step, and its microbatches have numbers of
-    their own.
+    A step of several updates counts as one step, and its microbatches have different numbers.
+
+    Args:
+        seed: The seed, or None to leave torch's generators unchanged.
+        device: The device of the rank.
+        step: The number of steps that ended before, as after loading a checkpoint. The attribute
+            `step` is the number of the next step.
     """
 
     def __init__(
@@ -96,18 +132,27 @@ class RandomStreams:
     ) -> None:
         self.seed, self.step = seed, step
         self.generators = get_default_generators(device)
-        self.step_keys: list[int] = []  # of the numbers that a program has, in this step
-        self.current_key = 0  # of what is under way
-        self.has_warned = False  # of draws that are others for each copy of a weight
+        self.step_keys: list[int] = []  # one for each microbatch, then one for each update
+        self.current_key = 0  # of the microbatch or update that runs
+        self.has_warned = False  # whether `warn_of_draws` has warned
 
     def begin_step(self, numbers: Sequence[int]) -> None:
-        """Make ready for a step of microbatches and updates with these numbers, as
-        `list_stream_numbers`."""
+        """Compute the keys of the next step, and count the step.
+
+        Args:
+            numbers: The result of `list_stream_numbers`.
+        """
         self.step += 1
         self._set_step_keys(numbers, self.step - 1)
 
     def begin_without_update(self, numbers: Sequence[int]) -> None:
-        """Make ready for microbatches between two steps, which no step is the later for."""
+        """Compute the keys of microbatches between two steps, as in an evaluation.
+
+        The number of the next step does not change.
+
+        Args:
+            numbers: The result of `list_stream_numbers`.
+        """
         self._set_step_keys(numbers, self.step, _BETWEEN_STEPS)
 
     def _set_step_keys(self, numbers: Sequence[int], *key_parts: int) -> None:
@@ -118,8 +163,16 @@ class RandomStreams:
     def make_seeded(
         self, purpose: int, stage: int, index: int, run: Callable[[], None] = lambda: None
     ) -> Callable[[], None]:
-        """The same as `run`, with numbers of its own: of a purpose, a stage, and a microbatch, by
-        its `index` on this rank; updates come behind the last.
+        """Return a function that seeds the generators and then calls `run`.
+
+        Args:
+            purpose: A constant of this module, such as `FORWARD`.
+            stage: The number of the stage.
+            index: The microbatch on this rank. Updates follow the last microbatch.
+            run: The function to call; the default does nothing.
+
+        Returns:
+            A function, or `run` itself if there is no seed.
         """
         if self.seed is None:
             return run
@@ -137,7 +190,11 @@ class RandomStreams:
 
     @contextmanager
     def warn_of_draws(self, text: str) -> Iterator[None]:
-        """Warn, once, if anything draws within this context."""
+        """Warn, at most once per object, if any code within this context draws random numbers.
+
+        Args:
+            text: The warning.
+        """
         before = [] if self.has_warned else [generator.get_state() for generator in self.generators]
         yield
         for generator, state in zip(self.generators, before, strict=False):
@@ -147,7 +204,11 @@ class RandomStreams:
 
     @contextmanager
     def preserve_generators(self, *, always: bool = False) -> Iterator[None]:
-        """After this context the generators are as they were before, if there is a seed."""
+        """Restore the states of the generators at the end of this context, if there is a seed.
+
+        Args:
+            always: Restore them without a seed, too.
+        """
         global _active_streams
         if self.seed is None and not always:
             yield
@@ -156,18 +217,19 @@ class RandomStreams:
         try:
             yield
         finally:
-            _active_streams = outer  # of a step within whose forward this one runs
+            _active_streams = outer  # This step may run within the forward of another step.
             for generator, state in zip(self.generators, before, strict=True):
                 generator.set_state(state)
 
 
-# Whose step runs.  A global, as torch's generators are: in one process, one instruction runs at
-# a time, on a GPU also where backward is in autograd's own threads.
+# The streams of the step that runs. They are global, as torch's generators are. One instruction
+# runs at a time in a process. A thread-local would not work: on a GPU, autograd runs a backward in
+# threads of its own.
 _active_streams: RandomStreams | None = None
 
 
 def _require_uint32(number: int) -> int:
-    """A number of a layer or a slice.  Raises ModelError for what is none from 0 to 2**32 - 1."""
+    """Return the number of a layer or a slice; raise ModelError unless it is 0 to 2**32 - 1."""
     try:
         if 0 <= (small := index(number)) < 1 << 32:
             return small
@@ -180,18 +242,26 @@ def _require_uint32(number: int) -> int:
 
 @contextmanager
 def fork_layer_rng(number: int, shard: int | None = None) -> Iterator[None]:
-    """Within this context, torch's default generators draw for a layer of that number in the model.
+    """Seed torch's default generators within this context for one layer of the model.
 
-        with layer(12):
+        with fork_layer_rng(12):
             x = F.dropout(x, 0.1)
 
-    What is drawn depends on (seed, step, global microbatch, number) alone, and not on the stage in
-    which the layer is.  All tensor-parallel ranks draw the same, as they must of what each holds
-    whole; of what they share out, the number of its `shard` lets each draw its own.  Contexts of
-    the same numbers draw the same: a layer has one.  After it, what is around goes on as before.
+    The random numbers depend only on (seed, step, global microbatch, number). They do not depend on
+    the stage of the layer. Contexts with equal numbers draw equal numbers, so each layer needs its
+    own. At the end of the context the generators get their earlier states back.
 
-    In a forward, or what a backward recomputes of one, of an executor or `reference`.  Elsewhere
-    this does nothing, and generators are as they come.
+    It works in a forward of an executor or of `run_sequential`, and when a backward recomputes such
+    a forward. Elsewhere it does nothing.
+
+    Args:
+        number: The number of the layer in the model, from 0 to 2**32 - 1.
+        shard: The number of the shard of a tensor-parallel rank. With it, each rank draws different
+            numbers, as for values that the ranks share. By default all tensor-parallel ranks draw
+            the same, as for values that each rank computes in full.
+
+    Raises:
+        ModelError: `number` or `shard` is not an integer from 0 to 2**32 - 1.
     """
     drawing = _active_streams
     what = _LAYER | _require_uint32(number)
