@@ -1,24 +1,29 @@
-"""Split a backward into dI, the gradient of inputs, and dW, the gradient of weights.
+"""Split a backward into I, the gradient of inputs, and W, the gradient of weights.
 
-Zero-bubble schedules (Qi et al., arXiv 2401.10241) cut the backward of a layer in two:
-the gradient of the input, which the stage before waits for, and the gradient of the
-weights, which only the optimizer needs. Here the cut lies inside functions that stand in for
-torch's own (`linear`, `matmul`, `embedding`, and those that `run_split_layer` makes of a layer):
-while a
-`DeferredGradients` is recording, their backward computes the input gradient only and notes on the
-tape what the weight gradient needs; `DeferredGradients.run` computes it.
+Zero-bubble schedules split the backward of a layer. The stage before waits for the gradient of the
+input, and only the optimizer needs the gradient of the weights. This module has functions that
+replace torch's: `linear`, `matmul`, `embedding`, and `run_split_layer` for other layers. Within
+`defer_weight_gradients`, their backward computes only the gradient of the input. It saves the
+tensors for the gradient of the weight in a `DeferredGradients`, and `DeferredGradients.run`
+computes that gradient later:
 
-    with recording(tape):
+    deferred = DeferredGradients()
+    with defer_weight_gradients(deferred):
         torch.autograd.backward(y, dy)      # BackwardInput
     ...
-    tape.run()                              # BackwardWeight
+    deferred.run()                          # BackwardWeight
 
-Everything else (norms, biases, position embeddings) is cheap and stays in the first
-half, unless it is asked for. The gradients are those of the whole backward bit for bit, as long
-as the tapes of one weight run in the order in which their backward passes did; those of a weight
-that is used otherwise, too, are rounded otherwise: autograd adds its part in the first half.
+Other operations, such as norms, biases and position embeddings, are cheap. Their gradients are
+computed in I unless the caller asks for a split.
 
-`make_backward_splittable` puts these functions in the place of the forwards of a module's layers.
+The gradients have the same bits as those of an unsplit backward if the deferred gradients of one
+weight run in the order of their backward passes. There is one exception: a weight that other
+operations use, too. Autograd adds their gradient in I, so the sum is rounded differently.
+
+`make_backward_splittable` makes the layers of a module use these functions.
+
+References:
+    Qi et al., Zero bubble pipeline parallelism, arXiv 2401.10241.
 """
 
 from __future__ import annotations
@@ -55,14 +60,16 @@ from schedir.runtime.autograd.weight_gradient_rules import (
 
 
 class _DeferredFunction(NamedTuple):
+    """A weight gradient to compute, and the version counters of its tensors."""
+
     rule: WeightGradientRule
     weight: Tensor
     saved: tuple[Tensor, ...]
     dy: Tensor
-    versions: list[int]  # of those that it keeps
+    versions: list[int]  # version counters of `saved` and `dy`
 
     def require_unchanged(self) -> None:
-        """Raise ModelError where somebody has written to what is kept."""
+        """Raise ModelError if a saved tensor was written to since I."""
         if self.versions != [tensor._version for tensor in (*self.saved, self.dy)]:
             raise ModelError(
                 "what the gradient of a weight is made of was changed in place between I and W",
@@ -71,13 +78,13 @@ class _DeferredFunction(NamedTuple):
 
 
 class DeferredGradients:
-    """What one backward pass left undone: its weight gradients, in order.
+    """The deferred weight gradients of a backward pass, in order.
 
-    `len(tape)` counts them; 0 after a recorded backward means that nothing was split
-    (no `linear` took part, or torch.compile ran the backward behind our back).
+    `len(deferred)` is their number. After a recorded backward, 0 means that nothing was split: no
+    `linear` took part, or torch.compile ran the backward.
 
-    The tape keeps inputs and output gradients alive. The last of these may be the very
-    tensor given to `torch.autograd.backward`: what overwrites it before `run` is refused there.
+    It keeps inputs and output gradients in memory. The last of these may be the tensor that
+    `torch.autograd.backward` was called with. `run` raises ModelError if it was overwritten before.
     """
 
     def __init__(self) -> None:
@@ -89,52 +96,62 @@ class DeferredGradients:
     def defer(
         self, rule: WeightGradientRule, weight: Tensor, saved: tuple[Tensor, ...], dy: Tensor
     ) -> None:
-        """Leave `weight.grad += rule(weight, *kept, dy)` for `run`."""
-        # Detached, or the tape would keep the graph behind the input alive.
+        """Save a weight gradient, so that `run` adds `rule(weight, *saved, dy)` to `weight.grad`.
+
+        Args:
+            rule: The function that computes the gradient.
+            weight: The weight.
+            saved: The tensors that the forward saved, usually its input.
+            dy: The gradient of the output.
+        """
+        # Detached tensors, because others would keep the autograd graph of the input alive.
         *without, dy = (tensor.detach() for tensor in (*saved, dy))
         versions = [tensor._version for tensor in (*without, dy)]
         self._deferred.append(_DeferredFunction(rule, weight, tuple(without), dy, versions))
 
     def list_saved_tensors(self) -> Iterator[Tensor]:
-        """The inputs and output gradients that it keeps."""
+        """Yield the inputs and output gradients that are kept."""
         for job in self._deferred:
             yield from (*job.saved, job.dy)
 
     @property
     def has_custom_rule(self) -> bool:
-        """Whether a gradient comes by a rule that somebody has written for a layer."""
+        """Return whether a gradient is computed by a rule of `register_splittable_layer`."""
         return any(not isinstance(job.rule, ProductRule | LookupRule) for job in self._deferred)
 
     def list_weights(self) -> Iterator[Tensor]:
-        """The weights whose gradients it leaves, once for each use."""
+        """Yield the weights of the deferred gradients, once for each use."""
         return (job.weight for job in self._deferred)
 
     def run(self, on_accumulated: Callable[[Tensor], object] | None = None) -> None:
-        """Compute every weight gradient, add it to `weight.grad`, and empty the tape.
+        """Compute every deferred weight gradient, add it to `weight.grad`, and remove it.
 
-        `on_accumulated` is told of each weight when it has all of its gradient.
+        The addition to an existing `grad` is in place, so `grad` may be a view of a flat buffer.
+        For a weight with several uses, such as a tied embedding, this first sums its gradients in
+        the order of the backward pass. It adds the sum once, as autograd does.
 
-        An existing `grad` is added to in place, so it may be a view of a flat buffer.
-        A weight used several times (tied embeddings) gets one addition of the sum, in
-        the order of the backward pass, because that is what autograd does.
+        Args:
+            on_accumulated: A function that is called with each weight once its gradient is
+                complete.
 
-        Raises ModelError where an input or an output gradient has been written to since.
+        Raises:
+            ModelError: An input or an output gradient was written to since I.
         """
         uses = Counter(map(id, self.list_weights()))
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
-            while self._deferred:  # popped one by one: memory falls as the work goes on
+            while self._deferred:  # Popping one at a time frees memory early.
                 job = self._deferred.popleft()
                 job.require_unchanged()
-                rule, weight, kept, dy, _ = job
+                rule, weight, saved, dy, _ = job
                 key = id(weight)
                 uses[key] -= 1
-                alone = not uses[key] and key not in sums
-                if has_wider_gradient(weight) or (alone and can_add_rows(rule, weight)):
-                    accumulate_gradient(rule, weight, kept, dy)
+                is_only_use = not uses[key] and key not in sums
+                if has_wider_gradient(weight) or (is_only_use and can_add_rows(rule, weight)):
+                    accumulate_gradient(rule, weight, saved, dy)
                 else:
-                    dw = rule(weight, *kept, dy)
-                    if weight.grad is not None:  # one of less precision rounds each use
+                    dw = rule(weight, *saved, dy)
+                    if weight.grad is not None:  # A narrower type rounds the gradient of each use.
                         dw = dw.to(weight.grad.dtype)
                     if key in sums:
                         dw = sums.pop(key) + dw
@@ -148,14 +165,21 @@ class DeferredGradients:
                     on_accumulated(weight)
 
 
-# A global, not a thread-local: on CUDA, backward runs in autograd's own threads.
-# Hence one recorded backward at a time per process.
+# It is global and not thread-local, because on CUDA autograd runs a backward in threads of its own.
+# Hence one recorded backward at a time can run in a process.
 _active_deferred_wgrad: DeferredGradients | None = None
 
 
 @contextmanager
 def defer_weight_gradients(deferred_wgrad: DeferredGradients) -> Iterator[DeferredGradients]:
-    """Within this context every backward leaves its weight gradients on `deferred_wgrad`."""
+    """Defer the weight gradients of every backward within this context.
+
+    Args:
+        deferred_wgrad: The object that collects them.
+
+    Yields:
+        The same object.
+    """
     global _active_deferred_wgrad
     outer, _active_deferred_wgrad = _active_deferred_wgrad, deferred_wgrad
     try:
@@ -167,30 +191,55 @@ def defer_weight_gradients(deferred_wgrad: DeferredGradients) -> Iterator[Deferr
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, input_rule: SharedInputRule | None = None
 ) -> Tensor:
-    """`x @ weight.T + bias`, splittable: (..., n), (k, n) and (k,) to (..., k).
+    """Return `x @ weight.T + bias`, with a backward that can be split.
 
-    The gradient of the bias is cheap, and not left for later.  With an `input_rule`, ranks share
-    the weight, and x may be a part of what is multiplied: only that is kept, and put together again
-    while its gradient is computed, or later, with that of the weight.  The gradient of x is on its
-    way before that of the weight is computed, if this is not left for later, and waited for after.
+    The gradient of the bias is cheap and is not deferred. With an `input_rule`, tensor-parallel
+    ranks share the weight, and `x` may be a shard of the input of the product. Only the shard is
+    saved. It is gathered again in the backward, or in W if the weight gradient is deferred. If it
+    is not deferred, the reduction of the gradient of `x` overlaps with the computation of the
+    weight gradient.
+
+    Args:
+        x: The input, of shape (..., n).
+        weight: The weight, of shape (k, n).
+        bias: The bias, of shape (k,).
+        input_rule: The communication of the input and of its gradient; None if there is none.
+
+    Returns:
+        The output, of shape (..., k).
     """
     y: Tensor = _Linear.apply(x, weight, bias, _LINEAR_RULE, input_rule)  # type: ignore[no-untyped-call]
     return y
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight + bias`, splittable as `linear` is: (..., n), (n, k) and (k,) to (..., k)."""
+    """Return `x @ weight + bias`, with a backward that can be split.
+
+    Args:
+        x: The input, of shape (..., n).
+        weight: The weight, of shape (n, k).
+        bias: The bias, of shape (k,).
+
+    Returns:
+        The output, of shape (..., k).
+    """
     y: Tensor = _Linear.apply(x, weight, bias, _MATMUL_RULE, None)  # type: ignore[no-untyped-call]
     return y
 
 
 def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Rows of `weight`, splittable: int64 (...) and (rows, n) to (..., n).
+    """Return rows of a weight, with a backward that can be split.
 
-    The row `padding_idx` gets no gradient.
+    An embedding has no input gradient, so the split saves no time. It is needed for the same bits
+    if the weight is tied to the output layer: both gradients are then added in one addition.
 
-    It has no input gradient to hurry for; it is here because a weight tied to the head
-    would otherwise get its two gradients in two additions, and other bits.
+    Args:
+        tokens: Row numbers, int64, of any shape (...).
+        weight: The weight, of shape (rows, n).
+        padding_idx: A row that gets no gradient.
+
+    Returns:
+        The rows, of shape (..., n).
     """
     y: Tensor = _Embedding.apply(tokens, weight, padding_idx)  # type: ignore[no-untyped-call]
     return y
@@ -204,10 +253,9 @@ def _defer_or_compute_wgrad(
     saved: tuple[Tensor, ...],
     dy: Tensor,
 ) -> Tensor | None:
-    """The gradient of a weight, tensor `input_index` of those that a Function was given, for
-    autograd.
+    """Return the gradient of a weight for autograd, or None if it was deferred or accumulated.
 
-    None when it went to the tape, or to its sum.
+    `input_index` is the number of the weight among the tensors that the Function was applied to.
     """
     compiled = torch.compiler.is_compiling()
     if not _can_bypass_autograd(ctx, input_index, weight):
@@ -218,16 +266,15 @@ def _defer_or_compute_wgrad(
         accumulate_gradient(rule, weight, saved, dy)
     elif not compiled and can_add_rows(rule, weight) and _is_first_use_in_pass(weight):
         (tokens,) = saved
-        return rule.compute_sparse(
-            weight, tokens, dy
-        )  # for autograd, where there may be other uses
+        # Autograd adds it, because the weight may have other uses.
+        return rule.compute_sparse(weight, tokens, dy)
     else:
         return rule(weight, *saved, dy)
     return None
 
 
 def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
-    """Whether the gradient of tensor `input_index`, a weight, may go elsewhere than to autograd."""
+    """Return whether the gradient of the weight, tensor `input_index`, need not go to autograd."""
     if not can_defer_gradient(weight):
         return False
     if torch.compiler.is_compiling():
@@ -235,53 +282,52 @@ def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
     node = ctx.next_functions[input_index][0]
     if leaf_has_hooks(weight, node):
         return False
-    # A hook on this node expects all gradients.  Nodes that torch.compile traced have no count.
+    # A hook on this node expects all gradients. Nodes that torch.compile traced have no count.
     if getattr(ctx, "registrations", None) != count_registrations() and node_has_hooks(ctx):
         return False
     return _will_accumulate(node)
 
 
 def _will_accumulate(leaf: Node) -> bool:
-    """Whether the backward that runs adds to the gradient of a leaf, of which this is the node.
+    """Return whether the running backward adds to the gradient of the leaf of this node.
 
-    A `torch.autograd.grad` does not, as within a hook of the backward: it gives some away.
+    A `torch.autograd.grad`, as within a hook of the backward, does not: it returns gradients.
     """
     try:
         return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # it is asked for the gradient of this leaf
+    except RuntimeError:  # torch.autograd.grad was called for the gradient of this leaf.
         return False
 
 
 def _is_first_use_in_pass(weight: Tensor) -> bool:
-    """Whether the backward pass that runs asks this of a weight for the first time.
+    """Return whether the running backward pass calls this for a weight for the first time.
 
-    Two sparse gradients autograd joins to one, in which rows come twice, and which a GPU would add
-    in any order.
+    Autograd would concatenate two sparse gradients, so that rows occur twice. A GPU adds such rows
+    in no fixed order.
     """
     running: int = torch._C._current_graph_task_id()
     before = _last_pass_by_weight.get(id(weight), -1)
     _last_pass_by_weight[id(weight)] = max(running, before)
-    return running > before  # less within one that has begun another, as of what is checkpointed
+    # A backward has a smaller number than the backwards that run within it, as in recomputation.
+    return running > before
 
 
-_last_pass_by_weight: dict[
-    int, int
-] = {}  # by weight, the last backward pass that asked: they are numbered
+# The last backward pass that called `_is_first_use_in_pass`, by the id of the weight.
+_last_pass_by_weight: dict[int, int] = {}
 
 
 def _save_weights(ctx: Any, *weights: Tensor) -> None:
-    # As an attribute: under non-reentrant checkpointing saved tensors come back as
-    # detached aliases, whose .grad nobody reads. So autograd's check that the weight is
-    # unchanged is ours to do.
+    # The weights are saved as an attribute. Non-reentrant checkpointing replaces saved tensors by
+    # detached aliases, so a gradient added to their `.grad` would be lost. Autograd does not check
+    # the versions of attributes. So `_get_saved_weights` checks them.
     ctx.weights, ctx.versions = weights, [weight._version for weight in weights]
     if not torch.compiler.is_compiling():
-        ctx.registrations = (
-            count_registrations()
-        )  # hooks on this node come later, and change the count
+        # Hooks on this node can only be registered later, and change the count.
+        ctx.registrations = count_registrations()
 
 
 def _get_saved_weights(ctx: Any) -> tuple[Tensor, ...]:
-    """The weights, which must be as they were."""
+    """Return the weights; raise RuntimeError if one was changed in place since F."""
     if ctx.versions != [weight._version for weight in ctx.weights]:
         raise RuntimeError("a weight was changed in place between F and B")
     weights: tuple[Tensor, ...] = ctx.weights
@@ -303,39 +349,39 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         _save_weights(ctx, weight)
         ctx.rule, ctx.entry, ctx.dtype = rule, input_rule, x.dtype
-        whole = (
+        full_input = (
             x
             if input_rule is None or input_rule.start_gather is None
             else input_rule.start_gather(x)()
         )
         if rule.is_transposed:
-            y = F.linear(whole, weight, bias)
+            y = F.linear(full_input, weight, bias)
         elif bias is None:
-            y = whole @ weight
+            y = full_input @ weight
         else:
-            y = torch.addmm(bias, flatten_to_matrix(whole), weight)
-            y = y.view(*whole.shape[:-1], weight.shape[-1])
-        ctx.save_for_backward(x.to(y.dtype))  # under autocast, what was multiplied
+            y = torch.addmm(bias, flatten_to_matrix(full_input), weight)
+            y = y.view(*full_input.shape[:-1], weight.shape[-1])
+        ctx.save_for_backward(x.to(y.dtype))  # Autocast multiplied the input in the type of y.
         return _as_non_view(y)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         (weight,), (x,), (dy,) = _get_saved_weights(ctx), ctx.saved_tensors, dys
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-        rule, entry, whole, sum_of_dx = ctx.rule, ctx.entry, None, None
+        rule, entry, wait_for_input, wait_for_dx = ctx.rule, ctx.entry, None, None
         if needs_dw and entry is not None and entry.start_gather is not None:
             if _active_deferred_wgrad is not None and _can_bypass_autograd(ctx, 1, weight):
-                rule = rule._replace(start_gather=entry.start_gather)  # when it is needed
+                rule = rule._replace(start_gather=entry.start_gather)  # W gathers the input.
             else:
-                whole = entry.start_gather(x)
+                wait_for_input = entry.start_gather(x)
         back = weight if rule.is_transposed else weight.t()
         dx = dy @ back.to(dy.dtype).conj() if needs_dx else None
         if dx is not None and entry is not None:
-            sum_of_dx = entry.start_reduce(dx.to(ctx.dtype).contiguous())
+            wait_for_dx = entry.start_reduce(dx.to(ctx.dtype).contiguous())
         db = flatten_to_matrix(dy).sum(0) if needs_db else None
-        x = x if whole is None else whole()
+        x = x if wait_for_input is None else wait_for_input()
         dw = _defer_or_compute_wgrad(ctx, 1, rule, weight, (x,), dy) if needs_dw else None
-        return dx if sum_of_dx is None else sum_of_dx(), dw, db, None, None
+        return dx if wait_for_dx is None else wait_for_dx(), dw, db, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -355,28 +401,44 @@ class _Embedding(torch.autograd.Function):
 
 
 def _as_non_view(y: Tensor) -> Tensor:
-    """The same as no view, which may not be changed in place where a Function made it."""
+    """Return y, or an alias that is no view: a view from a Function cannot be changed in place."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
-# ------------------------------------------------------------ any layer
+# ------------------------------------------------------------ layers of registered types
 
 
-LayerRule = Callable[..., Tensor]  # layer, what the forward has kept, dy -> a gradient
+LayerRule = Callable[..., Tensor]  # (layer, *saved, dy) -> a gradient
 
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """How a layer computes: see `register_splittable_layer`, which makes it."""
+    """The forward and the gradient rules of a layer type; `register_splittable_layer` makes it.
 
-    forward: Callable[[Any, Tensor], tuple[Tensor, ...]]  # y, and what is to be kept
+    Attributes:
+        forward: A function of (layer, x) that returns y and the tensors to save.
+        input_grad: The rule of the gradient of x.
+        deferred_grads: The rules of the parameters whose gradients W computes, by name.
+        immediate_grads: The rules of the parameters whose gradients I computes, by name.
+    """
+
+    forward: Callable[[Any, Tensor], tuple[Tensor, ...]]
     input_grad: LayerRule
     deferred_grads: Mapping[str, LayerRule]
     immediate_grads: Mapping[str, LayerRule]
 
 
 def run_split_layer(split: SplitLayer, layer: nn.Module, x: Tensor) -> Tensor:
-    """What a layer gives for x, such that its backward can be split."""
+    """Run a layer such that its backward can be split.
+
+    Args:
+        split: The forward and the gradient rules of the layer's type.
+        layer: The layer.
+        x: Its input.
+
+    Returns:
+        The output of the layer.
+    """
     parameters = dict(layer.named_parameters(remove_duplicate=False))
     y: Tensor = _SplitLayerFunction.apply(split, layer, (*parameters,), x, *parameters.values())  # type: ignore[no-untyped-call]
     return y
@@ -428,12 +490,12 @@ class _SplitLayerFunction(torch.autograd.Function):
 def _compute_layer_gradient(
     layer: nn.Module, name: str, rule: LayerRule, weight: Tensor, *saved_and_dy: Tensor
 ) -> Tensor:
-    """The gradient of a parameter, by the rule of its layer."""
+    """Return the gradient of a parameter by the rule of its layer, in the parameter's type."""
     return _require_shape(layer, name, weight.shape, rule(layer, *saved_and_dy)).to(weight.dtype)
 
 
 def _require_shape(layer: nn.Module, name: str, shape: torch.Size, gradient: Tensor) -> Tensor:
-    """A gradient, which must have its shape: autograd, and sums, would spread it."""
+    """Return a gradient; raise ModelError for a wrong shape, which sums would broadcast."""
     if gradient.shape != shape:
         raise ModelError(
             f"the split of {type(layer).__name__} gives {name}, which is {list(shape)}, "

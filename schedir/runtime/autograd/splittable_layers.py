@@ -1,7 +1,7 @@
-"""Register layers whose backward can be split into dI and dW.
+"""Register layers whose backward can be split into I and W.
 
-A layer is split by giving it a class of its own, a subclass of its type whose forward is
-splittable (see `has_split`).  Parameters, names, hooks and results stay as they are, bit for bit.
+A splittable layer gets a subclass of its type as its class. The subclass has a forward whose
+backward can be split. Parameters, names, hooks and results stay the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -35,40 +35,48 @@ from schedir.runtime.autograd.split_backward import (
 )
 
 LayerForward = Callable[[Any, Tensor], Tensor]
-_MAX_NAMED_LAYERS = 6  # layers that a warning names
+_MAX_NAMED_LAYERS = 6  # A warning lists at most this number of layers, to stay short.
 
 
 def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -> nn.Module:
-    """Make linear layers within a module splittable, and others whose types are known, in place.
+    """Make layers of a module splittable, in place: linear layers and those of registered types.
 
-    These are `nn.Linear`, `nn.Embedding`, the `Conv1D` of Hugging Face's transformers, and what
-    `register_splittable_layer` has been told.  Returns the module.  Layers of a subclass are left
-    alone, and embeddings with a norm, sparse or scaled gradients.  A weight gets its gradient in I
-    where it is used otherwise, as by `nn.MultiheadAttention`, or is computed (pruned,
-    parametrized), or has hooks.  Under `torch.compile` nothing may be split: the executor then
-    refuses.
+    The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and those of
+    `register_splittable_layer`. Layers of a subclass do not change. Neither do embeddings with
+    `max_norm`, `sparse` or `scale_grad_by_freq`.
 
-    `layer_types` are types that are known and split only where asked for.  That is `nn.LayerNorm`:
-    its weights' gradients take a thousandth of the time of a transformer layer's products, and to
-    leave them for W the tape keeps its input and output gradient, a quarter more.
+    I computes the gradient of a weight in three cases: the weight is used elsewhere, as by
+    `nn.MultiheadAttention`; it is computed from other parameters, as after pruning; or it has
+    hooks. `torch.compile` may prevent every split. The executor then raises an error.
 
-    Raises UsageError for a type in `layer_types` that is not known, and ModelError for a layer with
-    a parameter of which its split does not tell the gradient.
+    Args:
+        module: A stage, or another module.
+        *layer_types: Types that are split only on request. The only such type is `nn.LayerNorm`.
+            Its weight gradients take a thousandth of the time of the products of a transformer
+            layer. W would need its input and output gradient, which is a quarter more memory.
 
-    >>> from copy import deepcopy
-    >>> import schedir, torch
-    >>> from torch import nn
-    >>> from schedir.runtime import InProcessExecutor, run_sequential, make_backward_splittable
-    >>> program = schedir.compile(schedir.schedules.zb_h1,
-    ...     schedir.PipelineShape(ranks=2, microbatches=4))
-    >>> plain = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
-    >>> stages = [make_backward_splittable(deepcopy(stage)) for stage in plain]
-    >>> x, loss = torch.ones(4, 2, 8), nn.functional.mse_loss
-    >>> total = InProcessExecutor(program, stages, loss=loss, boundary=(2, 8)).step(x, x)
-    >>> bool(total == run_sequential(plain, x, x, loss=loss))
-    True
-    >>> torch.equal(stages[0][0].weight.grad, plain[0][0].weight.grad)  # which W has computed
-    True
+    Returns:
+        The module.
+
+    Raises:
+        UsageError: No split is registered for a type of `layer_types`.
+        ModelError: A layer has a parameter without a rule in the split of its type.
+
+    Example:
+        >>> from copy import deepcopy
+        >>> import schedir, torch
+        >>> from torch import nn
+        >>> from schedir.runtime import InProcessExecutor, run_sequential, make_backward_splittable
+        >>> program = schedir.compile(schedir.schedules.zb_h1,
+        ...     schedir.PipelineShape(ranks=2, microbatches=4))
+        >>> plain = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+        >>> stages = [make_backward_splittable(deepcopy(stage)) for stage in plain]
+        >>> x, loss = torch.ones(4, 2, 8), nn.functional.mse_loss
+        >>> total = InProcessExecutor(program, stages, loss=loss, boundary=(2, 8)).step(x, x)
+        >>> bool(total == run_sequential(plain, x, x, loss=loss))
+        True
+        >>> torch.equal(stages[0][0].weight.grad, plain[0][0].weight.grad)  # which W has computed
+        True
     """
     require_type(module, nn.Module, "make_backward_splittable(stage), of one stage")
     for kind in layer_types:
@@ -76,7 +84,7 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         if _find_split_type(kind) is None:
             raise _unknown_type_error(kind)
     for layer in module.modules():
-        kind = _original_type(layer)  # what is split already is split as was taught last
+        kind = _original_type(layer)  # A layer that is split already gets the newest rules.
         asked = kind not in _OPT_IN_TYPES or kind in layer_types or kind is not type(layer)
         split = _find_split_type(kind) if asked else None
         if split is None or (kind is nn.Embedding and _has_special_gradient(layer)):
@@ -92,13 +100,13 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
 
 
 def _original_type(layer: nn.Module) -> type[nn.Module]:
-    """The type of a layer before it was split, or as it is; of a subclass, that."""
+    """Return the type of a layer without a split."""
     kind: type[nn.Module] = type(layer).__dict__.get("original_type", type(layer))
     return kind
 
 
 def _find_uncovered_parameters(layer: nn.Module, split: SplitLayer) -> list[str]:
-    """The names of parameters of which its split does not tell the gradient."""
+    """Return the names of the parameters that have no rule in a split."""
     names = (name for name, _ in layer.named_parameters(remove_duplicate=False))
     return [
         name
@@ -108,11 +116,13 @@ def _find_uncovered_parameters(layer: nn.Module, split: SplitLayer) -> list[str]
 
 
 def _has_computed_weight(layer: nn.Module, split: SplitLayer) -> bool:
-    """Whether a weight that has a rule is computed from others, as where it is pruned."""
-    own = dict(layer.named_parameters(remove_duplicate=False))
+    """Return whether a parameter with a rule is computed from others, as after pruning."""
+    parameters = dict(layer.named_parameters(remove_duplicate=False))
     return any(
         isinstance(getattr(layer, name, None), Tensor)
-        for name in {*split.deferred_grads, *split.immediate_grads}.difference(own, layer._buffers)
+        for name in {*split.deferred_grads, *split.immediate_grads}.difference(
+            parameters, layer._buffers
+        )
     )
 
 
@@ -124,87 +134,105 @@ def register_splittable_layer(
     immediate_grads: Mapping[str, LayerRule] | None = None,
     forward: Callable[[Any, Tensor], tuple[Tensor, ...]] | None = None,
 ) -> None:
-    """Teach `make_backward_splittable` layers of a type, which take one tensor and give one.
+    """Register the gradients of a layer type that takes one tensor and returns one.
 
-    `input(layer, x, dy)` is the gradient of x, where x is what the layer was given and dy the
-    gradient of what it gave.  `deferred_grads` has such a rule for each parameter, by name, whose
-    gradient is left for W: until then x and dy are kept.  `immediate_grads` has those of the
-    others, computed in I. A rule gives the gradient of a whole microbatch, in the parameter's
-    shape.  y is what the layer's own forward gives; a `forward(layer, x)` gives (y, a, b, ...)
-    instead, and then rules are called as `rule(layer, a, b, ..., dy)`: what it keeps must hold what
-    they need.
+    The rules are called as `rule(layer, x, dy)`, with the input `x` of the layer and the gradient
+    `dy` of its output. With a `forward` that returns (y, a, b, ...) they are called as `rule(layer,
+    a, b, ..., dy)`. Each rule returns the gradient for the full microbatch, in the shape of the
+    parameter.
 
-    `check_splittable_layer` compares the rules with autograd.  Under autocast a taught layer is not
-    split, nor where it is given more than a tensor. Raises UsageError for what is no type of
-    module.
+    `check_splittable_layer` compares the rules with autograd. A layer runs unsplit under autocast,
+    or if it is called with more than one tensor.
 
-    >>> import torch
-    >>> from schedir.runtime import check_splittable_layer, register_splittable_layer
-    >>> class Scale(torch.nn.Module):
-    ...     def __init__(self, n):
-    ...         super().__init__()
-    ...         self.weight = torch.nn.Parameter(torch.ones(n))
-    ...     def forward(self, x):
-    ...         return x * self.weight
-    >>> register_splittable_layer(
-    ...     Scale,
-    ...     input_grad=lambda layer, x, dy: dy * layer.weight,
-    ...     deferred_grads={"weight": lambda layer, x, dy: (x * dy).flatten(0, -2).sum(0)},
-    ... )
-    >>> check_splittable_layer(Scale(8), torch.randn(4, 8))
+    Args:
+        layer_type: A subclass of nn.Module. Layers of its subclasses are not split.
+        input_grad: The rule of the gradient of the input.
+        deferred_grads: The rules of parameters whose gradients W computes, by name. The saved
+            tensors and dy are kept until W.
+        immediate_grads: The rules of the other parameters, by name. I computes their gradients.
+        forward: A function of (layer, x) that returns the output and the tensors that the rules
+            need. By default it is the layer's forward, and x is saved.
+
+    Raises:
+        UsageError: `layer_type` is no subclass of nn.Module.
+
+    Example:
+        >>> import torch
+        >>> from schedir.runtime import check_splittable_layer, register_splittable_layer
+        >>> class Scale(torch.nn.Module):
+        ...     def __init__(self, n):
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.ones(n))
+        ...     def forward(self, x):
+        ...         return x * self.weight
+        >>> register_splittable_layer(
+        ...     Scale,
+        ...     input_grad=lambda layer, x, dy: dy * layer.weight,
+        ...     deferred_grads={"weight": lambda layer, x, dy: (x * dy).flatten(0, -2).sum(0)},
+        ... )
+        >>> check_splittable_layer(Scale(8), torch.randn(4, 8))
     """
     if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
         raise UsageError(
             f"what is split is a type of nn.Module, not {layer_type!r:.60}",
             hint="register_splittable_layer(nn.Conv2d, ...)",
         )
-    how = SplitLayer(
+    split = SplitLayer(
         forward or partial(_forward_saving_input, layer_type),
         input_grad,
         dict(deferred_grads),
         dict(immediate_grads or {}),
     )
-    _REGISTERED_LAYERS[layer_type] = how
+    _REGISTERED_LAYERS[layer_type] = split
 
     def run(layer: nn.Module, *given: Any, **named: Any) -> Tensor:
         x, *more = *given, *named.values()
-        whole = (
+        runs_unsplit = (
             more
             or torch.is_autocast_enabled(x.device.type)
-            or _find_uncovered_parameters(layer, how)
+            or _find_uncovered_parameters(layer, split)
         )
         if not torch.compiler.is_compiling():
-            (_UNSPLIT_LAYERS.add if whole else _UNSPLIT_LAYERS.discard)(layer)
-        if whole:
+            (_UNSPLIT_LAYERS.add if runs_unsplit else _UNSPLIT_LAYERS.discard)(layer)
+        if runs_unsplit:
             y: Tensor = layer_type.forward(layer, *given, **named)
             return y
-        return run_split_layer(how, layer, x)
+        return run_split_layer(split, layer, x)
 
     _SPLIT_TYPES[layer_type] = _make_split_type(layer_type, run)
 
 
 def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
-    """Compare how a layer is split with what autograd gives for the layer as it is.
+    """Compare the output and the gradients of a split layer with those of autograd.
 
-    Raises ModelError that says which gradient is off: by more than 1 % of its norm in types of 16
-    bits, else by more than 0.01 %; UsageError for a layer of a type that is not known.
+    Both run in copies of the layer, with the same random numbers.
 
-    >>> import torch
-    >>> from schedir.runtime import check_splittable_layer
-    >>> check_splittable_layer(torch.nn.Linear(8, 8), torch.randn(4, 8))
+    Args:
+        layer: A layer of a type that can be split.
+        x: Its input.
+
+    Raises:
+        UsageError: The type of the layer cannot be split.
+        ModelError: The output or a gradient differs by more than 0.01 % of its norm, or by more
+            than 1 % in 16-bit types. The error names the tensor.
+
+    Example:
+        >>> import torch
+        >>> from schedir.runtime import check_splittable_layer
+        >>> check_splittable_layer(torch.nn.Linear(8, 8), torch.randn(4, 8))
     """
     require_type(layer, nn.Module, "nn.Linear(8, 8)")
     require_type(x, Tensor, "torch.randn(2, 8)")
     kind = _original_type(layer)
-    whole, split = (
+    unsplit, split = (
         deepcopy(layer),
         make_backward_splittable(deepcopy(layer), *_OPT_IN_TYPES & {kind}),
     )
-    whole.__class__ = kind
+    unsplit.__class__ = kind
     if not hasattr(split, "deferred_names"):
         raise _unknown_type_error(kind)
-    found: list[dict[str, Tensor | None]] = []
-    for one in (whole, split):
+    results: list[dict[str, Tensor | None]] = []
+    for one in (unsplit, split):
         given = x.detach().clone()
         given.requires_grad_(given.is_floating_point())
         for p in one.parameters():
@@ -217,18 +245,18 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
             torch.autograd.backward(y, dy)
         tape.run()
         named = {f"the gradient of {name}": p.grad for name, p in one.named_parameters()}
-        found.append({"the output": y.detach(), "the gradient of the input": given.grad} | named)
-    for name, want in found[0].items():
-        got = found[1][name]
-        if want is None and got is None:
+        results.append({"the output": y.detach(), "the gradient of the input": given.grad} | named)
+    for name, expected in results[0].items():
+        actual = results[1][name]
+        if expected is None and actual is None:
             continue
-        bound = 1e-2 if want is not None and want.dtype.itemsize < 4 else 1e-4
-        if want is None or got is None or not _relative_error(got, want) <= bound:
+        bound = 1e-2 if expected is not None and expected.dtype.itemsize < 4 else 1e-4
+        if expected is None or actual is None or not _relative_error(actual, expected) <= bound:
             raise ModelError(f"by the split of {kind.__name__}, {name} is not autograd's")
 
 
 def _relative_error(got: Tensor, want: Tensor) -> float:
-    """By how much of its norm a tensor is off."""
+    """Return the norm of the difference of two tensors over the norm of `want`."""
     if got.shape != want.shape:
         return float("inf")
     return float((got - want).double().norm() / want.double().norm().clamp(min=1e-30))
@@ -238,20 +266,22 @@ def _relative_error(got: Tensor, want: Tensor) -> float:
 
 
 class SplitLinear(nn.Linear):
-    """An `nn.Linear` whose weight gradient can be left for later."""
+    """An `nn.Linear` whose weight gradient can be deferred."""
 
     deferred_names, original_type = ("weight",), nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
+        """See `nn.Linear.forward`."""
         return linear(input, self.weight, self.bias)
 
 
 class SplitEmbedding(nn.Embedding):
-    """An `nn.Embedding` whose gradient can be left for later."""
+    """An `nn.Embedding` whose gradient can be deferred."""
 
     deferred_names, original_type = ("weight",), nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
+        """See `nn.Embedding.forward`."""
         if _has_special_gradient(self):
             return super().forward(input)
         return embedding(input, self.weight, self.padding_idx)
@@ -267,13 +297,13 @@ _SPLIT_TYPES: dict[type[nn.Module], type[nn.Module]] = {
 }
 _REGISTERED_LAYERS: dict[type[nn.Module], SplitLayer] = {}
 _OPT_IN_TYPES: set[type[nn.Module]] = {nn.LayerNorm}
-_UNSPLIT_LAYERS: WeakSet[nn.Module] = WeakSet()  # taught layers that ran whole when they ran last
-# Of a library that need not be there.
+_UNSPLIT_LAYERS: WeakSet[nn.Module] = WeakSet()  # registered layers whose last run was unsplit
+# These types are found by name, because their library may not be installed.
 _FORWARDS_BY_TYPE_NAME: dict[str, LayerForward] = {"transformers.pytorch_utils.Conv1D": _run_conv1d}
 
 
 def _find_split_type(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class of a type's layers that can be split."""
+    """Return the splittable subclass of a layer type, or None if there is none."""
     if kind not in _SPLIT_TYPES and (
         run := _FORWARDS_BY_TYPE_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
     ):
@@ -282,8 +312,8 @@ def _find_split_type(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _make_split_type(kind: type[nn.Module], forward: LayerForward) -> type[nn.Module]:
-    """A subclass of a type with that forward, which pickles as how it was made."""
-    own = {
+    """Return a subclass with this forward; its pickles rebuild the class by `kind`."""
+    members = {
         "forward": forward,
         "__reduce_ex__": partialmethod(_reduce_split_layer, kind),
         "deferred_names": (*_REGISTERED_LAYERS[kind].deferred_grads,)
@@ -291,7 +321,7 @@ def _make_split_type(kind: type[nn.Module], forward: LayerForward) -> type[nn.Mo
         else ("weight",),
         "original_type": kind,
     }
-    return type(f"Split{kind.__name__}", (kind,), own)
+    return type(f"Split{kind.__name__}", (kind,), members)
 
 
 def _reduce_split_layer(layer: nn.Module, kind: type[nn.Module], protocol: int) -> tuple[Any, ...]:
@@ -314,7 +344,7 @@ def _unknown_type_error(kind: type[nn.Module]) -> UsageError:
 
 
 def _has_special_gradient(layer: Any) -> bool:
-    """Whether an embedding's gradient is not simply one of its rows."""
+    """Return whether an embedding has an option that changes its gradient or its weight."""
     return bool(layer.max_norm or layer.sparse or layer.scale_grad_by_freq)
 
 
@@ -333,7 +363,7 @@ def _layer_norm_forward(layer: nn.LayerNorm, x: Tensor) -> tuple[Tensor, ...]:
 def _layer_norm_gradient(
     output_index: int, layer: nn.LayerNorm, x: Tensor, mean: Tensor, rstd: Tensor, dy: Tensor
 ) -> Tensor:
-    """Of input (0), weight (1) or bias (2)."""
+    """Return the gradient of the input (0), the weight (1) or the bias (2)."""
     gradients: tuple[Tensor, ...] = torch.ops.aten.native_layer_norm_backward(
         dy, x, layer.normalized_shape, mean, rstd, layer.weight, layer.bias,
         [output_index == 0, output_index == 1, output_index == 2],
@@ -352,34 +382,49 @@ register_splittable_layer(
 )
 
 
-# ------------------------------------------------------------ what is left whole
+# ------------------------------------------------------------ layers that are not split
 
 
 @contextmanager
 def watch_accumulation(module: nn.Module) -> Iterator[set[str]]:
-    """The names of parameters to which autograd itself adds a gradient within this context."""
-    came: set[str] = set()
+    """Collect the names of parameters whose gradients autograd accumulates in this context.
 
-    def comes(name: str, _: object, gradients: tuple[Tensor | None, ...]) -> None:
+    Args:
+        module: The module whose trained parameters are observed.
+
+    Yields:
+        The set of names, which grows during the context.
+    """
+    accumulated: set[str] = set()
+
+    def on_gradient(name: str, _: object, gradients: tuple[Tensor | None, ...]) -> None:
         if gradients[0] is not None:
-            came.add(name)
+            accumulated.add(name)
 
-    # Held, or each graph would make another node for it.
+    # The nodes are kept alive. Otherwise each graph would create another node for the parameter.
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     nodes = {name: get_gradient_edge(p).node for name, p in trained}
-    handles = [register_observer(node, partial(comes, name)) for name, node in nodes.items()]
+    handles = [register_observer(node, partial(on_gradient, name)) for name, node in nodes.items()]
     try:
-        yield came
+        yield accumulated
     finally:
         for handle in handles:
             handle.remove()
 
 
 def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split: bool) -> str:
-    """What to say of the layers whose parameters `accumulated` in I; nothing where that is cheap.
+    """Return the text of a warning about layers whose full backward ran in I.
 
-    If something was split, that is all but matrices, and what is beside layers that were split, as
-    positions.
+    If some layers were split, the text leaves out cheap parameters: all but matrices, and
+    parameters of a module that has a split matrix, such as position embeddings.
+
+    Args:
+        module: The module of a stage.
+        accumulated: The names of the parameters whose gradients autograd accumulated in I.
+        has_split: Whether any weight gradient was deferred.
+
+    Returns:
+        The names and types of the layers with hints, or an empty text if there are none.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     matrices = {name for name, p in trained.items() if sum(n > 1 for n in p.shape) > 1}
@@ -409,9 +454,13 @@ def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split:
 
 
 def find_deferrable_weights(module: nn.Module) -> set[str]:
-    """The names of weights whose gradients layers could have left for later, as they were made to.
+    """Return the names of weights whose gradients the split layers of a module can defer.
 
-    None of a taught layer that ran whole, as it does under autocast.
+    Weights of registered layers whose last run was unsplit, as under autocast, are left out. So are
+    weights with hooks.
+
+    Args:
+        module: The module of a stage.
     """
     late = {
         layer._parameters.get(name)

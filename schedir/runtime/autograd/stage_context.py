@@ -1,4 +1,4 @@
-"""Wrap the run of a stage's module: set weights and random numbers, and check what it writes."""
+"""Wrap the run of a stage's module: set weights and random numbers, and check writes."""
 
 from __future__ import annotations
 
@@ -23,27 +23,30 @@ from schedir.runtime.rank_state import State
 
 # ---------------------------------------------------------------- writes to weights
 
-# Refuse a stage that writes to a trained weight that has copies.
+# A stage must not write to a trained weight that has copies.
 #
 # `torch.nn.functional.embedding(..., max_norm=...)` and `weight.clamp_()` write in place, and
-# `weight.data = other` replaces the memory. Other holders of the stage, and stages with a tied
-# weight, have copies of the weight. The write would not reach these copies.
+# `weight.data = other` replaces the memory. Stage replicas, and stages with a tied weight, have
+# copies of the weight. The write would not reach these copies.
 
 
 def add_weight_checks(
     state: State, i: Instr, is_forward: bool, run: Callable[[], None]
 ) -> Callable[[], None]:
-    """Return `run` with a check that its first call writes to no trained weight that has copies.
+    """Return `run` with a check that it writes to no trained weight that has copies.
 
     The check covers the first call of each kind of instruction in training mode, and the first in
-    evaluation mode.  On a CPU it also finds writes to `weight.data`.  The returned function raises
-    ModelError if the check fails.
+    evaluation mode. On a CPU it also finds writes to `weight.data`.
 
     Args:
         state: The state of the rank.
         i: The instruction that `run` executes.
-        is_forward: Whether `run` is a forward. Otherwise it is a backward.
+        is_forward: True for a forward, False for a backward.
         run: A function that runs the module of the instruction's stage.
+
+    Returns:
+        A function that raises ModelError if the check fails, or `run` if no trained weight of the
+        stage has copies.
     """
     stage, holders = state.stages[i.stage], state.shape.placement_rows
     tied = {
@@ -65,7 +68,7 @@ def add_weight_checks(
             run()
             return
         before = weights()
-        # With ZeRO level 3 the memory of weights may be freed.  `Parts` compares their numbers.
+        # With ZeRO level 3 the memory of weights may be freed. `ShardedParameters` compares values.
         readable = stage.sharded_parameters is None or stage.sharded_parameters.keeps_full_weights
         by_value = (
             [get_local_shard(p.detach()) for p in before.values()] if on_cpu and readable else []
@@ -100,9 +103,12 @@ def wrap_stage_run(
 
     Args:
         state: The state of the rank.
-        i: The instruction that `run` executes, also if a backward recomputes its forward.
-        purpose: What random numbers are for, one of the constants of `runtime.random`.
+        i: The instruction that `run` executes. A backward may recompute its forward in `run`.
+        purpose: The purpose of the random numbers, a constant of `runtime.autograd.random_streams`.
         run: A function that runs the module of the instruction's stage.
+
+    Returns:
+        A function that raises ModelError if a check fails.
     """
     if purpose == FORWARD and i.stage in state.weight_versions:
         run = partial(_run_checking_gradients, state.stages[i.stage].gradients, i.stage, run)
@@ -123,8 +129,8 @@ def _run_checking_gradients(
 ) -> None:
     """Run a forward; raise ModelError if it adds to gradients.
 
-    In a program of several updates a forward may run while the sum has gradients of an update
-    before its own.
+    In a program of several updates, the gradient buffers may have gradients of an earlier update
+    when the forward runs.
     """
     before = get_versions(gradients.flat)
     run()
@@ -139,16 +145,24 @@ def _run_checking_gradients(
 def _run_checking_parameters(
     versions: WeightVersions, version: int, run: Callable[[], None]
 ) -> None:
-    """Run a forward. In the first step, raise ModelError if it replaced a Parameter."""
+    """Run a forward; raise ModelError in the first step if it replaced a parameter."""
     run()
     if versions.compares_values:
         versions.require_in_place(version)
 
 
 def bind_weight_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
-    """Return `run` with the version of the weights that its microbatch uses.
+    """Return `run` with the weight version that its microbatch uses.
 
-    A stage that shares a Parameter with other ranks uses its own copy.
+    A stage that shares a parameter with another rank uses its own copy.
+
+    Args:
+        state: The state of the rank.
+        i: The instruction that `run` executes.
+        run: The function to call after the weights are set.
+
+    Returns:
+        A function, or `run` if the stage has neither weight versions nor such a copy.
     """
     stage, versions = state.stages[i.stage], state.weight_versions.get(i.stage)
     if versions is not None:

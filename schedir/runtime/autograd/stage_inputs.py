@@ -1,10 +1,10 @@
-"""Give a stage inputs that its module may change in place (`nn.ReLU(inplace=True)`).
+"""Give a stage inputs that its module may change in place, as `nn.ReLU(inplace=True)` does.
 
-What was received is this rank's own, and may be written over; autograd alone must not see it as
-the leaf that it is.  What the stage before has handed over may be saved there for its backward, and
-the model's inputs are the caller's: of these a module gets copies if a layer of it says `inplace`
-and its first microbatch shows that it writes.  Any other module is given the
-very tensor, or with `as_views` another tensor with the same memory.
+A received input belongs to the rank, and its memory may be overwritten. But the module must not get
+it as an autograd leaf. An input from a stage of the same rank may be saved there for the backward,
+and the inputs of the model belong to the caller. A module gets copies of these in two steps: a
+layer has `inplace=True`, and the first microbatch shows that the module writes. Other modules get
+the tensor, or with `as_views` a view of it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,22 @@ from torch.utils._pytree import tree_leaves
 
 from schedir.errors import ModelError
 
-CACHE_LINE_BYTES: Final = 64  # bytes
-# Numbers of an input that are looked up in another input: this many are hardly there by chance.
+CACHE_LINE_BYTES: Final = 64  # Bytes; kernels may round differently at other alignments.
+# The number of elements of an input that are searched in another input. It is improbable that a
+# tensor has 8 elements of another one by chance.
 _MAX_COMPARED_NUMBERS: Final = 8
 
 
 class StageInputAdapter:
-    """Gives a module its inputs; `writes_inputs` is whether it changes them while training, and
-    else."""
+    """Calls the module of a stage, with inputs that it may change in place.
+
+    The attribute `writes_inputs` records whether the module wrote to its inputs in its first call,
+    by training mode.
+    """
 
     def __init__(self) -> None:
-        self.writes_inputs: dict[bool, bool] = {}  # a dropout writes in training alone
+        # By training mode, because a dropout writes only in training.
+        self.writes_inputs: dict[bool, bool] = {}
 
     def run(
         self,
@@ -42,14 +47,25 @@ class StageInputAdapter:
         as_views: bool = False,
         skip_input_count: int = 0,
     ) -> tuple[Any, Sequence[Tensor]]:
-        """What the module makes of xs, and the leaves whose `grad` is that of each.
+        """Call the module, and return its output and the leaves that collect the gradients.
 
-        The last so many are given `skip_input_count`, several as a tuple: those of a skip.
-        `is_exclusive` is memory that nobody else reads.  Of a copy the leaf has no memory.  With
-        `as_views` the module is given a view of each leaf, so that it cannot keep the leaf.
-        Keywords are for several stages, and none gets a copy.  Raises ModelError for a module that
-        was not expected to write to its inputs and did, and for one that writes to an input if
-        another input may be a view of it.
+        Args:
+            module: The module of the stage.
+            inputs: The inputs. An input that requires a gradient must be a leaf.
+            keywords: The keyword arguments. They are shared by all stages, and are never copied.
+            is_exclusive: Whether no other code reads the memory of the inputs.
+            as_views: Whether the module gets views of the inputs, so that it cannot keep the
+                leaves.
+            skip_input_count: The number of inputs at the end that are of skip connections. If there
+                are several, the module gets them as one tuple.
+
+        Returns:
+            The output of the module, and for each input the leaf whose `grad` is its gradient. The
+            leaf of a copied input uses no memory.
+
+        Raises:
+            ModelError: The module writes to an input although it was not expected to, writes to one
+                of two inputs with the same values, or writes to a keyword argument.
         """
         lent = leaves = inputs
         writes = self.writes_inputs.get(module.training)
@@ -98,8 +114,8 @@ class StageInputAdapter:
 def _find_possible_views(inputs: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return the indices of each two inputs that may be views of the same memory.
 
-    If a stage returns `y, y[:, 0]` or `y, y`, each tensor arrives in memory of its own.  So this
-    compares numbers: the first numbers of the smaller input are all in the larger one.
+    If a stage returns `y, y[:, 0]` or `y, y`, each tensor arrives in separate memory. So this
+    compares values: the larger input has all of the first elements of the smaller one.
     """
     pairs = combinations(range(len(inputs)), 2)
     return [
@@ -110,7 +126,7 @@ def _find_possible_views(inputs: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def _has_numbers_of(small: Tensor, large: Tensor) -> bool:
-    """Return whether the first numbers of `small` are in `large`, in any place."""
+    """Return whether the first elements of `small` occur in `large`, at any position."""
     if small.dtype != large.dtype or not small.is_floating_point() or small.itemsize < 2:
         return False
     numbers = small.detach().reshape(-1)[:_MAX_COMPARED_NUMBERS].unique()
@@ -118,12 +134,13 @@ def _has_numbers_of(small: Tensor, large: Tensor) -> bool:
 
 
 def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
-    """What a module that may write to x is given, and the leaf whose `grad` is that of x."""
+    """Return the input for a module that may write to it, and the leaf that collects its gradient."""
     if not x.requires_grad:
         lent = x if is_exclusive else _copy_aligned(x)
         return lent, lent
     if is_exclusive:
-        return torch.ops.aten._unsafe_view(x, x.shape), x  # x for autograd, and no leaf
+        # Autograd treats the result as computed from x, so that it is no leaf.
+        return torch.ops.aten._unsafe_view(x, x.shape), x
     leaf = x.detach().new_empty(()).expand(x.shape).requires_grad_()
     return _InputCopy.apply(leaf, x.detach()), leaf  # type: ignore[no-untyped-call]
 
@@ -136,7 +153,7 @@ def _unexpected_write_error() -> ModelError:
 
 
 class _InputCopy(torch.autograd.Function):
-    """A copy of a tensor, whose gradient goes to a leaf of its shape."""
+    """A copy of a tensor, whose gradient goes to a leaf of the same shape."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, x: Tensor) -> Tensor:
@@ -148,18 +165,18 @@ class _InputCopy(torch.autograd.Function):
 
 
 def _copy_aligned(x: Tensor) -> Tensor:
-    """A copy that begins where x does in its cache line: by that, too, products round."""
-    ahead = x.data_ptr() % CACHE_LINE_BYTES // x.element_size()
-    memory = x.new_empty(ahead + x.numel()).untyped_storage()
+    """Return a copy with the same offset in its cache line, because rounding may depend on it."""
+    offset = x.data_ptr() % CACHE_LINE_BYTES // x.element_size()
+    memory = x.new_empty(offset + x.numel()).untyped_storage()
     strides = torch.empty_like(x, device="meta").stride()
-    return x.new_empty(0).set_(memory, ahead, x.shape, strides).copy_(x)
+    return x.new_empty(0).set_(memory, offset, x.shape, strides).copy_(x)
 
 
 def _has_inplace_layer(module: nn.Module) -> bool:
-    """Whether a layer of a module is set to write to what it takes, as `nn.ReLU(inplace=True)`."""
+    """Return whether a layer of a module has `inplace=True`, as `nn.ReLU(inplace=True)`."""
     return any(getattr(layer, "inplace", False) is True for layer in module.modules())
 
 
 def _get_version(x: Tensor) -> int:
-    """How often a tensor has been written to; nobody writes to those of inference mode."""
+    """Return the version counter of a tensor, or 0 for an inference tensor."""
     return 0 if x.is_inference() else x._version

@@ -1,4 +1,4 @@
-"""Rules that compute the gradient of a weight: of a product, or of a row lookup."""
+"""Rules that compute the gradient of a weight: of a matrix product or of a row lookup."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import Tensor
 from schedir.kernels.embedding_gradient import accumulate_rows_, sum_rows
 from schedir.kernels.weight_gradient import accumulate_
 
-WeightGradientRule = Callable[
-    ..., Tensor
-]  # weight, what the forward has kept (mostly its input), dy -> dW
-PendingTensor = Callable[[], Tensor]  # waits for what is under way, and gives it
+# (weight, *saved, dy) -> dW, where `saved` are the tensors of the forward, usually its input.
+WeightGradientRule = Callable[..., Tensor]
+PendingTensor = Callable[[], Tensor]  # waits for a communication, and returns its result
 
 
 class SharedInputRule(NamedTuple):
-    """How ranks that share a weight come by what all of them multiply.
+    """The communication of the input of a product, for ranks that share a weight.
 
-    `start_reduce` starts to sum the gradient of that over them, perhaps in place, and gives what is
-    due to what this rank was given.  Where that is a part, `start_gather` starts to put all parts
-    together.
+    Attributes:
+        start_reduce: A function that starts to sum the gradient of the input over the ranks,
+            perhaps in place. Its result waits, and returns the gradient of the rank's input.
+        start_gather: A function that starts to gather the input from the shards of the ranks. None
+            if each rank has the full input.
     """
 
     start_reduce: Callable[[Tensor], PendingTensor]
@@ -31,60 +32,94 @@ class SharedInputRule(NamedTuple):
 
 
 class ProductRule(NamedTuple):
-    """The gradient of a weight that is multiplied with, from the right; or its transpose is.
+    """The gradient of a weight of a matrix product.
 
-    Where ranks keep a part each of what was multiplied, `start_gather` starts to put these
-    together.
+    Attributes:
+        is_transposed: True for `x @ weight.T`, False for `x @ weight`.
+        start_gather: A function that starts to gather the input from the shards of the ranks. None
+            if the saved input is full.
     """
 
     is_transposed: bool
     start_gather: Callable[[Tensor], PendingTensor] | None = None
 
     def get_factors(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Matrices a and b of as many rows, of which a.T @ b is the gradient."""
+        """Return matrices a and b with equal numbers of rows, such that `a.T @ b` is the gradient.
+
+        Args:
+            x: The saved input, of shape (..., n), or a shard of it.
+            dy: The gradient of the output, of shape (..., k).
+        """
         x = x if self.start_gather is None else self.start_gather(x)()
         given, back = flatten_to_matrix(x).conj(), flatten_to_matrix(dy)
         return (back, given) if self.is_transposed else (given, back)
 
     def __call__(self, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-        # A product and then a sum: fused into the accumulator (addmm) the bits differ.
+        # The product and the sum are separate: an addmm into the accumulator gives other bits.
+        """Return the gradient in the type of the weight."""
         a, b = self.get_factors(x, dy)
         return (a.t() @ b).to(weight.dtype)
 
     def add_to(self, total: Tensor, x: Tensor, dy: Tensor) -> None:
-        """Add it to a sum of a wider type, in the product itself."""
+        """Add the gradient to a sum of a wider type, within the product.
+
+        Args:
+            total: The sum, in a wider type than the weight.
+            x: The saved input.
+            dy: The gradient of the output.
+        """
         accumulate_(total, *self.get_factors(x, dy))
 
 
 class LookupRule(NamedTuple):
-    """The gradient of a weight whose rows are looked up; the row `padding_idx` gets none."""
+    """The gradient of a weight whose rows are looked up, as in an embedding.
+
+    Attributes:
+        padding_idx: The row that gets no gradient; -1 for none.
+    """
 
     padding_idx: int
 
     def __call__(self, weight: Tensor, tokens: Tensor, dy: Tensor) -> Tensor:
+        """Return the dense gradient."""
         dw: Tensor = torch.ops.aten.embedding_dense_backward(
             dy, tokens, len(weight), self.padding_idx, False
         )
         return dw
 
     def add_to(self, total: Tensor, tokens: Tensor, dy: Tensor) -> None:
-        """Add it to a sum of its type or a wider one: the rows that there are.
+        """Add the gradient to a sum of the weight's type or a wider one, only in the rows that occur.
 
-        In its type, the bits are those of a sum with the whole gradient.
+        In the weight's type, the bits are those of adding the dense gradient.
+
+        Args:
+            total: The sum, of the weight's shape.
+            tokens: The row numbers.
+            dy: The gradient of the output.
         """
         accumulate_rows_(total, tokens, dy, self.padding_idx)
 
     def compute_sparse(self, weight: Tensor, tokens: Tensor, dy: Tensor) -> Tensor:
-        """It as a sparse tensor, for autograd to add up."""
+        """Return the gradient as a sparse COO tensor, which autograd adds to others.
+
+        Args:
+            weight: The weight.
+            tokens: The row numbers.
+            dy: The gradient of the output.
+        """
         rows, sums = sum_rows(tokens, dy, self.padding_idx)
         with torch.sparse.check_sparse_tensor_invariants(False):  # torch 2.11 warns otherwise
             return torch.sparse_coo_tensor(rows.unsqueeze(0), sums, weight.shape)
 
 
 def has_wider_gradient(weight: Tensor) -> bool:
-    """Whether gradients are added up in a wider type: then each at once, in the product if it can.
+    """Return whether the gradient of a weight is accumulated in a wider type.
 
-    Autograd would round each to the weight's own type first.
+    Each gradient is then added directly, because autograd would round it to the weight's type
+    first.
+
+    Args:
+        weight: A weight, with or without a `grad`.
     """
     if weight.grad is None or weight.grad.dtype == weight.dtype:
         return False
@@ -92,7 +127,15 @@ def has_wider_gradient(weight: Tensor) -> bool:
 
 
 def can_add_rows(rule: WeightGradientRule, weight: Tensor) -> TypeGuard[LookupRule]:
-    """Whether a gradient has few rows, and there is a sum of its type for them."""
+    """Return whether a gradient can be added to `weight.grad` row by row.
+
+    The rule must be a row lookup, and `weight.grad` must be dense, contiguous and of the weight's
+    type.
+
+    Args:
+        rule: The rule of the gradient.
+        weight: The weight.
+    """
     total = weight.grad
     if total is None or total.dtype != weight.dtype or torch.is_grad_enabled():
         return False
@@ -102,17 +145,28 @@ def can_add_rows(rule: WeightGradientRule, weight: Tensor) -> TypeGuard[LookupRu
 def accumulate_gradient(
     rule: WeightGradientRule, weight: Tensor, saved: tuple[Tensor, ...], dy: Tensor
 ) -> None:
-    """Add a gradient to the sum that is there."""
+    """Add a gradient to the existing `weight.grad`.
+
+    Args:
+        rule: The rule of the gradient.
+        weight: The weight; its `grad` must exist.
+        saved: The tensors that the forward saved.
+        dy: The gradient of the output.
+    """
     total = weight.grad
     assert total is not None
     with torch.no_grad():
         if isinstance(rule, ProductRule | LookupRule):
-            (given,) = saved
-            rule.add_to(total, given, dy)
+            (saved_tensor,) = saved
+            rule.add_to(total, saved_tensor, dy)
         else:
             total += rule(weight, *saved, dy)
 
 
 def flatten_to_matrix(x: Tensor) -> Tensor:
-    """The same as a matrix."""
-    return x.reshape(prod(x.shape[:-1]), x.shape[-1])  # not -1: there may be none in a row
+    """Return a tensor of shape (..., n) as a matrix of n columns.
+
+    Args:
+        x: A tensor of at least one dimension.
+    """
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])  # -1 would fail for rows without elements.
