@@ -90,9 +90,17 @@ def list_stream_numbers(microbatches: int, first_number: int = 0, updates: int =
 class Generator(Protocol):
     """The methods of torch.Generator that this module uses."""
 
-    def manual_seed(self, seed: int, /) -> object: ...
-    def get_state(self) -> Tensor: ...
-    def set_state(self, state: Tensor, /) -> object: ...
+    def manual_seed(self, seed: int, /) -> object:
+        """See `torch.Generator.manual_seed`."""
+        ...
+
+    def get_state(self) -> Tensor:
+        """See `torch.Generator.get_state`."""
+        ...
+
+    def set_state(self, state: Tensor, /) -> object:
+        """See `torch.Generator.set_state`."""
+        ...
 
 
 def get_default_generators(device: torch.device) -> list[Generator]:

@@ -421,7 +421,7 @@ def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split:
     Args:
         module: The module of a stage.
         accumulated: The names of the parameters whose gradients autograd accumulated in I.
-        has_split: Whether any weight gradient was deferred.
+        has_split: True if any weight gradient was deferred.
 
     Returns:
         The names and types of the layers with hints, or an empty text if there are none.

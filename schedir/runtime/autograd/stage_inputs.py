@@ -53,8 +53,8 @@ class StageInputAdapter:
             module: The module of the stage.
             inputs: The inputs. An input that requires a gradient must be a leaf.
             keywords: The keyword arguments. They are shared by all stages, and are never copied.
-            is_exclusive: Whether no other code reads the memory of the inputs.
-            as_views: Whether the module gets views of the inputs, so that it cannot keep the
+            is_exclusive: True if no other code reads the memory of the inputs.
+            as_views: True to give the module views of the inputs, so that it cannot keep the
                 leaves.
             skip_input_count: The number of inputs at the end that are of skip connections. If there
                 are several, the module gets them as one tuple.
@@ -134,7 +134,7 @@ def _has_numbers_of(small: Tensor, large: Tensor) -> bool:
 
 
 def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
-    """Return the input for a module that may write to it, and the leaf that collects its gradient."""
+    """Return an input that the module may write to, and the leaf that collects its gradient."""
     if not x.requires_grad:
         lent = x if is_exclusive else _copy_aligned(x)
         return lent, lent

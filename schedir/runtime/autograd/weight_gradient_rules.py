@@ -88,12 +88,12 @@ class LookupRule(NamedTuple):
         return dw
 
     def add_to(self, total: Tensor, tokens: Tensor, dy: Tensor) -> None:
-        """Add the gradient to a sum of the weight's type or a wider one, only in the rows that occur.
+        """Add the gradient to a sum, only in the rows that occur.
 
         In the weight's type, the bits are those of adding the dense gradient.
 
         Args:
-            total: The sum, of the weight's shape.
+            total: The sum, of the weight's shape, and of its type or a wider one.
             tokens: The row numbers.
             dy: The gradient of the output.
         """

@@ -1,1 +1,1 @@
-"""Memory of the host and the disk: offloaded activations and optimizer states."""
+"""Offload activations and optimizer states to host memory and to the disk."""

@@ -1,10 +1,11 @@
-"""Offload the tensors that autograd saved during a forward, and reload them before the backward.
+"""Offload the tensors that autograd saved in a forward, and reload them for the backward.
 
-What autograd keeps of the forward is noted by hooks as it is packed.  When it leaves, the storages
-behind it are copied, each once, and nobody here keeps them any longer; when it comes back there are
-new ones, and each tensor is again a view of its own where it was before, with the stride and offset
-that it had.  What the rank has anyway stays: Parameters and buffers, gathered weights among them,
-and what the step was given.
+Hooks record the tensors that autograd packs in a forward. The offload copies each of their storages
+once, and drops the references to the device memory. The reload allocates new storages. Each tensor
+becomes a view of its storage with the earlier stride and offset.
+
+Tensors that the rank keeps anyway are not offloaded: parameters, buffers, gathered weights, and the
+inputs of the step.
 """
 
 from __future__ import annotations
@@ -21,27 +22,42 @@ from schedir.errors import ModelError
 from schedir.runtime.offload.arena import ArenaBlock
 from schedir.runtime.offload.copy_lanes import LaneJob
 
-BLOCK_ALIGNMENT = 64  # bytes: where storages begin in a room
+BLOCK_ALIGNMENT = 64  # Bytes; storages begin at multiples of it in a block.
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _STRIDED = torch.strided
-POISON_BYTE = 0xFF  # a byte; of these numbers of any floating type are NaN
+POISON_BYTE = 0xFF  # A number of these bytes is NaN in every floating-point type.
 
 
 class StorageLayout(NamedTuple):
-    """How a storage moves: as a tensor that is all of it."""
+    """The type, shape and stride of a tensor that covers a full storage.
+
+    Attributes:
+        dtype: The type of the elements.
+        shape: The shape of the tensor.
+        stride: Its stride, in elements.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
 
     def matches(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies so."""
+        """Return whether a tensor has this type, shape and stride."""
         same = self.shape == tensor.shape and self.dtype is tensor.dtype
         return same and self.stride == tensor.stride()
 
 
 class StorageView(NamedTuple):
-    """How a tensor lies in a storage of which it is not all, in its order."""
+    """The layout of a tensor that is a part or a reordered view of a storage.
+
+    Attributes:
+        dtype: The type of the elements.
+        offset: The offset in the storage, in elements.
+        shape: The shape of the tensor.
+        stride: Its stride, in elements.
+        is_conj: True if it is a lazy conjugate of its memory.
+        is_neg: True if it is a lazy negative of its memory.
+    """
 
     dtype: torch.dtype
     offset: int
@@ -51,27 +67,42 @@ class StorageView(NamedTuple):
     is_neg: bool
 
     def as_tensor(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor that lies so in a storage."""
+        """Return the tensor with this layout in a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        found = empty.set_(storage, self.offset, self.shape, self.stride)
-        found = torch._conj(found) if self.is_conj else found
-        return torch._neg_view(found) if self.is_neg else found
+        result = empty.set_(storage, self.offset, self.shape, self.stride)
+        result = torch._conj(result) if self.is_conj else result
+        return torch._neg_view(result) if self.is_neg else result
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor is that is away: in the storage of that number, which it is all of, or how."""
+    """The location of an offloaded tensor in the storages of its microbatch.
+
+    Attributes:
+        storage_index: The number of the storage.
+        view: The layout in the storage. None if the tensor covers the storage in order.
+    """
 
     storage_index: int
     view: StorageView | None
 
     def as_tensor(self, storages: Sequence[Tensor]) -> Tensor:
-        """The tensor, of all storages as they have moved."""
-        whole = storages[self.storage_index]
-        return whole if self.view is None else self.view.as_tensor(whole.untyped_storage())
+        """Return the tensor, as a view of one of the reloaded storages.
+
+        Args:
+            storages: A tensor for each storage, in the order of the offload.
+        """
+        storage = storages[self.storage_index]
+        return storage if self.view is None else self.view.as_tensor(storage.untyped_storage())
 
 
 class SavedTensor:
-    """A tensor that autograd keeps, unless it is away."""
+    """A tensor that autograd saved, or its location while it is offloaded.
+
+    Args:
+        tensor: The tensor.
+        version: Its version counter when it was saved.
+        is_resident: True if it stays on the device.
+    """
 
     __slots__ = ("__weakref__", "is_resident", "location", "tensor", "version")
 
@@ -81,8 +112,12 @@ class SavedTensor:
         self.location: TensorLocation | None = None
 
     def unpack(self) -> Tensor:
-        """The tensor.  Raises RuntimeError where somebody has written to it: with hooks, torch
-        itself does not look."""
+        """Return the tensor for the backward.
+
+        Raises:
+            RuntimeError: The tensor was written to since it was saved. Torch does not check this
+                for tensors with hooks.
+        """
         tensor = self.tensor
         assert tensor is not None, "the checker proves that it is back"
         if self.version != tensor._version:
@@ -95,28 +130,37 @@ class SavedTensor:
 
 
 class SavedActivations:
-    """What a forward saved of one microbatch, of one stage."""
+    """The saved tensors of one stage and microbatch, and the copies that move them.
+
+    Args:
+        stage: The number of the stage, for errors.
+        device: The device of the rank.
+    """
 
     def __init__(self, stage: int, device: torch.device) -> None:
         self.stage, self.device = stage, device
         self.saved_tensors: list[ref[SavedTensor]] = []
-        self.offloaded: list[tuple[Tensor, TensorLocation]] = []  # tensors themselves that are away
-        self.reloaded: list[ref[Tensor]] = []  # and that have come back
-        self.layouts: list[StorageLayout] = []  # how each storage moves
+        # Tensors that autograd does not save, such as leaves: offloaded ones and reloaded ones.
+        self.offloaded: list[tuple[Tensor, TensorLocation]] = []
+        self.reloaded: list[ref[Tensor]] = []
+        self.layouts: list[StorageLayout] = []  # of the storages, in the order of the block
         self.block_size = self.nbytes = 0
-        self.offload_sources: list[
-            Tensor
-        ] = []  # these, of the storages on the device that are copied
-        self.reload_targets: list[Tensor] = []  # and of those that come
+        # Tensors of `layouts` on the device: the storages to copy, and those of a reload.
+        self.offload_sources: list[Tensor] = []
+        self.reload_targets: list[Tensor] = []
         self.offload_job: LaneJob | None = None
         self.reload_job: LaneJob | None = None
-        self.arrival_job: LaneJob | None = None  # what brought it to where it is
+        self.arrival_job: LaneJob | None = None  # the last copy between tiers
         self.block: ArenaBlock[Any] | None = None
 
-    # ------------------------------------------------------------ noting
+    # ------------------------------------------------------------ recording
 
     def record_saved(self) -> saved_tensors_hooks:
-        """Within this context what autograd keeps is noted."""
+        """Return a context in which the tensors that autograd saves are recorded.
+
+        The module must raise no error for its saved tensors: the context raises ModelError if
+        autograd saves a tensor that is sparse or of a tensor subclass.
+        """
         self.saved_tensors = []
         return saved_tensors_hooks(self._pack, SavedTensor.unpack)
 
@@ -129,21 +173,26 @@ class SavedActivations:
                 "for its backward, and what is no plain memory cannot be offloaded",
                 hint="leave the stage out of what is offloaded",
             )
-        # Detached: what a node saves of its own output would keep the node, for ever.  A Parameter
-        # is what it is when it is looked at.  Nothing of inference mode is here, which has no
-        # version: torch lets nobody save that.
+        # The tensor is detached, because a node that saves its output would keep itself alive. A
+        # parameter stays the same object. Inference tensors have no version, but autograd refuses
+        # to save them.
         one = SavedTensor(tensor if own else tensor.detach(), tensor._version, own)
         self.saved_tensors.append(ref(one))
         return one
 
     def mark_resident(self, resident_storages: Collection[int]) -> None:
-        """Note what of it stays: of these storages, which the rank has anyway."""
+        """Mark the recorded tensors that stay on the device.
+
+        Args:
+            resident_storages: The keys of the storages that the rank keeps anyway, as of
+                `get_storage_keys`.
+        """
         for one in self._list_saved_tensors():
             if not one.is_resident and (tensor := one.tensor) is not None:
                 one.is_resident = self._is_resident(tensor, resident_storages)
 
     def _list_saved_tensors(self) -> Iterator[SavedTensor]:
-        """What autograd has not let go."""
+        """Yield the saved tensors that autograd still references."""
         return (one for each in self.saved_tensors if (one := each()) is not None)
 
     def _is_resident(self, tensor: Tensor, resident_storages: Collection[int]) -> bool:
@@ -159,8 +208,13 @@ class SavedActivations:
     def prepare_offload(
         self, extra_tensors: Iterable[Tensor], resident_storages: Collection[int]
     ) -> None:
-        """Let nobody but the storages of this keep what leaves: of what autograd keeps, and of
-        tensors that are `extra_tensors` beside it."""
+        """Assign the tensors to storages, and drop all other references to their device memory.
+
+        Args:
+            extra_tensors: Tensors to offload that autograd does not save, such as leaves and saved
+                inputs. Their data becomes a placeholder.
+            resident_storages: The keys of the storages that stay on the device.
+        """
         found: dict[int, TensorLocation] = {}
         self.offload_sources, self.offloaded, self.reloaded = [], [], []
         was, laid, room, nbytes = self.layouts, list[StorageLayout](), 0, 0
@@ -176,7 +230,7 @@ class SavedActivations:
             whole = tensor.nbytes == size and tensor.is_contiguous() and not _is_lazy_view(tensor)
             moves = tensor if whole else _as_bytes(storage)
             self.offload_sources.append(moves)
-            # What steps make anew and keep is work for the garbage collector.
+            # Keeping an equal layout of the step before saves work of the garbage collector.
             as_before = number < len(was) and was[number].matches(moves)
             laid.append(
                 was[number]
@@ -201,8 +255,14 @@ class SavedActivations:
     def copy_to_block(
         self, block: ArenaBlock[Tensor], poison: bool, *, is_synchronous: bool
     ) -> None:
-        """Copy what leaves to a room; with `poison` let nothing be left of it, unless somebody else
-        has it, too.  Where that is not only issued, but made `is_synchronous`, it is let go."""
+        """Copy the storages to a block of host memory.
+
+        Args:
+            block: The block.
+            poison: True to overwrite the sources with NaN, except those with other references.
+            is_synchronous: True if the copies end before this returns. Then the device memory is
+                released at once.
+        """
         if self.offload_sources:
             torch._foreach_copy_(
                 self._get_block_views(block), self.offload_sources, non_blocking=True
@@ -213,9 +273,10 @@ class SavedActivations:
             self.offload_sources = []
 
     def release_device_memory(self) -> None:
-        """Let go of the device's memory: whatever comes next there comes after the copy.
+        """Release the device memory of an offload that was started.
 
-        Raises what that has raised.
+        The next use of the memory on the device comes after the copy. An error of the copy is
+        raised here.
         """
         if self.offload_job is not None:
             leaving, self.offload_job = self.offload_job, None
@@ -224,18 +285,23 @@ class SavedActivations:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether what was to leave has, or nothing was to."""
+        """Return whether no copy to the host is running."""
         return self.offload_job is None or self.offload_job.is_done
 
     def allocate_reload_targets(self) -> None:
-        """Make memory on the device for what comes back."""
+        """Allocate device memory for the reload."""
         self.reload_targets = [
             torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
             for dtype, shape, stride in self.layouts
         ]
 
     def copy_from_block(self, block: ArenaBlock[Tensor], poison: bool) -> None:
-        """Copy what comes back from its room; with `poison` leave nothing of it there."""
+        """Copy the storages from a block of host memory to the device.
+
+        Args:
+            block: The block.
+            poison: True to overwrite the block with NaN afterwards.
+        """
         if self.reload_targets:
             torch._foreach_copy_(
                 self.reload_targets, self._get_block_views(block), non_blocking=True
@@ -244,7 +310,10 @@ class SavedActivations:
             block.location[: self.block_size].fill_(POISON_BYTE)
 
     def finish_reload(self) -> None:
-        """Wait until it is back, and let everybody have it.  Raises what a copy has raised."""
+        """Wait for the reload, and give the saved tensors their new memory.
+
+        An error of the copy is raised here. Without a started reload, it does nothing.
+        """
         if self.reload_job is None:
             return
         coming, self.reload_job = self.reload_job, None
@@ -260,8 +329,10 @@ class SavedActivations:
         self.reload_targets, self.offloaded, self.arrival_job = [], [], None
 
     def _get_block_views(self, block: ArenaBlock[Tensor]) -> list[Tensor]:
-        """The part of a room that each storage has, as the tensor that moves; as they were made for
-        the value that was in that room before, if that was laid so."""
+        """Return the part of a block for each storage, in the storage's layout.
+
+        The views are kept in the block, for the next value with equal layouts.
+        """
         if block.layouts != self.layouts:
             parts, begin = [], 0
             for one in self.layouts:
@@ -273,7 +344,7 @@ class SavedActivations:
         return block.views
 
     def list_device_tensors(self) -> Iterable[Tensor]:
-        """What of it has memory on the device, for who counts that."""
+        """Yield the tensors that use device memory, to count that memory."""
         yield from (*self.offload_sources, *self.reload_targets)
         yield from (own for each in self.reloaded if (own := each()) is not None)
         for one in self._list_saved_tensors():
@@ -282,20 +353,23 @@ class SavedActivations:
 
 
 class OffloadMoves:
-    """What a program moves on a rank, by stage and microbatch.
+    """The saved activations that a program moves on a rank, by stage and microbatch.
 
-    `has_fixed_slots` is whether the number of slots on the device is: then who takes one lets go of
-    what was in it.  Otherwise that goes when it is seen that it has been copied.
+    Args:
+        has_fixed_slots: True if the number of slots on the device is fixed. If so, an instruction
+            that fills a slot releases the memory of the earlier value. Otherwise the memory is
+            released once the copy has ended, by `release_copied`.
     """
 
     def __init__(self, *, has_fixed_slots: bool) -> None:
         self.has_fixed_slots = has_fixed_slots
         self.values: dict[tuple[int, int], SavedActivations] = {}
-        self.slot_values: dict[tuple[int, int], Any] = {}  # what the slot had, and will have again
+        # The content of the slot before the offload, which the reload restores.
+        self.slot_values: dict[tuple[int, int], Any] = {}
         self.offloading: list[SavedActivations] = []
 
     def release_copied(self) -> None:
-        """Let go of what has been copied, where nobody needs to."""
+        """Release the device memory of all offloads whose copies have ended, without waiting."""
         for value in self.offloading:
             if value.offload_job is not None and value.offload_job.is_done:
                 value.release_device_memory()
@@ -303,7 +377,11 @@ class OffloadMoves:
 
 
 class UnpackedMicrobatches(Sequence[Any]):
-    """Microbatches, each of which is looked at once: `unpacked` has those that were."""
+    """Microbatches that are taken from their source only once each, and then kept.
+
+    Args:
+        source: The microbatches. The attribute `unpacked` has those that were taken, by number.
+    """
 
     def __init__(self, source: Sequence[Any] | Tensor) -> None:
         self.source, self.unpacked = source, dict[int, Any]()
@@ -318,7 +396,11 @@ class UnpackedMicrobatches(Sequence[Any]):
 
 
 def get_storage_keys(values: Iterable[object]) -> set[int]:
-    """What the storages of those that are tensors are known by."""
+    """Return the keys of the storages of all plain dense tensors among some values.
+
+    Args:
+        values: Tensors and other objects, which are ignored.
+    """
     return {
         x.untyped_storage()._cdata for x in values
         if isinstance(x, Tensor) and type(x) in _PLAIN_TYPES and x.layout is _STRIDED
@@ -326,7 +408,7 @@ def get_storage_keys(values: Iterable[object]) -> set[int]:
 
 
 def _make_placeholder(tensor: Tensor) -> Tensor:
-    """What a tensor is while it is away: of its shape, in memory of one number, which is none."""
+    """Return a tensor of the same shape that uses memory for a single element: NaN, or 0."""
     nan = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return tensor.detach().new_full((), nan).expand(tensor.shape)
 
@@ -339,29 +421,29 @@ def _make_storage_view(tensor: Tensor) -> StorageView:
 
 
 def _is_lazy_view(tensor: Tensor) -> bool:
-    """Whether its numbers are the conjugates, or the negatives, of those in its memory."""
+    """Return whether a tensor is a lazy conjugate or a lazy negative of its memory."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage, as bytes."""
+    """Return a full storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _is_only_reference(tensor: Tensor) -> bool:
-    """Whether no other tensor has its memory."""
-    storage = tensor.untyped_storage()  # one who looks, beside the tensor
+    """Return whether no other tensor uses the memory of a tensor."""
+    storage = tensor.untyped_storage()  # This object is the second reference, after the tensor.
     return int(torch._C._storage_Use_Count(storage._cdata)) <= 2
 
 
 def _poison(tensors: Sequence[Tensor]) -> None:
-    """Make NaN of tensors that are all of their storages; of what knows no NaN its bytes."""
+    """Overwrite tensors that cover their storages with NaN, or with 0xFF bytes for other types."""
     kinds: dict[bool, list[Tensor]] = {True: [], False: []}
     for one in tensors:
         floating = (one.is_floating_point() or one.is_complex()) and one.itemsize > 1
-        as_it_is = floating or one.dtype is torch.uint8
-        kinds[floating].append(one if as_it_is else _as_bytes(one.untyped_storage()))
+        has_matching_type = floating or one.dtype is torch.uint8
+        kinds[floating].append(one if has_matching_type else _as_bytes(one.untyped_storage()))
     if kinds[True]:
         torch._foreach_mul_(kinds[True], float("nan"))
     if kinds[False]:
-        torch._foreach_clamp_min_(kinds[False], POISON_BYTE)  # no byte is more
+        torch._foreach_clamp_min_(kinds[False], POISON_BYTE)  # It is the largest byte.

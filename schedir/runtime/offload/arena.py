@@ -1,4 +1,4 @@
-"""Arena: preallocated memory of a tier, in blocks."""
+"""Preallocated memory of a tier, divided into blocks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from typing import Any, Generic, TypeVar
 
 from schedir.runtime.offload.copy_lanes import LaneJob
 
-Place = TypeVar("Place")  # where a room is: memory, or the place in a file
+Place = TypeVar("Place")  # location of a block: memory, or an offset in a file
 
 
 @dataclass(eq=False)
 class ArenaBlock(Generic[Place]):
-    """A room of `size` bytes; whoever takes it writes when what is `pending_jobs` has ended.
+    """A block of memory.
 
-    `views` are the tensors in it, and `layouts` how, as whoever was there last has made them.
+    A value that takes a block may write to it only after the `pending_jobs` have ended.
+
+    Attributes:
+        location: The memory, or the offset in a file.
+        size: Its bytes.
+        pending_jobs: The copies that still read the block.
+        layouts: The layouts of the tensors in `views`.
+        views: Tensors in the block, which the last value made and an equal value may use again.
     """
 
     location: Place
@@ -26,15 +33,22 @@ class ArenaBlock(Generic[Place]):
 
 
 class Arena(Generic[Place]):
-    """The rooms of a tier; `used_bytes` are the bytes of what is in them, and `peak_bytes` the most
-    ever.
+    """The blocks of a tier.
 
-    A value takes the smallest room that is free and holds it.  Where none does, one is made: in the
-    first step, for a step takes rooms in the order of its Stream, as the one before it did.
+    By default, a value takes the smallest free block that is large enough. If there is none, a new
+    one is allocated. This happens only in the first step, because each step takes blocks in the
+    same order.
 
-    Where it is said how many rooms there are, as many are made, and then whoever needs one waits
-    for that which is free longest, of those that hold it.  Where none does, that one is made
-    larger, when whoever reads it has ended: of memory there is never more than of these rooms.
+    With a limit on the number of blocks, the arena first allocates that number. Then a value takes
+    the block that was released first, of those that are large enough. If no free block is large
+    enough, that block is replaced by a larger one after its reads have ended.
+
+    Attributes: `used_bytes` are the bytes of the values in the blocks, `peak_bytes` the largest
+    value of `used_bytes`, `allocated_bytes` the bytes of all blocks, and `block_count` their
+    number.
+
+    Args:
+        allocate: A function that allocates a number of bytes, and returns their location.
     """
 
     def __init__(self, allocate: Callable[[int], Place]) -> None:
@@ -45,34 +59,39 @@ class Arena(Generic[Place]):
     def acquire(
         self, size: int, used_bytes: int, max_blocks: int | None = None
     ) -> ArenaBlock[Place]:
-        """A room of at least `size` bytes, for so many that count; of `max_blocks`, if that is
-        said.
+        """Return a block for a value.
 
-        Raises what those have raised who were waited for.
+        Args:
+            size: The smallest size of the block, in bytes.
+            used_bytes: The bytes of the value, without padding, for the statistics.
+            max_blocks: The largest number of blocks; None for no limit.
+
+        Returns:
+            The block. An error of a copy that reads a replaced block is raised here.
         """
         self.used_bytes += used_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        fit = [room for room in self.free_blocks if room.size >= size]
-        if max_blocks is None and fit:
-            room = min(fit, key=lambda one: one.size)
+        large_enough = [block for block in self.free_blocks if block.size >= size]
+        if max_blocks is None and large_enough:
+            block = min(large_enough, key=lambda one: one.size)
         elif max_blocks is None or self.block_count < max_blocks or not self.free_blocks:
             return self._allocate_block(size)
-        elif fit:
-            room = fit[0]
+        elif large_enough:
+            block = large_enough[0]
         else:
-            room = self.free_blocks[0]
-            self._resize_block(room, size)
-        self.free_blocks.remove(room)
-        return room
+            block = self.free_blocks[0]
+            self._resize_block(block, size)
+        self.free_blocks.remove(block)
+        return block
 
     def _allocate_block(self, size: int) -> ArenaBlock[Place]:
-        room = ArenaBlock(self.allocate(size), size, [])
+        block = ArenaBlock(self.allocate(size), size, [])
         self.allocated_bytes += size
         self.block_count += 1
-        return room
+        return block
 
     def _resize_block(self, block: ArenaBlock[Place], size: int) -> None:
-        """Let a room that is free be of another size, and what it had be gone before."""
+        """Replace the memory of a free block; its old memory is freed before the allocation."""
         for job in block.pending_jobs:
             job.finish()
         block.layouts, block.views = [], []
@@ -82,13 +101,23 @@ class Arena(Generic[Place]):
         block.size = size
 
     def add_block(self, size: int) -> None:
-        """Make a room that nobody needs yet."""
+        """Allocate a free block.
+
+        Args:
+            size: Its bytes.
+        """
         self.free_blocks.append(self._allocate_block(size))
 
     def release(
         self, block: ArenaBlock[Place], used_bytes: int, reader: LaneJob | None = None
     ) -> None:
-        """Let others have a room, when a job that reads it has ended."""
+        """Return a block to the arena.
+
+        Args:
+            block: The block.
+            used_bytes: The number that `acquire` was called with.
+            reader: A job that still reads the block. The next write waits for it.
+        """
         self.used_bytes -= used_bytes
         block.pending_jobs = [] if reader is None else [reader]
         self.free_blocks.append(block)

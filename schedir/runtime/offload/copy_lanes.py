@@ -1,9 +1,9 @@
-"""Lanes of a rank beside compute: copies to and from the host, the disk, and host compute.
+"""Lanes of a rank besides compute: copies to and from the host and disk, and host compute.
 
-What is started on a lane runs when all before it on that lane has, and what else it is told to come
-after.  On a CPU a lane is a thread; on a GPU it is a stream, for which the host does not wait.  The
-disk's and the host's are threads in any case, and a copy that comes after one of these waits for it
-on the host.
+A job on a lane runs after all earlier jobs of the lane, and after the jobs in `after_jobs`. On a
+CPU a lane is a thread. On a GPU it is a stream, and the host does not wait for it. The disk lane
+and the host lane are always threads. A copy on a stream that depends on such a job waits for it on
+the host.
 """
 
 from __future__ import annotations
@@ -23,35 +23,46 @@ _THREAD_LANES: Final = (Lane.DISK, Lane.HOST)
 
 
 class LaneObserver(Protocol):
-    """Who is told, on the lane, when something begins there and when it ends."""
+    """An object that is notified, on the lane, when a job begins and when it ends."""
 
-    def on_begin(self) -> None: ...
-    def on_end(self) -> None: ...
+    def on_begin(self) -> None:
+        """Record that the job begins."""
+        ...
+
+    def on_end(self) -> None:
+        """Record that the job has ended."""
+        ...
 
 
 class LaneJob:
-    """Something that was started on a lane."""
+    """A job that was started on a lane."""
 
     def wait(self) -> None:
-        """Let what is computed from here on come after it: on a CPU the host waits, on a GPU the
-        current stream.  As often as one likes; raises whatever it has raised."""
+        """Order the following computation after the job.
+
+        On a CPU the host waits. On a GPU the current stream waits. It may be called several times.
+        An error of the job is raised here.
+        """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait on the host until it has ended.  Raises as `wait`."""
+        """Wait on the host until the job has ended. An error of the job is raised here."""
         raise NotImplementedError
 
     @property
     def is_done(self) -> bool:
-        """Whether it has; nobody waits."""
+        """Return whether the job has ended, without waiting."""
         raise NotImplementedError
 
 
 class CopyLanes:
-    """The lanes of a rank, each made when it is first used.
+    """The lanes of a rank. Each is created at its first use.
 
-    `bandwidth` is for tests on CPUs: what is started on such a lane takes at least the time that
-    its bytes take at so many a second.
+    The attribute `bandwidth` is for tests on CPUs: a job on a lane with an entry takes at least the
+    time of its bytes at that bandwidth, in bytes per second.
+
+    Args:
+        device: The device of the rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,8 +79,20 @@ class CopyLanes:
         after_jobs: Iterable[LaneJob] = (),
         observer: LaneObserver | None = None,
     ) -> LaneJob:
-        """Start something on a lane: `run`, which copies so many bytes, without gradients; on a
-        GPU with `non_blocking`, on the lane's stream, where it comes after what was computed."""
+        """Start a job on a lane.
+
+        Args:
+            lane: The lane.
+            run: The function to run, without gradients. On a GPU it runs at once, with the lane's
+                stream as the current stream. Its copies must be `non_blocking`. The stream first
+                waits for the current computation.
+            nbytes: The bytes that the job copies.
+            after_jobs: Jobs that must end before this one begins.
+            observer: An object that is notified of the begin and the end.
+
+        Returns:
+            The job.
+        """
         if self.uses_streams and lane not in _THREAD_LANES:
             if lane not in self.streams:
                 self.streams[lane] = torch.cuda.Stream(self.device, priority=-1)
@@ -85,7 +108,7 @@ class CopyLanes:
 
 
 class _ThreadJob(LaneJob):
-    """A job of a thread; torch lets others run while it copies."""
+    """A job of a thread. Torch releases the interpreter lock while it copies."""
 
     def __init__(
         self,
@@ -99,25 +122,25 @@ class _ThreadJob(LaneJob):
         self.error: BaseException | None = None
 
     def work(self) -> None:
-        """Run it: in the thread."""
+        """Run the job, in the thread of the lane."""
         assert self.pending_call is not None
-        run, after, marks = self.pending_call
+        run, after_jobs, observer = self.pending_call
         try:
-            for one in after:
+            for one in after_jobs:
                 one.finish()
             began = perf_counter()
-            if marks is not None:
-                marks.on_begin()
+            if observer is not None:
+                observer.on_begin()
             with torch.no_grad():
                 run()
             if (left := began + self.seconds - perf_counter()) > 0:
                 sleep(left)
-            if marks is not None:
-                marks.on_end()
-        except BaseException as error:  # whoever waits raises it
+            if observer is not None:
+                observer.on_end()
+        except BaseException as error:  # `wait` raises it.
             self.error = error
-        self.pending_call = None  # whoever keeps the job does not keep what it has copied
-        del run, after, marks
+        self.pending_call = None  # A reference to the job must not keep the copied tensors.
+        del run, after_jobs, observer
         self.done_event.set()
 
     def wait(self) -> None:
@@ -133,7 +156,7 @@ class _ThreadJob(LaneJob):
 
 
 def _run_jobs(queue: SimpleQueue[_ThreadJob | None]) -> None:
-    """Run what is started, in order, until nobody can start anything more."""
+    """Run the jobs of a lane in order, until the queue has None."""
     while (job := queue.get()) is not None:
         job.work()
         del job
@@ -149,7 +172,7 @@ class _StreamJob(LaneJob):
         after_jobs: Iterable[LaneJob],
         observer: LaneObserver | None,
     ) -> None:
-        # Of the stream that computes, and of no other: it is noted before the lane is entered.
+        # The event is recorded on the compute stream, before the lane's stream becomes current.
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream())
         self.event = torch.cuda.Event()

@@ -1,9 +1,11 @@
-"""Run the optimizer step of each stage on the host, on its own lane.
+"""Run the optimizer step of each stage on the host, on a separate lane.
 
-An optimizer steps the parameters that it was made with.  While the host steps a stage it is given
-others in their place, which lie on the host: those of a MainOptimizer are what its copies are
-rounded into, and those of any other are copies of the parameters, which go along with gradients.
-What it keeps of each parameter lies on the host all the time, and is the same object in both.
+An optimizer steps the parameters that it was created with. While the host steps a stage, the
+optimizer has parameters in host memory instead. With a MainOptimizer they receive the rounded main
+parameters. With other optimizers they are copies of the parameters, which are copied together with
+the gradients. The optimizer state of each parameter always stays on the host, in the same objects.
+
+The steps run on the host lane, while the device computes.
 """
 
 from __future__ import annotations
@@ -31,12 +33,17 @@ from schedir.runtime.parameters.mixed_precision import OptimizerLike, is_torch_o
 from schedir.runtime.parameters.parameter_copies import make_parameter_like
 from schedir.runtime.stage_state import StageState
 
-CopyPairs = Sequence[tuple[Tensor, Tensor]]  # what is copied to, and what is copied
+CopyPairs = Sequence[tuple[Tensor, Tensor]]  # targets and sources of copies
 
 
 class _GradCheck(NamedTuple):
-    """Of an update, on the host: whether it is finite, and what gradients are multiplied by; when
-    `job` has ended."""
+    """The result of the check of an update's gradients, on the host after `job` has ended.
+
+    Attributes:
+        finite: True if all gradients are finite, 0-dim bool.
+        grad_factor: The factor of gradient clipping, 0-dim; None without clipping.
+        job: The copy to the host, or None on a CPU.
+    """
 
     finite: Tensor
     grad_factor: Tensor | None
@@ -44,10 +51,12 @@ class _GradCheck(NamedTuple):
 
 
 class _HostParameters:
-    """What the host has of a stage: `host_copies` are the parameters in the place of the device's,
-    and
-    `flat_pairs` the buffers of gradients, each with the device's; `device_weights` are what the
-    device has. What takes no gradient is not stepped, and has no place."""
+    """The memory of a stage on the host: parameters and gradient buffers.
+
+    `host_copies` has the parameter on the host for each parameter of the device. `flat_pairs` has
+    each gradient buffer on the host with that of the device. `device_weights` are the weights on
+    the device. A parameter without a gradient is not stepped and has no copy.
+    """
 
     def __init__(
         self,
@@ -61,7 +70,7 @@ class _HostParameters:
         )
         gradients = stage.gradients
         self.flat_pairs = [
-            (_allocate_on_host(kept, bool(pinned)), kept) for kept in gradients.reduced_flat
+            (_allocate_on_host(buffer, bool(pinned)), buffer) for buffer in gradients.reduced_flat
         ]
         views = dict(gradients.bound_views)
         if stage.sharded_parameters is not None:
@@ -69,10 +78,8 @@ class _HostParameters:
         self.stage, self.parameters = stage, [p for p in parameters if p in views]
         self.refresh_weights()
         self.host_copies: dict[nn.Parameter, nn.Parameter] = {}
-        self.host_memory: dict[nn.Parameter, Tensor] = {}  # of each of `host_copies`
-        self.host_gradients: dict[
-            nn.Parameter, Tensor
-        ] = {}  # of each of `host_copies` that has one
+        self.host_memory: dict[nn.Parameter, Tensor] = {}  # memory of `host_copies`, by its keys
+        self.host_gradients: dict[nn.Parameter, Tensor] = {}  # by parameter of the host
         for p, weights in self.device_weights.items():
             if p not in all_host_copies or not has_same_shape_and_dtype(
                 all_host_copies[p], weights
@@ -84,20 +91,20 @@ class _HostParameters:
             self.host_memory[p], view = one.detach(), views[p]
             if view.numel():
                 (flat,) = (
-                    host for host, kept in self.flat_pairs
-                    if kept.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
-                    and kept.dtype == view.dtype
-                    and 0 <= view.storage_offset() - kept.storage_offset() < kept.numel()
+                    host for host, buffer in self.flat_pairs
+                    if buffer.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+                    and buffer.dtype == view.dtype
+                    and 0 <= view.storage_offset() - buffer.storage_offset() < buffer.numel()
                 )  # fmt: skip
-                (kept,) = (kept for host, kept in self.flat_pairs if host is flat)
-                at = view.storage_offset() - kept.storage_offset()
+                (buffer,) = (buffer for host, buffer in self.flat_pairs if host is flat)
+                at = view.storage_offset() - buffer.storage_offset()
                 self.host_gradients[one] = flat.as_strided(view.shape, view.stride(), at)
-            elif stage.sharded_parameters is None:  # of pieces, those that are empty have none
+            elif stage.sharded_parameters is None:  # An empty shard has no gradient.
                 self.host_gradients[one] = _allocate_on_host(view, pinned=False)
-        self.was_stepped = True  # else there is nothing new to copy back
+        self.was_stepped = True  # If it is False, the weights need not be copied back.
 
     def refresh_weights(self) -> None:
-        """See where weights are on the device: somebody may have set their data."""
+        """Find the weights on the device again: the `data` of a parameter may have been set."""
         weights = self.stage.sharded_parameters
         self.device_weights = {
             p: p.detach() if weights is None else weights.parameter_shards[p]
@@ -105,29 +112,29 @@ class _HostParameters:
         }
 
     def count_bytes(self) -> int:
-        """Bytes that a step reads of weights and gradients."""
+        """Return the bytes of weights and gradients that a step reads."""
         return sum(t.nbytes for t in self.list_host_tensors())
 
     def list_host_tensors(self) -> list[Tensor]:
-        """The memory on the host."""
+        """Return the tensors in host memory."""
         return [*(host for host, _ in self.flat_pairs), *self.host_memory.values()]
 
     def bind_gradients(self) -> None:
-        """Let each `grad` be that on the host again; a step may have put another in its place."""
+        """Set each `grad` to its host gradient again, because a step may have replaced it."""
         for one, gradient in self.host_gradients.items():
             one.grad = gradient
 
     def find_moved_parameter(self) -> nn.Parameter | None:
-        """Return a parameter whose `data` on the device has moved since `look`, or None."""
-        if self.stage.sharded_parameters is not None:  # with ZeRO, `Parts` checks this
+        """Return a parameter whose `data` on the device moved since `refresh_weights`, or None."""
+        if self.stage.sharded_parameters is not None:  # ShardedParameters checks its weights.
             return None
-        for p, was in self.device_weights.items():
-            if p.data_ptr() != was.data_ptr():
+        for p, weights in self.device_weights.items():
+            if p.data_ptr() != weights.data_ptr():
                 return p
         return None
 
     def find_replaced_parameter(self) -> nn.Parameter | None:
-        """Return a parameter whose `data` on the host has moved to other memory, or None."""
+        """Return a parameter whose `data` on the host moved to other memory, or None."""
         for p, one in self.host_copies.items():
             was, now = self.host_memory[p], one.detach()
             if not (has_same_shape_and_dtype(was, now) and was.stride() == now.stride()):
@@ -138,9 +145,16 @@ class _HostParameters:
 
 
 class CpuOptimizer(HostOptimizerState):
-    """The state of an optimizer on the host, which steps there the stages of a rank.
+    """An optimizer state on the host, and the optimizer steps of a rank's stages on the host.
 
-    `stages` are all of the rank.
+    Args:
+        parameters: The parameters of each trained stage.
+        optimizer: The optimizer.
+        lanes: The lanes of the rank.
+        device: The device of the rank.
+        names: The names of the parameters, for errors.
+        stages: All stages of the rank.
+        replica: The number of the data-parallel replica.
     """
 
     replaces_parameters = True
@@ -157,27 +171,31 @@ class CpuOptimizer(HostOptimizerState):
     ) -> None:
         self.stages, self.replica = stages, replica
         self.host_parameters: dict[int, _HostParameters] = {}
-        # The parameters in the place of the device's: an optimizer may keep something by these.
+        # The parameters on the host. They stay the same objects, because an optimizer may use them
+        # as keys of its state.
         self.host_copies: dict[nn.Parameter, nn.Parameter] = {}
         self.grad_check: _GradCheck | None = None
-        self.jobs: dict[tuple[Lane, int], LaneJob] = {}  # by stage: of gradients, steps and weights
+        self.jobs: dict[tuple[Lane, int], LaneJob] = {}  # copies and steps, by lane and stage
         super().__init__(parameters, optimizer, lanes, device, names)
 
     def refresh_parameters(self) -> None:
-        """As of HostOptimizerState."""
+        """See `HostOptimizerState.refresh_parameters`."""
         before = self.seen_parameters
         super().refresh_parameters()
         if self.seen_parameters is not before:
             self.host_parameters = {}
 
     def list_host_memory(self) -> list[Tensor]:
-        """As of HostOptimizerState."""
+        """See `HostOptimizerState.list_host_memory`."""
         parts = [t for part in self.host_parameters.values() for t in part.list_host_tensors()]
         return [*super().list_host_memory(), *parts]
 
     def to_resting_state(self) -> None:
-        """As of HostOptimizerState; and make what the host has of each stage, once, and see where
-        the device's is."""
+        """See `HostOptimizerState.to_resting_state`.
+
+        It also allocates the host memory of each stage once, and finds the weights on the device
+        again.
+        """
         super().to_resting_state()
         whose = {main: p for p, main in self.main_parameters.items()}
         for s, own in self.optimizer_parameters.items():
@@ -194,8 +212,19 @@ class CpuOptimizer(HostOptimizerState):
     def offload_gradient(
         self, stage: int, *, is_first_update: bool, observer: LaneObserver | None = None
     ) -> None:
-        """Begin to copy a stage's gradient; in the first update with parameters that the optimizer
-        itself has, of which somebody may have changed some since the last step."""
+        """Start to copy the gradient of a stage to the host.
+
+        In the first update of a step it also copies the parameters, unless there are main
+        parameters. They may have been changed since the last step.
+
+        Args:
+            stage: The stage.
+            is_first_update: True if this is the first update of the step.
+            observer: An object that is notified of the begin and the end of the copy.
+
+        Raises:
+            ModelError: The `data` of a parameter was set to another tensor in the step.
+        """
         part = self.host_parameters[stage]
         if (p := part.find_moved_parameter()) is not None:
             raise make_offload_error(
@@ -209,7 +238,13 @@ class CpuOptimizer(HostOptimizerState):
         self.jobs[Lane.D2H, stage] = self._start_copy(Lane.D2H, pairs, observer)
 
     def set_grad_check(self, finite: Tensor, grad_factor: Tensor | None) -> None:
-        """Take what all steps of an update are made by: 0-dim tensors of the device."""
+        """Set the result of the gradient check, for all steps of an update.
+
+        Args:
+            finite: True if the gradients are finite, 0-dim bool on the device.
+            grad_factor: The factor of gradient clipping, 0-dim on the device; None without
+                clipping.
+        """
         if self.device.type == "cpu":
             self.grad_check = _GradCheck(finite, grad_factor, None)
             return
@@ -219,14 +254,19 @@ class CpuOptimizer(HostOptimizerState):
         self.grad_check = _GradCheck(host[0], host[1] if grad_factor is not None else None, job)
 
     def wait_for_gradients(self) -> None:
-        """Let what is computed come after all copies of gradients: they may change now."""
+        """Order the computation after all copies of gradients, so that it may change them."""
         for (lane, _), job in self.jobs.items():
             if lane is Lane.D2H:
                 job.wait()
 
     def begin_step(self, stage: int, make_error: Any, observer: LaneObserver | None = None) -> None:
-        """Begin to step a stage on the host, behind its gradient; `make_error` makes of an error
-        that of the instruction."""
+        """Start the optimizer step of a stage on the host lane, after the copy of its gradient.
+
+        Args:
+            stage: The stage.
+            make_error: A function that converts an error to one that names the instruction.
+            observer: An object that is notified of the begin and the end.
+        """
         assert self.grad_check is not None, "the checker proves that there is a norm"
         judged, part, threads = (
             self.grad_check,
@@ -235,7 +275,7 @@ class CpuOptimizer(HostOptimizerState):
         )
 
         def run() -> None:
-            if torch.get_num_threads() != threads:  # of the lane's own thread
+            if torch.get_num_threads() != threads:  # The setting is per thread.
                 torch.set_num_threads(threads)
             shrink = judged.grad_factor
             try:
@@ -253,9 +293,12 @@ class CpuOptimizer(HostOptimizerState):
         )
 
     def step(self, stage: int, finite: Tensor) -> None:
-        """As of HostOptimizerState, on the host.  Raises ModelError also for an optimizer that puts
-        other memory in the place of a parameter's: it is from the memory that it was given that
-        weights go back to the device."""
+        """See `HostOptimizerState.step`. It runs on the host lane.
+
+        Raises:
+            ModelError: As in the base class, or the optimizer replaces the memory of a parameter.
+                Weights are copied to the device from the memory that the optimizer was given.
+        """
         part = self.host_parameters[stage]
         part.bind_gradients()
         before = [one._version for one in part.host_copies.values()]
@@ -272,14 +315,22 @@ class CpuOptimizer(HostOptimizerState):
         part.was_stepped = not self.main_parameters or before != [
             one._version for one in part.host_copies.values()
         ]
-        for t in self.list_state_tensors(stage):  # what it has made lies where it is
+        for t in self.list_state_tensors(stage):  # A new state tensor stays in its memory.
             self.host_memory.setdefault(t, t.detach())
 
     def reload_weights(
         self, stage: int, *, is_last_update: bool, observer: LaneObserver | None = None
     ) -> None:
-        """Begin to copy a stage's weights back, when they have been stepped; behind the last update
-        nobody finds on the host what was."""
+        """Start to copy the weights of a stage back to the device, after its step.
+
+        On a CPU, the host copies are overwritten with NaN after the last update, to find wrong
+        reads.
+
+        Args:
+            stage: The stage.
+            is_last_update: True if this is the last update of the step.
+            observer: An object that is notified of the begin and the end of the copy.
+        """
         part = self.host_parameters[stage]
         pairs = [(part.device_weights[p], one.detach()) for p, one in part.host_copies.items()]
 
@@ -296,8 +347,13 @@ class CpuOptimizer(HostOptimizerState):
         )
 
     def finish(self, *, is_last_update: bool = True) -> None:
-        """Wait until all weights are back; what is computed waits, and the host behind the last
-        update alone."""
+        """Wait until all weights are on the device.
+
+        After the last update the host waits. After others only the computation waits.
+
+        Args:
+            is_last_update: True if this is the last update of the step.
+        """
         for lane, s in [*self.jobs]:
             if lane is Lane.H2D:
                 job = self.jobs.pop((lane, s))
@@ -306,16 +362,16 @@ class CpuOptimizer(HostOptimizerState):
             super().finish()
 
     def fail(self) -> None:
-        """As of HostOptimizerState."""
+        """See `HostOptimizerState.fail`."""
         for job in self.jobs.values():
-            with suppress(Exception):  # an earlier one is told
+            with suppress(Exception):  # The first error is being raised already.
                 job.finish()
         self.jobs.clear()
         super().fail()
 
     @contextmanager
     def _restrict_to_stage(self, stage: int) -> Iterator[None]:
-        """As of HostOptimizerState, with parameters on the host in the place of the device's."""
+        """See `HostOptimizerState._restrict_to_stage`; it uses the parameters on the host."""
         place, optimizer, inner = (
             self.host_parameters[stage].host_copies,
             self.optimizer,
@@ -346,7 +402,7 @@ class CpuOptimizer(HostOptimizerState):
 
 
 class _RandomDrawGuard(TorchDispatchMode):
-    """Within this an optimizer that draws random numbers is refused: what computes draws beside."""
+    """Refuse an optimizer that draws random numbers: the device may draw at the same time."""
 
     def __init__(self, optimizer: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -364,5 +420,5 @@ class _RandomDrawGuard(TorchDispatchMode):
 
 @torch.no_grad()
 def _allocate_on_host(t: Tensor, pinned: bool) -> Tensor:
-    """Memory of the host for a tensor, in the same order."""
+    """Return new host memory for a tensor, with the same strides."""
     return torch.empty_like(t, device="cpu", pin_memory=pinned, requires_grad=False)

@@ -1,9 +1,11 @@
 """Keep the optimizer state of each stage in a file.
 
-Between steps the memory of the tensors is the file's own, mapped: whoever looks at them, as a
-checkpoint does, reads the file, and whoever writes to them writes there.  A step reads and writes
-it through a few buffers of the host (ZeRO-Infinity, arXiv 2104.07857, section 6.3), so that of the
-host's memory no more is taken than these.
+Between steps the memory of the state tensors is a memory map of the file. So a read, such as that
+of a checkpoint, reads the file, and a write changes the file. A step reads and writes the file
+through a few host buffers, so that the state uses no more host memory than these.
+
+References:
+    Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.3.
 """
 
 from __future__ import annotations
@@ -31,11 +33,18 @@ from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.runtime.offload.snapshot_copies import copy_pairs
 from schedir.runtime.parameters.mixed_precision import OptimizerLike
 
-ErrorWrapper = Callable[[Exception], Exception]  # an error as that of an instruction
+ErrorWrapper = Callable[[Exception], Exception]  # adds the instruction to an error
 
 
 class _HostBuffer(NamedTuple):
-    """A stage's state in a buffer of the host: what brings it there, and each tensor's part."""
+    """The state of a stage in a host buffer.
+
+    Attributes:
+        block: The buffer.
+        job: The copy that fills the buffer, or empties it.
+        views: The part of the buffer for each tensor.
+        nbytes: The bytes of the tensors.
+    """
 
     block: ArenaBlock[Tensor]
     job: LaneJob
@@ -44,8 +53,19 @@ class _HostBuffer(NamedTuple):
 
 
 class DiskOptimizerState(HostOptimizerState):
-    """The state of an optimizer in the file of `tiers`, by stage; `buffer_count` is how many
-    buffers the host has for it, which whoever runs a program makes as many as that says."""
+    """An optimizer state in a file, by stage.
+
+    The attribute `buffer_count` is the number of host buffers. The handlers set it from the
+    program.
+
+    Args:
+        parameters: The parameters of each trained stage.
+        optimizer: The optimizer.
+        lanes: The lanes of the rank.
+        device: The device of the rank.
+        names: The names of the parameters, for errors.
+        tiers: The host memory and the file of the rank.
+    """
 
     def __init__(
         self,
@@ -59,9 +79,9 @@ class DiskOptimizerState(HostOptimizerState):
         super().__init__(parameters, optimizer, lanes, device, names)
         assert tiers.spill_file is not None, "an executor of what lies on the disk has a folder"
         self.tiers, self.spill_file = tiers, tiers.spill_file
-        self.buffer_count, self.buffer_size = 1, BLOCK_ALIGNMENT  # buffers, and the bytes of each
-        self.file_offsets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # where in the file
-        self.host_buffers: dict[int, _HostBuffer] = {}  # by stage, on its way
+        self.buffer_count, self.buffer_size = 1, BLOCK_ALIGNMENT  # number; bytes of each
+        self.file_offsets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # in bytes
+        self.host_buffers: dict[int, _HostBuffer] = {}  # filled buffers, by stage
         self.spilling_buffers: dict[int, _HostBuffer] = {}
 
     # ------------------------------------------------------------ in a step
@@ -72,62 +92,81 @@ class DiskOptimizerState(HostOptimizerState):
         observer: LaneObserver | None = None,
         wrap_error: ErrorWrapper | None = None,
     ) -> None:
-        """Begin to read what is kept of a stage into a buffer of the host."""
-        room, parts, nbytes = self._acquire_buffer(
+        """Start to read the state of a stage from the file into a host buffer.
+
+        Args:
+            stage: The stage.
+            observer: An object that is notified of the begin and the end.
+            wrap_error: A function that adds the instruction to an error.
+        """
+        block, views, nbytes = self._acquire_buffer(
             [t for t in self.list_state_tensors(stage) if self.is_on_host(t)]
         )
-        runs = self._list_file_runs(parts, room.location)
+        runs = self._list_file_runs(views, block.location)
 
         def read() -> None:
             for at, memory in runs:
                 self.spill_file.read(at, memory)
 
         job = self.lanes.start(
-            Lane.DISK, _wrap_errors(read, wrap_error), nbytes, room.pending_jobs, observer
+            Lane.DISK, _wrap_errors(read, wrap_error), nbytes, block.pending_jobs, observer
         )
-        self.host_buffers[stage] = _HostBuffer(room, job, parts, nbytes)
+        self.host_buffers[stage] = _HostBuffer(block, job, views, nbytes)
 
     def load(self, stage: int, observer: LaneObserver | None = None) -> None:
-        """Begin to copy it from there to the device."""
-        here = self.host_buffers.pop(stage)
-        if self.lanes.uses_streams:  # none of which can wait for a disk
-            here.job.finish()
-        moving = [(t, self.host_memory[t], allocate_like(t, self.device)) for t in here.views]
+        """Start to copy the state of a stage from its host buffer to the device.
+
+        Args:
+            stage: The stage.
+            observer: An object that is notified of the begin and the end.
+        """
+        buffer = self.host_buffers.pop(stage)
+        if self.lanes.uses_streams:  # A stream cannot wait for the disk lane, which is a thread.
+            buffer.job.finish()
+        moving = [(t, self.host_memory[t], allocate_like(t, self.device)) for t in buffer.views]
         self.loaded_addresses.update(memory.data_ptr() for _, _, memory in moving)
-        pairs = [(memory, here.views[t]) for t, _, memory in moving]
+        pairs = [(memory, buffer.views[t]) for t, _, memory in moving]
 
         def bring() -> None:
             copy_pairs(pairs)
             if self.tiers.poisons_sources:
-                here.block.location.fill_(POISON_BYTE)
+                buffer.block.location.fill_(POISON_BYTE)
 
-        job = self.lanes.start(Lane.H2D, bring, here.nbytes, [here.job], observer)
+        job = self.lanes.start(Lane.H2D, bring, buffer.nbytes, [buffer.job], observer)
         self.pending_loads[stage] = StateCopy(job, moving)
-        self.tiers.state_arena.release(here.block, here.nbytes, job)
+        self.tiers.state_arena.release(buffer.block, buffer.nbytes, job)
 
     def store(self, stage: int, observer: LaneObserver | None = None) -> None:
-        """Begin to copy what is kept of a stage to a buffer of the host.  Raises OSError where the
-        disk has no room for what was not there before: all is then as it was."""
+        """Start to copy the state of a stage from the device to a host buffer.
+
+        Args:
+            stage: The stage.
+            observer: An object that is notified of the begin and the end.
+
+        Raises:
+            OSError: The disk has no space for new state tensors. The state is then unchanged.
+            ModelError: State tensors share memory with each other or with parameters.
+        """
         self.require_separate_memory(stage)
-        found = [t for t in self.list_state_tensors(stage) if not self.is_on_host(t)]
+        tensors = [t for t in self.list_state_tensors(stage) if not self.is_on_host(t)]
         self._allocate_in_file(
             [
                 t
-                for t in found
+                for t in tensors
                 if t not in self.file_offsets
                 or not has_same_shape_and_dtype(self.host_memory[t], t)
             ]
         )
-        room, parts, nbytes = self._acquire_buffer(found)
-        moving = [(t, self.host_memory[t], t.data) for t in found]
-        pairs = [(parts[t], memory) for t, _, memory in moving]
+        block, views, nbytes = self._acquire_buffer(tensors)
+        moving = [(t, self.host_memory[t], t.data) for t in tensors]
+        pairs = [(views[t], memory) for t, _, memory in moving]
         job = self.lanes.start(
-            Lane.D2H, partial(copy_pairs, pairs), nbytes, room.pending_jobs, observer
+            Lane.D2H, partial(copy_pairs, pairs), nbytes, block.pending_jobs, observer
         )
         for t, place, _ in moving:
             t.data = place
         self.pending_stores[stage] = StateCopy(job, moving)
-        self.host_buffers[stage] = _HostBuffer(room, job, parts, nbytes)
+        self.host_buffers[stage] = _HostBuffer(block, job, views, nbytes)
 
     def spill(
         self,
@@ -135,35 +174,46 @@ class DiskOptimizerState(HostOptimizerState):
         observer: LaneObserver | None = None,
         wrap_error: ErrorWrapper | None = None,
     ) -> None:
-        """Begin to write it to the file."""
-        here = self.host_buffers.pop(stage)
-        runs = self._list_file_runs(here.views, here.block.location)
+        """Start to write the state of a stage from its host buffer to the file.
+
+        Args:
+            stage: The stage.
+            observer: An object that is notified of the begin and the end.
+            wrap_error: A function that adds the instruction to an error.
+        """
+        buffer = self.host_buffers.pop(stage)
+        runs = self._list_file_runs(buffer.views, buffer.block.location)
 
         def write() -> None:
             for at, memory in runs:
                 self.spill_file.write(at, memory)
             if self.tiers.poisons_sources:
-                here.block.location.fill_(POISON_BYTE)
+                buffer.block.location.fill_(POISON_BYTE)
 
         job = self.lanes.start(
-            Lane.DISK, _wrap_errors(write, wrap_error), here.nbytes, [here.job], observer
+            Lane.DISK, _wrap_errors(write, wrap_error), buffer.nbytes, [buffer.job], observer
         )
-        self.spilling_buffers[stage] = here._replace(job=job)
-        self.tiers.state_arena.release(here.block, here.nbytes, job)
+        self.spilling_buffers[stage] = buffer._replace(job=job)
+        self.tiers.state_arena.release(buffer.block, buffer.nbytes, job)
 
     def move_to_resting_tier(self, stage: int) -> None:
+        """See `HostOptimizerState.move_to_resting_tier`."""
         self.store(stage)
         self.spill(stage)
 
     def finish(self, *, is_last_update: bool = True) -> None:
+        """See `HostOptimizerState.finish`. It also waits for all writes to the file."""
         super().finish()
         for stage in [*self.spilling_buffers]:
             self.spilling_buffers[stage].job.finish()
             del self.spilling_buffers[stage]
 
     def fail(self) -> None:
-        """After an error: nothing is being moved any more, and what has not come to the file is
-        where it was before that."""
+        """Wait for all copies after an error.
+
+        State tensors that did not reach the file get back their memory on the device or on the
+        host.
+        """
         for here in self.host_buffers.values():
             _finish_without_error(here.job)
         for here in self.spilling_buffers.values():
@@ -171,9 +221,8 @@ class DiskOptimizerState(HostOptimizerState):
                 for t, memory in here.views.items():
                     t.data = memory.clone()
         for stage, moving in self.pending_stores.items():
-            if (
-                not _finish_without_error(moving.job) or stage in self.host_buffers
-            ):  # which nobody will spill
+            # A buffer in `host_buffers` will not be written to the file any more.
+            if not _finish_without_error(moving.job) or stage in self.host_buffers:
                 for t, _, memory in moving.tensors:
                     t.data = memory
         super().fail()
@@ -185,19 +234,20 @@ class DiskOptimizerState(HostOptimizerState):
     def _acquire_buffer(
         self, tensors: Sequence[Tensor]
     ) -> tuple[ArenaBlock[Tensor], dict[Tensor, Tensor], int]:
-        """A buffer of the host for some tensors, with the part of each, and their bytes."""
+        """Return a host buffer for tensors, the part of it for each tensor, and their bytes."""
         *starts, size = accumulate(map(_round_up_bytes, tensors), initial=0)
         self.buffer_size = max(self.buffer_size, size)
         nbytes = sum(t.nbytes for t in tensors)
-        room = self.tiers.state_arena.acquire(self.buffer_size, nbytes, self.buffer_count)
-        parts = {t: _view_like(room.location, at, t) for t, at in zip(tensors, starts, strict=True)}
-        return room, parts, nbytes
+        block = self.tiers.state_arena.acquire(self.buffer_size, nbytes, self.buffer_count)
+        views = {
+            t: _view_like(block.location, at, t) for t, at in zip(tensors, starts, strict=True)
+        }
+        return block, views, nbytes
 
     def _list_file_runs(
         self, tensors: Iterable[Tensor], memory: Tensor
     ) -> list[tuple[int, Tensor]]:
-        """Where in the file some tensors are, and the part of a buffer that is there: in as few
-        pieces as can be."""
+        """Return file offsets of tensors with their parts of a buffer; adjacent ones are merged."""
         runs: list[tuple[int, int, int]] = []
         start = 0
         for t in tensors:
@@ -211,46 +261,49 @@ class DiskOptimizerState(HostOptimizerState):
         return [(at, memory[start : start + size]) for at, start, size in runs]
 
     def _allocate_in_file(self, tensors: Sequence[Tensor]) -> None:
-        """Make room in the file for some tensors, one behind the other.  It is free again when
-        nobody has any of that memory.  Raises OSError where there is no more."""
+        """Allocate memory in the file for some tensors, one after the other.
+
+        It is free again when no tensor refers to any of that memory. OSError is raised if the disk
+        is full.
+        """
         if not tensors:
             return
         *starts, size = accumulate(map(_round_up_bytes, tensors), initial=0)
         nbytes = sum(t.nbytes for t in tensors)
-        room = self.spill_file.arena.acquire(size, nbytes)
-        memory = self.spill_file.map_block(room, size, nbytes)
+        block = self.spill_file.arena.acquire(size, nbytes)
+        memory = self.spill_file.map_block(block, size, nbytes)
         for t, start in zip(tensors, starts, strict=True):
             self.file_offsets[t], self.host_memory[t] = (
-                room.location + start,
+                block.location + start,
                 _view_like(memory, start, t),
             )
 
 
 def _round_up_bytes(t: Tensor) -> int:
-    """The bytes of a tensor, and behind it to a LINE."""
+    """Return the bytes of a tensor, rounded up to BLOCK_ALIGNMENT."""
     return t.nbytes + -t.nbytes % BLOCK_ALIGNMENT
 
 
 def _view_like(memory: Tensor, start: int, t: Tensor) -> Tensor:
-    """Memory for a tensor in some bytes, in the same order."""
+    """Return a view of bytes with the type, shape and dimension order of a tensor."""
     stride = torch.empty_like(t, device="meta", requires_grad=False).stride()
     return memory[start : start + t.nbytes].view(t.dtype).as_strided(t.shape, stride)
 
 
 def _wrap_errors(run: Callable[[], None], wrap_error: ErrorWrapper | None) -> Callable[[], None]:
-    """What says of an error which instruction it is of."""
+    """Return `run` with its errors converted by `wrap_error`."""
 
-    def tell() -> None:
+    def run_wrapped() -> None:
         try:
             run()
         except Exception as error:
             raise (error if wrap_error is None else wrap_error(error)) from error
 
-    return tell
+    return run_wrapped
 
 
 def _finish_without_error(job: LaneJob) -> bool:
-    """Wait until it has ended; whether nothing was raised."""
+    """Wait until a job has ended, and return whether it raised no error."""
     try:
         job.finish()
     except Exception:

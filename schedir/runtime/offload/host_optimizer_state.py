@@ -1,8 +1,8 @@
-"""Keep the optimizer state of each stage in host memory, except while it is stepped.
+"""Keep the optimizer state of each stage in host memory, except during its step.
 
-What is moved are the memories of the tensors that an optimizer keeps, and of a MainOptimizer's
-copies: the tensors stay the same objects, and their `data` is on the device or on the host.  So
-whoever looks at them between steps, as a checkpoint does, finds them on the host.
+The state tensors of the optimizer and the main parameters of a MainOptimizer stay the same objects.
+Only their `data` moves between the device and the host. Between steps they are on the host, where
+for example a checkpoint reads them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from schedir.runtime.parameters.mixed_precision import (
     unwrap_optimizer,
 )
 
-# Of torch's own those that step each parameter by itself; LBFGS takes all for one.
+# The optimizers of torch that step each parameter separately. LBFGS does not.
 _PER_PARAMETER_OPTIMIZERS: Final = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam",
     "RMSprop", "Rprop", "SGD", "SparseAdam",
@@ -45,7 +45,12 @@ _PER_PARAMETER_OPTIMIZERS: Final = (
 
 
 class StateCopy(NamedTuple):
-    """What is being copied: each tensor with its memory on the host, and that on the device."""
+    """A running copy of state tensors.
+
+    Attributes:
+        job: The copy.
+        tensors: Each tensor with its memory on the host and its memory on the device.
+    """
 
     job: LaneJob
     tensors: Sequence[tuple[Tensor, Tensor, Tensor]]
@@ -54,12 +59,21 @@ class StateCopy(NamedTuple):
 class HostOptimizerState:
     """The state of an optimizer, by the stages of a rank whose parameters it steps.
 
-    `parameters` are those of each trained stage.  One that several stages have is the first one's.
+    Args:
+        parameters: The parameters of each trained stage. A parameter of several stages belongs to
+            the first of them.
+        optimizer: The optimizer.
+        lanes: The lanes of the rank.
+        device: The device of the rank.
+        names: The names of the parameters, for errors.
+
+    Raises:
+        ModelError: The optimizer steps other parameters, two stepped parameters share memory, or
+            the optimizer refers to parameters outside of its groups.
     """
 
-    replaces_parameters = (
-        False  # whether a step gets other parameters in place of those of the device
-    )
+    # Whether the optimizer steps other parameters than those of the device.
+    replaces_parameters = False
 
     def __init__(
         self,
@@ -70,7 +84,7 @@ class HostOptimizerState:
         names: Mapping[Tensor, str],
     ) -> None:
         self.parameters, self.lanes, self.device = parameters, lanes, device
-        self.names = names  # of the parameters, for errors
+        self.names = names
         self.optimizer, self.inner = optimizer, unwrap_optimizer(optimizer)
         self.isolation = StepIsolation(self.inner, replaces_parameters=self.replaces_parameters)
         self.main_parameters: dict[Tensor, Tensor] = {}
@@ -78,23 +92,24 @@ class HostOptimizerState:
             self.main_parameters = dict(
                 zip(optimizer.parameters, optimizer.main_parameters, strict=True)
             )
-        self.optimizer_parameters: dict[
-            int, list[Tensor]
-        ] = {}  # by stage, what the optimizer has of it
-        self.seen_parameters: list[Tensor] = []  # what it had when that was looked at
-        self.stepped_parameters: list[Tensor] = []  # the parameters for these
-        self.addresses: list[int] = []  # of the parameters when their memory was looked at
+        # The parameters of the optimizer's groups: by stage, and all at the last refresh.
+        self.optimizer_parameters: dict[int, list[Tensor]] = {}
+        self.seen_parameters: list[Tensor] = []
+        self.stepped_parameters: list[Tensor] = []  # the trained parameters of the model for them
+        self.addresses: list[int] = []  # their addresses at the last check of overlaps
         self.refresh_parameters()
         self._require_no_overlap()
         self.host_memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # memory on the host
         self.pending_loads: dict[int, StateCopy] = {}
         self.pending_stores: dict[int, StateCopy] = {}
-        self.loaded_addresses: set[int] = set()  # memory that a load has made, by address
+        self.loaded_addresses: set[int] = set()  # addresses of the memory that `load` allocated
 
     def refresh_parameters(self) -> None:
-        """See what the optimizer has of each stage: groups may have come since the last step.
+        """Assign the optimizer's parameters to stages, if its groups changed since the last step.
 
-        Raises ModelError where that is of none of them.
+        Raises:
+            ModelError: A parameter of the optimizer belongs to no trained stage, or the optimizer
+                refers to parameters outside of its groups.
         """
         has = [p for group in self.inner.param_groups for p in group["params"]]
         if [*map(id, has)] == [*map(id, self.seen_parameters)]:
@@ -118,7 +133,7 @@ class HostOptimizerState:
         )
 
     def _require_no_overlap(self) -> None:
-        """Raise ModelError for two stepped parameters in one memory; a `data` may have been set."""
+        """Raise ModelError if stepped parameters share memory: their `data` may have been set."""
         addresses = [p.data_ptr() for p in self.stepped_parameters]
         if addresses != self.addresses:
             require_no_step_overlap(
@@ -127,12 +142,17 @@ class HostOptimizerState:
             self.addresses = addresses
 
     def list_host_memory(self) -> list[Tensor]:
-        """The memory on the host."""
+        """Return the host memory of the state, for statistics."""
         return [*self.host_memory.values()]
 
     def list_state_tensors(self, stage: int) -> list[Tensor]:
-        """What is kept of a stage, where it is on the device or can go there; a count that torch
-        keeps on the host while parameters are on a GPU stays there."""
+        """Return the state tensors of a stage that are on the device or can move there.
+
+        Step counts that torch keeps on the host for parameters on a GPU are left out.
+
+        Args:
+            stage: The stage.
+        """
         own = self.optimizer_parameters.get(stage, ())
         mains = [p for p in own if self.main_parameters]
         leaves = tree_leaves([self.inner.state.get(p, {}) for p in own])
@@ -140,15 +160,25 @@ class HostOptimizerState:
         return [t for t in every if t in self.host_memory or t.device.type == self.device.type]
 
     def is_on_host(self, t: Tensor) -> bool:
-        """Whether the memory of a tensor is that on the host."""
+        """Return whether the data of a state tensor is its host memory.
+
+        Args:
+            t: A state tensor.
+        """
         place = self.host_memory.get(t)
         return place is not None and place.data_ptr() == t.data_ptr() and place.device == t.device
 
     # ------------------------------------------------------------ in a step
 
     def to_resting_state(self) -> None:
-        """Let all that is kept be on the host: what was loaded from elsewhere since the last step,
-        or made with the optimizer.  Raises as `refresh_parameters`."""
+        """Move all state to its tier between steps.
+
+        State tensors may be on the device because they were loaded from a checkpoint or created
+        with the optimizer.
+
+        Raises:
+            ModelError: As in `refresh_parameters`, or two stepped parameters share memory.
+        """
         self.refresh_parameters()
         self._require_no_overlap()
         for stage in self.optimizer_parameters:
@@ -157,11 +187,20 @@ class HostOptimizerState:
         self.finish()
 
     def move_to_resting_tier(self, stage: int) -> None:
-        """Take what is kept of a stage to where it is between steps."""
+        """Start to move the state of a stage to its tier between steps.
+
+        Args:
+            stage: The stage.
+        """
         self.store(stage)
 
     def load(self, stage: int, observer: LaneObserver | None = None) -> None:
-        """Begin to copy what is kept of a stage to the device."""
+        """Start to copy the state of a stage to the device.
+
+        Args:
+            stage: The stage.
+            observer: An object that is notified of the begin and the end.
+        """
         moving = []
         for t in self.list_state_tensors(stage):
             if self.is_on_host(t):
@@ -173,19 +212,32 @@ class HostOptimizerState:
     def _start_copy(
         self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], observer: LaneObserver | None
     ) -> LaneJob:
-        """Copy to the first of each pair on a lane."""
+        """Start copies from the second to the first tensor of each pair, on a lane."""
         nbytes = sum(to.nbytes for to, _ in pairs)
         return self.lanes.start(lane, partial(copy_pairs, pairs), nbytes, observer=observer)
 
     def finish_load(self, stage: int) -> None:
-        """Wait until it is there."""
+        """Wait for `load`, and set the state tensors to their device memory.
+
+        Args:
+            stage: The stage.
+        """
         job, moving = self.pending_loads.pop(stage)
         job.wait()
         for t, _, here in moving:
             t.data = here
 
     def step(self, stage: int, finite: Tensor) -> None:
-        """Let the optimizer step the parameters of a stage, and no others, if `finite` is true."""
+        """Run the optimizer step for the parameters of one stage.
+
+        Args:
+            stage: The stage.
+            finite: True if the gradients are finite, 0-dim bool. If it is false, nothing changes.
+
+        Raises:
+            ModelError: The optimizer has step hooks, or its step for one stage affects another
+                stage.
+        """
         if has_step_hooks(self.inner):
             raise ModelError(
                 f"{type(self.inner).__name__} has hooks on its step, which would run for each "
@@ -199,31 +251,41 @@ class HostOptimizerState:
 
     @contextmanager
     def _restrict_to_stage(self, stage: int) -> Iterator[None]:
-        """Within this the optimizer has the parameters of one stage."""
-        own, groups = set(self.optimizer_parameters[stage]), self.inner.param_groups
+        """Give the optimizer only the parameters of one stage within this context."""
+        stage_parameters, groups = set(self.optimizer_parameters[stage]), self.inner.param_groups
         params = [group["params"] for group in groups]
         both: list[Any] = []
         if isinstance(self.optimizer, MainOptimizer):
             both = [self.optimizer.parameters, self.optimizer.main_parameters]
-            pairs = [pair for pair in zip(*both, strict=True) if pair[1] in own]
+            pairs = [pair for pair in zip(*both, strict=True) if pair[1] in stage_parameters]
             self.optimizer.parameters, self.optimizer.main_parameters = map(
                 list, zip(*pairs, strict=True)
             )
         for group in groups:
-            group["params"] = [p for p in group["params"] if p in own]
+            group["params"] = [p for p in group["params"] if p in stage_parameters]
         self.inner.param_groups = [group for group in groups if group["params"]]
         try:
             yield
         finally:
             self.inner.param_groups = groups
-            for group, whole in zip(groups, params, strict=True):
-                group["params"] = whole
+            for group, all_params in zip(groups, params, strict=True):
+                group["params"] = all_params
             if isinstance(self.optimizer, MainOptimizer):
                 self.optimizer.parameters, self.optimizer.main_parameters = both
 
     def store(self, stage: int, observer: LaneObserver | None = None) -> None:
-        """Begin to copy what is kept of a stage back; nobody reads it until it is loaded again, or
-        the step has ended."""
+        """Start to copy the state of a stage to the host.
+
+        The state tensors get their host memory at once. It must not be read before the state is
+        loaded again or the step has ended.
+
+        Args:
+            stage: The stage.
+            observer: An object that is notified of the begin and the end.
+
+        Raises:
+            ModelError: State tensors share memory with each other or with parameters.
+        """
         self.require_separate_memory(stage)
         moving = []
         for t in self.list_state_tensors(stage):
@@ -241,14 +303,26 @@ class HostOptimizerState:
         self.pending_stores[stage] = StateCopy(job, moving)
 
     def require_separate_memory(self, stage: int) -> None:
-        """Verify that a stage's optimizer state has memory of its own, before it is moved."""
+        """Check that the state of a stage shares no memory, before it is moved.
+
+        Args:
+            stage: The stage.
+
+        Raises:
+            ModelError: It shares memory.
+        """
         self.isolation.require_separate_memory(
             self.list_state_tensors(stage), self.stepped_parameters, stage
         )
 
     def finish_store(self, stage: int) -> None:
-        """Wait on the host until a stage's has been stored, and let go of its memory on the device;
-        where that is the host's, too, nobody finds there what was."""
+        """Wait on the host for `store`, and release the device memory of the stage's state.
+
+        On a CPU, the released memory is overwritten with NaN or -1, to find wrong reads.
+
+        Args:
+            stage: The stage. Nothing happens if it has no running store.
+        """
         if stage not in self.pending_stores:
             return
         job, moving = self.pending_stores[stage]
@@ -261,15 +335,19 @@ class HostOptimizerState:
             self.loaded_addresses.discard(here.data_ptr())
 
     def finish(self, *, is_last_update: bool = True) -> None:
-        """Wait until all is on the host, and the host may read it: behind the last update."""
+        """Wait until all state is on the host and the host may read it.
+
+        Args:
+            is_last_update: True if this is the last update of the step. Only subclasses use it.
+        """
         for stage in [*self.pending_stores]:
             self.finish_store(stage)
-        self.loaded_addresses.clear()  # others may get memory at these addresses now
+        self.loaded_addresses.clear()  # Other tensors may get memory at these addresses now.
 
     def fail(self) -> None:
-        """After an error: nothing is being copied any more."""
+        """Wait for all running copies after an error, and forget them."""
         for moving in (*self.pending_loads.values(), *self.pending_stores.values()):
-            with suppress(Exception):  # an earlier one is told
+            with suppress(Exception):  # The first error is being raised already.
                 moving.job.finish()
         self.pending_loads.clear()
         self.pending_stores.clear()
@@ -278,11 +356,18 @@ class HostOptimizerState:
 
 @torch.no_grad()
 def allocate_like(t: Tensor, device: torch.device, *, pinned: bool = False) -> Tensor:
-    """Memory for a tensor elsewhere, in the same order."""
+    """Return new memory for a tensor on a device, with the same strides.
+
+    Args:
+        t: The tensor.
+        device: The device of the new memory.
+        pinned: True if host memory is pinned.
+    """
     return torch.empty_like(t, device=device, pin_memory=pinned, requires_grad=False)
 
 
 def has_same_shape_and_dtype(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same shape and dtype."""
     return one.shape == other.shape and one.dtype == other.dtype
 
 
@@ -292,7 +377,7 @@ def _require_stage_parameters(
     parameters: Mapping[int, Sequence[Tensor]],
     program: str = "",
 ) -> None:
-    """Refuse an optimizer that steps what none of the trained stages has."""
+    """Raise ModelError if the optimizer steps a parameter of no trained stage of the rank."""
     own = {p for of_stage in parameters.values() for p in of_stage if p.requires_grad}
     own.update([main[p] for p in own if p in main])
     copied = {copy: p for p, copy in main.items()}
@@ -310,9 +395,19 @@ def _require_stage_parameters(
 def require_stagewise_steps(
     program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike | None
 ) -> None:
-    """Refuse an optimizer that cannot step one stage after the other to the same bits, or whose
-    state nobody knows; `parameters` are those of each trained stage."""
+    """Check that an optimizer can step one stage after the other with the same bits.
 
+    Its state must be in known places. So it must be a torch.optim.Optimizer that steps each element
+    separately. For an optimizer that is not torch's, the attribute `elementwise` confirms this.
+
+    Args:
+        program: The program.
+        parameters: The parameters of each trained stage.
+        optimizer: The optimizer, or None if the rank has none.
+
+    Raises:
+        ModelError: The optimizer cannot, or the rank has none although it trains.
+    """
     refuse = partial(make_offload_error, program=program.name)
     trained = {p for own in parameters.values() for p in own if p.requires_grad}
     if optimizer is None:

@@ -21,11 +21,20 @@ _DISK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.lane is Lane.DISK
 
 
 class MemoryTiers:
-    """The arenas of a rank's host and disk, for all programs that it runs, one at a time.
+    """The arenas of a rank's host memory and disk file.
 
-    On a GPU the host's memory is pinned.  `poisons_sources` says that what is left behind by a copy
-    is made NaN, so that whoever reads it too late is seen: on CPUs, where a copy is for tests.
-    Raises ModelError for a program that spills without a folder, and as Spills.
+    All programs that a rank runs share them, because one program runs at a time. On a GPU the host
+    memory is pinned. On a CPU, where copies are only for tests, `poisons_sources` is true: the
+    source of a copy is overwritten with NaN, so that a late read is found.
+
+    Args:
+        device: The device of the rank.
+        rank: The number of the rank.
+        programs: The programs that the rank runs.
+        spill_dir: The directory of the file. None if no program uses the disk.
+
+    Raises:
+        ModelError: A program uses the disk and there is no directory, or the directory is unusable.
     """
 
     def __init__(
@@ -39,9 +48,8 @@ class MemoryTiers:
         self.host_arena: Arena[Tensor] = Arena(
             partial(allocate_host_memory, pinned=device.type == "cuda")
         )
-        self.state_arena: Arena[Tensor] = Arena(
-            self.host_arena.allocate
-        )  # of the optimizer, that pass through
+        # Host buffers for optimizer states on their way between the disk and the device.
+        self.state_arena: Arena[Tensor] = Arena(self.host_arena.allocate)
         self.spill_file: SpillFile | None = None
         spilling = [
             program for program in programs if not program.used_opcodes.isdisjoint(_DISK_OPS)
@@ -62,12 +70,21 @@ class MemoryTiers:
             self.spill_file = SpillFile(spill_dir, own[0])
 
     def count_used_bytes(self, tier: str) -> int:
-        """The bytes of values that are on the "host", or on the "disk"."""
+        """Return the bytes of the values in a tier.
+
+        Args:
+            tier: "host" or "disk".
+        """
         if tier == "host":
             return self.host_arena.used_bytes + self.state_arena.used_bytes
         return self.spill_file.arena.used_bytes if self.spill_file is not None else 0
 
 
 def allocate_host_memory(size: int, pinned: bool) -> Tensor:
-    """So many bytes of the host's memory."""
+    """Return a new uint8 tensor in host memory.
+
+    Args:
+        size: The number of bytes.
+        pinned: True if the memory is pinned.
+    """
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)

@@ -1,8 +1,8 @@
-"""Copy what a step changes to host memory, for a checkpoint.
+"""Copy the state that a step changes to host memory, for a checkpoint.
 
-Whoever saves says before a step which tensors of which stages it wants (`SnapshotCopies.want`); the
-step's Snapshots then begin to copy them, and its OptimizerStep waits until they have been.  Where
-nobody wants any, both do nothing.
+Before a step, a checkpoint saver requests tensors by stage with `SnapshotCopies.request`. The
+Snapshot instructions of the step start the copies, and its OptimizerStep waits for them. Without a
+request, both do nothing.
 """
 
 from __future__ import annotations
@@ -14,70 +14,90 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-CopyPair = tuple[Tensor, Tensor]  # memory of the host, and what is copied to it
+CopyPair = tuple[Tensor, Tensor]  # host memory, and the tensor to copy to it
 
 
 class SnapshotCopies:
-    """The copies of a rank's stages in the next step, or in this one."""
+    """The snapshot copies of a rank's stages in the current or the next step.
+
+    Args:
+        device: The device of the rank.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.requested: dict[int, Sequence[CopyPair]] = {}  # by stage
         self.pending_copies: list[SnapshotCopy] = []
-        self.started_copies: list[SnapshotCopy] = []  # since they were wanted
-        self.requester: object = None  # who wants them
+        self.started_copies: list[SnapshotCopy] = []  # since the last request
+        self.requester: object = None  # the object that made the last request
 
     def request(self, tensors: Mapping[int, Sequence[CopyPair]], requester: object = None) -> None:
-        """Let the next step's Snapshots copy these tensors, by stage, and nothing that others have
-        wanted before."""
+        """Request copies in the next step. This replaces an earlier request.
+
+        Args:
+            tensors: The copies of each stage.
+            requester: The object that requests them, to recognize its request later.
+        """
         self.requested, self.started_copies, self.requester = dict(tensors), [], requester
 
     def cancel_request(self) -> None:
-        """Let nothing be copied that has not been: it is about to change otherwise."""
+        """Cancel the copies that were not started, because their tensors are about to change."""
         if self.requested:
             self.request({})
 
     def take_copies(self) -> list[SnapshotCopy]:
-        """The copies that a step has made; whoever reads them lets each `finish` before."""
+        """Return the copies that a step started, and forget the request.
+
+        Call `finish` of each copy before the host reads it.
+        """
         made, self.started_copies, self.requester = self.started_copies, [], None
         return made
 
     def begin_stage(self, stage: int) -> None:
-        """Begin to copy a stage, if that is wanted."""
+        """Start the requested copies of a stage, if there are any.
+
+        Args:
+            stage: The stage.
+        """
         if self.requested and (pairs := self.requested.pop(stage, ())):
             one = self.start_copy(pairs)
             self.pending_copies.append(one)
             self.started_copies.append(one)
 
     def start_copy(self, pairs: Sequence[CopyPair]) -> SnapshotCopy:
-        """Begin to copy these, whatever is wanted."""
+        """Start copies, independent of the request.
+
+        Args:
+            pairs: The copies.
+        """
         return (_DeviceCopy if self.device.type == "cuda" else _ThreadCopy)(pairs)
 
     def wait(self) -> None:
-        """Wait until nothing is copied any more: what was copied may change now.
+        """Wait until the computation may change the copied tensors.
 
-        Raises what a copy has raised.
+        An error of a copy is raised here.
         """
         while self.pending_copies:
             self.pending_copies.pop().wait()
 
 
 class SnapshotCopy:
-    """A copy that is under way."""
+    """A running copy."""
 
     def wait(self) -> None:
-        """Wait until what is copied may change; on a GPU its stream waits, and the host does not.
+        """Wait until the computation may change the copied tensors.
 
-        To be called once.  Raises what the copy has raised.
+        On a GPU the current stream waits, and the host does not. Call it once. An error of the copy
+        is raised here.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait, when the step has, until the host may read the copy."""
+        """Wait until the host may read the copy. Call it after the step."""
 
 
 class _ThreadCopy(SnapshotCopy):
-    """A copy beside what computes: torch lets other threads run while it copies."""
+    """A copy in a thread. Torch releases the interpreter lock while it copies."""
 
     def __init__(self, pairs: Sequence[CopyPair]) -> None:
         self.result_queue: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -86,7 +106,7 @@ class _ThreadCopy(SnapshotCopy):
     def _run(self, pairs: Sequence[CopyPair]) -> None:
         try:
             copy_pairs(pairs)
-        except BaseException as error:  # whoever waits raises it
+        except BaseException as error:  # `wait` raises it.
             self.result_queue.put(error)
         else:
             self.result_queue.put(None)
@@ -97,7 +117,7 @@ class _ThreadCopy(SnapshotCopy):
 
 
 class _DeviceCopy(SnapshotCopy):
-    """A copy on a stream of its own, which what comes next on the current one waits for."""
+    """A copy on a separate stream, for which the current stream waits."""
 
     def __init__(self, pairs: Sequence[CopyPair]) -> None:
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
@@ -116,6 +136,10 @@ class _DeviceCopy(SnapshotCopy):
 
 @torch.no_grad()
 def copy_pairs(pairs: Sequence[CopyPair]) -> None:
-    """Copy each to its memory; from a GPU without waiting for it."""
+    """Copy the second tensor of each pair to the first. A copy from a GPU does not wait for it.
+
+    Args:
+        pairs: Targets and sources.
+    """
     for memory, of in pairs:
         memory.copy_(of, non_blocking=True)

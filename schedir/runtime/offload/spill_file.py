@@ -1,7 +1,7 @@
-"""The unnamed file to which a rank spills what does not fit in host memory.
+"""The unnamed file to which a rank writes data that does not fit in host memory.
 
-It has no name: it is unlinked as it is made, so that nothing is left of it however the process
-ends.  Nothing in it is to outlive the process, so nobody waits until it is on the medium.
+The file is unlinked when it is created, so that it disappears however the process ends. Its content
+need not outlive the process. So no write waits until the data is on the medium.
 """
 
 from __future__ import annotations
@@ -24,16 +24,23 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 class SpillFile:
-    """A file without a name in a folder, and its rooms: places in it.
+    """An unnamed file in a directory. Its arena gives out blocks of the file.
 
-    Raises ModelError for a folder that is none, or in which there can be no file.
+    It warns if the directory is on a file system in memory.
+
+    Args:
+        directory: The directory.
+        program: The name of the program, for errors.
+
+    Raises:
+        ModelError: No file can be created in the directory.
     """
 
     def __init__(self, directory: str | Path, program: str = "") -> None:
         self.directory = Path(directory)
         try:
             file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115
-        except (OSError, ValueError) as error:  # or what is no path
+        except (OSError, ValueError) as error:  # ValueError: the path has a null character.
             why = error.strerror if isinstance(error, OSError) else error
             raise ModelError(
                 f"nothing can be written to {str(self.directory)!r}: {why}",
@@ -52,7 +59,7 @@ class SpillFile:
         self.arena: Arena[int] = Arena(self._extend)
 
     def _extend(self, size: int) -> int:
-        """Make the file longer, on the disk itself: where that is full, it is so now."""
+        """Extend the file, and allocate its disk space now, so that a full disk is found early."""
         at = self.length
         try:
             os.posix_fallocate(self.file.fileno(), at, size)
@@ -66,23 +73,46 @@ class SpillFile:
         return at
 
     def map_block(self, block: ArenaBlock[int], size: int, used_bytes: int) -> Tensor:
-        """The first bytes of a room, so many of which count, as memory that is the file's; others
-        have the room when nobody has any of it."""
+        """Return the first bytes of a block as a memory map of the file.
+
+        The block is released when no tensor refers to the map any more.
+
+        Args:
+            block: The block.
+            size: The number of bytes to map.
+            used_bytes: The number that the block was acquired with.
+
+        Returns:
+            A uint8 tensor of `size` bytes.
+        """
         before = block.location % mmap.ALLOCATIONGRANULARITY
         length, at = before + max(size, 1), block.location - before
-        there = mmap.mmap(self.file.fileno(), length, offset=at)
-        weakref.finalize(there, self.arena.release, block, used_bytes).atexit = False
-        return torch.frombuffer(there, dtype=torch.uint8)[before : before + size]
+        mapping = mmap.mmap(self.file.fileno(), length, offset=at)
+        weakref.finalize(mapping, self.arena.release, block, used_bytes).atexit = False
+        return torch.frombuffer(mapping, dtype=torch.uint8)[before : before + size]
 
     def write(self, offset: int, memory: Tensor) -> None:
-        """Write bytes to a place."""
+        """Write bytes to the file.
+
+        Args:
+            offset: The offset in the file, in bytes.
+            memory: A contiguous tensor in host memory.
+        """
         rest, number = _as_buffer(memory), self.file.fileno()
         while rest:
             done = os.pwrite(number, rest, offset)
             rest, offset = rest[done:], offset + done
 
     def read(self, offset: int, memory: Tensor) -> None:
-        """Read the bytes of a place.  Raises OSError where there are fewer."""
+        """Read bytes from the file.
+
+        Args:
+            offset: The offset in the file, in bytes.
+            memory: A contiguous tensor in host memory, which is filled.
+
+        Raises:
+            OSError: The file is too short.
+        """
         rest, number = _as_buffer(memory), self.file.fileno()
         while rest:
             done = os.preadv(number, [rest], offset)
@@ -92,20 +122,27 @@ class SpillFile:
 
 
 def _as_buffer(memory: Tensor) -> memoryview:
-    """The bytes of memory of the host, to be read or written."""
+    """Return the bytes of a tensor in host memory as a writable buffer."""
     return memoryview(cast(bytearray, memory.numpy()))
 
 
 def find_file_system_type(directory: Path) -> str:
-    """The kind of file system that a folder is on, as Linux names it; "" where nobody knows."""
+    """Return the type of the file system of a directory, as Linux names it, such as "tmpfs".
+
+    Args:
+        directory: The directory.
+
+    Returns:
+        The type, or "" on systems without /proc/self/mounts.
+    """
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
         return ""
-    where, found = directory.resolve(), (0, "")
+    path, longest_match = directory.resolve(), (0, "")
     for line in mounts:
         _, at, kind, *_ = line.split(" ")
         place = Path(at.encode().decode("unicode_escape"))
-        if where.is_relative_to(place):
-            found = max(found, (len(place.parts), kind))
-    return found[1]
+        if path.is_relative_to(place):
+            longest_match = max(longest_match, (len(place.parts), kind))
+    return longest_match[1]
