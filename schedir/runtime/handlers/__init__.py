@@ -1,1 +1,1 @@
-"""Functions that run the instructions, one for every row of the instruction table."""
+"""Handlers: functions that link the instructions of a stream, one for each opcode."""

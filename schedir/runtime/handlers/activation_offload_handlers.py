@@ -1,8 +1,10 @@
 """Handlers of Offload, Reload, OffloadToDisk and ReloadFromDisk.
 
-All but the disk's are copies on lanes of their own (`runtime/offload/copy_lanes.py`).  Who computes
-with what was moved waits until it is back, and who takes the slot that it has left on the device
-until it has gone; nobody else waits.
+Each copy runs on a lane (`runtime/offload/copy_lanes.py`). Only two kinds of instructions wait for
+a copy. An instruction that uses reloaded activations waits for the reload. An instruction that
+fills a slot waits for the offload of the slot's earlier value.
+
+See `handler_registry` for the arguments and the result of a handler.
 """
 
 from __future__ import annotations
@@ -41,28 +43,31 @@ _SAVED_COMPUTE_OPS: Final = tuple(
     if row.lane is Lane.COMPUTE and _SAVED in {*row.needs, *row.gives}
 )
 
-_TO_HOST_OPS: Final = (Opcode.Offload, Opcode.ReloadFromDisk)  # to the host
+_TO_HOST_OPS: Final = (Opcode.Offload, Opcode.ReloadFromDisk)
 
 
 def offload(state: State, i: Instr) -> Call:
+    """Link Offload: copy the saved activations of a microbatch to the host."""
     k, tiers = state.index_of[i], state.resources.memory_tiers
     slot, value = state.find_slot(_SAVED, i.stage, i.mb, k), _get_saved_activations(state, i)
-    rooms, has = _count_host_buffers(state), _make_resident_finder(state, i)
+    max_blocks, find_resident = _count_host_buffers(state), _make_resident_finder(state, i)
 
     def run() -> None:
         kept = slot.peek()
-        if isinstance(kept, Checkpoint):  # reloaded tensors have other version counters
+        if isinstance(kept, Checkpoint):  # Reloaded tensors have other version counters.
             kept.require_unwritten(i.stage, i.mb)
             kept = kept._replace(input_versions=())
         state.offload_moves.slot_values[i[1:]] = kept
         slot.free()
-        held = _get_slot_tensors(kept)
-        value.prepare_offload(held, has() if held else ())
-        room = value.block = tiers.host_arena.acquire(value.block_size, value.nbytes, rooms)
-        at_once = not state.resources.copy_lanes.uses_streams
-        copy = partial(value.copy_to_block, room, tiers.poisons_sources, is_synchronous=at_once)
+        tensors = _get_slot_tensors(kept)
+        value.prepare_offload(tensors, find_resident() if tensors else ())
+        block = value.block = tiers.host_arena.acquire(value.block_size, value.nbytes, max_blocks)
+        is_synchronous_copy = not state.resources.copy_lanes.uses_streams
+        copy = partial(
+            value.copy_to_block, block, tiers.poisons_sources, is_synchronous=is_synchronous_copy
+        )
         value.offload_job = value.arrival_job = _start_copy(
-            state, k, value, copy, room.pending_jobs
+            state, k, value, copy, block.pending_jobs
         )
         if not state.offload_moves.has_fixed_slots:
             state.offload_moves.offloading.append(value)
@@ -71,42 +76,45 @@ def offload(state: State, i: Instr) -> Call:
 
 
 def reload(state: State, i: Instr) -> Call:
+    """Link Reload: copy the saved activations of a microbatch from the host to the device."""
     k, tiers = state.index_of[i], state.resources.memory_tiers
     slot, value = state.find_slot(_SAVED, i.stage, i.mb, k), _get_saved_activations(state, i)
-    left = _find_offloaded_occupants(state, k)
+    occupants = _find_offloaded_occupants(state, k)
     on_disk = _find_previous_change(state, k) is Opcode.ReloadFromDisk
 
     def run() -> None:
         slot.fill(state.offload_moves.slot_values.pop(i[1:]))
-        (room, value.block), there = (value.block, None), value.arrival_job
-        assert room is not None and there is not None, "the checker proves that it is on the host"
-        on_streams, after = state.resources.copy_lanes.uses_streams, [there]
-        if on_streams and on_disk:  # for which nobody but the host can let a stream wait
-            there.finish()
+        (block, value.block), arrival_job = (value.block, None), value.arrival_job
+        assert block is not None and arrival_job is not None, (
+            "the checker proves that it is on the host"
+        )
+        on_streams, after = state.resources.copy_lanes.uses_streams, [arrival_job]
+        if on_streams and on_disk:  # A stream cannot wait for the disk lane, which is a thread.
+            arrival_job.finish()
             after = []
-        copy: Callable[[], None] = partial(value.copy_from_block, room, tiers.poisons_sources)
-        if on_streams or all(one.is_offloaded for one in left):
-            _allocate_on_device(
-                left, value
-            )  # not on the lane, which would hold up what is computed
+        copy: Callable[[], None] = partial(value.copy_from_block, block, tiers.poisons_sources)
+        if on_streams or all(one.is_offloaded for one in occupants):
+            # On the lane, the allocation would delay the computation.
+            _allocate_on_device(occupants, value)
         else:
-            after += [one.offload_job for one in left if one.offload_job is not None]
-            copy = chain_calls(partial(_allocate_on_device, left, value), copy)
+            after += [one.offload_job for one in occupants if one.offload_job is not None]
+            copy = chain_calls(partial(_allocate_on_device, occupants, value), copy)
 
         value.reload_job = _start_copy(state, k, value, copy, after)
-        tiers.host_arena.release(room, value.nbytes, value.reload_job)
+        tiers.host_arena.release(block, value.nbytes, value.reload_job)
 
     return Call(None, run)
 
 
 def _allocate_on_device(occupants: Sequence[SavedActivations], value: SavedActivations) -> None:
-    """Make memory on the device for a value, when it is let go of what had its slot."""
+    """Allocate device memory for a reload, after releasing that of the slot's earlier values."""
     for one in (*occupants, value):
         one.release_device_memory()
     value.allocate_reload_targets()
 
 
 def offload_to_disk(state: State, i: Instr) -> Call:
+    """Link OffloadToDisk: write the saved activations of a microbatch from the host to the disk."""
     k, tiers, value = (
         state.index_of[i],
         state.resources.memory_tiers,
@@ -114,31 +122,34 @@ def offload_to_disk(state: State, i: Instr) -> Call:
     )
     spills = tiers.spill_file
     assert spills is not None, "an executor of what spills has a folder"
-    most = _count_max_on_disk(state)
+    max_on_disk = _count_max_on_disk(state)
 
     def run() -> None:
-        room, there = value.block, value.arrival_job
-        assert room is not None and there is not None, "the checker proves that it is on the host"
+        block, arrival_job = value.block, value.arrival_job
+        assert block is not None and arrival_job is not None, (
+            "the checker proves that it is on the host"
+        )
         try:
-            for _ in range(0 if spills.arena.allocated_bytes else most):
+            for _ in range(0 if spills.arena.allocated_bytes else max_on_disk):
                 spills.arena.add_block(value.block_size)
             place = value.block = spills.arena.acquire(value.block_size, value.nbytes)
         except OSError as error:
             raise state.wrap_error(k, error) from error
-        memory = room.location[: value.block_size]
+        memory = block.location[: value.block_size]
 
         def write() -> None:
             spills.write(place.location, memory)
             if tiers.poisons_sources:
                 memory.fill_(POISON_BYTE)
 
-        value.arrival_job = _start_copy(state, k, value, write, [there, *place.pending_jobs])
-        tiers.host_arena.release(room, value.nbytes, value.arrival_job)
+        value.arrival_job = _start_copy(state, k, value, write, [arrival_job, *place.pending_jobs])
+        tiers.host_arena.release(block, value.nbytes, value.arrival_job)
 
     return Call(None, run)
 
 
 def reload_from_disk(state: State, i: Instr) -> Call:
+    """Link ReloadFromDisk: read the saved activations of a microbatch from the disk to the host."""
     k, tiers, value = (
         state.index_of[i],
         state.resources.memory_tiers,
@@ -146,14 +157,16 @@ def reload_from_disk(state: State, i: Instr) -> Call:
     )
     spills = tiers.spill_file
     assert spills is not None
-    rooms = _count_host_buffers(state)
+    max_blocks = _count_host_buffers(state)
 
     def run() -> None:
-        place, there = value.block, value.arrival_job
-        assert place is not None and there is not None, "the checker proves that it is on the disk"
-        room = value.block = tiers.host_arena.acquire(value.block_size, value.nbytes, rooms)
-        read = partial(spills.read, place.location, room.location[: value.block_size])
-        value.arrival_job = _start_copy(state, k, value, read, [there, *room.pending_jobs])
+        place, arrival_job = value.block, value.arrival_job
+        assert place is not None and arrival_job is not None, (
+            "the checker proves that it is on the disk"
+        )
+        block = value.block = tiers.host_arena.acquire(value.block_size, value.nbytes, max_blocks)
+        read = partial(spills.read, place.location, block.location[: value.block_size])
+        value.arrival_job = _start_copy(state, k, value, read, [arrival_job, *block.pending_jobs])
         spills.arena.release(place, value.nbytes, value.arrival_job)
 
     return Call(None, run)
@@ -166,7 +179,7 @@ def _start_copy(
     copy: Callable[[], None],
     after: Sequence[LaneJob],
 ) -> LaneJob:
-    """Start an instruction's copy on its lane; what it raises says which one it is of."""
+    """Start the copy of an instruction on its lane; its errors name the instruction."""
 
     def run() -> None:
         try:
@@ -181,49 +194,51 @@ def _start_copy(
 
 
 def _get_saved_activations(state: State, i: Instr) -> SavedActivations:
-    """What is moved of a forward."""
+    """Return the saved activations of an instruction's stage and microbatch."""
     return state.offload_moves.values.setdefault(
         (i.stage, i.mb), SavedActivations(i.stage, state.device)
     )
 
 
 def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
-    """What was offloaded from the slot that an instruction fills, if that was."""
+    """Return the value that was offloaded from the slot that instruction k fills, if any."""
     free = state.saved_freed_by.get(k)
     moved = free is not None and state.stream[free].op == Opcode.Offload
     return [_get_saved_activations(state, state.stream[free])] if free is not None and moved else []
 
 
 def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int, Opcode]]:
-    """What gives and changes what a forward saved, in the order of the Stream."""
+    """Return the instructions that produce or move saved activations, in stream order."""
     ops = (Opcode(op) for op in _SAVED_PRODUCERS)
     at = [(k, op) for op in ops if (k := state.index_of.get((op, stage, mb))) is not None]
     return iter(sorted(at))
 
 
 def _find_previous_change(state: State, k: int) -> Opcode | None:
-    """Who changed last what an instruction of a microbatch takes."""
+    """Return the opcode that last produced or moved the activations before instruction k."""
     i = state.stream[k]
     ops = [op for at, op in _list_saved_changes(state, i.stage, i.mb) if at < k]
     return ops[-1] if ops else None
 
 
 def _find_next_change(state: State, k: int) -> Opcode | None:
-    """Who changes next what an instruction of a microbatch gives."""
+    """Return the opcode that next moves the activations after instruction k."""
     i = state.stream[k]
     return next((op for at, op in _list_saved_changes(state, i.stage, i.mb) if at > k), None)
 
 
 def _count_host_buffers(state: State) -> int | None:
-    """How many rooms the host has, if the program says how many slots: no more than there are
-    values."""
-    said = state.program.slots[state.rank].host if state.program.slots else UNSHARED_SLOTS
-    brings = sum(op in _TO_HOST_OPS for op, _, _ in state.stream)
-    return None if said == UNSHARED_SLOTS else min(said, brings)
+    """Return the number of host buffers, or None if the program does not limit it.
+
+    It is at most the number of values that the rank moves to the host.
+    """
+    slots = state.program.slots[state.rank].host if state.program.slots else UNSHARED_SLOTS
+    moves_to_host = sum(op in _TO_HOST_OPS for op, _, _ in state.stream)
+    return None if slots == UNSHARED_SLOTS else min(slots, moves_to_host)
 
 
 def _count_max_on_disk(state: State) -> int:
-    """The most values that are on the rank's disk at once, in the order of its Stream."""
+    """Return the largest number of values that are on the rank's disk at once."""
     now = most = 0
     for op, _, _ in state.stream:
         now += (op == Opcode.OffloadToDisk) - (op == Opcode.ReloadFromDisk)
@@ -232,7 +247,7 @@ def _count_max_on_disk(state: State) -> int:
 
 
 def _wrap_compute(handler: Handler, state: State, i: Instr) -> Call:
-    """As the handler, of what makes or uses what a forward saved, in a program that moves it."""
+    """Add waits and the recording of saved tensors to a handler, if activations are moved."""
     call = handler(state, i)
     if state.program.used_opcodes.isdisjoint(OPS_OFF_COMPUTE_LANE[_SAVED]):
         return call
@@ -260,7 +275,10 @@ def _record_saved_tensors(
     find_resident: Callable[[], set[int]],
     run: Callable[[], None],
 ) -> None:
-    """Run what makes what is moved later; `find_resident` says what the rank has anyway."""
+    """Run a forward whose activations are moved later, and record its saved tensors.
+
+    `find_resident` returns the keys of the storages that the rank keeps anyway.
+    """
     batch = state.batch
     if not isinstance(batch.inputs, UnpackedMicrobatches):
         state.batch = batch._replace(
@@ -274,15 +292,15 @@ def _record_saved_tensors(
 
 
 def _get_slot_tensors(value: object) -> list[Tensor]:
-    """The tensors with memory that a value in a slot has itself: leaves, or a checkpoint's."""
+    """Return the tensors with memory in a slot: leaves, or the tensors of a checkpoint."""
     if isinstance(value, Checkpoint):
         return [*value.inputs, *(buffer for *_, buffer in value.buffers)]
     assert isinstance(value, tuple)
-    return [x for x in value[0] if 0 not in x.stride()]  # of a copy the leaf has none
+    return [x for x in value[0] if 0 not in x.stride()]  # The leaf of a copy has no memory.
 
 
 def _make_resident_finder(state: State, i: Instr) -> Callable[[], set[int]]:
-    """What tells the storages that the rank has anyway while it runs a stage."""
+    """Return a function that finds the storages that the rank keeps while it runs a stage."""
     modules = [*state.stages[i.stage].module.modules()]
     if i.stage == state.shape.stages - 1 and isinstance(state.loss, nn.Module):
         modules += state.loss.modules()

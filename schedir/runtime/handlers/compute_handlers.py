@@ -1,4 +1,7 @@
-"""Handlers of Forward, Backward, BackwardInput and BackwardWeight."""
+"""Handlers of Forward, Backward, BackwardInput and BackwardWeight.
+
+See `handler_registry` for the arguments and the result of a handler.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,7 @@ from schedir.runtime.value_slots import Slot
 
 
 def forward(state: State, i: Instr) -> Call:
+    """Link Forward: run the module of a stage, and the loss for the last stage, on a microbatch."""
     stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.shape.stages - 1
     taken, give, stage_run = (
         find_input_slots(state, i),
@@ -56,10 +60,11 @@ def forward(state: State, i: Instr) -> Call:
         state.weight_versions.get(i.stage),
     )
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i]) if trains else None
-    again = Instr(RECOMPUTE, i.stage, mb) in state.index_of
-    checkpoints = Checkpoints(state, i) if again else None
-    ours = are_inputs_exclusive(taken) and not again  # else it finds its inputs as they are
-    # What is saved of it outlives its turn, or is moved.
+    is_recomputed = Instr(RECOMPUTE, i.stage, mb) in state.index_of
+    checkpoints = Checkpoints(state, i) if is_recomputed else None
+    # A recomputation needs the inputs unchanged.
+    is_exclusive = are_inputs_exclusive(taken) and not is_recomputed
+    # Received inputs are copied if the next message may overwrite saved tensors, or if they move.
     moved = _is_offloaded(state, i)
     take = _make_input_reader(
         taken, Tensor.clone if state.program.shares_slots or moved else Tensor.detach
@@ -71,16 +76,16 @@ def forward(state: State, i: Instr) -> Call:
         xs = take() if taken else require_input_tensors(state.batch.inputs[mb], mb)
         value: object
         if checkpoints is not None:
-            (ys, _), value = checkpoints.run_first_forward(partial(stage_run, xs, ours), xs)
+            (ys, _), value = checkpoints.run_first_forward(partial(stage_run, xs, is_exclusive), xs)
         else:
-            ys, xs = stage_run(xs, ours)
+            ys, xs = stage_run(xs, is_exclusive)
             value = stage_run.collect_saved(xs, ys)
         if last:
             state.save_loss(mb, ys[0], xs)
         else:
             values = [*map(Tensor.detach, ys)]
             if summed and any(has_same_storage(values[0], x) for x in xs):
-                values[0] = values[0].clone()  # it is summed in its place
+                values[0] = values[0].clone()  # The all-reduce sums it in place.
             give(
                 values
                 if stage.sharded_parameters is None
@@ -102,7 +107,14 @@ def forward(state: State, i: Instr) -> Call:
 
 
 class StageRun:
-    """Runs an own stage on the inputs of a microbatch: for a forward, or for one again."""
+    """Runs the module of a local stage on the inputs of a microbatch.
+
+    It serves the first forward and the recomputation.
+
+    Args:
+        state: The state of the rank.
+        i: An instruction of the stage and microbatch.
+    """
 
     def __init__(self, state: State, i: Instr) -> None:
         forward = i._replace(op=Opcode.Forward)
@@ -128,13 +140,21 @@ class StageRun:
     def __call__(
         self, xs: Sequence[Tensor], is_exclusive: bool
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """What the stage puts out, the last the loss; and the leaves whose `grad` is that of each
-        of xs.  `is_exclusive` says that nobody else reads these, or will."""
+        """Return the outputs of the stage, or the loss, and the leaves of the inputs.
+
+        Args:
+            xs: The inputs.
+            is_exclusive: True if no other code reads the memory of the inputs, now or later.
+
+        Returns:
+            The outputs, or for the last stage only the loss. For each input, the leaf whose `grad`
+            is its gradient.
+        """
         batch, mb = self.state.batch, self.mb
         for k in self.grad_input_indices:
             xs[k].requires_grad_()
         keywords = batch.get_keywords(mb)
-        # The leaves lose their memory: when offloaded, or after their backward in the first step.
+        # The memory of leaves is freed by an offload, and after the backward in the first step.
         aliases = self.is_offloaded or (
             self.has_received_inputs and self.state.first_step_checks.is_active
         )
@@ -151,7 +171,12 @@ class StageRun:
         return (require_scalar_loss(self.state.loss(y, batch.targets[mb])),), xs
 
     def collect_saved(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> object:
-        """What a backward takes: leaves, and where it begins."""
+        """Return the value of the slot for saved activations: the leaves and the backward's roots.
+
+        Args:
+            xs: The leaves of the inputs.
+            ys: The outputs.
+        """
         leaves = [xs[k] for k in self.grad_input_indices]
         if self.state.first_step_checks.is_active:
             self.state.first_step_checks.note_gradients(self.stage, self.mb, leaves)
@@ -159,7 +184,13 @@ class StageRun:
 
 
 class _InputSlot(NamedTuple):
-    """A value that an instruction takes in: its slot, and whether a stage of this rank gives it."""
+    """An input of an instruction.
+
+    Attributes:
+        kind: The kind of the value.
+        slot: The slot of the value.
+        is_local: True if another stage of this rank gives the value.
+    """
 
     kind: Value
     slot: Slot
@@ -167,7 +198,13 @@ class _InputSlot(NamedTuple):
 
 
 def are_inputs_exclusive(input_slots: Sequence[_InputSlot]) -> bool:
-    """Whether all that an instruction takes in has come by message: then nobody else reads it."""
+    """Return whether an instruction has inputs and all of them were received in messages.
+
+    No other code reads such inputs.
+
+    Args:
+        input_slots: The inputs of the instruction.
+    """
     return bool(input_slots) and not any(one.is_local for one in input_slots)
 
 
@@ -177,7 +214,7 @@ def _is_offloaded(state: State, i: Instr) -> bool:
 
 
 def _select_boundary_kinds(state: State, i: Instr, kinds: Sequence[Value]) -> list[Value]:
-    """Of the values of a row those that cross the boundary of the instruction's stage."""
+    """Return those of some kinds that cross the boundary of the instruction's stage."""
     return [
         kind
         for kind in kinds
@@ -186,33 +223,44 @@ def _select_boundary_kinds(state: State, i: Instr, kinds: Sequence[Value]) -> li
 
 
 def find_input_slots(state: State, i: Instr) -> list[_InputSlot]:
-    """What an instruction takes in: where the other stage puts it out, or where it is received."""
-    found = []
+    """Return the inputs of an instruction.
+
+    The slot of an input is the output slot of another stage of this rank, or the slot in which a
+    message is received.
+
+    Args:
+        state: The state of the rank.
+        i: The instruction.
+    """
+    input_slots = []
     for kind in _select_boundary_kinds(state, i, INSTRUCTIONS[i.op].needs):
         other, (made, _) = state.program.peer_stage(kind, i.stage), LOCAL_HANDOVER[kind]
         local = state.find_local_stage(other, i.mb) is not None
         slot = state.find_slot(made, other, i.mb) if local else state.find_slot(kind, i.stage, i.mb)
-        found.append(_InputSlot(kind, slot, local))
-    return found
+        input_slots.append(_InputSlot(kind, slot, local))
+    return input_slots
 
 
 def _make_input_reader(
     input_slots: Sequence[_InputSlot], copy_received: Callable[[Tensor], Tensor] | None
 ) -> Callable[[], Sequence[Tensor]]:
-    """The tensors of all that an instruction takes in; of messages as `copy_received` has them, if
-    it is said, for their memory is filled again."""
+    """Return a function that returns the input tensors of an instruction.
 
-    def look(one: _InputSlot) -> Sequence[Tensor]:
+    If `copy_received` is given, it is applied to received tensors, because the next message
+    overwrites their memory.
+    """
+
+    def read_slot(one: _InputSlot) -> Sequence[Tensor]:
         values: Sequence[Tensor] = one.slot.peek()
         return values if one.is_local or copy_received is None else [*map(copy_received, values)]
 
     if len(input_slots) == 1:
-        return partial(look, input_slots[0])
-    return lambda: [value for one in input_slots for value in look(one)]
+        return partial(read_slot, input_slots[0])
+    return lambda: [value for one in input_slots for value in read_slot(one)]
 
 
 def _make_output_writer(state: State, i: Instr) -> Callable[[Sequence[Tensor]], None]:
-    """Fills the slots of all that an instruction puts out, which come one behind the other."""
+    """Return a function that fills all output slots of an instruction with its outputs."""
     ways, end = [], 0
     for kind in _select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives):
         begin, end = end, end + len(state.boundaries[i.mb].get_value_tensors(kind, i.stage).tensors)
@@ -231,8 +279,7 @@ def _make_output_writer(state: State, i: Instr) -> Callable[[Sequence[Tensor]], 
 def _make_input_wait(
     state: State, i: Instr, input_slots: Sequence[_InputSlot]
 ) -> Callable[[], None] | None:
-    """Waits for what comes by message, and until the slots that are filled are left, where sends
-    had them last."""
+    """Return a function that waits for messages, and for sends that still use the output slots."""
     waits = [make_message_wait(state, i, one.kind) for one in input_slots]
     waits += [
         partial(state.complete_send, k) for k in state.sends_before_reuse.get(state.index_of[i], ())
@@ -244,36 +291,44 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _get_backward_root(y: Tensor) -> BackwardRoot:
-    """Where a backward begins: not the output itself, which would keep its memory."""
+    """Return the gradient edge of an output: the output itself would keep its memory."""
     return y if not y.dim() else get_gradient_edge(y)
 
 
 def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
+    """Link Backward, or the part of BackwardInput that runs autograd.
+
+    Args:
+        state: The state of the rank.
+        i: The instruction.
+        is_split: True for BackwardInput, whose deferred weight gradients keep the output gradients.
+    """
     mb, last = i.mb, i.stage == state.shape.stages - 1
     taken, give = find_input_slots(state, i), _make_output_writer(state, i)
-    wanted = bool(_select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives))
+    gives_gradients = bool(_select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives))
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i])
-    # A tape may keep it, and outlive its turn.
+    # Deferred weight gradients may keep a received gradient until its slot has another value.
     take = _make_input_reader(
         taken, Tensor.clone if is_split and state.program.shares_slots else None
     )
     forward = i._replace(op=Opcode.Forward)
     local = all(one.is_local for one in find_input_slots(state, forward))
-    module, beginning = state.stages[i.stage].module, _make_reduction_finder(state, i)
+    module, find_reduction = state.stages[i.stage].module, _make_reduction_finder(state, i)
 
     def run() -> None:
         xs, roots = saved.peek()
         dys = (state.compute_loss_gradient(mb),) if last else take()
         is_first_step = state.first_step_checks.is_active
         if is_first_step:
-            dys = [*map(Tensor.detach, dys)]  # a hook that keeps a gradient then adds a reference
+            # With detached tensors, a hook that keeps a gradient adds a reference to its memory.
+            dys = [*map(Tensor.detach, dys)]
             if not state.first_step_checks.has_gradients_of_forward(i.stage, mb, xs):
                 raise _other_microbatch_error()
-        reduction = beginning()
+        reduction = find_reduction()
         with nullcontext() if reduction is None else reduction.overlap_backward(module, roots):
-            if roots:  # a first stage may have nothing to train
+            if roots:  # A first stage may have no trained parameters.
                 torch.autograd.backward(roots, dys)
-        if wanted:
+        if gives_gradients:
             give(_take_input_gradients(xs, dys, i.stage))
         if is_first_step:
             _finish_inputs(xs, local)
@@ -311,8 +366,10 @@ def _other_microbatch_error() -> ModelError:
 def _take_input_gradients(
     xs: Sequence[Tensor], dys: Sequence[Tensor], stage: int
 ) -> Sequence[Tensor]:
-    """The gradients of what a stage took in, which they have no more: zeros of what it has not
-    used.  Raises ModelError if it has used nothing."""
+    """Return the gradients of a stage's inputs and clear them. Unused inputs get zeros.
+
+    ModelError is raised if the output depends on none of the inputs.
+    """
     dxs: list[Tensor] = []
     unused = 0
     for x in xs:
@@ -321,7 +378,7 @@ def _take_input_gradients(
             dx, unused = torch.zeros_like(x), unused + 1
         for dy in dys:
             if has_same_storage(dx, dy):
-                dx = dx.clone()  # autograd may hand on what it was given
+                dx = dx.clone()  # Autograd may return the output gradient itself.
         dxs.append(dx)
     if unused == len(xs):
         which = "its input" if unused == 1 else f"any of its {unused} inputs with a gradient"
@@ -330,33 +387,40 @@ def _take_input_gradients(
 
 
 def backward_input(state: State, i: Instr) -> Call:
-    stage, tape_slot = state.stages[i.stage], state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
-    wait, whole = backward(state, i, is_split=True)
+    """Link BackwardInput: compute the gradients of the inputs, and defer those of the weights."""
+    stage, deferred_slot = (
+        state.stages[i.stage],
+        state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb),
+    )
+    wait, run_backward = backward(state, i, is_split=True)
 
     def run() -> None:
-        tape = DeferredGradients()
-        tape_slot.fill(tape)
+        deferred = DeferredGradients()
+        deferred_slot.fill(deferred)
         none: AbstractContextManager[set[str]] = nullcontext(set())
         with (
-            defer_weight_gradients(tape),
-            none if stage.has_checked_layers else watch_accumulation(stage.module) as came,
+            defer_weight_gradients(deferred),
+            none if stage.has_checked_layers else watch_accumulation(stage.module) as accumulated,
         ):
-            whole()
-        could = set() if len(tape) else find_deferrable_weights(stage.module)
-        if could & came:
+            run_backward()
+        deferrable = set() if len(deferred) else find_deferrable_weights(stage.module)
+        if deferrable & accumulated:
             raise ModelError(
                 f"layers of {_describe_stage(stage, i)} are made to be split, but I ran its "
                 "whole backward",
                 hint="do not run the stage under torch.compile, and use these weights in their "
                 "layers, not copies of them",
             )
-        stage.has_checked_layers = not could  # what this microbatch has not used, another may
-        if not stage.has_warned_of_layers and not could:
+        # A later microbatch may use deferrable weights that this one did not use.
+        stage.has_checked_layers = not deferrable
+        if not stage.has_warned_of_layers and not deferrable:
             stage.has_warned_of_layers = True
-            # Of pieces some have nothing to split.
-            split = len(tape) > 0 or bool(state.program.segment_boundaries)
-            if alone := describe_unsplit_layers(stage.module, came, split):
-                warnings.warn(f"{_describe_stage(stage, i)} is not split in {alone}", stacklevel=2)
+            # Some segments of a stage have no layers that can be split.
+            split = len(deferred) > 0 or bool(state.program.segment_boundaries)
+            if unsplit := describe_unsplit_layers(stage.module, accumulated, split):
+                warnings.warn(
+                    f"{_describe_stage(stage, i)} is not split in {unsplit}", stacklevel=2
+                )
 
     return Call(wait, bind_weight_version(state, i, run))
 
@@ -366,24 +430,25 @@ def _describe_stage(stage: StageState, i: Instr) -> str:
 
 
 def backward_weight(state: State, i: Instr) -> Call:
-    tape_slot, beginning = (
+    """Link BackwardWeight: compute the deferred weight gradients."""
+    deferred_slot, find_reduction = (
         state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb),
         _make_reduction_finder(state, i),
     )
 
     def run() -> None:
-        tape, reduction = tape_slot.peek(), beginning()
+        deferred, reduction = deferred_slot.peek(), find_reduction()
         if reduction is None:
-            tape.run()
+            deferred.run()
         else:
-            reduction.overlap_deferred_wgrad(tape)
-        tape_slot.free()
+            reduction.overlap_deferred_wgrad(deferred)
+        deferred_slot.free()
 
     return Call(None, wrap_stage_run(state, i, BACKWARD_WEIGHT, run))
 
 
 def _make_reduction_finder(state: State, i: Instr) -> Callable[[], GradientReduction | None]:
-    """What finds the reduction that begins under an instruction, if one does."""
+    """Return a function that returns the reduction which overlaps with an instruction, or None."""
     if (reduction := state.overlapped_reductions.get(i)) is None:
         return lambda: None
     return lambda: None if state.reduce_after_backward else state.reductions[reduction]

@@ -1,4 +1,7 @@
-"""Handlers of OffloadGrads, HostOptimizerStep and ReloadWeights."""
+"""Handlers of OffloadGrads, HostOptimizerStep, ReloadWeights and CheckGradsFinite.
+
+See `handler_registry` for the arguments and the result of a handler.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,18 @@ from schedir.runtime.rank_state import Call, State
 
 
 def _get_cpu_optimizer(state: State) -> CpuOptimizer | None:
-    """What steps on the host; None for a rank without an optimizer, which has nothing to step."""
-    steps = state.resources.host_optimizer_state
-    assert steps is None or isinstance(steps, CpuOptimizer), "the program says so"
-    return steps
+    """Return the CPU optimizer, or None for a rank without an optimizer."""
+    optimizer = state.resources.host_optimizer_state
+    assert optimizer is None or isinstance(optimizer, CpuOptimizer), "the program says so"
+    return optimizer
 
 
 def offload_grads(state: State, i: Instr) -> Call:
+    """Link OffloadGrads: copy the reduced gradients of a stage to the host."""
+
     def run() -> None:
-        if (steps := _get_cpu_optimizer(state)) is not None:
-            steps.offload_gradient(
+        if (optimizer := _get_cpu_optimizer(state)) is not None:
+            optimizer.offload_gradient(
                 i.stage, is_first_update=not i.mb, observer=state.get_lane_observer()
             )
 
@@ -31,53 +36,60 @@ def offload_grads(state: State, i: Instr) -> Call:
 
 
 def _wait_for_host_grads(state: State) -> None:
-    """Wait until all gradients are reduced, and copies of them are on the host."""
+    """Wait until all gradients are reduced, and their copies are on the host."""
     state.wait_for_reductions()
-    if (steps := _get_cpu_optimizer(state)) is not None:
-        steps.wait_for_gradients()
+    if (optimizer := _get_cpu_optimizer(state)) is not None:
+        optimizer.wait_for_gradients()
 
 
 def _decide_update(state: State, update: int) -> None:
-    """Tell the host by what it steps an update."""
+    """Check and clip the gradients of an update, and give the result to the CPU optimizer."""
     state.is_update_finite = check_and_clip_grads(state, update)
-    may = (
+    can_update = (
         state.is_update_finite
         if state.resources.can_step
         else torch.zeros_like(state.is_update_finite)
     )
-    if (steps := _get_cpu_optimizer(state)) is not None:
-        steps.set_grad_check(may, state.clip_factor)
+    if (optimizer := _get_cpu_optimizer(state)) is not None:
+        optimizer.set_grad_check(can_update, state.clip_factor)
     state.clip_factor = None
 
 
 def check_grads_finite(state: State, i: Instr) -> Call:
+    """Link CheckGradsFinite: check and clip the gradients of an update, and release them."""
+
     def run() -> None:
         _decide_update(state, i.mb)
-        if i.mb < state.shape.optimizer_steps - 1:  # the last one's gradients are left to look at
+        # The gradients of the last update stay for the caller.
+        if i.mb < state.shape.optimizer_steps - 1:
             state.begin_update()
 
     return Call(partial(_wait_for_host_grads, state), run)
 
 
 def host_optimizer_step(state: State, i: Instr) -> Call:
-    fails = partial(state.wrap_error, state.index_of[i])
+    """Link HostOptimizerStep: step the parameters of a stage on the host."""
+    make_error = partial(state.wrap_error, state.index_of[i])
 
     def run() -> None:
-        steps = _get_cpu_optimizer(state)
+        optimizer = _get_cpu_optimizer(state)
         if state.is_update_finite is None:
             _decide_update(state, i.mb)
-        if steps is not None:
-            steps.begin_step(i.stage, fails, state.get_lane_observer())
+        if optimizer is not None:
+            optimizer.begin_step(i.stage, make_error, state.get_lane_observer())
 
     return Call(partial(_wait_for_host_grads, state), run)
 
 
 def reload_weights(state: State, i: Instr) -> Call:
+    """Link ReloadWeights: copy the stepped weights of a stage back to the device."""
     last = i.mb == state.shape.optimizer_steps - 1
 
     def run() -> None:
-        if (steps := _get_cpu_optimizer(state)) is not None:
-            steps.reload_weights(i.stage, is_last_update=last, observer=state.get_lane_observer())
+        if (optimizer := _get_cpu_optimizer(state)) is not None:
+            optimizer.reload_weights(
+                i.stage, is_last_update=last, observer=state.get_lane_observer()
+            )
 
     return Call(None, run)
 

@@ -1,8 +1,12 @@
 """Find the handler of each instruction.
 
-A handler links an instruction of a rank to a Call: everything that can be looked up is looked
-up then, and running it is only the work.  They are in the modules of this folder whose names end
-with `_handlers`: by opcode in `HANDLERS`, and in `WRAPPERS` what goes around those of others.
+A handler takes the `State` of a rank and an instruction `i`, and returns a `Call`. It does all
+look-ups when it links the instruction, so that running the Call does only the work of the
+instruction.
+
+Handlers are in the modules of this folder whose names end with `_handlers`. Each module has a
+dictionary `HANDLERS` by opcode. A module may also have `WRAPPERS`: functions that extend the
+handlers of other modules, by opcode.
 """
 
 from __future__ import annotations
@@ -25,29 +29,39 @@ def _import_handler_modules() -> Iterator[ModuleType]:
 
 
 def collect_handlers(modules: Sequence[Any]) -> dict[Opcode, Handler]:
-    """The handlers of modules by opcode, wrapped.  Raises ImportError for two of one opcode."""
-    found: dict[Opcode, Handler] = {}
+    """Return the handlers of modules by opcode, with all wrappers applied.
+
+    Args:
+        modules: Modules with `HANDLERS`, and perhaps `WRAPPERS`.
+
+    Raises:
+        ImportError: Two modules have a handler of the same opcode.
+    """
+    handlers: dict[Opcode, Handler] = {}
     home: dict[Opcode, str] = {}
     for module in modules:
         for op, handler in module.HANDLERS.items():
-            if op in found:
+            if op in handlers:
                 raise ImportError(
                     f"{module.__name__} has a handler of {op.name}, and so has {home[op]}"
                 )
-            found[op], home[op] = handler, module.__name__
+            handlers[op], home[op] = handler, module.__name__
     for module in modules:
         for op, wrap in getattr(module, "WRAPPERS", {}).items():
-            found[op] = wrap(found[op])
-    return found
+            handlers[op] = wrap(handlers[op])
+    return handlers
 
 
 HANDLERS: Final = collect_handlers([*_import_handler_modules()])
 
 
 def link_stream(state: State) -> list[Call]:
-    """The calls of a rank's Stream, in its order.
+    """Return the calls of a rank's stream, in its order.
 
-    A transport that groups is told where a group of transfers begins and ends.
+    If the transport groups transfers, the calls also begin and end the groups.
+
+    Args:
+        state: The state of the rank.
     """
     stream, transport = state.stream, state.transport
     calls = [HANDLERS[i.op](state, i) for i in stream]

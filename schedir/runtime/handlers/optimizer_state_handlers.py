@@ -1,4 +1,7 @@
-"""Handlers that load, step and store the optimizer state of a stage."""
+"""Handlers that load, step and store the optimizer state of a stage.
+
+See `handler_registry` for the arguments and the result of a handler.
+"""
 
 from __future__ import annotations
 
@@ -26,38 +29,40 @@ def _get_disk_state(state: State) -> DiskOptimizerState:
 
 
 def read_state_from_disk(state: State, i: Instr) -> Call:
-    said, told = state.program.slots, _make_error_wrapper(state, i)
+    """Link ReadStateFromDisk: read the optimizer state of a stage into a host buffer."""
+    slots, wrap_error = state.program.slots, _make_error_wrapper(state, i)
     if isinstance(states := state.resources.host_optimizer_state, DiskOptimizerState):
-        rooms = said[state.rank].state_host if said else UNSHARED_SLOTS
+        buffers = slots[state.rank].state_host if slots else UNSHARED_SLOTS
         stages = len(state.shape.stages_on_rank[state.rank])
-        states.buffer_count = max(states.buffer_count, min(rooms, 2 * stages))
+        states.buffer_count = max(states.buffer_count, min(buffers, 2 * stages))
 
     def run() -> None:
         if state.optimizer is not None:
-            _get_disk_state(state).fetch(i.stage, state.get_lane_observer(), told)
+            _get_disk_state(state).fetch(i.stage, state.get_lane_observer(), wrap_error)
 
     return Call(None, run)
 
 
 def write_state_to_disk(state: State, i: Instr) -> Call:
-    told = _make_error_wrapper(state, i)
+    """Link WriteStateToDisk: write the optimizer state of a stage to the disk."""
+    wrap_error = _make_error_wrapper(state, i)
 
     def run() -> None:
         if state.optimizer is not None:
-            _get_disk_state(state).spill(i.stage, state.get_lane_observer(), told)
+            _get_disk_state(state).spill(i.stage, state.get_lane_observer(), wrap_error)
 
     return Call(None, run)
 
 
 def _make_error_wrapper(state: State, i: Instr) -> ErrorWrapper:
-    """An error of a disk as that of an instruction, in the middle of an update."""
+    """Return a function that adds the instruction and a hint to an error."""
 
-    def told(error: Exception) -> Exception:
+    def wrap_error(error: Exception) -> Exception:
         failed = state.wrap_error(state.index_of[i], error)
         failed.hint = failed.hint or _PARTIAL_UPDATE_HINT
         return failed
 
-    return told
+    return wrap_error
 
 
 _PARTIAL_UPDATE_HINT: Final = (
@@ -66,18 +71,23 @@ _PARTIAL_UPDATE_HINT: Final = (
 
 
 def reload_state(state: State, i: Instr) -> Call:
-    left = find_freeing_instructions(state.program, state.rank, Value.STATE).get(state.index_of[i])
+    """Link ReloadState: copy the optimizer state of a stage to the device."""
+    freed_by = find_freeing_instructions(state.program, state.rank, Value.STATE).get(
+        state.index_of[i]
+    )
 
     def run() -> None:
         if state.optimizer is not None:
-            if left is not None:
-                _get_host_state(state).finish_store(state.stream[left].stage)
+            if freed_by is not None:
+                _get_host_state(state).finish_store(state.stream[freed_by].stage)
             _get_host_state(state).load(i.stage, state.get_lane_observer())
 
     return Call(None, run)
 
 
 def stage_optimizer_step(state: State, i: Instr) -> Call:
+    """Link StageOptimizerStep: step the parameters of a stage on the device."""
+
     def run() -> None:
         if state.optimizer is not None:
             _get_host_state(state).finish_load(i.stage)
@@ -91,14 +101,15 @@ def stage_optimizer_step(state: State, i: Instr) -> Call:
 
 
 def offload_state(state: State, i: Instr) -> Call:
-    told = _make_error_wrapper(state, i)
+    """Link OffloadState: copy the optimizer state of a stage from the device to the host."""
+    wrap_error = _make_error_wrapper(state, i)
 
     def run() -> None:
         if state.optimizer is not None:
             try:
                 _get_host_state(state).store(i.stage, state.get_lane_observer())
             except OSError as error:
-                raise told(error) from error
+                raise wrap_error(error) from error
 
     return Call(None, run)
 

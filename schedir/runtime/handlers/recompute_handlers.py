@@ -1,4 +1,7 @@
-"""The handler of Recompute."""
+"""The handler of Recompute.
+
+See `handler_registry` for the arguments and the result of a handler.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from schedir.runtime.rank_state import Call, State
 
 
 def recompute(state: State, i: Instr) -> Call:
+    """Link Recompute: run the forward of a microbatch again for its backward."""
     stage_run, checkpoints = StageRun(state, i), Checkpoints(state, i)
-    ours = are_inputs_exclusive(find_input_slots(state, i._replace(op=F)))
+    is_exclusive = are_inputs_exclusive(find_input_slots(state, i._replace(op=F)))
     saved = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
     last = i.stage == state.shape.stages - 1
 
@@ -28,13 +32,13 @@ def recompute(state: State, i: Instr) -> Call:
         checkpoint: Checkpoint = saved.peek()
         # New leaves: hooks that the first run registered on its inputs must not run as well.
         leaves = [x.detach() for x in checkpoint.inputs]
-        ys, xs = checkpoints.recompute(partial(stage_run, leaves, ours), checkpoint)
-        if last:  # the same number, of which nobody need keep two
+        ys, xs = checkpoints.recompute(partial(stage_run, leaves, is_exclusive), checkpoint)
+        if last:  # The loss is equal, and the first loss can be freed.
             state.save_loss(i.mb, ys[0], xs)
         saved.free()
         saved.fill(stage_run.collect_saved(xs, ys))
 
-    # Not `around`: what the first run of it may change, this one does not.
+    # It does not need the checks of `wrap_stage_run`, because the first forward had them.
     seeded = state.random_streams.make_seeded(FORWARD, i.stage, i.mb, run)
     return Call(None, bind_weight_version(state, i, seeded))
 

@@ -1,4 +1,7 @@
-"""Handlers of gradient reductions and of the optimizer step."""
+"""Handlers of gradient reductions and of the optimizer step.
+
+See `handler_registry` for the arguments and the result of a handler.
+"""
 
 from __future__ import annotations
 
@@ -28,31 +31,43 @@ from schedir.transports.transport import ChainedWork, Work
 
 
 def reduce_grads(state: State, i: Instr) -> Call:
+    """Link ReduceGrads: sum the gradients of a stage over the data-parallel replicas."""
     gradients, versions = state.stages[i.stage].gradients, state.weight_versions.get(i.stage)
-    scaled = make_scaler(state, i.stage, i.mb)
-    start, reducing, at = (
+    scale_flat = make_scaler(state, i.stage, i.mb)
+    start, pending, at = (
         state.transport.start_collective,
         state.pending_reductions,
         state.index_of[i],
     )
 
     def begin(k: int) -> list[Work]:
-        flat = scaled(k)
+        flat = scale_flat(k)
         if state.program.dp == 1:
             return []
         with state.record_as(at):
             return [start("all_reduce", "dp", flat, flat)]
 
     state.reductions[i] = reduction = GradientReduction(gradients, begin, versions)
-    return Call(None, lambda: reducing.extend(reduction.end()))
+    return Call(None, lambda: pending.extend(reduction.end()))
 
 
 def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int], Tensor]:
-    """What scales a buffer of a stage, by number, before it is reduced, and returns it; with the
-    last of an update it takes the losses."""
+    """Return a function that scales a gradient buffer of a stage before its reduction.
+
+    For the last stage the function also makes the first buffer NaN if a loss of the update is not
+    finite.
+
+    Args:
+        state: The state of the rank.
+        stage: The stage.
+        update: The number of the update whose losses are checked; None to check none.
+
+    Returns:
+        A function of the number of a buffer that returns the flat buffer.
+    """
     gradients, shape = state.stages[stage].gradients, state.shape
     takes = stage == shape.stages - 1 and update is not None
-    taken = [  # the losses that are taken here
+    taken = [  # the microbatches whose losses are checked
         mb
         for mb in range(shape.microbatches)
         if takes and shape.rank_of_stage(stage, mb) == state.rank
@@ -62,7 +77,7 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
     def scaled(k: int) -> Tensor:
         flat = gradients.flat[k]
         scale_buffer(flat, state.grad_scale)
-        # A gradient may not tell of its loss: a mean over no tokens is zero.
+        # The gradient may be finite although the loss is not: a mean over no tokens.
         if taken and not k:
             losses = torch.stack([state.losses[mb] for mb in taken])
             poison_if_nan(flat, (losses - losses).sum())
@@ -72,18 +87,23 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
 
 
 def reduce_replicated_stages(state: State, i: Instr) -> Call:
-    gradients, holders = state.stages[i.stage].gradients, find_sharing_ranks([i.stage], state.shape)
-    start, reducing = state.transport.start_collective, state.pending_reductions
+    """Link ReduceReplicatedStages: sum the gradients of a stage over its stage replicas."""
+    gradients, replica_ranks = (
+        state.stages[i.stage].gradients,
+        find_sharing_ranks([i.stage], state.shape),
+    )
+    start, pending = state.transport.start_collective, state.pending_reductions
 
     def run() -> None:
         for flat in gradients.reduced_flat:
-            reducing.append(start("all_reduce", holders, flat, flat))
+            pending.append(start("all_reduce", replica_ranks, flat, flat))
 
-    # The sum over replicas comes first; what is reduced here alone, and not to parts, is there.
+    # The sum over data-parallel replicas comes first. Without replicas there is no need to wait.
     return Call(state.wait_for_reductions if state.shard_spec != ShardSpec() else None, run)
 
 
 def reduce_tied(state: State, i: Instr) -> Call:
+    """Link ReduceTied: sum the gradients of tied weights over their copies."""
     sums = [
         make_tie_reducer(
             w,
@@ -98,7 +118,7 @@ def reduce_tied(state: State, i: Instr) -> Call:
 
     def run() -> None:
         for weight in state.tied_weights if state.accumulate_grads else ():
-            for copy in weight.local_copies.values():  # which a step may not have used
+            for copy in weight.local_copies.values():  # A step may not use a copy.
                 copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
         for begin in sums:
             begin()
@@ -107,10 +127,10 @@ def reduce_tied(state: State, i: Instr) -> Call:
 
 
 def _get_tied_gradient(state: State, weight: TiedWeight, stage: int) -> Tensor:
-    """Return the gradient of a stage's copy of a tied weight, or its own part of it (ZeRO)."""
+    """Return the gradient of a stage's copy of a tied weight; with ZeRO, the rank's shard of it."""
     gradients, copy = state.stages[stage].gradients, weight.local_copies[stage]
     if state.program.zero:
-        # A tied weight has a bucket of its own. From ZeRO 2 on the whole gradient has no memory.
+        # A tied weight has a separate bucket. From ZeRO 2 on the unsharded gradient has no memory.
         return next(
             kept
             for bucket, kept in zip(gradients.buckets, gradients.reduced_flat, strict=True)
@@ -121,13 +141,15 @@ def _get_tied_gradient(state: State, weight: TiedWeight, stage: int) -> Tensor:
 
 
 def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
-    """What is summed lies in buckets of its own, and so is one collective each, mostly one.
+    """Link ReduceSequenceParallelGrads: sum gradients over the tensor-parallel ranks.
 
-    It is little: each rank gets what all have and adds it up, in their order, whatever the library;
-    so where a number lies in a buffer, or in a replica's part of it, does not change its bits.
+    The weights of these gradients are on each of the ranks in full. One collective gathers each
+    bucket of them, and a stage mostly has one. Each rank then adds the gradients in the order of
+    the ranks. So the bits do not depend on the library, nor on the position of a gradient in a
+    buffer or in a replica's shard. The gathered gradients are small.
     """
     gradients, t = state.stages[i.stage].gradients, state.program.tp
-    start, reducing = state.transport.start_collective, state.pending_reductions
+    start, pending = state.transport.start_collective, state.pending_reductions
     summed = [
         kept
         for bucket, kept in zip(gradients.buckets, gradients.reduced_flat, strict=True)
@@ -138,36 +160,43 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
         for kept in summed:
             each = kept.new_empty(t, kept.numel())
             work = start("all_gather", "tp", each.view(-1), kept)
-            reducing.append(ChainedWork(work, partial(sum_into_copies, *each, targets=[kept])))
+            pending.append(ChainedWork(work, partial(sum_into_copies, *each, targets=[kept])))
 
     return Call(state.wait_for_reductions, run)
 
 
 def reduce_norm(state: State, i: Instr) -> Call:
-    own, start, reducing = (
+    """Link ReduceNorm: sum the squares of all gradients of an update over all ranks."""
+    compute_squares, start, pending = (
         make_local_squared_norm(state),
         state.transport.start_collective,
         state.pending_reductions,
     )
 
     def run() -> None:
-        norm = state.squared_norms[i.mb] = own()
-        reducing.append(start("all_reduce", "model", norm, norm))
+        norm = state.squared_norms[i.mb] = compute_squares()
+        pending.append(start("all_reduce", "model", norm, norm))
 
     return Call(state.wait_for_reductions, run)
 
 
 def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
-    """What takes the sum of squares of the rank's own gradients: 0-dim float64.
+    """Return a function that computes the sum of squares of the rank's gradients.
 
-    Those of each parameter's part of a replica, then of the part, and of all of them: in one order,
-    whether each replica has one part or all have all.
+    It adds the squares of each parameter's shard, then the shards of a replica, and then the
+    replicas. The order is the same whether the replicas shard the gradients or not.
+
+    Args:
+        state: The state of the rank.
+
+    Returns:
+        A function that returns a 0-dim float64 tensor.
     """
     counted = [
         (stage.gradients, p)
         for s, stage in state.stages.items()
         for p in stage.gradients.parameters
-        # What several ranks hold in full is counted by one of them.
+        # One rank counts a parameter that several ranks have in full.
         if state.shape.first_rank_per_stage[s] == state.rank
         and (is_tp_sharded(p) or state.transport.tp_rank == 0)
         and not any(p is w.local_copies.get(s) and s > w.stages[0] for w in state.tied_weights)
@@ -194,17 +223,35 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
 
 
 def compute_clip_factor(max_norm: float, squared_norm: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the sum of squares of all gradients: whether it is finite, and what they are multiplied by
-    to be clipped.  No number of it is for Python: on a GPU that would wait for it."""
+    """Return whether the norm of all gradients is finite, and the factor that clips them.
+
+    It reads no value on the host, because on a GPU the host would wait.
+
+    Args:
+        max_norm: The largest allowed norm.
+        squared_norm: The sum of squares of all gradients, 0-dim.
+
+    Returns:
+        A 0-dim bool tensor, and a 0-dim factor of at most 1.
+    """
     norm = squared_norm.sqrt()
     finite = norm.isfinite()
-    # What is not finite is left to look at, and not made NaN everywhere.
+    # The factor is 1 for a norm that is not finite, so that the finite gradients stay unchanged.
     return finite, torch.where(finite, (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
 
 def check_and_clip_grads(state: State, update: int) -> Tensor:
-    """Whether an update's gradients of the rank's stages are finite, so that they may be stepped:
-    0-dim bool.  They are clipped then, and parameters are what the optimizer steps."""
+    """Return whether an update's gradients are finite, and prepare gradients and parameters.
+
+    This clips the gradients if the program clips, and shards the parameters for the optimizer.
+
+    Args:
+        state: The state of the rank.
+        update: The number of the update.
+
+    Returns:
+        A 0-dim bool tensor for the stages of the rank. With clipping, it is for all ranks.
+    """
     if state.optimistic_step is not None:
         finite, shrink = state.optimistic_step.verdict
     elif state.program.clip_grad_norm:
@@ -215,13 +262,12 @@ def check_and_clip_grads(state: State, update: int) -> Tensor:
         finite = are_finite(
             flat for s in state.stages.values() for flat in s.gradients.reduced_flat
         )
-        if state.program.zero and state.program.dp > 1:  # each knows of its part
+        if state.program.zero and state.program.dp > 1:  # Each replica checks only its shard.
             spoilt = finite.logical_not().to(torch.int32)
             state.transport.start_collective("all_reduce", "dp", spoilt, spoilt).wait()
             finite = spoilt == 0
-    if (
-        state.program.clip_grad_norm and state.program.optimizer_placement == "cpu_step"
-    ):  # whose host clips its copies, too
+    # The CPU optimizer clips the copies of the gradients on the host.
+    if state.program.clip_grad_norm and state.program.optimizer_placement == "cpu_step":
         state.clip_factor = shrink
     for stage in state.stages.values():
         if state.program.clip_grad_norm:
@@ -241,6 +287,7 @@ def check_and_clip_grads(state: State, update: int) -> Tensor:
 
 
 def optimizer_step(state: State, i: Instr) -> Call:
+    """Link OptimizerStep: wait for the reductions, step the optimizer, and end the update."""
     ahead, by_stage = state.optimistic_step, state.program.optimizer_placement != "device"
     last, released = (
         i.mb == state.shape.optimizer_steps - 1,
@@ -259,18 +306,19 @@ def optimizer_step(state: State, i: Instr) -> Call:
             state.step_optimizer(finite)
         if state.loss_scale is not None:
             state.loss_scale.update(finite)
-        if not last:  # the last one's gradients are left to look at
+        if not last:  # The gradients of the last update stay for the caller.
             if not released:
                 state.begin_update()
             state.save_weight_version(i)
 
     def waits() -> None:
-        if not released:  # else it has, and what has begun since is of the next update
+        # If gradients were released, the wait was earlier. Newer reductions are of the next update.
+        if not released:
             state.wait_for_reductions()
         if state.resources.host_optimizer_state is not None:
             state.resources.host_optimizer_state.finish(is_last_update=last)
 
-    # Whoever holds these stages too, draws as this rank does.
+    # Stage replicas draw the same random numbers as this rank.
     first, update = min(state.stages), state.shape.microbatches + i.mb
     seeded = state.random_streams.make_seeded(UPDATE, first, update, run)
     if ahead is None:
@@ -293,6 +341,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
 
 
 def reduce_norm_after_step(state: State, i: Instr) -> Call:
+    """Link ReduceNormAfterStep: sum the squares of all gradients after the optimistic step."""
     start, ahead = state.transport.start_collective, state.optimistic_step
     assert ahead is not None, "the program says so"
 

@@ -1,4 +1,7 @@
-"""Handlers of Snapshot, and of the step that waits for it."""
+"""Handlers of Snapshot, and of the steps that wait for it.
+
+See `handler_registry` for the arguments and the result of a handler.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from schedir.runtime.rank_state import Call, Handler, State, chain_calls
 
 
 def snapshot(state: State, i: Instr) -> Call:
+    """Link Snapshot: start the requested copies of a stage for a checkpoint."""
     return Call(None, partial(state.resources.snapshots.begin_stage, i.stage))
 
 
 def _wait_for_snapshot(handler: Handler, state: State, i: Instr) -> Call:
-    """As the handler, of what changes what may be being copied."""
+    """Make a handler that changes state wait for snapshots, or cancel them if there are none."""
     call = handler(state, i)
     if not state.program.checkpoint_snapshots:
         return call._replace(wait=chain_calls(call.wait, state.resources.snapshots.cancel_request))

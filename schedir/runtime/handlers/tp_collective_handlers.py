@@ -1,9 +1,11 @@
 """Handlers of tensor-parallel collectives between the segments of a stage.
 
-Of what a piece hands over the first tensor is summed, in its place; what else passes, as a residual
-stream, passes untouched.  The group is at it beside what computes, until the next piece takes it.
-Where ranks share the sequence, each is left its own tokens of the sum, and what goes the other way
-there is gathered: of each one's own tokens all.
+A collective sums the first tensor that a segment outputs, in place. Other tensors, such as a
+residual stream, do not change. The collective overlaps with compute until the next segment takes
+the tensor. With sequence parallelism each rank gets only its tokens of the sum. In the other
+direction, the collective gathers the tokens of all ranks.
+
+See `handler_registry` for the arguments and the result of a handler.
 """
 
 from __future__ import annotations
@@ -33,31 +35,33 @@ from schedir.transports.transport import ChainedWork, Transport, Work
 
 
 def tp_reduce(state: State, i: Instr) -> Call:
+    """Link a collective that sums: an all-reduce, or a reduce-scatter with sequence parallelism."""
     return _make_collective_call(
         state, i, _reduce_scatter_tokens if state.program.sequence_parallel else _reduce_in_place
     )
 
 
 def tp_gather(state: State, i: Instr) -> Call:
+    """Link a gather of tokens between segments, or of the shards of a received message."""
     if i.op in find_segment_collectives(state.program.sequence_parallel):
         return _make_collective_call(state, i, _gather_tokens)
     return gather_received(state, i)
 
 
 class _SegmentOutput(NamedTuple):
-    """What a piece hands over, and who meets for its first tensor."""
+    """The output slot of a segment, and the transport of its collective."""
 
     slot: OutputSlot
     transport: Transport
 
     def replace_first(self, first: Tensor, rest: Sequence[Tensor]) -> None:
-        """Another first tensor in its place."""
+        """Replace the first tensor in the slot."""
         self.slot.free()
         self.slot.fill((first, *rest))
 
 
 def _make_collective_call(state: State, i: Instr, start: Callable[[_SegmentOutput], Work]) -> Call:
-    """Starts what ranks do with the first tensor of what a piece hands over."""
+    """Return the call that starts a collective of the first tensor of a segment's output."""
     kind = INSTRUCTIONS[i.op].gives[0]
     other, (made, _) = state.program.peer_stage(kind, i.stage), LOCAL_HANDOVER[kind]
     slot = state.find_slot(made, other, i.mb)
@@ -82,29 +86,31 @@ def _make_collective_call(state: State, i: Instr, start: Callable[[_SegmentOutpu
 
 
 def _reduce_in_place(output: _SegmentOutput) -> Work:
-    own, *rest = output.slot.peek()
-    if any(has_same_storage(own, one) for one in rest):
-        own = own.clone()
-        output.replace_first(own, rest)
-    else:  # who has saved it for a backward must not take the sum for it
-        increment_version(own)
-    return output.transport.start_collective("all_reduce", "tp", own, own)
+    first, *rest = output.slot.peek()
+    if any(has_same_storage(first, one) for one in rest):
+        first = first.clone()
+        output.replace_first(first, rest)
+    else:  # Autograd must detect that a saved tensor was changed.
+        increment_version(first)
+    return output.transport.start_collective("all_reduce", "tp", first, first)
 
 
 def _reduce_scatter_tokens(output: _SegmentOutput) -> Work:
-    whole, *rest = output.slot.peek()
-    parts = split_by_rank(whole, output.transport.tp)
-    own = parts.new_empty(parts.shape[1:])
-    output.replace_first(own, rest)
+    full, *rest = output.slot.peek()
+    parts = split_by_rank(full, output.transport.tp)
+    local_tokens = parts.new_empty(parts.shape[1:])
+    output.replace_first(local_tokens, rest)
     flat = parts.view(-1)
-    return output.transport.start_collective("reduce_scatter", "tp", own.view(-1), flat)
+    return output.transport.start_collective("reduce_scatter", "tp", local_tokens.view(-1), flat)
 
 
 def _gather_tokens(output: _SegmentOutput) -> Work:
-    own, *rest = output.slot.peek()
-    parts = own.new_empty(output.transport.tp, *own.shape)
-    work = output.transport.start_collective("all_gather", "tp", parts.view(-1), own.view(-1))
-    if own.shape[:-2].numel() == 1:  # of one sequence all tokens lie in order
+    local_tokens, *rest = output.slot.peek()
+    parts = local_tokens.new_empty(output.transport.tp, *local_tokens.shape)
+    work = output.transport.start_collective(
+        "all_gather", "tp", parts.view(-1), local_tokens.view(-1)
+    )
+    if local_tokens.shape[:-2].numel() == 1:  # The tokens of a single sequence are in order.
         output.replace_first(join_sequence(parts), rest)
         return work
     return ChainedWork(work, lambda: output.replace_first(join_sequence(parts), rest))

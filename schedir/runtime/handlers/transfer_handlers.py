@@ -1,4 +1,7 @@
-"""Handlers of sends, receives, scatters and gathers."""
+"""Handlers of sends, receives, scatters and gathers.
+
+See `handler_registry` for the arguments and the result of a handler.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,7 @@ FORM_LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
 
 def send(state: State, i: Instr) -> Call:
+    """Link a send: start to send the value of a slot to its peer."""
     mb, row, k = i.mb, INSTRUCTIONS[i.op], state.index_of[i]
     kind = row.needs[0]
     out = state.find_slot(kind, i.stage, mb)
@@ -47,7 +51,7 @@ def send(state: State, i: Instr) -> Call:
         work = start(tensor, peer, lane)
         if state.first_step_checks.is_active:
             work = ChainedWork(work, partial(expect_unwritten, tensor, get_versions((tensor,))))
-        # The reference stays until the send has ended: freed earlier, it may be reused.
+        # The reference stays until the send has ended, because freed memory may be reused.
         sending[k] = (work, tensor)
         out.free()
 
@@ -59,11 +63,19 @@ def send(state: State, i: Instr) -> Call:
 
 
 def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence[Tensor]], None]:
-    """Fills the slot of a value that an instruction puts out, laid as its taker wants it.
+    """Return a function that fills the output slot of a value, in the layout of its receiver.
 
-    A stage on this rank takes the tensors as a message would bring them, a message one tensor from
-    static memory where there is some, and several as bytes, one behind the other.  If instructions
-    change the form of the value, the last of them fills the static memory.
+    For a stage on this rank, the tensors are laid out as after a message. For a message, one tensor
+    is copied to the static send buffer if there is one, and several tensors are packed as bytes. If
+    instructions change the form of the value, the last of them fills the static buffer.
+
+    Args:
+        state: The state of the rank.
+        i: The instruction that gives the value.
+        kind: The kind of the value.
+
+    Returns:
+        A function of the tensors of the value.
     """
     out, carried = (
         state.find_slot(kind, i.stage, i.mb),
@@ -93,6 +105,7 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
 
 
 def recv(state: State, i: Instr) -> Call:
+    """Link a receive: start to receive a message into the slot of a value."""
     mb, row = i.mb, INSTRUCTIONS[i.op]
     kind = row.gives[0]
     given, peer = state.find_slot(kind, i.stage, mb), state.program.peer_rank(i)
@@ -108,7 +121,7 @@ def recv(state: State, i: Instr) -> Call:
 
 
 def _get_receive_memory(state: State, i: Instr, kind: Value) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Where a message comes in, or is made whole, and the tensors in it."""
+    """Return the receive buffer of a full value, and the tensors in it."""
     number = state.find_slot(kind, i.stage, i.mb).number
     return (
         state.boundaries[i.mb]
@@ -118,14 +131,13 @@ def _get_receive_memory(state: State, i: Instr, kind: Value) -> tuple[Tensor, tu
 
 
 def _list_form_changes(state: State, i: Instr, kind: Value) -> tuple[Opcode, ...]:
-    """The instructions that change the form of a value of `i`'s stage and microbatch, in order."""
+    """Return the opcodes that change the form of a value of the instruction's stage, in order."""
     return tuple(op for op in find_form_changes(kind) if (op, i.stage, i.mb) in state.index_of)
 
 
 def _view_in_form(state: State, memory: Tensor, form_opcodes: Sequence[Opcode]) -> Tensor:
-    """The part of the memory of a whole value that holds it before `form_opcodes` take its
-    forms."""
-    for op in reversed(form_opcodes):  # in the order in which the sender has given the forms
+    """Return the part of a value's memory that a message with these forms uses."""
+    for op in reversed(form_opcodes):  # The sender applied the forms in this order.
         form = INSTRUCTIONS[op].form
         if form in FORM_LAYOUTS:
             memory = FORM_LAYOUTS[form](memory)
@@ -134,12 +146,12 @@ def _view_in_form(state: State, memory: Tensor, form_opcodes: Sequence[Opcode]) 
 
 
 class ReceivedValue(NamedTuple):
-    """A value that came by message, for the instruction that takes a form from it.
+    """A received value, for the instruction that removes a form from it.
 
     Attributes:
         encoded: The memory of the value in its form, flat. It begins at the address of `decoded`.
         decoded: The memory of the value without the form, flat.
-        wait: Waits for the message in `encoded`.
+        wait: A function that waits for the message in `encoded`.
     """
 
     encoded: Tensor
@@ -148,18 +160,29 @@ class ReceivedValue(NamedTuple):
 
 
 def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
-    """Return a function that waits for a message before the stage of `i` waits for it."""
+    """Return a function that waits for a message before the stage does.
+
+    Args:
+        state: The state of the rank.
+        i: An instruction of the stage and microbatch.
+        kind: The kind of the value.
+    """
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
 
     def wait() -> None:
         arrivals[key].wait()
-        arrivals[key] = CompletedWork()  # a message can be awaited once
+        arrivals[key] = CompletedWork()  # A program can wait for a message only once.
 
     return wait
 
 
 def get_received_value(state: State, i: Instr) -> ReceivedValue:
-    """Return the memory and the wait for an instruction that takes a form from a value."""
+    """Return the memory and the wait for an instruction that removes a form from a value.
+
+    Args:
+        state: The state of the rank.
+        i: The instruction.
+    """
     (kind,) = INSTRUCTIONS[i.op].gives
     whole, _ = _get_receive_memory(state, i, kind)
     changed = _list_form_changes(state, i, kind)
@@ -169,27 +192,36 @@ def get_received_value(state: State, i: Instr) -> ReceivedValue:
 
 
 def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None] | None:
-    """Waits until what an instruction takes in is there, if it comes by message, or ranks meet.
+    """Return a function that waits for an input that a message or a collective brings.
 
-    Then what the message proves to have arrived is let go.
+    After the message, it also completes the sends that the message proves to have arrived.
+
+    Args:
+        state: The state of the rank.
+        i: The instruction that takes the input.
+        kind: The kind of the value.
+
+    Returns:
+        The function, or None if neither a message nor a collective brings the input.
     """
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
     k = state.index_of.get((_RECEIVE_OF_KIND[kind], i.stage, i.mb))
     ops = (op for op in BOUNDARY_COLLECTIVE_OPS if kind in INSTRUCTIONS[op].gives)
-    met = any((op, i.stage, i.mb) in state.index_of for op in ops)
-    if k is None and not met:
+    has_collective = any((op, i.stage, i.mb) in state.index_of for op in ops)
+    if k is None and not has_collective:
         return None
-    known = state.implied_acks.get(k, ()) if k is not None else ()
+    acknowledged_sends = state.implied_acks.get(k, ()) if k is not None else ()
 
     def wait() -> None:
         arrivals.pop(key).wait()
-        for send in known:
+        for send in acknowledged_sends:
             state.complete_send(send)
 
     return wait
 
 
 def tp_scatter(state: State, i: Instr) -> Call:
+    """Link a scatter: keep this tensor-parallel rank's shard of a value, to send it."""
     kind = INSTRUCTIONS[i.op].gives[0]
     out = state.find_slot(kind, i.stage, i.mb)
     changed = _list_form_changes(state, i, kind)
@@ -206,12 +238,13 @@ def tp_scatter(state: State, i: Instr) -> Call:
 
 
 def _copy_local_part(state: State, tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    """This rank's part, not a view: the whole is not kept alive by what is sent of it."""
+    """Return a copy of this rank's shard: a view would keep the full tensor alive."""
     part = view_tp_shard(state.transport, tensor.contiguous())
     return part.clone() if out is None else out.copy_(part)
 
 
 def gather_message(state: State, i: Instr) -> Call:
+    """Link a gather: gather a received value from the shards of the tensor-parallel ranks."""
     kind = INSTRUCTIONS[i.op].gives[0]
     whole, _ = _get_receive_memory(state, i, kind)
     flat, part = whole.view(-1), view_tp_shard(state.transport, whole)
@@ -224,7 +257,7 @@ def gather_message(state: State, i: Instr) -> Call:
 
     def run() -> None:
         with aside():
-            # The boundary waits for this from now on, and no longer for its message.
+            # From now on the stage waits for the gather instead of the message.
             arrivals[key] = start("all_gather", "tp", flat, part)
 
     return Call(wait, run)

@@ -1,4 +1,7 @@
-"""Handlers of Unshard, Reshard and ReduceScatter (ZeRO)."""
+"""Handlers of Unshard, Reshard and ReduceScatter (ZeRO).
+
+See `handler_registry` for the arguments and the result of a handler.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +39,25 @@ _WEIGHT_READERS: Final = tuple(
 
 
 def unshard(state: State, i: Instr) -> Call:
+    """Link Unshard: start to gather the weights of a stage."""
     parts = state.stages[i.stage].sharded_parameters
     assert parts is not None, "a program without ZeRO gathers nothing"
     return Call(None, partial(parts.start_unshard, state.transport.start_collective))
 
 
 def reshard(state: State, i: Instr) -> Call:
+    """Link Reshard: release the full weights of a stage."""
     parts = state.stages[i.stage].sharded_parameters
     assert parts is not None
     return Call(None, parts.reshard)
 
 
 def reduce_scatter(state: State, i: Instr) -> Call:
-    """Of a gradient that is cut each turn is added to the part, and its buffers are let go."""
+    """Link ReduceScatter: reduce the gradients of a stage to the shards of the replicas.
+
+    From ZeRO level 2 on, each occurrence adds its result to the shard, and releases the full
+    buffers.
+    """
     gradients, share = state.stages[i.stage].gradients, state.shard_spec
     start, at = state.transport.start_collective, state.index_of[i]
     final = not any(j[:2] == i[:2] and j.mb > i.mb for j in state.stream)
@@ -78,7 +87,7 @@ def reduce_scatter(state: State, i: Instr) -> Call:
 
 
 def _wrap_weight_reader(handler: Handler, state: State, i: Instr) -> Call:
-    """As the handler, of what computes with whole weights, or adds to a whole gradient."""
+    """Add waits and checks to a handler that reads full weights or adds to a full gradient."""
     call, stage = handler(state, i), state.stages[i.stage]
     waits = [call.wait]
     if stage.sharded_parameters is not None and i.op in _WEIGHT_READERS:
@@ -114,14 +123,14 @@ def _find_deferred_slot(state: State, i: Instr) -> Slot:
 def _run_guarded_wgrad(
     weights: ShardedParameters, deferred_slot: Slot, run: Callable[[], None]
 ) -> None:
-    """Run a W, for which nobody makes weights whole: rules that somebody has taught are watched."""
+    """Run a W with sharded weights; custom gradient rules must not read the weights."""
     watch = not weights.is_unsharded and deferred_slot.peek().has_custom_rule
     with _ReadGuard(*_DEFERRED_READ_ERROR) if watch else nullcontext():
         run()
 
 
 def _run_guarded_forward(stage: StageState, run: Callable[[], None]) -> None:
-    """Run an F; the first in each mode is watched: it may read weights of another stage."""
+    """Run an F; in the first run of each mode it must not read weights of another stage."""
     training = stage.module.training
     if training in stage.checked_read_modes or stage.sharded_parameters is None:
         run()
@@ -144,8 +153,7 @@ _OTHER_STAGE_ERROR: Final = (
 
 
 class _ReadGuard(TorchDispatchMode):
-    """Refuses every read of a tensor without memory, and of `refused_storages` storages, by
-    `_cdata`."""
+    """Refuse reads of tensors without memory, and of `refused_storages` (by `_cdata`)."""
 
     def __init__(self, message: str, hint: str, refused_storages: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
