@@ -1,9 +1,11 @@
 """Give a stage inputs that its module may change in place, as `nn.ReLU(inplace=True)` does.
 
 A received input belongs to the rank, and its memory may be overwritten. But the module must not get
-it as an autograd leaf. An input from a stage of the same rank may be saved there for the backward,
-and the inputs of the model belong to the caller. A module gets copies of these in two steps: a
-layer has `inplace=True`, and the first microbatch shows that the module writes. Other modules get
+it as an autograd leaf.
+
+An input from a stage of the same rank may be saved there for the backward, and the inputs of the
+model belong to the caller. A module with a layer that has `inplace=True` gets copies of these in
+its first call. Later it gets copies only if the first call wrote to its inputs. Other modules get
 the tensor, or with `as_views` a view of it.
 """
 
@@ -64,8 +66,8 @@ class StageInputAdapter:
             leaf of a copied input uses no memory.
 
         Raises:
-            ModelError: The module writes to an input although it was not expected to, writes to one
-                of two inputs with the same values, or writes to a keyword argument.
+            ModelError: The module writes to an input that it was not expected to change, or to one
+                of two inputs with the same values. Or it writes to a keyword argument.
         """
         lent = leaves = inputs
         writes = self.writes_inputs.get(module.training)

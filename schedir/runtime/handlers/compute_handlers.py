@@ -64,7 +64,7 @@ def forward(state: State, i: Instr) -> Call:
     checkpoints = Checkpoints(state, i) if is_recomputed else None
     # A recomputation needs the inputs unchanged.
     is_exclusive = are_inputs_exclusive(taken) and not is_recomputed
-    # Received inputs are copied if the next message may overwrite saved tensors, or if they move.
+    # Received inputs are copied if the next message may overwrite them, or if they are offloaded.
     moved = _is_offloaded(state, i)
     take = _make_input_reader(
         taken, Tensor.clone if state.program.shares_slots or moved else Tensor.detach
@@ -307,7 +307,7 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
     taken, give = find_input_slots(state, i), _make_output_writer(state, i)
     gives_gradients = bool(_select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives))
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i])
-    # Deferred weight gradients may keep a received gradient until its slot has another value.
+    # Deferred weight gradients may keep a received gradient after its slot gets another value.
     take = _make_input_reader(
         taken, Tensor.clone if is_split and state.program.shares_slots else None
     )

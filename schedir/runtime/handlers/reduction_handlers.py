@@ -166,7 +166,7 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
 
 
 def reduce_norm(state: State, i: Instr) -> Call:
-    """Link ReduceNorm: sum the squares of all gradients of an update over all ranks."""
+    """Link ReduceNorm: sum the squares of an update's gradients over the ranks of the model."""
     compute_squares, start, pending = (
         make_local_squared_norm(state),
         state.transport.start_collective,
@@ -250,7 +250,10 @@ def check_and_clip_grads(state: State, update: int) -> Tensor:
         update: The number of the update.
 
     Returns:
-        A 0-dim bool tensor for the stages of the rank. With clipping, it is for all ranks.
+        A 0-dim bool tensor. It covers the stages of the rank, or with clipping all ranks.
+
+    Raises:
+        ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
     """
     if state.optimistic_step is not None:
         finite, shrink = state.optimistic_step.verdict

@@ -40,15 +40,18 @@ class Arena(Generic[Place]):
     same order.
 
     With a limit on the number of blocks, the arena first allocates that number. Then a value takes
-    the block that was released first, of those that are large enough. If no free block is large
-    enough, that block is replaced by a larger one after its reads have ended.
-
-    Attributes: `used_bytes` are the bytes of the values in the blocks, `peak_bytes` the largest
-    value of `used_bytes`, `allocated_bytes` the bytes of all blocks, and `block_count` their
-    number.
+    the block that was released first, of those that are large enough. If none is large enough, the
+    block that was released first is replaced by a larger one, after its reads have ended. If no
+    block is free, one more is allocated.
 
     Args:
         allocate: A function that allocates a number of bytes, and returns their location.
+
+    Attributes:
+        used_bytes: The bytes of the values in the blocks.
+        peak_bytes: The largest value of `used_bytes`.
+        allocated_bytes: The bytes of all blocks.
+        block_count: The number of blocks.
     """
 
     def __init__(self, allocate: Callable[[int], Place]) -> None:

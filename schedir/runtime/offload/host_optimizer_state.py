@@ -397,7 +397,7 @@ def require_stagewise_steps(
 ) -> None:
     """Check that an optimizer can step one stage after the other with the same bits.
 
-    Its state must be in known places. So it must be a torch.optim.Optimizer that steps each element
+    It must be a torch.optim.Optimizer, so that its state can be found, and step each element
     separately. For an optimizer that is not torch's, the attribute `elementwise` confirms this.
 
     Args:
