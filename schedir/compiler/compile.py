@@ -1,4 +1,4 @@
-"""Compile a schedule or a draft into a checked Program."""
+"""Compile a schedule or a draft into a checked `Program`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from schedir.schedules.schedule_algebra import Schedule
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check, check_draft
 
-SIZES_EXAMPLE = "Sizes(activation=16e6, saved=1.2e9)"  # an example
+SIZES_EXAMPLE = "Sizes(activation=16e6, saved=1.2e9)"  # Errors show it as a value that is valid.
 
 
 def compile(
@@ -71,58 +71,68 @@ def compile(
 ) -> Program:
     """Compile a schedule into a program, and check it.
 
-    What is not given is what the schedule is made for: two stages per rank for `interleaved`, the
-    placement "vee" for `zb_v`.
+    Shape fields that are not given have the values that the schedule needs. For example,
+    `interleaved` has two stages per rank, and `zb_v` has the placement "vee".
 
     Args:
-        schedule: The name of a built-in schedule, a schedule function, or a draft: a program of
-            computes only, as of `greedy_schedule` or of a CSV.  A draft has its own shape, and its
-            own attributes where none are given here.
-        shape: The shape of the pipeline.  Its fields can be given as keywords instead.
-        tp: Size of the tensor-parallel groups (1).
-        dp: Number of data-parallel replicas (1).
-        progress_model: The progress model under which the program must finish; see `check`.
-        costs: Times of instructions.  The order of messages depends on them, and so do options
-            such as `buffer_sharing="latency_preserving"` and `recompute="fit"`.
-        ranks: Number of pipeline ranks, instead of `shape`; so are the next six.
+        schedule: The name of a built-in schedule, a schedule function, or a draft. A draft is a
+            program with compute instructions only, for example from `greedy_schedule` or a CSV
+            file. It has its own shape. Its attributes apply unless you give other values here.
+        shape: Shape of the pipeline. You can give its fields as keywords instead.
+        tp: Size of the tensor-parallel groups. The default is the draft's, or 1.
+        dp: Number of data-parallel replicas. The default is the draft's, or 1.
+        progress_model: The progress model under which the program must finish. See `check`.
+        costs: Times of instructions. They decide the order of messages. Options such as
+            `buffer_sharing="latency_preserving"` and `recompute="fit"` use them, too.
+        ranks: Number of pipeline ranks. This and the next six arguments are the fields of `shape`.
         microbatches: Number of microbatches of the program.
         stages_per_rank: Number of stages on each rank.
-        placement: The rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a map.
-        optimizer_steps: Number of optimizer steps of the program, without a flush between them.
-        weight_delay: By how many optimizer steps the weights that a microbatch uses are old.
-        sequence_chunks: Number of chunks of each sequence, each of which is a microbatch.
-        tied_weights: Which stages hold copies of one weight: `schedir.find_tied_weights(stages)`,
-            stages like `((0, 3), (1, 2))`, or True for the first and the last.
-        clip_grad_norm: Whether gradients are clipped by their global norm.
-        skips: Skip connections, from which stage to which: `((0, 3), (1, 2))`.
-        boundary: How tensor-parallel ranks hold the activations between stages: "replicated" ones
-            are scattered before the send and gathered after it, "sharded" ones are sent as they
-            are.  The default is "sharded" with `sequence_parallel=True`, and else "replicated".
-        overlap: Whether opposite transfers are grouped, and other receives and gathers begin early.
-        buffer_sharing: How values share static buffers.  "minimal" uses the fewest buffers;
-            "latency_preserving" uses the fewest that lose no time at these costs (where messages
-            are free, at messages of half a forward).  By default each value has its own buffer.
-        sizes: Bytes of values, for `memory_limit`.
-        memory_limit: The most bytes that a rank may hold.
-        blocking_hosts: Whether hosts wait themselves, as on CPUs.
-        debug: Whether the program is checked after every pass.
-        **more: Further attributes of the program (`zero`, `frozen_stages`, ...), and options of
-            passes.  `schedir options` lists all of them.  `recompute` says which forwards save
-            their inputs only and run again: "all", "half", "fit" (as few as `memory_limit` asks
-            for), stages, pairs of (stage, microbatch), or a function of the two.  `offload` and
-            `offload_to_disk` say in the same way which saved activations move to the host, and on
-            to the disk.  `stage_segments` and `microbatch_chunks` split stages into segments and
-            microbatches into chunks, which are stages and microbatches of the program from then
-            on; costs and sizes are then those of segments and chunks (`split_costs`).
+        placement: The rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a list of
+            ranks.
+        optimizer_steps: Number of optimizer steps of the program. There is no flush between them.
+        weight_delay: The number of optimizer steps by which the weights of a microbatch are old.
+        sequence_chunks: Number of chunks of each sequence. Each chunk is a microbatch.
+        tied_weights: The stages that have copies of one weight. Give the result of
+            `schedir.find_tied_weights(stages)`, or tuples of stages such as `((0, 3), (1, 2))`.
+            True means the first and the last stage.
+        clip_grad_norm: If True, gradients are clipped by their global norm.
+        skips: Skip connections, as pairs of source and target stage: `((0, 3), (1, 2))`.
+        boundary: Layout of the activations between stages on tensor-parallel ranks. A "replicated"
+            activation is scattered before the send and gathered after it. A "sharded" activation is
+            sent as it is. The default is "sharded" with `sequence_parallel=True`, and "replicated"
+            without it.
+        overlap: If True, opposite transfers are grouped. Other receives and gathers start early.
+        buffer_sharing: The way in which values share static buffers. "minimal" uses the fewest
+            buffers. "latency_preserving" uses the fewest buffers that do not lengthen the step at
+            these costs. If messages are free, it assumes that a message takes half a forward. By
+            default each value has its own buffer.
+        sizes: Bytes of values. `memory_limit` needs them.
+        memory_limit: Limit on the memory of each rank, in bytes. None means no limit.
+        blocking_hosts: If True, the host of each rank waits for its inputs itself, as on CPUs.
+        debug: If True, the program is checked after each pass that leaves it complete.
+        **extra_options: Further attributes of the program (`zero`, `frozen_stages`, ...) and
+            options of passes. `schedir options` lists all of them.
+
+            - `recompute` selects the forwards that save only their inputs and run again. It is
+              "all", "half", "fit" (as few as `memory_limit` requires), stages, pairs of (stage,
+              microbatch), or a function of both.
+            - `offload` selects the saved activations that move to the host, in the same forms.
+              `offload_to_disk` selects those that move on to the disk.
+            - `stage_segments` splits stages into segments, and `microbatch_chunks` splits
+              microbatches into chunks. The program then has segments as its stages, and chunks as
+              its microbatches. `costs` and `sizes` must be those of segments and chunks
+              (`split_costs`).
 
     Returns:
-        The program.  It is complete, and finishes under `progress_model`.
+        The program. It is complete, and it finishes under `progress_model`.
 
     Raises:
         SchedirError: The schedule is wrong.
-        LoweringLevelError: The program is lowered already.
-        UsageError: The shape is missing, or not the draft's; or a name or an option is unknown.
-        MemoryLimitError: A rank holds more than `memory_limit`.
+        LoweringLevelError: `schedule` is a program that is already lowered.
+        UsageError: The shape is missing or contradicts the draft, or a name or an option is
+            unknown.
+        MemoryLimitError: A rank needs more than `memory_limit`, or more than `host_memory_limit` on
+            the host.
 
     Example:
         >>> from schedir import B, F, PipelineShape, compile, to_text
@@ -189,17 +199,21 @@ def compile(
 
 
 def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool = True) -> None:
-    """Refuse an option that `compile` does not have."""
-    own = {f.name for f in ATTRIBUTE_FIELDS} if attributes else set()
+    """Raise UsageError for an option that `compile` does not have."""
+    attribute_names = {f.name for f in ATTRIBUTE_FIELDS} if attributes else set()
     for option in extra_options:
-        if option not in PASS_OPTIONS and option not in own:
+        if option not in PASS_OPTIONS and option not in attribute_names:
             parameters = [*signature(compile).parameters][1:-1]
             known = [
                 *parameters,
                 *sorted({*PASS_OPTIONS, *(f.name for f in ATTRIBUTE_FIELDS)} - {*parameters}),
             ]
-            near = get_close_matches(option, known, 1)
-            others = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            close_names = get_close_matches(option, known, 1)
+            others = (
+                f"did you mean {close_names[0]!r}?"
+                if close_names
+                else f"there are {', '.join(known)}"
+            )
             raise UsageError(
                 f"no option {option!r} of compile",
                 hint=RETIRED_HINTS.get(option, others),
@@ -208,7 +222,7 @@ def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool
 
 
 def _resolve_shape(shape: PipelineShape | None, fields: dict[str, Any]) -> PipelineShape | None:
-    """Return the shape that is given, as one object or as its fields."""
+    """Return `shape`, or a shape that is made of `fields`."""
     if not fields:
         return shape
     if shape is not None:
@@ -228,7 +242,7 @@ def _resolve_shape(shape: PipelineShape | None, fields: dict[str, Any]) -> Pipel
 
 
 def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -> Program:
-    """Return the draft of a schedule, or a draft itself."""
+    """Return the draft of a schedule, or the given draft."""
     if isinstance(schedule, str):
         schedule = find_schedule(schedule)
     if not isinstance(schedule, Program):
@@ -249,13 +263,15 @@ def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -
 
 
 def _require_complete_draft(program: Program) -> Program:
-    """A complete draft; what is missing is often all stages of a rank but its first."""
+    """Return a complete draft, and explain an error if later stages of each rank are missing."""
     try:
         return check_draft(program)
     except CompletenessError as error:
-        first = [own[0] for own in program.shape.stages_on_rank]
-        said = {int(stage) for stream in program.streams for stage in set(stream.stage.tolist())}
-        if program.shape.stages_per_rank > 1 and said <= {*first}:
+        first_stages = [local_stages[0] for local_stages in program.shape.stages_on_rank]
+        used_stages = {
+            int(stage) for stream in program.streams for stage in set(stream.stage.tolist())
+        }
+        if program.shape.stages_per_rank > 1 and used_stages <= {*first_stages}:
             error.hint = (
                 "it says F, which is F[0], and nothing of F[1], a rank's second stage; "
                 "with a parameter v, it is told how many there are"
@@ -266,10 +282,22 @@ def _require_complete_draft(program: Program) -> Program:
 def check_memory(
     program: Program, sizes: Sizes | None, limit: float, tier: str = "device"
 ) -> Program:
-    """Return a checked program if no rank ever holds more than `limit` bytes on a tier.
+    """Return a program if no rank exceeds a memory limit.
 
-    Raises MemoryLimitError that says which rank does, when, and what fills it; UsageError where
-    no sizes are given.
+    Args:
+        program: A program that `check` has accepted.
+        sizes: Bytes of values.
+        limit: The limit of each rank, in bytes, or a text such as "40GB".
+        tier: The memory that is limited: "device", "host" or "disk".
+
+    Returns:
+        `program` itself.
+
+    Raises:
+        MemoryLimitError: A rank needs more than `limit`. The error contains the rank, the
+            instruction at the peak, and the values in memory at that time. Its hint names an option
+            that helps.
+        UsageError: `sizes` is None, or `limit` is not a number of bytes.
     """
     if sizes is None:
         raise UsageError(
@@ -291,19 +319,20 @@ def check_memory(
             elif program.used_opcodes.isdisjoint(DISK_TRIP):
                 error.hint = 'offload_to_disk="fit" moves on to the disk what does not fit'
             raise
-        few = share_slots(program, "minimal")
-        most = max(
-            own.total_bytes.max(initial=0.0)
-            for own in compute_footprints(few, sizes, worst_case=True)
+        with_minimal_slots = share_slots(program, "minimal")
+        peak = max(
+            footprint.total_bytes.max(initial=0.0)
+            for footprint in compute_footprints(with_minimal_slots, sizes, worst_case=True)
         )
-        if most <= add_tolerance(bytes_):
+        if peak <= add_tolerance(bytes_):
             error.hint = (
-                f'with buffer_sharing="minimal" no rank holds more than {format_bytes(most)}'
+                f'with buffer_sharing="minimal" no rank holds more than {format_bytes(peak)}'
             )
         elif program.used_opcodes.isdisjoint((*HOST_TRIP, RECOMPUTE)):
-            # One of what it holds it needs there.
+            # One saved value of the list must stay on the device: an instruction uses it then.
             number, size = next(
-                (own[1:] for own in error.live_values if own[0] == "saved"), (0, 0.0)
+                (value[1:] for value in error.live_values if value[0] == "saved"),
+                (0, 0.0),
             )
             rest = size * (number - 1) / max(number, 1)
             if rest and error.required_bytes - rest <= add_tolerance(bytes_):
@@ -316,16 +345,16 @@ def check_memory(
 
 
 def _parse_byte_limit(limit: object, name: str) -> float:
-    """A limit as a number.  Raises UsageError for what is none."""
+    """Return a limit in bytes. Raises UsageError if it is not a number, or is negative."""
     try:
-        bytes_ = parse_bytes(limit) if isinstance(limit, str) else to_float(limit)
+        size = parse_bytes(limit) if isinstance(limit, str) else to_float(limit)
     except ValueError:
-        bytes_ = None
-    if bytes_ is None or bytes_ < 0:
+        size = None
+    if size is None or size < 0:
         raise UsageError(
             f"a {name} is a number of bytes, not {describe(limit)}", hint="40e9", fields=[name]
         )
-    return bytes_
+    return size
 
 
 def lower(
@@ -341,10 +370,30 @@ def lower(
     debug: bool = False,
     **extra_options: Any,
 ) -> Program:
-    """A complete draft with its transfers, reductions and step; the options are `compile`'s.
+    """Lower a complete draft: add its transfers, reductions and optimizer steps.
 
-    Legal under every progress model as it is.  With `overlap` or `buffer_sharing` it is made for
-    `progress_model`, and to be checked.
+    Without `overlap` and `buffer_sharing`, the result is legal under every progress model. With one
+    of them, the result is made for `progress_model`, and the caller must check it.
+
+    Args:
+        program: A complete draft.
+        costs: See `compile`.
+        progress_model: See `compile`.
+        boundary: See `compile`.
+        overlap: See `compile`.
+        buffer_sharing: See `compile`.
+        sizes: See `compile`.
+        memory_limit: See `compile`. Passes use it; this function does not verify it.
+        debug: See `compile`.
+        **extra_options: Options of passes. Attributes of the program are refused.
+
+    Returns:
+        The program with all its instructions. It is not checked.
+
+    Raises:
+        UsageError: An option is unknown, a limit is not a number of bytes, or `boundary` is
+            "replicated" with sequence parallelism.
+        ShapeError: The program would have more instructions than allowed.
     """
     _require_known_options(extra_options, attributes=False)
     if (host := extra_options.get("host_memory_limit")) is not None:
@@ -359,7 +408,7 @@ def lower(
             fields=["boundary", "sequence_parallel"],
         )
     boundary = boundary or ("sharded" if program.sequence_parallel else "replicated")
-    # Passes read what is said more than once.
+    # Passes read an option several times, and an iterator can be read only once.
     extra_options = {
         k: tuple(v) if isinstance(v, Iterator) else v for k, v in extra_options.items()
     }
@@ -373,10 +422,14 @@ def lower(
 
 
 def finish_lowering(program: Program) -> Program:
-    """A program with its transfers, and now with its reductions and step, and with its gathers of
-    weights.
+    """Add reductions, optimizer steps and weight gathers to a program that has its transfers.
 
-    Those that reduce the stages' gradients, and gathers, may be there already.
+    Args:
+        program: A program with transfers. It may have the reductions of gradients and the gathers
+            of weights already.
+
+    Returns:
+        The program after the passes of the phases "ends" and "memory", with default options.
     """
     return _apply_passes(
         program, [p for p in LOWERING_PASSES if p.phase in ("ends", "memory")], Options()
@@ -386,25 +439,27 @@ def finish_lowering(program: Program) -> Program:
 def _apply_remaining_passes(
     passes: Sequence[Pass], options: Options, program: Program, **extra_options: Any
 ) -> Program:
-    """A program after the passes behind one, with some options said in another way."""
-    said = {**options.extra_options, **extra_options}
+    """Apply the passes that follow another pass. `extra_options` replaces some options."""
+    merged_options = {**options.extra_options, **extra_options}
     return _apply_passes(
-        program, passes, replace(options, extra_options=said) if extra_options else options
+        program,
+        passes,
+        replace(options, extra_options=merged_options) if extra_options else options,
     )
 
 
 def _apply_passes(
     program: Program, passes: Sequence[Pass], options: Options, *, debug: bool = False
 ) -> Program:
-    """A program after some passes, each of which is asked whether it is wanted."""
+    """Apply each pass whose `should_run` returns True."""
     for k, each in enumerate(passes):
         if each.should_run(program, options):
-            rest = partial(_apply_remaining_passes, passes[k + 1 :], options)
-            lowered = each.lower(program, replace(options, run_later_passes=rest))
+            run_later_passes = partial(_apply_remaining_passes, passes[k + 1 :], options)
+            lowered = each.lower(program, replace(options, run_later_passes=run_later_passes))
             if lowered is not program:
                 program.clear_cache()
             program = lowered
-        whole = all(later.phase in ("memory", "better") for later in passes[k + 1 :])
-        if debug and whole:
+        is_complete = all(later.phase in ("memory", "better") for later in passes[k + 1 :])
+        if debug and is_complete:
             check(program, options.progress_model if each.phase == "better" else "blocking_serial")
     return program

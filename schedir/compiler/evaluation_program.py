@@ -20,15 +20,28 @@ def evaluation_program(
     overlap: bool = False,
     buffer_sharing: BufferSharing | None = None,
 ) -> Program:
-    """The forwards of a program in its order, whatever its placement is, with transfers of their
-    own: an Executor that is made with it in `more` evaluates with it.
+    """Return a program with the forwards of a training program, in its order.
 
-    `progress_model`, `overlap` and `buffer_sharing` are as for `compile`.
+    The program has the placement and the ranks of `program`, and its own transfers. An executor
+    that is created with it in `more` can evaluate with it.
 
-    >>> from schedir import PipelineShape, compile, evaluation_program, schedules
-    >>> train = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=4))
-    >>> evaluation_program(train)
-    <program forwards of one_f_one_b: 2 ranks, 16 instructions>
+    Args:
+        program: The training program.
+        progress_model: See `compile`.
+        overlap: See `compile`.
+        buffer_sharing: See `compile`.
+
+    Returns:
+        The lowered program. Its name is "forwards of ..." with the name of `program`.
+
+    Raises:
+        UsageError: `program` is not a program.
+
+    Example:
+        >>> from schedir import PipelineShape, compile, evaluation_program, schedules
+        >>> train = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=4))
+        >>> evaluation_program(train)
+        <program forwards of one_f_one_b: 2 ranks, 16 instructions>
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     streams = []

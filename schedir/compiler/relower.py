@@ -24,12 +24,20 @@ from schedir.schedules.schedule_expansion import expand_schedule
 
 
 def extract_compute(program: Program) -> Program:
-    """Return a program's compute as a draft, in each rank's order.
+    """Return the compute instructions of a program as a draft, in the order of each rank.
 
-    >>> from schedir import PipelineShape, compile, expand_schedule, schedules
-    >>> shape = PipelineShape(ranks=4, microbatches=8)
-    >>> extract_compute(compile(schedules.gpipe, shape)) == expand_schedule(schedules.gpipe, shape)
-    True
+    Args:
+        program: A lowered program or a draft.
+
+    Returns:
+        The draft. It has the attributes of `program`, and no slots.
+
+    Example:
+        >>> from schedir import PipelineShape, compile, expand_schedule, schedules
+        >>> shape = PipelineShape(ranks=4, microbatches=8)
+        >>> draft = expand_schedule(schedules.gpipe, shape)
+        >>> extract_compute(compile(schedules.gpipe, shape)) == draft
+        True
     """
     work = tuple(Stream(s.words[np.isin(s.op, COMPUTE_OPS)]) for s in program.streams)
     return replace(program, streams=work, slots=(), message_order={})
@@ -40,8 +48,16 @@ def infer_options(
 ) -> dict[str, Any]:
     """Return the options of `compile` with which a program was lowered.
 
-    Only options that leave a trace in the program can be found.  If there is a `expand_schedule`,
-    options that do not apply to its traits are left out.
+    Only options that have an effect on the program can be inferred.
+
+    Args:
+        program: A lowered program.
+        progress_model: The progress model for which it was lowered.
+        draft: The draft that you want to lower with the options. Options that do not apply to its
+            attributes are left out. By default the attributes of `program` decide.
+
+    Returns:
+        The value of each option, by the name of the argument of `compile`.
     """
     options: dict[str, Any] = {}
     for each in LOWERING_PASSES:
@@ -53,73 +69,121 @@ def infer_options(
 def adapt_options(options: Mapping[str, Any], shape: PipelineShape) -> dict[str, Any]:
     """Return the options of a program for another shape.
 
-    The shape may have fewer stages on a rank.  `active` is then at most this number.
+    If a rank of the shape has fewer stages, `unsharded_stages` is reduced to their number.
+
+    Args:
+        options: The options that `infer_options` returned.
+        shape: The other shape.
+
+    Returns:
+        The options, by name.
     """
-    own = max(map(len, shape.stages_on_rank))
-    return {k: min(v, own) if k == "unsharded_stages" and v else v for k, v in options.items()}
+    max_local_stages = max(map(len, shape.stages_on_rank))
+    return {
+        k: min(v, max_local_stages) if k == "unsharded_stages" and v else v
+        for k, v in options.items()
+    }
 
 
 def remove_recompute(draft: Program) -> Program:
-    """Return a draft without its recomputations (R).
+    """Return a draft without its recompute instructions (R).
 
     An instruction that was joined to the R before it is no longer joined.
+
+    Args:
+        draft: The draft. It is not changed.
+
+    Returns:
+        The new draft.
     """
     streams = []
     for stream in draft.streams:
-        gone, words = stream.op == RECOMPUTE, stream.words.copy()
-        words[1:][gone[:-1]] &= ~JOINED_BIT
-        streams.append(Stream(words[~gone]))
+        is_recompute, words = stream.op == RECOMPUTE, stream.words.copy()
+        words[1:][is_recompute[:-1]] &= ~JOINED_BIT
+        streams.append(Stream(words[~is_recompute]))
     return replace(draft, streams=tuple(streams))
 
 
 def find_matching_schedule(program: Program) -> Schedule | None:
-    """Return the built-in schedule of the program's name, if it gives this program."""
+    """Return the built-in schedule that has the program's name and gives the same compute order.
+
+    Args:
+        program: A lowered program or a draft.
+
+    Returns:
+        The schedule function, or None if there is no such schedule or its compute order differs.
+    """
     schedule = get_built_in_schedules().get(program.name)
     if schedule is None:
         return None
     try:
-        again = split_like(expand_schedule(schedule, program.unsegmented_shape), program)
+        draft = split_like(expand_schedule(schedule, program.unsegmented_shape), program)
     except SchedirError:
         return None
-    # The costs for which the program was lowered are not known, so only the compute is compared.
-    return schedule if again.streams == extract_compute(program).streams else None
+    # The order of messages depends on costs that the program does not contain.  So the test
+    # compares the compute instructions only.
+    return schedule if draft.streams == extract_compute(program).streams else None
 
 
 class Lowering:
-    """Lowers drafts with the options with which a program was lowered."""
+    """Lowers drafts with the options of a reference program.
+
+    Args:
+        program: The reference: a lowered program. Its options are inferred from its instructions.
+        progress_model: The progress model for which the reference was lowered.
+
+    Attributes:
+        reference: The reference program.
+        progress_model: The progress model.
+        options: The options of the reference, by the name of the argument of `compile`.
+    """
 
     def __init__(self, program: Program, progress_model: ProgressModel) -> None:
         self.reference, self.progress_model = program, progress_model
         self.options = infer_options(program, progress_model)
 
     def compile_draft(self, draft: Program, costs: Costs | None, **options: Any) -> Program:
-        """Compile a draft with the program's options; `options` replaces some of them.
+        """Compile a draft with the options of the reference program.
 
-        If the program recomputes and the draft does not, every forward of the draft is recomputed.
-        If the program offloads or spills and the draft has another shape, every forward is.
+        If the reference recomputes and the draft does not, all forwards of the draft are
+        recomputed. If the reference offloads activations and the draft has another shape, all
+        forwards of the draft are offloaded.
+
+        Args:
+            draft: The draft.
+            costs: Times of instructions, or None.
+            **options: Options of `compile` that replace options of the reference.
+
+        Returns:
+            The checked program.
+
+        Raises:
+            ShapeError: The draft has another number of stages, and the reference has tied weights
+                (other than the first and the last stage), frozen stages or skip connections.
+            SchedirError: See `compile`.
         """
-        like = self.reference
-        traits = {f.name: getattr(like, f.name) for f in ATTRIBUTE_FIELDS}
-        ops = like.used_opcodes - draft.used_opcodes
-        again = {"recompute": "all"} if RECOMPUTE in ops else {}
-        if draft.shape != like.shape:  # the choice of forwards is for the program's shape only
-            again |= {
+        reference = self.reference
+        traits = {f.name: getattr(reference, f.name) for f in ATTRIBUTE_FIELDS}
+        ops = reference.used_opcodes - draft.used_opcodes
+        forced_options = {"recompute": "all"} if RECOMPUTE in ops else {}
+        if draft.shape != reference.shape:  # the choice of forwards is for the program's shape only
+            forced_options |= {
                 name: "all" for name in ("offload", "offload_to_disk") if self.options.get(name)
             }
-        if draft.shape.stages != like.shape.stages:
+        if draft.shape.stages != reference.shape.stages:
             tied = normalize_tied_stages(
-                format_tied_weights(like.tied_weights, like.shape) == "yes", draft.shape
+                format_tied_weights(reference.tied_weights, reference.shape) == "yes", draft.shape
             )
             traits |= {"tied_weights": tied}
-            if like.tied_weights and not tied:
+            if reference.tied_weights and not tied:
                 raise ShapeError("of a model that is cut otherwise it is not known what is tied")
-            if like.frozen_stages:
+            if reference.frozen_stages:
                 raise ShapeError("of a model that is cut otherwise it is not known what is frozen")
-            if like.skips:
+            if reference.skips:
                 raise ShapeError("of a model that is cut otherwise it is not known what skips what")
         return compile(
             draft,
             progress_model=self.progress_model,
             costs=costs,
-            **(traits | adapt_options(self.options, draft.shape) | again | options),
+            **(traits | adapt_options(self.options, draft.shape) | forced_options | options),
         )
