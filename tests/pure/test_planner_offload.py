@@ -207,7 +207,7 @@ def test_offload_beside_what_fits() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "host and host_memory": {"host_bandwidth": None, "host_memory": None},
+    "host_bandwidth and host_memory": {"host_bandwidth": None, "host_memory": None},
     "the cluster's host_memory say": {"host_memory": None},
     "processors compute in their host's memory": {"processors": 4},
 }
@@ -319,7 +319,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
     bare = [line for line in lines if not line.startswith("host")]
     node.write_text("\n".join(bare), encoding="utf-8")
-    assert "host and host_memory say, which nobody tells" in refused(capsys, *asked, "--offload")
+    assert "host_bandwidth and host_memory say, which nobody tells" in refused(capsys, *asked, "--offload")
 
 
 def test_windows_are_refused(tmp_path: Path) -> None:

@@ -281,10 +281,10 @@ policy = st.builds(
     lead=st.lists(st.integers(1, 9), min_size=6, max_size=6),
     lag=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     wait_share=st.sampled_from([0.0, 0.5, 1.0]),
-    late=st.sampled_from([float("-inf"), 0.0, 0.5]),
-    slack=st.sampled_from([0.0, 0.5, float("inf")]),
+    late_share=st.sampled_from([float("-inf"), 0.0, 0.5]),
+    idle_share=st.sampled_from([0.0, 0.5, float("inf")]),
     forward_first=st.booleans(),
-    pick=st.integers(0, 2),
+    stage_choice=st.integers(0, 2),
 )
 
 

@@ -1,1 +1,1 @@
-"""The shape of a pipeline, and the attributes of a program beside its instructions."""
+"""The shape of a pipeline, and the attributes of a program."""

@@ -1,9 +1,9 @@
-"""How the fields of a program are parsed, printed and offered as options.
+"""Schema of the fields of a program: how they are parsed, printed and offered as options.
 
-`PipelineShape` and `Program` declare a field and, with `make_field_metadata`, how it is said.  The
-header of the text, the digest, the options of the command line, the settings of a configuration,
-and the refusal of what contradicts a file are all made from these records, `HEADER` in
-`schedir/ir/program.py`.
+`PipelineShape` and `Program` declare each field with `make_field_metadata`. `collect_fields` makes
+`Field` records from these declarations. `HEADER` in `schedir/ir/program.py` lists all records. They
+define the header of a program's text, the digest, the command-line options and the settings of a
+configuration. They also define the error for an option that contradicts a file.
 """
 
 from __future__ import annotations
@@ -28,15 +28,20 @@ def _accept_value(_: str, value: Any, __: Any) -> Any:
 
 @dataclass(frozen=True)
 class FieldType:
-    """What the values of a field are, and how they are written.
+    """The type of a field's values, and their text form.
 
-    `from_text` makes a value of a text, and raises ValueError for one that is none, which says of
-    itself that it `requirement` another; `show(value, shape)` makes the text of a value.
-    `settle(name, value, shape)` is what a Program holds where somebody says `value`; it raises
-    ShapeError or UsageError.
-    `type` is that of the value in a configuration; of numbers it is from `min_value` on, to
-    `max_value`.
-    `metavar` stands for the value on the command line: "" where the option alone says yes.
+    Args:
+        requirement: The verb phrase of an error about a wrong text, such as "must be a whole
+            number".
+        from_text: Parses a text. It raises ValueError for a wrong text.
+        type: Python type of the value in a configuration.
+        to_text: Formats a value. Its arguments are the value and the shape. The default is `str`.
+        resolve: Converts a value that a caller gives into the value that a Program stores. Its
+            arguments are the name of the field, the value and the shape. It raises ShapeError or
+            UsageError for a wrong value. The default accepts every value.
+        metavar: Placeholder of the value on the command line. "" means a flag without a value.
+        min_value: The smallest number that is allowed. None means no limit.
+        max_value: The largest number that is allowed. None means no limit.
     """
 
     requirement: str
@@ -49,16 +54,36 @@ class FieldType:
     max_value: int | None = None
 
     def parse(self, text: str) -> Any:
-        """Return the value of a text that a user typed.  Raises ValueError for what is none."""
+        """Return the value of a text that a user typed.
+
+        Args:
+            text: The text.
+
+        Returns:
+            The value.
+
+        Raises:
+            ValueError: The text has no value of this type, or its number is out of range.
+        """
         value = self.from_text(text)
-        least, most = self.min_value, self.max_value
-        if least is not None and most is not None and not least <= value <= most:
-            raise ValueError(f"must be a whole number from {least} to {most}, not {text!r}")
+        min_value, max_value = self.min_value, self.max_value
+        if min_value is not None and max_value is not None and not min_value <= value <= max_value:
+            raise ValueError(
+                f"must be a whole number from {min_value} to {max_value}, not {text!r}"
+            )
         return value
 
 
 def make_integer_type(min_value: int, max_value: int) -> FieldType:
-    """Whole numbers from `min_value` to `max_value`."""
+    """Return a field type for integers in a range.
+
+    Args:
+        min_value: The smallest number that is allowed.
+        max_value: The largest number that is allowed.
+
+    Returns:
+        The type. Its `resolve` raises ShapeError for other values, also for booleans.
+    """
 
     def settle(name: str, value: Any, _: Any) -> int:
         try:
@@ -103,29 +128,55 @@ YES_OR_NO_TYPE = FieldType(
 
 
 def parse_integers(text: str) -> tuple[int, ...]:
-    """The numbers of a text like `0,1,1,0`; ValueError for any other."""
+    """Return the numbers of a text such as `0,1,1,0`.
+
+    Args:
+        text: Integers with commas between them.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        ValueError: The text has another form.
+    """
     return tuple(map(parse_integer, text.split(",")))
 
 
-# What the digest has of a field with a value in a shape: nothing, or one thing or several.
+# Returns the entries of the digest for a value and a shape: none, one or several.
 DigestFunction = Callable[[Any, Any], tuple[Any, ...]]
 
 
 def digest_value(value: Any, _: Any) -> tuple[Any, ...]:
-    """The digest has the value as it is."""
+    """Return the value as the only entry of the digest.
+
+    Args:
+        value: Value of the field.
+        _: The shape, which is not used.
+
+    Returns:
+        A tuple with the value.
+    """
     return (value,)
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a PipelineShape or a Program: its name, its type, and where it is said.
+    """A field of a `PipelineShape` or a `Program`: its name, its type, and where it appears.
 
-    `help` describes it on the command line.  The text's header has it `is_always_shown`, or
-    where the field `shown_with` it, or without one it itself, is not the default.  The digest has
-    what
-    `digest` makes of it; without that, the field where it is not the default, so that a new one
-    changes no digest of a program that is there.  `in_config` says whether it is a setting of a
-    configuration, in its `section`.
+    Args:
+        name: Name of the field.
+        field_type: Type of its values.
+        is_shape_field: True for a field of PipelineShape, False for one of Program.
+        default: The default value, or `dataclasses.MISSING` if there is none.
+        help: Description on the command line.
+        is_always_shown: If True, the text's header always has the field.
+        shown_with: Name of another field. If that field differs from its default, the header has
+            this field, too. "" means that this field itself decides.
+        digest: Returns the entries of the digest. Without it, the digest has the field only where
+            it differs from its default. So a new field does not change the digests of existing
+            programs.
+        in_config: If True, the field is a setting of a configuration.
+        section: The section of the configuration that has the setting.
     """
 
     name: str
@@ -141,19 +192,40 @@ class Field:
 
     @property
     def is_required(self) -> bool:
-        """Whether there is no default."""
+        """Return whether the field has no default."""
         return self.default is MISSING
 
     def get_value(self, program: Any) -> Any:
-        """The value that a program has."""
+        """Return the value of the field in a program.
+
+        Args:
+            program: A Program.
+
+        Returns:
+            The value of the program's or its shape's attribute.
+        """
         return getattr(program.shape if self.is_shape_field else program, self.name)
 
     def to_text(self, program: Any) -> str:
-        """The field in the text's header: `ranks 4`."""
+        """Return the field as the text's header has it, such as `ranks 4`.
+
+        Args:
+            program: A Program.
+
+        Returns:
+            The name and the value, with a space between them.
+        """
         return f"{self.name} {self.field_type.to_text(self.get_value(program), program.shape)}"
 
     def is_default(self, program: Any) -> bool:
-        """Whether a program has what it has unless somebody says otherwise."""
+        """Return whether the field has its default value in a program.
+
+        Args:
+            program: A Program.
+
+        Returns:
+            True if the value equals the default.
+        """
         return bool(self.get_value(program) == self.default)
 
 
@@ -167,7 +239,20 @@ def make_field_metadata(
     in_config: bool = True,
     section: str = "pipeline",
 ) -> Mapping[str, Any]:
-    """The metadata of a dataclass's field that is a setting of programs; see `Field`."""
+    """Return the metadata of a dataclass field that is a setting of programs.
+
+    Args:
+        field_type: See `Field`.
+        help: See `Field`.
+        is_always_shown: See `Field`.
+        shown_with: See `Field`.
+        digest: See `Field`.
+        in_config: See `Field`.
+        section: See `Field`.
+
+    Returns:
+        The mapping for `dataclasses.field(metadata=...)`. `collect_fields` reads it.
+    """
     return {
         "field_type": field_type,
         "help": help,
@@ -180,9 +265,17 @@ def make_field_metadata(
 
 
 def collect_fields(owner: type, *, is_shape: bool) -> tuple[Field, ...]:
-    """The fields that a dataclass declares with `make_field_metadata`, in order."""
-    found = []
+    """Return the fields that a dataclass declares with `make_field_metadata`, in order.
+
+    Args:
+        owner: The dataclass.
+        is_shape: True for PipelineShape, False for Program.
+
+    Returns:
+        A record for each field. Other fields of the dataclass are ignored.
+    """
+    result = []
     for f in dataclasses.fields(owner):
         if "field_type" in f.metadata:
-            found.append(Field(f.name, is_shape_field=is_shape, default=f.default, **f.metadata))
-    return tuple(found)
+            result.append(Field(f.name, is_shape_field=is_shape, default=f.default, **f.metadata))
+    return tuple(result)

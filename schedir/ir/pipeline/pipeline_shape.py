@@ -1,4 +1,4 @@
-"""Plan: the shape of a pipeline: ranks, stages, their placement, and microbatches."""
+"""The shape of a pipeline: ranks, stages, their placement, and microbatches."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from schedir.ir.pipeline.placement import (
     to_placement_rows,
 )
 
+# Limits of a shape.  An instruction has 16 bits for the stage and 32 bits for the microbatch.
 MAX_MICROBATCHES = 2**20
 MAX_STAGES = 2**15
 
@@ -47,7 +48,7 @@ def _format_weight_delay(value: str | int | tuple[int, ...], _: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-# How the fields of a shape are said.
+# The text form and the command-line help of each field of a shape.
 _DELAY_REQUIREMENT = "must be a whole number, or one per stage like 2,1,0"
 _RANKS = make_field_metadata(
     make_integer_type(1, MAX_STAGES),
@@ -65,7 +66,7 @@ _STAGES_PER_RANK = make_field_metadata(
     make_integer_type(1, MAX_STAGES),
     "1, or 2 for a schedule with a parameter v",
     is_always_shown=True,
-    digest=lambda _, __: (),  # the holders of the stages say it
+    digest=lambda _, __: (),  # The entry of the placement implies this number.
 )
 _PLACEMENT = make_field_metadata(
     PLACEMENT_TYPE,
@@ -89,16 +90,16 @@ _WEIGHT_DELAY = make_field_metadata(
 _SEQUENCE_CHUNKS = make_field_metadata(
     make_integer_type(1, MAX_MICROBATCHES),
     "chunks of each sequence; each is a microbatch (1)",
-    in_config=False,  # the GPT of a training run takes whole sequences
+    in_config=False,  # The GPT of a training run has no sequence segments.
 )
 
 
 class _DefaultNumber(int):
-    """A default that a schedule may replace: equal to the number, but of a type of its own."""
+    """A default number, which a schedule may replace. Its type marks it as not given."""
 
 
 class _DefaultName(str):
-    """A default that a schedule may replace: equal to the text, but of a type of its own."""
+    """A default name, which a schedule may replace. Its type marks it as not given."""
 
 
 _DEFAULT_TYPES: Final = (_DefaultNumber, _DefaultName)
@@ -108,34 +109,38 @@ _DEFAULT_TYPES: Final = (_DefaultNumber, _DefaultName)
 class PipelineShape:
     """The shape of a pipeline: ranks, stages, their placement, and microbatches.
 
-    Where `stages_per_rank`, `placement` or `weight_delay` is not given, `compile` takes the value
-    that the schedule needs: two stages per rank for `interleaved`, the placement "vee" for `zb_v`.
+    If `stages_per_rank`, `placement` or `weight_delay` is not given, `compile` uses the value that
+    the schedule needs. For example, `interleaved` has two stages per rank, and `zb_v` has the
+    placement "vee".
 
     Args:
         ranks: Number of pipeline ranks.
         microbatches: Number of microbatches of the program.
-        stages_per_rank: Number of stages on each rank.  With a placement that lists ranks it is the
+        stages_per_rank: Number of stages on each rank. With a placement that lists ranks, it is the
             largest number of stages on a rank.
         placement: The rank of each stage.
 
             - "loop": rank r has the stages j * ranks + r.
-            - "vee": rank r has r and 2 * ranks - 1 - r; two stages per rank by default.
-            - The rank of each stage in turn: `(0, 1, 1, 0)`.
-            - "mirror", for DualPipe and Chimera: each stage has two replicas, one placed as in
-              "loop" for half as many stages per rank, the other on rank ranks - 1 - r.
-            - "mirror-vee", for BitPipe: "vee" and its mirror image; four stages per rank by
-              default.
-            - Several such lists: one row for each replica of the stages.  The microbatches are
-              divided into as many parts, larger parts first, and each part passes along one row.
-        optimizer_steps: Number of optimizer steps of the program, without a flush between them.
-            The first microbatches / optimizer_steps microbatches make the first step, and so on.
-        weight_delay: By how many steps the weights of a microbatch are old: one of step u uses,
-            forward and backward, the weights after max(u - weight_delay, 0) steps.  One number, or
-            one per stage.
-        sequence_chunks: Number of chunks of each sequence.  Each chunk is a microbatch: chunk j of
-            sequence n is microbatch n * sequence_chunks + j.  A chunk attends to the earlier chunks
-            of its sequence and gives them gradients, so each stage runs the chunks of a sequence
-            forward from the first on, and backward from the last on.
+            - "vee": rank r has the stages r and 2 * ranks - 1 - r. There are two stages per rank by
+              default. With more, the pattern repeats.
+            - A tuple with the rank of each stage: `(0, 1, 1, 0)`.
+            - "mirror", for DualPipe and Chimera: each stage has two replicas. One replica is placed
+              as in "loop", with half as many stages per rank. The other replica of a stage on rank
+              r is on rank ranks - 1 - r.
+            - "mirror-vee", for BitPipe: "vee" and its mirror image. There are four stages per rank
+              by default.
+            - Several tuples: one row for each replica of the stages. The microbatches are divided
+              into one part per row, larger parts first. Each part passes along its row.
+        optimizer_steps: Number of optimizer steps of the program. There is no flush between them.
+            The first microbatches / optimizer_steps microbatches belong to the first step, and so
+            on.
+        weight_delay: The number of steps by which the weights of a microbatch are old. A microbatch
+            of step u uses the weights after max(u - weight_delay, 0) steps, forward and backward.
+            It is one number, or one number per stage.
+        sequence_chunks: Number of chunks of each sequence. Each chunk is a microbatch: chunk j of
+            sequence n is microbatch n * sequence_chunks + j. A chunk attends to the earlier chunks
+            of its sequence, and gives them gradients. So each stage runs the chunks of a sequence
+            forward in ascending order, and backward in descending order.
 
     Raises:
         ShapeError: No pipeline can have this shape.
@@ -191,7 +196,7 @@ class PipelineShape:
         whole = {
             *self.microbatch_row_offsets,
             self.microbatches_per_update,
-        }  # where rows, and updates, begin
+        }  # Each row and each update must begin with the first chunk of a sequence.
         if any(number % self.sequence_chunks for number in whole):
             each = ", in each update and along each row of holders" * (len(whole) > 2)
             raise ShapeError(
@@ -202,13 +207,17 @@ class PipelineShape:
 
     @property
     def default_fields(self) -> frozenset[str]:
-        """The names of the fields that were not given.  Equal shapes may differ in it."""
+        """Return the names of the fields that were not given. Equal shapes may differ in it."""
         return frozenset(
             f.name for f in SHAPE_FIELDS if isinstance(getattr(self, f.name), _DEFAULT_TYPES)
         )
 
     def resolve_defaults(self) -> PipelineShape:
-        """Return an equal shape whose fields all count as given."""
+        """Return an equal shape in which all fields count as given.
+
+        Returns:
+            The shape itself if all fields were given, and a copy otherwise.
+        """
         plain: dict[str, Any] = {}
         for name in self.default_fields:
             value = getattr(self, name)
@@ -216,10 +225,12 @@ class PipelineShape:
         return replace(self, **plain) if plain else self
 
     def __repr__(self) -> str:
-        said = {f.name: getattr(self, f.name) for f in fields(self)}
-        usual = {f.name: f.default for f in fields(self)}
-        told = (f"{name}={value!r}" for name, value in said.items() if value != usual[name])
-        return f"PipelineShape({', '.join(told)})"
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        defaults = {f.name: f.default for f in fields(self)}
+        arguments = (
+            f"{name}={value!r}" for name, value in values.items() if value != defaults[name]
+        )
+        return f"PipelineShape({', '.join(arguments)})"
 
     def _apply_named_placement(self, name: str) -> None:
         named = find_named_placement(name)
@@ -243,17 +254,17 @@ class PipelineShape:
 
     def _apply_placement_rows(self, placement: object) -> None:
         rows = to_placement_rows(placement)
-        most = require_placement_rows(rows, self.ranks)
+        max_stages = require_placement_rows(rows, self.ranks)
         is_given = not isinstance(self.stages_per_rank, _DEFAULT_TYPES)
-        if is_given and self.stages_per_rank != most:
+        if is_given and self.stages_per_rank != max_stages:
             raise ShapeError(
-                f"placement puts up to {most} stages on a rank, but stages_per_rank is "
+                f"placement puts up to {max_stages} stages on a rank, but stages_per_rank is "
                 f"{self.stages_per_rank}",
-                hint=f"leave out stages_per_rank, or stages_per_rank={most}",
+                hint=f"leave out stages_per_rank, or stages_per_rank={max_stages}",
                 fields=["placement", "stages_per_rank"],
             )
         object.__setattr__(self, "placement", rows if len(rows) > 1 else rows[0])
-        object.__setattr__(self, "stages_per_rank", most)
+        object.__setattr__(self, "stages_per_rank", max_stages)
 
     def _check_updates(self) -> None:
         if self.microbatches % self.optimizer_steps:
@@ -304,11 +315,20 @@ class PipelineShape:
 
     @property
     def microbatches_per_update(self) -> int:
-        """How many microbatches make an update."""
+        """The number of microbatches of each optimizer step."""
         return self.microbatches // self.optimizer_steps
 
     def weight_version(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
-        """After how many updates the weights are that each stage uses for each microbatch."""
+        """Return the version of the weights that each stage uses for each microbatch.
+
+        Args:
+            stage: Numbers of stages.
+            mb: Numbers of microbatches.
+
+        Returns:
+            The number of updates after which the weights have this version. The shape is the
+            broadcast shape of `stage` and `mb`, or that of `mb` if all stages have the same delay.
+        """
         delay = np.asarray(self.weight_delay)
         lag = delay[np.asarray(stage)] if delay.ndim else delay
         return np.asarray(
@@ -317,28 +337,28 @@ class PipelineShape:
 
     @property
     def stages_per_rank_text(self) -> str:
-        """How many stages a rank holds, in words."""
+        """The number of stages per rank as a phrase, such as "up to 2 stages per rank"."""
         each = {*map(len, self.stages_on_rank)}
         most = f"{max(each)} stage{'s' * (max(each) > 1)} per rank"
         return most if len(each) == 1 else f"up to {most}"
 
     @cached_property
     def placement_rows(self) -> int:
-        """How many holders each stage has, one in each row of the placement."""
+        """The number of rows of the placement, which is the number of replicas of each stage."""
         if isinstance(self.placement, str):
             return len(NAMED_PLACEMENTS[self.placement].rows)
         return len(self.placement) if isinstance(self.placement[0], tuple) else 1
 
     @cached_property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """The number of stages of the model."""
         if isinstance(self.placement, str):
             return self.ranks * self.stages_per_rank // self.placement_rows
         return int(self.replica_ranks.shape[1])
 
     @cached_property
     def max_instructions(self) -> int:
-        """The most instructions that a program can have without one that is there twice."""
+        """The number of different instructions that programs of this shape can have."""
         each = {
             Scope.MICROBATCH: self.stages * self.microbatches,
             Scope.STAGE: self.stages * self.placement_rows * self.optimizer_steps,
@@ -350,23 +370,34 @@ class PipelineShape:
     def require_instruction_limit(self, max_instructions: int | None = None) -> None:
         """Raise ShapeError if the forwards alone are more instructions than a program may have.
 
-        `max_instructions` is that of `trust.require_room`.
+        Args:
+            max_instructions: Limit on the number of instructions. By default it is the limit of the
+                process for programs that Python code builds (`input_limits`).
+
+        Raises:
+            ShapeError: There are more instructions than the limit.
         """
         self._require_limit(self.stages, max_instructions)
 
     def require_lowered_limit(
         self, *, has_backward: bool, frozen_stages: int = 0, max_instructions: int | None = None
     ) -> None:
-        """Raise ShapeError if a lowered program has more instructions than it may.
+        """Raise ShapeError if a lowered program has more instructions than it may have.
 
-        Counts forwards, sends and receives, and where the program `has_backward` backwards and what
-        these send and receive.  The first `frozen_stages` stages have no backwards.
-        `max_instructions` is that of
-        `trust.require_room`.
+        The count includes the forwards, and the messages between ranks in the forward direction.
+        With a backward it also includes one backward of each trained stage and the messages of its
+        gradient.
+
+        Args:
+            has_backward: Include backwards in the count.
+            frozen_stages: Number of first stages that have no backward.
+            max_instructions: See `require_instruction_limit`.
+
+        Raises:
+            ShapeError: There are more instructions than the limit.
         """
-        crosses = (
-            self.replica_ranks[:, 1:] != self.replica_ranks[:, :-1]
-        )  # from each stage to the next
+        # Entry (row, s): the message from stage s to stage s + 1 goes to another rank.
+        crosses = self.replica_ranks[:, 1:] != self.replica_ranks[:, :-1]
         each = self.stages + 2 * int(crosses.sum(1).min())
         if has_backward:
             each += self.stages - frozen_stages + 2 * int(crosses[:, frozen_stages:].sum(1).min())
@@ -382,13 +413,13 @@ class PipelineShape:
 
     @property
     def first_rank_per_stage(self) -> NDArray[np.int64]:
-        """The rank that holds each stage, shape (stages,); of several holders the first."""
+        """The rank of the first replica of each stage, shape (stages,)."""
         first: NDArray[np.int64] = self.replica_ranks[0]
         return first
 
     @cached_property
     def replica_ranks(self) -> NDArray[np.int64]:
-        """The ranks that hold each stage, shape (rows, stages)."""
+        """The rank of each replica of each stage, shape (rows, stages), read-only."""
         if isinstance(self.placement, str):
             stages, rows = np.arange(self.stages), NAMED_PLACEMENTS[self.placement].rows
             holders = np.stack([row(stages, self.ranks) for row in rows])
@@ -398,9 +429,15 @@ class PipelineShape:
         return holders
 
     def replica_row_of_stage(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.intp]:
-        """Which holder of each stage each rank is, from 0; 0, too, for one that does not hold it.
+        """Return the row of the placement that puts each stage on each rank.
 
-        In the shape of the two.
+        Args:
+            stage: Numbers of stages.
+            rank: Numbers of ranks.
+
+        Returns:
+            The row, from 0. It is also 0 where the rank does not have the stage. The shape is the
+            broadcast shape of `stage` and `rank`.
         """
         stage, rank = np.broadcast_arrays(stage, rank)
         if self.placement_rows == 1:
@@ -409,18 +446,34 @@ class PipelineShape:
 
     @cached_property
     def microbatch_row_offsets(self) -> tuple[int, ...]:
-        """Where the microbatches of each row begin, and where those of the last one end."""
+        """The first microbatch of each row, and then the number of microbatches."""
         each, more = divmod(self.microbatches, self.placement_rows)
         return tuple(row * each + min(row, more) for row in range(self.placement_rows + 1))
 
     def replica_row_of_microbatch(self, mb: ArrayLike) -> NDArray[np.intp]:
-        """The row of holders along which each microbatch goes."""
+        """Return the row of the placement along which each microbatch passes.
+
+        Args:
+            mb: Numbers of microbatches.
+
+        Returns:
+            The row, from 0, in the shape of `mb`.
+        """
         return np.asarray(
             np.searchsorted(self.microbatch_row_offsets[1:-1], np.asarray(mb), side="right")
         )
 
     def rank_of_stage(self, stage: ArrayLike, mb: ArrayLike) -> NDArray[np.int64]:
-        """The rank on which each stage runs each microbatch, in the shape of the two."""
+        """Return the rank on which each stage runs each microbatch.
+
+        Args:
+            stage: Numbers of stages.
+            mb: Numbers of microbatches. They are not used if each stage has one replica.
+
+        Returns:
+            The ranks, in the broadcast shape of `stage` and `mb`. With one replica per stage, the
+            shape is that of `stage`.
+        """
         if self.placement_rows == 1:
             return np.asarray(self.first_rank_per_stage[np.asarray(stage)])
         return np.asarray(self.replica_ranks[self.replica_row_of_microbatch(mb), np.asarray(stage)])
@@ -428,26 +481,33 @@ class PipelineShape:
     @cached_property
     def stages_on_rank(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, ascending: `F[j]` of rank r is stage `stages_on_rank[r][j]`."""
-        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        stages_on_rank: list[list[int]] = [[] for _ in range(self.ranks)]
         for stage, ranks in enumerate(self.replica_ranks.T.tolist()):
             for rank in ranks:
-                held[rank].append(stage)
-        return tuple(map(tuple, held))
+                stages_on_rank[rank].append(stage)
+        return tuple(map(tuple, stages_on_rank))
 
     @cached_property
     def _local_stages(self) -> NDArray[np.int64]:
-        """Which of its rank's own stages each stage is for each of its holders, as
-        `replica_ranks`."""
-        found = np.empty_like(self.replica_ranks)
-        for rank, own in enumerate(self.stages_on_rank):
-            found[self.replica_row_of_stage(own, rank), own] = np.arange(len(own))
-        return found
+        """Return the local stage numbers on the rank of each replica, shape (rows, stages)."""
+        result = np.empty_like(self.replica_ranks)
+        for rank, local_stages in enumerate(self.stages_on_rank):
+            result[self.replica_row_of_stage(local_stages, rank), local_stages] = np.arange(
+                len(local_stages)
+            )
+        return result
 
     def local_stage(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.int64]:
-        """Which of a rank's own stages each stage is, from 0, in the shape of the two.
+        """Return the local number of each stage on each rank.
 
-        `F[j]` of the rank is of its own stage j, so two holders of a stage may have two names
-        for it.
+        `F[j]` of a rank is its local stage j. Two replicas of a stage may have different numbers.
+
+        Args:
+            stage: Numbers of stages.
+            rank: Numbers of ranks. Each rank must have its stage.
+
+        Returns:
+            The local numbers, from 0, in the broadcast shape of `stage` and `rank`.
         """
         return np.asarray(
             self._local_stages[self.replica_row_of_stage(stage, rank), np.asarray(stage)]

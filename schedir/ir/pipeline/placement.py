@@ -1,4 +1,4 @@
-"""Placement: the rank of each stage.  Bidirectional placements have a row for each replica."""
+"""Placement: the rank of each stage. Bidirectional placements have a row for each replica."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES
 from schedir.ir.pipeline.field_schema import FieldType, parse_integers
 
 Placement = str | tuple[int, ...] | tuple[tuple[int, ...], ...]
-Ranks = NDArray[np.int64]  # by stage
-PlacementRow = Callable[
-    [Ranks, int], Ranks
-]  # of the numbers of stages, and how many ranks there are
+Ranks = NDArray[np.int64]  # One entry for each stage.
+# Returns the rank of each stage, from the numbers of the stages and the number of ranks.
+PlacementRow = Callable[[Ranks, int], Ranks]
 
 
 def _place_loop(stage: Ranks, ranks: int) -> Ranks:
@@ -25,17 +24,22 @@ def _place_loop(stage: Ranks, ranks: int) -> Ranks:
 
 
 def _place_vee(stage: Ranks, ranks: int) -> Ranks:
-    """Down the ranks and back, again and again: rank r holds r, 2P-1-r, 2P+r, ..."""
+    """Return the ranks of a path down the ranks and back: rank r has r, 2P-1-r, 2P+r, ..."""
     return np.where(stage // ranks % 2, ranks - 1 - stage % ranks, stage % ranks)
 
 
 def _mirror_row(row: PlacementRow) -> PlacementRow:
-    """The same from the last rank on."""
+    """Return a row that begins at the last rank instead of the first."""
     return lambda stage, ranks: ranks - 1 - row(stage, ranks)
 
 
 class NamedPlacement(NamedTuple):
-    """A placement with a name: its rows, and the stages per rank of a shape that does not say."""
+    """A placement that has a name.
+
+    Args:
+        rows: One function for each replica of the stages.
+        stages_per_rank: Stages per rank of a shape that does not give this number.
+    """
 
     rows: tuple[PlacementRow, ...]
     stages_per_rank: int
@@ -50,14 +54,34 @@ NAMED_PLACEMENTS: Final = {
 
 
 def find_named_placement(placement: str) -> NamedPlacement:
-    """The placement of a name; ShapeError for a name that none has."""
+    """Return the placement that has a name.
+
+    Args:
+        placement: A key of `NAMED_PLACEMENTS`.
+
+    Returns:
+        The placement.
+
+    Raises:
+        ShapeError: No placement has this name.
+    """
     if placement not in NAMED_PLACEMENTS:
         raise _make_placement_error(placement)
     return NAMED_PLACEMENTS[placement]
 
 
 def to_placement_rows(placement: object) -> tuple[tuple[int, ...], ...]:
-    """The rows that somebody gives, as one row or several; ShapeError for what is neither."""
+    """Return the rows of a placement that is given as numbers.
+
+    Args:
+        placement: The rank of each stage, or several such rows.
+
+    Returns:
+        The rows, also if there is only one.
+
+    Raises:
+        ShapeError: `placement` is neither.
+    """
     try:
         outer = _to_list(placement)
         rows = [outer]
@@ -84,7 +108,19 @@ def _make_placement_error(value: object) -> ShapeError:
 
 
 def require_placement_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int:
-    """The most stages that a rank holds; ShapeError for rows that no pipeline can have."""
+    """Verify the rows of a placement, and return the largest number of stages on a rank.
+
+    Args:
+        rows: The rank of each stage, one row for each replica.
+        ranks: Number of ranks.
+
+    Returns:
+        The largest number of stages on a rank.
+
+    Raises:
+        ShapeError: The rows have different lengths, a rank is out of range, a rank has two replicas
+            of one stage, or a rank has no stage.
+    """
     fields = ["placement", "ranks"]
     if len({*map(len, rows)}) > 1:
         raise ShapeError(
@@ -92,27 +128,27 @@ def require_placement_rows(rows: tuple[tuple[int, ...], ...], ranks: int) -> int
             f"{' and '.join(map(str, map(len, rows)))} ranks",
             fields=["placement"],
         )
-    held = [0] * ranks
-    for stage, holders in enumerate(zip(*rows, strict=True)):
-        for rank in holders:
+    stage_counts = [0] * ranks
+    for stage, replicas in enumerate(zip(*rows, strict=True)):
+        for rank in replicas:
             if not 0 <= rank < ranks:
                 raise ShapeError(
                     f"placement puts stage {stage} on rank {rank}, but the ranks are "
                     f"0 to {ranks - 1}",
                     fields=fields,
                 )
-            held[rank] += 1
-        if len({*holders}) < len(holders):
-            rank = next(rank for rank in holders if holders.count(rank) > 1)
+            stage_counts[rank] += 1
+        if len({*replicas}) < len(replicas):
+            rank = next(rank for rank in replicas if replicas.count(rank) > 1)
             raise ShapeError(
                 f"placement puts stage {stage} on rank {rank} twice: its holders are "
                 "different ranks",
                 fields=["placement"],
             )
-    for rank, number in enumerate(held):
-        if not number:
+    for rank, count in enumerate(stage_counts):
+        if not count:
             raise ShapeError(f"placement gives rank {rank} no stage", fields=fields)
-    return max(held)
+    return max(stage_counts)
 
 
 def _parse_placement(text: str) -> Placement:
@@ -121,12 +157,12 @@ def _parse_placement(text: str) -> Placement:
     except ValueError:
         if text[:1].isdigit():
             raise ValueError(f"{_REQUIREMENT}, not {text!r}") from None
-        return text  # a name
+        return text  # It is a name; the shape verifies it.
     return rows if len(rows) > 1 else rows[0]
 
 
 def _resolve_placement(_: str, placement: Any, __: object) -> Any:
-    """As given; or what a text says, if it is none of a name."""
+    """Return a placement. A text with ranks is parsed, and other values are returned unchanged."""
     try:
         return _parse_placement(placement) if isinstance(placement, str) else placement
     except ValueError:
@@ -134,7 +170,15 @@ def _resolve_placement(_: str, placement: Any, __: object) -> Any:
 
 
 def format_placement(placement: Placement, _: object = None) -> str:
-    """A placement as text has it: `vee`, `0,1,1,0` or `0,1/1,0`."""
+    """Return a placement as a text: `vee`, `0,1,1,0` or `0,1/1,0`.
+
+    Args:
+        placement: A name, the rank of each stage, or several rows.
+        _: The shape, which is not used.
+
+    Returns:
+        The text.
+    """
     if isinstance(placement, str):
         return placement
     return "/".join(",".join(map(str, row)) for row in to_placement_rows(placement))

@@ -7,22 +7,42 @@ from numpy.typing import NDArray
 
 
 def make_process_mesh(ranks: int, tp: int, dp: int) -> NDArray[np.int64]:
-    """The processes from 0 on by replica, rank and slice: shape (dp, ranks, tp).
+    """Return the process numbers by replica, pipeline rank and tensor-parallel rank.
 
-    Tensor-parallel ranks stand side by side, then come the ranks of a pipeline, then replicas.
+    The processes of a tensor-parallel group have consecutive numbers. Next come the pipeline ranks,
+    and last the replicas.
+
+    Args:
+        ranks: Number of pipeline ranks.
+        tp: Size of the tensor-parallel groups.
+        dp: Number of replicas.
+
+    Returns:
+        An array of shape (dp, ranks, tp) with the numbers from 0.
     """
     return np.arange(dp * ranks * tp, dtype=np.int64).reshape(dp, ranks, tp)
 
 
 def describe_process(process: int, ranks: int, tp: int, dp: int) -> str:
-    """A process as every message names it.
+    """Return the text that messages use for a process.
 
-    >>> describe_process(1, 2, 2, 1), describe_process(3, 4, 1, 1), describe_process(5, 2, 2, 2)
-    ('process 1 (pipeline rank 0, tp 1)', 'process 3 (pipeline rank 3)', \
+    Args:
+        process: Number of the process.
+        ranks: Number of pipeline ranks.
+        tp: Size of the tensor-parallel groups.
+        dp: Number of replicas.
+
+    Returns:
+        The number and the pipeline rank. The tensor-parallel rank and the replica follow if there
+        are several.
+
+    Example:
+        >>> describe_process(1, 2, 2, 1), describe_process(3, 4, 1, 1), describe_process(5, 2, 2, 2)
+        ('process 1 (pipeline rank 0, tp 1)', 'process 3 (pipeline rank 3)', \
 'process 5 (pipeline rank 0, tp 1, replica 1)')
     """
-    of, slice_ = divmod(process, tp)
-    replica, rank = divmod(of, ranks)
+    group, slice_ = divmod(process, tp)
+    replica, rank = divmod(group, ranks)
     parts = [f"pipeline rank {rank}"]
     parts += [f"tp {slice_}"] * (tp > 1) + [f"replica {replica}"] * (dp > 1)
     return f"process {process} ({', '.join(parts)})"

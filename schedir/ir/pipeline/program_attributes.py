@@ -1,4 +1,4 @@
-"""The attributes of a program beside its shape and instructions, such as `tp`, `dp` and `zero`."""
+"""The attributes of a program, such as `tp`, `dp` and `zero`, and which can be combined."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from schedir.retired_names import get_rename_hint
 
 
 def _digest_tied_weights(tied: TiedStages, shape: PipelineShape) -> tuple[object, ...]:
-    """First and last stage are one case, however many stages there are."""
-    ends = {normalize_tied_stages(True, shape): True, (): False}  # one stage is tied to nothing
+    """Return True for a tie of the first and the last stage, whatever the number of stages is."""
+    # With one stage both keys are (), and the value is False: a single stage is not tied.
+    ends = {normalize_tied_stages(True, shape): True, (): False}
     return (ends.get(tied, tied),)
 
 
 def _resolve_frozen_stages(name: str, value: Any, shape: PipelineShape) -> int:
-    """How many of the first stages are frozen; of all of them nothing would be trained."""
+    """Return the number of frozen stages. Raises ShapeError if no stage would be trained."""
     frozen: int = _STAGE_COUNT_TYPE.resolve(name, value, shape)
     if frozen >= shape.stages:
         raise ShapeError(
@@ -44,25 +45,27 @@ def _resolve_frozen_stages(name: str, value: Any, shape: PipelineShape) -> int:
 
 
 def _resolve_chunks(name: str, value: Any, shape: PipelineShape) -> int:
-    """Into how many chunks each microbatch is cut: those of each update, and of each row of
-    holders, are whole ones."""
-    chunked: int = CHUNK_COUNT_TYPE.resolve(name, value, shape)
+    """Return the number of chunks per microbatch.
+
+    Raises ShapeError if an update or a row of the placement would have an incomplete microbatch.
+    """
+    chunks: int = CHUNK_COUNT_TYPE.resolve(name, value, shape)
     if any(
-        end % (chunked * shape.sequence_chunks)
+        end % (chunks * shape.sequence_chunks)
         for end in (*shape.microbatch_row_offsets, shape.microbatches_per_update)
     ):
         each = ", in each update and along each row of holders" * (
             shape.optimizer_steps + shape.placement_rows > 2
         )
         raise ShapeError(
-            f"{shape.microbatches} microbatches are no whole ones of {chunked} chunks{each}",
+            f"{shape.microbatches} microbatches are no whole ones of {chunks} chunks{each}",
             fields=[name, "microbatches"],
         )
-    return chunked
+    return chunks
 
 
 def _make_choice_type(*choices: str) -> FieldType:
-    """One of a few words."""
+    """Return a field type whose values are some words."""
     takes = f"is {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
 
     def settle(name: str, value: Any, _: PipelineShape) -> str:
@@ -97,7 +100,25 @@ def require_compatible(
     sequence_parallel: bool,
     tp: int,
 ) -> None:
-    """Raise ShapeError for attributes that are right one by one and cannot be combined."""
+    """Raise ShapeError for attributes that are valid one by one and cannot be combined.
+
+    Args:
+        shape: Shape of the pipeline.
+        tied_weights: See `Program`.
+        clip_grad_norm: See `Program`.
+        frozen_stages: See `Program`.
+        norm_check: See `Program`.
+        zero: See `Program`.
+        reduce_scatter_at: See `Program`.
+        checkpoint_snapshots: See `Program`.
+        optimizer_placement: See `Program`.
+        segment_boundaries: See `Program`.
+        sequence_parallel: See `Program`.
+        tp: See `Program`.
+
+    Raises:
+        ShapeError: Two attributes cannot be combined. The hint names values that work.
+    """
     steps = shape.optimizer_steps
 
     def refuse(fact: str, hint: str, *fields: str) -> None:
@@ -198,7 +219,7 @@ def require_compatible(
         )
 
 
-# The attributes that `require_compatible` compares.
+# The attributes that `require_compatible` compares: all its parameters but the shape.
 COMPATIBILITY_FIELDS: Final = tuple(signature(require_compatible).parameters)[1:]
 
 _STAGE_COUNT_TYPE = make_integer_type(0, MAX_STAGES)
@@ -222,14 +243,14 @@ TIED_WEIGHTS: Final = make_field_metadata(
     "stages that share weights: yes for the first and the last (a tied embedding), or 0=2,1=3",
     is_always_shown=True,
     digest=_digest_tied_weights,
-    in_config=False,  # it is the model's there
+    in_config=False,  # The model section of a configuration has it.
 )
 CLIP_GRAD_NORM: Final = make_field_metadata(
     YES_OR_NO_TYPE,
     "clip gradients by their global norm",
     is_always_shown=True,
     digest=digest_value,
-    in_config=False,  # it is the norm's there
+    in_config=False,  # A configuration gives the maximal norm instead.
 )
 FROZEN_STAGES: Final = make_field_metadata(
     _FROZEN_STAGES_TYPE, "number of first stages that are not trained (0)"
@@ -239,7 +260,7 @@ NORM_CHECK: Final = make_field_metadata(
     "whether a step waits for the gradient norm (before_step, the default) or is validated "
     "behind it "
     "(after_step)",
-    in_config=False,  # a training run looks at each step's numbers
+    in_config=False,  # A training run reads the numbers of each step before the next.
 )
 ZERO: Final = make_field_metadata(
     make_integer_type(0, ZERO_LEVEL_COUNT - 1), "ZeRO level, 0 to 3 (0)"
@@ -251,7 +272,7 @@ REDUCE_SCATTER_AT: Final = make_field_metadata(
 CHECKPOINT_SNAPSHOTS: Final = make_field_metadata(
     YES_OR_NO_TYPE,
     "copy what a step changes while the next step runs, for checkpoints",
-    in_config=False,  # it is the checkpoint's there
+    in_config=False,  # The checkpoint settings of a configuration imply it.
 )
 OPTIMIZER_PLACEMENT: Final = make_field_metadata(
     _make_choice_type(*TIERS, "cpu_step"),
@@ -266,16 +287,16 @@ SEQUENCE_PARALLEL: Final = make_field_metadata(
 SKIPS: Final = make_field_metadata(
     SKIPS_KIND,
     "skip connections, from which stage to which: 0=3,1=2",
-    in_config=False,  # it is the model's there
+    in_config=False,  # The model of a configuration decides it.
 )
 SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,
     "which stages of the program are segments of one, and the tensor-parallel collectives between "
     "them: fgfg-fgfg (-O stage_segments sets it)",
-    in_config=False,  # stage_segments says it there
+    in_config=False,  # A configuration has stage_segments instead.
 )
 CHUNKS_PER_MICROBATCH: Final = make_field_metadata(
     _CHUNKS_TYPE,
     "how many microbatches of the program are chunks of one (-O microbatch_chunks sets it)",
-    in_config=False,  # microbatch_chunks says it there
+    in_config=False,  # A configuration has microbatch_chunks instead.
 )

@@ -1,8 +1,8 @@
 """Skip connections: values that a stage sends to a stage that is not its neighbour.
 
-A program knows pairs of stages, from and to: `skips` is `((0, 3), (1, 2))` where stage 3 takes what
-stage 0 gives, and stage 2 what stage 1 gives, as in a U-Net.  A stage is the beginning of one skip
-at most, and the end of one at most: what is more is passed on by those that take it.
+`Program.skips` has pairs of source and target stage. With `((0, 3), (1, 2))`, as in a U-Net, stage
+3 receives a value from stage 0, and stage 2 receives one from stage 1. A stage is the source of at
+most one skip, and the target of at most one skip. A stage that receives a value can pass it on.
 """
 
 from __future__ import annotations
@@ -22,25 +22,34 @@ from schedir.ir.isa.table_schema import PeerRule
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
-Skips = tuple[tuple[int, int], ...]  # from and to, ascending
+Skips = tuple[tuple[int, int], ...]  # Pairs of source and target stage, ascending.
 
 
 def normalize_skips(value: object, shape: PipelineShape) -> Skips:
-    """What `Program.skips` is, from pairs of stages.
+    """Return the value of `Program.skips` for some pairs of stages.
 
-    Raises ShapeError for what is none, names stages that the shape has not, or says what skips are
-    not for.
+    Args:
+        value: Pairs of source and target stage, in any order.
+        shape: Shape of the pipeline.
+
+    Returns:
+        The pairs, ascending.
+
+    Raises:
+        ShapeError: `value` is not a collection of pairs. A stage does not exist. The target is not
+            after the source, or is its neighbour. Two skips have the same source or the same
+            target.
     """
     pairs: Any = value
     try:
         if isinstance(value, NON_NUMBER_TYPES):
             raise TypeError
-        found = sorted((index(begin), index(end)) for begin, end in pairs)
+        result = sorted((index(begin), index(end)) for begin, end in pairs)
     except (TypeError, ValueError):
         raise _make_error(
             f"skips are pairs of stages, from and to, like ((0, 3), (1, 2)), not {value!r:.60}"
         ) from None
-    for begin, end in found:
+    for begin, end in result:
         lead = f"a skip leads from stage {begin} to {end}"
         if begin < 0 or max(begin, end) >= shape.stages:
             raise _make_error(f"{lead}, but there are {shape.stages} stages")
@@ -51,25 +60,25 @@ def normalize_skips(value: object, shape: PipelineShape) -> Skips:
                 f"{lead}, which are neighbours",
                 f"let stage {begin} put it out beside the rest: a boundary may be several tensors",
             )
-    for (begin, end), (again, farther) in pairwise(found):
+    for (begin, end), (again, farther) in pairwise(result):
         if begin == again:
             on = _describe_route(begin, end, farther)
             raise _make_error(
                 f"two skips lead from stage {begin}, to {end} and to {farther}",
                 f"let stage {end} pass it on: {on}" if end < farther else "once is enough",
             )
-    for (end, begin), (again, later) in pairwise(sorted((end, begin) for begin, end in found)):
+    for (end, begin), (again, later) in pairwise(sorted((end, begin) for begin, end in result)):
         if end == again:
             raise _make_error(
                 f"two skips lead to stage {end}, from {begin} and from {later}",
                 f"let stage {later} pass on both, of which a skip may have several: "
                 f"{_describe_route(begin, later, end)}",
             )
-    return tuple(found)
+    return tuple(result)
 
 
 def _describe_route(first: int, second: int, third: int) -> str:
-    """The skips that lead from the first stage to the second, and from there to the third."""
+    """Return the hint for a skip from the first stage to the third by way of the second."""
     way = [pair for pair in pairwise((first, second, third)) if pair[1] > pair[0] + 1]
     neighbours = "" if len(way) == 2 else ", and a boundary of several tensors between neighbours"
     return f"skips={tuple(way)}{neighbours}"
@@ -104,15 +113,26 @@ SKIPS_TYPE: Final = FieldType(
 
 @lru_cache(maxsize=64)
 def find_neighbor_stages(peer_rule: PeerRule, stages: int, skips: Skips) -> NDArray[np.int32]:
-    """The stage that is a hop from each, shape (stages,); -1 where there is none."""
-    there = np.full(stages, -1, np.int32)
+    """Return the stage at the other side of a message, for each stage.
+
+    The result is cached, and must not be changed.
+
+    Args:
+        peer_rule: Direction of the message: next or previous stage, or along a skip.
+        stages: Number of stages.
+        skips: Skip connections of the program.
+
+    Returns:
+        The stages, shape (stages,). An entry is -1 if there is no such stage.
+    """
+    result = np.full(stages, -1, np.int32)
     if peer_rule is PeerRule.NEXT:
-        there[:-1] = np.arange(1, stages)
+        result[:-1] = np.arange(1, stages)
     elif peer_rule is PeerRule.PREVIOUS:
-        there[1:] = np.arange(stages - 1)
+        result[1:] = np.arange(stages - 1)
     else:
         for begin, end in skips:
             here, other = (begin, end) if peer_rule is PeerRule.SKIP_TO else (end, begin)
-            there[here] = other
-    there.flags.writeable = False
-    return there
+            result[here] = other
+    result.flags.writeable = False
+    return result

@@ -10,9 +10,9 @@ from schedir.ir.isa.instructions import NEIGHBOR_VALUES, SLOT_VALUES, Value
 if TYPE_CHECKING:
     from typing import Self
 
-# The number of slots where none is given: each value has a slot of its own.
+# Number of slots of a kind that is not specified: each value has its own slot.
 UNSHARED_SLOTS: Final = 2**31
-# Names of slots of the host's memory, by what is moved there.
+# Names of the kinds of slots in host memory, and the values that move there.
 HOST_SLOT_VALUES: Final = {"host": Value.SAVED, "state_host": Value.STATE}
 
 if TYPE_CHECKING:
@@ -39,20 +39,44 @@ else:
 
 
 class SlotCounts(_Slots):
-    """How many static slots a rank has for what is taken in and put out, in activations and
-    in gradients (`schedir/analysis/memory/buffer_slots.py` says who lives in which); and on the
-    `host`, for what forwards saved, and for states of the optimizer that lie on the disk
-    (`state_host`)."""
+    """The number of static slots of a rank, for each kind of value.
+
+    `schedir/analysis/memory/buffer_slots.py` defines which values use which slots. The default of
+    each field, `UNSHARED_SLOTS`, gives each value its own slot. The first four fields are required.
+
+    Args:
+        act_in: Received activations.
+        act_out: Activations to send.
+        grad_in: Received gradients of activations.
+        grad_out: Gradients of activations to send.
+        skip_in: Received values of skip connections.
+        skip_out: Values of skip connections to send.
+        skip_grad_in: Received gradients of skip connections.
+        skip_grad_out: Gradients of skip connections to send.
+        saved: Saved activations on the device.
+        unsharded_params: Unsharded weights of stages.
+        state: Optimizer states of stages on the device.
+        host: Saved activations on the host.
+        state_host: Optimizer states on the host, for stages whose state is kept on the disk.
+    """
 
     __slots__ = ()
 
     @classmethod
     def unspecified(cls) -> Self:
-        """Nothing said of any kind."""
+        """Return counts that specify no kind.
+
+        Returns:
+            Counts with `UNSHARED_SLOTS` for each kind.
+        """
         return cls(**dict.fromkeys(cls._fields, UNSHARED_SLOTS))
 
     def specified(self) -> dict[str, int]:
-        """The numbers that are said, by kind."""
+        """Return the numbers of the kinds that are specified.
+
+        Returns:
+            The number of slots by the name of the kind.
+        """
         return {kind: number for kind, number in self._asdict().items() if number != UNSHARED_SLOTS}
 
     def __repr__(self) -> str:

@@ -1,10 +1,13 @@
-"""Which stages of a program are segments of one stage, and which collectives join them.
+"""Segments of a stage: which stages of a program they are, and which collectives join them.
 
-A stage that ranks of a tensor-parallel group share is cut where they meet (Megatron-LM, arXiv
-1909.08053, section 3): into pieces, which are stages of the program on the same rank.  A program
-says of each boundary between two of its stages what is there, a letter each: between two pieces
-`f` where such a region is entered, and the gradient that goes back is summed; `g` where it is left,
-and the activation is; `.` where nobody meets; and `-` where a whole stage ends.
+A tensor-parallel stage can be cut at its collectives (Megatron-LM, arXiv 1909.08053, section 3).
+The parts are segments: stages of the program on the same rank. `Program.segment_boundaries` has one
+letter for each boundary between two stages of the program:
+
+- `f`: a tensor-parallel region begins. An all-reduce sums the gradient of the boundary.
+- `g`: a tensor-parallel region ends. An all-reduce sums the activation of the boundary.
+- `.`: a boundary between two segments without a collective.
+- `-`: the end of a stage.
 """
 
 from __future__ import annotations
@@ -18,38 +21,66 @@ from schedir.errors import ShapeError, describe
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
-STAGE_END: Final = "-"  # of a whole stage
+STAGE_END: Final = "-"
 ENTRY_COLLECTIVE, EXIT_COLLECTIVE, NO_COLLECTIVE = "f", "g", "."
-SEGMENT_LETTERS: Final = ENTRY_COLLECTIVE + EXIT_COLLECTIVE + NO_COLLECTIVE  # between pieces
+SEGMENT_LETTERS: Final = ENTRY_COLLECTIVE + EXIT_COLLECTIVE + NO_COLLECTIVE
 _ALL_LETTERS: Final = {*SEGMENT_LETTERS, STAGE_END}
 
 
 def split_letters_by_stage(segment_boundaries: str, stages: int) -> tuple[str, ...]:
-    """The letters between the pieces of each whole stage, of a program of so many stages.
+    """Return the letters between the segments of each stage.
 
-    >>> split_letters_by_stage("fg-.", 5), split_letters_by_stage("", 2)
-    (('fg', '.'), ('', ''))
+    Args:
+        segment_boundaries: A letter for each boundary, or "" if no stage has segments.
+        stages: Number of stages of the program. Only "" needs it.
+
+    Returns:
+        The letters of each unsegmented stage.
+
+    Example:
+        >>> split_letters_by_stage("fg-.", 5), split_letters_by_stage("", 2)
+        (('fg', '.'), ('', ''))
     """
     return tuple(segment_boundaries.split(STAGE_END)) if segment_boundaries else ("",) * stages
 
 
 def has_tp_collectives(segment_boundaries: str) -> bool:
-    """Whether tensor-parallel ranks meet at any boundary."""
+    """Return whether there is a tensor-parallel collective at any boundary.
+
+    Args:
+        segment_boundaries: A letter for each boundary, or "".
+
+    Returns:
+        True if there is an `f` or a `g`.
+    """
     return ENTRY_COLLECTIVE in segment_boundaries or EXIT_COLLECTIVE in segment_boundaries
 
 
 def count_segments(segment_boundaries: str, stages: int) -> tuple[int, ...]:
-    """In how many pieces each whole stage is, of a program of so many stages.
+    """Return the number of segments of each stage.
 
-    >>> count_segments("fg-.", 5), count_segments("", 2)
-    ((3, 2), (1, 1))
+    Args:
+        segment_boundaries: A letter for each boundary, or "" if no stage has segments.
+        stages: Number of stages of the program. Only "" needs it.
+
+    Returns:
+        The number of segments of each unsegmented stage.
+
+    Example:
+        >>> count_segments("fg-.", 5), count_segments("", 2)
+        ((3, 2), (1, 1))
     """
     return tuple(len(own) + 1 for own in split_letters_by_stage(segment_boundaries, stages))
 
 
 class UnsegmentedShape(NamedTuple):
-    """A shape of whole stages and microbatches, in how many pieces each of these stages is, and in
-    how many chunks each microbatch."""
+    """A shape of stages and microbatches before they are split.
+
+    Args:
+        shape: Shape with unsegmented stages and complete microbatches.
+        segments_per_stage: The number of segments of each of these stages.
+        chunks_per_microbatch: The number of chunks of each of these microbatches.
+    """
 
     shape: PipelineShape
     segments_per_stage: tuple[int, ...]
@@ -59,28 +90,38 @@ class UnsegmentedShape(NamedTuple):
 def merge_segments(
     shape: PipelineShape, segment_boundaries: str, chunks_per_microbatch: int
 ) -> UnsegmentedShape:
-    """Of which whole stages and microbatches those of a shape are the pieces and the chunks.
+    """Return the shape from before the split into segments and chunks.
 
-    >>> found = merge_segments(PipelineShape(2, 8, placement=(0, 0, 1)), "g-", 4)
-    >>> found.shape, found.segments_per_stage, found.chunks_per_microbatch
-    (PipelineShape(ranks=2, microbatches=2, placement=(0, 1)), (2, 1), 4)
+    Args:
+        shape: Shape of the program. Its stages are segments, and its microbatches are chunks.
+        segment_boundaries: A letter for each boundary, or "" if no stage has segments.
+        chunks_per_microbatch: Number of chunks of each microbatch.
+
+    Returns:
+        The shape and both numbers. If there are letters, its placement is a list of ranks, and each
+        stage has the weight delay of its first segment.
+
+    Example:
+        >>> found = merge_segments(PipelineShape(2, 8, placement=(0, 0, 1)), "g-", 4)
+        >>> found.shape, found.segments_per_stage, found.chunks_per_microbatch
+        (PipelineShape(ranks=2, microbatches=2, placement=(0, 1)), (2, 1), 4)
     """
-    pieces = count_segments(segment_boundaries, shape.stages)
+    segments = count_segments(segment_boundaries, shape.stages)
     shape = replace(shape, microbatches=shape.microbatches // chunks_per_microbatch)
     if not segment_boundaries:
-        return UnsegmentedShape(shape, pieces, chunks_per_microbatch)
-    first = np.cumsum((0, *pieces[:-1]))
+        return UnsegmentedShape(shape, segments, chunks_per_microbatch)
+    first = np.cumsum((0, *segments[:-1]))
     rows = tuple(tuple(row) for row in shape.replica_ranks[:, first].tolist())
     delay = shape.weight_delay
     if isinstance(delay, tuple):
         delay = tuple(delay[stage] for stage in first)
     placement = rows if len(rows) > 1 else rows[0]
     shape = replace(shape, placement=placement, stages_per_rank=1, weight_delay=delay)
-    return UnsegmentedShape(shape, pieces, chunks_per_microbatch)
+    return UnsegmentedShape(shape, segments, chunks_per_microbatch)
 
 
 def _validate_boundaries(name: str, value: object, shape: PipelineShape) -> str:
-    """A letter for each boundary, or "" where all stages are whole."""
+    """Return a letter for each boundary, or "" if no stage has segments."""
     if not isinstance(value, str) or not {*value} <= _ALL_LETTERS:
         raise ShapeError(f"{name} {_REQUIREMENT}, not {describe(value)}", fields=[name])
     if not value.strip(STAGE_END):

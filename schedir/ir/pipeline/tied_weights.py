@@ -1,13 +1,14 @@
-"""Tied weights: which stages hold a copy of the same weight.
+"""Tied weights: the stages that have a copy of the same weight.
 
-A program knows stages alone: `tied` is `((0, 3),)` where stages 0 and 3 share weights.  A model
-knows parameters by name, and while it is whole, which names are one object:
+A program has numbers of stages only: `Program.tied_weights` is `((0, 3),)` if stages 0 and 3 share
+weights. A model has named parameters, and before it is split, a tied weight is one object with
+several names:
 
-    ties = schedir.find_tied_weights(model)                     # lm_head.weight is
-    transformer.wte.weight ties = ties.among(stages)                      # of the model's stages,
-    shared or copied program = schedir.compile(schedule, shape, tied_weights=ties)
+    ties = schedir.find_tied_weights(model)  # lm_head.weight is transformer.wte.weight
+    ties = ties.locate_in_stages(stages)  # the stages of the model may be copies
+    program = schedir.compile(schedule, shape, tied_weights=ties)
 
-Nothing here imports torch: a module is what has `named_parameters`.
+This module does not import torch. It accepts any object that has `named_parameters`.
 """
 
 from __future__ import annotations
@@ -22,29 +23,38 @@ from schedir.errors import ShapeError, UsageError, describe
 from schedir.ir.pipeline.field_schema import FieldType
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
-TiedStages = tuple[
-    tuple[int, ...], ...
-]  # ascending stages that share weights, each set once, sorted
-ParameterLocation = tuple[int, str]  # a stage, and what a parameter is called there
+# Sets of stages that share weights.  Each set occurs once, and all is in ascending order.
+TiedStages = tuple[tuple[int, ...], ...]
+ParameterLocation = tuple[int, str]  # A stage, and the name of a parameter in that stage.
 
 
 class ModuleLike(Protocol):
-    """What is asked of an nn.Module."""
+    """The part of `torch.nn.Module` that this module uses."""
 
-    def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, Any]]: ...
+    def named_parameters(self, *, remove_duplicate: bool = ...) -> Iterator[tuple[str, Any]]:
+        """See `torch.nn.Module.named_parameters`."""
+        ...
 
 
 @dataclass(frozen=True)
 class TiedWeights:
-    """Weights that several stages hold: the places of each, stages ascending.
+    """Weights with a copy on several stages, and the location of each copy.
 
-    `schedir.find_tied_weights(stages)` finds them; where a process makes its own stages alone, they
-    are said. Raises UsageError for what is no such places.
+    `schedir.find_tied_weights(stages)` finds them. A process that creates only its own stages must
+    give the locations itself.
 
-    >>> from schedir import TiedWeights
-    >>> ties = TiedWeights((((0, "embedding.weight"), (3, "head.weight")),))
-    >>> ties.stages
-    ((0, 3),)
+    Args:
+        weights: The locations of each weight. A location is a stage and the name of the parameter
+            in that stage. Locations are sorted by stage.
+
+    Raises:
+        UsageError: `weights` has another structure.
+
+    Example:
+        >>> from schedir import TiedWeights
+        >>> ties = TiedWeights((((0, "embedding.weight"), (3, "head.weight")),))
+        >>> ties.stages
+        ((0, 3),)
     """
 
     weights: tuple[tuple[ParameterLocation, ...], ...] = ()
@@ -65,7 +75,7 @@ class TiedWeights:
 
     @property
     def stages(self) -> TiedStages:
-        """What `Program.tied` is."""
+        """The value of `Program.tied_weights`: the sets of stages that share weights."""
         return tuple(sorted({tuple(sorted({s for s, _ in one})) for one in self.weights}))
 
     def __bool__(self) -> bool:
@@ -80,7 +90,12 @@ def _require_name(value: object) -> str:
 
 @dataclass(frozen=True)
 class ModelTies:
-    """What a whole model calls by several names: the names of each weight."""
+    """Weights that have several names in a model that is not split.
+
+    Args:
+        names: The names of each weight.
+        parameters: The weights themselves, in the same order.
+    """
 
     names: tuple[tuple[str, ...], ...] = ()
     parameters: tuple[object, ...] = field(default=(), repr=False, compare=False)  # the weights
@@ -91,35 +106,45 @@ class ModelTies:
     def locate_in_stages(
         self, stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]
     ) -> TiedWeights:
-        """Where these weights are in all the stages of the model.
+        """Return the locations of these weights in all stages of the model.
 
-        They are found as objects, or, in stages that are copies, by their names in the model.
-        Raises UsageError for a weight that no stage has, or of which one stage has two.
+        A stage that has the weight object itself is found by the object. A stage that is a copy is
+        found by the names of the weight in the model.
+
+        Args:
+            stages: All stages of the model, in order or by number.
+
+        Returns:
+            The locations of each weight that several stages have.
+
+        Raises:
+            UsageError: No stage has one of the weights, or one stage has two different parameters
+                with names of one weight.
         """
         modules = _list_stages(stages)
         weights = []
         for names, weight in zip(self.names, self.parameters, strict=True):
-            places, missed = [], {*names}
+            locations, missing_names = [], {*names}
             for s, module in enumerate(modules):
-                own = [*module.named_parameters(remove_duplicate=False)]
-                here = [(name, p) for name, p in own if p is weight]
-                missed -= {*names} if here else set()
-                here = here or [(name, p) for name, p in own if name in names]
-                missed -= {name for name, _ in here}
-                if any(p is not here[0][1] for _, p in here):
+                parameters = [*module.named_parameters(remove_duplicate=False)]
+                hits = [(name, p) for name, p in parameters if p is weight]
+                missing_names -= {*names} if hits else set()
+                hits = hits or [(name, p) for name, p in parameters if name in names]
+                missing_names -= {name for name, _ in hits}
+                if any(p is not hits[0][1] for _, p in hits):
                     raise UsageError(
-                        f"{here[0][0]} and {here[1][0]} are one weight in the model, and two in "
+                        f"{hits[0][0]} and {hits[1][0]} are one weight in the model, and two in "
                         f"stage {s}"
                     )
-                places += [(s, here[0][0])] if here else []
-            if missed:
+                locations += [(s, hits[0][0])] if hits else []
+            if missing_names:
                 raise UsageError(
                     f"the model ties {' and '.join(names)}, and no stage has "
-                    f"{' or '.join(sorted(missed))}",
+                    f"{' or '.join(sorted(missing_names))}",
                     hint="schedir.find_tied_weights(stages), before they are copied, finds ties by "
                     "any name",
                 )
-            weights += [tuple(places)] if len(places) > 1 else []
+            weights += [tuple(locations)] if len(locations) > 1 else []
         return TiedWeights(tuple(weights))
 
 
@@ -130,21 +155,32 @@ def find_tied_weights(model: ModuleLike) -> ModelTies: ...
 def find_tied_weights(
     model: ModuleLike | Sequence[ModuleLike] | Mapping[int, ModuleLike],
 ) -> TiedWeights | ModelTies:
-    """The trained weights that are one object in several places, before anything is copied.
+    """Return the trained weights that are one object in several places.
 
-    Of all the stages of a model, in order, the places of each: `compile` and the executor take
-    them as `tied`.  Of a whole model, its names for each; `among(stages)` then finds the places.
+    Call it before anything is copied.
 
-    >>> import schedir
-    >>> class Stage:  # of an nn.Module nothing is asked but this
-    ...     def __init__(self, **parameters):
-    ...         self.parameters = parameters
-    ...     def named_parameters(self, *, remove_duplicate=True):
-    ...         return iter(self.parameters.items())
-    >>> weight = object()
-    >>> schedir.find_tied_weights([Stage(embedding=weight), Stage(layer=object()),
-    ...     Stage(head=weight)])
-    TiedWeights(weights=(((0, 'embedding'), (2, 'head')),))
+    Args:
+        model: All stages of a model, in order or by number, or a model that is not split.
+
+    Returns:
+        For stages, the locations of each weight that several stages have. `compile` and the
+        executor accept them as `tied_weights`. For a model, the names of each weight.
+        `ModelTies.locate_in_stages` then finds the locations.
+
+    Raises:
+        UsageError: `model` has no `named_parameters`, or stages are missing.
+
+    Example:
+        >>> import schedir
+        >>> class Stage:  # of an nn.Module nothing is asked but this
+        ...     def __init__(self, **parameters):
+        ...         self.parameters = parameters
+        ...     def named_parameters(self, *, remove_duplicate=True):
+        ...         return iter(self.parameters.items())
+        >>> weight = object()
+        >>> schedir.find_tied_weights([Stage(embedding=weight), Stage(layer=object()),
+        ...     Stage(head=weight)])
+        TiedWeights(weights=(((0, 'embedding'), (2, 'head')),))
     """
     if hasattr(model, "named_parameters"):
         found = [
@@ -154,15 +190,14 @@ def find_tied_weights(
             tuple(tuple(name for _, name in places) for places, _ in found),
             tuple(weight for _, weight in found),
         )
-    shared = (
-        dict(reversed(places)) for _, places in _find_shared_weights(_list_stages(model))
-    )  # its first name
+    # `reversed` leaves the first name of a weight that has several names in one stage.
+    shared = (dict(reversed(places)) for _, places in _find_shared_weights(_list_stages(model)))
     return TiedWeights(tuple(tuple(sorted(one.items())) for one in shared if len(one) > 1))
 
 
 def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[ModuleLike]:
-    """All stages, in order."""
-    found: list[Any]
+    """Return all stages, in order. Raises UsageError if one is missing or is not a module."""
+    result: list[Any]
     if isinstance(stages, Mapping):
         if {*stages} != {*range(len(stages))}:
             raise UsageError(
@@ -170,24 +205,24 @@ def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> lis
                 hint="TiedWeights((((0, 'embedding.weight'), (3, 'head.weight')),)) says what "
                 "is tied",
             )
-        found = [stages[s] for s in range(len(stages))]
+        result = [stages[s] for s in range(len(stages))]
     else:
         several = isinstance(stages, Iterable) and not isinstance(stages, str | bytes)
-        found = [*stages] if several else [stages]
-    for stage in found:
+        result = [*stages] if several else [stages]
+    for stage in result:
         if not hasattr(stage, "named_parameters"):
             raise UsageError(
                 "ties are found in a model, or among its stages in order, not in "
                 f"{describe(stage)}",
                 hint="schedir.find_tied_weights(stages)",
             )
-    return found
+    return result
 
 
 def _find_shared_weights(
     modules: Iterable[ModuleLike],
 ) -> list[tuple[Any, list[ParameterLocation]]]:
-    """Every trained weight with its places, in order."""
+    """Return each trained weight with its locations, in order."""
     places: dict[int, tuple[Any, list[ParameterLocation]]] = {}
     for s, module in enumerate(modules):
         for name, p in module.named_parameters(remove_duplicate=False):
@@ -200,9 +235,19 @@ def _find_shared_weights(
 
 
 def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
-    """What `Program.tied` is, from a bool (first and last stage), Ties, or sets of stages.
+    """Return the value of `Program.tied_weights` for any accepted form of ties.
 
-    Raises ShapeError for what is none of these, or names stages that the shape has not.
+    Args:
+        tied: True for a tie of the first and the last stage, False, a `TiedWeights`, or sets of
+            stages.
+        shape: Shape of the pipeline.
+
+    Returns:
+        The sets of stages, in ascending order. With one stage, True means no tie.
+
+    Raises:
+        ShapeError: `tied` has another type, a set has fewer than two stages, or a stage does not
+            exist. A `ModelTies` is refused, because it has no stages.
     """
     if isinstance(tied, bool):
         return ((0, shape.stages - 1),) if tied and shape.stages > 1 else ()
@@ -214,14 +259,14 @@ def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
         )
     sets: Any = tied.stages if isinstance(tied, TiedWeights) else tied
     try:
-        found = {tuple(sorted({index(stage) for stage in one})) for one in sets}
+        result = {tuple(sorted({index(stage) for stage in one})) for one in sets}
     except TypeError:
         raise ShapeError(
             "tied_weights is a bool, schedir.find_tied_weights(stages), or stages like "
             f"((0, 3), (1, 2)), not {tied!r:.60}",
             fields=["tied_weights"],
         ) from None
-    for one in found:
+    for one in result:
         if len(one) < 2:
             raise ShapeError(
                 f"tied_weights are of two stages or more, not {[*one]}", fields=["tied_weights"]
@@ -231,23 +276,48 @@ def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
                 f"stages {format_tied_stages(one)} are tied, but there are {shape.stages} stages",
                 fields=["tied_weights"],
             )
-    return tuple(sorted(found))
+    return tuple(sorted(result))
 
 
 def format_tied_stages(stages: Iterable[int]) -> str:
-    """Stages that share weights, as text has them: `0=3`."""
+    """Return stages that share weights as a text, such as `0=3`.
+
+    Args:
+        stages: The stages of one set.
+
+    Returns:
+        The numbers with `=` between them.
+    """
     return "=".join(map(str, stages))
 
 
 def format_tied_weights(tied: TiedStages, shape: PipelineShape) -> str:
-    """What is tied, as text has it: yes for first and last stage, no, or `0=3,1=2`."""
+    """Return tied weights as a text: yes for the first and the last stage, no, or `0=3,1=2`.
+
+    Args:
+        tied: Sets of stages.
+        shape: Shape of the pipeline.
+
+    Returns:
+        The text.
+    """
     if tied in ((), normalize_tied_stages(True, shape)):
         return "yes" if tied else "no"
     return ",".join(map(format_tied_stages, tied))
 
 
 def parse_tied_weights(text: str) -> TiedStages | bool:
-    """What a text says to be tied: yes, no, or stages like `0=3,1=2`; ValueError for any other."""
+    """Return the ties that a text describes.
+
+    Args:
+        text: yes, no, or stages such as `0=3,1=2`.
+
+    Returns:
+        True or False for yes or no, and else the sets of stages. They are not normalized.
+
+    Raises:
+        ValueError: The text has another form.
+    """
     if text in ("yes", "no"):
         return text == "yes"
     if not re.fullmatch(r"\d{1,5}(=\d{1,5})+(,\d{1,5}(=\d{1,5})+)*", text, re.ASCII):
@@ -266,37 +336,71 @@ TIED_WEIGHTS_TYPE: Final = FieldType(
 
 
 def find_sharing_ranks(stages: Iterable[int], shape: PipelineShape) -> tuple[int, ...]:
-    """The ranks that hold a copy of what these stages share, ascending."""
+    """Return the ranks that have one of some stages.
+
+    Args:
+        stages: Stages that share a weight, or one stage.
+        shape: Shape of the pipeline.
+
+    Returns:
+        The ranks of all replicas of these stages, ascending.
+    """
     return tuple(sorted({int(rank) for s in stages for rank in shape.replica_ranks[:, s]}))
 
 
 def is_tied_across_ranks(stages: tuple[int, ...], shape: PipelineShape) -> bool:
-    """Whether ranks must meet to sum what these stages share: not where each holds all copies."""
+    """Return whether ranks must communicate to sum the gradients of a tied weight.
+
+    Args:
+        stages: Stages that share the weight.
+        shape: Shape of the pipeline.
+
+    Returns:
+        False if each of the ranks has all these stages.
+    """
     return any(
         not {*stages} <= {*shape.stages_on_rank[rank]} for rank in find_sharing_ranks(stages, shape)
     )
 
 
 def find_reduction_groups(tied: TiedStages, shape: PipelineShape) -> list[tuple[int, ...]]:
-    """The ranks that sum gradients with each other, each set of them once.
+    """Return the groups of ranks that sum gradients with each other.
 
-    They are the holders of a stage, where it has several, and those of copies of a tied weight.
+    There is a group for each stage with several replicas, and one for each weight that is tied
+    across ranks.
+
+    Args:
+        tied: Sets of stages that share weights.
+        shape: Shape of the pipeline.
+
+    Returns:
+        The groups, each once.
     """
     stages = range(shape.stages) if shape.placement_rows > 1 else ()
-    apart = [stages for stages in tied if is_tied_across_ranks(stages, shape)]
+    tied_across_ranks = [stages for stages in tied if is_tied_across_ranks(stages, shape)]
     return [
-        *dict.fromkeys(find_sharing_ranks(one, shape) for one in [*([s] for s in stages), *apart])
+        *dict.fromkeys(
+            find_sharing_ranks(one, shape) for one in [*([s] for s in stages), *tied_across_ranks]
+        )
     ]
 
 
 def number_tied_groups(tied: TiedStages, shape: PipelineShape) -> list[int]:
-    """For each rank a number, the same for ranks that one `reduce_tied` brings together.
+    """Return a group number for each rank, for `reduce_tied`.
 
-    Two ranks meet that sum a weight, or that both meet a third.
+    Two ranks are in one group if they sum the gradients of a common weight. Groups with a common
+    rank are merged.
+
+    Args:
+        tied: Sets of stages that share weights.
+        shape: Shape of the pipeline.
+
+    Returns:
+        The smallest rank of each rank's group.
     """
-    party = [*range(shape.ranks)]
+    groups = [*range(shape.ranks)]
     for stages in tied:
         if is_tied_across_ranks(stages, shape):
-            together = {party[rank] for rank in find_sharing_ranks(stages, shape)}
-            party = [min(together) if one in together else one for one in party]
-    return party
+            merged = {groups[rank] for rank in find_sharing_ranks(stages, shape)}
+            groups = [min(merged) if group in merged else group for group in groups]
+    return groups
