@@ -1,1 +1,1 @@
-"""Times of instructions, bytes of values, and a cluster that implies both."""
+"""Times of instructions, bytes of values, and a cluster that gives both."""

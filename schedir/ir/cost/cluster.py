@@ -1,4 +1,4 @@
-"""Cluster: speeds and memory of machines, and the times of messages, reductions and copies."""
+"""Cluster: speeds and memory of machines, and the times of messages, collectives and copies."""
 
 from __future__ import annotations
 
@@ -19,50 +19,66 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.process_mesh import make_process_mesh
 
 Processes = NDArray[np.int64]
-GroupProcesses = int | Sequence[int] | Processes  # a number is that of the first ones
+# The processes of a group.  An integer n means the processes 0 to n - 1.
+GroupProcesses = int | Sequence[int] | Processes
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines that are alike: how many, and what each of their GPUs does in a second.
+    """A number of equal machines, and the speeds and memory of their GPUs.
 
-    `nodes` have `gpus_per_node` each.  Of one GPU are `flops`, floating-point operations per second
-    in the type that trains, and `memory`, in bytes.  In bytes per second are `hbm_bandwidth`, its
-    own memory;
-    `nvlink_bandwidth`, what it sends to GPUs of its node while as much comes in;
-    `network_bandwidth`, the same to other nodes, a GPU's share of its node's; `host_bandwidth` and
-    `disk_bandwidth`, to and from its host's memory, and a disk, where they are told, and
-    `dram_bandwidth`, what the host's processors read and write of its memory for a GPU.
-    `host_memory` is the share of its host's memory that a GPU's process may fill, in bytes.
-    `latency` is what a message takes beside its bytes, in seconds, and
-    `kernel_us` what a kernel takes to be issued, in microseconds.  Say what is reached, not what a
-    data sheet has: nothing is taken off.  Only `peak` is the data sheet's: floating-point
-    operations per second, of which a share of the peak (MFU) is.  `num_sms` are the multiprocessors
-    of a GPU, over which a product's tiles are dealt; where they are not told, its work is divided
-    as finely as one likes.  `itemsize` are the bytes of a number of the type that trains.  Texts
-    have
-    units: "80GB", "300GB/s", "312TFLOP/s", "5us".
+    Processes are numbered node by node: first all processes of node 0, then those of node 1. A
+    group within one node communicates over NVLink. A ring across nodes is as fast as its slowest
+    link. Each node has one outgoing link per member of the group, each with `network_bandwidth`.
 
-    What has no GPUs but `processors`, so many in a node, computes on these: a "GPU" is a process
-    then, which issues what it computes itself, and nothing runs beside that.  Where a node has more
-    processes than processors they share them.  Rates are those of a process while all of its node
-    compute; one that computes alone is `solo_speedup` times as fast.
+    Give the speeds that your programs reach, not those of a data sheet: predictions subtract
+    nothing. Only `peak` is the number of the data sheet. Numbers can be texts with units: "80GB",
+    "300GB/s", "312TFLOP/s", "5us".
 
-    Processes are numbered as they are placed: those of one node side by side, then the next node's.
-    A group of them within a node talks over nvlink.  A ring across nodes is as fast as its slowest
-    link: each node has as many ways out as it has members of the group, each of
-    `network_bandwidth`.
+    A machine without GPUs has `processors` instead. Each "GPU" is then a process that computes on
+    the processors. The same process issues its kernels, so that nothing runs in parallel to its
+    compute. If a node has more processes than processors, they share the processors. All rates are
+    those of a process while all processes of its node compute. A process that computes alone is
+    `solo_speedup` times as fast.
 
-    Raises UsageError for what is no number, not positive, or has another unit.
+    Args:
+        nodes: Number of nodes.
+        gpus_per_node: Number of GPUs of each node.
+        flops: Floating-point operations per second of a GPU, in the type that trains.
+        memory: Memory of a GPU, in bytes.
+        hbm_bandwidth: Bytes per second of a GPU's own memory.
+        nvlink_bandwidth: Bytes per second that a GPU sends to GPUs of its node, while it receives
+            as many.
+        network_bandwidth: Bytes per second that a GPU sends to other nodes, while it receives as
+            many. It is the GPU's share of its node's network.
+        host_bandwidth: Bytes per second between a GPU and the memory of its host. Offload needs it.
+        disk_bandwidth: Bytes per second between the host and its disk, for one GPU. Offload to the
+            disk needs it.
+        dram_bandwidth: Bytes per second that the processors of the host read and write in its
+            memory, for one GPU. The CPU optimizer needs it.
+        latency: Time of a message in addition to that of its bytes, in seconds.
+        kernel_us: Time to issue a kernel, in microseconds.
+        peak: Floating-point operations per second of the data sheet. The model FLOPs utilization
+            (MFU) is a share of it. The default is `flops`.
+        num_sms: Number of multiprocessors of a GPU. The tiles of a matrix product are distributed
+            over them. Without it, the work of a product is assumed to be divisible without limit.
+        itemsize: Bytes of a number of the type that trains.
+        processors: Number of processors of a node without GPUs.
+        host_memory: Share of the host's memory that the process of one GPU may use, in bytes.
 
-    >>> from schedir import Cluster
-    >>> a100 = Cluster(nodes=2, gpus_per_node=8, flops="312TFLOP/s", memory="80GB",
-    ...                hbm_bandwidth="2TB/s", nvlink_bandwidth="300GB/s",
-    ...                network_bandwidth="25GB/s", latency="5us")
-    >>> f"{a100.all_reduce_time(1e9, 8):.6f} {a100.all_reduce_time(1e9, 16):.6f}"
-    '0.005903 0.009525'
-    >>> f"{a100.send_time(1e9, 0, 8):.6f}"
-    '0.040005'
+    Raises:
+        UsageError: A value is not a number, is not positive, or has a wrong unit. There are too
+            many GPUs, or `flops` is more than `peak`.
+
+    Example:
+        >>> from schedir import Cluster
+        >>> a100 = Cluster(nodes=2, gpus_per_node=8, flops="312TFLOP/s", memory="80GB",
+        ...                hbm_bandwidth="2TB/s", nvlink_bandwidth="300GB/s",
+        ...                network_bandwidth="25GB/s", latency="5us")
+        >>> f"{a100.all_reduce_time(1e9, 8):.6f} {a100.all_reduce_time(1e9, 16):.6f}"
+        '0.005903 0.009525'
+        >>> f"{a100.send_time(1e9, 0, 8):.6f}"
+        '0.040005'
     """
 
     nodes: int
@@ -116,27 +132,35 @@ class Cluster:
 
     @property
     def peak_flops(self) -> float:
-        """Floating-point operations per second that nothing exceeds: `peak`, or else `flops`."""
+        """The floating-point operations per second that no GPU exceeds: `peak`, or else `flops`."""
         return self.flops if self.peak is None else self.peak
 
     @property
     def solo_speedup(self) -> float:
-        """By how much a process is faster while no other of its node computes."""
+        """The factor by which a process is faster while the others of its node are idle."""
         if self.processors is None:
             return 1.0
         return max(1.0, self.gpus_per_node / self.processors)
 
     @property
     def gpu_count(self) -> int:
-        """How many there are."""
+        """The number of GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
     # ------------------------------------------------------------ messages and sums
 
     def bandwidth(self, processes: GroupProcesses) -> float:
-        """Bytes per second on the slowest link of a ring of processes; infinite for one alone.
+        """Return the bandwidth of the slowest link of a ring of processes.
 
-        Raises UsageError, as all that takes processes, for those that are none of the cluster's.
+        Args:
+            processes: The processes of the ring, or their number.
+
+        Returns:
+            Bytes per second. It is infinite for one process.
+
+        Raises:
+            UsageError: The group is empty, names a process twice, or has a process that does not
+                exist.
         """
         group = self._require_group(processes)
         if len(group) < 2:
@@ -147,7 +171,7 @@ class Cluster:
         return min(self.nvlink_bandwidth, self.network_bandwidth * int(members.min()))
 
     def _require_group(self, processes: GroupProcesses) -> Processes:
-        """The processes of a group, of which there is one at least, and each once."""
+        """Return the processes of a group. Raises UsageError if the group is invalid."""
         group = np.arange(processes) if isinstance(processes, int) else np.array(processes)
         everyone = range(self.gpu_count)
         if not 0 < sum(process in everyone for process in {*group.tolist()}) == len(group):
@@ -159,66 +183,139 @@ class Cluster:
         return group
 
     def send_time(self, size: float, source: int, target: int) -> float:
-        """Seconds that a message of `size` bytes takes from one process to another.
+        """Return the time of a message between two processes, in seconds.
 
-        latency + size/bandwidth: the cost model of Thakur, Rabenseifner and Gropp, "Optimization
-        of Collective Communication Operations in MPICH" (2005), section 3: alpha + n beta.
+        Args:
+            size: Bytes of the message.
+            source: Process that sends.
+            target: Process that receives.
+
+        Returns:
+            latency + size/bandwidth. It is 0 for a message to the same process and for 0 bytes.
+
+        Raises:
+            UsageError: A process does not exist, or `size` is negative or not finite.
+
+        References:
+            Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+            MPICH" (2005), section 3: alpha + n beta.
         """
         return _message_time(size, self.latency, self.bandwidth([*{source, target}]))
 
     def all_gather_time(self, size: float, processes: GroupProcesses) -> float:
-        """Seconds until each of g processes has all of `size` bytes, of which it had a part.
+        """Return the time of an all-gather over a ring, in seconds.
 
-        (g-1) latency + (g-1)/g size/bandwidth: by a ring, as Thakur et al. (2005), section 4.1:
-        (p-1) alpha + (p-1)/p n beta.
+        Args:
+            size: Bytes of the gathered tensor. Each of the g processes contributes 1/g of it.
+            processes: The processes of the group, or their number.
+
+        Returns:
+            (g-1) latency + (g-1)/g size/bandwidth.
+
+        Raises:
+            UsageError: See `bandwidth` and `send_time`.
+
+        References:
+            Thakur et al. (2005), section 4.1: (p-1) alpha + (p-1)/p n beta.
         """
         group = len(self._require_group(processes))
         return (group - 1) * _message_time(size / group, self.latency, self.bandwidth(processes))
 
     def reduce_scatter_time(self, size: float, processes: GroupProcesses) -> float:
-        """Seconds until each of g processes has its part of the sum of `size` bytes of each.
+        """Return the time of a reduce-scatter over a ring, in seconds.
 
-        As long as an all-gather, whose messages go the other way: Patarasuk and Yuan, "Bandwidth
-        optimal all-reduce algorithms for clusters of workstations" (2009), section 3.  To add is
+        It takes the time of an all-gather, with its messages in the other direction. Additions are
         free.
+
+        Args:
+            size: Bytes of the tensor that each process contributes.
+            processes: The processes of the group, or their number.
+
+        Returns:
+            The time until each process has its part of the sum.
+
+        Raises:
+            UsageError: See `bandwidth` and `send_time`.
+
+        References:
+            Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+            workstations" (2009), section 3.
         """
         return self.all_gather_time(size, processes)
 
     def all_reduce_time(self, size: float, processes: GroupProcesses) -> float:
-        """Seconds until each of g processes has the sum of `size` bytes of each.
+        """Return the time of an all-reduce over a ring, in seconds.
 
-        2(g-1) latency + 2(g-1)/g size/bandwidth: a reduce-scatter and an all-gather (Patarasuk and
-        Yuan 2009, section 3; arXiv 1910.02054, section 7.1).
+        It is a reduce-scatter followed by an all-gather.
+
+        Args:
+            size: Bytes of the tensor that each process contributes.
+            processes: The processes of the group, or their number.
+
+        Returns:
+            2(g-1) latency + 2(g-1)/g size/bandwidth for g processes.
+
+        Raises:
+            UsageError: See `bandwidth` and `send_time`.
+
+        References:
+            Patarasuk and Yuan (2009), section 3; arXiv 1910.02054, section 7.1.
         """
         return self.reduce_scatter_time(size, processes) + self.all_gather_time(size, processes)
 
     def small_all_reduce_time(self, size: float, processes: GroupProcesses) -> float:
-        """The same of so few bytes that latency decides: by doubling, ceil(log2 g) messages.
+        """Return the time of an all-reduce of a few bytes by recursive doubling, in seconds.
 
-        ceil(log2 g) (latency + size/bandwidth): Thakur et al. (2005), section 4.4: lg p (alpha + n
-        beta).
+        Use it for tensors whose time is dominated by the latency.
+
+        Args:
+            size: Bytes of the tensor that each process contributes.
+            processes: The processes of the group, or their number.
+
+        Returns:
+            ceil(log2 g) (latency + size/bandwidth) for g processes.
+
+        Raises:
+            UsageError: See `bandwidth` and `send_time`.
+
+        References:
+            Thakur et al. (2005), section 4.4: lg p (alpha + n beta).
         """
         steps = ceil(log2(len(self._require_group(processes))))
         return steps * _message_time(size, self.latency, self.bandwidth(processes))
 
     def all_to_all_time(self, size: float, processes: GroupProcesses) -> float:
-        """Seconds until each of g processes has sent `size` bytes, 1/g of them to each.
+        """Return the time of an all-to-all by pairwise exchange, in seconds.
 
-        (g-1) latency, and the bytes to other nodes over the process's own share of the network or
-        those within its node over nvlink, whichever takes longer: pairwise exchange, Thakur et al.
-        (2005), section 4.3, with its two kinds of links side by side.
+        Messages within the node and to other nodes use separate links at the same time. The slower
+        of the two decides. Each process uses its own share of the network.
 
-        >>> from schedir import Cluster
-        >>> c = Cluster(2, 2, flops=1e12, memory="80GB", hbm_bandwidth="1TB/s",
-        ...             nvlink_bandwidth="100GB/s", network_bandwidth="10GB/s")
-        >>> f"{c.all_to_all_time(4e9, 2):.2f} {c.all_to_all_time(4e9, 4):.2f}"
-        '0.02 0.20'
+        Args:
+            size: Bytes that each of g processes sends, 1/g of them to each process.
+            processes: The processes of the group, or their number.
+
+        Returns:
+            (g-1) latency, and the longer of the two transfer times. It is 0 for one process.
+
+        Raises:
+            UsageError: See `bandwidth` and `send_time`.
+
+        References:
+            Thakur et al. (2005), section 4.3.
+
+        Example:
+            >>> from schedir import Cluster
+            >>> c = Cluster(2, 2, flops=1e12, memory="80GB", hbm_bandwidth="1TB/s",
+            ...             nvlink_bandwidth="100GB/s", network_bandwidth="10GB/s")
+            >>> f"{c.all_to_all_time(4e9, 2):.2f} {c.all_to_all_time(4e9, 4):.2f}"
+            '0.02 0.20'
         """
         group = self._require_group(processes)
         if len(group) < 2:
             return 0.0
         _, members = np.unique(group // self.gpus_per_node, return_counts=True)
-        inside, own = int(members.max()) - 1, int(members.min())  # the worst of each
+        # The worst process within a node, and the worst one with regard to other nodes.
+        inside, own = int(members.max()) - 1, int(members.min())
         part = _message_time(size / len(group), 0.0, 1.0)
         carried = max(
             part * inside / self.nvlink_bandwidth,
@@ -229,11 +326,20 @@ class Cluster:
     # ------------------------------------------------------------ one GPU
 
     def gemm_time(self, m: int, n: int, k: int, *, itemsize: int | None = None) -> float:
-        """Seconds that (m, k) x (k, n) takes, of numbers of `itemsize` bytes, the cluster's own
-        unless told.
+        """Return the time of the matrix product (m, k) x (k, n), in seconds.
 
-        max(2mnk/flops, itemsize (mk + kn + mn)/hbm): the roofline (Williams, Waterman and Patterson
-        2009); no less than a kernel takes to be issued.
+        Args:
+            m: Rows of the first matrix.
+            n: Columns of the second matrix.
+            k: Columns of the first matrix, and rows of the second.
+            itemsize: Bytes of a number. The default is the cluster's.
+
+        Returns:
+            max(2mnk/flops, itemsize (mk + kn + mn)/hbm_bandwidth), and at least the time to issue a
+            kernel.
+
+        References:
+            The roofline model: Williams, Waterman and Patterson (2009).
         """
         return max(
             2.0 * m * n * k / self.flops,
@@ -242,18 +348,48 @@ class Cluster:
         )
 
     def elementwise_time(self, size: float) -> float:
-        """Seconds that a kernel takes which reads and writes `size` bytes in all, and computes next
-        to nothing: size/hbm, the flat roof of Williams et al. (2009); no less than a kernel takes
-        to be issued."""
+        """Return the time of a memory-bound kernel, in seconds.
+
+        Args:
+            size: Bytes that the kernel reads and writes.
+
+        Returns:
+            size/hbm_bandwidth, and at least the time to issue a kernel.
+
+        References:
+            The memory bound of the roofline model: Williams, Waterman and Patterson (2009).
+        """
         return max(size / self.hbm_bandwidth, self.kernel_us / 1e6)
 
     def host_transfer_time(self, size: float) -> float:
-        """Seconds that `size` bytes take to or from the host's memory: latency + size/host, as
-        data/bandwidth in arXiv 2104.07857, section 4.  Raises UsageError where none is told."""
+        """Return the time of a copy between a GPU and the memory of its host, in seconds.
+
+        Args:
+            size: Bytes of the copy.
+
+        Returns:
+            latency + size/host_bandwidth.
+
+        Raises:
+            UsageError: The cluster has no `host_bandwidth`, or `size` is negative or not finite.
+
+        References:
+            arXiv 2104.07857, section 4: data/bandwidth.
+        """
         return self._transfer_time(size, "host")
 
     def disk_transfer_time(self, size: float) -> float:
-        """The same to or from the disk."""
+        """Return the time of a copy between the host and its disk, in seconds.
+
+        Args:
+            size: Bytes of the copy.
+
+        Returns:
+            latency + size/disk_bandwidth.
+
+        Raises:
+            UsageError: The cluster has no `disk_bandwidth`, or `size` is negative or not finite.
+        """
         return self._transfer_time(size, "disk")
 
     def _transfer_time(self, size: float, link: str) -> float:
@@ -285,61 +421,82 @@ class Cluster:
         recomputed: Collection[tuple[int, int]] = (),
         mesh: Processes | None = None,
     ) -> Costs:
-        """Costs in seconds: those that are told stay, and these are filled, unless told:
+        """Return costs in seconds, in which missing costs are computed from bytes and links.
 
-        - `send_time`: a message of an activation, or of a gradient,
-        of which each slice is sent by its
-          own process where tp > 1; `tp_scatter` cuts these, and `tp_gather` makes them whole.  Here
-          an activation is whole, also of a sharded boundary: tp times its `Sizes`.  A stage that
-          sends both ways has one cost, that of the longer message.
-        - `reduce_grads`: a ring over replicas, as a whole.  Executors begin it under the last
-          backward, so that what is left of it at its turn is less.  `reduce_replicated_stages`: a
-          ring over the ranks that hold a stage.
-        - With `zero` from 1 on, in its place: `reduce_scatter_time`,
-        a ring for the stage's `grads`,
-          and `unshard`, an all-gather of its `params`, both over replicas, by the slowest link of
-          their ring: each is half of what an all-reduce of as many bytes takes.
-        - `reduce_norm`: 8 bytes over all processes of a replica.
-        - `step`: `params` and `optimizer` read and written, `grads` read,
-        at `hbm_bandwidth`; 1/dp of it with
-          `zero` from 1 on.
-        - With `checkpoint_snapshots`: `snapshot`, the replica's part of a stage's `params` and
-          `optimizer`, to the host (`host_transfer_time`).
-        - With `optimizer_placement` "host": `reload_state` and `offload_state`, the replica's part
-          of a stage's `optimizer` (`host_transfer_time`), and `stage_step`, of each stage what
-          `step` else is of all; `step` then takes nothing.  With "disk" also `read_state_from_disk`
-          and
-          `write_state_to_disk`, the same part (`disk_transfer_time`).
-        - With `optimizer_placement` "cpu_step": `offload_grads` and `reload_weights`, the replica's
-          part of a stage's `grads` and `params` (`host_transfer_time`), and `host_step`, what
-          `step` else reads and writes of the stage, at `dram_bandwidth`.  An optimizer without
-          copies of its own of 16-bit weights moves the weights with the gradients, too; that is not
-          in it.
-        - With `offload`: `offload` and `reload`, what is `saved` of a microbatch, or of one that is
-          `recomputed`, by (stage, microbatch), its `checkpoint` (`host_transfer_time`).  With
-          `offload_to_disk`: `offload_to_disk` and `reload_from_disk`, the same to the disk and back
-          (`disk_transfer_time`).
-        - `I` and `W` where only B is told: half of it each.
+        Costs that are given in `costs` stay unchanged. These are filled if they are missing:
 
-        F, and B or I and W, are for who knows the model to tell, in seconds.  Bytes are those of
-        `sizes`: `activation`, and of one process `params`, `grads` and `optimizer`.  `reduce_tied`
-        and what skips cost more than other messages is not known, and stays as it is.
+        - `send`: a message with an activation or a gradient. With tp > 1, each process of the
+          tensor-parallel group sends its part. If a stage sends in both directions, the cost is
+          that of the longer message. `tp_scatter` cuts an activation into parts, and `tp_gather`
+          gathers it. The bytes of an activation are those of the unsharded tensor. For a sharded
+          boundary, give tp times the rank's own bytes in `sizes`.
+        - `reduce_grads`: an all-reduce over the replicas, as a ring. Executors start it during the
+          last backward, so that the remaining time at its position is shorter.
+        - `reduce_replicated_stages`: an all-reduce over the ranks that have a replica of the stage.
+        - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a ring for the stage's
+          `grads`, and `unshard`, an all-gather of its `params`. Both run over the replicas, at the
+          slowest link of their ring. Each takes half the time of an all-reduce of the same bytes.
+        - `reduce_norm`: an all-reduce of 8 bytes over all processes of a replica.
+        - `step`: it reads and writes `params` and `optimizer`, and reads `grads`, at
+          `hbm_bandwidth`. With `zero` from 1 on, it moves 1/dp of these bytes.
+        - With `checkpoint_snapshots`: `snapshot`, a copy of the replica's part of a stage's
+          `params` and `optimizer` to the host (`host_transfer_time`).
+        - With `optimizer_placement` "host" or "disk": `reload_state` and `offload_state`, copies of
+          the replica's part of a stage's `optimizer` (`host_transfer_time`). `stage_step` is then
+          the time of the step of each stage, and `step` is 0.
+        - With `optimizer_placement` "disk": also `read_state_from_disk` and `write_state_to_disk`,
+          copies of the same part (`disk_transfer_time`).
+        - With `optimizer_placement` "cpu_step": `offload_grads` and `reload_weights`, copies of the
+          replica's part of a stage's `grads` and `params` (`host_transfer_time`). `host_step` is
+          the time of the step of each stage at `dram_bandwidth`, and `step` is 0. An optimizer
+          without its own copies of 16-bit weights also moves the weights with the gradients. These
+          bytes are not included.
+        - With `offload`: `offload` and `reload`, copies of the `saved` bytes of a microbatch
+          (`host_transfer_time`). A microbatch that is `recomputed` has its `checkpoint` bytes
+          instead.
+        - With `offload_to_disk`: `offload_to_disk` and `reload_from_disk`, copies of the same bytes
+          to the disk and back (`disk_transfer_time`).
+        - `I` and `W`: half of B each, if only B is given.
 
-        Process (d, r, t), of replica d, rank r and slice t, is number (d ranks + r) tp + t, or what
-        a `mesh` of shape (dp, ranks, tp) says.
+        You must give F, and either B or both I and W, in seconds. A cluster cannot derive them
+        without the model. It also cannot derive `reduce_tied` and the extra cost of skip
+        connections; they stay unchanged.
 
-        Raises UsageError where shape.ranks x tp x dp is not the number of GPUs, and for sizes that
-        are needed and not told; CostsError where F, or backwards, are not told.
+        Args:
+            shape: Shape of the pipeline.
+            sizes: Bytes of values: `activation`, and `params`, `grads` and `optimizer` of one
+                process.
+            costs: The costs that are given, in seconds.
+            tp: Size of the tensor-parallel groups.
+            dp: Number of data-parallel replicas.
+            zero: ZeRO level, 0 to 3.
+            checkpoint_snapshots: If True, programs copy snapshots to the host.
+            optimizer_placement: Place of the optimizer state: "device", "host", "disk" or
+                "cpu_step".
+            offload: If True, activations are offloaded to the host.
+            offload_to_disk: If True, activations are offloaded to the disk.
+            recomputed: Pairs of (stage, microbatch) whose forward saves only its inputs.
+            mesh: The number of each process, shape (dp, ranks, tp). By default process (d, r, t) of
+                replica d, rank r and tensor-parallel rank t has the number (d ranks + r) tp + t.
 
-        >>> from schedir import Cluster, Costs, PipelineShape, Sizes
-        >>> node = Cluster(nodes=1, gpus_per_node=4, flops="312TFLOP/s", memory="80GB",
-        ...                hbm_bandwidth="2TB/s", nvlink_bandwidth="300GB/s",
-        ...                network_bandwidth="25GB/s", latency="10us")
-        >>> sizes = Sizes(activation=3e6, params=2e9, grads=2e9, optimizer=12e9)
-        >>> compute = Costs(F=0.01, I=0.01, W=0.01)
-        >>> costs = node.fill_costs(PipelineShape(4, 8), sizes, compute)
-        >>> costs.send, costs.step
-        (2e-05, 0.015)
+        Returns:
+            The costs. A cost is one number, one per stage, or one per stage and microbatch.
+
+        Raises:
+            UsageError: shape.ranks x tp x dp is not the number of GPUs, `mesh` has another shape,
+                or a size or a bandwidth that is needed is missing.
+            CostsError: F or the backwards are missing.
+
+        Example:
+            >>> from schedir import Cluster, Costs, PipelineShape, Sizes
+            >>> node = Cluster(nodes=1, gpus_per_node=4, flops="312TFLOP/s", memory="80GB",
+            ...                hbm_bandwidth="2TB/s", nvlink_bandwidth="300GB/s",
+            ...                network_bandwidth="25GB/s", latency="10us")
+            >>> sizes = Sizes(activation=3e6, params=2e9, grads=2e9, optimizer=12e9)
+            >>> compute = Costs(F=0.01, I=0.01, W=0.01)
+            >>> costs = node.fill_costs(PipelineShape(4, 8), sizes, compute)
+            >>> costs.send, costs.step
+            (2e-05, 0.015)
         """
         costs = Costs() if costs is None else costs
         sizes = Sizes() if sizes is None else sizes
@@ -360,7 +517,7 @@ class Cluster:
                 f"{mesh.shape}",
                 fields=["mesh"],
             )
-        found = fill_cluster_costs(
+        filled = fill_cluster_costs(
             self,
             shape,
             sizes,
@@ -370,10 +527,10 @@ class Cluster:
             checkpoint_snapshots=checkpoint_snapshots,
             optimizer_placement=optimizer_placement,
         )
-        for there, asked in (("host", offload), ("disk", offload_to_disk)):
-            if asked:
-                found = fill_offload_costs(self, shape, sizes, found, there, recomputed)
-        return found
+        for tier, enabled in (("host", offload), ("disk", offload_to_disk)):
+            if enabled:
+                filled = fill_offload_costs(self, shape, sizes, filled, tier, recomputed)
+        return filled
 
 
 def _message_time(size: float, latency: float, bandwidth: float) -> float:

@@ -29,13 +29,13 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 
 Floats = NDArray[np.float64]
-# What moves and sums a stage's weights and gradients; and what of that a program does not have,
-# without and with parts on replicas.
+# The collectives that move or sum the weights and gradients of a stage, by the name of the cost.
+# `_UNUSED_COLLECTIVES[zero > 0]` has those that programs at this ZeRO level do not have.
 _RING_BY_COST: Final = {
     row.cost: row.ring for row in INSTRUCTIONS if row.ring is not None and row.ring.size
 }
 _UNUSED_COLLECTIVES: Final = ({"reduce_scatter", "unshard"}, {"reduce_grads"})
-# Messages between neighbours; a message along a skip has no link here.
+# Costs of messages between neighbours.  The cluster does not price messages along skips.
 _MESSAGE_COSTS: Final = {
     row.cost
     for row in INSTRUCTIONS
@@ -47,38 +47,59 @@ _TRAFFIC_BY_COST: Final = {
 }
 _EXAMPLE_SIZES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
 Processes = NDArray[np.int64]
-GroupFunction = Callable[[Processes], Processes]  # by holders, a row for each group
+# Returns the groups of processes, one row each, for the ranks that have replicas of a stage.
+GroupFunction = Callable[[Processes], Processes]
 
 
 class ClusterPrices(Protocol):
-    """What is asked of a Cluster; its fields say what they are."""
+    """The part of `Cluster` that this module uses. See the fields of `Cluster`."""
 
     @property
-    def gpus_per_node(self) -> int: ...
+    def gpus_per_node(self) -> int:
+        """See `Cluster`."""
+        ...
+
     @property
-    def hbm_bandwidth(self) -> float: ...
+    def hbm_bandwidth(self) -> float:
+        """See `Cluster`."""
+        ...
+
     @property
-    def nvlink_bandwidth(self) -> float: ...
+    def nvlink_bandwidth(self) -> float:
+        """See `Cluster`."""
+        ...
+
     @property
-    def network_bandwidth(self) -> float: ...
+    def network_bandwidth(self) -> float:
+        """See `Cluster`."""
+        ...
+
     @property
-    def dram_bandwidth(self) -> float | None: ...
+    def dram_bandwidth(self) -> float | None:
+        """See `Cluster`."""
+        ...
+
     @property
-    def latency(self) -> float: ...
+    def latency(self) -> float:
+        """See `Cluster`."""
+        ...
+
     @property
-    def kernel_us(self) -> float: ...
+    def kernel_us(self) -> float:
+        """See `Cluster`."""
+        ...
 
     def bandwidth(self, processes: Processes) -> float:
-        """On the slowest link of a ring."""
+        """See `Cluster.bandwidth`."""
 
     def host_transfer_time(self, size: float) -> float:
-        """To the host's memory."""
+        """See `Cluster.host_transfer_time`."""
 
     def disk_transfer_time(self, size: float) -> float:
-        """To a disk."""
+        """See `Cluster.disk_transfer_time`."""
 
     def small_all_reduce_time(self, size: float, processes: Processes) -> float:
-        """Of so few bytes that latency decides."""
+        """See `Cluster.small_all_reduce_time`."""
 
 
 def fill_cluster_costs(
@@ -92,8 +113,26 @@ def fill_cluster_costs(
     checkpoint_snapshots: bool,
     optimizer_placement: str,
 ) -> Costs:
-    """Costs with those that nobody tells filled, as `Cluster.costs` says."""
-    found = _split_backward_cost(costs)
+    """Return costs in which the missing ones are filled, except those of activation offload.
+
+    Args:
+        cluster: The cluster.
+        shape: See `Cluster.fill_costs`.
+        sizes: See `Cluster.fill_costs`.
+        costs: See `Cluster.fill_costs`.
+        mesh: See `Cluster.fill_costs`.
+        zero: See `Cluster.fill_costs`.
+        checkpoint_snapshots: See `Cluster.fill_costs`.
+        optimizer_placement: See `Cluster.fill_costs`.
+
+    Returns:
+        The costs, in seconds.
+
+    Raises:
+        UsageError: A size or a bandwidth that is needed is missing.
+        CostsError: F or the backwards are missing.
+    """
+    filled = _split_backward_cost(costs)
     filler = _CostFiller(cluster, shape, sizes, mesh, zero)
     traits = {
         "checkpoint_snapshots": checkpoint_snapshots,
@@ -102,8 +141,8 @@ def fill_cluster_costs(
     for name, fill in filler.get_cost_functions(traits).items():
         if name not in costs.specified:
             each = fill()
-            found[name] = from_grid(each[:1] if (each == each[:1]).all() else each)
-    return replace(costs, **found)
+            filled[name] = from_grid(each[:1] if (each == each[:1]).all() else each)
+    return replace(costs, **filled)
 
 
 def fill_offload_costs(
@@ -114,8 +153,22 @@ def fill_offload_costs(
     tier: str,
     recomputed: Collection[tuple[int, int]],
 ) -> Costs:
-    """Costs with those filled that nobody tells of what moves what forwards saved to the host, or
-    from there to the disk, and back; of what is recomputed that is its checkpoint."""
+    """Return costs in which the missing ones of activation offload to one tier are filled.
+
+    Args:
+        cluster: The cluster.
+        shape: Shape of the pipeline.
+        sizes: Bytes of values. `saved` is moved, or `checkpoint` if a forward is recomputed.
+        costs: The costs that are given, in seconds.
+        tier: "host" for the copies between device and host, "disk" for those between host and disk.
+        recomputed: Pairs of (stage, microbatch) whose forward saves only its inputs.
+
+    Returns:
+        The costs, in seconds.
+
+    Raises:
+        UsageError: `saved`, or the bandwidth of the tier, is missing.
+    """
     both, transfer = {
         "host": (("offload", "reload"), cluster.host_transfer_time),
         "disk": (("offload_to_disk", "reload_from_disk"), cluster.disk_transfer_time),
@@ -139,21 +192,21 @@ def fill_offload_costs(
 
 
 def _split_backward_cost(costs: Costs) -> dict[str, Cost]:
-    """I and W where only B is told.  Raises CostsError where backwards, or F, are not told."""
-    told = costs.specified
-    halves = [name for name in ("I", "W") if name in told]
-    if "F" not in told or not ("B" in told or len(halves) == 2):
+    """Return I and W as halves of B if only B is given. Raises CostsError if costs are missing."""
+    specified = costs.specified
+    halves = [name for name in ("I", "W") if name in specified]
+    if "F" not in specified or not ("B" in specified or len(halves) == 2):
         raise CostsError(
             "a cluster fills costs in seconds, and nobody tells those of F, and of B or I and W",
             hint="F=0.012,B=0.024",
         )
     if len(halves) == 1:
         raise CostsError(f"of I and W only {halves[0]} is told beside B", hint="I=0.014,W=0.01")
-    return {} if halves else dict.fromkeys(("I", "W"), from_grid(to_grid(told["B"]) / 2))
+    return {} if halves else dict.fromkeys(("I", "W"), from_grid(to_grid(specified["B"]) / 2))
 
 
 class _CostFiller:
-    """What a cluster makes costs of a shape, by bytes; each as `to_grid` has numbers."""
+    """Computes the costs of a shape on a cluster. Each cost has the form that `to_grid` returns."""
 
     def __init__(
         self, cluster: ClusterPrices, shape: PipelineShape, sizes: Sizes, mesh: Processes, zero: int
@@ -165,7 +218,15 @@ class _CostFiller:
     def get_cost_functions(
         self, attributes: Mapping[str, object]
     ) -> dict[str, Callable[[], Floats]]:
-        """Return a function for each cost of programs with these traits, by the cost's name."""
+        """Return the function that computes each cost of programs with these attributes, by name.
+
+        Args:
+            attributes: The attributes `checkpoint_snapshots` and `optimizer_placement` of the
+                programs.
+
+        Returns:
+            The functions. A cost that programs do not have is left out.
+        """
         rings = [cost for cost in _RING_BY_COST if cost not in _UNUSED_COLLECTIVES[self.zero > 0]]
         moved = [
             cost
@@ -178,7 +239,7 @@ class _CostFiller:
         ]
         by_stage = (
             attributes["optimizer_placement"] != "device"
-        )  # then OptimizerStep itself takes no time
+        )  # Each stage then has its own step, and OptimizerStep takes no time.
         return {
             "send": self.compute_send,
             **{cost: partial(self.compute_message, cost) for cost in _MESSAGE_COSTS},
@@ -192,7 +253,11 @@ class _CostFiller:
     # ------------------------------------------------------------ messages
 
     def compute_send(self) -> Floats:
-        """The longer of the messages that a stage sends, each by the slowest of its links."""
+        """Return the time of the longer message of each stage, over the slowest of its links.
+
+        Returns:
+            Seconds, shape (stages, microbatches) or (stages, 1).
+        """
         act, grad = self._find_sent_bytes("send")
         act, grad = (
             self._compute_messages(x / self.tp, self._find_link_bandwidths()) for x in (act, grad)
@@ -200,19 +265,28 @@ class _CostFiller:
         return np.maximum(act, _shift_to_next_stage(grad))
 
     def compute_message(self, cost: str) -> Floats:
-        """The longest message of the values that have this cost. Values are sent whole."""
-        found = []
+        """Return the time of the longest message that has this cost. Values are sent unsharded.
+
+        Args:
+            cost: Name of the cost.
+
+        Returns:
+            Seconds, shape (stages, microbatches) or (stages, 1).
+        """
+        messages = []
         for row in INSTRUCTIONS:
             if row.cost == cost and row.peer is not None:
                 each = self.sizes.per_microbatch(VALUES[row.needs[0]].size, self.shape)
                 seconds = self._compute_messages(
                     each * self._is_sent_onward[:, None], self._find_link_bandwidths()
                 )
-                found.append(seconds if row.peer.is_downstream else _shift_to_next_stage(seconds))
-        return reduce(np.maximum, found)
+                messages.append(
+                    seconds if row.peer.is_downstream else _shift_to_next_stage(seconds)
+                )
+        return reduce(np.maximum, messages)
 
     def _find_link_bandwidths(self) -> Floats:
-        """The bandwidth between each stage and the next, of the slowest of its links."""
+        """Return the bandwidth of the slowest link from each stage to the next, shape (stages,)."""
         nodes, links = self.mesh // self.cluster.gpus_per_node, np.full(self.shape.stages, inf)
         within, between = (
             self.cluster.nvlink_bandwidth,
@@ -225,7 +299,14 @@ class _CostFiller:
         return links
 
     def compute_gather(self, cost: str) -> Floats:
-        """An all-gather of what a stage receives."""
+        """Return the time of the all-gather of the values that a stage receives.
+
+        Args:
+            cost: Name of the cost.
+
+        Returns:
+            Seconds, shape (stages, microbatches), (stages, 1) or (1, 1).
+        """
         if self.tp == 1:
             return np.zeros((1, 1))
         links = self._find_slowest_bandwidth(
@@ -236,12 +317,13 @@ class _CostFiller:
         )
 
     def _find_changed_bytes(self, cost: str) -> Floats:
-        """Bytes of each stage's value that instructions with a cost change; of several the largest.
+        """Return the bytes of each stage's value whose form the instructions of a cost change.
 
-        `Sizes` has the bytes at the earlier of the two stages.
+        The largest of several values counts. `Sizes` has the bytes of a boundary at its earlier
+        stage.
         """
         act, grad = self._find_sent_bytes(cost)
-        found = [
+        sizes = [
             each if across.is_downstream else _shift_to_next_stage(each)
             for row in INSTRUCTIONS
             if row.cost == cost
@@ -249,10 +331,10 @@ class _CostFiller:
             if (across := VALUES[token].peer) is not None
             for each in [grad if token in TRAINING_VALUES else act]
         ]
-        return reduce(np.maximum, found)  # shapes (stages, microbatches) and (stages, 1)
+        return reduce(np.maximum, sizes)  # Shapes can be (stages, microbatches) and (stages, 1).
 
     def _find_sent_bytes(self, cost: str) -> tuple[Floats, Floats]:
-        """Bytes of each stage's activation and its gradient, where they leave a rank, else 0."""
+        """Return the bytes of each stage's activation and gradient, or 0 if they are not sent."""
         act, grad = (
             self.sizes.per_microbatch(name, self.shape) for name in ("activation", "gradient")
         )
@@ -262,21 +344,28 @@ class _CostFiller:
 
     @property
     def _is_sent_onward(self) -> NDArray[np.bool_]:
-        """Of which stages the activation goes to another rank."""
+        """Return a mask of the stages whose activation goes to another rank."""
         holders = self.shape.replica_ranks
         return np.append((holders[:, 1:] != holders[:, :-1]).any(0), False)
 
     def _compute_messages(self, size: Floats, links: Floats) -> Floats:
-        """Seconds of a message of each stage."""
+        """Return the seconds of one message of each stage. A message of 0 bytes takes no time."""
         return np.where(size > 0, self.cluster.latency + size / links[:, None], 0.0)
 
     # ------------------------------------------------------------ once a step
 
     def compute_ring(self, cost: str) -> Floats:
-        """A stage's weights or gradients around a ring of its replicas, or of its holders."""
+        """Return the time of a collective on the weights or gradients of a stage.
+
+        Args:
+            cost: Name of the cost.
+
+        Returns:
+            Seconds, shape (stages, 1), or (1, 1) if there is only one member.
+        """
         ring, rows = _RING_BY_COST[cost], self.shape.placement_rows
         members = {"tp": self.tp, "dp": self.dp, "stage_replicas": rows}[ring.members]
-        # With ZeRO each holder has the part of its replica.
+        # With ZeRO, each rank reduces only the part of the gradient that its replica has.
         parts = self.dp if ring.members == "stage_replicas" and self.zero else 1
         if members == 1:
             return np.zeros((1, 1))
@@ -297,25 +386,36 @@ class _CostFiller:
         return ring.rounds * (members - 1) * message
 
     def _find_slowest_bandwidth(self, groups: GroupFunction) -> Floats:
-        """The bandwidth of each stage's slowest group of processes, by its holders."""
-        known: dict[tuple[int, ...], float] = {}
+        """Return the bandwidth of the slowest group of processes of each stage, shape (stages,)."""
+        bandwidths: dict[tuple[int, ...], float] = {}
         for holders in map(tuple, self.shape.replica_ranks.T.tolist()):
-            if holders not in known:
+            if holders not in bandwidths:
                 each = groups(np.array(holders))
                 nodes = each // self.cluster.gpus_per_node
                 _, unlike = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
-                known[holders] = min(map(self.cluster.bandwidth, each[unlike]))
+                bandwidths[holders] = min(map(self.cluster.bandwidth, each[unlike]))
         return np.array(
-            [known[holders] for holders in map(tuple, self.shape.replica_ranks.T.tolist())]
+            [bandwidths[holders] for holders in map(tuple, self.shape.replica_ranks.T.tolist())]
         )
 
     def compute_reduce_norm(self) -> Floats:
-        """One number in float64 over all processes of a replica."""
+        """Return the time of an all-reduce of one float64 number over all processes of a replica.
+
+        Returns:
+            Seconds of the slowest replica, shape (1, 1).
+        """
         each = [self.cluster.small_all_reduce_time(8, replica.reshape(-1)) for replica in self.mesh]
         return np.full((1, 1), max(each))
 
     def compute_traffic(self, cost: str) -> Floats:
-        """The seconds of an instruction that copies, reads or writes memory."""
+        """Return the time of an instruction that copies, reads or writes memory.
+
+        Args:
+            cost: Name of the cost.
+
+        Returns:
+            Seconds, shape (stages, microbatches) or (stages, 1).
+        """
         traffic = _TRAFFIC_BY_COST[cost]
         if not traffic.sizes:
             return self._compute_form_change(cost, traffic.moves_per_byte)
@@ -332,11 +432,11 @@ class _CostFiller:
         return np.array([[transfer[traffic.link](size)] for size in each.tolist()])
 
     def _has_sizes(self, traffic: Traffic) -> bool:
-        """Return whether all sizes of `compute_traffic` are given."""
+        """Return whether all sizes that this traffic needs are given."""
         return all(self.sizes.for_stages(name, self.shape.stages).any() for name in traffic.sizes)
 
     def _compute_form_change(self, cost: str, times: float) -> Floats:
-        """The seconds in which a GPU changes the form of a value in its memory."""
+        """Return the seconds in which a GPU changes the form of a value in its memory."""
         split = any(row.op in TP_SPLIT_OPS for row in INSTRUCTIONS if row.cost == cost)
         if split and self.tp == 1:
             return np.zeros((1, 1))
@@ -345,9 +445,10 @@ class _CostFiller:
         return np.where(size > 0, each, 0.0)
 
     def _sum_sizes(self, cost: str, names: Collection[str]) -> Floats:
-        """The sum of some sizes of each stage, shape (stages,)."""
+        """Return the sum of some sizes of each stage, shape (stages,)."""
         each = {name: self.sizes.for_stages(name, self.shape.stages) for name in names}
-        needed = {*names} - {"optimizer"} or {*names}  # some optimizers have no state
+        # Some optimizers have no state, so a size of 0 is valid for it.
+        needed = {*names} - {"optimizer"} or {*names}
         if not all(each[name].any() for name in needed):
             raise _make_missing_size_error(
                 cost, ",".join(f"{name}={_EXAMPLE_SIZES[name]}" for name in each)
@@ -355,7 +456,7 @@ class _CostFiller:
         return _sum_named_sizes(each, names)
 
     def _require_dram_bandwidth(self, cost: str) -> float:
-        """Bytes per second of the host's memory."""
+        """Return the bandwidth of the host's memory. Raises UsageError if it is missing."""
         if self.cluster.dram_bandwidth is None:
             raise UsageError(
                 "cluster: dram_bandwidth is missing: the bytes per second that the host's "
@@ -366,29 +467,44 @@ class _CostFiller:
         return self.cluster.dram_bandwidth
 
     def compute_step(self) -> Floats:
-        """The k-th number is rank k's."""
+        """Return the time of the optimizer step of each rank. The k-th number is that of rank k.
+
+        Returns:
+            Seconds, shape (stages, 1). If there are more ranks than stages, the last number is the
+            maximum of the remaining ranks.
+        """
         touched = self._sum_sizes("step", OPTIMIZER_STEP_SIZES) / (self.dp if self.zero else 1)
         each = np.zeros(self.shape.stages)
         for rank, own in enumerate(self.shape.stages_on_rank):
-            here = slice(min(rank, self.shape.stages - 1), None)  # what is behind is of no rank
+            # Numbers after the last rank are not used, so it is safe to set all of them.
+            here = slice(min(rank, self.shape.stages - 1), None)
             last = each[here].max() if rank >= self.shape.stages else 0.0
             each[here] = max(last, touched[list(own)].sum() / self.cluster.hbm_bandwidth)
         return each[:, None]
 
 
 def compute_step_bytes(params: Floats, grads: Floats, optimizer: Floats) -> Floats:
-    """Bytes that a step of the optimizer reads and writes."""
+    """Return the bytes that an optimizer step reads and writes.
+
+    Args:
+        params: Bytes of the parameters.
+        grads: Bytes of the gradients.
+        optimizer: Bytes of the optimizer state.
+
+    Returns:
+        The sum of all reads and writes, in the shape of the arguments.
+    """
     each = {"params": params, "grads": grads, "optimizer": optimizer}
     return _sum_named_sizes(each, OPTIMIZER_STEP_SIZES)
 
 
 def _sum_named_sizes(each: Mapping[str, Floats], names: Collection[str]) -> Floats:
-    """The sum of the named sizes. A name can occur several times."""
+    """Return the sum of the named sizes. A name can occur several times."""
     return np.asarray(sum(times * each[name] for name, times in Counter(names).items()))
 
 
 def _shift_to_next_stage(each: Floats) -> Floats:
-    """By stage what is told for the one before."""
+    """Return the values by stage, moved to the next stage. The first stage gets 0."""
     return np.concatenate([0 * each[:1], each[:-1]])
 
 

@@ -1,7 +1,7 @@
 """The fields of `Costs`: one for each cost in the instruction table.
 
-`cost_fields.pyi` tells type checkers and editors the same. After a change of the table, write it
-anew with `python -m schedir.ir.cost.cost_fields`.
+`cost_fields.pyi` has the same fields for type checkers and editors. After a change of the table,
+generate it again with `python -m schedir.ir.cost.cost_fields`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from schedir.ir.cost.per_stage_values import PerStage
 from schedir.ir.isa.instructions import INSTRUCTIONS
 
-# Which field prices which instruction. A receive ends with its send and costs nothing itself.
+# The cost field of each opcode.  A receive ends with its send, so it has no cost of its own.
 COST_BY_OPCODE: Final = {row.op: row.cost for row in INSTRUCTIONS if row.cost}
 _LEADING_NAMES: Final = (
     "F", "I", "W", "B", "R", "FB", "send", "step",
@@ -28,7 +28,11 @@ CostFields = make_dataclass(
 
 
 def make_stub() -> str:
-    """Return the text of `cost_fields.pyi`."""
+    """Return the text of `cost_fields.pyi`.
+
+    Returns:
+        The source code of the stub.
+    """
     lines = [f"    {name}: PerStage | None = ...\n" for name in COST_NAMES]
     return f"""\
 # Generated from the instruction table by `python -m schedir.ir.cost.cost_fields`; do not edit.

@@ -1,4 +1,4 @@
-"""Costs: the time of each instruction, in any one unit."""
+"""Costs: the time of each instruction, in any time unit."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 Cost = PerStage
 
-# What a cost is that nobody tells; all else is free.
+# Values of costs that are not given.  All other costs are 0 by default.
 _DEFAULT_COSTS: Final = {"F": 1.0, "I": 1.0, "W": 1.0}
 _NOT_PER_MICROBATCH: Final = {row.cost for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH}
-# Costs of which half a stage has half: what computes it, and what moves or sums its weights.
+# Costs that are proportional to the size of a stage: its compute, and the collectives and copies
+# of its weights.  A stage that is split in two has half of each.
 STAGE_COSTS: Final = ("FB", *dict.fromkeys(
     row.cost for row in INSTRUCTIONS
     if row.op in COMPUTE_OPS
@@ -44,32 +45,71 @@ _PER_RANK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.scope is Scop
 
 @dataclass(frozen=True)
 class Costs(CostFields):
-    """Time of each instruction: a number, one number per stage, or an array.
+    """Time of each instruction, in one time unit of your choice.
 
-    An array has a row for each stage, and in each row a number for each microbatch; one with a
-    single row, shape (1, microbatches), is of all stages alike.  Lists of lists do, too.  What is
-    not of a microbatch (reduce_*, step) takes none.
+    Each cost is a number, one number per stage, or an array. An array has a row for each stage, and
+    a number for each microbatch in each row. An array with one row, shape (1, microbatches),
+    applies to all stages. Nested lists work, too. Instructions that are not per microbatch, such as
+    `step`, do not accept arrays. For instructions of a rank (`step`, `reduce_norm`), the k-th
+    number is that of rank k.
 
-    `B` defaults to I + W, `R` to F, and `FB`, the time of a forward run together with a B or an I,
-    to the sum of both.  `send` is the time from a transfer's start to its end; it occupies the
-    queues of both ranks, never their compute.  `reduce_grads` is what is left of it at its turn:
-    executors begin it under the last backward, and with the time of a whole one a prediction is too
-    long by what that hides.  None is a cost that nobody tells: F, I and W then take 1, and all else
-    is free, unless a `Cluster` fills it.  For instructions that are not of a stage (step,
-    reduce_norm) the k-th number is rank k's.
+    None means that a cost is not given. F, I and W are then 1, and all other costs are 0. A
+    `Cluster` can fill missing costs.
 
-    Raises CostsError for a cost that is negative or not finite, and for rows of different lengths.
+    Args:
+        F: Forward.
+        I: Gradient of the inputs (BackwardInput).
+        W: Deferred weight gradients (BackwardWeight).
+        B: Full backward. The default is I + W.
+        R: Forward that runs again (Recompute). The default is F.
+        FB: A forward that runs together with a B or an I. The default is the sum of both.
+        send: Time from the start of a transfer to its end. The transfer occupies the queues of both
+            ranks, and not their compute.
+        step: Optimizer step of a rank.
+        reduce_grads: All-reduce of a stage's gradient over the replicas. Give only the time that
+            remains at its position. Executors start it during the last backward. With the full
+            time, predictions are too long by the part that this hides.
+        reduce_replicated_stages: All-reduce of a gradient over the replicas of a stage.
+        reduce_tied: Sum of the gradients of tied weights.
+        reduce_norm: Reduction of the gradient norm over all ranks.
+        tp_scatter: Cut of a boundary into the part of a tensor-parallel rank.
+        tp_gather: All-gather of a received boundary in the tensor-parallel group.
+        reduce_norm_after_step: Reduction of the gradient norm after the step (post-validation).
+        unshard: All-gather of the weights of a stage.
+        reduce_scatter: Reduce-scatter of the gradient of a stage.
+        snapshot: Copy of a stage's state to the host, for a checkpoint.
+        offload: Copy of saved activations to the host.
+        reload: Copy of saved activations back to the device.
+        offload_to_disk: Copy of offloaded activations from the host to the disk.
+        reload_from_disk: Copy of offloaded activations from the disk to the host.
+        reload_state: Copy of a stage's optimizer state to the device.
+        stage_step: Optimizer step of one stage on the device.
+        offload_state: Copy of a stage's optimizer state to the host.
+        tp_reduce: Tensor-parallel all-reduce or reduce-scatter between two segments of a stage.
+        reduce_sequence_parallel_grads: Tensor-parallel sum of the gradients of weights that each
+            rank has in full, with sequence parallelism.
+        read_state_from_disk: Copy of a stage's optimizer state from the disk to the host.
+        write_state_to_disk: Copy of a stage's optimizer state from the host to the disk.
+        offload_grads: Copy of a stage's gradient to the host.
+        host_step: Optimizer step of one stage on the host.
+        reload_weights: Copy of a stage's updated weights to the device.
+        check_grads_finite: Test for infinite gradients of a rank, before the step on the host.
 
-    >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
-    >>> program = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4))
-    >>> simulate(program, Costs(F=1, B=2)).span
-    15.0
-    >>> simulate(program, Costs(F=1, B=2, send=0.5)).span
-    16.0
-    >>> simulate(program, Costs(F=(1, 1.5), B=(2, 3))).span  # one for each stage
-    21.0
-    >>> simulate(program, Costs(F=[[1, 1, 1, 3]], B=[[2, 2, 2, 6]])).span  # for each microbatch
-    27.0
+    Raises:
+        CostsError: A cost is negative or not finite, has rows of different lengths, or is an array
+            although its instruction is not per microbatch.
+
+    Example:
+        >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
+        >>> program = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4))
+        >>> simulate(program, Costs(F=1, B=2)).span
+        15.0
+        >>> simulate(program, Costs(F=1, B=2, send=0.5)).span
+        16.0
+        >>> simulate(program, Costs(F=(1, 1.5), B=(2, 3))).span  # one for each stage
+        21.0
+        >>> simulate(program, Costs(F=[[1, 1, 1, 3]], B=[[2, 2, 2, 6]])).span  # for each microbatch
+        27.0
     """
 
     def __post_init__(self) -> None:
@@ -83,19 +123,31 @@ class Costs(CostFields):
 
     @property
     def specified(self) -> dict[str, Cost]:
-        """The costs that somebody tells, by name."""
+        """The costs that are given, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     def with_defaults(self) -> Costs:
-        """The same, with F, I and W told: 1 where nobody tells them."""
+        """Return costs in which F, I and W are 1 if they are not given.
+
+        Returns:
+            The costs. Other missing costs stay missing.
+        """
         return replace(self, **(_DEFAULT_COSTS | self.specified))
 
     def for_opcode(self, op: Opcode, shape: PipelineShape) -> NDArray[np.float64]:
-        """What an instruction costs: shape (stages, microbatches), or (stages, 1) where it is the
-        same for all microbatches.
+        """Return the cost of an instruction for each stage and microbatch.
 
-        Raises CostsError for numbers of other stages or microbatches than the shape's.
+        Args:
+            op: Opcode of the instruction.
+            shape: Shape of the pipeline.
+
+        Returns:
+            Costs with their defaults, shape (stages, microbatches). The shape is (stages, 1) if all
+            microbatches have the same cost.
+
+        Raises:
+            CostsError: A cost is given for another number of stages or microbatches.
         """
         if op in FULL_BACKWARD_OPS and self.B is None:
             return sum(
@@ -107,12 +159,31 @@ class Costs(CostFields):
         return self._expand(COST_BY_OPCODE.get(op), shape)
 
     def paired(self, shape: PipelineShape) -> NDArray[np.float64] | None:
-        """What a forward run together with a backward costs, as `for_opcode` says it, if that is
-        given."""
+        """Return the cost of a forward that runs together with a backward, if it is given.
+
+        Args:
+            shape: Shape of the pipeline.
+
+        Returns:
+            The cost `FB`, in the form of `for_opcode`, or None.
+
+        Raises:
+            CostsError: See `for_opcode`.
+        """
         return None if self.FB is None else self._expand("FB", shape)
 
     def has_pairing_gain(self, shape: PipelineShape) -> bool:
-        """Whether any forward and backward take less together than one after the other."""
+        """Return whether any forward and backward take less time together than one after the other.
+
+        Args:
+            shape: Shape of the pipeline.
+
+        Returns:
+            True if `FB` is given and is somewhere less than F plus the longest backward.
+
+        Raises:
+            CostsError: See `for_opcode`.
+        """
         together = self.paired(shape)
         if together is None:
             return False
@@ -124,19 +195,30 @@ class Costs(CostFields):
     def per_instruction(
         self, index: InstructionIndex
     ) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
-        """What each instruction of a program costs: all numbers, and which of them is whose."""
+        """Return the cost of each instruction of a program.
+
+        Args:
+            index: Index of the program.
+
+        Returns:
+            A table of costs, and for each instruction the position of its cost in the table.
+
+        Raises:
+            CostsError: See `for_opcode`.
+        """
         shape = index.program.shape
         tables = [self.for_opcode(op, shape) for op in Opcode]
-        late = index.find_all_positions(_PER_RANK_OPS)  # the k-th number is rank k's
-        column = np.minimum(index.rank[late], shape.stages - 1)
+        # Instructions of a rank use the k-th number for rank k instead of the number of a stage.
+        per_rank = index.find_all_positions(_PER_RANK_OPS)
+        column = np.minimum(index.rank[per_rank], shape.stages - 1)
         if all(table.shape[1] == 1 for table in tables):
             row = index.op.astype(np.int32) * np.int32(shape.stages) + index.stage
-            row[late] = index.op[late] * np.int32(shape.stages) + column
+            row[per_rank] = index.op[per_rank] * np.int32(shape.stages) + column
             return np.concatenate(tables)[:, 0], row
         begin = np.cumsum([0, *(table.size for table in tables)])[index.op]
         width = np.array([table.shape[1] for table in tables])[index.op]
         cell = begin + index.stage * width + np.where(width > 1, index.mb, 0)
-        cell[late] = begin[late] + column
+        cell[per_rank] = begin[per_rank] + column
         return np.concatenate([table.reshape(-1) for table in tables]), cell
 
     def _expand(self, name: str | None, shape: PipelineShape) -> NDArray[np.float64]:

@@ -12,8 +12,8 @@ from schedir.errors import SchedirError, describe
 from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES
 
 Row = tuple[float, ...]
-# A number; one for each stage; or, of each stage, one for each microbatch.  Where all stages have
-# the same row there may be only that.
+# A number, one number per stage, or a row of numbers per microbatch for each stage.  A single row
+# applies to all stages.
 PerStage = float | Row | tuple[Row, ...]
 Floats = NDArray[np.float64]
 
@@ -26,12 +26,24 @@ def to_per_stage(
     allow_arrays: bool = True,
     max_value: float = np.finfo(float).max,
 ) -> PerStage:
-    """A number, or several as a tuple, or an array as a tuple of its rows.
+    """Convert a value into a number, a tuple of numbers, or a tuple of rows.
 
-    Raises `error` if `value` is anything else, if a number is negative, not finite or more than
-    `max_value`, and if `value` is an array of (stages, microbatches) and `allow_arrays` is False.
+    Args:
+        subject: Name of the value, as the subject of an error message.
+        value: A number, a sequence of numbers, or an array or nested sequences.
+        error: Type of the error to raise.
+        allow_arrays: If False, an array of (stages, microbatches) is refused.
+        max_value: The largest number that is allowed.
+
+    Returns:
+        The converted value.
+
+    Raises:
+        SchedirError: An error of type `error`. `value` has another form, has rows of different
+            lengths, is empty, or has a number that is negative, not finite or more than
+            `max_value`.
     """
-    if type(value) is float and 0 <= value <= max_value:  # as most are
+    if type(value) is float and 0 <= value <= max_value:  # The common case needs no conversion.
         return value
     each: PerStage
     try:
@@ -59,39 +71,59 @@ def to_per_stage(
 
 
 def is_per_microbatch(value: object) -> TypeGuard[tuple[Row, ...]]:
-    """Whether numbers are said for each microbatch."""
+    """Return whether a value has a number for each microbatch.
+
+    Args:
+        value: A value that `to_per_stage` returned.
+
+    Returns:
+        True for a tuple of rows.
+    """
     return isinstance(value, tuple) and len(value) > 0 and isinstance(value[0], tuple)
 
 
 def _to_float_tuples(value: Any, depth: int) -> Any:
-    """A float, or tuples of floats within each other, all as deep; TypeError for anything else."""
+    """Return a float, or nested tuples of floats of equal depth. Raises TypeError otherwise."""
     if isinstance(value, NON_NUMBER_TYPES):
         raise TypeError
     # An array or a tensor without dimensions is one number, though its type can be iterated.
     if not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         try:
             return float(value)
-        except OverflowError:  # a whole number of hundreds of digits
+        except OverflowError:  # An integer with hundreds of digits does not fit into a float.
             return np.inf
     if not depth:
         raise TypeError
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
         value = value.tolist()
     each = tuple(_to_float_tuples(one, depth - 1) for one in value)
-    if len({type(one) for one in each}) > 1:  # a number beside a row
+    if len({type(one) for one in each}) > 1:  # Numbers and rows are mixed.
         raise TypeError
     return each
 
 
 def to_grid(value: PerStage) -> Floats:
-    """The numbers with an axis for stages and one for microbatches, of which either may be 1."""
+    """Return a value as an array with an axis for stages and one for microbatches.
+
+    Args:
+        value: A number, one per stage, or an array.
+
+    Returns:
+        An array of two dimensions. An axis has length 1 if the numbers do not differ along it.
+    """
     each = np.array(value, float)
     return each[:, None] if each.ndim == 1 else np.atleast_2d(each)
 
 
 def from_grid(each: Floats) -> PerStage:
-    """What `to_grid` makes this of: a number, one per stage, or of each stage one per
-    microbatch."""
+    """Convert an array back into the value from which `to_grid` makes it.
+
+    Args:
+        each: An array of two dimensions.
+
+    Returns:
+        A number, one number per stage, or a row for each stage.
+    """
     if each.size == 1:
         return float(each[0, 0])
     if each.shape[1] == 1:
@@ -106,12 +138,24 @@ def expand_by_stage(
     error: type[SchedirError],
     microbatches: int | None = None,
 ) -> Floats:
-    """The number of each stage and microbatch: shape (stages, microbatches), or (stages, 1) where
-    all microbatches have the same.
+    """Return the number of each stage and microbatch.
 
-    Raises `error` for another number of either; without `microbatches` there may be any.
+    Args:
+        subject: Name of the value, as the subject of an error message.
+        value: A number, one per stage, or an array.
+        stages: Number of stages.
+        error: Type of the error to raise.
+        microbatches: Number of microbatches. None allows any number.
+
+    Returns:
+        An array of shape (stages, microbatches), or (stages, 1) if all microbatches have the same
+        number.
+
+    Raises:
+        SchedirError: An error of type `error`: `value` has another number of stages or
+            microbatches.
     """
-    if isinstance(value, (int, float)):  # as most are
+    if isinstance(value, (int, float)):  # The common case needs no checks.
         return np.full((stages, 1), value, float)
     each = to_grid(value)
     rows, columns = each.shape
@@ -128,35 +172,52 @@ def expand_by_stage(
 
 
 def look_up(each: Floats, stage: NDArray[Any], mb: NDArray[Any]) -> Floats:
-    """Of what `expand_by_stage` gives, the numbers of some stages and microbatches."""
+    """Return the numbers of some stages and microbatches.
+
+    Args:
+        each: An array that `expand_by_stage` returned.
+        stage: Numbers of stages.
+        mb: Numbers of microbatches, in the shape of `stage`.
+
+    Returns:
+        The numbers, in the shape of `stage`.
+    """
     return np.asarray(each[:, 0][stage] if each.shape[1] == 1 else each[stage, mb])
 
 
 def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> PerStage:
-    """What the stages of a model take, with the model cut into another number of equal stages.
+    """Return a value per stage for the same model with another number of equal stages.
 
-    A number is that of each of `old_stages`; of several, each is spread evenly over its own part;
-    of an array, this is done for each microbatch.
+    Args:
+        value: The value for the old stages. One number applies to each of them.
+        old_stages: Number of old stages. It is used only for a value that is the same for all
+            stages.
+        new_stages: Number of new stages.
 
-    >>> redistribute_stages(3.0, 2, 4), redistribute_stages((1.0, 3.0), 2, 4)
-    (1.5, (0.5, 0.5, 1.5, 1.5))
-    >>> redistribute_stages((1.0, 3.0, 5.0, 7.0), 4, 2)
-    (4.0, 12.0)
-    >>> redistribute_stages(((1.0, 2.0), (3.0, 4.0)), 2, 1)
-    ((4.0, 6.0),)
-    >>> redistribute_stages(((1.0, 2.0),), 2, 1)
-    ((2.0, 4.0),)
+    Returns:
+        The value for the new stages. The number of each old stage is spread evenly over its part of
+        the model. For an array, this is done for each microbatch.
+
+    Example:
+        >>> redistribute_stages(3.0, 2, 4), redistribute_stages((1.0, 3.0), 2, 4)
+        (1.5, (0.5, 0.5, 1.5, 1.5))
+        >>> redistribute_stages((1.0, 3.0, 5.0, 7.0), 4, 2)
+        (4.0, 12.0)
+        >>> redistribute_stages(((1.0, 2.0), (3.0, 4.0)), 2, 1)
+        ((4.0, 6.0),)
+        >>> redistribute_stages(((1.0, 2.0),), 2, 1)
+        ((2.0, 4.0),)
     """
     if not isinstance(value, tuple):
         return value * old_stages / new_stages
-    with np.errstate(over="ignore"):  # Costs and Sizes refuse infinite numbers
+    with np.errstate(over="ignore"):  # Costs and Sizes report infinite numbers themselves.
         return _redistribute_tuple(value, old_stages, new_stages)
 
 
 def _redistribute_tuple(value: tuple[Any, ...], old_stages: int, new_stages: int) -> PerStage:
     each = to_grid(value)
     if is_per_microbatch(value):
-        if len(each) == 1:  # all stages alike
+        if len(each) == 1:  # One row applies to all stages.
             return (tuple((each[0] * old_stages / new_stages).tolist()),)
         columns = [
             redistribute_stages(tuple(column), old_stages, new_stages) for column in each.T.tolist()
@@ -175,7 +236,17 @@ _Class = TypeVar("_Class")
 def add_fields(
     names: Iterable[str], default: float | None = 0.0
 ) -> Callable[[type[_Class]], type[_Class]]:
-    """A class of numbers per stage with a field for each name that it lacks."""
+    """Return a decorator that adds missing fields of values per stage to a dataclass.
+
+    Apply it before `dataclass`.
+
+    Args:
+        names: Names of the fields. Fields that the class declares itself stay unchanged.
+        default: Default of the new fields. With None their type is optional.
+
+    Returns:
+        The decorator. It changes the class and returns it.
+    """
 
     def extended(kind: type[_Class]) -> type[_Class]:
         for name in dict.fromkeys(names):
@@ -188,19 +259,37 @@ def add_fields(
 
 
 def sum_segments(each: Floats, segments: Sequence[int]) -> Floats:
-    """What whole stages take of which each is so many `segments`, from what these do: shape
-    (stages, microbatches), as that of the pieces, of which the first axis may be 1."""
+    """Return the sums of the segments of each unsegmented stage.
+
+    Args:
+        each: Numbers of the segments, shape (segments, microbatches). Either axis may have length
+            1.
+        segments: Number of segments of each stage.
+
+    Returns:
+        The sums, shape (stages, microbatches) or (stages, 1).
+    """
     rows = np.broadcast_to(each, (sum(segments), each.shape[1]))
-    found: Floats = np.add.reduceat(rows, np.cumsum((0, *segments[:-1])), axis=0)
-    return found
+    sums: Floats = np.add.reduceat(rows, np.cumsum((0, *segments[:-1])), axis=0)
+    return sums
 
 
 def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
-    """The mean of all whole stages, of each microbatch where these differ, for one that is not cut,
-    and for each of its pieces an equal share of it.
+    """Return a value per segment in which all unsegmented stages take the same total.
 
-    >>> average_stages((1.0, 3.0), (1, 1)), average_stages((1.0, 4.0, 1.0, 2.0), (3, 1))
-    (2.0, (1.3333333333333333, 1.3333333333333333, 1.3333333333333333, 4.0))
+    The mean over all stages is divided equally among the segments of each stage.
+
+    Args:
+        value: The value for the segments.
+        segments: Number of segments of each stage.
+
+    Returns:
+        The value for the segments. It is one number, or one row, if all stages have the same number
+        of segments. Microbatches keep their own numbers.
+
+    Example:
+        >>> average_stages((1.0, 3.0), (1, 1)), average_stages((1.0, 4.0, 1.0, 2.0), (3, 1))
+        (2.0, (1.3333333333333333, 1.3333333333333333, 1.3333333333333333, 4.0))
     """
     mean = sum_segments(to_grid(value), segments).mean(0)
     if len({*segments}) == 1:

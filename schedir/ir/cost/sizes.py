@@ -24,15 +24,16 @@ if TYPE_CHECKING:
 
 Size = PerStage
 
-MAX_BYTES: Final = 1e30  # of a size; sums of larger ones may overflow a float
-_ROUNDING: Final = 1e-12  # sums of bytes differ by that much of themselves
+MAX_BYTES: Final = 1e30  # Limit of a size in bytes.  Sums of larger sizes may overflow a float.
+_ROUNDING: Final = 1e-12  # Relative rounding error of sums of bytes.
 
 _BYTE_UNITS = {"": 1, "B": 1, "KB": 1000}
 _BYTE_UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _BYTE_UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 
-# The sizes that the tables name; and those that can differ between microbatches.
+# The sizes that the instruction tables name.  `MICROBATCH_SIZES` has those that can differ between
+# microbatches.
 _CHANGE_SIZES = [
     (name, VALUES[change.value].scope)
     for row in INSTRUCTIONS
@@ -52,14 +53,14 @@ MICROBATCH_SIZES: Final = {
     ),
     *_FORM_SIZES,
 }
-# The size that a missing one is equal to.
+# The size that is used instead of a missing one.
 _FALLBACK_SIZES: Final = (
     {row.size: row.size_fallback for row in VALUES if row.size_fallback}
     | dict.fromkeys(_FORM_SIZES, "activation")
     | {"version": "params"}
 )
 
-# What a stage holds all the time, one by one; `model_states` is all of it together.
+# The sizes that a stage needs during the complete step.  `model_states` is their sum.
 STATIC_SIZES: Final = ("params", "grads", "optimizer", "buffers")
 
 
@@ -69,41 +70,43 @@ STATIC_SIZES: Final = ("params", "grads", "optimizer", "buffers")
 class Sizes:
     """Bytes of values on one device, for one microbatch.
 
-    Each size is a number, one number per stage, or an array with a row per stage and in each row a
-    number per microbatch; an array with one row is for all stages.  A static buffer has the size
-    of the largest value of its kind on its rank; a value without one has its own bytes.
+    Each size is a number, one number per stage, or an array. An array has a row for each stage, and
+    a number for each microbatch in each row. An array with one row applies to all stages. A static
+    buffer has the size of the largest value of its kind on its rank. A value without a static
+    buffer uses its own bytes.
 
     Args:
-        activation: What a stage puts out: all of it, also where tensor-parallel ranks send parts of
-            it; of a sharded boundary the rank's own part.  Between segments with sequence
-            parallelism it is the output and what the collective makes of it, which exist together.
-        gradient: The gradient of that; by default as large.
-        saved: What a Forward saves for its backward.
-        deferred_wgrad: What a BackwardInput leaves for its BackwardWeight: a part of `saved`, and
-            gradients of outputs; by default as much as `saved`.
-        saved_and_deferred: The most bytes of the two together, while a BackwardInput runs; what
-            they share counts once.  By default the larger of the two, which is the least possible,
-            as in arXiv 2401.10241, where M_W <= M_B.  `measure_sizes` measures it.
-        checkpoint: What a Forward saves if a Recompute runs it again: the inputs of the stage.  By
-            default the activation of the stage before, and nothing in the first stage, whose inputs
-            exist all the time.
-        model_states: All that a stage has all the time, as one number: the sum of the next four,
-            instead of them.
-        params: The parameters that are trained.
-        grads: Their gradients.
-        optimizer: The optimizer state, with main parameters in float32.
+        activation: Output of a stage. It is the full tensor, even if each tensor-parallel rank
+            sends a part of it. With a sharded boundary, it is the rank's own part. Between segments
+            with sequence parallelism, it is the output plus the result of the collective, because
+            both exist at the same time.
+        gradient: Gradient of the output. The default is `activation`.
+        saved: Tensors that a Forward saves for its backward.
+        deferred_wgrad: Tensors that a BackwardInput keeps for its BackwardWeight: a part of
+            `saved`, and gradients of outputs. The default is `saved`.
+        saved_and_deferred: Peak of both together while a BackwardInput runs. Tensors that both use
+            count once. The default is the larger of the two, which is the lowest possible value. It
+            matches arXiv 2401.10241, where M_W <= M_B. `measure_sizes` measures it.
+        checkpoint: Tensors that a Forward saves if a Recompute runs it again: the inputs of the
+            stage. The default is the `activation` of the previous stage. It is 0 for the first
+            stage, whose inputs exist all the time.
+        model_states: Sum of `params`, `grads`, `optimizer` and `buffers`, as one number instead of
+            these four.
+        params: Trained parameters.
+        grads: Gradients of the trained parameters.
+        optimizer: Optimizer state, including float32 main parameters.
         buffers: Buffers, and parameters that are not trained.
-        version: An older copy of the parameters, of which a program with several optimizer steps
-            keeps one for each version in use; by default as large as `params`.
-        skip: What a stage gives to one that is not its neighbour (`Program.skips`), by the stage
-            that gives it.
+        version: An older version of the parameters. A program with several optimizer steps keeps
+            one for each version in use. The default is `params`.
+        skip: Value that a stage sends along a skip connection (`Program.skips`), by source stage.
 
-    A program with norm_check="after_step" has all but the buffers once more.
+    A program with norm_check="after_step" needs all model states but the buffers a second time.
 
     Raises:
-        UsageError: A size is negative or not finite; an array has rows of different lengths, or is
-            for what is not of a microbatch; `saved_and_deferred` is less than one of the two or
-            more than their sum; or both `model_states` and a part of it are given.
+        UsageError: A size is negative or not finite. An array has rows of different lengths, or is
+            given for a size that is not per microbatch. `saved_and_deferred` is less than one of
+            its two sizes, or more than their sum. Or `model_states` is given together with one of
+            its parts.
 
     Example:
         >>> from schedir import PipelineShape, Sizes, compile, schedules, simulate
@@ -142,61 +145,87 @@ class Sizes:
             object.__setattr__(self, f.name, value)
         if self.saved_and_deferred is not None:
             self._require_joint_size()
-        if self.model_states is not None and (apart := self.specified_parts):
+        if self.model_states is not None and (given_parts := self.specified_parts):
             raise UsageError(
                 f"size model_states is the sum of {', '.join(STATIC_SIZES)}, and is given "
                 "together with "
-                f"{' and '.join(apart)}",
-                hint=f"leave out model_states, or {' and '.join(apart)}",
-                fields=["model_states", *apart],
+                f"{' and '.join(given_parts)}",
+                hint=f"leave out model_states, or {' and '.join(given_parts)}",
+                fields=["model_states", *given_parts],
             )
 
     @property
     def specified_parts(self) -> tuple[str, ...]:
-        """The parts of the model states that are given."""
+        """The names of the parts of the model states that are given and not 0."""
         return tuple(name for name in STATIC_SIZES if np.any(np.array(getattr(self, name))))
 
     @property
     def static_sizes(self) -> tuple[str, ...]:
-        """The sizes of what a stage holds all the time: its parts, or `model_states`."""
+        """The names of the sizes that add up to the model states: the parts, or `model_states`."""
         return self.specified_parts or ("model_states",)
 
     def _require_joint_size(self) -> None:
-        """Raise UsageError where `saved` and `tape` cannot be that much at once."""
+        """Raise UsageError if `saved_and_deferred` contradicts `saved` and `deferred_wgrad`."""
         try:
-            saved, tape, both = np.broadcast_arrays(
+            saved, deferred, joint = np.broadcast_arrays(
                 *(
                     to_grid(self._resolve_size(name))
                     for name in ("saved", "deferred_wgrad", "saved_and_deferred")
                 )
             )
         except ValueError:
-            return  # `per_microbatch` says which is of another number of stages or microbatches
-        least, most = np.maximum(saved, tape), saved + tape
-        wrong = (both < least) | (both > most * (1 + 1e-12))
+            return  # `per_microbatch` raises an error for the size whose shape is wrong.
+        least, most = np.maximum(saved, deferred), saved + deferred
+        wrong = (joint < least) | (joint > most * (1 + 1e-12))
         if wrong.any():
             at = np.unravel_index(wrong.argmax(), wrong.shape)
             raise UsageError(
                 "size saved_and_deferred is for saved and deferred_wgrad together: "
                 f"from {least[at]:g} to "
-                f"{most[at]:g}, not {both[at]:g}"
+                f"{most[at]:g}, not {joint[at]:g}"
             )
 
     def for_stages(self, name: str, stages: int) -> NDArray[np.float64]:
-        """The size of that name for each stage, shape (stages,): of the largest microbatch."""
+        """Return a size for each stage, shape (stages,), for its largest microbatch.
+
+        Args:
+            name: Name of the size.
+            stages: Number of stages.
+
+        Returns:
+            The bytes. A missing size has its default.
+
+        Raises:
+            UsageError: The size is given for another number of stages.
+        """
         return np.asarray(self._expand(name, stages, None).max(1))
 
     def per_microbatch(self, name: str, shape: PipelineShape) -> NDArray[np.float64]:
-        """The size of that name, shape (stages, microbatches), or (stages, 1) where it is the same
-        for all microbatches.
+        """Return a size for each stage and microbatch.
 
-        Raises UsageError for numbers of other stages or microbatches than the shape's.
+        Args:
+            name: Name of the size.
+            shape: Shape of the pipeline.
+
+        Returns:
+            The bytes, shape (stages, microbatches), or (stages, 1) if all microbatches have the
+            same size. A missing size has its default.
+
+        Raises:
+            UsageError: The size is given for another number of stages or microbatches.
         """
         return self._expand(name, shape.stages, shape.microbatches)
 
     def validate(self, shape: PipelineShape) -> None:
-        """Raise UsageError for numbers of other stages or microbatches than the shape's, whether
-        anybody asks for that size or not."""
+        """Raise UsageError if any size is given for another number of stages or microbatches.
+
+        Args:
+            shape: Shape of the pipeline.
+
+        Raises:
+            UsageError: A size does not fit the shape. Sizes that the program does not use are
+                included.
+        """
         for f in fields(self):
             self.per_microbatch(f.name, shape)
 
@@ -219,36 +248,61 @@ class Sizes:
         )
 
     def _resolve_size(self, name: str) -> Size:
-        """The given size, or the one that a missing size is equal to."""
+        """Return the given size, or the size that is used instead of it."""
         value: Size | None = getattr(self, name)
         return self._resolve_size(_FALLBACK_SIZES[name]) if value is None else value
 
     def is_specified(self, name: str) -> bool:
-        """Return whether a size that may be left out is given."""
+        """Return whether an optional size is given.
+
+        Args:
+            name: Name of a size whose default is None.
+
+        Returns:
+            True if it is given.
+        """
         return getattr(self, name) is not None
 
 
 def add_tolerance(limit: float) -> float:
-    """A limit in bytes, and what sums of sizes may be above it by rounding: less than a byte of a
-    terabyte."""
+    """Return a limit plus the rounding error of sums of sizes.
+
+    Args:
+        limit: A limit in bytes.
+
+    Returns:
+        The limit in bytes. It is larger by less than 1 byte per terabyte.
+    """
     return limit + _ROUNDING * abs(limit)
 
 
 class EagerMessages(NamedTuple):
-    """Messages of at most `max_bytes` bytes, where values have these sizes, wait for nobody."""
+    """Messages that do not wait for their receive.
+
+    Args:
+        max_bytes: Bytes of the largest eager message.
+        sizes: Bytes of values, which give the bytes of each message.
+    """
 
     max_bytes: float
     sizes: Sizes
 
 
 def parse_bytes(text: str) -> float:
-    """The number of bytes that a text says: `512`, `1.5GB` (10^9), `1.5 GiB` (2^30).
+    """Return the number of bytes that a text contains.
 
-    Raises ValueError for anything else.
+    Args:
+        text: A number with an optional unit: `512`, `1.5GB` (10^9) or `1.5 GiB` (2^30).
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        ValueError: The text has another form.
     """
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]\+?\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII
     )
-    if not found or found[2] not in _BYTE_UNITS:
+    if not match or match[2] not in _BYTE_UNITS:
         raise ValueError(text)
-    return float(found[1]) * _BYTE_UNITS[found[2]]
+    return float(match[1]) * _BYTE_UNITS[match[2]]

@@ -12,21 +12,22 @@ from schedir.ir.cost.sizes import parse_bytes
 
 
 class _Unit(NamedTuple):
-    """How a text says a number of a field, and an example of it."""
+    """The text form of a field's number, and an example of it."""
 
     parse: Callable[[str], float]
     example: str
-    can_be_zero: bool = False  # whether it may be 0
-    suffixes: tuple[str, ...] = ()  # in which it is written, the largest first
+    can_be_zero: bool = False
+    suffixes: tuple[str, ...] = ()  # Units for printing.  The largest is first.
 
 
 def _make_unit_parser(**units: float) -> Callable[[str], float]:
-    """Reads a number that one of these may follow."""
+    """Return a parser of numbers with one of these units, or without a unit."""
 
     def read(text: str) -> float:
         name = next((name for name in units if text.endswith(name)), "")
         number, unit = parse_decimal(text[: len(text) - len(name)]), units.get(name, 1.0)
-        return number * unit if unit >= 1 else number / round(1 / unit)  # 10us is 1e-05
+        # A division by 1e6 rounds better than a product with 1e-6: 10us is exactly 1e-05.
+        return number * unit if unit >= 1 else number / round(1 / unit)
 
     return read
 
@@ -72,13 +73,24 @@ _UNIT_BY_FIELD: Final = {
 
 
 def parse_cluster_field(name: str, value: Any) -> float:
-    """A field's number; UsageError that says which unit it takes."""
+    """Return the number of a field of `Cluster`.
+
+    Args:
+        name: Name of the field.
+        value: A number, or a text with a unit.
+
+    Returns:
+        The number, in the unit of the field.
+
+    Raises:
+        UsageError: The value is not a number with a unit of this field, or is out of range.
+    """
     unit = _UNIT_BY_FIELD[name]
     try:
         if isinstance(value, NON_NUMBER_TYPES) and not isinstance(value, str):
             raise TypeError
         number = unit.parse(value.strip()) if isinstance(value, str) else float(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # An integer with hundreds of digits does not fit into a float.
         number = inf
     except (TypeError, ValueError):
         raise UsageError(
@@ -96,10 +108,18 @@ def parse_cluster_field(name: str, value: Any) -> float:
 
 
 def format_cluster_field(name: str, number: float) -> str:
-    """A field's number as TOML: with a unit where that says it shortly, and always the same number.
+    """Return the number of a field of `Cluster` as TOML.
 
-    >>> [format_cluster_field(*one) for one in (("hbm_bandwidth", 2e12), ("nodes", 8))]
-    ['"2TB/s"', '8']
+    Args:
+        name: Name of the field.
+        number: Its number.
+
+    Returns:
+        A quoted text with a unit if that is short and exact, and else the plain number.
+
+    Example:
+        >>> [format_cluster_field(*one) for one in (("hbm_bandwidth", 2e12), ("nodes", 8))]
+        ['"2TB/s"', '8']
     """
     for unit in _UNIT_BY_FIELD[name].suffixes:
         one = parse_cluster_field(name, f"1{unit}")

@@ -1,5 +1,6 @@
-"""Compute the bytes of weights, gradients and optimizer state per replica by ZeRO level
-(1910.02054).
+"""Compute the bytes of weights, gradients and optimizer state per replica by ZeRO level.
+
+The levels are those of arXiv 1910.02054.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from schedir.errors import UsageError, describe
 from schedir.ir.cost.per_stage_values import to_per_stage
 
-# From which level on each replica has its part only: none, P_os, P_os+g, P_os+g+p.
+# The ZeRO level from which each replica has only its part.  The paper calls levels 1 to 3 P_os,
+# P_os+g and P_os+g+p.
 SHARDED_FROM_LEVEL: Final = {"optimizer": 1, "grads": 2, "params": 3}
 ZERO_LEVEL_COUNT: Final = 1 + max(SHARDED_FROM_LEVEL.values())
-# What memory is called that has parts of them, and whole ones beside the parts.
+# Labels for memory with sharded states, and for memory with unsharded copies of them.
 SHARDED_LABELS: Final = {
     "params": "weights in parts", "grads": "gradient in parts", "optimizer": "optimizer in parts",
 }  # fmt: skip
@@ -23,12 +25,26 @@ UNSHARDED_LABELS: Final = {"params": "whole weights", "grads": "whole gradient"}
 
 
 def is_sharded(size_name: str, zero: int) -> bool:
-    """Whether at a level replicas have parts of what a field of Sizes tells."""
+    """Return whether each replica has only a part of a model state at a ZeRO level.
+
+    Args:
+        size_name: Name of a field of `Sizes`.
+        zero: ZeRO level, 0 to 3.
+
+    Returns:
+        True if the state is sharded. Other fields of `Sizes` are never sharded.
+    """
     return zero >= SHARDED_FROM_LEVEL.get(size_name, ZERO_LEVEL_COUNT)
 
 
 class ModelStates(NamedTuple):
-    """Bytes that one replica holds of each; floats, or arrays of the shape of what was given."""
+    """Bytes of the model states of one replica: floats, or arrays if arrays were given.
+
+    Args:
+        params: Bytes of the parameters.
+        grads: Bytes of the gradients.
+        optimizer: Bytes of the optimizer state.
+    """
 
     params: Any
     grads: Any
@@ -36,7 +52,7 @@ class ModelStates(NamedTuple):
 
     @property
     def total(self) -> Any:
-        """All together."""
+        """The sum of the three, in bytes."""
         return self.params + self.grads + self.optimizer
 
 
@@ -49,26 +65,42 @@ def zero_model_states(
     *,
     parameter_counts: ArrayLike | None = None,
 ) -> ModelStates:
-    """What level `zero` (0 to 3) of ZeRO leaves of a model's states on each of `dp` replicas, in
-    bytes.
+    """Return the bytes of a model's states on each replica at a ZeRO level.
 
-    `params`, `grads` and `optimizer` are the bytes of whole ones: a number each, or one for each
-    stage or bucket.  What a level cuts has a part of 1/dp: the optimizer's state from level 1 on,
-    gradients from 2, parameters from 3.  With 2, 2 and 12 bytes for each of Psi parameters that is
-    4 Psi + 12 Psi/dp, 2 Psi + 14 Psi/dp and 16 Psi/dp (arXiv 1910.02054, sections 5.1 to 5.3).
+    Each replica has 1/dp of a sharded state. The optimizer state is sharded from level 1 on, the
+    gradients from level 2 on, and the parameters from level 3 on.
 
-    `parameter_counts` is of how many parameters each is made.  They are then cut into parts of as
-    many each, of which the last are padded: a part has ceil(numbers / dp) of them.  Without, parts
-    are fractions, as in the paper.  What is whole is never padded.
+    With 16-bit parameters and gradients and 12 bytes of optimizer state, a model of Psi parameters
+    needs 16 Psi bytes at level 0. Level 1 needs 4 Psi + 12 Psi/dp, level 2 needs
+    2 Psi + 14 Psi/dp, and level 3 needs 16 Psi/dp bytes.
 
-    Raises UsageError for another level, for less than one replica, and for what is negative or not
-    finite.
+    Args:
+        params: Bytes of the unsharded parameters: a number, or one per stage or bucket.
+        grads: Bytes of the unsharded gradients, likewise.
+        optimizer: Bytes of the unsharded optimizer state, likewise.
+        zero: ZeRO level, 0 to 3.
+        dp: Number of replicas.
+        parameter_counts: Number of parameters of each entry. Shards then have ceil(count / dp)
+            parameters, and the last shards are padded. Without it, shards are fractions, as in the
+            paper. Unsharded states are never padded.
 
-    >>> from schedir import zero_model_states
-    >>> [round(zero_model_states(15, 15, 90, zero, 64).total, 2) for zero in range(4)]  # GB; 7.5B
-    [120.0, 31.41, 16.64, 1.88]
-    >>> zero_model_states(20, 20, 120, 3, 4, parameter_counts=10)  # 3 parameters in each part
-    ModelStates(params=6.0, grads=6.0, optimizer=36.0)
+    Returns:
+        The bytes of each state on one replica.
+
+    Raises:
+        UsageError: The level or the number of replicas is invalid, or a number is negative or not
+            finite.
+
+    References:
+        arXiv 1910.02054, sections 5.1 to 5.3.
+
+    Example:
+        >>> from schedir import zero_model_states
+        >>> gigabytes = [zero_model_states(15, 15, 90, zero, 64).total for zero in range(4)]
+        >>> [round(each, 2) for each in gigabytes]  # a model with 7.5 billion parameters
+        [120.0, 31.41, 16.64, 1.88]
+        >>> zero_model_states(20, 20, 120, 3, 4, parameter_counts=10)  # 3 parameters in each part
+        ModelStates(params=6.0, grads=6.0, optimizer=36.0)
     """
     if _as_integer(zero, 0) is None or zero >= ZERO_LEVEL_COUNT:
         raise UsageError(
@@ -77,15 +109,16 @@ def zero_model_states(
         )
     if _as_integer(dp, 1) is None:
         raise UsageError(f"dp is a number of replicas, not {describe(dp)}", fields=["dp"])
-    parts: NDArray[np.float64] | float = float(dp)  # of what size: a whole one is so many
+    # The size of an unsharded state as a multiple of the size of a shard.
+    parts: NDArray[np.float64] | float = float(dp)
     if parameter_counts is not None:
-        each = _to_byte_array("parameter_counts", parameter_counts)
-        parts = np.maximum(each, 1) / np.maximum(np.ceil(each / dp), 1)
-    whole = {"params": params, "grads": grads, "optimizer": optimizer}
-    left = {}
-    for name, value in whole.items():
-        left[name] = _to_byte_array(name, value) / (parts if is_sharded(name, zero) else 1.0)
-    return ModelStates(**{name: v if v.ndim else v.item() for name, v in left.items()})
+        counts = _to_byte_array("parameter_counts", parameter_counts)
+        parts = np.maximum(counts, 1) / np.maximum(np.ceil(counts / dp), 1)
+    unsharded = {"params": params, "grads": grads, "optimizer": optimizer}
+    states = {}
+    for name, value in unsharded.items():
+        states[name] = _to_byte_array(name, value) / (parts if is_sharded(name, zero) else 1.0)
+    return ModelStates(**{name: v if v.ndim else v.item() for name, v in states.items()})
 
 
 def _as_integer(value: object, min_value: int) -> int | None:

@@ -31,8 +31,7 @@ class FieldType:
     """The type of a field's values, and their text form.
 
     Args:
-        requirement: The verb phrase of an error about a wrong text, such as "must be a whole
-            number".
+        requirement: The verb phrase of an error about a wrong text, such as "is yes or no".
         from_text: Parses a text. It raises ValueError for a wrong text.
         type: Python type of the value in a configuration.
         to_text: Formats a value. Its arguments are the value and the shape. The default is `str`.
