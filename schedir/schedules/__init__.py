@@ -1,21 +1,27 @@
 """The built-in schedules.
 
-Each is a function of (rank, ranks, microbatches) and, where stages per rank matter, of `v`.
-Formulas count one stage and one microbatch: F, I, W and B = I + W are the costs of a stage, so
-that a rank with v stages works v m (F + B).  "Idle" is the time that a rank waits from the first
-start to the last end of all ranks, "in its own span" from its own first start to its own last
-end (see `Timeline.idle` and `idle_in_own_span`).  Timelines are at F = I = W = 1; a letter is
-one unit of time, a dot is idle, a ' marks the rank's second stage.  Papers on zero bubbles call
-our I "B".
+A schedule is a function of the rank r, the number of ranks P and the number of microbatches m.
+Schedules with several stages per rank also have the parameter `v`, the number of stages per rank.
+The docstrings use these terms:
 
->>> from schedir import PipelineShape, compile, schedules, simulate
->>> shape = PipelineShape(ranks=4, microbatches=8)
->>> for schedule in (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1):
-...     run = simulate(compile(schedule, shape))
-...     print(f"{run.program.name}: {run.bubble:.1%} idle, peak {run.peak_in_flight.max()}")
-gpipe: 27.3% idle, peak 8
-one_f_one_b: 27.3% idle, peak 4
-zb_h1: 11.1% idle, peak 4
+- F, I, W and B = I + W are the costs of one stage for one microbatch. So a rank with v stages
+  computes for v m (F + B). Papers on zero-bubble schedules call our I "B".
+- Idle time is the time in which a rank does not compute, between the first start and the last end
+  of all ranks (`Timeline.idle`). In the active span, it is counted between the first start and the
+  last end of the rank (`idle_in_own_span`).
+- Ideal time is the compute time of a rank.
+- Timelines have F = I = W = 1. A letter is one unit of time, a dot is idle time, and a ' marks the
+  second stage of the rank.
+
+Example:
+    >>> from schedir import PipelineShape, compile, schedules, simulate
+    >>> shape = PipelineShape(ranks=4, microbatches=8)
+    >>> for schedule in (schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1):
+    ...     run = simulate(compile(schedule, shape))
+    ...     print(f"{run.program.name}: {run.bubble:.1%} idle, peak {run.peak_in_flight.max()}")
+    gpipe: 27.3% idle, peak 8
+    one_f_one_b: 27.3% idle, peak 4
+    zb_h1: 11.1% idle, peak 4
 """
 
 from collections.abc import Sequence
@@ -60,7 +66,11 @@ __all__ = [
 
 
 def get_built_in_schedules() -> dict[str, Schedule]:
-    """Return the built-in schedules by name."""
+    """Return the built-in schedules by name.
+
+    Returns:
+        The schedule functions, in the order of `__all__`.
+    """
     return {name: globals()[name] for name in __all__}
 
 
@@ -70,8 +80,11 @@ def find_schedule(name: str) -> Schedule:
     Args:
         name: A name such as `"zb_v"`.
 
+    Returns:
+        The schedule function.
+
     Raises:
-        UsageError: No built-in schedule has this name.  The hint has the nearest one.
+        UsageError: No built-in schedule has this name. The hint has the nearest name.
 
     Example:
         >>> find_schedule("gpipe").__name__
@@ -86,8 +99,18 @@ def find_schedule(name: str) -> Schedule:
 
 
 def suggest_schedules(name: str, known: Sequence[str]) -> str:
-    """Return a hint with the name of `known` that is nearest to `name`, or with all of them."""
-    spelled = name.lower().replace("-", "_").removeprefix("schedule")  # as torch's classes begin
+    """Return a hint with the name that is nearest to a wrong name, or with all names.
+
+    Args:
+        name: The wrong name. Names of torch's classes, such as "ScheduleZBVZeroBubble", are
+            recognized.
+        known: The names that are valid.
+
+    Returns:
+        A phrase for the hint of an error.
+    """
+    # The names of torch's classes begin with "Schedule".
+    spelled = name.lower().replace("-", "_").removeprefix("schedule")
     names = {"1f1b": "one_f_one_b", "vzerobubble": "_v", "zerobubble": "_zb"}
     others = [spelled, *(spelled.replace(one, ours) for one, ours in names.items())]
     near = [near for each in others for near in get_close_matches(each, known, 1)]

@@ -1,7 +1,8 @@
-"""V-Half and V-Min: schedules that repeat a building block (arXiv 2405.15362).
+"""V-Half, V-Min and waves: schedules that repeat a building block.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362): what a microbatch
-does on a rank is fixed in slots, and how far apart they are decides the memory.
+The building block fixes the slots in which a rank processes one microbatch. The distances between
+these slots determine the memory. See Qi et al., "Pipeline Parallelism with Controllable Memory"
+(arXiv 2405.15362).
 """
 
 from __future__ import annotations
@@ -17,54 +18,96 @@ from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, concat,
 
 Block = Callable[[int, int], tuple[int, int, int, int]]
 
-_LETTERS = (F[0], F[1], I[1], I[0], W[1], W[0])  # W two places after its I
+_LETTERS = (F[0], F[1], I[1], I[0], W[1], W[0])  # Each W is two places after its I.
 
 
 @with_placement("vee")
 def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
-    """Hanayo's waves: v = 2w stages per rank, down the ranks and back w times (arXiv 2308.15762).
+    """Run Hanayo's waves: v = 2w stages per rank, down the ranks and back w times.
 
-    Known from the paper's idea, not from its code: P microbatches make a wave, and further ones
-    follow in the slots that it leaves.  Where P divides m, ranks idle (P-1)(2 min(F,B) +
-    2(m/P)|B-F|), whatever v: at F = B that is `interleaved`'s bubble.  Elsewhere each wave costs
-    anew, so it suits m = P.  (v-1)P + r+1 stage activations in flight, for m >= P.
+    The order is derived from the idea of the paper, not from its code. P microbatches form a wave.
+    Further microbatches use the slots that the wave leaves free.
 
-    >>> from schedir.schedules import wave
-    >>> from schedir.viz.doctest_chart import draw_schedule
-    >>> print(draw_schedule(wave, ranks=2, microbatches=2, placement="vee"))
-    rank 0  F0  F1  ..  F0' B0' --  F1' B1' --  ..  B0  --  ..  ..  B1  --
-    rank 1  ..  F0  F0' F1  F1' ..  B0' --  B0  --  B1' --  B1  --  ..  ..
+    If P divides m, each rank idles for (P-1)(2 min(F,B) + 2(m/P)|B-F|) for every v. At F = B, this
+    is the bubble of `interleaved`. At other costs each wave adds to the bubble, so the schedule is
+    best with m = P.
+
+    For m >= P, a rank has (v-1)P + r+1 stage activations in flight.
+
+    Args:
+        r: Rank, 0 to P - 1.
+        P: Number of ranks.
+        m: Number of microbatches.
+        v: Number of stages on each rank. It must be even.
+
+    Returns:
+        The order of the rank.
+
+    Raises:
+        ScheduleError: `v` is odd.
+
+    References:
+        arXiv 2308.15762.
+
+    Example:
+        >>> from schedir.schedules import wave
+        >>> from schedir.viz.doctest_chart import draw_schedule
+        >>> print(draw_schedule(wave, ranks=2, microbatches=2, placement="vee"))
+        rank 0  F0  F1  ..  F0' B0' --  F1' B1' --  ..  B0  --  ..  ..  B1  --
+        rank 1  ..  F0  F0' F1  F1' ..  B0' --  B0  --  B1' --  B1  --  ..  ..
     """
     if v % 2:
         raise ScheduleError(f"a wave goes down and back: v must be even, not {v}")
-    own = [j * P + (P - 1 - r if j % 2 else r) for j in range(v)]
-    block = [(s, F[j]) for j, s in enumerate(own)]
-    block += [(2 * v * P - 1 - s, B[j]) for j, s in enumerate(own)]
-    # A microbatch every other slot: down and back fall on odd and even ones.  P fill the wave.
+    local_stages = [j * P + (P - 1 - r if j % 2 else r) for j in range(v)]
+    block = [(s, F[j]) for j, s in enumerate(local_stages)]
+    block += [(2 * v * P - 1 - s, B[j]) for j, s in enumerate(local_stages)]
+    # A microbatch starts in every second slot, so that the way down and the way back use slots of
+    # different parity.  P microbatches fill a wave.
     starts = [k // P * 2 * v * P + k % P * 2 for k in range(m)]
     return order_by_slot((slot + start, word) for slot, word in block for start in starts)
 
 
 def order_by_slot(slots: Iterable[tuple[int, RankSchedule]]) -> RankSchedule:
-    """What a rank does, by slot."""
+    """Return the order of a rank, sorted by slot.
+
+    Args:
+        slots: Pairs of a slot and the rank schedule that runs in it.
+
+    Returns:
+        The order of the rank.
+    """
     return RankSchedule(np.concatenate([w.letters for _, w in sorted(slots, key=lambda s: s[0])]))
 
 
 @with_placement("vee", 2)
 def v_half(r: int, P: int, m: int) -> RankSchedule:
-    """V-Half: half of 1F1B's memory (arXiv 2405.15362, "V-shape building blocks").
+    """Run V-Half, which needs half of the memory of 1F1B.
 
-    2(P//2 + 1) stage activations in flight at most.  At F = I = W and m >= P ranks idle
-    (3P-7) F for even P >= 4 and (3P-4) F for odd P >= 3: less than half of 1F1B's 6(P-1), and the
-    least that this memory allows, as a constraint solver finds for m = P up to 8.  That grows by
-    max(0, 2F-W-2I, 2I-W-2F) with each microbatch.  There is no slack, so where all messages of a
-    rank share a queue, compile it at its own costs.
+    At most 2(P//2 + 1) stage activations are in flight. The idle time below is for F = I = W and m
+    >= P. Each rank idles for (3P-7) F with an even P >= 4, and for (3P-4) F with an odd P >= 3.
+    1F1B idles for 6(P-1) F, more than twice as long. A constraint solver found that no order with
+    this memory idles less, for m = P up to 8.
 
-    >>> from schedir.schedules import v_half
-    >>> from schedir.viz.doctest_chart import draw_schedule
-    >>> print(draw_schedule(v_half, ranks=2, microbatches=3, placement="vee"))
-    rank 0  F0  F1  ..  F0' I0' F1' W0' F2  I0  I1' W0  F2' I2' I1  W1' I2  W2' W1  W2
-    rank 1  ..  F0  F0' F1  F1' I0' W0' I0  W0  F2  F2' I1' I1  I2' I2  W1' W1  W2' W2
+    At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F) of idle time. The schedule has no
+    slack. So if all messages of a rank share a queue, compile it with its own costs.
+
+    Args:
+        r: Rank, 0 to P - 1.
+        P: Number of ranks.
+        m: Number of microbatches.
+
+    Returns:
+        The order of the rank.
+
+    References:
+        arXiv 2405.15362, "V-shape building blocks".
+
+    Example:
+        >>> from schedir.schedules import v_half
+        >>> from schedir.viz.doctest_chart import draw_schedule
+        >>> print(draw_schedule(v_half, ranks=2, microbatches=3, placement="vee"))
+        rank 0  F0  F1  ..  F0' I0' F1' W0' F2  I0  I1' W0  F2' I2' I1  W1' I2  W2' W1  W2
+        rank 1  ..  F0  F0' F1  F1' I0' W0' I0  W0  F2  F2' I1' I1  I2' I2  W1' W1  W2' W2
     """
     early = 2 * P - 2 if P % 2 else 2 * P + 1
     return _repeat_block(_v_half_block, P, m, 2 * (P // 2 + 1), early)[r]
@@ -72,23 +115,38 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
 
 @with_placement("vee", 2)
 def v_min(r: int, P: int, m: int) -> RankSchedule:
-    """V-Min: a third of 1F1B's memory (arXiv 2405.15362, "V-shape building blocks").
+    """Run V-Min, which needs a third of the memory of 1F1B.
 
-    2((P+1)//3 + 1) stage activations in flight at most.  At F = I = W and m >= P >= 2 ranks idle
-    (4P-7) F, or (4P-5) F where P = 1 modulo 3: two thirds of 1F1B's 6(P-1).  It needs costs that
-    are alike: for P >= 3 and W <= max(F, I) each microbatch adds 6 max(F, I) - 2(F+I+W).
+    At most 2((P+1)//3 + 1) stage activations are in flight. The idle time below is for F = I = W
+    and m >= P >= 2. Each rank idles for (4P-7) F, or for (4P-5) F if P = 1 modulo 3. This is about
+    two thirds of the 6(P-1) F of 1F1B.
 
-    >>> from schedir.schedules import v_min
-    >>> from schedir.viz.doctest_chart import draw_schedule
-    >>> print(draw_schedule(v_min, ranks=2, microbatches=3, placement="vee"))
-    rank 0  F0  F1  ..  F0' I0' F1' I1' I0  W0' F2  I1  W1' W0  F2' I2' W1  W2' I2  W2
-    rank 1  ..  F0  F0' F1  F1' I0' I0  I1' I1  W0' F2  W0  F2' W1' W1  I2' I2  W2' W2
+    The schedule needs similar costs. For P >= 3 and W <= max(F, I), each microbatch adds 6 max(F,
+    I) - 2(F+I+W) of idle time.
+
+    Args:
+        r: Rank, 0 to P - 1.
+        P: Number of ranks.
+        m: Number of microbatches.
+
+    Returns:
+        The order of the rank.
+
+    References:
+        arXiv 2405.15362, "V-shape building blocks".
+
+    Example:
+        >>> from schedir.schedules import v_min
+        >>> from schedir.viz.doctest_chart import draw_schedule
+        >>> print(draw_schedule(v_min, ranks=2, microbatches=3, placement="vee"))
+        rank 0  F0  F1  ..  F0' I0' F1' I1' I0  W0' F2  I1  W1' W0  F2' I2' W1  W2' I2  W2
+        rank 1  ..  F0  F0' F1  F1' I0' I0  I1' I1  W0' F2  W0  F2' W1' W1  I2' I2  W2' W2
     """
     return _repeat_block(_v_min_block, P, m, 2 * ((P + 1) // 3 + 1), (2, 0, 4)[P % 3])[r]
 
 
 def _v_half_block(r: int, P: int) -> tuple[int, int, int, int]:
-    d = 0 if P % 2 else 3  # keeps slots apart modulo 6
+    d = 0 if P % 2 else 3  # The slots of a rank must differ modulo 6.
     return 2 * r, 3 * P - r - 2, 3 * P + d + 2 * r - 1, 6 * P + d - r - 2
 
 
@@ -101,20 +159,25 @@ def _v_min_block(r: int, P: int) -> tuple[int, int, int, int]:
 def _repeat_block(
     block: Block, P: int, m: int, capacity: int, max_lead: int
 ) -> tuple[RankSchedule, ...]:
-    """Every rank's word: F0, F1, I1, I0 as `block` says, six slots a microbatch, W in between.
+    """Return the order of each rank: F and I in the slots of `block`, and W between them.
 
-    Slot by slot, a rank does what is ready and comes first in the block, or else its oldest W;
-    at most `capacity` stage activations are in flight, and F0 leaves one of them to F1.  So both
-    ends are squeezed.  In the middle, from the block's slot 3P to 2P slots after the last
-    microbatch's first, nothing starts more than `max_lead` slots ahead of the block: its rhythm,
-    which bears unequal costs, is kept, and begins as soon as the room allows.
+    The order of a microbatch on a rank is F0, F1, I1, I0. Microbatches follow each other at a
+    distance of six slots. In each slot, a rank runs the ready instruction that is first in the
+    block, or else its oldest W. At most `capacity` stage activations are in flight, and F0 leaves
+    one of them for F1.
+
+    This compresses the warmup and the end. In between, an instruction starts at most `max_lead`
+    slots before its slot in the block. So the rhythm of the block, which tolerates unequal costs,
+    is kept. "In between" is from the block's slot 3P until 2P slots after the first slot of the
+    last microbatch.
     """
     cool = 6 * (m - 1) + 2 * P
     begin = [block(r, P) for r in range(P)]
-    # A microbatch goes through F of each stage, then I of each; four of these links are a rank's.
+    # A microbatch passes through the F of each stage, and then through the I of each stage.  Each
+    # rank has four links of this chain.
     links = [(r, 2 * P - 1 - r, 2 * P + r, 4 * P - 1 - r) for r in range(P)]
-    passed = [0] * (4 * P)  # how many microbatches have
-    alive = [[0, 0] for _ in range(P)]  # activations of either own stage
+    passed = [0] * (4 * P)  # Number of microbatches that have passed each link.
+    alive = [[0, 0] for _ in range(P)]  # Activations of each of the two local stages.
     owed: list[deque[int]] = [deque() for _ in range(P)]
     said: list[list[int]] = [[] for _ in range(P)]
     now = 0

@@ -1,4 +1,4 @@
-"""`greedy_schedule`: build a schedule from priorities and memory limits by simulating it."""
+"""Build a schedule from priorities and memory limits by simulating it."""
 
 from __future__ import annotations
 
@@ -33,27 +33,39 @@ def greedy_schedule(
     name: str = "greedy",
     frozen_stages: int = 0,
 ) -> Program:
-    """A draft by list scheduling: an idle rank never waits while there is something it may do.
+    """Return a draft that list scheduling makes from priorities and a memory limit.
 
-    It starts what is ready and comes first in `priority`, the letters of F and B or of F, I and W;
-    among equals the lowest microbatch, then the deepest stage.  Rank r has at most `max_in_flight`,
-    or `in_flight(r)`, (stage, mb) alive, each from its F to its B or W.
+    An idle rank always starts an instruction if one is ready. It prefers the kind that is first in
+    `priority`, then the lowest microbatch, then the deepest stage.
 
-    No F takes the room that later stages of its own rank need to go on.  So the deepest
-    microbatch can always move, nothing hangs, and the limit need only be the number of a rank's
-    own stages or more; ScheduleError where it is less.
+    A forward does not use memory that later stages of the same rank need to continue. So the
+    deepest microbatch can always proceed, and the schedule has no deadlock. The limit can be as low
+    as the number of trained stages of the rank.
 
-    The first `frozen_stages` stages are not trained: they have no backward, and what they run is
-    not alive, for nothing is kept of it.
+    Args:
+        shape: Shape of the pipeline.
+        priority: The letters of F and B, or of F, I and W, in order of priority: "BF" or "FIW".
+        max_in_flight: Limit on the pairs (stage, microbatch) in flight on a rank, or a function of
+            the rank that returns it. A pair is in flight from its F to its B or W.
+        costs: Times of instructions. By default F, I and W are 1.
+        name: Name of the draft.
+        frozen_stages: Number of first stages that are not trained. They have no backward, and their
+            forwards do not count as in flight.
 
-    `compile` and `simulate` take a draft as it is.  Raises UsageError for a shape or costs of
-    another kind, and ScheduleError for what is no order or no number.
+    Returns:
+        The draft. `compile` and `simulate` accept it.
 
-    >>> from schedir import PipelineShape, expand_schedule, greedy_schedule, schedules
-    >>> shape = PipelineShape(ranks=4, microbatches=8)
-    >>> found = greedy_schedule(shape, "BF", lambda rank: shape.ranks - rank)
-    >>> found.streams == expand_schedule(schedules.one_f_one_b, shape).streams
-    True
+    Raises:
+        UsageError: `shape` or `costs` has another type.
+        ScheduleError: `priority` is not an order of these letters, or the limit is not an integer
+            or is too low.
+
+    Example:
+        >>> from schedir import PipelineShape, expand_schedule, greedy_schedule, schedules
+        >>> shape = PipelineShape(ranks=4, microbatches=8)
+        >>> found = greedy_schedule(shape, "BF", lambda rank: shape.ranks - rank)
+        >>> found.streams == expand_schedule(schedules.one_f_one_b, shape).streams
+        True
     """
     require_type(shape, PipelineShape, "PipelineShape(ranks=2, microbatches=4)")
     costs = Costs() if costs is None else costs
@@ -82,7 +94,7 @@ def _require_integer(value: object) -> int:
 
 
 class _GreedyState:
-    """The state of the ranks at one moment."""
+    """The state of all ranks at a moment of the simulation."""
 
     def __init__(
         self,
@@ -96,7 +108,8 @@ class _GreedyState:
         self.costs = {op: costs.for_opcode(op, shape).tolist() for op in (*priority, SEND_OPS[0])}
         self.priority = {op: k for k, op in enumerate(priority)}
         self.backward = _I if _I in priority else _B
-        # How many may be alive before an F of a stage: one less for each stage after it.
+        # The number in flight below which an F of a stage may start.  It is one less for each later
+        # stage of the rank, because those need memory to continue.
         self.capacity: list[dict[int, int]] = [{} for _ in range(shape.ranks)]
         for rank, own in enumerate(shape.stages_on_rank):
             limit = _require_integer(
@@ -116,10 +129,15 @@ class _GreedyState:
         self.done_tasks: list[list[Instr]] = [[] for _ in range(shape.ranks)]
 
     def streams(self) -> Iterable[Stream]:
-        """Run everything; what each rank did, in order."""
+        """Simulate the step, and yield the instructions of each rank in order.
+
+        Yields:
+            The Stream of each rank.
+        """
         for mb in range(self.shape.microbatches):
             self.ready_tasks[int(self.shape.rank_of_stage(0, mb))].add(Instr(_F, 0, mb))
-        # When a rank is through with a task, or when a task's value has come from elsewhere.
+        # Entries (time, rank, task, ends).  If `ends` is True, the rank has finished the task.  If
+        # not, the input of the task has arrived.
         events: list[tuple[float, int, Instr, bool]] = []
         idle, now = set(range(self.shape.ranks)), 0.0
         while True:
@@ -145,21 +163,21 @@ class _GreedyState:
         yield from map(Stream.from_instructions, self.done_tasks)
 
     def _get_cost(self, op: Opcode, task: Instr) -> float:
-        """What an instruction of a task's stage and microbatch costs."""
+        """Return the cost of an opcode at the stage and microbatch of a task."""
         own = self.costs[op][task.stage]
         return float(own[task.mb if len(own) > 1 else 0])
 
     def _start_task(self, rank: int) -> Instr | None:
-        """What an idle rank starts now, if anything."""
-        alive = self.live_counts[rank]
-        room = self.capacity[rank]
-        may = [
+        """Start a task on an idle rank and return it, or return None if no task may start."""
+        live = self.live_counts[rank]
+        capacity = self.capacity[rank]
+        candidates = [
             t for t in self.ready_tasks[rank]
-            if t.op is not _F or t.stage < self.frozen_stages or alive < room[t.stage]
+            if t.op is not _F or t.stage < self.frozen_stages or live < capacity[t.stage]
         ]  # fmt: skip
-        if not may:
+        if not candidates:
             return None
-        task = min(may, key=lambda t: (self.priority[t.op], t.mb, -t.stage))
+        task = min(candidates, key=lambda t: (self.priority[t.op], t.mb, -t.stage))
         self.ready_tasks[rank].discard(task)
         self.live_counts[rank] += (task.op is _F and task.stage >= self.frozen_stages) - (
             task.op in (_B, _W)
@@ -168,10 +186,10 @@ class _GreedyState:
         return task
 
     def _find_successors(self, op: Opcode, stage: int, mb: int) -> Iterable[Instr]:
-        """What needs the value of a task."""
+        """Yield the tasks that need the value of a task."""
         if op is _F:
-            last = stage + 1 == self.shape.stages
-            yield Instr(self.backward, stage, mb) if last else Instr(_F, stage + 1, mb)
+            is_last = stage + 1 == self.shape.stages
+            yield Instr(self.backward, stage, mb) if is_last else Instr(_F, stage + 1, mb)
         elif op is not _W and stage > self.frozen_stages:
             yield Instr(self.backward, stage - 1, mb)
         if op is _I:

@@ -19,36 +19,61 @@ from schedir.schedules.schedule_algebra import (
 
 
 def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
-    """Breadth first: all microbatches through one own stage, then through the next.
+    """Run breadth first: all microbatches through one local stage, then through the next.
 
-    Lamy-Poirier, arXiv 2211.05953: a stage's weights are needed once forward and once
-    backward, which suits sharded weights.  Ranks idle (P-1)(F+B), that is (P-1)/(v m) of ideal
-    time, and (v-1)(P-m)(F+B) more if m < P; m v stage activations in flight.  PyTorch's
-    LoopedBFS runs each stage's backwards in descending order, which takes as long.
+    The weights of a stage are needed once forward and once backward, which suits sharded weights.
+    Each rank idles for (P-1)(F+B), which is (P-1)/(v m) of ideal time. If m < P, it idles for
+    (v-1)(P-m)(F+B) more. There are m v stage activations in flight. PyTorch's LoopedBFS runs the
+    backwards of each stage in descending order, which takes the same time.
 
-    >>> from schedir.schedules import looped_bfs
-    >>> from schedir.viz.doctest_chart import draw_schedule
-    >>> print(draw_schedule(looped_bfs, ranks=2, microbatches=2, stages_per_rank=2))
-    rank 0  F0  F1  F0' F1' ..  ..  ..  B0' --  B1' --  B0  --  B1  --
-    rank 1  ..  F0  F1  F0' F1' B0' --  B1' --  B0  --  B1  --  ..  ..
+    Args:
+        r: Rank, 0 to P - 1.
+        P: Number of ranks.
+        m: Number of microbatches.
+        v: Number of stages on each rank.
+
+    Returns:
+        The order of the rank.
+
+    References:
+        Lamy-Poirier, arXiv 2211.05953.
+
+    Example:
+        >>> from schedir.schedules import looped_bfs
+        >>> from schedir.viz.doctest_chart import draw_schedule
+        >>> print(draw_schedule(looped_bfs, ranks=2, microbatches=2, stages_per_rank=2))
+        rank 0  F0  F1  F0' F1' ..  ..  ..  B0' --  B1' --  B0  --  B1  --
+        rank 1  ..  F0  F1  F0' F1' B0' --  B1' --  B0  --  B1  --  ..  ..
     """
     fs = sum((m * F[j] for j in range(v)), EMPTY)
     return fs + sum((m * B[j] for j in reversed(range(v))), EMPTY)
 
 
 def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
-    """Depth first: P microbatches through all own stages, then the next P; then all backwards.
+    """Run depth first: P microbatches through all local stages, then the next P.
 
-    The order of `interleaved` without its turns; arXiv 2211.05953 calls depth-first what has
-    them.  Ranks idle (P-1)(F+B) where P divides m; m v stage activations in flight.
-    Beside `looped_bfs`, fewer boundary activations wait: those of P microbatches, not of m.
+    All forwards come before all backwards. Otherwise the order is that of `interleaved`, in which
+    they alternate. arXiv 2211.05953 uses the name "depth-first" for the alternating order.
 
-    >>> from schedir.schedules import looped_dfs
-    >>> from schedir.viz.doctest_chart import draw_schedule
-    >>> from schedir import Costs
-    >>> print(draw_schedule(looped_dfs, 2, 4, stages_per_rank=2, costs=Costs(B=1)))
-    rank 0  F0  F1  F0' F1' F2  F3  F2' F3' ..  ..  B0' B1' B0  B1  B2' B3' B2  B3
-    rank 1  ..  F0  F1  F0' F1' F2  F3  F2' F3' B0' B1' B0  B1  B2' B3' B2  B3  ..
+    If P divides m, each rank idles for (P-1)(F+B). There are m v stage activations in flight. Fewer
+    boundary activations wait than with `looped_bfs`: those of P microbatches instead of m.
+
+    Args:
+        r: Rank, 0 to P - 1.
+        P: Number of ranks.
+        m: Number of microbatches.
+        v: Number of stages on each rank.
+
+    Returns:
+        The order of the rank.
+
+    Example:
+        >>> from schedir.schedules import looped_dfs
+        >>> from schedir.viz.doctest_chart import draw_schedule
+        >>> from schedir import Costs
+        >>> print(draw_schedule(looped_dfs, 2, 4, stages_per_rank=2, costs=Costs(B=1)))
+        rank 0  F0  F1  F0' F1' F2  F3  F2' F3' ..  ..  B0' B1' B0  B1  B2' B3' B2  B3
+        rank 1  ..  F0  F1  F0' F1' F2  F3  F2' F3' B0' B1' B0  B1  B2' B3' B2  B3  ..
     """
     fs, bs = _make_grouped_passes(_split_into_groups(P, m), v, B)
     return fs + bs
@@ -56,21 +81,37 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
 
 @with_placement("loop")
 def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> RankSchedule:
-    """Interleaved 1F1B: v stages per rank, placed in a loop (SC21, arXiv 2104.04473, section 2.2).
+    """Run interleaved 1F1B: v stages per rank, placed in a loop.
 
-    Microbatches pass in groups, each group through all own stages before the next.  A group is
-    P microbatches where P divides m; else there are m // P groups, as even as can be.  `group`
-    sets the size as Megatron-core's microbatch_group_size_per_vp_stage does: from P to m, and
-    the last group is not smaller than P.
+    Microbatches pass in groups. Each group passes through all local stages before the next group.
 
-    Bubble (P-1)/(v m) of ideal time where P divides m; min(2(P-1-r) + (v-1)P + 1, v m)
-    stage activations in flight; v times the messages of 1F1B.
+    If P divides m, the bubble is (P-1)/(v m) of ideal time. There are min(2(P-1-r) + (v-1)P + 1, v
+    m) stage activations in flight. The number of messages is v times that of 1F1B.
 
-    >>> from schedir.schedules import interleaved
-    >>> from schedir.viz.doctest_chart import draw_schedule
-    >>> print(draw_schedule(interleaved, ranks=2, microbatches=2, stages_per_rank=2))
-    rank 0  F0  F1  F0' F1' ..  ..  B0' --  ..  B1' --  B0  --  B1  --
-    rank 1  ..  F0  F1  F0' B0' --  F1' B1' --  B0  --  B1  --  ..  ..
+    Args:
+        r: Rank, 0 to P - 1.
+        P: Number of ranks.
+        m: Number of microbatches.
+        v: Number of stages on each rank.
+        group: Number of microbatches in a group, from P to m. The last group must have P or more.
+            It is the same as microbatch_group_size_per_vp_stage of Megatron-Core. The default is P
+            if P divides m. Otherwise there are m // P groups of sizes that differ by at most one.
+
+    Returns:
+        The order of the rank.
+
+    Raises:
+        ScheduleError: `group` does not divide the microbatches into valid groups.
+
+    References:
+        Narayanan et al. (SC21), arXiv 2104.04473, section 2.2.
+
+    Example:
+        >>> from schedir.schedules import interleaved
+        >>> from schedir.viz.doctest_chart import draw_schedule
+        >>> print(draw_schedule(interleaved, ranks=2, microbatches=2, stages_per_rank=2))
+        rank 0  F0  F1  F0' F1' ..  ..  B0' --  ..  B1' --  B0  --  B1  --
+        rank 1  ..  F0  F1  F0' B0' --  F1' B1' --  B0  --  B1  --  ..  ..
     """
     groups = _split_into_groups(P, m, group)
     fs, bs = _make_grouped_passes(groups, v, B)
@@ -79,34 +120,45 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
 
 @with_placement("loop")
 def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
-    """Interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
+    """Run interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
 
-    PyTorch's InterleavedZeroBubble, instruction for instruction where that runs; groups are
-    those of `interleaved`.  Where P divides m, ranks idle as under `zb_h1` with the costs of
-    one stage: v times less.  v P stage activations in flight on every rank.
+    The order is that of PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can run.
+    Groups are those of `interleaved`. If P divides m, each rank idles for the time of `zb_h1` at
+    the costs of one stage, which is v times less. There are v P stage activations in flight on each
+    rank.
 
-    >>> from schedir.schedules import interleaved_zb
-    >>> from schedir.viz.doctest_chart import draw_schedule
-    >>> print(draw_schedule(interleaved_zb, ranks=2, microbatches=2, stages_per_rank=2))
-    rank 0  F0  F1  F0' F1' ..  I0' W0' I1' W1' I0  W0  I1  W1
-    rank 1  ..  F0  F1  F0' I0' F1' I1' W0' I0  W1' I1  W0  W1
+    Args:
+        r: Rank, 0 to P - 1.
+        P: Number of ranks.
+        m: Number of microbatches.
+        v: Number of stages on each rank.
+
+    Returns:
+        The order of the rank.
+
+    Example:
+        >>> from schedir.schedules import interleaved_zb
+        >>> from schedir.viz.doctest_chart import draw_schedule
+        >>> print(draw_schedule(interleaved_zb, ranks=2, microbatches=2, stages_per_rank=2))
+        rank 0  F0  F1  F0' F1' ..  I0' W0' I1' W1' I0  W0  I1  W1
+        rank 1  ..  F0  F1  F0' I0' F1' I1' W0' I0  W1' I1  W0  W1
     """
     groups = _split_into_groups(P, m)
     fs, bs = _make_grouped_passes(groups, v, I)
     return weave(fs, bs, warmup=P - 1 - r + (v - 1) * groups[0], weights=v * m * W, defer_weights=r)
 
 
-@lru_cache(maxsize=2)  # all ranks have the same
+@lru_cache(maxsize=2)  # The result is the same for all ranks.
 def _make_grouped_passes(
     groups: tuple[int, ...], v: int, backward: RankSchedule
 ) -> tuple[RankSchedule, RankSchedule]:
-    """Forwards and backwards, group by group, each through all own stages."""
+    """Return the forwards and the backwards: group by group, each through all local stages."""
     fs = concat(g * F[j] for g in groups for j in range(v))
     return fs, concat(g * backward[j] for g in groups for j in reversed(range(v)))
 
 
 def _split_into_groups(P: int, m: int, group: int | None = None) -> tuple[int, ...]:
-    """The sizes of the groups in which microbatches pass."""
+    """Return the sizes of the groups of microbatches."""
     if group is None:
         count = max(1, m // P)
         return tuple(m // count + (k < m % count) for k in range(count))

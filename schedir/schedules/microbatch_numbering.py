@@ -1,6 +1,7 @@
-"""Give the letters of a schedule their stage and microbatch numbers.
+"""Give the letters of a schedule the numbers of their stages and microbatches.
 
-Own stages become stages of the model, and microbatches that number themselves get their numbers.
+A letter has a local stage, which becomes a stage of the model. A letter without a microbatch gets
+the next microbatch in order.
 """
 
 from __future__ import annotations
@@ -21,13 +22,26 @@ from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import JOINED_BIT, WORD_DTYPE, Words, is_op, pack
 from schedir.schedules.schedule_algebra import AUTO_MICROBATCH, OLDEST_STAGE
 
-LetterIndices = NDArray[np.intp]  # indices of letters
+LetterIndices = NDArray[np.intp]
 
 
 def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) -> Words:
-    """The words of some ranks, the `first_rank` one and those that follow it, from their letters.
+    """Return the instruction words of some consecutive ranks.
 
-    Raises ScheduleError for a stage that a rank does not have, and for W that finish no I.
+    The k-th forward of a local stage is that of its k-th microbatch. The k-th backward is, too, and
+    B and I are counted together. A W has the microbatch of the I that it completes.
+
+    Args:
+        words: The letters of each rank.
+        first_rank: The rank of the first entry of `words`.
+        shape: Shape of the pipeline.
+
+    Returns:
+        The words of all these ranks, one rank after the other.
+
+    Raises:
+        ScheduleError: A rank does not have a local stage, uses both W and W[j], has more W than I,
+            or has an R without a backward.
     """
     letters = np.concatenate(words)
     fields = letters.view(WORD_DTYPE)
@@ -39,10 +53,9 @@ def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) ->
     held = shape.stages_on_rank[first_rank : first_rank + len(words)]
     most = max(map(len, held))
     own = np.array([[*stages, *[0] * (most - len(stages))] for stages in held])
-    cell = (rank - first_rank) * most + local  # whose own stage, in a table like `own`
+    cell = (rank - first_rank) * most + local  # Index of the local stage in the table `own`.
     whole_or_input = np.where(op == BACKWARD_INPUT, BACKWARD, op)
-    # The k-th forward of a stage is of its k-th microbatch, and so is the k-th backward, where a B
-    # and an I count alike.  Each of several holders begins where its part of the microbatches does.
+    # Each replica of a stage counts from the first microbatch of its row of the placement.
     before = _count_equal_before(
         cell * len(INSTRUCTIONS) + whole_or_input, own.size * len(INSTRUCTIONS)
     )
@@ -59,10 +72,10 @@ def _number_recomputes(
     op: NDArray[np.uint8], cell: Words, specified: NDArray[np.uint32], mb: Words, rank: Words,
     local: Words,
 ) -> None:  # fmt: skip
-    """Let each R that says none have the microbatch of its backward: of the backwards of its stage
-    behind it, the first of which no R before it is.
+    """Set the microbatch of each R that has none to that of its backward.
 
-    Raises ScheduleError for an R with no such backward.
+    The backward is the next one of its stage that has no R yet. Raises ScheduleError if there is
+    none.
     """
     r = np.flatnonzero(op == RECOMPUTE)
     if not len(r):
@@ -70,11 +83,11 @@ def _number_recomputes(
     b = np.flatnonzero(is_op(op, BACKWARD_OPS))
     r, b = r[np.argsort(cell[r], kind="stable")], b[np.argsort(cell[b], kind="stable")]
     span = len(op) + 1
-    ahead = np.searchsorted(cell[b] * span + b, cell[r] * span + r)  # the next one
-    # The k-th R of a stage takes none that an earlier one has: at - k never falls.
+    ahead = np.searchsorted(cell[b] * span + b, cell[r] * span + r)  # The next backward of each R.
+    # Each R of a stage needs a backward after that of the previous R, so `at - k` never decreases.
     k = np.arange(len(r))
-    least = np.searchsorted(cell[r], cell[r])  # where those of its stage begin
-    own = cell[r] * 2 * span  # so that it is no less in any later stage
+    least = np.searchsorted(cell[r], cell[r])  # Index of the first R of the same stage.
+    own = cell[r] * 2 * span  # An offset that separates stages, so that the maximum stays in one.
     at = np.maximum.accumulate(ahead - (k - least) + own) - own + (k - least)
     there = at < np.searchsorted(cell[b], cell[r], side="right")
     free = specified[r] == AUTO_MICROBATCH
@@ -90,9 +103,10 @@ def _number_recomputes(
 
 
 def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: PipelineShape) -> Words:
-    """The own stage of each letter; OLDEST for a bare W, where its rank has several stages.
+    """Return the local stage of each letter, or OLDEST_STAGE for a W without one.
 
-    Raises ScheduleError for a stage that the rank does not have.
+    A W without a stage gets local stage 0 if its rank has only one stage. Raises ScheduleError for
+    a stage that the rank does not have.
     """
     local = fields["stage"].astype(np.int64)
     number = np.array([*map(len, shape.stages_on_rank)])[rank]
@@ -118,10 +132,11 @@ def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: Pipeline
 def _match_weight_grads(
     op: NDArray[np.uint8], rank: Words, local: Words
 ) -> tuple[LetterIndices, LetterIndices]:
-    """Each W that finishes an I, and that I, as indices of letters.
+    """Return the indices of the W that complete an I, and the indices of these I.
 
-    The k-th W of a stage finishes the stage's k-th I; the k-th bare W finishes the rank's k-th I.
-    Raises ScheduleError for bare W beside others, and for more of them than there are I.
+    The k-th W[j] completes the k-th I of local stage j. The k-th W without a stage completes the
+    k-th I of the rank. Raises ScheduleError if a rank uses both forms, or has more W without a
+    stage than I.
     """
     w, i = np.flatnonzero(op == BACKWARD_WEIGHT), np.flatnonzero(op == BACKWARD_INPUT)
     if not len(w):
@@ -129,7 +144,8 @@ def _match_weight_grads(
     stage_of_i = local[i]
     bare = local[w] == OLDEST_STAGE
     if bare.any():
-        number = np.bincount(rank[w][bare], minlength=int(rank[-1]) + 1)  # of bare W, by rank
+        # The number of W without a stage, by rank.
+        number = np.bincount(rank[w][bare], minlength=int(rank[-1]) + 1)
         if (mixed := ~bare & (number[rank[w]] > 0)).any():
             raise ScheduleError(
                 f"rank {rank[w][mixed.argmax()]} says both W and W[j]: say W[j] everywhere"
@@ -148,10 +164,12 @@ def _match_weight_grads(
 
 
 def _count_equal_before(key: Words, max_key: int) -> Words:
-    """How many equal keys, all below `max_key`, came before each one: [a a b a b] -> [0 1 0 2
-    1]."""
+    """Return the number of equal keys before each key: [a a b a b] gives [0 1 0 2 1].
+
+    All keys are less than `max_key`.
+    """
     if max_key <= 2**16:
-        key = key.astype(np.uint16)  # these sort several times as fast
+        key = key.astype(np.uint16)  # Small integers sort several times as fast.
     order = np.argsort(key, kind="stable")
     ordered = key[order]
     new = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(key)])

@@ -8,24 +8,37 @@ from schedir.schedules.single_stage import one_f_one_b
 
 @with_weight_delay(1)
 def pipedream_2bw(r: int, P: int, m: int) -> RankSchedule:
-    """PipeDream-2BW: 1F1B without a flush, on two versions of the weights (arXiv 2006.09503).
+    """Run PipeDream-2BW: 1F1B without a flush, with two versions of the weights.
 
-    On a `PipelineShape(optimizer_steps=..., weight_delay=1)` update u is W(u+1) = W(u) - lr
-    grad(W(u-1)), the paper's rule, and the first is from W(0).  Ranks idle (P-1)(F+B) once, however
-    many updates there are; rank r has min(P-r, m) activations in flight, and two versions of the
-    weights.  Takes P-1 microbatches per update at least, so that the weights are there in time (the
-    paper asks for P).
+    With `PipelineShape(optimizer_steps=..., weight_delay=1)`, update u is W(u+1) = W(u) - lr
+    grad(W(u-1)). This is the rule of the paper. The first update uses the gradient at W(0).
 
-    `one_f_one_b` with a delay of P-1-s for stage s and an update for every microbatch is PipeDream
-    itself (arXiv 1806.03377), which keeps P-r versions.
+    Each rank idles for (P-1)(F+B) once, for any number of updates. Rank r has min(P-r, m)
+    activations in flight, and two versions of the weights. Each update needs at least P-1
+    microbatches, so that the weights are ready in time. The paper requires P.
 
-    >>> from schedir.schedules import pipedream_2bw
-    >>> from schedir import PipelineShape, compile
-    >>> shape = PipelineShape(ranks=2, microbatches=6, optimizer_steps=3, weight_delay=1)
-    >>> program = compile(pipedream_2bw, shape)
-    >>> print(*program.streams[1][:8], sep="; ")
-    recv_act 1.0; F 1.0; recv_act 1.1; B 1.0; send_grad 1.0; F 1.1; B 1.1; reduce_grads 1
-    >>> print(*program.streams[1][8:16], sep="; ")
-    recv_act 1.2; send_grad 1.1; step; F 1.2; B 1.2; recv_act 1.3; send_grad 1.2; F 1.3
+    PipeDream itself (arXiv 1806.03377) is `one_f_one_b` with an update per microbatch and a weight
+    delay of P-1-s for stage s. It keeps P-r versions of the weights.
+
+    Args:
+        r: Rank, 0 to P - 1.
+        P: Number of ranks.
+        m: Number of microbatches.
+
+    Returns:
+        The order of the rank.
+
+    References:
+        arXiv 2006.09503.
+
+    Example:
+        >>> from schedir.schedules import pipedream_2bw
+        >>> from schedir import PipelineShape, compile
+        >>> shape = PipelineShape(ranks=2, microbatches=6, optimizer_steps=3, weight_delay=1)
+        >>> program = compile(pipedream_2bw, shape)
+        >>> print(*program.streams[1][:8], sep="; ")
+        recv_act 1.0; F 1.0; recv_act 1.1; B 1.0; send_grad 1.0; F 1.1; B 1.1; reduce_grads 1
+        >>> print(*program.streams[1][8:16], sep="; ")
+        recv_act 1.2; send_grad 1.1; step; F 1.2; B 1.2; recv_act 1.3; send_grad 1.2; F 1.3
     """
     return one_f_one_b(r, P, m)

@@ -1,18 +1,19 @@
 """The schedule algebra: letters such as `F` and `B`, and the operators that combine them.
 
-A word is what one rank does, as algebra: `3 * F + 5 * (F + B) + 3 * B`.  `+` is "then", `n *`
-is "n times", `F[j]` is F on the rank's j-th own stage.  Microbatches number themselves in
-order of occurrence, so a word stays as short as the idea; `F.at(mb)` says one when order does
-not.
+A rank schedule describes the work of one rank as an expression: `3 * F + 5 * (F + B) + 3 * B`. `+`
+runs one expression after the other, and `n *` repeats an expression n times. `F[j]` is F on the
+rank's local stage j. Microbatches are numbered in order of occurrence. `F.at(mb)` sets the
+microbatch where another order is needed.
 
->>> from schedir import EMPTY, B, F, I, W
->>> 2 * F + (F + B) + 2 * B
-<RankSchedule F F F B B B>
->>> I + W + 0 * F, EMPTY
-(<RankSchedule I W>, <RankSchedule>)
+`R` runs a forward again from its saved inputs. It comes before the backward of the same microbatch:
+`F + R + B`.
 
-`R` runs a forward again, on what it has kept of its input, and so stands before the backward whose
-microbatch it is of: `F + R + B`.
+Example:
+    >>> from schedir import EMPTY, B, F, I, W
+    >>> 2 * F + (F + B) + 2 * B
+    <RankSchedule F F F B B B>
+    >>> I + W + 0 * F, EMPTY
+    (<RankSchedule I W>, <RankSchedule>)
 """
 
 from __future__ import annotations
@@ -56,34 +57,42 @@ __all__ = [
     "with_weight_delay",
 ]
 
-# In a letter, the microbatch that numbers itself, and the stage of a bare W.
+# Marks in a letter: a microbatch that is numbered later, and the stage of a W without a stage.
 AUTO_MICROBATCH, OLDEST_STAGE = 0xFFFFFFFF, 0xFFFF
 
 
 @dataclass(frozen=True, eq=False)
 class RankSchedule:
-    """What one rank does: letters in order, each an op, a stage of its own and a microbatch.
+    """The work of one rank: a sequence of letters.
 
-    >>> from schedir import B, F, PipelineShape, expand_schedule
-    >>> def back_to_front(rank, ranks, microbatches):
-    ...     return 2 * F + B.at(1) + B.at(0)
-    >>> [str(instr) for instr in expand_schedule(back_to_front,
-    ...     PipelineShape(ranks=1, microbatches=2)).streams[0]]
-    ['F 0.0', 'F 0.1', 'B 0.1', 'B 0.0']
+    Each letter is an opcode, a local stage and a microbatch. Combine rank schedules with `+`, `n
+    *`, `[local stage]` and `at`.
+
+    Args:
+        letters: The letters as int64 words.
+
+    Example:
+        >>> from schedir import B, F, PipelineShape, expand_schedule
+        >>> def back_to_front(rank, ranks, microbatches):
+        ...     return 2 * F + B.at(1) + B.at(0)
+        >>> [str(instr) for instr in expand_schedule(back_to_front,
+        ...     PipelineShape(ranks=1, microbatches=2)).streams[0]]
+        ['F 0.0', 'F 0.1', 'B 0.1', 'B 0.0']
     """
 
     letters: Words
-    __array_ufunc__ = None  # numpy's numbers leave n * F to us
+    __array_ufunc__ = None  # With numpy numbers n, n * F then calls __rmul__ of this class.
 
     def __add__(self, other: RankSchedule | int) -> RankSchedule:
         if isinstance(other, RankSchedule):
             return RankSchedule(np.concatenate([self.letters, other.letters]))
-        return self if type(other) is int and other == 0 else NotImplemented  # the empty sum()
+        # sum() starts with 0.
+        return self if type(other) is int and other == 0 else NotImplemented
 
-    __radd__ = __add__  # so that sum() needs no start
+    __radd__ = __add__  # sum() needs it for its first addition, 0 + F.
 
     def __mul__(self, times: SupportsIndex | np.bool_) -> RankSchedule:
-        # (rank == 0) * F: once, or not at all.
+        # Conditions are allowed: (rank == 0) * F.
         count = (
             int(times) if isinstance(times, (bool, np.bool_)) else _require_integer("n * F", times)
         )
@@ -96,7 +105,7 @@ class RankSchedule:
             )
         try:
             letters = np.empty((count, len(self)), np.int64)
-        except (MemoryError, ValueError):  # ValueError: more than a size can be
+        except (MemoryError, ValueError):  # ValueError means that the size exceeds numpy's limit.
             raise ValueError(f"n * {self!r} does not fit in memory with n = {count}") from None
         letters[:] = self.letters
         return RankSchedule(letters.reshape(-1))
@@ -104,20 +113,31 @@ class RankSchedule:
     __rmul__ = __mul__
 
     def __getitem__(self, local: SupportsIndex) -> RankSchedule:
-        """The same on the rank's own stage number `local`, counted from 0."""
+        """Return the same letters on another local stage of the rank, counted from 0."""
         local = _require_integer("F[own stage]", local)
         if not 0 <= local < OLDEST_STAGE:
             raise IndexError(f"a rank's own stages count from 0, not {local}")
         return RankSchedule(self.letters & ~(0xFFFF << STAGE_SHIFT) | local << STAGE_SHIFT)
 
     def at(self, mb: SupportsIndex) -> RankSchedule:
-        """The same on microbatch `mb`."""
+        """Return the same letters for a given microbatch.
+
+        Args:
+            mb: Number of the microbatch, from 0.
+
+        Returns:
+            The new rank schedule.
+
+        Raises:
+            TypeError: `mb` is not an integer.
+            IndexError: `mb` is negative or too large.
+        """
         mb = _require_integer("F.at(microbatch)", mb)
         if not 0 <= mb < AUTO_MICROBATCH:
             raise IndexError(f"microbatches count from 0, not {mb}")
         return RankSchedule(self.letters & ~AUTO_MICROBATCH | mb)
 
-    __iter__ = None  # a word is one thing: without this, __getitem__ would make it endless
+    __iter__ = None  # Otherwise Python would iterate with __getitem__, and never stop.
 
     def __len__(self) -> int:
         return len(self.letters)
@@ -139,24 +159,36 @@ def _require_integer(subject: str, value: SupportsIndex) -> int:
 
 #: The forward of the next microbatch.
 F = RankSchedule(pack(FORWARD, 0, AUTO_MICROBATCH))
-#: The backward of the next microbatch, whole.
+#: The full backward of the next microbatch.
 B = RankSchedule(pack(BACKWARD, 0, AUTO_MICROBATCH))
-#: The half of a backward that computes the gradient of the stage's input.
+#: The part of a backward that computes the gradient of the stage's input.
 I = RankSchedule(pack(BACKWARD_INPUT, 0, AUTO_MICROBATCH))
-#: The half that computes the weights' gradients, of the oldest I that has none yet.
+#: The part of a backward that computes the weight gradients, for the oldest I without its W.
 W = RankSchedule(pack(BACKWARD_WEIGHT, OLDEST_STAGE, AUTO_MICROBATCH))
-#: The forward run again for the next backward of its stage that has none yet.
+#: The forward that runs again for the next backward of its stage without an R.
 R = RankSchedule(pack(RECOMPUTE, 0, AUTO_MICROBATCH))
-#: The word without letters.
+#: The rank schedule without letters.
 EMPTY = RankSchedule(np.empty(0, np.int64))
 
 
 def concat(schedules: Iterable[RankSchedule]) -> RankSchedule:
-    """Words one after the other.  `sum` says the same, and copies all that came before each time.
+    """Return several rank schedules one after the other.
 
-    >>> from schedir.schedule_algebra import F, concat
-    >>> concat(F[j] for j in range(3))
-    <RankSchedule F F F>
+    `sum` has the same result, but copies all previous letters at each step.
+
+    Args:
+        schedules: The rank schedules.
+
+    Returns:
+        Their concatenation.
+
+    Raises:
+        TypeError: An element is not a RankSchedule.
+
+    Example:
+        >>> from schedir.schedule_algebra import F, concat
+        >>> concat(F[j] for j in range(3))
+        <RankSchedule F F F>
     """
     return RankSchedule(
         np.concatenate([EMPTY.letters, *(_require_letters("join", word) for word in schedules)])
@@ -176,14 +208,28 @@ def weave(
     weights: RankSchedule = EMPTY,
     defer_weights: int = 0,
 ) -> RankSchedule:
-    """`warmup` forwards, then forward and backward by turns, then the backwards that remain.
+    """Return a warmup of forwards, then forwards and backwards alternately, then the rest.
 
-    With split backwards each turn ends with one of `weights`, from the turn after `defer_weights`
-    on; those that remain come last.  Raises TypeError for what is no word, or no whole number.
+    With split backwards, each round of a forward and a backward ends with one letter of `weights`.
+    The first `defer_weights` rounds have none. The remaining letters of `weights` come last.
 
-    >>> from schedir import B, F, weave
-    >>> weave(4 * F, 4 * B, warmup=2)
-    <RankSchedule F F F B F B B B>
+    Args:
+        forwards: The forwards, in order.
+        backwards: The backwards, in order.
+        warmup: Number of forwards before the first round. A negative number means 0.
+        weights: The weight gradients, in order. They are empty with full backwards.
+        defer_weights: Number of rounds without a weight gradient. A negative number means 0.
+
+    Returns:
+        The order of the rank.
+
+    Raises:
+        TypeError: An argument is not a RankSchedule or not an integer.
+
+    Example:
+        >>> from schedir import B, F, weave
+        >>> weave(4 * F, 4 * B, warmup=2)
+        <RankSchedule F F F B F B B B>
     """
     words = [_require_letters("weave", word) for word in (forwards, backwards, weights)]
     warmup, defer_weights = (
@@ -196,17 +242,29 @@ def weave(
 
 
 def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
-    """The letters of both in pairs, each pair run together as one: DualPipe's cell.
+    """Return pairs of letters that run together, as in a cell of DualPipe.
 
-    >>> from schedir import B, F, PipelineShape, expand_schedule, overlapped_pair, to_text
-    >>> def cells(rank, ranks, microbatches):
-    ...     return F + (microbatches - 1) * overlapped_pair(F, B) + B
-    >>> for line in to_text(expand_schedule(cells, PipelineShape(ranks=1,
-    ...     microbatches=4))).splitlines()[-3:]:
-    ...     print(line)
-      F 0.0
-      3 x  F 0.1+ & B 0.0+
-      B 0.3
+    Args:
+        first: The first letter of each pair.
+        second: The second letter of each pair. It must have the length of `first`.
+
+    Returns:
+        The pairs. Each second letter is joined to the first.
+
+    Raises:
+        TypeError: An argument is not a RankSchedule.
+        ValueError: The lengths differ.
+
+    Example:
+        >>> from schedir import B, F, PipelineShape, expand_schedule, overlapped_pair, to_text
+        >>> def cells(rank, ranks, microbatches):
+        ...     return F + (microbatches - 1) * overlapped_pair(F, B) + B
+        >>> for line in to_text(expand_schedule(cells, PipelineShape(ranks=1,
+        ...     microbatches=4))).splitlines()[-3:]:
+        ...     print(line)
+          F 0.0
+          3 x  F 0.1+ & B 0.0+
+          B 0.3
     """
     one, other = (
         _require_letters("overlapped_pair", first),
@@ -222,23 +280,34 @@ _S = TypeVar("_S", bound=Schedule)
 
 
 def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S], _S]:
-    """Mark a schedule as one for this placement, and for `v` stages per rank where that is fixed.
+    """Return a decorator that marks a schedule as made for a placement.
 
-    A schedule sees numbers only, and so cannot tell: `expand_schedule` reads the mark, as
-    `schedule.placed`, and refuses shapes whose stages lie elsewhere.  Raises TypeError for what is
-    no placement.
+    A schedule function receives numbers only, and cannot test the placement itself.
+    `expand_schedule` reads the mark (the attribute `placed`), and raises ScheduleError for shapes
+    with another placement.
 
-    >>> from schedir import B, F, PipelineShape, expand_schedule
-    >>> from schedir.schedule_algebra import with_placement
-    >>> @with_placement("vee")
-    ... def valley(rank, ranks, microbatches):
-    ...     return microbatches * (F[0] + F[1] + B[1] + B[0])
-    >>> expand_schedule(valley, PipelineShape(ranks=2, microbatches=3, placement="vee"))
-    <draft valley: 2 ranks, 24 instructions>
-    >>> expand_schedule(valley, PipelineShape(2, 3, stages_per_rank=2, placement="loop"))
-    Traceback (most recent call last):
-        ...
-    schedir.errors.ScheduleError: valley: valley is for placement 'vee', not for 'loop' with 2
+    Args:
+        placement: The placement.
+        v: The number of stages per rank, if the schedule fixes it.
+
+    Returns:
+        The decorator.
+
+    Raises:
+        TypeError: `placement` is not a placement.
+
+    Example:
+        >>> from schedir import B, F, PipelineShape, expand_schedule
+        >>> from schedir.schedule_algebra import with_placement
+        >>> @with_placement("vee")
+        ... def valley(rank, ranks, microbatches):
+        ...     return microbatches * (F[0] + F[1] + B[1] + B[0])
+        >>> expand_schedule(valley, PipelineShape(ranks=2, microbatches=3, placement="vee"))
+        <draft valley: 2 ranks, 24 instructions>
+        >>> expand_schedule(valley, PipelineShape(2, 3, stages_per_rank=2, placement="loop"))
+        Traceback (most recent call last):
+            ...
+        schedir.errors.ScheduleError: valley: valley is for placement 'vee', not for 'loop' with 2
     """
     if not isinstance(placement, str | tuple):
         raise TypeError(
@@ -254,20 +323,30 @@ def with_placement(placement: Placement, v: int | None = None) -> Callable[[_S],
 
 
 def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
-    """Mark a schedule as one whose updates take this delay, where a shape has several.
+    """Return a decorator that marks a schedule as made for a weight delay.
 
-    A number, or one per stage, as in `PipelineShape`.  As with `with_placement`: `expand_schedule`
-    reads it, as `schedule.delay`, and refuses other shapes.  Raises TypeError for anything else.
+    The mark applies to shapes with several optimizer steps. `expand_schedule` reads it (the
+    attribute `weight_delay`), and raises ScheduleError for shapes with another delay.
 
-    >>> from schedir import B, F, PipelineShape, expand_schedule
-    >>> from schedir.schedule_algebra import with_weight_delay
-    >>> @with_weight_delay(1)
-    ... def late(rank, ranks, microbatches):
-    ...     return microbatches * (F + B)
-    >>> expand_schedule(late, PipelineShape(1, 4, optimizer_steps=2, weight_delay=0))
-    Traceback (most recent call last):
-        ...
-    schedir.errors.ScheduleError: late: late is for updates with a delay of 1, not of 0
+    Args:
+        delay: One number, or one per stage, as in `PipelineShape`.
+
+    Returns:
+        The decorator.
+
+    Raises:
+        TypeError: `delay` is not an integer or several integers.
+
+    Example:
+        >>> from schedir import B, F, PipelineShape, expand_schedule
+        >>> from schedir.schedule_algebra import with_weight_delay
+        >>> @with_weight_delay(1)
+        ... def late(rank, ranks, microbatches):
+        ...     return microbatches * (F + B)
+        >>> expand_schedule(late, PipelineShape(1, 4, optimizer_steps=2, weight_delay=0))
+        Traceback (most recent call last):
+            ...
+        schedir.errors.ScheduleError: late: late is for updates with a delay of 1, not of 0
     """
     if isinstance(delay, NON_NUMBER_TYPES):
         raise TypeError(
@@ -292,7 +371,14 @@ def _unwrap_partial(schedule: Schedule) -> Schedule:
 
 
 def get_schedule_name(schedule: Schedule) -> str:
-    """The name a schedule goes by."""
+    """Return the name of a schedule.
+
+    Args:
+        schedule: A schedule function. `functools.partial` objects are unwrapped.
+
+    Returns:
+        The name of the function, or of the type of a callable object.
+    """
     schedule = _unwrap_partial(schedule)
     return str(getattr(schedule, "__name__", type(schedule).__name__))
 
@@ -300,34 +386,54 @@ def get_schedule_name(schedule: Schedule) -> str:
 def has_free_parameter(
     name: str, schedule: Schedule, signature: inspect.Signature | None = None
 ) -> bool:
-    """Whether a schedule is to be told a number: has a parameter of that name, which is not bound.
+    """Return whether a schedule has a parameter of a name that is not bound.
 
-    `signature` is the schedule's, where that is known.
+    `expand_schedule` must pass a value for such a parameter.
+
+    Args:
+        name: Name of the parameter.
+        schedule: A schedule function or a `functools.partial`.
+        signature: Signature of the schedule. By default it is inspected.
+
+    Returns:
+        False, too, if `schedule` is not a function.
     """
     bound = schedule.keywords if isinstance(schedule, partial) else {}
     try:
         signature = signature or inspect.signature(schedule)
         return name in signature.parameters and name not in bound
-    except (TypeError, ValueError):  # no function: `expand_schedule` says so
+    except (TypeError, ValueError):  # It is not a function.  `expand_schedule` raises the error.
         return False
 
 
 def has_free_v(schedule: Schedule) -> bool:
-    """Whether a schedule is to be told `v`."""
+    """Return whether a schedule has a parameter `v` that is not bound.
+
+    Args:
+        schedule: A schedule function or a `functools.partial`.
+
+    Returns:
+        See `has_free_parameter`.
+    """
     return has_free_parameter("v", schedule)
 
 
 def get_stages_per_rank(schedule: Schedule) -> int:
-    """How many stages per rank a schedule has unless told.
+    """Return the number of stages per rank that a schedule has by default.
 
-    Those that it is marked for; else the `v` that is bound, or the default of its parameter `v`; 2
-    where that has none, for such a schedule is for several; and 1 where there is no `v`.
+    Args:
+        schedule: A schedule function or a `functools.partial`.
+
+    Returns:
+        The number of its placement mark, if that has one. Otherwise it is the bound value or the
+        default of the parameter `v`. It is 2 if `v` has no default, because such a schedule is for
+        several stages. It is 1 if there is no `v`.
     """
     if fixed := get_placement_mark(schedule)[1]:
         return fixed
     try:
         v = inspect.signature(schedule).parameters.get("v")
-    except (TypeError, ValueError):  # no function: `expand_schedule` says so
+    except (TypeError, ValueError):  # It is not a function.  `expand_schedule` raises the error.
         return 1
     if v is None:
         return 1
@@ -335,7 +441,14 @@ def get_stages_per_rank(schedule: Schedule) -> int:
 
 
 def get_placement_mark(schedule: Schedule) -> tuple[Placement | None, int | None]:
-    """The placement and the stages per rank that a schedule is marked for; None where it is not."""
+    """Return the placement and the stages per rank for which a schedule is marked.
+
+    Args:
+        schedule: A schedule function or a `functools.partial`.
+
+    Returns:
+        Both values of `with_placement`. They are None if there is no mark.
+    """
     mark: tuple[Placement | None, int | None] = getattr(
         _unwrap_partial(schedule), "placed", (None, None)
     )
@@ -343,15 +456,15 @@ def get_placement_mark(schedule: Schedule) -> tuple[Placement | None, int | None
 
 
 def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> PipelineShape:
-    """Return a shape with what a schedule is made for in the fields that were not given.
+    """Return a shape in which fields that were not given have the values that a schedule needs.
 
     Args:
         schedule: A schedule function.
         shape: The shape that a user gave.
 
     Returns:
-        The shape with the placement, stages per rank and weight delay of the schedule, where
-        `shape.defaulted` has these fields; else `shape` itself.
+        The shape with the placement, stages per rank and weight delay of the schedule, for fields
+        in `shape.default_fields`. It is `shape` itself if nothing changes.
 
     Example:
         >>> from schedir import PipelineShape, schedules
@@ -368,7 +481,7 @@ def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> Pipelin
     if "placement" in shape.default_fields and placement is not None:
         changes["placement"] = placement
     named = isinstance(changes.get("placement", shape.placement), str)
-    # Where a schedule is for one stage per rank, the default of the placement remains.
+    # For a schedule with one stage per rank, the default of the placement applies.
     if "stages_per_rank" in shape.default_fields and named and get_stages_per_rank(schedule) > 1:
         changes["stages_per_rank"] = get_stages_per_rank(schedule)
     delay = get_weight_delay_mark(schedule)
@@ -379,6 +492,13 @@ def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> Pipelin
 
 
 def get_weight_delay_mark(schedule: Schedule) -> int | tuple[int, ...] | None:
-    """The delay of updates that a schedule is marked for; None where it is not."""
+    """Return the weight delay for which a schedule is marked.
+
+    Args:
+        schedule: A schedule function or a `functools.partial`.
+
+    Returns:
+        One number or one per stage, as in `with_weight_delay`, or None if there is no mark.
+    """
     mark: int | tuple[int, ...] | None = getattr(_unwrap_partial(schedule), "weight_delay", None)
     return mark

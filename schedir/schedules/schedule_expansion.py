@@ -27,25 +27,28 @@ from schedir.schedules.schedule_algebra import (
     has_free_parameter,
 )
 
-_BATCH_LETTERS = 2**17  # letters that are spelled together: of all ranks of most shapes
+# Number of letters that are numbered in one call.  Most shapes need one call for all ranks.
+_BATCH_LETTERS = 2**17
 _ALGEBRA_HINT = "words are F + B, n * F, F[own stage] and F.at(microbatch)"
 
 
 def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
-    """Return the compute-only program of a schedule: F, B, I, W and R of every rank.
+    """Return the draft of a schedule: the F, B, I, W and R of each rank.
 
     Args:
-        schedule: A function of (rank, ranks, microbatches), and of `v`, the number of stages on the
-            rank, and `sequence_chunks`, if it has parameters of these names.  It returns a
-            RankSchedule or yields several.
-        shape: The shape of the pipeline.  What is not given is what the schedule is made for.
+        schedule: A function of (rank, ranks, microbatches). If it has a parameter `v`, it gets the
+            number of stages of the rank. If it has a parameter `sequence_chunks`, it gets that
+            field of the shape. It returns a RankSchedule or yields several.
+        shape: Shape of the pipeline. Fields that are not given have the values that the schedule
+            needs.
 
     Returns:
         The program, without messages, reductions and steps.
 
     Raises:
-        ScheduleError: `schedule` is not such a function, raises an error, names a stage that is not
-            on the rank, or is made for another placement.
+        ScheduleError: `schedule` is not such a function, raises an error, or does not end. It is
+            made for another placement or weight delay, or uses a stage that is not on the rank.
+        ShapeError: The program has more instructions than allowed (`input_limits`).
 
     Example:
         >>> from schedir import B, F, PipelineShape, expand_schedule, to_text
@@ -81,14 +84,14 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
     if inspect.iscoroutinefunction(schedule) or inspect.isasyncgenfunction(schedule):
         raise ScheduleError("a schedule is a plain function, not an async one", program=name)
     shape = apply_schedule_defaults(schedule, shape).resolve_defaults()
-    told = {"v": shape.stages_per_rank, "sequence_chunks": shape.sequence_chunks}
-    told = {
+    arguments = {"v": shape.stages_per_rank, "sequence_chunks": shape.sequence_chunks}
+    arguments = {
         name: number
-        for name, number in told.items()
+        for name, number in arguments.items()
         if has_free_parameter(name, schedule, signature)
     }
     try:
-        signature.bind(0, shape.ranks, shape.microbatches, **told)
+        signature.bind(0, shape.ranks, shape.microbatches, **arguments)
     except TypeError:
         several = len(signature.parameters) > 3
         raise ScheduleError(
@@ -97,32 +100,32 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
             hint="bind other options with functools.partial" if several else "",
         ) from None
     _require_placement(schedule, shape, name)
-    spelled: list[Words] = []  # of some ranks each
-    words: list[Words] = []  # of the ranks since
+    numbered: list[Words] = []  # Numbered instructions.  Each entry has several ranks.
+    words: list[Words] = []  # Letters of the following ranks, which are not numbered yet.
     offsets, first = np.zeros(shape.ranks + 1, np.int64), 0
-    for rank, own in enumerate(shape.stages_on_rank):
-        told |= {"v": len(own)} if "v" in told else {}
-        call = partial(schedule, **told) if told else schedule
+    for rank, local_stages in enumerate(shape.stages_on_rank):
+        arguments |= {"v": len(local_stages)} if "v" in arguments else {}
+        call = partial(schedule, **arguments) if arguments else schedule
         words.append(_call_schedule(call, name, rank, shape))
         offsets[rank + 1] = offsets[rank] + len(words[-1])
-        most = get_input_trust().max_instructions
-        if most is not None and offsets[rank + 1] > most:
+        max_instructions = get_input_trust().max_instructions
+        if max_instructions is not None and offsets[rank + 1] > max_instructions:
             raise ShapeError(
                 f"the schedule of {shape.stages} stages x {shape.microbatches} microbatches says "
-                f"more than the {most} instructions that a program may have",
+                f"more than the {max_instructions} instructions that a program may have",
                 program=name,
                 hint=RAISE_LIMIT_HINT,
                 fields=["microbatches", "ranks", "stages_per_rank"],
             )
         if offsets[rank + 1] - offsets[first] >= _BATCH_LETTERS or rank + 1 == shape.ranks:
             try:
-                spelled.append(number_letters(words, first, shape))
+                numbered.append(number_letters(words, first, shape))
             except SchedirError as error:
                 error.program = name
                 raise
             words, first = [], rank + 1
-    whole = spelled[0] if len(spelled) == 1 else np.concatenate(spelled)
-    return Program(name, shape, StreamSlices.from_words(whole, offsets))
+    words_of_all_ranks = numbered[0] if len(numbered) == 1 else np.concatenate(numbered)
+    return Program(name, shape, StreamSlices.from_words(words_of_all_ranks, offsets))
 
 
 def _require_placement(schedule: Schedule, shape: PipelineShape, name: str) -> None:
@@ -152,38 +155,38 @@ def _require_placement(schedule: Schedule, shape: PipelineShape, name: str) -> N
 
 
 def _call_schedule(call: Schedule, name: str, rank: int, shape: PipelineShape) -> Words:
-    """The letters of all words of one rank, unless they do not end."""
-    what = f"the schedule of rank {rank} of {shape.ranks}"
-    enough = (
-        4 * len(shape.stages_on_rank[rank]) * shape.microbatches
-    )  # F, R, I, W of each (stage, mb)
-    most = 3 * enough + 1000  # what is a little wrong is best said of the whole
+    """Return the letters of one rank. Raises ScheduleError if the schedule fails or never ends."""
+    subject = f"the schedule of rank {rank} of {shape.ranks}"
+    # A pair (stage, microbatch) needs at most F, R, I and W.
+    enough = 4 * len(shape.stages_on_rank[rank]) * shape.microbatches
+    # The limit leaves a margin, because the check of the complete draft has better errors.
+    limit = 3 * enough + 1000
     words, count = [EMPTY.letters], 0
     try:
-        told = call(rank, shape.ranks, shape.microbatches)
-        many = not isinstance(told, RankSchedule | str) and isinstance(told, Iterable)
-        for word in _iterate_yielded(told, what) if many else [told]:
+        result = call(rank, shape.ranks, shape.microbatches)
+        yields = not isinstance(result, RankSchedule | str) and isinstance(result, Iterable)
+        for word in _iterate_yielded(result, subject) if yields else [result]:
             if not isinstance(word, RankSchedule):
                 raise ScheduleError(
-                    f"{what} must {'yield' if many else 'return'} words, not {word!r:.60}",
+                    f"{subject} must {'yield' if yields else 'return'} words, not {word!r:.60}",
                     hint="return a sum like 2 * F + 2 * B, or yield its parts one by one",
                 )
             words.append(word.letters)
             count += max(len(word), 1)
-            if count > most:
+            if count > limit:
                 raise ScheduleError(
-                    f"{what} says more than {most} times F, B, I, W or R, where {enough} are "
+                    f"{subject} says more than {limit} times F, B, I, W or R, where {enough} are "
                     "enough",
-                    hint="does its loop end?" if many else "",
+                    hint="does its loop end?" if yields else "",
                 )
     except SchedirError as error:
         error.program = error.program or name
         raise
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit and GeneratorExit, too: it has nothing to exit
+    except BaseException as error:  # A schedule must not end the process, even by SystemExit.
         raise ScheduleError(
-            f"{what} raised {describe_exception(error)}",
+            f"{subject} raised {describe_exception(error)}",
             program=name,
             hint=_ALGEBRA_HINT
             if isinstance(error, TypeError) and "'RankSchedule'" in str(error)
@@ -193,7 +196,7 @@ def _call_schedule(call: Schedule, name: str, rank: int, shape: PipelineShape) -
 
 
 def _iterate_yielded(generator: Any, subject: str) -> Iterator[RankSchedule]:
-    """What a schedule yields; what it returns besides is lost, and so refused."""
+    """Yield the rank schedules of a generator. Raises ScheduleError if it also returns a value."""
     if (returned := (yield from generator)) is not None:
         raise ScheduleError(
             f"{subject} yields words and also returns {returned!r:.60}, which is lost",
