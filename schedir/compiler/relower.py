@@ -166,7 +166,8 @@ class Lowering:
         traits = {f.name: getattr(reference, f.name) for f in ATTRIBUTE_FIELDS}
         ops = reference.used_opcodes - draft.used_opcodes
         forced_options = {"recompute": "all"} if RECOMPUTE in ops else {}
-        if draft.shape != reference.shape:  # the choice of forwards is for the program's shape only
+        # The reference's choice of forwards applies to its own shape only.
+        if draft.shape != reference.shape:
             forced_options |= {
                 name: "all" for name in ("offload", "offload_to_disk") if self.options.get(name)
             }

@@ -98,7 +98,7 @@ class ModelTies:
     """
 
     names: tuple[tuple[str, ...], ...] = ()
-    parameters: tuple[object, ...] = field(default=(), repr=False, compare=False)  # the weights
+    parameters: tuple[object, ...] = field(default=(), repr=False, compare=False)
 
     def __bool__(self) -> bool:
         return bool(self.names)
