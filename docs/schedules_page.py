@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from functools import partial
 from inspect import getdoc
 
@@ -122,7 +124,7 @@ def blocks() -> dict[str, str]:
     ]
     each = ""
     for name, when in WHEN.items():
-        law = str(getdoc(getattr(schedules, name))).split("\n>>>")[0].strip()
+        law = describe(getattr(schedules, name))
         each += (
             f"### {name}\n\n{law}\n\n*When to use it.* {when}\n\n"
             f"![{name} on 4 ranks with 8 microbatches](images/schedules/{name}.svg)\n\n"
@@ -136,8 +138,17 @@ def blocks() -> dict[str, str]:
         "all": table(["schedule", "stages per rank", "placement", *heads], rows),
         "unequal": table(["schedule", *costs_of], unequal),
         "each": each,
-        "greedy": str(getdoc(greedy_schedule)).split("\n>>>")[0].strip(),
+        "greedy": describe(greedy_schedule),
     }
+
+
+def describe(function: Callable[..., object]) -> str:
+    """Return the prose of a docstring and its references, without the other sections."""
+    text = str(getdoc(function))
+    prose = re.split(r"\n\n(?:Args|Returns|Raises|References|Example):\n", text)[0].strip()
+    references = re.search(r"^References:\n((?:    .*\n?)+)", text, re.M)
+    sources = " ".join(references[1].split()) if references else ""
+    return f"{prose}\n\nSource: {sources}" if sources else prose
 
 
 def draw(name: str) -> None:

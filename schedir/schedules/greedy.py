@@ -71,7 +71,7 @@ def greedy_schedule(
     costs = Costs() if costs is None else costs
     require_type(costs, Costs, "Costs(F=1, B=2)")
     if not isinstance(priority, str) or sorted(priority) not in (["B", "F"], ["F", "I", "W"]):
-        raise ScheduleError(f"prefer orders the letters BF or FIW, not {describe(priority)}")
+        raise ScheduleError(f"priority orders the letters BF or FIW, not {describe(priority)}")
     drafted = Program(
         name, shape, (Stream.from_instructions([]),) * shape.ranks, frozen_stages=frozen_stages
     )
@@ -88,7 +88,7 @@ def _require_integer(value: object) -> int:
         return index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ScheduleError(
-            f"in_flight is a whole number, or a function of the rank that gives one, not "
+            f"max_in_flight is a whole number, or a function of the rank that gives one, not "
             f"{describe(value)}"
         ) from None
 

@@ -233,8 +233,8 @@ def weave(
     """
     words = [_require_letters("weave", word) for word in (forwards, backwards, weights)]
     warmup, defer_weights = (
-        _require_integer("the lead of weave", warmup),
-        _require_integer("the late of weave", defer_weights),
+        _require_integer("warmup of weave", warmup),
+        _require_integer("defer_weights of weave", defer_weights),
     )
     starts = [-max(warmup, 0), 0, max(defer_weights, 0)]
     turn = np.concatenate([np.arange(len(w)) + s for w, s in zip(words, starts, strict=True)])

@@ -319,7 +319,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
     bare = [line for line in lines if not line.startswith("host")]
     node.write_text("\n".join(bare), encoding="utf-8")
-    assert "host_bandwidth and host_memory say, which nobody tells" in refused(capsys, *asked, "--offload")
+    assert "host_bandwidth and host_memory say, which nobody tells" in refused(
+        capsys, *asked, "--offload"
+    )
 
 
 def test_windows_are_refused(tmp_path: Path) -> None:

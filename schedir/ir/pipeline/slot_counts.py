@@ -80,6 +80,4 @@ class SlotCounts(_Slots):
         return {kind: number for kind, number in self._asdict().items() if number != UNSHARED_SLOTS}
 
     def __repr__(self) -> str:
-        return (
-            f"Slots({', '.join(f'{kind}={number}' for kind, number in self.specified().items())})"
-        )
+        return f"SlotCounts({', '.join(f'{kind}={number}' for kind, number in self.specified().items())})"

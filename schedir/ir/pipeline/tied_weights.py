@@ -254,7 +254,7 @@ def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
     if isinstance(tied, ModelTies):
         raise ShapeError(
             "ties of a whole model do not say which stages have the weights",
-            hint="schedir.find_tied_weights(model).among(stages)",
+            hint="schedir.find_tied_weights(model).locate_in_stages(stages)",
             fields=["tied_weights"],
         )
     sets: Any = tied.stages if isinstance(tied, TiedWeights) else tied

@@ -129,7 +129,7 @@ class ParameterTable:
                 tied,
                 TiedWeights,
                 "schedir.find_tied_weights(stages), or "
-                "schedir.find_tied_weights(model).among(stages)",
+                "schedir.find_tied_weights(model).locate_in_stages(stages)",
             )
         self.fingerprints: dict[ParameterLocation, ParameterFingerprint] = {}
         first: dict[ParameterLocation, ParameterLocation] = {}
