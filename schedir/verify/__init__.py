@@ -1,1 +1,1 @@
-"""Checks that refuse a program: missing work, values used too early, deadlocks."""
+"""Checks that refuse incomplete programs, values used before they exist, and deadlocks."""

@@ -1,4 +1,4 @@
-"""`check`: prove that a program finishes, is complete, and uses every value after it is made."""
+"""Prove that a program is complete, in order and free of deadlocks."""
 
 from __future__ import annotations
 
@@ -54,14 +54,23 @@ from schedir.verify.completeness import require_complete
 
 # ---------------------------------------------------------------- segments of a sequence
 
-# Forwards run from the first segment to the last, backwards from the last to the first.  A forward
-# reads the keys and values that earlier segments left in the stage, and a backward adds to the
-# gradients of these (arXiv 2406.03488, section 3).  No message shows this dependency, and another
-# order gives wrong numbers without an error.  So the order is checked.
+# Forwards run from the first segment to the last, and backwards from the last to the first.  A
+# forward reads the keys and values that earlier segments left in the stage.  A backward adds to
+# the gradients of these (arXiv 2406.03488, section 3).  No message shows this dependency, and
+# another order gives wrong numbers without an error.  So `require_segment_order` checks the order.
 
 
 def require_segment_order(index: InstructionIndex) -> None:
-    """Raise OrderError for the first segment of a sequence that its stage runs out of turn."""
+    """Check that each stage runs the segments of a sequence in order.
+
+    Forwards run in ascending order of the segments, backwards in descending order.
+
+    Args:
+        index: The index of the program.
+
+    Raises:
+        OrderError: A stage runs a segment too early. The error names the first such instruction.
+    """
     shape = index.program.shape
     if shape.sequence_chunks == 1:
         return
@@ -95,7 +104,8 @@ def require_segment_order(index: InstructionIndex) -> None:
     )
 
 
-# Whether hosts block, and wait for their device: who lives through more, lives through less.
+# Pairs of `blocking_hosts` and `host_device_sync`, the strictest last.  A program that finishes
+# under one pair also finishes under the pairs before it.
 _HOST_KINDS = ((False, False), (True, False), (True, True))
 
 
@@ -109,41 +119,60 @@ def check(
     eager_limit: float | None = None,
     sizes: Sizes | None = None,
 ) -> Program:
-    """Return `program` if it is right, whoever wrote it.
+    """Return `program` if it is complete, in order and free of deadlocks.
 
-    A right program is complete (every stage runs every microbatch forward and backward once,
-    every message has both sides, gradients are reduced and stepped once), each rank gives a value
-    before it uses it and finds a slot for it, no ranks wait for each other under the progress
-    model of the transport that will run it ("edge", "pair", "direction", "device", "torch" or
-    "serial"), and messages arrive as they are sent.  With `blocking_hosts`, the hosts themselves
-    wait for what a compute needs, as on CPUs.  With `host_device_sync`, a host may besides wait, at
-    whatever it launches, until all that it has issued is over: so a program lives through memory
-    that is allocated, or a kernel that is loaded, in the middle of a step on GPUs.
+    A correct program is complete: every stage runs every microbatch forward and backward once,
+    every message has a send and a receive, and gradients are reduced and stepped once. Each rank
+    produces a value before it uses it, and has a free slot for it. No ranks wait for each other
+    under the progress model, and messages arrive in the order in which they are sent.
 
-    With `lazy_communicators`, no communicator is there yet: the first use of each builds it, and
-    the hosts of all its ranks meet for that, each at its own first use.  With `eager_limit`,
-    messages of at most so many bytes wait for nobody, as small ones of NCCL and MPI do: they leave
-    without their receiver, however many are on their way.  `sizes` says how large messages are, and
-    without `eager_limit` lets a DeadlockError tell the least limit with which the program would
-    finish.
+    The program stores each proof in `Program.proofs`, so a second check with the same arguments
+    costs nothing.
 
-    A proof stays with the Program: to check it again costs nothing.
+    Args:
+        program: The program, from `compile` or written by hand.
+        progress_model: The progress model of the transport that will run the program.
+        blocking_hosts: True if the host waits for the inputs of each compute, as on CPUs.
+        host_device_sync: True if a host may wait, at any launch, until everything that it issued
+            has ended. GPUs do this when memory is allocated or a kernel is loaded during a step.
+            Implies `blocking_hosts`.
+        lazy_communicators: True if no communicator exists at the start. The first use of each
+            creates it, and blocks the hosts of all its ranks until each has reached its own first
+            use.
+        eager_limit: Largest size in bytes of a message that does not wait for its receive, as small
+            messages of NCCL and MPI. The number of such messages in flight is not limited. None:
+            every message waits.
+        sizes: The sizes of messages, which `eager_limit` needs. Without `eager_limit`, a
+            DeadlockError reports the smallest limit with which the program would finish.
 
-    Raises a SchedirError that says what is wrong and where: CompletenessError
-    (UnmatchedTransferError, ReductionError), GroupError, LoweringLevelError, OrderError, SlotError,
-    ChannelMismatchError or DeadlockError; and UsageError for `lazy_communicators` on hosts that
-    block, and for `eager_limit` without the sizes of messages.
+    Returns:
+        `program` itself.
 
-    >>> from schedir import PipelineShape, check, compile, from_text, schedules, to_text
-    >>> text = to_text(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)),
-    ...     folded=False)
-    >>> check(from_text(text), progress_model="per_edge")
-    <program gpipe: 2 ranks, 20 instructions>
-    >>> check(from_text(text.replace("recv_grad 0.1", "")))
-    Traceback (most recent call last):
-        ...
-    schedir.errors.UnmatchedTransferError: gpipe: send_grad 1.1 has no recv_grad 0.1 on rank 0
-      rank 1 #8   send_grad 1.1
+    Raises:
+        CompletenessError: Work is missing or is there twice (also UnmatchedTransferError and
+            ReductionError), or a value is never freed.
+        GroupError: A group is not valid, or its messages cross.
+        LoweringLevelError: The program is a draft.
+        OrderError: A rank uses a value before it exists, or work of two updates or segments is in
+            the wrong order.
+        SlotError: A rank has too few slots.
+        ChannelMismatchError: Messages are not received in the order in which they are sent, or the
+            two ends of a message use different communicators.
+        DeadlockError: Ranks wait for each other.
+        UsageError: An argument has a wrong type or value, `lazy_communicators` is set with blocking
+            hosts, or `eager_limit` is set without the sizes of messages.
+
+    Example:
+        >>> from schedir import PipelineShape, check, compile, from_text, schedules, to_text
+        >>> text = to_text(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2)),
+        ...     folded=False)
+        >>> check(from_text(text), progress_model="per_edge")
+        <program gpipe: 2 ranks, 20 instructions>
+        >>> check(from_text(text.replace("recv_grad 0.1", "")))
+        Traceback (most recent call last):
+            ...
+        schedir.errors.UnmatchedTransferError: gpipe: send_grad 1.1 has no recv_grad 0.1 on rank 0
+          rank 1 #8   send_grad 1.1
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     host_device_sync = require_bool(host_device_sync, "host_device_sync")
@@ -186,7 +215,7 @@ def check(
 
 
 def _find_proven_limit(graph: Graph, sizes: Sizes) -> float | None:
-    """The least limit with which a program is right that hangs, if there is one."""
+    """Return the smallest eager limit with which a program that hangs is correct, or None."""
     if (
         not _has_message_sizes(graph.program, sizes)
         or (least := find_min_eager_limit(graph, sizes)) is None
@@ -197,8 +226,17 @@ def _find_proven_limit(graph: Graph, sizes: Sizes) -> float | None:
 
 
 def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> EagerMessages | None:
-    """What `check` is told of messages that wait for nobody; raises UsageError if that is nothing
-    that can be meant."""
+    """Return the eager limit with the sizes of messages, or None without a limit.
+
+    Args:
+        limit: The limit in bytes, at least 0 and finite, or None. See `check`.
+        sizes: The sizes of messages, or None.
+        program: The program whose messages the limit is for.
+
+    Raises:
+        UsageError: `limit` is not such a number, or `sizes` does not give the sizes of all
+            messages.
+    """
     if sizes is not None:
         require_type(sizes, Sizes, "Sizes(activation=16e6)")
     if limit is None:
@@ -220,7 +258,7 @@ def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> E
 
 
 def _has_message_sizes(program: Program, sizes: Sizes) -> bool:
-    """Whether sizes say of all messages how large they are: none would be of no bytes."""
+    """Return whether `sizes` gives a positive size for each kind of message of the program."""
     return bool(np.any(sizes.activation) and (not program.skips or np.any(sizes.skip)))
 
 
@@ -232,7 +270,20 @@ def build_complete_graph(
     host_device_sync: bool = False,
     eager_messages: EagerMessages | None = None,
 ) -> Graph:
-    """The dependency graph of a program that is complete, as `check` says; raises if it is not."""
+    """Return the dependency graph of a program, after a check that the program is complete.
+
+    A program with a proof is not checked again.
+
+    Args:
+        program: The program.
+        progress_model: The progress model.
+        blocking_hosts: See `check`.
+        host_device_sync: See `check`.
+        eager_messages: The messages that do not wait for their receive; None if all wait.
+
+    Raises:
+        CompletenessError: See `require_complete`, which also lists the other errors.
+    """
     if not program.proofs:
         require_complete(program, is_draft=False)
     return Graph.from_program(
@@ -245,9 +296,15 @@ def build_complete_graph(
 
 
 def prove(graph: Graph, earliest_times: EarliestTimes | None = None) -> None:
-    """Prove a complete program as `check` does, and note that with it.
+    """Prove that a complete program is in order and finishes, and add the proof to it.
 
-    `earliest_times` is a walk of the graph, where there is one: then nobody walks again.
+    Args:
+        graph: The dependency graph of the program.
+        earliest_times: The earliest times of the graph, if the caller has them. They are computed
+            if they are missing and needed.
+
+    Raises:
+        SchedirError: The program is wrong. See `check` for the types.
     """
     program, index = graph.program, graph.index
     if graph.proof in program.proofs:
@@ -266,7 +323,8 @@ def prove(graph: Graph, earliest_times: EarliestTimes | None = None) -> None:
             raise explain_deadlock(graph, earliest_times)
     if cross := find_crossed_messages(graph):
         raise cross
-    # One order is one for all models and hosts; and what runs where hosts block runs elsewhere.
+    # Streams that follow one global order of messages finish under every model and kind of host.
+    # A program that finishes with blocking hosts also finishes with hosts that do not block.
     every = ordered and not index.has_joined
     models = MODELS if every else (graph.progress_model,)
     hosts = (
@@ -279,9 +337,18 @@ def prove(graph: Graph, earliest_times: EarliestTimes | None = None) -> None:
 
 
 def check_draft(program: Program) -> Program:
-    """Return a draft if its compute is all there; whether it finishes, the lowering finds out.
+    """Return a draft after a check that its compute is complete.
 
-    It may say backwards of frozen stages, which the lowering leaves out.
+    The draft may have backwards of frozen stages, which the lowering drops. The lowering detects
+    deadlocks, so this check does not.
+
+    Args:
+        program: The draft.
+
+    Raises:
+        CompletenessError: Compute is missing, is there twice, or is on the wrong rank.
+        GroupError: Instructions are joined that cannot be issued as one.
+        UsageError: `program` is not a program.
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     require_complete(drop_frozen_backwards(program), is_draft=True)
@@ -289,7 +356,7 @@ def check_draft(program: Program) -> Program:
 
 
 def _require_free_slots(graph: Graph) -> None:
-    """Each fill finds a slot that was freed earlier in the Stream, and not by what it runs with."""
+    """Refuse a program if an instruction fills a slot that no earlier group has freed."""
     if not graph.all_slot_reuses:
         return
     group, index, program = number_groups(graph.index), graph.index, graph.program
@@ -323,7 +390,10 @@ def _require_free_slots(graph: Graph) -> None:
 
 
 def _require_releases(graph: Graph) -> None:
-    """What is made again and again is let go before it is made again, and in the end."""
+    """Refuse a program that produces a value again before it frees it, or never frees it.
+
+    Only values that a Stream produces repeatedly (`ProducerRule.LATEST`) are checked.
+    """
     flow, place = graph.flow, graph.index.locate
     for row in VALUES:
         chains = flow.get_chains(row.value) if row.producer_rule is ProducerRule.LATEST else None
@@ -348,12 +418,13 @@ def _require_releases(graph: Graph) -> None:
 
 
 def _follows_message_order(graph: Graph) -> bool:
-    """Whether all Streams agree with the order of messages that the program brings along.
+    """Return whether all Streams agree with the message order that the lowering stored.
 
-    Then it finishes under every model, if no value is used before it is given, and no slot before
-    it is free.  For all edges of the graph lead forward within one Stream, or join what has one
-    number; and along each Stream numbers go up, from group to group.  So no path leads back to
-    where it began.  But where a model takes groups apart, that is not known.
+    If they agree, the program finishes under every model, provided that no value is used before it
+    exists and no slot before it is free. Each edge of the graph leads forward within one Stream, or
+    joins instructions with the same number. Along each Stream the numbers ascend from group to
+    group, so no path forms a cycle. The proof does not cover progress models that split groups over
+    queues.
     """
     index = graph.index
     if graph.rules.has_batch_queues and index.has_joined:
@@ -371,7 +442,7 @@ def _follows_message_order(graph: Graph) -> bool:
     at = np.flatnonzero(number != NO_POSITION)
     least = most = number[at]
     rank = index.rank[at]
-    if index.has_joined:  # of each group
+    if index.has_joined:  # a group spans the numbers from its least to its largest
         group = number_groups(index)[at]
         first = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(at)])
         least, most = np.minimum.reduceat(least, first), np.maximum.reduceat(most, first)
@@ -380,8 +451,11 @@ def _follows_message_order(graph: Graph) -> bool:
 
 
 def _require_update_order(graph: Graph) -> None:
-    """A rank steps before it adds to the next update, or lets go of what the host steps by: there
-    is one sum of gradients."""
+    """Refuse a program if a rank adds to gradients before the previous update ends.
+
+    A rank has one sum of gradients. It must take the optimizer step, or free the gradients for the
+    CPU optimizer, before it adds those of the next update.
+    """
     index, shape = graph.index, graph.program.shape
     if shape.optimizer_steps == 1:
         return
@@ -416,9 +490,10 @@ def _require_update_order(graph: Graph) -> None:
 
 
 def _require_update_end_order(graph: Graph) -> None:
-    """A rank ends its updates in turn.
+    """Refuse a program if a rank ends its updates in another order than they are numbered.
 
-    What it adds sees to that; but one whose stages are all frozen adds nothing.
+    `_require_update_order` covers ranks that add to gradients. A rank whose stages are all frozen
+    adds nothing, so only this check covers it.
     """
     index = graph.index
     if graph.program.shape.optimizer_steps == 1:
@@ -439,11 +514,18 @@ def _require_update_end_order(graph: Graph) -> None:
 
 
 def find_crossed_messages(graph: Graph) -> GroupError | ChannelMismatchError | None:
-    """The error for messages of one channel that are not received as they are sent.
+    """Return the error for messages of a channel that are not received in the order sent.
 
-    Transports match them by position.  Queues keep their order, or the graph would have a
-    cycle; but within a group there is no queue, and what waits for nobody may be taken in late: so
-    two messages of either could cross.
+    Transports match messages of a channel by position. Queues keep their order, because the graph
+    would otherwise have a cycle. But transfers of one group are not ordered by a queue, and a
+    receiver may take an eager message late. So two messages of either kind can cross.
+
+    Args:
+        graph: The dependency graph of a program that finishes.
+
+    Returns:
+        GroupError, or ChannelMismatchError if the graph has eager messages. None if no messages
+        cross.
     """
     index, partner = graph.index, graph.partner
     if not index.has_joined and graph.eager_messages is None:

@@ -1,4 +1,4 @@
-"""Check that every message has both sides, and that all members take part in collectives."""
+"""Check that each message has a send and a receive, and each collective has all its members."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from schedir.verify.inspector import Inspector
 _GRADIENT_MOVE_OPS = tuple(op for op in BOUNDARY_GRAD_OPS if op not in COMPUTE_OPS)
 _FORWARD_SENDS = tuple(
     send for send in SEND_OPS if send not in BOUNDARY_GRAD_OPS
-)  # of any backward
-# The instruction that gives a sent value a form, the send, and the one that takes the form.
+)  # sends that a program without a backward may have
+# Triples: the opcode that converts a value to a form, the send, and the opcode that converts it
+# back after the receive.
 _SENDS_WITH_FORM = tuple(
     (gives, send, takes)
     for send, receive in zip(SEND_OPS, RECV_OPS, strict=True)
@@ -39,7 +40,15 @@ _SPLITS_BEFORE_SEND = tuple(
 
 
 def require_transfers(inspector: Inspector) -> None:
-    """Each value that crosses ranks is sent and received, and nothing else is."""
+    """Check that each value that crosses ranks has a send and a receive, and no other value has.
+
+    Args:
+        inspector: The inspector of the program.
+
+    Raises:
+        UnmatchedTransferError: A send or a receive is missing, or has no value to move.
+        CompletenessError: A program without a backward moves gradients.
+    """
     shape, m = inspector.shape, inspector.shape.microbatches
     if not inspector.program.has_backward:
         inspector.refuse_first(
@@ -61,7 +70,7 @@ def require_transfers(inspector: Inspector) -> None:
         here, away = shape.rank_of_stage(stage, mb), shape.rank_of_stage(there, mb)
         crosses, arrives = np.zeros((2, shape.stages, m), bool)
         crosses[:] = inside & (here != away)
-        arrives[there[inside]] = crosses[inside[:, 0]]  # receives that some edge accounts for
+        arrives[there[inside]] = crosses[inside[:, 0]]  # keys that must have a receive
         sent, arrived = inspector.is_present(send), inspector.is_present(receive)
         crosses, arrives = crosses.reshape(-1), arrives.reshape(-1)
         if not ((sent != crosses) | (arrived != arrives)).any():
@@ -99,6 +108,7 @@ def require_transfers(inspector: Inspector) -> None:
 
 
 def _refuse_stray(inspector: Inspector, op: Opcode, stray: NDArray[np.bool_]) -> None:
+    """Refuse a transfer that no value needs, and give the reason."""
     if not stray.any():
         return
     site, hop = inspector.make_key_site(op, int(stray.argmax())), INSTRUCTIONS[op].peer
@@ -117,7 +127,16 @@ def _refuse_stray(inspector: Inspector, op: Opcode, stray: NDArray[np.bool_]) ->
 
 
 def require_group_members(inspector: Inspector) -> None:
-    """Where one rank of a group meets the others, all of them are there."""
+    """Check that each collective of a group has an instruction on every rank of the group.
+
+    Collectives of tied weights are not checked here. The passes list which of them must exist.
+
+    Args:
+        inspector: The inspector of the program.
+
+    Raises:
+        UnmatchedTransferError: A rank of the group has no instruction for the collective.
+    """
     shape = inspector.shape
     for op in COLLECTIVE_OPS:
         if op not in inspector.index.position_by_key:
@@ -128,7 +147,7 @@ def require_group_members(inspector: Inspector) -> None:
             each = present.reshape(-1, shape.ranks)
         elif group == "stage_replicas":
             each = present.reshape(-1, len(shape.replica_ranks), shape.stages).swapaxes(1, 2)
-        else:  # those that share tied weights: the passes know whose are summed
+        else:  # groups of tied weights: `reduce_tied_weights` lists the expected instructions
             continue
         alone = (each.any(-1, keepdims=True) & ~each).reshape(-1, each.shape[-1])
         if alone.any():
@@ -147,9 +166,21 @@ def require_group_members(inspector: Inspector) -> None:
 
 
 def require_form_pairs(inspector: Inspector) -> None:
-    """Each value that is sent in a form loses it behind the receive, and no other does."""
+    """Check that each value that is sent in a form is converted back after its receive.
+
+    No other value may be converted back. With sequence parallelism, values between stages are
+    shards already, so no instruction may shard them before a send.
+
+    Args:
+        inspector: The inspector of the program.
+
+    Raises:
+        UnmatchedTransferError: A conversion has no send, or no counterpart on the other rank.
+        CompletenessError: An instruction shards a value where `tp` is 1 or with sequence
+            parallelism.
+    """
     if inspector.program.sequence_parallel:
-        # Gathers are there between segments. The passes that cut stages know where.
+        # Between segments there are gathers, too. `stage_segmentation` lists the expected ones.
         inspector.refuse_first(
             inspector.index.is_op(_SPLITS_BEFORE_SEND),
             lambda at: "with 'sequence_parallel yes' what passes between stages is a part already",
@@ -168,7 +199,7 @@ def require_form_pairs(inspector: Inspector) -> None:
             inspector.is_present(takes),
             inspector.is_present(send),
         )
-        moved = np.zeros_like(given)  # given forms, by where the value arrives
+        moved = np.zeros_like(given)  # values sent in the form, by their key at the receiver
         moved[inspector.find_peer_keys(hop)[given & sent]] = True
         if (given & ~sent).any():
             site = inspector.make_key_site(gives, int((given & ~sent).argmax()))

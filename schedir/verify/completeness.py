@@ -1,6 +1,6 @@
-"""Check that all work is there, once, and on the right rank.
+"""Check that all work exists once and on the right rank.
 
-Order is not looked at here; that is the dependency graph's.
+These checks ignore the order of instructions. The dependency graph checks the order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from schedir.verify.communication import (
 )
 from schedir.verify.inspector import Inspector
 
-MAX_GROUP_SIZE = 256  # NCCL hangs on larger ones
+MAX_GROUP_SIZE = 256  # transfers in a group; NCCL hangs with more
 _RANK_OPS = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.RANK)
 _COMPUTE_NAMES = " and ".join(
     [
@@ -48,47 +48,58 @@ _COMPUTE_NAMES = " and ".join(
         INSTRUCTIONS[COMPUTE_OPS[-1]].text,
     ]
 )
-_SMALL_PROGRAM_SIZE = 2**16  # instructions of which tables may be made, whatever the shape
+_SMALL_PROGRAM_SIZE = 2**16  # instructions; tables of this length are cheap for every shape
 
 
 def require_complete(program: Program, *, is_draft: bool) -> InstructionIndex:
-    """Raise for the first thing that is missing, there twice, or where it does not belong.
+    """Check that all instructions exist once, in range and on the right rank.
 
-    A draft is held to its compute instructions only.  Returns the index of the program for
-    those that look further.  Raises CompletenessError or one of its kinds, GroupError, or
-    LoweringLevelError.
+    Args:
+        program: The program or draft.
+        is_draft: True to check the compute instructions of a draft only.
+
+    Returns:
+        The index of the program, for further checks.
+
+    Raises:
+        CompletenessError: An instruction is missing, is there twice, or does not belong there.
+            Subclasses are UnmatchedTransferError and ReductionError.
+        GroupError: Instructions are joined that cannot be issued as one.
+        LoweringLevelError: The program is a draft, and `is_draft` is False.
+        UsageError: `program` is not a program.
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     _require_plausible_size(program)
     _require_valid_words(program)
     index = InstructionIndex.from_program(program)
-    look = Inspector(program, index)
+    inspector = Inspector(program, index)
     if is_draft:
-        _require_only_compute(look)
+        _require_only_compute(inspector)
     elif program.is_draft and program.has_backward:
         raise LoweringLevelError(
             "this is a draft: it computes, but nothing is sent, reduced or stepped",
             program=program.name,
             hint="schedir.compile lowers a draft, as well as a schedule",
         )
-    _require_valid_ranges(look)
-    _require_owner_ranks(look)
-    _require_unique(look)
-    _require_valid_groups(look)
-    _require_compute(look)
-    _require_occurrences(look)
+    _require_valid_ranges(inspector)
+    _require_owner_ranks(inspector)
+    _require_unique(inspector)
+    _require_valid_groups(inspector)
+    _require_compute(inspector)
+    _require_occurrences(inspector)
     if not is_draft:
-        require_transfers(look)
-        require_form_pairs(look)
-        _require_pass_results(look)
-        require_group_members(look)
+        require_transfers(inspector)
+        require_form_pairs(inspector)
+        _require_pass_results(inspector)
+        require_group_members(inspector)
     return index
 
 
 def _require_plausible_size(program: Program) -> None:
-    """Refuse what is far too small or too large for its shape, before tables of it are made.
+    """Refuse a program that is far too small or too large for its shape.
 
-    What is a little wrong is better said by what is missing, or there twice.
+    This check runs before any table of the shape's size is allocated. Smaller differences pass,
+    because the later checks describe them better.
     """
     shape, n = program.shape, len(program)
     if len(program.streams) != shape.ranks:
@@ -108,7 +119,7 @@ def _require_plausible_size(program: Program) -> None:
 
 
 def _require_valid_words(program: Program) -> None:
-    """Refuse what is no instruction at all; only hand-made words can be that wrong."""
+    """Refuse words that encode no instruction, which only words made by hand can do."""
     words, fields = program.words, program.words.view(WORD_DTYPE)
     known = (fields["joined"] <= 1) & (fields["op"] < len(INSTRUCTIONS))
     known &= (fields["stage"] == 0) | ~is_op(fields["op"], _RANK_OPS)
@@ -129,6 +140,7 @@ def _require_only_compute(inspector: Inspector) -> None:
 
 
 def _require_valid_ranges(inspector: Inspector) -> None:
+    """Refuse a stage, microbatch, update or occurrence number that is out of range."""
     ix, shape = inspector.index, inspector.shape
     if ix.is_all_valid:
         return
@@ -156,7 +168,7 @@ def _require_valid_ranges(inspector: Inspector) -> None:
 
 
 def _describe_excess(inspector: Inspector, at: int) -> str:
-    """What is there more often than there are microbatches, where that is so."""
+    """Return the text that a stage has more such instructions than microbatches, or ""."""
     ix = inspector.index
     alike = BACKWARD_OPS if ix.op[at] in BACKWARD_OPS else (ix.op[at],)
     ops = [op for op in alike if ((ix.op == op) & (ix.stage == ix.stage[at])).any()]
@@ -168,12 +180,13 @@ def _describe_excess(inspector: Inspector, at: int) -> str:
 
 
 def _require_owner_ranks(inspector: Inspector) -> None:
+    """Refuse an instruction of a stage on a rank that does not run it."""
     ix, shape = inspector.index, inspector.shape
     wrong = shape.rank_of_stage(ix.stage, ix.mb) != ix.rank
     for row, here in ix.iterate_rows():
         if row.scope is Scope.RANK:
             wrong[here] = False
-        elif row.scope is not Scope.MICROBATCH:  # each holder reduces
+        elif row.scope is not Scope.MICROBATCH:  # each stage replica has the instruction
             wrong[here] = (shape.replica_ranks[:, ix.stage[here]] != ix.rank[here]).all(0)
     inspector.refuse_first(
         wrong,
@@ -203,12 +216,13 @@ def _require_unique(inspector: Inspector) -> None:
 
 
 def _choose_error_type(row: Row) -> type[CompletenessError]:
-    """What it is that there is too little, or too much, of a row."""
+    """Return the error type for a missing or surplus instruction of this row."""
     ends = row.scope in (Scope.STAGE, Scope.RANK) or row.op in REDUCTION_OPS
     return ReductionError if ends else CompletenessError
 
 
 def _require_valid_groups(inspector: Inspector) -> None:
+    """Refuse groups of joined instructions other than transfers, or two computes."""
     ix = inspector.index
     if not ix.has_joined:
         return
@@ -242,7 +256,7 @@ def _require_valid_groups(inspector: Inspector) -> None:
 
 
 def _require_compute(inspector: Inspector) -> None:
-    """Each stage runs each microbatch forward once, and backward once if the program trains."""
+    """Check that each stage runs each microbatch forward once, and backward once if it trains."""
     f, b, i, w = (
         inspector.is_present(op) for op in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
     )
@@ -281,7 +295,7 @@ def _require_compute(inspector: Inspector) -> None:
 
 
 def _require_occurrences(inspector: Inspector) -> None:
-    """What comes several times for a stage counts its turns from 0 on, along the Stream."""
+    """Check that the occurrences of an instruction of a stage count up from 0 along the Stream."""
     ix = inspector.index
     for row, at in ix.iterate_rows():
         if row.scope is not Scope.OCCURRENCE:
@@ -304,7 +318,7 @@ def _require_occurrences(inspector: Inspector) -> None:
 
 
 def _require_pass_results(inspector: Inspector) -> None:
-    """What passes add is there as the shape and the program's traits ask, and no more."""
+    """Check that the instructions that passes add are exactly those that the program requires."""
     for each in LOWERING_PASSES:
         for expected in each.list_expected(inspector.program, inspector.is_present):
             _require_expected(inspector, expected)
@@ -314,7 +328,7 @@ def _require_expected(inspector: Inspector, expected: ExpectedInstructions) -> N
     op, shape = expected.op, inspector.shape
     per, present = INSTRUCTIONS[op].scope, inspector.is_present(op)
     should = np.asarray(expected.required, bool)
-    if len(should) != len(present):  # so in each update, or turn
+    if len(should) != len(present):  # every update, or occurrence, requires the same
         should = np.resize(should, len(present))
     if not (should != present).any():
         return

@@ -1,4 +1,4 @@
-"""Inspector: tables of one program for the checks, and how they refuse it."""
+"""Tables of a program for the checks, and methods that refuse the program."""
 
 from __future__ import annotations
 
@@ -15,9 +15,18 @@ from schedir.ir.program import Program
 
 
 class Inspector:
-    """One program under inspection.
+    """Tables of one program, and methods that raise the errors of the checks.
 
-    `stage` and `mb` have an entry for each key stage*microbatches + mb.
+    Args:
+        program: The program to check.
+        index: The index of the program.
+
+    Attributes:
+        program: The program.
+        index: The index of the program.
+        shape: The pipeline shape of the program.
+        stage: The stage of each key `stage * microbatches + mb`, shape (stages * microbatches,).
+        mb: The microbatch of each key, of the same shape.
     """
 
     def __init__(self, program: Program, index: InstructionIndex) -> None:
@@ -26,7 +35,12 @@ class Inspector:
         self.stage, self.mb = np.indices(shape, np.int32).reshape(2, -1)
 
     def make_site(self, position: int, note: str = "") -> InstructionSite:
-        """The instruction at a position, for an error."""
+        """Return the instruction at a position as a site of an error.
+
+        Args:
+            position: The position of the instruction.
+            note: A remark that the error shows after the instruction.
+        """
         return InstructionSite(*self.index.locate(position), note)
 
     def refuse(
@@ -36,33 +50,80 @@ class Inspector:
         kind: type[SchedirError] = CompletenessError,
         hint: str = "",
     ) -> NoReturn:
-        """Refuse the program."""
+        """Raise an error about the program.
+
+        Args:
+            fact: The message of the error.
+            sites: The instructions that the error shows.
+            kind: The type of the error.
+            hint: The remedy that the error suggests.
+
+        Raises:
+            SchedirError: Always, of type `kind`.
+        """
         raise kind(fact, program=self.program.name, sites=sites, hint=hint)
 
     def refuse_first(self, wrong: NDArray[np.bool_], fact: Callable[[int], str]) -> None:
-        """Refuse the first instruction that is marked wrong."""
+        """Refuse the program for the first instruction that a mask marks, if there is one.
+
+        Args:
+            wrong: A mask over all instructions, shape (n,).
+            fact: A function from the position of the instruction to the message of the error.
+
+        Raises:
+            CompletenessError: The mask marks an instruction.
+        """
         if wrong.any():
             at = int(wrong.argmax())
             self.refuse(fact(at), self.make_site(at))
 
     def is_present(self, op: Opcode) -> NDArray[np.bool_]:
-        """Where `op` exists, by stage*microbatches + mb (or by stage, or rank)."""
+        """Return a mask of the keys that have an instruction `op`.
+
+        Args:
+            op: The opcode.
+
+        Returns:
+            A mask with one entry per key of the opcode (`InstructionIndex.key`). The key is `stage
+            * microbatches + mb`, a stage or a rank, as the scope of the opcode has it.
+        """
         table = self.index.position_by_key.get(op)
         if table is None:
             return np.zeros(self.index.key_count[INSTRUCTIONS[op].scope], bool)
         return np.asarray(table >= 0)
 
     def find_peer_keys(self, hop: PeerRule) -> NDArray[np.int32]:
-        """For each key that of the microbatch at the stage that is a hop further; -1 for none."""
+        """Return the key of the same microbatch at the peer stage, for each key.
+
+        Args:
+            hop: The rule that gives the peer stage.
+
+        Returns:
+            Keys of shape (stages * microbatches,), -1 where there is no peer stage.
+        """
         there = self.program.neighbor_stages(hop)[self.stage]
         return np.where(there < 0, -1, there * np.int32(self.shape.microbatches) + self.mb)
 
     def make_key_site(self, op: Opcode, key: int) -> InstructionSite:
-        """The `op` of a key, for an error."""
+        """Return the instruction `op` of a key as a site of an error.
+
+        Args:
+            op: An opcode that has an instruction for the key.
+            key: The key.
+        """
         return self.make_site(int(self.index.position_by_key[op][key]))
 
     def refuse_missing(self, op: Opcode, key: int, reason: str = "") -> NoReturn:
-        """Refuse a program for an instruction of a (stage, mb) that is not there."""
+        """Refuse the program because a stage lacks an instruction for a microbatch.
+
+        Args:
+            op: The opcode of the missing instruction.
+            key: Its key, `stage * microbatches + mb`.
+            reason: Text that follows the message.
+
+        Raises:
+            CompletenessError: Always.
+        """
         instr = Instr(op, int(self.stage[key]), int(self.mb[key]))
         rank = int(self.shape.rank_of_stage(*instr[1:]))
         self.refuse(f"{instr} is missing on rank {rank}{reason}")

@@ -1,8 +1,8 @@
 """Check programs that ranks run one after the other.
 
-If all ranks run the same right programs in one order, nothing can go wrong: each program takes
-in as many messages as it sends, in every channel, so each begins where all ranks agree; and what
-waits, waits for its own program or an earlier one, so no wait leads back to where it began.
+If all ranks run the same correct programs in one order, the sequence is correct. Each program
+receives as many messages as it sends in every channel, so each program starts in a consistent
+state. An instruction waits only for its own program or an earlier one, so waits form no cycle.
 """
 
 from __future__ import annotations
@@ -33,45 +33,53 @@ _HINT: Final = (
 
 
 class _ProgramRun(NamedTuple):
-    """A run of a program: the n-th of it, which all ranks have in common."""
+    """The n-th run of a program, which all ranks have in common."""
 
-    program_index: int  # which one
+    program_index: int  # index in `_ProgramSequence.programs`
     occurrence: int
 
 
 class _SequenceStep(NamedTuple):
-    """A step as one rank has it: where in its sequence, from 1, and how it uses a channel."""
+    """A step of one rank, and its first use of a channel."""
 
     run: _ProgramRun
-    step_number: int
-    first_position: int  # position of its first instruction there
+    step_number: int  # in the sequence of the rank, from 1
+    first_position: int  # position of its first instruction in the channel
 
 
 def check_program_sequence(
     runs: Sequence[Sequence[Program]], progress_model: ProgressModel = "per_device"
 ) -> None:
-    """Check programs that each rank runs one after the other: `runs` has a list for each rank.
+    """Check the programs that each rank runs one after the other.
 
-    The n-th run of a program on one rank belongs to the n-th run of it on every other.  Where
-    ranks run the same programs in one order, it is enough that each is right.  Where they do not,
-    messages of one step may arrive in another, or nowhere, and ranks may wait for each other across
-    steps.  Hosts do not wait between steps, but as their messages do.
+    The n-th run of a program on one rank belongs to the n-th run of the same program on every other
+    rank. If all ranks run the same programs in one order, each program must only be correct on its
+    own. If they do not, a message of one step can arrive in another step or never, and ranks can
+    wait for each other across steps. Between steps, hosts wait only for their messages.
 
-    Raises what `check` raises for a program that is wrong by itself, UsageError for programs of
-    other numbers of ranks, and ProgramSequenceError for the first message that meets one of another step,
-    or never meets, and for ranks that wait for each other.
+    Args:
+        runs: For each rank, the programs that it runs, in order.
+        progress_model: The progress model of the transport.
 
-    >>> from schedir import PipelineShape, check_program_sequence, compile, schedules
-    >>> train = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2))
-    >>> evaluate = compile(schedules.forward_only, PipelineShape(ranks=2, microbatches=2))
-    >>> check_program_sequence([[train, evaluate, train], [train, evaluate, train]])
-    >>> check_program_sequence([[train, evaluate], [train, train]])
-    Traceback (most recent call last):
-        ...
-    schedir.errors.ProgramSequenceError: send_act 0.0 of forward_only arrives as recv_act 1.0 of gpipe
-      rank 0 #1   send_act 0.0  step 2, forward_only
-      rank 1 #0   recv_act 1.0  step 2, gpipe
-      hint: messages of a channel match by position, and nothing in them names their step: let all ranks run the same programs in one order
+    Raises:
+        SchedirError: A program is wrong on its own. See `check`.
+        UsageError: `runs` is not a list of programs for each rank, or a program has another number
+            of ranks.
+        ProgramSequenceError: A message arrives in another step or never, or ranks wait for each
+            other.
+
+    Example:
+        >>> from schedir import PipelineShape, check_program_sequence, compile, schedules
+        >>> train = compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=2))
+        >>> evaluate = compile(schedules.forward_only, PipelineShape(ranks=2, microbatches=2))
+        >>> check_program_sequence([[train, evaluate, train], [train, evaluate, train]])
+        >>> check_program_sequence([[train, evaluate], [train, train]])
+        Traceback (most recent call last):
+            ...
+        schedir.errors.ProgramSequenceError: send_act 0.0 of forward_only arrives as recv_act 1.0 of gpipe
+          rank 0 #1   send_act 0.0  step 2, forward_only
+          rank 1 #0   recv_act 1.0  step 2, gpipe
+          hint: messages of a channel match by position, and nothing in them names their step: let all ranks run the same programs in one order
     """  # noqa: E501
     together = _ProgramSequence(runs, require_model(progress_model))
     for program in together.programs:
@@ -82,7 +90,7 @@ def check_program_sequence(
 
 
 class _ProgramSequence:
-    """The steps of all ranks, under a progress model."""
+    """The steps of all ranks under a progress model."""
 
     def __init__(self, runs: Sequence[Sequence[Program]], progress_model: ProgressModel) -> None:
         self.progress_model = progress_model
@@ -118,13 +126,13 @@ class _ProgramSequence:
         return [Graph.from_program(program, self.progress_model) for program in self.programs]
 
     def get_step_name(self, rank: int, step_number: int) -> str:
-        """A step as an error says it."""
+        """Return the name of the program of a step, for an error."""
         return self.programs[self.rank_runs[rank][step_number - 1].program_index].name
 
     def make_site(
         self, rank: int, step_number: int, position: int, note: str = ""
     ) -> InstructionSite:
-        """An instruction of a step of a rank."""
+        """Return an instruction of a rank's step as a site of an error."""
         where = self.graphs[self.rank_runs[rank][step_number - 1].program_index].index.locate(
             position
         )
@@ -132,14 +140,14 @@ class _ProgramSequence:
             *where, f"step {step_number}, {self.get_step_name(rank, step_number)}{note}"
         )
 
-    # ------------------------------------------------------------ who meets whom
+    # ------------------------------------------------------------ messages and their steps
 
     def require_matching_steps(self) -> None:
-        """Whatever meets belongs to one step.
+        """Refuse a sequence if the two ends of a message belong to different steps.
 
-        A right program sends and receives equally often in a channel, so that is a matter of
-        whole steps: both sides have those that use the channel in one order.  Collectives need no
-        look: only programs that train have some, and of two such in unlike order none ends.
+        A correct program sends and receives equally often in a channel. So it is enough that both
+        ranks have the steps that use the channel in the same order. Collectives need no check: only
+        programs that train have them, and two such programs in different orders never finish.
         """
         wrong: list[tuple[int, int, int, int, _SequenceStep | None, int, _SequenceStep | None]] = []
         for (one, ours), (other, theirs) in self._match_channels():
@@ -153,7 +161,7 @@ class _ProgramSequence:
             raise self._make_crossing_error(one, a, other, b)
 
     def _match_channels(self) -> Iterator[list[tuple[int, list[_SequenceStep]]]]:
-        """For each channel who sends and who receives, with the steps of theirs that use it."""
+        """Yield the two ranks of each channel, with their steps that use it."""
         uses = [
             {number: both for number, both in self._find_channel_uses(graph)}
             for graph in self.graphs
@@ -173,7 +181,7 @@ class _ProgramSequence:
             ]
 
     def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
-        """The channels of a program: who sends and who receives, and at which position first."""
+        """Yield each channel with its two ranks and the first position of each."""
         index = graph.index
         got, channel = find_channels(index, graph.partner, graph.rules)
         sent = graph.partner[got]
@@ -189,7 +197,7 @@ class _ProgramSequence:
         other_rank: int,
         other_step: _SequenceStep | None,
     ) -> ProgramSequenceError:
-        """The error for what meets another step's, or nobody's."""
+        """Return the error for a message that arrives in another step, or never."""
         sites = [
             self.make_site(rank, ran.step_number, ran.first_position)
             for rank, ran in ((one_rank, one_step), (other_rank, other_step))
@@ -213,10 +221,13 @@ class _ProgramSequence:
             fact, progress_model=self.progress_model, sites=sites, hint=_HINT
         )
 
-    # ------------------------------------------------------------ whether all finish
+    # ------------------------------------------------------------ deadlocks across steps
 
     def require_finish(self) -> None:
-        """Every rank comes to the end of its steps.  What meets belongs to one step by now."""
+        """Refuse a sequence in which a rank does not finish its steps.
+
+        `require_matching_steps` must have passed.
+        """
         steps = sorted({step for row in self.rank_runs for step in row})
         begin, total = {}, 0
         for step in steps:
@@ -247,7 +258,7 @@ class _ProgramSequence:
     def _make_step_edges(
         self, rank: int, runs: Sequence[_ProgramRun], node_offsets: dict[_ProgramRun, int]
     ) -> Iterator[tuple[Positions, Positions]]:
-        """In each queue of a rank, from the last of a step to the first of a next one."""
+        """Yield the edges between consecutive steps, for each queue of a rank."""
         last: dict[int, int] = {}
         for step in runs:
             graph = self.graphs[step.program_index]
@@ -272,7 +283,7 @@ class _ProgramSequence:
         node_offsets: dict[_ProgramRun, int],
         is_done: NDArray[np.bool_],
     ) -> InstructionSite | None:
-        """The first instruction of a rank that never ends."""
+        """Return the first instruction of a rank that never ends, or None."""
         for number, step in enumerate(runs, 1):
             graph = self.graphs[step.program_index]
             own = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])
