@@ -1,1 +1,1 @@
-"""Facts about a program: which instruction waits for which, earliest starts, deadlocks, memory."""
+"""Analyses of a program: dependencies, critical path, deadlocks and memory."""

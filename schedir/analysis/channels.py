@@ -1,7 +1,6 @@
-"""Assign transfers to queues and channels: which wait for each other, are issued as one, or can
-match.
+"""Assign instructions to queues, channels and communicators under a progress model.
 
-What the table of models means for the instructions of a program.
+This module applies a row of the table of progress models to the instructions of a program.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from schedir.ir.isa.instructions import (
 _NON_MICROBATCH_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH
 )
-# What a rank queues apart, whatever the model: each lane; and the wire, which is the last, as
-# models cut it finer.
+# Each lane without messages has a queue of its own under every model. All lanes with messages share
+# the last number, because the models divide them further.
 _SEPARATE_LANES: Final = [row.lane for row in LANES if not row.has_messages]
 LINE_BY_LANE: Final = {
     row.lane: len(_SEPARATE_LANES) if row.has_messages else _SEPARATE_LANES.index(row.lane)
@@ -35,12 +34,19 @@ LINE_BY_LANE: Final = {
 }
 _LANE_BY_OPCODE: Final = np.array([row.lane for row in INSTRUCTIONS])
 LINE_BY_OPCODE: Final = np.array([LINE_BY_LANE[row.lane] for row in INSTRUCTIONS])
-_BATCH_OPCODE: Final = len(INSTRUCTIONS)  # in the place of an opcode: a transfer of a batch
+_BATCH_OPCODE: Final = len(INSTRUCTIONS)  # replaces the opcode of a transfer in a batched group
 _LINE_BY_CELL: Final = np.append(LINE_BY_OPCODE, len(_SEPARATE_LANES))
 
 
 def is_batched(index: InstructionIndex) -> NDArray[np.bool_]:
-    """Whether each instruction is a transfer in a group that has both sends and receives."""
+    """Return a mask of the transfers in a group that has both sends and receives.
+
+    Args:
+        index: The index of the program.
+
+    Returns:
+        A mask over all instructions, shape (n,).
+    """
     begins = np.flatnonzero(~index.joined)
     number = np.cumsum(~index.joined) - 1
     has = [
@@ -53,15 +59,22 @@ def is_batched(index: InstructionIndex) -> NDArray[np.bool_]:
 def assign_queues(
     index: InstructionIndex, rules: ModelRow, *, shared_numbers: bool = False
 ) -> NDArray[np.unsignedinteger]:
-    """The in-order queue of each instruction: equal numbers wait for each other.
+    """Return the in-order queue of each instruction.
 
-    With `shared_numbers`, a queue has one number in all programs of as many ranks.
+    Args:
+        index: The index of the program.
+        rules: The row of the progress model.
+        shared_numbers: True to give a queue the same number in all programs with the same number of
+            ranks. By default the numbers may be compacted.
+
+    Returns:
+        Queue numbers of shape (n,). Instructions with equal numbers run in the order of the Stream.
     """
     shape = index.program.shape
     if not rules.has_lane_queues:
         return index.rank.astype(np.uint16)
-    # First of all that there can be: by opcode, holder and stage, whose queue of which kind.
-    # A queue is a rank, a line, perhaps a peer (1 + its rank), and perhaps a kind or a way.
+    # The table has the queue of every possible instruction, by opcode, replica row and stage. A
+    # queue number encodes the rank, the line, the peer (1 + its rank), and the kind or direction.
     lines = len(_SEPARATE_LANES) + 1
     held = shape.replica_ranks * lines + _LINE_BY_CELL[:, None, None]
     for op in TRANSFER_OPS:
@@ -77,9 +90,10 @@ def assign_queues(
                 + (row.op in RECV_OPS) * rules.has_direction_queues
             )
             own += shape.ranks * lines * (1 + shape.ranks) * way
-    late = index.find_all_positions(_NON_MICROBATCH_OPS)  # any rank has them
+    # Any rank can have these, so the table above does not cover them.
+    late = index.find_all_positions(_NON_MICROBATCH_OPS)
     of_late = index.rank[late] * lines + LINE_BY_OPCODE[index.op[late]]
-    if held.max() >= 2**16 and not shared_numbers:  # few enough, most often, if they are numbered
+    if held.max() >= 2**16 and not shared_numbers:  # consecutive numbers usually fit in 16 bits
         found, numbers = np.unique(held, return_inverse=True)
         held, of_late = numbers.reshape(held.shape), np.searchsorted(found, of_late)
     number = held.reshape(-1).astype(np.uint16 if held.max() < 2**16 else np.uint32)
@@ -98,10 +112,20 @@ def assign_queues(
 def find_channels(
     index: InstructionIndex, partner: Positions, rules: ModelRow
 ) -> tuple[Positions, Positions]:
-    """Receives that have a partner, sorted by the channel of their message, and that channel.
+    """Return the matched receives, sorted by channel, and the channel of each.
 
-    Messages of one channel match by position.  It is a pair of ranks, from whom and to whom; where
-    kinds of message have a queue each, of one kind; and where batches have one, of those or others.
+    Messages of one channel match by position. A channel is an ordered pair of ranks. A model with a
+    queue for each kind of message has a channel for each kind, too. A model with batch queues has a
+    separate channel for batched receives.
+
+    Args:
+        index: The index of the program.
+        partner: For each transfer, the position of its other end, or -1; shape (n,).
+        rules: The row of the progress model.
+
+    Returns:
+        The positions of the receives that have a partner, ascending within a channel; and the
+        number of the channel of each.
     """
     got = index.find_all_positions(RECV_OPS)
     got = got[partner[got] != NO_POSITION]
@@ -118,7 +142,19 @@ def find_channels(
 def find_mismatched_sends(
     index: InstructionIndex, partner: Positions, rules: ModelRow
 ) -> Positions:
-    """The sends whose two ends choose different communicators, and which so never meet."""
+    """Return the sends whose two ends use different communicators, so that they never match.
+
+    This can happen only in models with batch queues: one end is in a batched group, and the other
+    is not.
+
+    Args:
+        index: The index of the program.
+        partner: For each transfer, the position of its other end, or -1; shape (n,).
+        rules: The row of the progress model.
+
+    Returns:
+        The positions of these sends, ascending.
+    """
     if not rules.has_batch_queues or not index.has_joined:
         return np.empty(0, np.int32)
     of_batch = is_batched(index)
@@ -130,10 +166,20 @@ def find_mismatched_sends(
 def find_communicators(
     index: InstructionIndex, partner: Positions, rules: ModelRow
 ) -> tuple[Positions, NDArray[np.int64]]:
-    """Transfers that have a partner, ascending, and the communicator of each.
+    """Return the matched transfers and the communicator of each.
 
-    Where ranks have a queue for each peer it is that of two ranks: one for both ways and kinds, or
-    one for each that has a queue of its own.  Else it is that of all ranks, and below 0.
+    If a rank has a queue for each peer, a communicator has two ranks. Otherwise it has all ranks,
+    and its number is negative. A kind of message or a direction with a queue of its own has a
+    communicator of its own.
+
+    Args:
+        index: The index of the program.
+        partner: For each transfer, the position of its other end, or -1; shape (n,).
+        rules: The row of the progress model.
+
+    Returns:
+        The positions of the transfers that have a partner, ascending; and the number of the
+        communicator of each.
     """
     at = index.find_all_positions(TRANSFER_OPS)
     at = at[partner[at] != NO_POSITION]

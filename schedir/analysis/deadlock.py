@@ -1,6 +1,4 @@
-"""Explain why a program cannot finish: the cycle of waits, or a value that is used before it
-exists.
-"""
+"""Explain why a program cannot finish: a cycle of waits, or a value that is used too early."""
 
 from __future__ import annotations
 
@@ -44,11 +42,18 @@ _DEVICE_SYNC_HINT = (
 
 
 def find_order_error(graph: Graph) -> OrderError | None:
-    """The first instruction of a rank that uses a value before the same rank gives it.
+    """Return the error for the first instruction that uses a value before its rank produces it.
 
-    Each value is to be given earlier in the Stream, and not by what runs together with it: lanes
-    run at their own pace, but the host issues a Stream in order, and a wait for what has not been
-    issued yet would wait for nothing.
+    Each value must be produced earlier in the Stream, and not by an instruction of the same group.
+    Lanes run independently, but the host issues a Stream in order. A wait for an instruction that
+    is not issued yet would wait for nothing.
+
+    Args:
+        graph: The dependency graph of a program or a draft. In a draft, values from other ranks are
+            not checked.
+
+    Returns:
+        The error, or None if the order is correct.
     """
     first = len(graph)
     needs_of = graph.needs
@@ -61,7 +66,7 @@ def find_order_error(graph: Graph) -> OrderError | None:
             wrong |= (needs != NO_POSITION) & (
                 graph.entry_exit_nodes[0][needs] == graph.entry_exit_nodes[0]
             )
-        if graph.program.is_draft:  # there, a value may come from another rank
+        if graph.program.is_draft:  # a draft has no messages, so values come from other ranks, too
             wrong &= graph.index.rank[needs] == graph.index.rank
         if wrong.any() and wrong.argmax() < first:
             first = int(wrong.argmax())
@@ -89,7 +94,7 @@ def find_order_error(graph: Graph) -> OrderError | None:
 
 
 def _make_stale_error(graph: Graph, stale: StaleRead) -> OrderError:
-    """The error for a value that is no longer, or not now, what its reader wants."""
+    """Return the error for a value that another instruction has freed, moved or changed."""
     needer, culprit = graph.index.locate(stale.needer), graph.index.locate(stale.culprit)
     instr, last = needer[2], culprit[2]
     words, gone = VALUES[stale.value].phrase, stale.value in INSTRUCTIONS[last.op].frees
@@ -115,10 +120,10 @@ def _make_stale_error(graph: Graph, stale: StaleRead) -> OrderError:
 
 
 def _suggest_weight_delay(graph: Graph) -> str:
-    """The least delay with which no instruction would use weights of a later step."""
+    """Return a hint with the smallest weight delay that the order of the Streams allows."""
     index = graph.index
     stepped = np.cumsum(index.is_op(OPTIMIZER_STEP_OPS), dtype=np.int64)
-    first = graph.program.offsets[index.rank]  # of the rank's Stream, where a count begins
+    first = graph.program.offsets[index.rank]  # each rank counts from the start of its Stream
     stepped -= np.append(0, stepped)[first]
     at = np.flatnonzero(index.is_op(COMPUTE_OPS))
     least = int((index.find_updates(at) - stepped[at]).max(initial=0))
@@ -130,9 +135,17 @@ def _suggest_weight_delay(graph: Graph) -> str:
 
 
 def explain_deadlock(graph: Graph, earliest_times: EarliestTimes) -> SchedirError:
-    """The error that shows the shortest cycle among the ranks that wait.
+    """Return the error that shows the shortest cycle among the waiting ranks.
 
-    In a draft, which nobody has checked for order, it may be that of a rank with itself.
+    A draft has not been checked for order, so its error can be an OrderError of one rank.
+
+    Args:
+        graph: The dependency graph of a program that does not finish.
+        earliest_times: The earliest times of the graph.
+
+    Returns:
+        A DeadlockError, an OrderError for a draft, or a ChannelMismatchError if the ends of a
+        message use different communicators.
     """
     import networkx as nx
 
@@ -149,10 +162,10 @@ def explain_deadlock(graph: Graph, earliest_times: EarliestTimes) -> SchedirErro
     steps = list_cycle_waits(graph, waits, cycle)
     ran = int(finished.sum())
     ranks = len({w.rank for w in steps})
-    who = f"{ranks} ranks wait for each other" if ranks > 1 else "a rank waits for itself"
+    cause = f"{ranks} ranks wait for each other" if ranks > 1 else "a rank waits for itself"
     return make_deadlock_error(
         graph,
-        f"{who}; stopped after {ran} of {len(graph.program)} instructions",
+        f"{cause}; stopped after {ran} of {len(graph.program)} instructions",
         steps,
         ran,
         _DEVICE_SYNC_HINT if graph.host_device_sync else _BLOCKING_HINT * graph.blocking_hosts,
@@ -162,7 +175,15 @@ def explain_deadlock(graph: Graph, earliest_times: EarliestTimes) -> SchedirErro
 def make_deadlock_error(
     graph: Graph, fact: str, steps: list[CycleWait], num_executed: int, hint: str
 ) -> DeadlockError:
-    """The error for a circle of waits, when `num_executed` instructions had run or been issued."""
+    """Return the error for a cycle of waits.
+
+    Args:
+        graph: The dependency graph of the program.
+        fact: The message of the error.
+        steps: The waits along the cycle.
+        num_executed: Number of instructions that had ended or been issued.
+        hint: The remedy that the error suggests; may be empty.
+    """
     return DeadlockError(
         fact,
         program=graph.program.name,
@@ -176,7 +197,14 @@ def make_deadlock_error(
 
 
 def list_cycle_waits(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[CycleWait]:  # type: ignore[name-defined] # noqa: F821
-    """Who waits for what along a cycle of positions, of which each edge says what is `needed`."""
+    """Return the waits along a cycle.
+
+    Args:
+        graph: The dependency graph of the program.
+        waits: A graph of positions. The attribute `needed` of an edge is the position that its
+            source waits for.
+        cycle: The positions along the cycle.
+    """
     steps, locate = [], graph.index.locate
     for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
         needs_rank, needs_at, needs = locate(waits.edges[a, b]["needed"])
@@ -185,7 +213,7 @@ def list_cycle_waits(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[
 
 
 def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
-    """The error for the first message whose ends choose different communicators."""
+    """Return the error for the first message whose ends use different communicators."""
     one, other = int(graph.mismatched_sends[0]), int(graph.partner[graph.mismatched_sends[0]])
     sends, takes = graph.index.locate(one), graph.index.locate(other)
     of_group = "goes with both sends and receives, so by the communicator of all ranks"
@@ -205,7 +233,7 @@ def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
 
 
 def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool_]:
-    """Whether each instruction ends, and all that are issued with it."""
+    """Return a mask of the instructions that end together with all of their group."""
     done = earliest_times.is_done
     if not graph.index.has_joined:
         return done
@@ -215,14 +243,14 @@ def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool
 
 
 def _find_queue_heads(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, int]:
-    """By queue, the first instruction that never ends."""
+    """Return the first instruction of each queue that never ends, by queue."""
     stuck = np.flatnonzero(~finished)
     queues, first = np.unique(graph.queue[stuck], return_index=True)
     return dict(zip(queues.tolist(), stuck[first].tolist(), strict=True))
 
 
 def _find_group_members(graph: Graph, head: int) -> NDArray[np.intp]:
-    """All that a rank issues with an instruction: its group, or itself alone."""
+    """Return the positions that a rank issues together with an instruction, itself included."""
     enter, rank = graph.entry_exit_nodes[0], graph.index.rank
     return np.flatnonzero((enter == enter[head]) & (rank == rank[head]))
 
@@ -230,7 +258,10 @@ def _find_group_members(graph: Graph, head: int) -> NDArray[np.intp]:
 def _find_unmet_values(
     graph: Graph, finished: NDArray[np.bool_], members: NDArray[np.intp]
 ) -> list[int]:
-    """What some instructions wait for on their own rank, outside their queue."""
+    """Return the unfinished instructions on the same rank that some instructions need.
+
+    Predecessors in a queue are not included.
+    """
     needed = graph.local_waits[:, members].reshape(-1).tolist()
     return [n for n in needed if n != NO_POSITION and not finished[n]]
 
@@ -238,17 +269,18 @@ def _find_unmet_values(
 def _find_unmet_waits(
     graph: Graph, finished: NDArray[np.bool_]
 ) -> dict[int, list[tuple[int, int]]]:
-    """By head, for which other heads it waits, and for which instructions in their queues: values
-    not given, partners not there.
+    """Return the waits of each queue head, as pairs of another head and the instruction needed.
 
-    A group is entered as one, when each member is the first of its queue and has its values.  Of
-    two sides that are first in their queues, one that lacks something itself does not wait for
-    the other.
+    The needed instruction is in the queue of the other head. It produces a missing value, or is the
+    other end of a message or collective. A group starts as one, when each member is the head of its
+    queue and has its values. If both ends of a message are heads, an end that lacks something on
+    its own rank does not wait for the other.
     """
     heads = _find_queue_heads(graph, finished)
     together = {head: _find_group_members(graph, head) for head in heads.values()}
     lacks: dict[int, set[int]] = {}
-    there, ready = set[int](), set[int]()  # first in its queue; and it and its group lack nothing
+    # `there`: instructions at the head of their queue. `ready`: those whose group lacks nothing.
+    there, ready = set[int](), set[int]()
     for head, members in together.items():
         own, first = {*members.tolist()}, [heads[queue] for queue in graph.queue[members].tolist()]
         lacks[head] = ({*first} - own).union(_find_unmet_values(graph, finished, members))
@@ -261,15 +293,22 @@ def _find_unmet_waits(
             waits.update(np.flatnonzero((graph.node == graph.node[one]) & ~finished).tolist())
             sent = int(graph.partner[one])
             if sent in graph.eager_sends and not finished[sent]:
-                waits.add(sent)  # to be taken in, it must have been sent
+                waits.add(sent)  # the receive of an eager message still waits for its send
         waits -= own | (there if lacks[head] else ready)
-        waits |= lacks[head]  # its own, too: a slot that it would free itself
+        waits |= lacks[head]  # includes its own group, if that would free the slot that it needs
         unmet[head] = [(heads[int(graph.queue[n])], n) for n in sorted(waits)]
     return unmet
 
 
 def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined] # noqa: F821
-    """The shortest cycle, the earliest if several are as short."""
+    """Return the shortest cycle of a graph, or the first one if several are equally short.
+
+    Args:
+        waits: A directed graph of positions that has a cycle.
+
+    Returns:
+        The positions along the cycle.
+    """
     import networkx as nx
 
     best: list[int] = []
@@ -286,7 +325,7 @@ def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-de
 
 
 def _make_window(graph: Graph, steps: list[CycleWait]) -> list[InstructionSite]:
-    """What the second rank of the cycle has before the instruction that the first waits for."""
+    """Return the instructions of the second rank up to the one that the first rank waits for."""
     first, second = steps[0], steps[1 % len(steps)]
     stream = graph.program.streams[first.needed_rank]
     lo, hi = first.current_index, first.needed_index

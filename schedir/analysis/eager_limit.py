@@ -15,11 +15,18 @@ from schedir.ir.isa.instructions import SEND_OPS
 
 
 def find_min_eager_limit(graph: Graph, sizes: Sizes) -> float | None:
-    """The least limit with which a program finishes that hangs: where messages of at most so many
-    bytes wait for nobody.  None where it hangs even if no message waits.
+    """Return the smallest eager limit with which a program that hangs would finish.
 
-    It is the size of a message.  A larger limit takes edges from the graph, and adds none; so it
-    is searched for by halves.
+    Messages of at most this size do not wait for their receive. The limit is the size of one of the
+    messages. A larger limit removes edges from the graph and adds none, so a binary search finds
+    the smallest.
+
+    Args:
+        graph: The dependency graph of the program.
+        sizes: The sizes of messages.
+
+    Returns:
+        The limit in bytes, or None if the program hangs even if no message waits.
     """
 
     def finishes(limit: float) -> bool:
@@ -47,7 +54,11 @@ def find_min_eager_limit(graph: Graph, sizes: Sizes) -> float | None:
 
 
 def describe_eager_limit(limit: float) -> str:
-    """What is said of a program that hangs, but not with this limit; to the byte."""
+    """Return the hint that a program finishes with an eager limit, exact to the byte.
+
+    Args:
+        limit: The limit in bytes.
+    """
     text = format_bytes(limit)
     if parse_bytes(text) != limit:
         text = f"{math.ceil(limit)} B"

@@ -1,1 +1,1 @@
-"""Compute the earliest start of every instruction: the longest paths of the dependency graph."""
+"""Longest paths of the dependency graph, which give the earliest start of each instruction."""

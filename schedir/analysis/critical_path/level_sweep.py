@@ -1,9 +1,9 @@
-"""Find the longest path to every node with numpy, one level of ready nodes at a time.
+"""Find the longest path to every node with numpy, one frontier of ready nodes at a time.
 
-A frontier is the set of nodes that the previous frontier released.  One frontier takes a fixed
-number of array operations, and each edge is visited once.  So the time grows with the number of
-edges plus the number of frontiers, which is the depth of the graph.  The result equals that of
-`loops.longest` to the last bit.
+A frontier is the set of nodes that the previous frontier released. A frontier takes a fixed number
+of array operations, and each edge is visited once. So the time grows with the number of edges plus
+the number of frontiers, which is the depth of the graph. The result equals that of
+`node_loop.solve_by_loop` to the last bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ _WIDTH: Final = 3  # columns of the table of successors; few nodes of a program 
 
 
 def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
-    """Return the start of each node, and the turn in which it is reached, 0 if it never is."""
+    """Return the start and the level of each node.
+
+    Args:
+        problem: The nodes and edges.
+
+    Returns:
+        The start of each node in the unit of the costs, shape (nodes,); and its level, as in
+        `node_loop.solve_by_loop`.
+    """
     edges, node_mask, cost, fixed, rank, hop = problem
     nodes = len(cost)
     after = _Successors.from_edges(nodes, edges)
@@ -54,12 +62,12 @@ def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
                 to, given = np.concatenate([to, more]), np.concatenate([given, ends])
         if len(one) < len(to):
             one, count = np.ones(2 * len(to), np.int32), np.arange(2 * len(to), dtype=np.int32)
-        missing[nodes] = _MAX_INT32  # so that an empty place is never released
+        missing[nodes] = _MAX_INT32  # an empty place must never become ready
         np.maximum.at(start, to, given)
         np.subtract.at(missing, to, one[: len(to)])
         to = to[missing[to] == 0]
         turn[to] = number = count[: len(to)]
-        front = to[turn[to] == number]  # once each
+        front = to[turn[to] == number]  # removes duplicates
     return start[:-1], turn[:-1]
 
 
@@ -67,9 +75,13 @@ def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
 class _Successors:
     """The successors of each node: a table with `_WIDTH` columns, and a CSR list of all others.
 
-    `rows` has one row per node.  An empty place has the number of nodes.  The successors of node
-    `a` that its row has no place for are `targets[first[a]:first[a + 1]]`.  `has_overflow` marks
-    the nodes that have such successors; it is None if no node has.
+    Attributes:
+        rows: A row per node with its first successors, and one more row that is empty. An empty
+            place has the number of nodes.
+        offsets: The successors of node `a` that do not fit in its row are
+            `targets[offsets[a]:offsets[a + 1]]`.
+        targets: The successors that do not fit in the rows.
+        has_overflow: A mask of the nodes with successors in `targets`; None if there are none.
     """
 
     rows: Positions
@@ -79,9 +91,10 @@ class _Successors:
 
     @classmethod
     def from_edges(cls, nodes: int, edges: Iterable[tuple[Positions, Positions]]) -> _Successors:
-        """Put each edge into the first free place of its source's row, else into the CSR list.
+        """Put each edge into the first free place of its source's row, or else into the CSR list.
 
-        Equal edges are stored at least once, and counted as often as they are stored.
+        Equal edges are stored at least once. Their number in `count_predecessors` is the number of
+        stored ones.
         """
         rows = np.full((nodes + 1, _WIDTH), nodes, np.int32)
         rest = [np.empty((2, 0), np.int32)]
@@ -96,7 +109,7 @@ class _Successors:
         return cls(rows, first, targets, each > 0 if len(targets) else None)
 
     def list_overflow(self, nodes: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-        """Return the successors that are not in the rows of `nodes`, and how many each has."""
+        """Return the successors of `nodes` in the CSR list, and their number per node."""
         begin = self.offsets[nodes]
         each = self.offsets[nodes + 1] - begin
         past = each.cumsum()
@@ -104,7 +117,7 @@ class _Successors:
         return self.targets[at], each
 
     def count_predecessors(self) -> Levels:
-        """Count the edges that lead to each node, and in the last entry the empty places."""
+        """Return the number of edges to each node, and of empty places in the last entry."""
         count = np.bincount(self.targets, minlength=len(self.rows)).astype(np.int32)
         for place in self.rows.T:
             for part in np.array_split(place, len(place) // 2**20 + 1):
@@ -115,7 +128,7 @@ class _Successors:
 def _place_edges(
     source: Positions, target: Positions, column: Positions, empty: int
 ) -> tuple[Positions, Positions]:
-    """Put edges into `column` where it is empty; return the edges that are not in it."""
+    """Put edges into `column` where it is empty, and return the edges that are not in it."""
     free = column[source] == empty
     column[source[free]] = target[free]
     left = column[source] != target

@@ -1,7 +1,8 @@
-"""Compute the earliest start of every instruction that can start.
+"""Compute the earliest start and end of every instruction.
 
-Over the nodes and edges of the dependency graph, in time that grows with both: a node at a time
-in a loop, compiled where that pays, or a frontier of nodes at a time in arrays.
+The time grows with the number of nodes and edges of the dependency graph. Small graphs use a loop
+over nodes, and large ones use arrays (`level_sweep`). If numba is installed and worth its import,
+the loop runs as machine code.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.per_stage_values import look_up
 from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, FORWARD, SEND_OPS
 
-MAX_LOOP_NODES = 4096  # nodes, of which a loop over lists takes less time than frontiers
-SECONDS_PER_NODE = 2e-7  # of a walk by frontiers, where programs are large; docs/results/compile.md
+MAX_LOOP_NODES = 4096  # nodes; up to here a loop over lists is faster than frontiers
+SECONDS_PER_NODE = 2e-7  # seconds per node of `solve_by_frontiers`; docs/results/compile.md
 
 
 @dataclass(frozen=True)
 class EarliestTimes:
-    """When each instruction starts and ends, by position; infinite if it never does.
+    """The earliest start and end of each instruction, by position.
 
-    `level` is one more than the latest turn of all that the instruction waits for, 1 if it waits
-    for nothing, and 0 if it is never reached.
+    Attributes:
+        start: Earliest start of each instruction, shape (n,), in the unit of the costs; infinite if
+            the instruction is never reached.
+        end: Earliest end of each instruction, shape (n,); infinite if it is never reached.
+        level: One more than the largest level among the predecessors of the instruction, and 1 if
+            it has none. 0 if it is never reached.
     """
 
     start: Times
@@ -44,7 +49,7 @@ class EarliestTimes:
 
     @property
     def is_done(self) -> NDArray[np.bool_]:
-        """Whether each instruction ends."""
+        """A mask of the instructions that end."""
         return self.level > 0
 
 
@@ -52,34 +57,51 @@ class EarliestTimes:
 def compute_earliest_times(
     graph: Graph, costs: Costs | None = None, known_ends: Times | None = None
 ) -> EarliestTimes:
-    """Walk the dependency graph of a program at the given costs, by default unit costs.
+    """Return the earliest start and end of each instruction of a program.
 
-    `known_ends` are ends, by position, of instructions that end then, whatever the costs say; it is
-    not a number where the costs decide.
+    Args:
+        graph: The dependency graph of the program.
+        costs: The costs of instructions; unit costs by default.
+        known_ends: The ends of instructions that are given instead of computed, shape (n,). NaN
+            where the costs decide. None if the costs decide everywhere.
     """
-    asked = build_problem(graph, costs or Costs(), known_ends)
-    start, turn = solve_longest_paths(asked)
-    end = asked.cost + start
+    problem = build_problem(graph, costs or Costs(), known_ends)
+    start, level = solve_longest_paths(problem)
+    end = problem.cost + start
     if known_ends is not None:
-        end = np.where(np.isnan(asked.fixed_end), end, asked.fixed_end)
-    del asked  # large programs need the room
-    start, end, turn = start[graph.node], end[graph.node], turn[graph.node]
-    start[turn == 0] = end[turn == 0] = np.inf
-    return EarliestTimes(start, end, turn)
+        end = np.where(np.isnan(problem.fixed_end), end, problem.fixed_end)
+    del problem  # frees memory before the next arrays are allocated
+    start, end, level = start[graph.node], end[graph.node], level[graph.node]
+    start[level == 0] = end[level == 0] = np.inf
+    return EarliestTimes(start, end, level)
 
 
 def compute_remaining_times(graph: Graph, costs: Costs | None = None) -> Times:
-    """The longest path from the start of each instruction of a lowered program to its end.
+    """Return the longest path from the start of each instruction to the end of the program.
 
-    What starts with less than that left makes the program longer.  The same walk, backwards.
+    If less than this time is left when an instruction starts, the program takes longer.
+
+    Args:
+        graph: The dependency graph of a lowered program.
+        costs: The costs of instructions; unit costs by default.
+
+    Returns:
+        Times of shape (n,), in the unit of the costs.
     """
-    asked = build_problem(graph, costs or Costs())
-    left, _ = solve_longest_paths(asked._replace(edges=((b, a) for a, b in asked.edges)))
-    return np.asarray((left + asked.cost)[graph.node])
+    problem = build_problem(graph, costs or Costs())
+    left, _ = solve_longest_paths(problem._replace(edges=((b, a) for a, b in problem.edges)))
+    return np.asarray((left + problem.cost)[graph.node])
 
 
 def solve_longest_paths(problem: LongestPathProblem) -> tuple[Times, Levels]:
-    """The start of each node, and its turn, as `solve_by_loop`, in the way that takes least."""
+    """Return the start and the level of each node, with the fastest available method.
+
+    Args:
+        problem: The nodes and edges.
+
+    Returns:
+        See `solve_by_loop`.
+    """
     loops = compile_if_worthwhile(LOOPS, len(problem.cost) * SECONDS_PER_NODE)
     if loops is not None:
         return solve_by_loop(problem, loops)
@@ -96,7 +118,16 @@ def solve_longest_paths(problem: LongestPathProblem) -> tuple[Times, Levels]:
 def build_problem(
     graph: Graph, costs: Costs, known_ends: Times | None = None
 ) -> LongestPathProblem:
-    """What `compute_earliest_times` solves."""
+    """Return the longest-path problem of a dependency graph at the given costs.
+
+    In a draft, a value that crosses ranks takes the cost of a send, because the draft has no
+    messages.
+
+    Args:
+        graph: The dependency graph.
+        costs: The costs of instructions.
+        known_ends: See `compute_earliest_times`.
+    """
     table, row = graph.get_cost_table(costs)
     problem = LongestPathProblem(
         graph.edges(), graph.node_mask, _compute_node_costs(graph, costs, table[row])
@@ -114,7 +145,11 @@ def build_problem(
 
 
 def _compute_node_costs(graph: Graph, costs: Costs, instruction_costs: Times) -> Times:
-    """The cost of each node: of a collective the most that a member takes, of a pair the sum."""
+    """Return the cost of each node.
+
+    A collective costs the largest cost of its members. A pair of joined computes costs their sum,
+    or the cost that `Costs` gives to the pair.
+    """
     index, node = graph.index, graph.node
     cost = np.zeros(graph.node_id_limit)
     cost[: len(index)] = instruction_costs

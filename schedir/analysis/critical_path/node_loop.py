@@ -1,8 +1,8 @@
 """Find longest paths with a plain loop over nodes and edges, which numba can compile.
 
-A loop gets all that it works on, and changes what it is given to fill.  It is written in what
-Python and numba have in common, so it runs in two ways: over lists, which is fastest for small
-programs, and compiled over arrays (`compiled`), where numba is installed.
+Each loop receives all its inputs and outputs as arguments, and fills the outputs. The loops use
+only the common subset of Python and numba. So they run over lists, which is fastest for small
+programs, or as machine code over arrays if numba is installed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,24 @@ from schedir.ir.instruction_index import Positions
 
 Times = NDArray[np.float64]
 Levels = NDArray[np.int32]
-Numbers = Any  # of one dimension: a list, or an array
+Numbers = Any  # a list, or an array of one dimension
 
 _NO_TIMES, _NO_RANKS = np.empty(0), np.empty(0, np.int32)
 
 
 class LongestPathProblem(NamedTuple):
-    """Nodes and edges to find longest paths in.
+    """The nodes and edges of a longest-path problem.
 
-    `edges` come once, as arrays from whom and to whom, some at a time.  `node_mask` says which
-    numbers are nodes; a node ends `cost` after its start, or at `fixed_end` where that is a number.
-    The next may start then, or, where it has another `rank`, after a `hop_time` of the node's.
-    `fixed_end`, and `rank` and `hop_time`, may be empty.
+    A node ends `cost` after its start, or at `fixed_end` where that is not NaN. A successor can
+    start then, or `hop_time` later if it has another `rank`.
+
+    Attributes:
+        edges: Arrays of sources and targets, some edges at a time. The iterable is consumed once.
+        node_mask: A mask of the numbers that are nodes, shape (nodes,).
+        cost: The cost of each node, shape (nodes,).
+        fixed_end: The given end of each node, NaN where the cost decides; may be empty.
+        rank: The rank of each node; may be empty.
+        hop_time: The time from each node to a successor on another rank; may be empty.
     """
 
     edges: Iterable[tuple[Positions, Positions]]
@@ -43,16 +49,22 @@ class LongestPathProblem(NamedTuple):
 def solve_by_loop(
     problem: LongestPathProblem, loops: tuple[Loop, ...] | None = None
 ) -> tuple[Times, Levels]:
-    """The start of each node, and its turn: by LOOPS compiled, or by Python, over lists.
+    """Return the start and the level of each node, with compiled loops or plain Python.
 
-    The turn is one more than the latest turn of all that the node waits for, 1 if it waits for
-    nothing, and 0 if it is never reached.
+    Args:
+        problem: The nodes and edges.
+        loops: `LOOPS` as machine code; None runs them in Python over lists.
+
+    Returns:
+        The start of each node, shape (nodes,); and its level. The level is one more than the
+        largest level among the predecessors, 1 for a node without predecessors, and 0 for a node
+        that is never reached.
     """
     edges, node_mask, *given = problem
     nodes, (sources, targets) = len(node_mask), zip(*edges, strict=True)
     del edges
     source = np.concatenate(sources, dtype=np.int32)
-    del sources  # large programs need the room
+    del sources  # frees memory before the next arrays are allocated
     target = np.concatenate(targets, dtype=np.int32)
     del targets
     ready, turn, start = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32), np.zeros(nodes)
@@ -81,10 +93,15 @@ def fill_successors(
     sorted_targets: Numbers,
     pending_counts: Numbers,
 ) -> None:
-    """Fill edges by their source: those of node a lead to `after[first[a]:first[a + 1]]`.
+    """Sort edges by their source, and count the edges to each node.
 
-    `offsets` comes with one zero more than there are nodes, and `pending_counts`, in which the
-    edges to each node are counted, with one for each.
+    Args:
+        source: The source of each edge.
+        target: The target of each edge.
+        offsets: Zeros, one more than there are nodes. Filled so that the edges of node a lead to
+            `sorted_targets[offsets[a]:offsets[a + 1]]`.
+        sorted_targets: Filled with the targets, by their source.
+        pending_counts: Zeros, one per node. Filled with the number of edges to each node.
     """
     for a in source:
         offsets[a] += 1
@@ -112,12 +129,23 @@ def fill_longest_paths(
     start: Numbers,
     level: Numbers,
 ) -> None:
-    """Fill `start` and `level`, which come with zeros, as `queue`, which has room for all nodes.
+    """Fill the start and the level of each node.
 
-    The first four are the SchedulingProblem's, the others as `fill_successors` fills them.
+    Args:
+        cost: See `LongestPathProblem`.
+        fixed_end: See `LongestPathProblem`.
+        rank: See `LongestPathProblem`.
+        hop_time: See `LongestPathProblem`.
+        pending_counts: As `fill_successors` fills it, and 1 for numbers that are not nodes. Reduced
+            to 0 for each node that is reached.
+        offsets: As `fill_successors` fills it.
+        sorted_targets: As `fill_successors` fills it.
+        queue: Zeros, one per node. Filled with the nodes in the order in which they are reached.
+        start: Zeros, one per node. Filled with the starts.
+        level: Zeros, one per node. Filled with the levels.
     """
     nodes, fixes, hops = len(cost), len(fixed_end) > 0, len(hop_time) > 0
-    # First in, first out: so the last that a node waits for is of the latest turn.
+    # The queue is first in, first out. So the last predecessor of a node has the largest level.
     done, known = 0, 0
     for a in range(nodes):
         if pending_counts[a] == 0:
@@ -128,7 +156,7 @@ def fill_longest_paths(
         a = queue[done]
         done += 1
         end = start[a] + cost[a]
-        if fixes and fixed_end[a] == fixed_end[a]:  # else it is not a number
+        if fixes and fixed_end[a] == fixed_end[a]:  # false for NaN
             end = fixed_end[a]
         for k in range(offsets[a], offsets[a + 1]):
             b = sorted_targets[k]
@@ -144,4 +172,4 @@ def fill_longest_paths(
                 known += 1
 
 
-LOOPS: Final = (fill_successors, fill_longest_paths)  # what is compiled
+LOOPS: Final = (fill_successors, fill_longest_paths)  # compiled together by numba
