@@ -1,17 +1,23 @@
-"""The dependency graph: what must end before an instruction may start.
+"""The dependency graph of a program, with all that must end before an instruction starts.
 
-The one place that knows.  A program finishes under a progress model if and only if this
-graph has no cycle; the longest path is the predicted time; any topological order is a legal
-execution.  `check`, `simulate`, the lowering and the in-process executor all ask it.
+A program finishes under a progress model if and only if this graph has no cycle. The longest path
+is the predicted time, and any topological order is a legal execution. `check`, `simulate`, the
+lowering and the in-process executor all use this graph.
 
-What an instruction waits for: `givers` (the givers of its values, as `ir/dataflow.py` knows them),
-`reuses` (the last reader of the slot that it fills, where slots are shared), `queue_predecessor`
-(the one before it in its queue) and `partner` (the other side of a message).  As a graph of nodes
-(`edges`), a send and its receive are one node, and so are all members of a collective; but a send
-that waits for nobody is a node of its own, and its receive comes after.  A message whose ends
-never meet comes after itself.  A group of transfers issued together is entered at one node
-(*posted*) and left at another (*complete*), and each of its transfers lies between: contracting it
-would call legal rings a cycle.
+An instruction waits for four kinds of predecessors:
+
+- `needs`: the instructions that produce its values (`ir/dataflow.py`).
+- `slot_reuses`: the last reader of the slot that it fills, if slots are shared.
+- `queue_predecessor`: the instruction before it in its queue.
+- `partner`: the other end of a message.
+
+`edges` gives the graph of nodes. A send and its receive are one node, and all members of a
+collective are one node. An eager send is a node of its own, and its receive comes after it. A
+message with mismatched communicators has an edge to itself.
+
+A group of transfers that are issued together has a node at which it starts and a node at which it
+is complete. Each of its transfers is between the two. One node for the group would make cycles of
+legal rings of messages.
 """
 
 from __future__ import annotations
@@ -52,18 +58,23 @@ from schedir.ir.program import Program, Proof
 class Graph:
     """The dependency graph of a program under a progress model.
 
-    A draft is read as if every value that crosses ranks took `Costs.send` and no queue.
+    The graph of a draft has no messages. Each value that crosses ranks takes `Costs.send` there,
+    and no queue.
 
-    A host that `blocks`, as on CPUs, waits itself for what a compute needs, and for the message of
-    a gather, and issues nothing meanwhile: so what stands behind either in its Stream follows it,
-    in whatever queue.  Over NCCL messages wait so, and hosts do not.
+    Args:
+        program: The program or draft.
+        progress_model: The progress model of the transport.
+        blocking_hosts: True if the host itself waits for the inputs of a compute and for the
+            message of a gather, as on CPUs. It issues nothing meanwhile, so all later instructions
+            of the Stream follow, in every queue. Over NCCL the device waits, and the host does not.
+        host_device_sync: True if the host also waits for everything that it issued, each time that
+            it launches anything but a message. cudaMalloc, cudaFree and the first use of a kernel
+            may do so. Implies `blocking_hosts`.
+        eager_messages: Messages that leave without their receiver, which receives them later. None
+            if there are none.
 
-    With `device_waits` it blocks, and each time that it launches anything but a message it waits
-    for all that it has issued, as cudaMalloc, cudaFree and the first use of a kernel may (CUDA C++
-    Programming Guide, "Implicit Synchronization" and "Lazy Loading").
-
-    Messages that are small enough for `eager` leave without their receiver, which takes them in
-    when it comes.
+    References:
+        CUDA C++ Programming Guide, "Implicit Synchronization" and "Lazy Loading".
     """
 
     def __init__(
@@ -95,9 +106,17 @@ class Graph:
         host_device_sync: bool = False,
         eager_messages: EagerMessages | None = None,
     ) -> Graph:
-        """The graph of a program, which is made once for each model and kind of host.
+        """Return the dependency graph of a program, from the cache of the program if it is there.
 
-        That with small messages is kept by nobody: who looks for a limit tries many.
+        A graph with eager messages is not cached, because the search for an eager limit builds
+        many.
+
+        Args:
+            program: The program or draft.
+            progress_model: See `Graph`.
+            blocking_hosts: See `Graph`.
+            host_device_sync: See `Graph`.
+            eager_messages: See `Graph`.
         """
         make = partial(
             cls,
@@ -112,7 +131,7 @@ class Graph:
 
     @property
     def proof(self) -> Proof:
-        """What a walk of this graph to its end proves."""
+        """The proof that a program has if this graph has no cycle."""
         return Proof(
             self.progress_model,
             self.blocking_hosts,
@@ -123,32 +142,31 @@ class Graph:
     def __len__(self) -> int:
         return len(self.index)
 
-    # ------------------------------------------------------------ what an instruction waits for
+    # ------------------------------------------------------------ predecessors of instructions
 
     @property
     def needs(self) -> NDArray[np.int32]:
-        """Who gives the values that each instruction needs, shape (k, n): `Dataflow.needs`."""
+        """Positions of the producers of needed values, shape (k, n): `Dataflow.givers`."""
         return self.flow.givers
 
     @cached_property
     def slot_reuses(self) -> dict[Value, tuple[Positions, Positions]]:
-        """By kind, who fills a slot that had a value before, and the last reader of that."""
+        """By kind: fills of a slot that had a value before, and the last reader of that value."""
         return find_slot_reuses(self.program)
 
     @cached_property
     def host_slot_reuses(self) -> dict[str, tuple[Positions, Positions]]:
-        """The same of the host's slots, by their name."""
+        """By name of the slots on the host: fills of a used slot, and what emptied it."""
         return find_host_slot_reuses(self.program)
 
     @cached_property
     def all_slot_reuses(self) -> list[tuple[Positions, Positions]]:
-        """Who fills any slot, on the device or the host, that had a value before, and the last
-        reader of that."""
+        """All pairs of fills and emptying instructions, of device and host slots."""
         return [*self.slot_reuses.values(), *self.host_slot_reuses.values()]
 
     @cached_property
     def local_waits(self) -> NDArray[np.int32]:
-        """All that each instruction waits for on its own rank outside its queue, shape (k, n)."""
+        """Positions that each instruction waits for on its rank outside its queue, shape (k, n)."""
         more = []
         for fill, free in self.all_slot_reuses:
             more.append(np.full((1, len(self)), NO_POSITION, np.int32))
@@ -158,12 +176,12 @@ class Graph:
 
     @cached_property
     def host_waits(self) -> NDArray[np.int32]:
-        """What a host that blocks has waited for before each instruction, shape (k, n)."""
+        """Positions that a blocking host has waited for before each instruction, shape (k, n)."""
         return find_host_waits(self.program, self.entry_exit_nodes[0], self.host_device_sync)
 
     @cached_property
     def partner(self) -> Positions:
-        """For each transfer the position of its other side; -1 where there is none."""
+        """The position of the other end of each transfer, shape (n,); -1 where there is none."""
         partner = np.full(len(self), NO_POSITION, np.int32)
         for send in SEND_OPS:
             if (at := self.index.positions.get(send)) is None:
@@ -179,12 +197,12 @@ class Graph:
 
     @cached_property
     def mismatched_sends(self) -> Positions:
-        """The sends whose receive is on another communicator, so that the two never meet."""
+        """Positions of the sends whose receive uses another communicator."""
         return find_mismatched_sends(self.index, self.partner, self.rules)
 
     @cached_property
     def eager_sends(self) -> Positions:
-        """The sends that leave without their receiver."""
+        """Positions of the sends that leave without their receiver."""
         if self.eager_messages is None:
             return np.empty(0, np.int32)
         at = self.index.find_all_positions(SEND_OPS)
@@ -197,12 +215,12 @@ class Graph:
 
     @cached_property
     def queue(self) -> NDArray[np.unsignedinteger]:
-        """The in-order queue of each instruction: equal numbers wait for each other."""
+        """The in-order queue of each instruction, shape (n,): equal numbers run in Stream order."""
         return assign_queues(self.index, self.rules)
 
     @cached_property
     def queue_predecessor(self) -> Positions:
-        """The position of the instruction before each one in its queue, or -1."""
+        """Position of the previous instruction in the queue, shape (n,); -1 for the first."""
         order = np.argsort(self.queue, kind="stable").astype(np.int32)
         queue = self.queue[order]
         before = np.full(len(order), NO_POSITION, np.int32)
@@ -210,17 +228,23 @@ class Graph:
         return before
 
     def find_last_predecessors(self, end_times: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Of all that must have ended before each instruction starts, what ended last; -1 for none.
+        """Return the predecessor of each instruction that ends last.
 
-        All means what its partners and the members of its group wait for, too; of equals it is
-        the first.  `end_times` has an entry per instruction.
+        The predecessors include those of its partners and of the members of its group. If several
+        end at the same time, the first one counts.
+
+        Args:
+            end_times: The end of each instruction, shape (n,).
+
+        Returns:
+            Positions of shape (n,); -1 for an instruction without predecessors.
         """
         before = np.concatenate([self.local_waits, self.queue_predecessor[None]])
         enter = self.entry_exit_nodes[0]
-        for same in (self.node, enter):  # what is issued together does not wait for itself
+        for same in (self.node, enter):  # members of a node or group do not wait for each other
             before = np.where(same[before] == same, NO_POSITION, before)
         at = np.lexsort((-np.arange(len(self)), end_times))
-        score = np.zeros(len(self) + 1, np.int64)  # the last entry is that of -1: nothing
+        score = np.zeros(len(self) + 1, np.int64)  # index -1, no predecessor, has score 0
         score[at] = np.arange(1, len(self) + 1)
         latest = np.zeros(self.node_id_limit, np.int64)
         np.maximum.at(latest, enter, score[before].max(0, initial=0))
@@ -230,7 +254,17 @@ class Graph:
     # ------------------------------------------------------------ costs
 
     def get_cost_table(self, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.integer[Any]]]:
-        """Cost of each instruction, as a table and where in it each one looks."""
+        """Return the costs of instructions as a table, and the entry of each instruction in it.
+
+        Args:
+            costs: The costs.
+
+        Returns:
+            The distinct costs, shape (k,); and for each instruction an index into them, shape (n,).
+
+        Raises:
+            UsageError: `costs` is not a `Costs`.
+        """
         require_type(costs, Costs, "Costs(F=1, B=2)")
         return costs.per_instruction(self.index)
 
@@ -238,8 +272,7 @@ class Graph:
 
     @cached_property
     def _group_layout(self) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.bool_]]:
-        """First member of each instruction's group, the group's size, and if it is transfers that
-        are issued as one."""
+        """First member and size of each instruction's group, and a mask of grouped transfers."""
         begins = np.flatnonzero(~self.index.joined)
         number = np.cumsum(~self.index.joined) - 1
         first, size = begins[number], np.bincount(number, minlength=1)[number]
@@ -249,10 +282,11 @@ class Graph:
 
     @cached_property
     def collective_groups(self) -> list[Positions]:
-        """The members of each collective.
+        """The positions of the members of each collective.
 
-        All of a kind meet for an update, but the holders of each stage by themselves, and those
-        who share no tied weight apart (`ties.parties`).
+        All collectives of one kind and update are one, with two exceptions: the replicas of each
+        stage have their own, and so have the ranks that share no tied weight
+        (`number_tied_groups`).
         """
         meetings: list[Positions] = []
         shape = self.program.shape
@@ -270,7 +304,10 @@ class Graph:
 
     @cached_property
     def node(self) -> Positions:
-        """The node of each instruction, named by its first member: a send names its message."""
+        """The node of each instruction, shape (n,): the position of its first member.
+
+        The node of a message has the position of its send.
+        """
         node = np.arange(len(self), dtype=np.int32)
         got = self.index.find_all_positions(RECV_OPS)
         got = got[self.partner[got] != NO_POSITION]
@@ -282,12 +319,12 @@ class Graph:
         if self.index.has_joined:
             first, _, _ = self._group_layout
             cell = self.index.joined & ~self.index.is_op(TRANSFER_OPS)
-            node[cell] = first[cell]  # computes run together are one node
+            node[cell] = first[cell]  # joined computes are one node
         return node
 
     @cached_property
     def entry_exit_nodes(self) -> Positions:
-        """The nodes by which each instruction is entered and left, shape (2, n)."""
+        """The nodes at which each instruction starts and is complete, shape (2, n)."""
         if not self.index.has_joined:
             return np.broadcast_to(self.node, (2, len(self)))
         gates = np.stack([self.node, self.node])
@@ -298,7 +335,10 @@ class Graph:
 
     @cached_property
     def node_id_limit(self) -> int:
-        """More than the largest node and the largest position; not every number below is a node."""
+        """A number above all node numbers and positions.
+
+        Not every number below it is a node.
+        """
         return (
             len(self)
             if not self.index.has_joined
@@ -307,7 +347,7 @@ class Graph:
 
     @property
     def node_mask(self) -> NDArray[np.bool_]:
-        """Whether each number below `node_id_limit` is a node."""
+        """A mask of the numbers below `node_id_limit` that are nodes."""
         there = np.zeros(self.node_id_limit, bool)
         there[: len(self)] = self.node == np.arange(len(self), dtype=np.int32)
         if self.index.has_joined:
@@ -315,7 +355,10 @@ class Graph:
         return there
 
     def edges(self) -> Iterator[tuple[Positions, Positions]]:
-        """Edges between nodes, from whom and to whom, a kind at a time; some come twice."""
+        """Yield the edges between nodes as arrays of sources and targets, one kind at a time.
+
+        An edge can come twice.
+        """
         enter, leave = self.entry_exit_nodes
         after = np.flatnonzero(self.queue_predecessor != NO_POSITION)
         before = self.queue_predecessor[after]
@@ -344,7 +387,11 @@ class Graph:
             yield self.node[grouped], leave[grouped]
 
     def random_topological_order(self, seed: int) -> Iterator[int]:
-        """Nodes in a random legal order, decided by `seed`; stops early at a cycle."""
+        """Yield the nodes in a random legal order, and stop early at a cycle.
+
+        Args:
+            seed: Seed of the random order.
+        """
         rng = random.Random(seed)
         after: list[list[int]] = [[] for _ in range(self.node_id_limit)]
         missing = [0] * self.node_id_limit

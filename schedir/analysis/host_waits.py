@@ -1,4 +1,4 @@
-"""Track what each blocking host has waited for before it issues an instruction."""
+"""Find the instructions that a blocking host has waited for before it issues an instruction."""
 
 from __future__ import annotations
 
@@ -23,18 +23,31 @@ from schedir.ir.program import Program
 def find_host_waits(
     program: Program, entry_nodes: Positions, host_device_sync: bool
 ) -> NDArray[np.int32]:
-    """What a host that blocks has waited for before it issues each instruction, shape (k, n).
+    """Return what a blocking host has waited for before it issues each instruction.
 
-    A row for each lane at which it waits (`LaneRow.host`).  What it runs itself, it has run: of
-    all before an instruction, that is the one before.  What it waits for and then starts, as a
-    gather, stands for its message and those before it on the lane: once they are there, nothing
-    else can keep it.  Of a lane where instructions drain it first (`Row.drains`), that has
-    ended which stands before the last of these.  The instructions of a lane itself follow each
-    other anyway.  Behind what waits for another lane (`Row.waits`) all has ended that stands before
-    that on the lane.
+    There is a row for each lane at which the host waits (`LaneRow.host_action`):
 
-    With `host_device_sync` it also waits for its device (`Graph`).  `entry_nodes` are the nodes by
-    which instructions are entered: what runs together does not wait for itself.
+    - The host runs some lanes itself. The row has the last instruction of the lane before each
+      instruction.
+    - On other lanes the host waits for the inputs of an instruction, such as a gather, and then
+      starts it. Its message and the earlier instructions of the lane have then ended. Nothing else
+      can delay it, so the row has the last such instruction.
+    - Before some instructions the host drains their lane (`Row.host_sync`). Then all instructions
+      before the drain have ended.
+    - Some instructions wait for another lane (`Row.host_sync_lanes`). After these, all earlier
+      instructions of that lane have ended.
+
+    Instructions of one lane follow each other anyway, so a lane has no entries for its own
+    instructions.
+
+    Args:
+        program: The program.
+        entry_nodes: The node at which each instruction starts, shape (n,). Instructions of one
+            group do not wait for each other.
+        host_device_sync: True to add rows for a host that waits for its device. See `Graph`.
+
+    Returns:
+        Positions of shape (k, n); -1 where the host has waited for nothing.
     """
     index = InstructionIndex.from_program(program)
     line = LINE_BY_OPCODE[index.op]
@@ -46,12 +59,20 @@ def find_host_waits(
 def find_known_ends(
     program: Program, positions: Positions, *, count_drains: bool = True
 ) -> Positions:
-    """Where a host that blocks first knows that each of some instructions has ended.
+    """Return the position at which a blocking host first observes the end of each instruction.
 
-    What it runs itself, it knows of at once: where it stands.  What it starts, and goes on, it
-    knows of before the first that waits for it, or for what stands behind it on its lane; where
-    nobody does, at the end of the Stream.  Without `count_drains` that it drains a lane counts for
-    nothing, as of hosts that do not block.
+    The host observes the end of an instruction that it runs itself at once, at its own position. It
+    observes the end of an instruction that it only starts before the first instruction that waits
+    for it, or for a later one of its lane. If no instruction waits, it is the last instruction of
+    the Stream.
+
+    Args:
+        program: The program.
+        positions: Positions of the instructions.
+        count_drains: False to ignore that the host drains lanes, for hosts that do not block.
+
+    Returns:
+        Positions, of the shape of `positions`.
     """
     index, flow = InstructionIndex.from_program(program), Dataflow.from_program(program)
     left = np.array([LANES[row.lane].host_action == "starts" for row in INSTRUCTIONS])[index.op]
@@ -77,10 +98,10 @@ def find_known_ends(
 
 
 def _find_device_waits(program: Program, entry_nodes: Positions) -> list[Positions]:
-    """What a host that waits for its device has waited for, a row for each at a time.
+    """Return rows of waits of a host that waits for its device at each launch.
 
-    Who launches something waits for the last who did, and for each message since; a message is
-    issued when the last who launched something has waited.
+    A launch waits for the previous launch, and for each message since then. A message is issued
+    after the last launch has waited. Each row has one predecessor per instruction.
     """
     index = InstructionIndex.from_program(program)
     own = np.arange(len(index), dtype=np.int32)
@@ -95,12 +116,12 @@ def _find_device_waits(program: Program, entry_nodes: Positions) -> list[Positio
         for back in range(1, int(since[launches].max(initial=0)) + 1)
     ]
     rows = [np.where(entry_nodes[row] == entry_nodes, np.int32(NO_POSITION), row) for row in rows]
-    who = np.where(launches, own, last)
-    return [np.where(who == NO_POSITION, np.int32(NO_POSITION), row[who]) for row in rows]
+    waiter = np.where(launches, own, last)
+    return [np.where(waiter == NO_POSITION, np.int32(NO_POSITION), row[waiter]) for row in rows]
 
 
 def _find_drain_ops(program: Program, lane: Lane) -> list[Opcode]:
-    """What on a lane a host drains it for first."""
+    """Return the opcodes of a lane before which a host drains the lane."""
     return [
         row.op for row in INSTRUCTIONS
         if row.lane is lane and row.host_sync
@@ -109,7 +130,7 @@ def _find_drain_ops(program: Program, lane: Lane) -> list[Opcode]:
 
 
 def _find_lane_waits(program: Program, lane: Lane, lines: NDArray[np.int64]) -> Positions | None:
-    """What a host has waited for on a lane before each instruction; None if it never waits."""
+    """Return the last wait of a host on a lane before each instruction; None if it never waits."""
     index = InstructionIndex.from_program(program)
     drains, waits = (
         _find_drain_ops(program, lane),
@@ -121,7 +142,7 @@ def _find_lane_waits(program: Program, lane: Lane, lines: NDArray[np.int64]) -> 
     own = np.flatnonzero(lines == LINE_BY_LANE[lane])
     if LANES[lane].host_action == "starts":
         waited[own[1:]] = np.where(index.is_op(drains)[own[1:]], own[:-1], NO_POSITION)
-    else:  # what pieces give the host has made itself
+    else:  # the host produces the inputs of a collective between segments itself
         waited[own] = np.where(
             index.is_op(find_segment_collectives(program.sequence_parallel))[own], NO_POSITION, own
         )

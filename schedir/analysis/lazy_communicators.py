@@ -1,9 +1,9 @@
 """Check that every rank reaches the first use of each communicator that NCCL creates lazily.
 
-A communicator that is made lazily is built at its first use, by all its ranks together: the host
-of each stands there until the others have come, and issues nothing meanwhile.  Otherwise hosts do
-not wait, so whether they come past all first uses is a matter of the order of these alone, and
-what a program waits for beside has no part in it.
+A lazy communicator is created at its first use by all its ranks together. The host of each rank
+blocks there until all others have arrived, and issues nothing meanwhile. Otherwise hosts do not
+wait. So only the order of the first uses decides whether the hosts pass all of them, and the other
+waits of the program are irrelevant.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ _HINT = (
 
 
 def find_first_use_error(graph: Graph) -> SchedirError | None:
-    """The error for hosts that never come past the first use of a communicator, if there are such.
+    """Return the error for hosts that never pass the first use of a communicator, or None.
 
-    `graph` is that of a program that is proven to end where all communicators are there.
+    Args:
+        graph: The dependency graph of a program that is proven to finish if all communicators
+            exist.
+
+    Returns:
+        ChannelMismatchError if a rank never uses the communicator of all ranks. DeadlockError if
+        hosts wait for each other in a cycle. None if all hosts pass.
     """
     index, ranks = graph.index, graph.program.shape.ranks
     at, communicator = find_communicators(index, graph.partner, graph.rules)
     key = communicator * ranks + index.rank[at]
     _, first = np.unique(key, return_index=True)
-    uses: list[list[int]] = [[] for _ in range(ranks)]  # of each rank: positions, in its order
-    parties: dict[int, dict[int, int]] = defaultdict(dict)  # by communicator: ranks, and where
+    uses: list[list[int]] = [[] for _ in range(ranks)]  # positions of first uses, by rank
+    parties: dict[int, dict[int, int]] = defaultdict(dict)  # by communicator: rank to position
     name = dict(zip(at[first].tolist(), communicator[first].tolist(), strict=True))
     for position in sorted(name):
         rank = int(index.rank[position])
@@ -63,7 +69,7 @@ def find_first_use_error(graph: Graph) -> SchedirError | None:
 
 
 def _make_absence_error(graph: Graph, members: dict[int, int]) -> ChannelMismatchError:
-    """The error for a communicator of all ranks that some rank never uses."""
+    """Return the error for a communicator of all ranks that some rank never uses."""
     away = next(r for r in range(graph.program.shape.ranks) if r not in members)
     first = graph.index.locate(min(members.values()))
     return ChannelMismatchError(
@@ -78,7 +84,7 @@ def _make_absence_error(graph: Graph, members: dict[int, int]) -> ChannelMismatc
 def _make_cycle_error(
     graph: Graph, stop_positions: dict[int, int], uses: dict[int, dict[int, int]]
 ) -> DeadlockError:
-    """The error for hosts that stand each at another communicator."""
+    """Return the error for hosts that each wait at another communicator."""
     import networkx as nx
 
     waits = nx.DiGraph()

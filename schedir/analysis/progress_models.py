@@ -1,7 +1,7 @@
-"""Progress models: what a transport promises about the order of the transfers of one rank.
+"""Progress models: the order of transfers of one rank that a transport guarantees.
 
-Whatever a transport promises, transfers of one queue pass in their order, and those of different
-queues do not hold each other up.  A model says how many queues there are.
+Under every model, transfers of one queue pass in order, and transfers of different queues do not
+block each other. A model defines which transfers share a queue.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ ProgressModel = Literal[
 
 
 class ModelRow(NamedTuple):
-    """How a rank's transfers are queued: apart from what else it does (`has_lane_queues`), for each
-    rank that it talks to (`has_peer_queues`), for activations and gradients (`has_kind_queues`),
-    and for sends and receives (`has_direction_queues`).  A channel, in which messages match by
-    position, is a pair of ranks, or with `has_kind_queues` each kind between them.  With
-    `has_batch_queues` a group that has both sends and receives is in a queue of the rank's own, on
-    a communicator of all ranks, and what is in no such group is issued alone.
-    `description` says of transfers how they queue, `transports` which transports behave so.
+    """A row of the table of progress models.
+
+    A channel, in which messages match by position, is an ordered pair of ranks. With
+    `has_kind_queues`, each kind of message between them has its own channel.
+
+    Attributes:
+        name: The name of the model.
+        has_lane_queues: True if transfers have queues apart from other instructions of the rank.
+        has_peer_queues: True if a rank has a queue for each peer rank.
+        has_kind_queues: True if activations and gradients have separate queues.
+        has_direction_queues: True if sends and receives have separate queues.
+        has_batch_queues: True if a group with both sends and receives has its own queue per rank,
+            on a communicator of all ranks. Transfers in other groups are then issued one by one.
+        description: The queues of transfers, as text for users.
+        transports: The transports that behave so, as text for users.
     """
 
     name: ProgressModel
@@ -76,7 +84,14 @@ assert get_args(ProgressModel) == MODELS
 
 
 def require_model(progress_model: ProgressModel) -> ProgressModel:
-    """The progress model, if it is one; raises UsageError if not."""
+    """Return `progress_model` if it names a progress model.
+
+    Args:
+        progress_model: The name.
+
+    Raises:
+        UsageError: There is no such model.
+    """
     if not isinstance(progress_model, str) or progress_model not in MODELS:
         raise UsageError(
             f"progress_model must be one of {', '.join(MODELS)}, not {describe(progress_model)}",
@@ -87,5 +102,12 @@ def require_model(progress_model: ProgressModel) -> ProgressModel:
 
 
 def get_model_row(progress_model: ProgressModel) -> ModelRow:
-    """What a model promises."""
+    """Return the row of a progress model.
+
+    Args:
+        progress_model: The name of the model.
+
+    Raises:
+        UsageError: There is no such model.
+    """
     return MODEL_ROWS[MODELS.index(require_model(progress_model))]

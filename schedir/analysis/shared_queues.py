@@ -1,4 +1,4 @@
-"""Check that a program finishes if streams of a rank share a hardware queue."""
+"""The dependency graph of a program for CUDA streams that share a hardware queue."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ QueuePair = tuple[int, int]
 
 
 class SharedQueueGraph(Graph):
-    """The dependency graph of a program in which pairs of queues, of one rank each, are one.
+    """The dependency graph of a program in which some pairs of queues of a rank are merged.
 
-    Streams that share a hardware queue wait for each other in the order in which their host issues
-    to them, which is that of the rank's Stream.  `queue_pairs` has the numbers of `Graph.queue`.
+    Streams that share a hardware queue wait for each other in the order in which the host issues to
+    them. The host issues in the order of the rank's Stream.
+
+    Args:
+        program: The program.
+        progress_model: See `Graph`.
+        queue_pairs: Pairs of numbers of `Graph.queue`, each of one rank.
+        blocking_hosts: See `Graph`.
     """
 
     def __init__(
@@ -35,18 +41,18 @@ class SharedQueueGraph(Graph):
 
     @cached_property
     def queue(self) -> NDArray[np.unsignedinteger]:
-        """As of Graph, where those that share have the number of the least."""
+        """The queue of each instruction, where merged queues have the smallest of their numbers."""
         queue = Graph.from_program(
             self.program, self.progress_model, blocking_hosts=self.blocking_hosts
         ).queue.copy()
         for pair in self.queue_pairs:
-            # What was joined before has another number by now.
+            # An earlier pair may have changed the number of either queue.
             one, other = (self._find_merged_number(queue, number) for number in pair)
             queue[queue == max(one, other)] = min(one, other)
         return queue
 
     def _find_merged_number(self, queue: NDArray[np.unsignedinteger], number: int) -> int:
-        """The number that a queue has by now."""
+        """Return the current number of a queue in `queue`."""
         original = Graph.from_program(
             self.program, self.progress_model, blocking_hosts=self.blocking_hosts
         ).queue

@@ -1,9 +1,9 @@
 """Find one order of all instructions that every rank can follow.
 
-Where ranks go by it, each in its part, and begin an instruction when the one before has ended,
-nothing can hang, whatever holds up a rank meanwhile: of all that has not ended, what comes first
-has nothing before it on any of its ranks.  So it needs no progress model, and lives through hosts
-that wait for a whole device.
+Each rank follows its part of the order, and starts an instruction after the previous one has ended.
+Then nothing can hang, whatever delays a rank: the first unfinished instruction of the order has no
+unfinished predecessor on any of its ranks. So the order needs no progress model, and works with
+hosts that wait for their device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from schedir.ir.isa.instructions import RECV_OPS
 
 
 def find_total_order(graph: Graph) -> tuple[Positions, ...]:
-    """For each rank the indices of its Stream in one order, of a program that is proven to end.
+    """Return the instructions of each rank in one order that all ranks can follow.
 
-    Computes of a rank, and messages of a queue, keep their order, and a slot is left before it is
-    filled.  Transfers that are issued together are not so here.  Each receive stands where its
-    message is sent, and all else as in the Stream, so that memory comes and goes as in a step;
-    but where slots are so few that it could not be sent there.
+    Computes of a rank and messages of a queue keep their order, and a slot is emptied before it is
+    filled. Transfers that the program issues together are issued separately. A receive comes where
+    its message is sent. All other instructions keep the order of the Stream, so that memory use is
+    that of a normal step. If there are too few slots for that, the order of the Stream is not kept.
+
+    Args:
+        graph: The dependency graph of a program that is proven to finish.
+
+    Returns:
+        For each rank, the indices into its Stream in this order.
     """
     problem = build_problem(graph, Costs())
     kept = problem._replace(edges=chain(graph.edges(), _make_stream_edges(graph)))
@@ -41,7 +47,7 @@ def find_total_order(graph: Graph) -> tuple[Positions, ...]:
 
 
 def _make_stream_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
-    """Edges from all but receives to what comes next on their rank."""
+    """Yield edges from each instruction but receives to the next such instruction of its rank."""
     at = np.flatnonzero(~graph.index.is_op(RECV_OPS))
     here = graph.index.rank[at[1:]] == graph.index.rank[at[:-1]]
     before, after = graph.node[at[:-1][here]], graph.node[at[1:][here]]

@@ -1,1 +1,1 @@
-"""Compute the bytes that each rank holds, the lifetimes of values, and their static buffers."""
+"""Analyses of memory: the bytes of each rank, the lifetimes of values, and static buffers."""

@@ -1,4 +1,4 @@
-"""Count unshards and reduce-scatters of each rank, and the stages that are unsharded at once."""
+"""Count unshards, reduce-scatters and unsharded stages of each rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ _STATE_NAMES: Final = {
     "params": "weights",
     "grads": "gradients",
     "optimizer": "the optimizer's state",
-}  # by name of Sizes
+}  # text by field of `Sizes`
 
 
 class UnshardCounts(NamedTuple):
-    """Of each rank: how often a step gathers weights, and reduces gradients to parts, and of how
-    many of its `stages` the weights are whole at once, at most, in the order of its Stream."""
+    """The numbers of unshards and reduce-scatters of each rank in a step.
+
+    Attributes:
+        unshards: Number of unshards of each rank.
+        reductions: Number of reduce-scatters of each rank.
+        max_unsharded: Largest number of stages that are unsharded at once, in Stream order.
+        stages: Number of different stages that each rank unshards.
+    """
 
     unshards: list[int]
     reductions: list[int]
@@ -33,7 +39,11 @@ class UnshardCounts(NamedTuple):
 
 
 def count_unshards(program: Program) -> UnshardCounts:
-    """The gathers of a program, and what they come to; zeros without ZeRO."""
+    """Return the numbers of unshards and reduce-scatters; zeros for a program without ZeRO.
+
+    Args:
+        program: The program.
+    """
     found = UnshardCounts([], [], [], [])
     for stream in program.streams:
         own = np.isin(stream.op, _UNSHARD_OPS)
@@ -46,15 +56,19 @@ def count_unshards(program: Program) -> UnshardCounts:
 
 
 def describe_sharding(program: Program) -> str:
-    """What ZeRO cuts in a program, and how often that is gathered, in words; nothing without it.
+    """Return a sentence on what ZeRO shards and the number of unshards; empty without ZeRO.
 
-    >>> from schedir import PipelineShape, compile, schedules
-    >>> shape = PipelineShape(ranks=1, microbatches=4, stages_per_rank=6)
-    >>> describe_sharding(compile(schedules.looped_bfs, shape, dp=2, zero=1))
-    "zero 1: the optimizer's state in 2 parts, one on each replica; each rank gathers weights \
+    Args:
+        program: The program.
+
+    Example:
+        >>> from schedir import PipelineShape, compile, schedules
+        >>> shape = PipelineShape(ranks=1, microbatches=4, stages_per_rank=6)
+        >>> describe_sharding(compile(schedules.looped_bfs, shape, dp=2, zero=1))
+        "zero 1: the optimizer's state in 2 parts, one on each replica; each rank gathers weights \
 6 times a step, and holds at most 6 of its 6 stages whole"
-    >>> describe_sharding(compile(schedules.looped_bfs, shape, zero=3))
-    'zero 3 saves nothing here: there is one replica (dp 1), and its part is the whole'
+        >>> describe_sharding(compile(schedules.looped_bfs, shape, zero=3))
+        'zero 3 saves nothing here: there is one replica (dp 1), and its part is the whole'
     """
     if not program.zero:
         return ""
@@ -87,7 +101,15 @@ def describe_sharding(program: Program) -> str:
 
 
 def collect_sharding_facts(program: Program) -> dict[str, Any]:
-    """The same, for a program to read."""
+    """Return the facts of `describe_sharding` as a dictionary; empty without ZeRO.
+
+    Args:
+        program: The program.
+
+    Returns:
+        `zero` and `dp` as numbers; `gathers`, `reductions` and `whole_stages` with a number per
+        rank.
+    """
     if not program.zero:
         return {}
     found = count_unshards(program)
@@ -101,7 +123,11 @@ def collect_sharding_facts(program: Program) -> dict[str, Any]:
 
 
 def format_range(numbers: list[int]) -> str:
-    """Numbers as their least and most, or the one that all of them are."""
+    """Return "least to most", or the number itself if all numbers are equal.
+
+    Args:
+        numbers: The numbers; not empty.
+    """
     least, most = min(numbers), max(numbers)
     return str(most) if least == most else f"{least} to {most}"
 

@@ -10,11 +10,17 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-DEFAULT_PREFETCH: Final = 1  # while one stage is computed with, the next is gathered
+DEFAULT_PREFETCH: Final = 1  # runs; the next stage is unsharded while the current one computes
 
 
 class UnshardedInterval(NamedTuple):
-    """From where to where each `stage` is whole: places in a list, between two of its entries."""
+    """Intervals in which stages are unsharded, between places of a list.
+
+    Attributes:
+        stage: The stage of each interval, shape (intervals,).
+        begin: The place of the unshard, shape (intervals,). It precedes the entry of this place.
+        end: The place of the reshard, shape (intervals,). It precedes the entry of this place.
+    """
 
     stage: Ints
     begin: Ints
@@ -29,9 +35,16 @@ def find_unsharded_intervals(
     prefetch: int = DEFAULT_PREFETCH,
     start_position: int = 0,
 ) -> UnshardedInterval:
-    """Where stages are made whole and let go of, for uses as those of `find_stays`, which end at
-    given
-    places: each as soon as it can be, from the place `start_position` on."""
+    """Return the intervals in which stages are unsharded, each as early as possible.
+
+    Args:
+        run: See `find_stays`.
+        stage: See `find_stays`.
+        end: The place after the last entry of each use, shape (uses,).
+        max_unsharded: Largest number of unsharded stages at once.
+        prefetch: See `find_stays`.
+        start_position: The first place at which a stage can be unsharded.
+    """
     first, last = find_stays(run, stage, max_unsharded, prefetch).T
     ends = end[last]
     begins = np.append(np.full(min(max_unsharded, len(ends)), start_position), np.sort(ends))
@@ -41,13 +54,20 @@ def find_unsharded_intervals(
 def place_unshards(
     uses: Sequence[Sequence[int]], max_unsharded: int
 ) -> list[list[tuple[int, bool]]]:
-    """Of a list whose entries use stages, or none: which stages are to be made whole (True) and let
-    go of (False) before each entry, and behind the last.
+    """Return the unshards and reshards before each entry of a list, and after the last one.
 
-    Entries that use the same are one step.  No more than `max_unsharded` stages are whole at once,
-    or than an entry uses.
+    Consecutive entries that use the same stages count as one step.
+
+    Args:
+        uses: The stages that each entry uses; may be empty for an entry.
+        max_unsharded: Largest number of unsharded stages at once. If an entry uses more stages,
+            that number applies instead.
+
+    Returns:
+        A list of (stage, is_unshard) for each entry and one for the end. The second is True for an
+        unshard and False for a reshard.
     """
-    runs: list[tuple[tuple[int, ...], int]] = []  # what is used, and the place behind it
+    runs: list[tuple[tuple[int, ...], int]] = []  # used stages, and the place after the run
     for place, entry in enumerate(uses, 1):
         if used := tuple(sorted(entry)):
             if runs and runs[-1][0] == used:
@@ -64,32 +84,42 @@ def place_unshards(
 
 
 def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) -> Ints:
-    """When stages are made whole and let go of, so that each is whole where it is used.
+    """Return the first and the last use of each interval in which a stage stays unsharded.
 
-    Use i is of stage `stage[i]` in step `step[i]`; steps ascend, and the uses of one step, no more
-    than `max_unsharded`, are all needed at once.  In each step those must be whole that are used in
-    it and in the `prefetch` steps behind it, the nearest first, as far as there is room: no more
-    than
-    `max_unsharded` stages are whole at once.  Returns the first and last use of each stay, shape
-    (stays, 2), by the first.
+    Each use needs its stage unsharded. In each run, the stages of the run and of the next
+    `prefetch` runs are unsharded, the nearest first, and at most `max_unsharded` at once.
 
-    The choice is Belady's (A study of replacement algorithms for a virtual-storage computer, IBM
-    Systems Journal 5, 1966): a stage is made whole when it must be, and of those that need not be
-    the one goes whose next use is farthest.  No other makes fewer stays.  For let another choose as
-    Belady does up to some step, and there let go of x, where he lets go of y, which must be whole
-    later.  Let it go of y instead, and have x in the place of y, until it makes x whole or lets go
-    of y.  One of these comes before y must be whole, for x must be so first.  Where it makes x
-    whole, let it make y whole, if it still has that, and do nothing if not; and where it lets go of
-    y, let it go of x.  So it makes no more stays than before, and is one choice nearer to his.
+    The choice is Belady's: a stage is unsharded when it must be, and the stage with the farthest
+    next use is resharded. No policy makes fewer stays, by an exchange argument. Suppose another
+    policy first differs from Belady's in a run where it reshards x and Belady's reshards y. Then
+    the next use of x is before that of y. Change the policy: it reshards y there, and keeps x in
+    the place of y until the original unshards x or reshards y. One of these happens before the next
+    use of y, because x is used first. Where the original unshards x, the changed one unshards y if
+    the original still has y, and does nothing otherwise. Where the original reshards y, the changed
+    one reshards x. So it makes no more stays, and agrees with Belady's for one choice more.
 
-    The k-th stay can begin where the (k - active)-th of all their ends is, for where it must begin
-    all but `max_unsharded` - 1 of those before it have ended.  An earlier stay of the same stage is
-    among these, and is no later than that end: whatever was kept in its place is used after it.
+    The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When it must
+    begin, all but `max_unsharded` - 1 of the earlier stays have ended. An earlier stay of the same
+    stage is among these. It ends no later, because the stage that took its place is used after it.
+
+    Args:
+        run: The number of the run of each use, ascending, shape (uses,). A run has at most
+            `max_unsharded` uses, which need their stages at the same time.
+        stage: The stage of each use, shape (uses,).
+        max_unsharded: Largest number of unsharded stages at once.
+        prefetch: Number of runs by which a stage is unsharded early.
+
+    Returns:
+        Indices of the first and the last use of each stay, shape (stays, 2), sorted by the first.
+
+    References:
+        Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
+        Journal 5, 1966.
     """
     n = len(stage)
     order = np.argsort(stage, kind="stable")
     same = stage[order][1:] == stage[order][:-1]
-    if len(order) - int(same.sum()) <= max_unsharded:  # there is room for all: each stays
+    if len(order) - int(same.sum()) <= max_unsharded:  # all stages fit, so each stays to its end
         first = np.append(True, ~same)[:n]
         last = np.append(~same, True)[:n]
         found = np.stack([order[first], order[last]], 1)
@@ -98,9 +128,9 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     following[order[:-1][same]] = order[1:][same]
     steps, nexts = run.tolist(), following.tolist()
     first_of: dict[int, int] = {}
-    last_of: dict[int, int] = {}  # of each whole stage the last use that it is kept for
+    last_of: dict[int, int] = {}  # last use so far of each unsharded stage
     ended: list[tuple[int, int]] = []
-    now = 0  # the step in which the stage of a use is made whole
+    now = 0  # the run in which the stage of the current use is unsharded
     for use, one in enumerate(stage.tolist()):
         if one not in last_of:
             if len(last_of) == max_unsharded:
