@@ -1,22 +1,23 @@
-"""Assign values to static buffers, and find which instruction must free a buffer before its reuse.
+"""Assign values to slots, and find which instruction must free a slot before its reuse.
 
-A value lives in a slot of its rank and kind, from the start of the instruction that gives it to
-the end of the one that frees it.  Slots are taken along the Stream, each fill taking the slot
-that was freed earliest.  So of a kind with c slots the k-th fill takes what the (k-c)-th free
-has left, and how many slots there are says all: which slot each value gets, and whom each fill
-waits for.  That is interval colouring: c slots do if and only if no more than c values overlap.
+A value uses a slot of its rank and kind. It uses the slot from the start of its producer to the end
+of the instruction that frees it. Slots are assigned along the Stream. Each fill uses the slot that
+was freed earliest. So with c slots of a kind, the k-th fill uses the slot of the (k-c)-th free. The
+number of slots decides which slot each value gets, and which instruction each fill waits for. This
+is interval colouring: c slots suffice if and only if no more than c values overlap.
 
-What is taken in (ACT_IN, GRAD_IN) is filled by receives.  What is put out (ACT_OUT, GRAD_OUT) is
-filled by compute and read by a send, or by the neighbouring stage's compute on the same rank.
-A slot from which messages leave has room for the value in the form in which it is sent.
-On the host there are slots, too, of what forwards saved and is offloaded, and of states that lie on
-the disk: who brings one there waits for one, who takes it away leaves one.
-SAVED and TAPE are filled and freed by compute alone, which is in order anyway: for them the
-fewest slots cost nothing, and nobody has to say how many there are.
+Receives fill slots of inputs (ACT_IN, GRAD_IN). Compute fills slots of outputs (ACT_OUT, GRAD_OUT).
+A send reads them, or the compute of the neighbour stage on the same rank. A slot from which
+messages are sent has the size of a value in the form in which it is sent.
 
-Of what there is for each stage (FULL, WGRAD, where replicas hold parts) a slot is no memory that is
-made once, but leave to be whole: as many stages are at once as there are slots.  Unless told each
-stage has its own.  Of one stage there are never two.
+The host has slots, too, for offloaded activations and for optimizer states on the disk. The
+instruction that brings a value there waits for a slot, and the one that takes it away frees it.
+Compute alone fills and frees SAVED and DEFERRED_WGRAD. Compute is in order, so the fewest slots
+cost no time, and a program need not specify their number.
+
+With ZeRO, a slot of UNSHARDED_PARAMS or WGRAD is not a static buffer. The number of slots limits
+how many stages are unsharded at once. By default each stage has its own slot, and a stage never has
+two.
 """
 
 from __future__ import annotations
@@ -46,12 +47,19 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import HOST_SLOT_VALUES, UNSHARED_SLOTS, Program
 
-# Of the slotted the number is a choice; of the others there are the fewest.
+# A pass chooses the number of slots of SLOT_VALUES.  The other kinds have the fewest slots.
 SLOT_KINDS: Final = tuple(dict.fromkeys((*SLOT_VALUES, *NON_BOUNDARY_VALUES)))
 
 
 def count_min_slots(program: Program) -> NDArray[np.int64]:
-    """The fewest slots of each rank and kind, shape (ranks, kinds), kinds as in KINDS."""
+    """Return the smallest possible number of slots of each rank and kind.
+
+    Args:
+        program: The program.
+
+    Returns:
+        Numbers of shape (ranks, kinds), kinds as in `SLOT_KINDS`.
+    """
     flow, group = (
         Dataflow.from_program(program),
         number_groups(InstructionIndex.from_program(program)),
@@ -60,12 +68,27 @@ def count_min_slots(program: Program) -> NDArray[np.int64]:
 
 
 def number_groups(index: InstructionIndex) -> Positions:
-    """The number of each instruction's group: of those that are issued as one."""
+    """Return the number of each instruction's group: of the instructions issued together.
+
+    Args:
+        index: The index of the program.
+
+    Returns:
+        Ascending numbers from 1 on, shape (n,).
+    """
     return np.cumsum(~index.joined, dtype=np.int32)
 
 
 def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions]]:
-    """By kind, who fills a slot that had a value before, and who frees it."""
+    """Return the fills of used device slots, and the instruction that frees each slot.
+
+    Args:
+        program: The program.
+
+    Returns:
+        By kind, the positions of these fills and the positions of the instructions that they wait
+        for. Kinds without reuse are missing.
+    """
     flow, found = Dataflow.from_program(program), {}
     said = _read_slot_counts(program)
     for kind in SLOT_VALUES:
@@ -76,7 +99,7 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         left = _find_previous_users(lives, count)
         if (
             VALUES[kind].scope is Scope.STAGE
-        ):  # one lane frees them: the later of two has both behind
+        ):  # one lane frees them all, so the later of two frees implies the other
             left = np.maximum(left, _find_previous_frees(program, lives))
         if (again := left != NO_POSITION).any():
             found[kind] = lives.filled_at[again], left[again]
@@ -84,8 +107,18 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
 
 
 def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positions]]:
-    """By name of the host's slots, who fills one that had a value before, and who has left it: a
-    value is there from the start of what brings it to the end of what takes it away."""
+    """Return the fills of used host slots, and the instruction that frees each slot.
+
+    A value uses a host slot from the start of the instruction that brings it to the end of the one
+    that takes it away.
+
+    Args:
+        program: The program.
+
+    Returns:
+        By name of the slots, the positions of these fills and the positions of the instructions
+        that they wait for. Slots without reuse are missing.
+    """
     found = {}
     for name in HOST_SLOT_VALUES:
         count = np.array([getattr(slots, name) for slots in program.slots], np.int64)
@@ -99,15 +132,19 @@ def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positi
 
 
 def find_host_values(program: Program, slot_name: str = "host") -> ValueLives:
-    """The values in the host's slots of a name."""
+    """Return the values in the host slots of a name.
+
+    Args:
+        program: The program.
+        slot_name: A field of `SlotCounts` for the host.
+    """
     return Dataflow.from_program(program).find_lifetimes(
         HOST_SLOT_VALUES[slot_name], TIERS.index("host")
     )
 
 
 def _find_previous_users(lives: ValueLives, slot_counts: NDArray[np.int64]) -> Positions:
-    """Who has left the slot that each fill takes, of so many slots of each rank; NONE of one that
-    was empty."""
+    """Return the instruction that frees the slot of each fill; -1 for a slot that was empty."""
     values = np.diff(lives.rank_offsets)
     room = np.repeat(np.where(slot_counts == UNSHARED_SLOTS, values, slot_counts), values)
     taken = np.arange(len(lives.filled_at)) - room
@@ -118,12 +155,12 @@ def _find_previous_users(lives: ValueLives, slot_counts: NDArray[np.int64]) -> P
 
 
 def _read_slot_counts(program: Program) -> dict[Value, NDArray[np.int64]]:
-    """How many slots each rank has by kind, as the program says."""
+    """Return the number of slots of each rank by kind, as the program specifies it."""
     return dict(zip(SLOT_VALUES, np.array(program.slots, np.int64).T, strict=False))
 
 
 def _find_previous_frees(program: Program, lives: ValueLives) -> Positions:
-    """Who has freed the value of the same stage that was there before each one; NONE of a first."""
+    """Return the instruction that freed the previous value of the same stage; -1 for the first."""
     index, left = (
         InstructionIndex.from_program(program),
         np.full(len(lives.filled_at), NO_POSITION, np.int32),
@@ -136,7 +173,13 @@ def _find_previous_frees(program: Program, lives: ValueLives) -> Positions:
 
 
 def find_stages(program: Program, kind: Value, rank: int) -> NDArray[np.int64]:
-    """The stages of which a rank has values of a kind."""
+    """Return the stages with values of a kind on a rank, ascending.
+
+    Args:
+        program: The program.
+        kind: The kind of value.
+        rank: The rank.
+    """
     lives = Dataflow.from_program(program).find_lifetimes(kind)
     return np.unique(
         InstructionIndex.from_program(program).stage[lives.filled_at[lives.get_rank_slice(rank)]]
@@ -144,10 +187,16 @@ def find_stages(program: Program, kind: Value, rank: int) -> NDArray[np.int64]:
 
 
 def count_slots(program: Program) -> NDArray[np.int64]:
-    """How many slots each rank has of each kind, shape (ranks, kinds), kinds as in KINDS.
+    """Return the number of slots of each rank and kind.
 
-    Where the program does not say, each value has its own, or each stage, and there are never more;
-    of what compute alone fills and frees there are the fewest.
+    If the program does not specify a number, each value or each stage has its own slot, and never
+    more. Kinds that only compute fills and frees have the fewest slots.
+
+    Args:
+        program: The program.
+
+    Returns:
+        Numbers of shape (ranks, kinds), kinds as in `SLOT_KINDS`.
     """
     flow, group = (
         Dataflow.from_program(program),
@@ -169,10 +218,16 @@ def count_slots(program: Program) -> NDArray[np.int64]:
 
 
 def assign_slots(program: Program, rank: int) -> dict[tuple[Value, int, int], dict[int, int]]:
-    """The slots of each value of a rank, by kind, stage and microbatch; from 0 in each kind.
+    """Return the slot of each value of a rank.
 
-    By the index in the Stream of what fills one: a value that leaves the device and comes back has
-    two.
+    Args:
+        program: The program.
+        rank: The rank.
+
+    Returns:
+        By (kind, stage, microbatch), a dictionary from the index in the Stream of the fill to the
+        slot. Slots count from 0 in each kind. A value that leaves the device and comes back has two
+        fills.
     """
     slots: dict[tuple[Value, int, int], dict[int, int]] = {}
     flow, index, begin = (
@@ -190,7 +245,7 @@ def assign_slots(program: Program, rank: int) -> dict[tuple[Value, int, int], di
 
 
 def _assign_rank_slots(lives: ValueLives, rank: int, count: int) -> list[int]:
-    """The slot of each of a rank's fills: first those never used, then as they free."""
+    """Return the slot of each fill of a rank: unused slots first, then slots as they are freed."""
     order = np.argsort(lives.freed_at[lives.get_rank_slice(rank)], kind="stable").tolist()
     place = list(range(min(count, len(order))))
     for k in range(count, len(order)):
@@ -199,7 +254,15 @@ def _assign_rank_slots(lives: ValueLives, rank: int, count: int) -> list[int]:
 
 
 def is_sent(program: Program, kind: Value) -> NDArray[np.bool_]:
-    """Return whether a message takes each value of a kind, in the order of `Dataflow.lives`."""
+    """Return a mask of the values of a kind that a message sends.
+
+    Args:
+        program: The program.
+        kind: The kind of value.
+
+    Returns:
+        A mask in the order of `Dataflow.find_lifetimes`.
+    """
     return InstructionIndex.from_program(program).is_op(SEND_OPS)[
         Dataflow.from_program(program).find_lifetimes(kind).freed_at
     ]
@@ -208,16 +271,16 @@ def is_sent(program: Program, kind: Value) -> NDArray[np.bool_]:
 def group_by_form(
     program: Program, kind: Value, positions: Positions
 ) -> Iterator[tuple[tuple[Opcode, ...], NDArray[np.bool_]]]:
-    """Group values of a kind by the form in which messages take them.
+    """Group values of a kind by the form in which messages send them.
 
     Args:
         program: The program.
-        kind: A value that stages put out.
+        kind: A kind of output.
         positions: Positions of instructions, each of the stage and the microbatch of one value.
 
     Yields:
-        The instructions that change the form of some of the values, in execution order; and a
-        mask of these values, of the shape of `positions`.
+        The opcodes that change the form of some of the values, in execution order; and a mask of
+        these values, of the shape of `positions`.
     """
     index, code = InstructionIndex.from_program(program), np.zeros(len(positions), np.int64)
     changed = [op for op in find_form_changes(kind) if op in index.position_by_key]
@@ -236,8 +299,18 @@ def compute_form_sizes(
     sizes: Sizes,
     positions: Positions,
 ) -> NDArray[np.float64]:
-    """Return the bytes of values of a kind after `change_ops` have changed their form; `positions`
-    has the position of an instruction of each value."""
+    """Return the bytes of values of a kind after some changes of their form.
+
+    Args:
+        program: The program.
+        kind: The kind of value.
+        change_ops: The opcodes that change the form.
+        sizes: The sizes of values.
+        positions: The position of an instruction of each value.
+
+    Returns:
+        Bytes, of the shape of `positions`.
+    """
     forms = [FORMS[form] for op in change_ops if (form := INSTRUCTIONS[op].form) is not None]
     told = [form.size for form in forms if form.size and sizes.is_specified(form.size)]
     size = _look_up_sizes(program, kind, [VALUES[kind].size, *told][-1], sizes, positions)
@@ -245,8 +318,15 @@ def compute_form_sizes(
 
 
 def count_send_slots(program: Program, kind: Value) -> dict[tuple[Opcode, ...], NDArray[np.int64]]:
-    """Return the number of slots from which messages are sent, shape (ranks,), by the instructions
-    that change the form of the value."""
+    """Return the number of slots from which messages are sent, by change of form.
+
+    Args:
+        program: The program.
+        kind: A kind of output.
+
+    Returns:
+        By the opcodes that change the form, numbers of shape (ranks,).
+    """
     lives, sent = Dataflow.from_program(program).find_lifetimes(kind), is_sent(program, kind)
     ranks, values = program.shape.ranks, np.diff(lives.rank_offsets)
     rank_of, count = (
@@ -258,7 +338,7 @@ def count_send_slots(program: Program, kind: Value) -> dict[tuple[Opcode, ...], 
         some = some & sent
         number = np.bincount(rank_of[some], minlength=ranks)
         slots = np.minimum(number, count)
-        # Some of a rank's values share slots with others, which no message takes.
+        # Some values of these ranks share slots with values that no message sends.
         for rank in np.flatnonzero((number > 0) & (number < values) & (count < values)).tolist():
             places = np.array(_assign_rank_slots(lives, rank, int(count[rank])))
             slots[rank] = len(np.unique(places[some[lives.get_rank_slice(rank)]]))
@@ -269,26 +349,45 @@ def count_send_slots(program: Program, kind: Value) -> dict[tuple[Opcode, ...], 
 def compute_full_sizes(
     program: Program, kind: Value, sizes: Sizes, positions: Positions
 ) -> NDArray[np.float64]:
-    """Bytes, whole, of the value of a kind that each of some instructions is for."""
+    """Return the bytes of values of a kind before any change of their form.
+
+    Args:
+        program: The program.
+        kind: The kind of value.
+        sizes: The sizes of values.
+        positions: The position of an instruction of each value.
+
+    Returns:
+        Bytes, of the shape of `positions`.
+    """
     return _look_up_sizes(program, kind, VALUES[kind].size, sizes, positions)
 
 
 def _look_up_sizes(
     program: Program, kind: Value, size_name: str, sizes: Sizes, positions: Positions
 ) -> NDArray[np.float64]:
-    """The size of a name, of the value of a kind that each of some instructions is for."""
+    """Return the size `size_name` of the value of each of some instructions."""
     row, index, each = (
         VALUES[kind],
         InstructionIndex.from_program(program),
         sizes.per_microbatch(size_name, program.shape),
     )
-    if row.peer is not None and not row.peer.is_downstream:  # told for the earlier stage
+    if row.peer is not None and not row.peer.is_downstream:  # sizes are per the earlier stage
         each = each[program.neighbor_stages(row.peer)]
     return look_up(each, index.stage[positions], index.mb[positions])
 
 
 def compute_message_sizes(program: Program, sizes: Sizes, sends: Positions) -> NDArray[np.float64]:
-    """Bytes on the wire of each of some sends, in the form that each finds its value in."""
+    """Return the bytes that each of some sends puts on the wire.
+
+    Args:
+        program: The program.
+        sizes: The sizes of values.
+        sends: Positions of sends.
+
+    Returns:
+        Bytes in the form in which the value is sent, of the shape of `sends`.
+    """
     index, size = InstructionIndex.from_program(program), np.zeros(len(sends))
     for op in SEND_OPS:
         own = np.flatnonzero(index.op[sends] == op)

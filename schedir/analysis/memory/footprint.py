@@ -1,17 +1,23 @@
-"""Compute the bytes that each rank holds from its Stream and the Sizes.
+"""Compute the bytes on each rank from its Stream and the sizes of values.
 
-Without sizes what counts is (stage, mb) pairs in flight: alive from their Forward until nothing
-that it saved is held any more: until Backward, or until BackwardWeight when the backward is
-split.
+Without sizes, memory is a number of (stage, microbatch) pairs in flight. A pair is in flight from
+its Forward until nothing that the Forward saved is needed: until Backward, or until BackwardWeight
+if the backward is split.
 
-With sizes it is bytes.  What is received and what is sent lives in static slots: they are there
-all the time, and how many there are is their memory, whichever order runs; each has room for a
-value in the form in which it is sent.  A transport that sends from wherever a value is holds less,
-while fewer are on their way.  What compute keeps for later compute (SAVED, TAPE), and what it hands
-over on its rank, to a neighbouring stage or to a change of form, is held from the start of the
-instruction that gives it to the end of the one that frees or changes it; compute is in order, so
-that is exact, too.  A BackwardInput, which makes a tape of what was saved, holds `Sizes.both`:
-until its end all that was saved counts as such, and as tape only what comes on top of it.
+With sizes, memory is in bytes, and has two parts:
+
+- Received and sent values use static slots, which exist all the time. Their number and size is
+  their memory, whatever order runs. A slot has the size of a value in the form in which it is sent.
+  A transport that sends directly from the value uses less memory while fewer messages are in
+  flight.
+- Values that compute keeps for later compute use memory until an instruction has freed or changed
+  them. The time begins at the start of the instruction that produces them. These values are saved
+  activations, deferred weight gradients, and outputs for another stage or a change of form on the
+  same rank. Compute is in order, so these times are exact.
+
+A BackwardInput converts saved activations to deferred weight gradients, and uses
+`Sizes.saved_and_deferred` meanwhile. Until its end, the saved activations count in full, and the
+deferred weight gradients count only what exceeds them.
 """
 
 from __future__ import annotations
@@ -67,18 +73,23 @@ from schedir.ir.program import ADDRESS_MASK, HOST_SLOT_VALUES, UNSHARED_SLOTS, P
 
 # ---------------------------------------------------------------- values that move between tiers
 
-# A value that moves between tiers holds a slot of each tier, however long the move takes.
+# A value that moves between tiers uses a slot of both tiers until the move ends.
 
 
-Curve = tuple[NDArray[np.int64], NDArray[np.float64]]  # numbers and bytes
+Curve = tuple[NDArray[np.int64], NDArray[np.float64]]  # numbers of values, and their bytes
 HOST_SLOTS: Final = {
     kind: name for name, kind in HOST_SLOT_VALUES.items()
-}  # the host's slots, by kind
+}  # names of the slots on the host, by kind
 
 
 class OffloadSlots(NamedTuple):
-    """How many slots each rank has for what is moved of a kind, and the bytes of the largest and of
-    the smallest."""
+    """The slots of each rank for values of one kind that move between tiers.
+
+    Attributes:
+        slots: Number of slots of each rank, shape (ranks,).
+        max_bytes: Bytes of the largest value on each rank, shape (ranks,).
+        min_bytes: Bytes of the smallest value on each rank, shape (ranks,).
+    """
 
     slots: NDArray[np.int64]
     max_bytes: NDArray[np.float64]
@@ -88,7 +99,14 @@ class OffloadSlots(NamedTuple):
     def from_program(
         cls, program: Program, kind: Value, sizes: Sizes, tier: str
     ) -> OffloadSlots | None:
-        """What a program says of a kind on a tier; None where it says no number."""
+        """Return the slots that a program specifies for a kind on a tier, or None if it does not.
+
+        Args:
+            program: The program.
+            kind: The kind of value.
+            sizes: The sizes of values.
+            tier: One of `TIERS`.
+        """
         if not program.slots:
             return None
         if tier == TIERS[0] and kind in SLOT_VALUES and VALUES[kind].scope is Scope.MICROBATCH:
@@ -103,8 +121,18 @@ class OffloadSlots(NamedTuple):
         return cls(slots, *compute_moved_sizes(program, kind, sizes, TIERS.index(tier)))
 
     def bound_usage(self, rank: int, resident: Curve, moved: Curve) -> Curve:
-        """Both together, of a rank: what stays has slots, and of what is moved there is no more
-        than finds one, wherever the rest is."""
+        """Return an upper bound of the values on the tier of a rank.
+
+        Values that stay on the tier have a slot. Moved values can only use the remaining slots.
+
+        Args:
+            rank: The rank.
+            resident: Numbers and bytes of the values that never move, over time.
+            moved: Numbers and bytes of the values that move, over time.
+
+        Returns:
+            Numbers and bytes of both together, over time.
+        """
         there = np.minimum(moved[0], np.maximum(self.slots[rank] - resident[0], 0))
         size = np.minimum(
             moved[1] - (moved[0] - there) * self.min_bytes[rank], there * self.max_bytes[rank]
@@ -112,8 +140,8 @@ class OffloadSlots(NamedTuple):
         return resident[0] + there, resident[1] + size
 
 
-# What a microbatch is held by: what compute keeps of it for later compute.  A change in place is
-# neither a fill nor an end.
+# Kinds of values that keep a microbatch in flight: only compute produces and frees them.  A change
+# in place neither starts nor ends a value.
 _IN_FLIGHT_VALUES: Final = {
     token for token in NON_BOUNDARY_VALUES
     if VALUES[token].scope is Scope.MICROBATCH
@@ -142,15 +170,20 @@ _HAS_SEVERAL_VALUES: Final = (
 def count_in_flight(
     stream: Stream, frozen_stages: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the number of (stage, mb) alive changes in a Stream, and to what.
+    """Return the changes of the number of (stage, microbatch) pairs in flight along a Stream.
 
-    Of the first `frozen_stages` stages nothing is kept.
+    Args:
+        stream: The Stream of a rank.
+        frozen_stages: Number of first stages that are not trained, and so keep nothing.
+
+    Returns:
+        The indices in the Stream at which the number changes, and the number from each index on.
     """
     change = _IN_FLIGHT_CHANGE[stream.op] * (stream.stage >= frozen_stages)
     at = np.flatnonzero(change)
     if (
         _HAS_SEVERAL_VALUES
-    ):  # values hold one (stage, mb), which begins with the first and ends with the last
+    ):  # a pair is in flight from the start of its first value to the end of its last
         address = stream.words[at] & ADDRESS_MASK
         order = np.argsort(address, kind="stable")
         each, address = change[at][order], address[order]
@@ -163,10 +196,16 @@ def count_in_flight(
 
 
 def count_peak_versions(program: Program) -> NDArray[np.int64]:
-    """Per rank, the most versions of its weights that are of use at once, the newest included.
+    """Return the largest number of weight versions that each rank needs at once.
 
-    One for a program of one update.  An old version is of use until the last instruction that
-    computes with it, or reads it.
+    The newest version counts, too. A version is needed until the last instruction that computes
+    with it or reads it. A program with one update has one version.
+
+    Args:
+        program: The program.
+
+    Returns:
+        Numbers of shape (ranks,).
     """
     shape = program.shape
     peaks = np.ones(shape.ranks, np.int64)
@@ -175,7 +214,7 @@ def count_peak_versions(program: Program) -> NDArray[np.int64]:
         at = np.flatnonzero(np.isin(stream.op, _USES_WEIGHTS) & _is_trained(program, stream))
         counted = np.isin(
             stream.op[at], _MICROBATCH_OPS
-        )  # what is once in an update, uses its weights
+        )  # an instruction that exists once per update uses the weights of that update
         version = np.minimum(stream.mb[at], shape.optimizer_steps)
         version[counted] = shape.weight_version(stream.stage[at][counted], stream.mb[at][counted])
         last = np.full(shape.optimizer_steps + 1, -1)
@@ -186,7 +225,7 @@ def count_peak_versions(program: Program) -> NDArray[np.int64]:
 
 
 def _is_trained(program: Program, stream: Stream) -> NDArray[np.bool_]:
-    """Whether each instruction is of weights that steps change: not of a frozen stage's."""
+    """Return a mask of the instructions that are not of a frozen stage."""
     of_rank = np.array([row.scope is Scope.RANK for row in INSTRUCTIONS])[stream.op]
     return of_rank | (stream.stage >= program.frozen_stages)
 
@@ -194,10 +233,18 @@ def _is_trained(program: Program, stream: Stream) -> NDArray[np.bool_]:
 def peak_in_flight(
     program: Program, stage_weights: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Per rank, the most (stage, mb) alive at once; exact, since a rank's compute is in order.
-    Of a stage with a `stage_weights` each counts as often.
+    """Return the largest number of (stage, microbatch) pairs in flight on each rank.
 
-    A program that does not train keeps nothing for a backward.
+    The number is exact, since a rank's compute is in order. It is 0 for a program that does not
+    train.
+
+    Args:
+        program: The program.
+        stage_weights: A factor for the pairs of each stage, shape (stages,). By default each pair
+            counts once.
+
+    Returns:
+        Numbers of shape (ranks,).
     """
     peaks = np.zeros(program.shape.ranks, np.int64)
     for rank, stream in enumerate(program.streams if program.has_backward else ()):
@@ -210,20 +257,23 @@ def peak_in_flight(
 
 # ---------------------------------------------------------------- in bytes
 
-_MOVED_SUFFIX: Final = ", moved"  # of a kind what is elsewhere meanwhile, until that is bounded
+_MOVED_SUFFIX: Final = ", moved"  # marks curves of moved values until `bound_usage` merges them
 _HANDED_OVER_NAME: Final = (
-    "handed_over"  # what compute leaves to compute on its rank, that no slot has
+    "handed_over"  # values that compute passes to compute on the same rank without a slot
 )
 
 
 class Footprint(NamedTuple):
-    """What one rank holds.
+    """The memory of one rank over time.
 
-    `static_memory` has the number and the bytes, together, of what is there all the time, by name.
-    `positions` are the indices in the Stream at which what compute holds changes, at their start
-    where
-    `is_at_start`, else at their end; `dynamic_memory` has the number and the bytes from then on, by
-    name.  The first entry is the beginning.
+    The first entry of the arrays is the beginning of the step.
+
+    Attributes:
+        static_memory: Memory that is used all the time: by name, the number of values and their
+            bytes together.
+        positions: Indices in the Stream of the instructions that change the memory of compute.
+        is_at_start: True if the change is at the start of the instruction, False if at its end.
+        dynamic_memory: By name, the number of values and their bytes from each change on.
     """
 
     static_memory: dict[str, tuple[int, float]]
@@ -233,12 +283,16 @@ class Footprint(NamedTuple):
 
     @property
     def total_bytes(self) -> NDArray[np.float64]:
-        """All that is held from each change on."""
+        """Bytes of all memory from each change on, static memory included."""
         always = sum(size for _, size in self.static_memory.values())
         return np.asarray(always + sum(size for _, size in self.dynamic_memory.values()), float)
 
     def list_values(self, change: int) -> list[tuple[str, int, float]]:
-        """What is held from a change on: names, numbers and bytes, most bytes first."""
+        """Return (name, number, bytes) of the memory from a change on, largest bytes first.
+
+        Args:
+            change: Index of the change.
+        """
         now = {
             name: (int(n[change]), float(b[change])) for name, (n, b) in self.dynamic_memory.items()
         }
@@ -246,10 +300,13 @@ class Footprint(NamedTuple):
         return sorted(rows, key=lambda row: -row[2])
 
     def order_by_time(self, times: NDArray[np.float64]) -> Footprint:
-        """The same, by when each change comes; what comes and goes at one moment counts as one.
+        """Return the footprint with its changes in order of time.
 
-        So what goes at a moment leaves room for what comes then, and what is there for no time at
-        all is not held.
+        Changes at the same time count as one. So a value that starts at a time can use memory that
+        is freed at that time. A value that exists for no time uses no memory.
+
+        Args:
+            times: The time of each change, of the shape of `positions`.
         """
         order = np.argsort(times, kind="stable")
         last = np.append(times[order][1:] > times[order][:-1], True)
@@ -264,17 +321,28 @@ class Footprint(NamedTuple):
 def compute_static_memory(
     program: Program, sizes: Sizes, tier: str = "device"
 ) -> dict[str, NDArray[np.float64]]:
-    """Bytes per rank of what its stages hold all the time on one of TIERS, by the names of Sizes
-    that tell it.
+    """Return the bytes that the stages of each rank use all the time on a tier.
 
-    A value that lies on a tier from the start has its room there all the time, wherever it is.
+    A value that is on a tier from the start has memory there all the time, even while it is on
+    another tier.
+
+    Args:
+        program: The program.
+        sizes: The sizes of values.
+        tier: One of `TIERS`.
+
+    Returns:
+        By the names of `Sizes`, or the labels of sharded states: bytes of shape (ranks,).
+
+    Raises:
+        UsageError: `model_states` is one number, and the program shards or offloads a part of it.
     """
     shape, zero = program.shape, program.zero
-    lies = {row.size: program.initial_tier(row.value) for row in VALUES if row.initial_tier}
-    lies = {size: tier for size, tier in lies.items() if tier != TIERS[0]}
-    if lies and np.any(np.array(sizes.model_states or 0)):
+    tiers = {row.size: program.initial_tier(row.value) for row in VALUES if row.initial_tier}
+    tiers = {size: tier for size, tier in tiers.items() if tier != TIERS[0]}
+    if tiers and np.any(np.array(sizes.model_states or 0)):
         raise UsageError(
-            f"{' and '.join(lies)} of a stage is on the {' and '.join(lies.values())}, and "
+            f"{' and '.join(tiers)} of a stage is on the {' and '.join(tiers.values())}, and "
             "model_states is one number for all that a stage has all the time",
             hint=f"{', '.join(f'{name}=' for name in STATIC_SIZES)} in place of model_states=",
             fields=["model_states", "optimizer_placement"],
@@ -298,7 +366,7 @@ def compute_static_memory(
             )
             each[name][program.frozen_stages :] = 0.0
     for name in sizes.static_sizes:
-        if lies.get(name, TIERS[0]) != tier:
+        if tiers.get(name, TIERS[0]) != tier:
             each.pop(name, None)
             each.pop(SHARDED_LABELS.get(name, name), None)
     trained, parts_of = np.arange(shape.stages) >= program.frozen_stages, 1
@@ -321,12 +389,17 @@ def compute_static_memory(
 
 
 def find_used_tiers(program: Program) -> tuple[str, ...]:
-    """Where a program holds anything: on the device, where its instructions move something, and
-    where something lies.
+    """Return the tiers on which a program uses memory, the device first.
 
-    >>> from schedir import PipelineShape, compile, schedules
-    >>> find_used_tiers(compile(schedules.one_f_one_b, PipelineShape(2, 4)))
-    ('device',)
+    A tier counts if instructions move values to it, or if a value is there from the start.
+
+    Args:
+        program: The program.
+
+    Example:
+        >>> from schedir import PipelineShape, compile, schedules
+        >>> find_used_tiers(compile(schedules.one_f_one_b, PipelineShape(2, 4)))
+        ('device',)
     """
     changes = [change for op in program.used_opcodes for change in INSTRUCTIONS[op].changes]
     there = {state for change in changes for state in (change.before, change.after)}
@@ -339,13 +412,25 @@ def find_used_tiers(program: Program) -> tuple[str, ...]:
 def compute_footprints(
     program: Program, sizes: Sizes, tier: str = "device", *, worst_case: bool = False
 ) -> list[Footprint]:
-    """What each rank of a complete program holds as it runs, on one of TIERS.
+    """Return the memory of each rank over a step on a tier.
 
-    Changes come in the order of the Stream, as hosts issue them: what another lane fills is there
-    from its start, and what another lane frees until somebody has waited for that.  That is the
-    order of time where compute makes the changes.  With `worst_case` nothing is ever more, whatever
-    takes how long: what another lane fills counts as soon as its slot is free, and what another
-    lane moves off the device until it is back, or freed.
+    Changes come in the order of the Stream, as the host issues them. A value that another lane
+    produces counts from the start of its instruction. A value that another lane frees counts until
+    the host has waited for that. This is also the order of time if compute makes the changes.
+
+    Args:
+        program: A complete program.
+        sizes: The sizes of values.
+        tier: One of `TIERS`.
+        worst_case: True for an upper bound for all durations of instructions. A value that another
+            lane produces then counts as soon as its slot is free. A value that another lane moves
+            off the device counts there until it is back or freed.
+
+    Returns:
+        A footprint for each rank.
+
+    Raises:
+        UsageError: See `compute_static_memory`.
     """
     shape = program.shape
     always = compute_static_memory(program, sizes, tier)
@@ -356,11 +441,11 @@ def compute_footprints(
     version, versions = sizes.for_stages("version", shape.stages), count_peak_versions(program)
     static = [kind for kind in BOUNDARY_VALUES if program.takes_memory(kind)]
     room = {kind: _compute_buffer_memory(program, kind, sizes) for kind in static}
-    kept, lent = dict[str, ValueLifetimes](), dict[str, OffloadSlots]()
+    kept, offload_slots = dict[str, ValueLifetimes](), dict[str, OffloadSlots]()
     for kind in SLOT_KINDS:
         if not program.takes_memory(kind) or (kind in static and tier == TIERS[0]):
             continue
-        if program.initial_tier(kind) == tier:  # which is in `always`
+        if program.initial_tier(kind) == tier:  # `always` includes it
             continue
         kept_on = partial(
             compute_value_lifetimes, program, kind, sizes, TIERS.index(tier), worst_case
@@ -369,13 +454,13 @@ def compute_footprints(
             worst_case
             and (slots := OffloadSlots.from_program(program, kind, sizes, tier)) is not None
         ):
-            lent[name := _get_memory_name(kind)] = slots
+            offload_slots[name := _get_memory_name(kind)] = slots
             kept[name], kept[name + _MOVED_SUFFIX] = kept_on(False), kept_on(True)
         else:
             kept[_get_memory_name(kind)] = kept_on()
     if tier == TIERS[0] and len((handed := _find_handover_memory(program, sizes)).positions):
         kept[_HANDED_OVER_NAME] = handed
-    # What goes at the end of an instruction goes before what comes there.
+    # Values that are freed at the end of an instruction go before values that start there.
     comes = np.concatenate([k.byte_change > 0 for k in kept.values()])
     order = np.lexsort((comes, np.concatenate([k.order_key for k in kept.values()])))
     at = np.concatenate([k.positions for k in kept.values()])[order]
@@ -392,7 +477,7 @@ def compute_footprints(
             trained = [s for s in stages if s >= program.frozen_stages]
             if (
                 program.norm_check == "after_step" and program.has_backward
-            ):  # to make an update again
+            ):  # copies of the state, to make the update again
                 fixed["copies"] = (len(trained), float(changed[trained].sum()))
             if shape.optimizer_steps > 1:
                 copies = int(versions[rank])
@@ -405,7 +490,7 @@ def compute_footprints(
             mine = own[here] == k
             sums = np.cumsum(number[here] * mine), np.cumsum(change[here] * mine)
             curves[name] = (np.append(0, sums[0]), np.append(0.0, sums[1]))
-        for name, slots in lent.items():
+        for name, slots in offload_slots.items():
             curves[name] = slots.bound_usage(rank, curves[name], curves.pop(name + _MOVED_SUFFIX))
         index_in = np.append(0, at[here] - program.offsets[rank])
         ranks.append(Footprint(fixed, index_in, np.append(True, starts[here]), curves))
@@ -413,12 +498,12 @@ def compute_footprints(
 
 
 def _get_memory_name(kind: Value) -> str:
-    """What the memory of a kind's values is called."""
+    """Return the name of the memory of a kind's values."""
     return UNSHARDED_LABELS.get(VALUES[kind].size, kind.name.lower())
 
 
 def _compute_value_sizes(program: Program, kind: Value, sizes: Sizes) -> NDArray[np.float64]:
-    """Bytes of each value of a kind, whole."""
+    """Return the bytes of each unsharded value of a kind."""
     return compute_full_sizes(
         program, kind, sizes, Dataflow.from_program(program).find_lifetimes(kind).filled_at
     )
@@ -427,8 +512,10 @@ def _compute_value_sizes(program: Program, kind: Value, sizes: Sizes) -> NDArray
 def _compute_buffer_memory(
     program: Program, kind: Value, sizes: Sizes
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Of each rank how many slots of a kind have memory, and how many bytes together: each the
-    most that a value takes there."""
+    """Return the number of slots of a kind with memory, and their bytes together, for each rank.
+
+    Each slot has the bytes of the largest value in it.
+    """
     lives, each = (
         Dataflow.from_program(program).find_lifetimes(kind),
         _compute_value_sizes(program, kind, sizes),
@@ -447,8 +534,8 @@ def _compute_buffer_memory(
 def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
     """Return the memory of outputs that are not sent as they are.
 
-    An output for a stage on the same rank is held until that stage has used it. An output that
-    changes its form is held in each form but the last until the next change.
+    An output for a stage on the same rank uses memory until that stage has used it. An output that
+    changes its form uses memory in each form but the last until the next change.
     """
     index = InstructionIndex.from_program(program)
     group, found = number_groups(index).astype(np.int64), []
@@ -477,10 +564,19 @@ def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
 def require_memory_limit(
     program: Program, sizes: Sizes, limit: float, tier: str = "device"
 ) -> Program:
-    """Return a complete program if no rank ever holds more than `limit_bytes` bytes on one of
-    TIERS.
+    """Return a complete program if no rank uses more than `limit` bytes on a tier.
 
-    Raises MemoryLimitError that says which rank does, when, and what fills it.
+    The check uses the worst case of `compute_footprints`.
+
+    Args:
+        program: A complete program.
+        sizes: The sizes of values.
+        limit: The limit in bytes.
+        tier: One of `TIERS`.
+
+    Raises:
+        MemoryLimitError: A rank uses more. The error lists the rank, the instruction and the
+            values.
     """
     for rank, own in enumerate(compute_footprints(program, sizes, tier, worst_case=True)):
         most = int(own.total_bytes.argmax())
@@ -488,8 +584,8 @@ def require_memory_limit(
             continue
         at = int(own.positions[most])
         instr = program.streams[rank][at]
-        tape = any(VALUES[token].converted_from for token in INSTRUCTIONS[instr.op].gives)
-        new = ", and makes deferred weight gradients" * tape
+        converts = any(VALUES[token].converted_from for token in INSTRUCTIONS[instr.op].gives)
+        new = ", and makes deferred weight gradients" * converts
         raise MemoryLimitError(
             program=program.name,
             limit_bytes=limit,

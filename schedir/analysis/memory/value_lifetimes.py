@@ -1,4 +1,4 @@
-"""Find when a rank holds values that have no static buffer, and how many bytes they take."""
+"""Find when values without a static buffer use memory, and the number of bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from schedir.ir.value_chains import NO_FORM
 
 
 class ValueLifetimes(NamedTuple):
-    """Changes of what is kept: positions, when along the Streams, number and bytes."""
+    """Changes of the memory of one kind of value.
+
+    Attributes:
+        positions: Positions of the instructions that make the changes.
+        order_key: Order of the changes: twice the number of the instruction's group, plus 1 if the
+            change is at its end.
+        count_change: Change of the number of values.
+        byte_change: Change of the bytes.
+    """
 
     positions: NDArray[np.int64]
     order_key: NDArray[np.int64]
@@ -36,10 +44,20 @@ def compute_value_lifetimes(
     worst_case: bool,
     moved: bool | None = None,
 ) -> ValueLifetimes:
-    """What a kind of value holds on a tier, from when it comes there until it goes.
+    """Return the changes of the memory of one kind of value on a tier.
 
-    What takes another form without leaving does so at the start of the change if it grows, else at
-    its end.  With `moved` only those that are elsewhere meanwhile, or that are not.
+    A value that changes its form and stays on the tier does so at the start of the change if it
+    grows, and at its end otherwise.
+
+    Args:
+        program: The program.
+        kind: The kind of value.
+        sizes: The sizes of values.
+        tier: Index into `TIERS`.
+        worst_case: True for an upper bound for all durations of instructions. See
+            `compute_footprints`.
+        moved: True for the values that are on another tier at some time, False for the others, None
+            for all.
     """
     index, shape = InstructionIndex.from_program(program), program.shape
     states = _select_states(program, kind, moved)
@@ -47,7 +65,7 @@ def compute_value_lifetimes(
     size = _compute_sizes(program, kind, sizes, states)
     here = at_tier == tier
     left = end
-    if worst_case and tier:  # nobody knows when another lane has moved it, until that is used
+    if worst_case and tier:  # a move on another lane may end as late as the next use of the value
         here, left = _find_longest_stays(program, kind, states, tier)
     elif worst_case:
         lanes = np.array([row.lane for row in INSTRUCTIONS])[index.op]
@@ -58,7 +76,7 @@ def compute_value_lifetimes(
     one, adds, first = np.ones(len(begin), np.int64), size.copy(), np.empty(0, np.intp)
     if made_of := VALUES[
         kind
-    ].converted_from:  # while it is made, it counts as what it adds to that
+    ].converted_from:  # during the conversion only the bytes beyond the other value count
         first = np.flatnonzero(comes & made)
         more = sizes.per_microbatch(made_of[1], shape) - sizes.per_microbatch(
             VALUES[made_of[0]].size, shape
@@ -69,7 +87,7 @@ def compute_value_lifetimes(
     if worst_case:
         came = _find_earliest_starts(program, kind, begin, made)
         when = 2 * group[came] + (came != begin) * (came != program.offsets[index.rank[came]])
-    if tier == 0:  # memory of a device is the host's to let go
+    if tier == 0:  # the host frees device memory, when it has observed the end
         gone[over] = find_known_ends(program, end[over], count_drains=not worst_case)
         if VALUES[kind].initial_tier:
             gone = _find_host_releases(program, kind, end, worst_case)
@@ -78,7 +96,7 @@ def compute_value_lifetimes(
         (begin[first], 2 * group[begin[first]] + 1, 0 * one[first], (size - adds)[first]),
         (gone[goes], (2 * group[gone] + (gone == end))[goes], -one[goes], -size[goes]),
     ]
-    stays = np.flatnonzero(here & after)  # from one form to the next
+    stays = np.flatnonzero(here & after)  # values that only change their form
     if len(stays):
         following = np.searchsorted(begin, end[stays])
         grows = size[following] - size[stays]
@@ -88,7 +106,7 @@ def compute_value_lifetimes(
 
 
 def _select_states(program: Program, kind: Value, moved: bool | None) -> ValueStates:
-    """What values of a kind are; only of those that are elsewhere meanwhile, or of the others."""
+    """Return the states of values of a kind, filtered by whether they leave the device."""
     states, index = (
         Dataflow.from_program(program).find_states(kind),
         InstructionIndex.from_program(program),
@@ -105,14 +123,14 @@ def _select_states(program: Program, kind: Value, moved: bool | None) -> ValueSt
 def _compute_sizes(
     program: Program, kind: Value, sizes: Sizes, states: ValueStates
 ) -> NDArray[np.float64]:
-    """Bytes of each piece, in its form."""
+    """Return the bytes of each state of a value, in its form."""
     index, chains = (
         InstructionIndex.from_program(program),
         Dataflow.from_program(program).get_chains(kind),
     )
     names = [VALUES[kind].size, *(chains.forms if chains else ())]
     at = index.stage[states.begin], index.mb[states.begin]
-    # Of what lies somewhere from the start replicas have parts from a level of ZeRO on.
+    # Replicas have shards of a value that exists from the start, from some level of ZeRO on.
     part = VALUES[kind].initial_tier and is_sharded(VALUES[kind].size, program.zero)
     parts = program.dp if part else 1
     of_form = [look_up(sizes.per_microbatch(name, program.shape), *at) / parts for name in names]
@@ -122,8 +140,11 @@ def _compute_sizes(
 def _find_longest_stays(
     program: Program, kind: Value, states: ValueStates, tier: int
 ) -> tuple[NDArray[np.bool_], Positions]:
-    """Which pieces of values may be on a tier, from the first that is, and where each is known to
-    have left it: where somebody uses what is on the device again."""
+    """Return a mask of the states that may be on a tier, and the end of each stay there.
+
+    A value may be on the tier from its first state there to its last. It has certainly left when an
+    instruction has used it on the device again.
+    """
     index = InstructionIndex.from_program(program)
     key = index.compute_keys(
         VALUES[kind].scope, states.begin, index.mb[states.begin].astype(np.int64)
@@ -150,8 +171,17 @@ def _find_longest_stays(
 def compute_moved_sizes(
     program: Program, kind: Value, sizes: Sizes, tier: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Bytes of the largest and of the smallest value of a kind on a tier of each rank, of those
-    that are elsewhere meanwhile."""
+    """Return the bytes of the largest and the smallest moved value on a tier, for each rank.
+
+    Args:
+        program: The program.
+        kind: The kind of value.
+        sizes: The sizes of values.
+        tier: Index into `TIERS`.
+
+    Returns:
+        Two arrays of shape (ranks,); 0 for a rank without such values.
+    """
     states = _select_states(program, kind, True)
     size, here = _compute_sizes(program, kind, sizes, states), states.tier == tier
     rank = InstructionIndex.from_program(program).rank[states.begin[here]]
@@ -164,11 +194,11 @@ def compute_moved_sizes(
 def _find_earliest_starts(
     program: Program, kind: Value, begin: Positions, made: NDArray[np.bool_]
 ) -> Positions:
-    """What each value can come behind at the earliest: who leaves it room, if another lane than
-    compute makes it, or the first of the Stream where there always is some.
+    """Return the instruction after which each value can exist at the earliest.
 
-    What lies elsewhere from the start comes behind what it needs: what compute gave, or what was
-    made of that.
+    If another lane than compute makes the value, it is the instruction that frees its slot. If a
+    slot is always free, it is the first of the Stream. A value with an initial tier comes after the
+    inputs of its instruction, and after their inputs.
     """
     index, lies = InstructionIndex.from_program(program), bool(VALUES[kind].initial_tier)
     off = (made | lies) & (
@@ -192,9 +222,11 @@ def _find_earliest_starts(
 def _find_host_releases(
     program: Program, kind: Value, end: Positions, worst_case: bool
 ) -> Positions:
-    """Where hosts let go of what has been moved from the device: who takes its slot waits for that
-    on the host.  Whoever does, whenever that is, comes when it has gone: `worst_case` says it
-    so."""
+    """Return the positions at which hosts free device memory of values that were moved away.
+
+    An instruction that reuses the slot waits for the move on the host. With `worst_case` the memory
+    is free when the move has ended, because the next value counts from then on.
+    """
     heard, again = find_known_ends(program, end), {}
     if kind in (found := find_slot_reuses(program)):
         fills, left = (each.tolist() for each in found[kind])
@@ -207,7 +239,7 @@ def _has_neighbors(
     begin: NDArray[np.int32], end: NDArray[np.int32], here: NDArray[np.bool_],
     made: NDArray[np.bool_], over: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip
-    """Whether the piece of a value before each one, and the one after it, is here, too."""
+    """Return masks of the states with a previous, and with a next, state of the value here."""
     before, after = np.zeros_like(here), np.zeros_like(here)
     goes_on = np.flatnonzero(~over & np.isin(end, begin))
     following = np.searchsorted(begin, end[goes_on])
