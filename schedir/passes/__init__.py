@@ -1,5 +1,10 @@
-"""Passes: pure functions from Program to Program that lower a draft.
+"""Passes: pure functions from a program to a program that lower a draft.
 
-`compile` runs them in order: transfers, scatter_gather, reductions, optimizer_step; then, for
-whoever wants them, those of `overlap`, and last `share_slots`.
+`compile` runs the passes of `pass_registry.LOWERING_PASSES` in order. They belong to five phases:
+
+- "draft": change the compute of a draft (frozen stages, segments, recomputation).
+- "messages": add the sends, receives and tensor-parallel collectives.
+- "ends": add the gradient reductions, the optimizer step, and all else that ends an update.
+- "memory": add offloads, and choose where values are kept.
+- "better": change the order of transfers or the number of buffers.
 """

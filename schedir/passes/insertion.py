@@ -12,7 +12,15 @@ from schedir.ir.program import Program, StreamSlices, Words
 
 
 def insert_after(program: Program, positions: NDArray[Any], words: Words) -> Program:
-    """The program with words put behind given positions, or behind the whole group of each."""
+    """Return the program with words inserted after given positions.
+
+    A word for a position inside a group comes after the group.
+
+    Args:
+        program: The program.
+        positions: Positions of instructions, shape (k,).
+        words: The words to insert, shape (k,).
+    """
     ranks = _find_ranks(program, positions)
     if (joined := program.joined).any():
         last = np.flatnonzero(np.append(~joined[1:], True))
@@ -21,7 +29,15 @@ def insert_after(program: Program, positions: NDArray[Any], words: Words) -> Pro
 
 
 def insert_before(program: Program, positions: NDArray[Any], words: Words) -> Program:
-    """The program with words put before given positions, or before the whole group of each."""
+    """Return the program with words inserted before given positions.
+
+    A word for a position inside a group comes before the group.
+
+    Args:
+        program: The program.
+        positions: Positions of instructions, shape (k,).
+        words: The words to insert, shape (k,).
+    """
     ranks = _find_ranks(program, positions)
     if (joined := program.joined).any():
         first = np.flatnonzero(~joined)
@@ -30,7 +46,13 @@ def insert_before(program: Program, positions: NDArray[Any], words: Words) -> Pr
 
 
 def append_to_streams(program: Program, ranks: Words, words: Words) -> Program:
-    """The program with words at the ends of the Streams of given ranks."""
+    """Return the program with words appended to the Streams of given ranks.
+
+    Args:
+        program: The program.
+        ranks: The rank of each word, shape (k,).
+        words: The words to append, shape (k,).
+    """
     return insert_at_positions(program, program.offsets[ranks + 1], ranks, words)
 
 
@@ -41,9 +63,17 @@ def _find_ranks(program: Program, positions: NDArray[Any]) -> Words:
 def insert_at_positions(
     program: Program, positions: NDArray[Any], ranks: Words, words: Words
 ) -> Program:
-    """The program with words of given ranks at places between others: before the position
-    `positions`.  Of several at one place, those of lower ranks come first, and else they are in the
-    order told."""
+    """Return the program with words of given ranks inserted before given positions.
+
+    Words at the same position are sorted by rank, and words of one rank keep their given order.
+
+    Args:
+        program: The program.
+        positions: The position that each word comes before, shape (k,). The end of a Stream is a
+            valid position.
+        ranks: The rank of each word, shape (k,).
+        words: The words to insert, shape (k,).
+    """
     order = np.lexsort((ranks, positions))
     offsets = program.offsets.copy()
     offsets[1:] += np.cumsum(np.bincount(ranks, minlength=program.shape.ranks))

@@ -1,8 +1,8 @@
 """The ordered list of passes that lower a draft to a program.
 
-The one list of them: `compile` folds over it, `check` counts what it expects, and whoever lowers
-another draft in the way of a program repeats it.  A pass is in it by being in this folder: a module
-has its records in `PASSES`, and a record says where it stands (`Pass.part`, `Pass.order`).
+`compile` runs these passes, `check` counts the instructions that they require, and `relower`
+repeats them for another draft. A module of this folder, or of its sub-folders, registers its passes
+in `PASSES`. Each record has its place in the order (`Pass.phase`, `Pass.order`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOWERING_PASSES: Final[tuple[Pass, ...]] = tuple(
     )
 )
 
-# What passes take beside the options of all lowering: by name the kind, and what it is for.
+# Options of passes, beyond the options of all lowering: by name, the type and the help text.
 PASS_OPTIONS: Final[Mapping[str, tuple[FieldType, str]]] = {
     option: (
         each.option_types.get(option, YES_OR_NO_TYPE),
@@ -38,7 +38,7 @@ PASS_OPTIONS: Final[Mapping[str, tuple[FieldType, str]]] = {
     for each in LOWERING_PASSES
     for option in each.option_names
 }
-# Of which section of a configuration each of them is a setting.
+# The section of a configuration that has each of these options.
 OPTION_SECTIONS: Final = {
     option: each.section for each in LOWERING_PASSES for option in each.option_names
 }

@@ -1,4 +1,4 @@
-"""Pass: its function, position and options, and the instructions that `check` expects from it."""
+"""The record of a pass: function, order, options and expected instructions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,21 @@ LOWERING_PHASES: Final[tuple[LoweringPhase, ...]] = get_args(LoweringPhase)
 
 @dataclass(frozen=True)
 class Options:
-    """How a draft is lowered; `extra_options` has the options that passes bring along, by name.
+    """The options of a lowering.
 
-    `sizes` and `memory_limit` are those that the program is to fit.  `run_later_passes` runs the
-    later passes on the result of a pass, for a pass that chooses by what becomes of its result;
-    options in `extra_options` may have another form there.
+    Args:
+        costs: The costs of instructions, which order the messages; None for unit costs.
+        progress_model: The progress model under which the program must finish.
+        boundary: Layout of activations between stages: "replicated" over tensor-parallel ranks, or
+            "sharded".
+        overlap: True to group opposite transfers, and to post receives and gathers early.
+        buffer_sharing: The rule for the number of static buffers; None gives each value its own
+            buffer.
+        extra_options: The options that passes define, by name.
+        sizes: The sizes of values, for `memory_limit`.
+        memory_limit: The limit in bytes of the device memory of a rank.
+        run_later_passes: Runs the later passes on a program, for a pass that evaluates the final
+            program. Its keywords replace entries of `extra_options`.
     """
 
     costs: Costs | None = None
@@ -45,10 +55,17 @@ class Options:
 
 
 class ExpectedInstructions(NamedTuple):
-    """Which instructions of one kind must be there: `required` has an entry for each key of its row
-    (`Index.key`), of update 0 where the row is once in each.  `reason` says why there is no other.
-    Of one that is missing, `hint` says what is right, and `counterpart` what is there of its
-    key."""
+    """The instructions of one opcode that a program must have.
+
+    Attributes:
+        op: The opcode.
+        required: A mask over the keys of the opcode (`InstructionIndex.key`). It may cover update 0
+            only, if the instruction exists once in each update.
+        reason: The reason why the program may have no other such instruction.
+        hint: The correct state, as a hint of the error for a missing instruction.
+        counterpart: An opcode with an instruction of the same key, which the error for a missing
+            instruction shows.
+    """
 
     op: Opcode
     required: Mask
@@ -70,23 +87,25 @@ def _read_no_options(program: Program, progress_model: ProgressModel) -> dict[st
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass: from a Program to a Program.
+    """A pass from a program to a program.
 
-    `lower` does it, with the options of the whole lowering, where `should_run` says so.  `phase`
-    says
-    when: "draft" passes work on drafts, "messages" make of a draft a program with its messages,
-    "ends" add what ends updates, "memory" ones what says where values are kept, and "better" ones
-    change an order or a number; of one part they come in the order of their `order`.
-    `list_expected` is what `check` then finds of the instructions that it adds, given a function
-    that says where those of an opcode are.  A program is right without "memory" and "better"
-    passes,
-    too: what such a pass adds is expected only where some of it is there.  `read_options` tells the
-    options with which a program was lowered, as far as they show.  `option_names` are the names of
-    those in
-    `Options.more` that it takes: yes or no, or of the kind that `option_types` has of the name;
-    they say something of programs for which `applies_to` says so.  `description` is what `--help`
-    says of them, or of each by name `option_descriptions`.  In a configuration of `schedir train`
-    they are settings of a `section`.
+    Args:
+        name: The name of the pass.
+        phase: The phase of the pass. See `schedir.passes`. A program is valid without the passes of
+            "memory" and "better", so `check` expects their instructions only if some are there.
+        lower: Runs the pass with the options of the lowering.
+        should_run: Returns whether the pass runs for a program and options.
+        list_expected: Lists the instructions that `check` must find. Its second argument returns
+            the mask of an opcode's instructions (`Inspector.is_present`).
+        read_options: Returns the options with which a program was lowered, where the program shows
+            them.
+        option_names: The names of the options in `Options.extra_options` that the pass uses.
+        applies_to: Returns whether the options have an effect for a program.
+        option_types: The type of an option by its name; options that are missing are yes or no.
+        description: The help text of the options in `--help`.
+        option_descriptions: The help text of an option by its name, instead of `description`.
+        section: The section of a `schedir train` configuration that has the options.
+        order: The order of the pass among the passes of its phase, ascending.
     """
 
     name: str

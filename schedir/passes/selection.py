@@ -1,7 +1,7 @@
 """Parse selections such as "all", "half", "fit", stages, or pairs of stage and microbatch.
 
-"all", "half" (every other microbatch of each stage), "fit" (as few as limits ask for), stages,
-pairs of (stage, microbatch), or a function that says it of the two.
+"half" is every other microbatch of each stage, and "fit" is as few as a memory limit requires. A
+selection can also be a function of stage and microbatch that returns a boolean.
 """
 
 from __future__ import annotations
@@ -28,21 +28,39 @@ _ALLOWED_SELECTIONS: Final = (
 
 
 def is_fit(selection: object) -> bool:
-    """Whether limits choose."""
+    """Return whether a selection is "fit", so that a memory limit selects.
+
+    Args:
+        selection: The selection.
+    """
     return isinstance(selection, str) and selection == "fit"
 
 
 def is_keyword(selection: object) -> bool:
-    """Whether a word says it, and nothing names stages or microbatches."""
+    """Return whether a selection is a keyword, not a list of stages or microbatches.
+
+    Args:
+        selection: The selection.
+    """
     return isinstance(selection, str) and selection in SELECTION_KEYWORDS
 
 
 def select_addresses(
     selection: Selection, option: str, addresses: Words, shape: PipelineShape
 ) -> NDArray[np.bool_]:
-    """Which of some addresses an option means, of those that it can mean; not for "fit".
+    """Return a mask of the addresses that an option selects.
 
-    Raises UsageError for what says nothing, and for stages and microbatches that are not there.
+    Args:
+        selection: The selection; not "fit".
+        option: The name of the option, for errors.
+        addresses: The addresses that can be selected, shape (k,).
+        shape: The pipeline shape.
+
+    Returns:
+        A mask of shape (k,).
+
+    Raises:
+        UsageError: The selection has a wrong form, or a stage or microbatch does not exist.
     """
     stage, mb = split_addresses(addresses)
     if callable(selection):
@@ -61,7 +79,19 @@ def select_addresses(
 def find_named_pairs(
     selection: Selection, option: str, shape: PipelineShape
 ) -> set[tuple[int, ...]]:
-    """The stages and the pairs of (stage, microbatch) that are named."""
+    """Return the stages and the (stage, microbatch) pairs that a selection lists.
+
+    Args:
+        selection: The selection; not a keyword or a function.
+        option: The name of the option, for errors.
+        shape: The pipeline shape.
+
+    Returns:
+        A set of tuples (stage,) and (stage, microbatch).
+
+    Raises:
+        UsageError: The selection has a wrong form, or a stage or microbatch does not exist.
+    """
     if isinstance(selection, bytes):
         raise _make_selection_error(selection, option)
     if isinstance(selection, str):
@@ -90,14 +120,18 @@ def find_named_pairs(
 
 
 def _require_integer(value: Any) -> int:
-    """A whole number.  Raises TypeError for all else: also for 1.5, and for yes and no."""
+    """Return an integer, or raise TypeError for any other type, a boolean included."""
     if isinstance(value, bool):
         raise TypeError
     return index(value)
 
 
 def split_addresses(addresses: Words) -> tuple[Words, Words]:
-    """The stage and the microbatch of each of some addresses."""
+    """Return the stage and the microbatch of each address.
+
+    Args:
+        addresses: Addresses, or words with other bits, which are ignored.
+    """
     return addresses >> STAGE_SHIFT & 0xFFFF, addresses & 0xFFFFFFFF
 
 
@@ -108,7 +142,19 @@ def _make_selection_error(selection: object, option: str) -> UsageError:
 
 
 def parse_selection(text: str) -> Any:
-    """`all`, `half`, `fit`, or stages and microbatches of stages: `0,1.3`."""
+    """Parse the text of a selection: `all`, `half`, `fit`, or a list such as `0,1.3`.
+
+    In a list, `0` is a stage, and `1.3` is microbatch 3 of stage 1.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The keyword, or a tuple of stages and (stage, microbatch) pairs.
+
+    Raises:
+        ValueError: The text is not a selection.
+    """
     if text in SELECTION_KEYWORDS:
         return text
     found: list[Any] = []
@@ -124,5 +170,9 @@ def parse_selection(text: str) -> Any:
 
 
 def make_selection_type(requirement: str) -> FieldType:
-    """The kind of an option that says which."""
+    """Return the field type of an option that takes a selection.
+
+    Args:
+        requirement: Text of errors that states the purpose of the option.
+    """
     return FieldType(requirement, parse_selection, str, metavar="WHAT")

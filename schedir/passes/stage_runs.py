@@ -1,4 +1,4 @@
-"""Find runs of consecutive instructions of the same stage."""
+"""Find runs of consecutive instructions of the same stages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ Ints = NDArray[np.int64]
 
 
 class StageRuns(NamedTuple):
-    """Each `stage` of each run, by the number of the run (`run`), over all ranks.
+    """The stages of each run, over all ranks.
 
-    `end` is the place behind the run's last instruction, before another one.  What is issued as one
-    is of all its stages at once: they are of one run.
+    A group of joined instructions belongs to one run with all its stages.
+
+    Attributes:
+        rank: The rank of each entry, shape (entries,).
+        run: The number of the run of each entry.
+        stage: The stage of each entry. A run has an entry for each of its stages.
+        end: The position after the last instruction of the run.
     """
 
     rank: Ints
@@ -28,17 +33,24 @@ class StageRuns(NamedTuple):
 
     @property
     def max_stages(self) -> int:
-        """The most stages of a run."""
+        """The largest number of stages of a run."""
         return int(np.bincount(self.run).max(initial=0))
 
 
 def find_stage_runs(program: Program, ops: Sequence[Opcode]) -> StageRuns:
-    """The runs of some kinds of instructions of trained stages; others may stand between."""
+    """Return the runs of instructions of trained stages with given opcodes.
+
+    Instructions with other opcodes do not end a run.
+
+    Args:
+        program: The program.
+        ops: The opcodes.
+    """
     group = np.cumsum(~program.joined)
     at = np.flatnonzero(np.isin(program.op, ops))
     at = at[(program.words[at] >> STAGE_SHIFT & 0xFFFF) >= program.frozen_stages]
     stage = program.words[at] >> STAGE_SHIFT & 0xFFFF
-    order = np.lexsort((stage, group[at]))  # of a group by stage, each once
+    order = np.lexsort((stage, group[at]))  # the next lines keep each stage of a group once
     at, stage, group = at[order], stage[order], group[at[order]]
     once = _is_changed(group) | _is_changed(stage)
     at, stage, group = at[once], stage[once], group[once]
@@ -48,23 +60,30 @@ def find_stage_runs(program: Program, ops: Sequence[Opcode]) -> StageRuns:
 
     begins = np.flatnonzero(_is_changed(group))
     size = np.diff(np.append(begins, len(at)))
-    before = np.append(0, begins)[:-1]  # where the group before begins
+    before = np.append(0, begins)[:-1]  # the start of the previous group
     same = (size == np.append(0, size)[:-1]) & (rank[begins] == rank[before])
     if len(begins):
         there = np.minimum(np.repeat(before - begins, size) + np.arange(len(at)), len(at) - 1)
         same &= np.logical_and.reduceat(stage == stage[there], begins)
-    last = np.repeat(np.append(~same[1:], True)[: len(same)], size)  # those of a run's last group
+    last = np.repeat(np.append(~same[1:], True)[: len(same)], size)  # the last group of each run
     step = np.repeat(np.cumsum(~same) - 1, size)
     return StageRuns(rank[last], step[last], stage[last], end[last])
 
 
 def number_occurrences(keys: Ints) -> Ints:
-    """Of each number in a list how many times it was there before."""
+    """Return for each number of a list how often it occurred before.
+
+    Args:
+        keys: The numbers, shape (k,).
+
+    Returns:
+        Counts from 0, shape (k,).
+    """
     order, turn = np.argsort(keys, kind="stable"), np.empty(len(keys), np.int64)
     turn[order] = np.arange(len(keys)) - np.searchsorted(keys[order], keys[order])
     return turn
 
 
 def _is_changed(numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Whether each number is another than the one before it."""
+    """Return a mask of the numbers that differ from the previous one."""
     return np.append(True, numbers[1:] != numbers[:-1])[: len(numbers)]

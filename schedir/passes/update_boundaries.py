@@ -1,7 +1,8 @@
-"""Find where each rank ends each update but the last.
+"""Find the end of each update on each rank.
 
-Where all ranks meet there, the ends cut the whole program in two: nothing ahead of them may wait
-for what stands behind one, on whatever rank, or the ranks would wait for each other.
+If all ranks take part in a collective at the end of an update, the ends divide the program in two.
+Then no instruction before the ends may wait for one after an end on any rank. Otherwise the ranks
+would wait for each other.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
 from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, Scope
 from schedir.ir.program import Program
 
-UpdateEnds = NDArray[np.int64]  # positions that the ends come behind, shape (updates - 1, ranks)
+UpdateEnds = NDArray[np.int64]  # position of the last instruction, shape (updates - 1, ranks)
 _NON_MICROBATCH_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH
 )
 
 
 def has_update_barriers(program: Program) -> bool:
-    """Whether ranks meet at the ends of updates before the last."""
+    """Return whether the ends of updates before the last have collectives over the ranks.
+
+    Args:
+        program: The program.
+    """
     return (
         program.shape.optimizer_steps > 1
         and program.has_backward
@@ -33,8 +38,14 @@ def has_update_barriers(program: Program) -> bool:
 
 
 def find_update_ends(program: Program) -> UpdateEnds:
-    """Where in its Stream each rank ends each update, the last one too: the positions that the
-    ends come before, shape (updates, ranks)."""
+    """Return the position at which each rank ends each update, the last one included.
+
+    Args:
+        program: The program.
+
+    Returns:
+        Positions of shape (updates, ranks). The end of an update comes before its position.
+    """
     final = program.offsets[1:]
     if program.shape.optimizer_steps == 1:
         return final[None]
@@ -50,11 +61,15 @@ def find_update_ends(program: Program) -> UpdateEnds:
 
 
 def find_separate_ends(program: Program) -> UpdateEnds:
-    """Where a rank ends its updates alone: ahead of the first compute after its last of the update.
+    """Return the last position of each update but the last, for ends without collectives.
 
-    What it made is sent first, for others may need it to come to their own end.  A rank that only
-    runs forwards may be through with an update before it is with an earlier one, and with all of
-    them long before the last: it ends them in turn, and in its own Stream.
+    A rank ends an update before the first compute after its last work on it. So it sends its
+    results first, because other ranks may need them for their own end. A rank that only runs
+    forwards may finish a later update before an earlier one. It still ends its updates in order,
+    and within its Stream.
+
+    Args:
+        program: The program.
     """
     index = InstructionIndex.from_program(program)
     computes = np.append(np.flatnonzero(index.is_op(COMPUTE_OPS)), len(index))
@@ -64,28 +79,35 @@ def find_separate_ends(program: Program) -> UpdateEnds:
 
 
 def find_joint_ends(graph: Graph) -> UpdateEnds:
-    """Where ranks that meet end their updates: as soon as nothing that is needed stands behind.
+    """Return the last position of each update but the last, for ends with collectives.
 
-    Of a draft it is values that are needed, and else also the other side of each message.
+    An update ends as soon as no later instruction is needed by an earlier one. In a draft that
+    means the values from other ranks, and otherwise the other ends of messages.
+
+    Args:
+        graph: The dependency graph of a program or a draft.
     """
     values, rank = graph.needs if graph.program.is_draft else graph.partner[None], graph.index.rank
     needer, which = np.nonzero(((values != NO_POSITION) & (rank[values] != rank)).T)
     giver, last = values[which, needer], np.append(~graph.index.joined[1:], True)
-    whole = np.flatnonzero(last)[number_groups(graph.index) - 1]  # the last of what runs together
-    ends, done = whole[_find_last_work(graph.index)], graph.program.offsets[:-1] - 1
+    group_end = np.flatnonzero(last)[number_groups(graph.index) - 1]
+    ends, done = group_end[_find_last_work(graph.index)], graph.program.offsets[:-1] - 1
     for end in ends:
         np.maximum(end, done, out=end)
         while (end > done).any():
             begins, stops = np.searchsorted(needer, [done, end], side="right").tolist()
             done = end.copy()
             needed = np.concatenate([giver[a:b] for a, b in zip(begins, stops, strict=True)])
-            np.maximum.at(end, rank[needed], whole[needed])
+            np.maximum.at(end, rank[needed], group_end[needed])
     return ends
 
 
 def _find_last_work(index: InstructionIndex) -> UpdateEnds:
-    """Where each rank last works on each update before the last: a rank that trains adds to it, or
-    does what ends it, and one with frozen stages only runs forwards."""
+    """Return the position of each rank's last work on each update but the last.
+
+    A rank that trains adds to the gradients of the update, or ends it. A rank with only frozen
+    stages runs its forwards.
+    """
     shape = index.program.shape
     at = np.flatnonzero(index.is_op(COMPUTE_OPS + _NON_MICROBATCH_OPS))
     last = np.zeros((shape.optimizer_steps, shape.ranks), np.int64)

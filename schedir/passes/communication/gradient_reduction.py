@@ -21,10 +21,13 @@ _WGRAD_SLOTS: Final = Value.WGRAD.name.lower()
 
 
 def reduce_grads(program: Program) -> Program:
-    """Reduce each stage's gradient right after its last backward, beside what is left.
+    """Insert the gradient reduction of each stage after its last backward of each update.
 
-    Always there when the program trains: with one replica it is local, and scales.  Of several
-    updates each has its own.
+    The reduction runs while the rank computes other stages. A program that trains always has it.
+    With one replica it only scales the gradient.
+
+    Args:
+        program: A program with messages and without reductions.
     """
     shape, fields = program.shape, program.words.view(WORD_DTYPE)
     at = np.flatnonzero(is_op(fields["op"], GRAD_ADDING_OPS))
@@ -32,7 +35,7 @@ def reduce_grads(program: Program) -> Program:
     rank = np.searchsorted(program.offsets, at, side="right") - 1
     last = np.full((shape.optimizer_steps, shape.placement_rows, shape.stages), NO_POSITION)
     last[update, shape.replica_row_of_stage(stage, rank), stage] = (
-        at  # the last of those with one address stays
+        at  # numpy keeps the last position of equal indices
     )
     at = last[last != NO_POSITION]
     update, _, stage = np.nonzero(last != NO_POSITION)
@@ -42,11 +45,16 @@ def reduce_grads(program: Program) -> Program:
 
 
 def reduce_scatter(program: Program) -> Program:
-    """As `reduce_grads`, where each replica keeps a part of the sum; each turn, or at the end.
+    """Insert reduce-scatters, which leave each replica a shard of a stage's gradient.
 
-    A turn is a run of what adds to one stage's gradient, with nothing between that adds to
-    another's of the rank; what is issued as one and adds to two is a turn of both.  So of a rank's
-    gradients those alone are whole that are added to.  A W that runs late is in turns, too.
+    With `reduce_scatter_at` "each_backward" there is one after each run of instructions that add to
+    the gradient of a stage. Other instructions may be between them, but none that add to the
+    gradient of another stage of the rank. A group that adds to two stages belongs to both. So a
+    rank only has the unsharded gradients that it currently adds to. BackwardWeights that run late
+    form runs, too. With "update_end" there is one after the last run.
+
+    Args:
+        program: A program with messages and without reductions.
     """
     rank, _, stage, end = find_stage_runs(program, GRAD_ADDING_OPS)
     key = rank * program.shape.stages + stage
@@ -59,8 +67,14 @@ def reduce_scatter(program: Program) -> Program:
 
 
 def limit_unsharded_grads(program: Program) -> Program:
-    """Say how many stages' gradients are whole at once, where not all of a rank's may be: the
-    fewest, and one that is being reduced beside them, so that backwards go on meanwhile."""
+    """Set the number of unsharded gradients per rank, if it is less than its stages.
+
+    The number is the smallest possible, plus one that is being reduced, so that backwards continue
+    meanwhile.
+
+    Args:
+        program: A program with reduce-scatters.
+    """
     column = SLOT_KINDS.index(Value.WGRAD)
     room, most = count_min_slots(program)[:, column] + 1, count_slots(program)[:, column]
     if (room >= most).all():
@@ -71,14 +85,19 @@ def limit_unsharded_grads(program: Program) -> Program:
 
 
 def reduce_replicated_stages(program: Program) -> Program:
-    """Sum each stage's gradient over its holders, if it has several, as soon as all are ready.
+    """Insert the sum of each stage's gradient over its stage replicas, as soon as all are ready.
 
-    On all of them a sum stands between the same two messages of the one order in which `transfers`
-    has placed them all, and of two sums there the same one comes first, that of the gradient which
-    stands earlier in its Stream.  So all Streams agree with one order still, and none can hang.
+    On all replicas, the sum is between the same two messages of the one order of
+    `insert_transfers`. If several sums are between two messages, they have the same order on all
+    ranks: the gradient that is ready earlier in its Stream comes first. So all Streams still follow
+    one order, and none can hang.
 
-    With replicas all sums stand at the end: each has to wait for the one over the replicas, which
-    goes on beside what is computed, and what stands behind it on hosts that block would wait too.
+    With data parallelism, all sums are at the end of the update. Each must wait for the reduction
+    over the data-parallel replicas, which runs during compute. On blocking hosts, all later
+    instructions would wait for it, too.
+
+    Args:
+        program: A program with gradient reductions.
     """
     shape = program.shape
     if not (shape.placement_rows > 1 and program.has_backward):
@@ -98,9 +117,9 @@ def reduce_replicated_stages(program: Program) -> Program:
     first_turn = np.zeros(len(reduced), np.int64)
     np.maximum.at(
         ready, index.compute_keys(Scope.STAGE, reduced, first_turn), reduced
-    )  # the last turn's
+    )  # keeps the last occurrence
     ready = ready.reshape(shape.replica_ranks.shape)[:, trained]
-    after = passed[ready].max(0)  # the message that the sum of each stage stands behind
+    after = passed[ready].max(0)  # the number of the message that precedes the sum of each stage
     ready = ready - program.offsets[holders]
     order = np.lexsort((ready.max(0), after))
     at, stages = [], []
@@ -118,7 +137,11 @@ def reduce_replicated_stages(program: Program) -> Program:
 
 
 def reduce_tied_weights(program: Program) -> Program:
-    """Sum the copies of tied weights: one instruction on each rank that holds any."""
+    """Insert the sum of the copies of tied weights: one instruction on each rank with a copy.
+
+    Args:
+        program: The program.
+    """
     if not (program.trained_ties and program.has_backward):
         return program
     tied = {s for stages in program.trained_ties for s in stages}
@@ -127,10 +150,13 @@ def reduce_tied_weights(program: Program) -> Program:
 
 
 def reduce_sequence_grads(program: Program) -> Program:
-    """Sum over tensor-parallel ranks what each has of its part of the sequence, where they share
-    it: when it is summed over all others, as Megatron-LM does.
+    """Insert the sum of gradients over tensor-parallel ranks that split the sequence.
 
-    So of what replicas keep in parts it is the part that is summed, however often that is added to.
+    It comes after all other sums, as in Megatron-LM. So with ZeRO only the shard of a gradient is
+    summed, and only once.
+
+    Args:
+        program: The program.
     """
     if not (program.sequence_parallel and program.has_backward):
         return program
@@ -141,7 +167,11 @@ def reduce_sequence_grads(program: Program) -> Program:
 
 
 def reduce_norm(program: Program) -> Program:
-    """The global norm that clipping needs; all ranks meet."""
+    """Insert the global gradient norm that clipping needs, in which all ranks take part.
+
+    Args:
+        program: The program.
+    """
     if not (
         program.clip_grad_norm and program.has_backward and program.norm_check == "before_step"
     ):
@@ -150,21 +180,37 @@ def reduce_norm(program: Program) -> Program:
 
 
 def insert_optimizer_steps(program: Program) -> Program:
-    """End every Stream, and every update in it, with the optimizer's step, if there are any."""
+    """Insert the optimizer step at the end of each update of each rank, if the program trains.
+
+    Args:
+        program: The program.
+    """
     if not program.has_backward:
         return program
     return append_to_updates(program, Opcode.OptimizerStep, [[0]] * program.shape.ranks)
 
 
 def insert_norm_validation(program: Program) -> Program:
-    """The global norm behind a step that has not waited for it; all ranks meet."""
+    """Insert the global gradient norm after a step that did not wait for it (post-validation).
+
+    All ranks take part.
+
+    Args:
+        program: The program.
+    """
     if not (program.has_backward and program.norm_check == "after_step"):
         return program
     return append_to_updates(program, Opcode.ReduceNormAfterStep, [[0]] * program.shape.ranks)
 
 
 def append_to_updates(program: Program, op: Opcode, stages: Sequence[Sequence[int]]) -> Program:
-    """End each Stream, and each update before the last, with an `op` for some stages."""
+    """Insert an instruction at the end of each update of each rank, for some of its stages.
+
+    Args:
+        program: The program.
+        op: The opcode to insert.
+        stages: For each rank, the stages that get an instruction.
+    """
     ranks = np.repeat(np.arange(len(stages)), [*map(len, stages)])
     words = pack(op, np.array([stage for own in stages for stage in own], np.int64), 0)
     ends, update = find_update_ends(program), np.arange(program.shape.optimizer_steps)[:, None]
@@ -174,11 +220,11 @@ def append_to_updates(program: Program, op: Opcode, stages: Sequence[Sequence[in
     )
 
 
-# ------------------------------------------------------------ what must then be there
+# ------------------------------------------------------------ expected instructions
 
 
 def _mask_required(program: Program, scope: Scope) -> Mask:
-    """A mask over the holders of trained stages, or over ranks, if the program ends an update."""
+    """Return a mask of the replicas of trained stages, or of ranks; empty without a backward."""
     shape = program.shape
     if scope is Scope.RANK:
         return np.full(shape.ranks, program.has_backward)
@@ -200,7 +246,7 @@ def _list_stage_reductions(
     each = program.shape.replica_ranks.size
     once[each:] = (
         there[each:] if program.reduce_scatter_at == "each_backward" else False
-    )  # as often as it likes
+    )  # any number of further occurrences
     parts = ExpectedInstructions(
         Opcode.ReduceScatter,
         once,
@@ -210,7 +256,8 @@ def _list_stage_reductions(
         else "the program says 'zero 0', and reduce_grads leaves the whole",
         "one stands behind the last B or W of its stage",
     )
-    yield from (whole, parts) if cut else (parts, whole)  # what should not be there is said first
+    # The error for a forbidden instruction comes first.
+    yield from (whole, parts) if cut else (parts, whole)
 
 
 def _list_replica_reductions(
@@ -223,7 +270,7 @@ def _list_replica_reductions(
 def _list_tied_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
-    holders = program.shape.replica_ranks.reshape(-1)  # by key: a row behind the other
+    holders = program.shape.replica_ranks.reshape(-1)  # the rank of each key, row by row
     first: dict[int, int] = {}  # the key of each rank's first copy
     for stage in sorted({s for stages in program.trained_ties for s in stages}):
         for key in range(stage, len(holders), program.shape.stages):

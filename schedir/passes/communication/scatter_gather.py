@@ -1,6 +1,7 @@
-"""Scatter-gather optimization: send 1/t of a boundary from each of t tensor-parallel ranks.
+"""Scatter-gather optimization: each of t tensor-parallel ranks sends 1/t of a boundary.
 
-"Efficient Large-Scale Language Model Training on GPU Clusters" (SC21), section 4.1.
+References:
+    "Efficient Large-Scale Language Model Training on GPU Clusters" (SC21), section 4.1.
 """
 
 from __future__ import annotations
@@ -27,26 +28,29 @@ _SHARDING_OPS: Final = tuple(op for op in FORM_CHANGE_OPS if INSTRUCTIONS[op].fo
 
 
 def scatter_gather(program: Program) -> Program:
-    """Lower replicated boundaries: scatter before each send, gather just before each use.
+    """Insert a scatter before each send and a gather just before each use of a boundary.
 
-    Not sooner: a host that blocks waits at a gather for its message.
+    The gather is not earlier, because a blocking host waits at a gather for its message. The
+    program is unchanged if tp is 1. A sequence-sharded boundary needs no scatter, so leave this
+    pass out (`compile(..., boundary="sharded")`).
 
-    Nothing to do where tp is 1.  A boundary that is sequence-sharded already needs no lowering
-    either: leave this pass out (`compile(..., boundary="sharded")`).
+    Args:
+        program: A program with messages and replicated boundaries.
     """
     return program if program.tp == 1 else insert_form_changes(program, Form.TP_SHARD)
 
 
 def insert_form_changes(program: Program, form: Form) -> Program:
-    """Send every value that crosses ranks in this form, too.
+    """Send every value that crosses ranks in a further form.
 
     Args:
         program: A program with its messages.
         form: The form that the values do not have yet.
 
     Returns:
-        The program with an instruction that gives the form before each send, and one that takes it
-        just before the received value is used or loses another form.
+        The program with an instruction that converts each value before its send, and one that
+        converts it back. The latter is just before the received value is used, or before it loses
+        another form.
     """
     shape, fields = program.shape, program.words.view(WORD_DTYPE)
     address = program.words & ADDRESS_MASK
@@ -62,7 +66,7 @@ def insert_form_changes(program: Program, form: Form) -> Program:
         later = _find_later_changes(program, change)
         here = np.flatnonzero(is_op(fields["op"], later + find_consumers(token)))
         here = here[made[key[here]]]
-        if later:  # before the first instruction that takes the value
+        if later:  # only the first instruction that uses the value needs the conversion
             here = here[np.sort(np.unique(key[here], return_index=True)[1])]
         at.append(here)
         words.append(address[here] | int(change) << OP_SHIFT)
@@ -70,7 +74,7 @@ def insert_form_changes(program: Program, form: Form) -> Program:
 
 
 def _find_later_changes(program: Program, change: Opcode) -> tuple[Opcode, ...]:
-    """The instructions of the program that change a value in place after `change`."""
+    """Return the opcodes of the program that change a value in place after `change`."""
     (token,) = INSTRUCTIONS[change].gives
     changed = find_modifiers(token)
     return tuple(op for op in changed[changed.index(change) + 1 :] if op in program.used_opcodes)

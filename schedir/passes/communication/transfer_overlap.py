@@ -1,9 +1,9 @@
 """Group opposite transfers, and post receives and gathers earlier.
 
-Group first: an early receive has left the send that it could have gone with.  Gathers go before
-receives: a host that blocks waits at a gather for its message, so that must stay where the
-lowering has put the receive, or after.  All passes come after the lowering and keep its promise:
-what they give is legal under the model they are told, and `check` says so again.
+The grouping runs first, because a receive that is posted early has moved away from the send of its
+group. Gathers move before receives. A blocking host waits at a gather for its message, so the
+gather must stay after the place where the lowering put the receive. All passes run after the
+lowering, and keep the program legal under the given model. `check` verifies that.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ from schedir.passes.pass_types import Options, Pass
 def post_receives_early(
     program: Program, progress_model: ProgressModel = "per_device", computes_ahead: int = 1
 ) -> Program:
-    """Post each receive up to `computes_ahead` computes earlier, so that its buffer waits, not its
-    rank.
+    """Post each receive up to `computes_ahead` computes earlier.
 
-    A receive never passes an instruction of its own queue under `progress_model`, and compute has
-    no say in when a transfer runs, so the dependency graph stays as it is.  Each step ahead costs a
-    buffer.
+    So the buffer of the message waits, and not the rank. A receive never passes an instruction of
+    its own queue under `progress_model`. Transfers do not depend on compute of their rank, so the
+    dependency graph does not change. Each compute ahead needs one more buffer.
+
+    Args:
+        program: A lowered program.
+        progress_model: The progress model of the transport.
+        computes_ahead: Number of computes that a receive may pass.
     """
     graph = Graph.from_program(program, progress_model)
     joined, group_end = graph.index.joined, np.append(~graph.index.joined[1:], True)
@@ -49,11 +53,14 @@ def post_receives_early(
 
 
 def start_gathers_early(program: Program, computes_ahead: int = 1) -> Program:
-    """Begin each gather up to `computes_ahead` computes earlier, but not before its message is
-    received.
+    """Start each gather up to `computes_ahead` computes earlier, but not before its receive.
 
-    It runs beside these computes.  It stands just before the first of them: a host that blocks
-    waits for the message there, and has sent before what it could.
+    The gather then runs during these computes. It is just before the first of them. A blocking host
+    waits for the message there, and has issued all earlier sends before that.
+
+    Args:
+        program: A lowered program.
+        computes_ahead: Number of computes that a gather may pass.
     """
     if program.tp == 1:
         return program
@@ -68,21 +75,23 @@ def start_gathers_early(program: Program, computes_ahead: int = 1) -> Program:
 
 
 def _find_computes(index: InstructionIndex) -> NDArray[np.intp]:
-    """Where computes stand; of those that run together the first."""
+    """Return the positions of computes, and only the first one of each joined pair."""
     return np.flatnonzero(index.is_op(COMPUTE_OPS) & ~index.joined)
 
 
 def _find_earliest_positions(
     index: InstructionIndex, predecessor: Positions, computes_ahead: int
 ) -> NDArray[np.intp]:
-    """The last position that each instruction stays behind when it goes `computes_ahead` computes
-    ahead.
+    """Return the position that each instruction must follow when it moves earlier.
 
-    That is one before its Stream, the end of a group, or `predecessor` it where that is not -1.
+    The position is the end of a group, at or after `predecessor`. It is one before the start of the
+    Stream if nothing must precede the instruction.
     """
     own, begin = np.arange(len(index)), index.program.offsets[index.rank]
     computes = _find_computes(index)
-    over = np.searchsorted(computes, own) - 1 - computes_ahead  # the last compute to stay behind
+    over = (
+        np.searchsorted(computes, own) - 1 - computes_ahead
+    )  # index of the last compute to follow
     last = computes[np.maximum(over, 0)] if len(computes) else own
     floor = np.where((over >= 0) & (last >= begin), last, begin - 1)
     floor = np.maximum(floor, predecessor)
@@ -94,22 +103,25 @@ def _find_earliest_positions(
 def _move_instructions(
     program: Program, is_movable: NDArray[np.bool_], sort_key: NDArray[np.intp]
 ) -> Program:
-    """Sort what moves to its key among the others, whose keys are twice their positions."""
+    """Sort movable instructions by their key among the others, with keys of twice the position."""
     order = np.argsort(np.where(is_movable, sort_key, 2 * np.arange(len(sort_key))), kind="stable")
     return _replace_words(program, program.words[order])
 
 
 def _replace_words(program: Program, words: Words) -> Program:
-    """A program of as long Streams, whose words are these."""
+    """Return the program with other words in Streams of the same lengths."""
     return replace(program, streams=StreamSlices.from_words(words, program.offsets))
 
 
 def group_opposite_transfers(program: Program) -> Program:
-    """Issue a send and the receive that goes the other way as one, where both ranks can.
+    """Join a send and the receive of the opposite direction, if both ranks can.
 
-    Two messages between two ranks, one each way, that stand next to each other in both Streams
-    are joined on both.  No path leads from one to the other except directly, so this makes no
-    cycle that was not there, under any model.
+    Two messages between two ranks, one each way, are joined on both ranks if they are adjacent in
+    both Streams. No path leads from one to the other except directly. So the pass adds no cycle,
+    under any model.
+
+    Args:
+        program: A lowered program.
     """
     graph = Graph.from_program(program, "blocking_serial")
     index, partner = graph.index, graph.partner

@@ -24,20 +24,25 @@ from schedir.passes.update_boundaries import find_joint_ends, has_update_barrier
 _PRODUCERS_BY_SEND = {send: find_producers(INSTRUCTIONS[send].needs[0]) for send in SEND_OPS}
 
 _NO_POSITIONS = np.empty(0, np.int32)
-_MAX_MERGE_SIZE = 2**16  # instructions that are merged at once
+_MAX_MERGE_SIZE = 2**16  # instructions that are merged at once, to limit memory, to limit memory
 
 
 def insert_transfers(program: Program, costs: Costs | None = None) -> Program:
-    """A draft with its transfers, legal under every progress model.
+    """Return a draft with its transfers, legal under every progress model.
 
-    The draft is walked once in order of time at `costs`.  At the moment a value is made, its
-    send is appended to the maker's Stream and its receive to the consumer's.  All Streams then
-    agree with one global order, in which every edge of the dependency graph points forward,
-    even with blocking transfers in a single queue: so there is no cycle.  Where ranks meet at the
-    end of an update, all that it needs comes first in that order.
+    The pass walks the draft once in order of time at `costs`. When a value is produced, its send is
+    appended to the Stream of the producer, and its receive to that of the consumer. So all Streams
+    follow one global order. Every edge of the dependency graph leads forward in it, even with
+    blocking transfers in a single queue. So there is no cycle. If ranks have a collective at the
+    end of an update, everything that the update needs comes first in the order.
 
-    Raises DeadlockError if the draft itself cannot finish, or OrderError if that is due to one rank
-    alone, which is all that can be wrong.
+    Args:
+        program: The draft.
+        costs: The costs that order the messages; unit costs by default.
+
+    Raises:
+        DeadlockError: The draft itself cannot finish.
+        OrderError: The draft cannot finish because of the order of a single rank.
     """
     graph = Graph.from_program(program)
     reached = compute_earliest_times(graph, _compute_ordering_costs(costs or Costs(), program))
@@ -65,16 +70,19 @@ def insert_transfers(program: Program, costs: Costs | None = None) -> Program:
         order[send][index.key[at]] = number
         parts += _make_transfers(index, send, at, number)
     del graph, reached, index
-    program.clear_cache()  # to make room
+    program.clear_cache()  # frees memory for the merge
     return replace(program, streams=_merge_streams(program, parts), message_order=order)
 
 
 class _MergedInstructions(NamedTuple):
-    """Some of what is merged to Streams, rank by rank: instructions, sends or receives.
+    """Instructions, sends or receives that are merged to Streams, sorted by rank.
 
-    Each is made of the instruction at a position, has a number in the global order, and a rank.
-    Of the instruction's word it keeps some bits, and `word_offset` leads from these to its own
-    word.
+    Attributes:
+        positions: The position of the instruction of the draft that each one is made of.
+        order_number: The number of each in the global order.
+        rank: The rank of each.
+        word_mask: The bits of the draft instruction's word that are kept.
+        word_offset: The number that is added to these bits to make the new word.
     """
 
     positions: Positions
@@ -84,7 +92,7 @@ class _MergedInstructions(NamedTuple):
     word_offset: int
 
     def select_range(self, begin: int, end: int | None) -> _MergedInstructions:
-        """Those from one index to before another."""
+        """Return the entries from index `begin` to before `end`."""
         own = slice(begin, end)
         return self._replace(
             positions=self.positions[own], order_number=self.order_number[own], rank=self.rank[own]
@@ -92,7 +100,7 @@ class _MergedInstructions(NamedTuple):
 
 
 def _merge_streams(program: Program, parts: list[_MergedInstructions]) -> StreamSlices:
-    """Streams that have all parts, in the global order."""
+    """Return Streams with all instructions in the global order."""
     size = sum(np.bincount(part.rank, minlength=program.shape.ranks) for part in parts)
     offsets = np.append(0, np.cumsum(size))
     words = np.empty(int(offsets[-1]), np.int64)
@@ -103,8 +111,7 @@ def _merge_streams(program: Program, parts: list[_MergedInstructions]) -> Stream
 def _merge_ranks(
     words: Words, parts: list[_MergedInstructions], first_rank: int, end_rank: int, output: Words
 ) -> None:
-    """Merge all parts for the ranks from `first_rank` to before `end_rank`; of many some at a
-    time."""
+    """Merge the instructions of a range of ranks into `output`, in halves if there are many."""
     if len(output) > _MAX_MERGE_SIZE and end_rank - first_rank > 1:
         half = (first_rank + end_rank) // 2
         cuts = [int(np.searchsorted(part.rank, half)) for part in parts]
@@ -115,18 +122,17 @@ def _merge_ranks(
         return
     keys = [np.asarray(part.rank, np.int64) << 32 | part.order_number for part in parts]
     merged = [(words[part.positions] & part.word_mask) + part.word_offset for part in parts]
-    order = np.argsort(np.concatenate(keys), kind="stable")  # of sorted parts: fast
+    order = np.argsort(np.concatenate(keys), kind="stable")  # fast, because the parts are sorted
     output[:] = np.concatenate(merged)[order]
 
 
 def _number_instructions(
     graph: Graph, earliest_times: EarliestTimes, producer_positions: Positions
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The global order: a number for each instruction, and one for each value that is made, by its
-    maker.
+    """Return the global order: a number for each instruction, and one for each produced value.
 
-    In order of time, of starts and ends.  Of those at one time, the turn of the walk tells what
-    comes first, and else the position.
+    The order is that of times: of the starts of instructions, and of the ends of the producers. At
+    equal times the level of the walk decides, and then the position.
     """
     program = graph.program
     place = np.argsort(producer_positions, kind="stable")
@@ -135,7 +141,7 @@ def _number_instructions(
     turn = 2 * np.concatenate([earliest_times.level, earliest_times.level[producer_positions]])
     turn[len(graph) :] += 1
     keys = [turn.astype(np.uint16) if turn.max(initial=0) < 2**16 else turn, time]  # sorts faster
-    if has_update_barriers(program):  # then how many updates have ended ahead comes before time
+    if has_update_barriers(program):  # the number of ended updates has priority over the time
         ended = np.zeros(len(graph), np.int64)
         for ends, (lo, hi) in zip(
             find_joint_ends(graph).T, pairwise(program.offsets.tolist()), strict=True
@@ -151,11 +157,12 @@ def _number_instructions(
 
 
 def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
-    """The costs that order the messages: around a ring of ranks none is quite free.
+    """Return the costs that order the messages; around a ring of ranks no message is free.
 
-    Messages of one moment that took no time would stand in the order of their ranks.  Along a
-    line that does no harm.  Around a ring each would wait for the one before it, and all again
-    for the first at the next moment; so there they take a trifle, and go as they are needed.
+    Messages of one moment that take no time come in the order of their ranks. Along a line of ranks
+    that does no harm. Around a ring, each message would wait for the one before it, and all for the
+    first one at the next moment. So there a message takes a tiny time, and the order follows the
+    need for messages.
     """
     shape, rows = program.shape, program.shape.replica_ranks.tolist()
     pairs = [pair for row in rows for pair in pairwise(row)]
@@ -165,14 +172,14 @@ def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
         return costs
     each = [costs.for_opcode(op, shape) for op in Opcode]
     least = min(float(cost.min(initial=1.0, where=cost > 0)) for cost in each)
-    trifle = least * 2.0**-30  # no sum of them is a cost
+    trifle = least * 2.0**-30  # so small that a sum of them stays below the smallest cost
     return replace(costs, send=from_grid(np.maximum(each[Opcode.SendAct], trifle)))
 
 
 def _make_transfers(
     index: InstructionIndex, send: Opcode, positions: Positions, number: NDArray[np.int32]
 ) -> Iterator[_MergedInstructions]:
-    """The sends, and the receives, of what crosses ranks of all that is made at some positions."""
+    """Yield the sends and the receives for the values that cross ranks, of some producers."""
     row, shape = INSTRUCTIONS[send], index.program.shape
     assert row.partner is not None and row.peer is not None
     beside = index.program.neighbor_stages(row.peer)
@@ -187,7 +194,7 @@ def _make_transfers(
     )
     crosses = crosses[np.argsort(there[crosses].astype(np.uint16), kind="stable")]
     shift = beside - np.arange(shape.stages)
-    shifts = np.unique(shift[beside >= 0]).tolist()  # one, but of skips of several lengths
+    shifts = np.unique(shift[beside >= 0]).tolist()  # several only for skips of different lengths
     for each in shifts:
         own = (
             crosses if len(shifts) == 1 else crosses[shift[index.stage[positions[crosses]]] == each]

@@ -1,7 +1,7 @@
-"""Insert Unshard and Reshard around the compute of ZeRO-3 stages.
+"""Insert Unshard and Reshard around the compute of stages with ZeRO (arXiv 1910.02054).
 
-ZeRO (arXiv 1910.02054) as instructions: where weights are in parts, at level 3, no more than
-`active` stages of a rank are whole at once; below it all of them are, until their last use.
+At level 3, replicas shard the weights, and no more than `unsharded_stages` stages of a rank are
+unsharded at once. Below level 3, all stages are unsharded until their last use.
 """
 
 from __future__ import annotations
@@ -35,22 +35,26 @@ _OPTION_TYPES: Final = {
 
 
 def insert_unshards(program: Program, options: Options) -> Program:
-    """Unshard and Reshard for each stay of a stage among those that are whole.
+    """Insert an Unshard and a Reshard for each interval in which a stage stays unsharded.
 
-    A stage is let go of right behind the last reader of a stay, and made whole as soon as there is
-    room for it: so the k-th gather of a rank stands behind the Reshard that is `active` before it,
-    and the first ones at the head of the Stream, hidden under the warm-up.  At level 3 the slots
-    of whole weights say so, too: then no more stages than that are whole at once, whatever the
-    timing is.
+    A Reshard comes right after the last reader of an interval. An Unshard comes as soon as a slot
+    is free: the k-th Unshard of a rank comes after the Reshard `unsharded_stages` before it. The
+    first ones are at the start of the Stream, and overlap with the warmup. At level 3 the program
+    also has that number of slots for unsharded weights. So no more stages are unsharded at once,
+    whatever the timing is.
 
-    `active` is how many those are.  By default it is one more than are used at once, so that the
-    next is gathered meanwhile; the largest part of what level 3 can spare is spared.  `ahead` is
-    how many runs of one stage's instructions before its own each is whole, where there is room: by
-    default one, which hides a gather behind a run, and costs few gathers more than none, with
-    which there are the fewest.
+    Args:
+        program: A program with messages.
+        options: The options. In `extra_options`, `unsharded_stages` is the number of unsharded
+            stages at level 3. By default it is one more than are used at once, so that the next one
+            is gathered meanwhile. `unshard_prefetch` is the number of runs by which an Unshard
+            precedes its own run, if slots allow it. The default of 1 overlaps a gather with a run,
+            and costs few more gathers than 0, which has the fewest.
 
-    Raises UsageError for more active stages than a rank has, fewer than are used at once, and
-    where all are whole anyway; ShapeError for what is no such number.
+    Raises:
+        UsageError: One of these options is given, and weights are not sharded.
+        ShapeError: The value of an option has a wrong type or range. `unsharded_stages` is larger
+            than the number of stages of a rank, or smaller than the number of stages used at once.
     """
     said = {
         name: kind.resolve(name, options.extra_options[name], program.shape)
@@ -92,12 +96,12 @@ def insert_unshards(program: Program, options: Options) -> Program:
 
 
 def _has_sharded_weights(program: Program) -> bool:
-    """Whether weights are in parts between their uses, or whole in all of the step."""
+    """Return whether weights are sharded between their uses."""
     return program.zero >= SHARDED_FROM_LEVEL["params"]
 
 
 def _count_unsharded_stages(program: Program, uses: StageRuns, specified: int | None) -> int:
-    """How many stages of a rank are whole at once."""
+    """Return the number of stages of a rank that are unsharded at once."""
     own = [
         len({*stages} - {*range(program.frozen_stages)}) for stages in program.shape.stages_on_rank
     ]
@@ -138,7 +142,11 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 
 
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
-    """What gives the same stays: of `active` the slots, of `ahead` the first that does."""
+    """Return options that give the same unshards and reshards as the program has.
+
+    `unsharded_stages` is the number of slots. `unshard_prefetch` is the first value that reproduces
+    the program.
+    """
     rooms = [
         slots.unsharded_params
         for slots in program.slots
@@ -162,7 +170,7 @@ def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, 
 
 
 def _encode_unshard_order(program: Program) -> bytes:
-    """What uses weights, and makes them whole and parts, in its order."""
+    """Return the order of unshards, reshards and uses of weights as bytes, to compare programs."""
     return program.words[np.isin(program.op, (*_WEIGHT_READING_OPS, *_UNSHARD_OPS))].tobytes()
 
 
@@ -191,6 +199,6 @@ PASSES = (
             "precedes its "
             "use (1), where unsharded_stages allows it; 0 gathers least often",
         },
-        order=20,  # a program with it is not right without
+        order=20,  # in phase "ends", because a program with ZeRO is not complete without it
     ),
 )
