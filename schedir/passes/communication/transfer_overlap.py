@@ -89,9 +89,7 @@ def _find_earliest_positions(
     """
     own, begin = np.arange(len(index)), index.program.offsets[index.rank]
     computes = _find_computes(index)
-    over = (
-        np.searchsorted(computes, own) - 1 - computes_ahead
-    )  # index of the last compute to follow
+    over = np.searchsorted(computes, own) - 1 - computes_ahead  # the last compute not to pass
     last = computes[np.maximum(over, 0)] if len(computes) else own
     floor = np.where((over >= 0) & (last >= begin), last, begin - 1)
     floor = np.maximum(floor, predecessor)

@@ -1,1 +1,1 @@
-"""Passes that offload, recompute and copy values, and that share static buffers."""
+"""Passes that recompute, offload and copy values, and that share static buffers."""

@@ -1,7 +1,10 @@
 """Recompute forwards before their backwards, from saved inputs (activation checkpointing).
 
-Sublinear memory (Chen et al., arXiv 1604.06174) as instructions of a schedule: an R runs as soon as
-its rank has nothing better to do, as while the gradient of its microbatch is on its way.
+A Recompute runs as soon as its rank is idle, for example while the gradient of its microbatch is in
+flight.
+
+References:
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 """
 
 from __future__ import annotations
@@ -42,9 +45,16 @@ _RECOMPUTE_TIMES: Final = ("early", "late")
 
 
 def insert_recomputes(program: Program, options: Options) -> Program:
-    """A draft with R for what the options say, that has none; see `schedir.compile`.
+    """Insert a Recompute for the selected forwards of a draft. See `schedir.compile`.
 
-    Raises UsageError for what says nothing, and for "fit" without a limit.
+    Args:
+        program: A draft.
+        options: The options. `extra_options` has the selection `recompute`, and `recompute_at`
+            ("early", the default, or "late").
+
+    Raises:
+        UsageError: The selection or `recompute_at` is not valid, or the selection is "fit" without
+            sizes and a memory limit.
     """
     which, when = options.extra_options["recompute"], options.extra_options.get("recompute_at")
     if when not in (None, *_RECOMPUTE_TIMES):
@@ -66,8 +76,10 @@ def _find_backwards(program: Program) -> Positions:
 
 
 def _find_candidates(program: Program) -> Words:
-    """The addresses of what can be recomputed: of which something stands between F and backward,
-    and no R is there."""
+    """Return the addresses that can be recomputed.
+
+    They have an instruction between F and the backward, and no R yet.
+    """
     address, op = program.words & ADDRESS_MASK, program.op
     at = _find_backwards(program)
     own = np.isin(op[at - 1], FORWARD_OPS) & (address[at - 1] == address[at])
@@ -84,17 +96,17 @@ def _parse_recompute_time(text: str) -> str:
 
 RECOMPUTE_TYPE: Final = make_selection_type("says what is recomputed")
 RECOMPUTE_AT_TYPE: Final = FieldType("is early or late", _parse_recompute_time, str, metavar="WHEN")
-_MAX_ROUNDS: Final = 4  # of moving R ahead: each makes others wait less
+_MAX_ROUNDS: Final = 4  # rounds that move R earlier; each one gives idle time to others
 
-# ---------------------------------------------------------------- where they stand
+# ---------------------------------------------------------------- placement
 
 
 def _place_recomputes(program: Program, chosen: Words, options: Options) -> Program:
-    """The draft with R for some addresses, each just before its backward, or where it is hidden.
+    """Return the draft with an R for each chosen address, hidden or before its backward.
 
-    It is hidden before a forward that waits, if it fits in there: then it does not make its
-    backward late.  It goes over forwards only.  What is there while they run is there when its own
-    backward runs, too: so no more is held at once.
+    An R is hidden before a forward that waits, if the wait is long enough. Then it does not delay
+    its backward. It moves before forwards only. The values that exist while they run also exist
+    while its own backward runs, so the peak memory does not grow.
     """
     at = _find_backwards(program)
     at = at[np.isin((program.words & ADDRESS_MASK)[at], chosen)]
@@ -118,7 +130,7 @@ def _place_recomputes(program: Program, chosen: Words, options: Options) -> Prog
 def _predict_compute_times(
     draft: Program, options: Options
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """When each compute of a draft starts and ends in the program that is made of it."""
+    """Return the start and the end of each compute of a draft in the lowered program."""
     lowered = options.run_later_passes(draft)
     reached = compute_earliest_times(
         Graph.from_program(lowered, options.progress_model), options.costs
@@ -130,14 +142,14 @@ def _predict_compute_times(
 def _find_earlier_positions(
     program: Program, start: NDArray[np.float64], end: NDArray[np.float64]
 ) -> dict[int, int]:
-    """For R that make a backward late, before which forward each would not; by position."""
+    """Return for each R that delays its backward an earlier forward that would hide it."""
     forward, address = np.isin(program.op, FORWARD_OPS), program.words & ADDRESS_MASK
     begins = {*program.offsets.tolist()}
     found: dict[int, int] = {}
     for at in np.flatnonzero(program.op == RECOMPUTE).tolist():
         takes = (end[at] - start[at]) * (1 - 1e-9)
         if start[at + 1] - end[at] >= takes:
-            continue  # it runs while the gradient is on its way
+            continue  # it runs while the gradient is in flight
         to = at - 1
         while to + 1 not in begins and forward[to] and address[to] != address[at]:
             free = start[to] - (0.0 if to in begins else end[to - 1])
@@ -149,7 +161,7 @@ def _find_earlier_positions(
 
 
 def _move_earlier(program: Program, targets: dict[int, int]) -> Program:
-    """The program with some instructions before others."""
+    """Return the program with some instructions moved before others."""
     key = np.arange(len(program), dtype=float)
     for at, to in targets.items():
         key[at] = to - 0.5
@@ -157,14 +169,15 @@ def _move_earlier(program: Program, targets: dict[int, int]) -> Program:
     return replace(program, streams=StreamSlices.from_words(words, program.offsets))
 
 
-# ---------------------------------------------------------------- as few as fit
+# ---------------------------------------------------------------- selection "fit"
 
 
 def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options) -> Words:
-    """The addresses whose recomputation brings each rank below the limit, by the prediction: along
-    the Stream, wherever too much is held, of what is kept there that which spares most.
+    """Return the addresses to recompute so that each rank stays below the memory limit.
 
-    Where all stages keep equally much that is what is kept longest, and no smaller number would do.
+    Memory is the prediction of `compute_footprints`. Along the Stream, wherever a rank exceeds the
+    limit, the address that saves most is chosen. If all stages save equally much, that is the one
+    that is kept longest, and no smaller number would suffice.
     """
     if options.memory_limit is None or options.sizes is None:
         raise UsageError(
@@ -189,11 +202,11 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
 
 
 def _place_with_offload(program: Program, candidates: Words, options: Options) -> Program:
-    """The draft with R where both may bring ranks below the limit: what then runs again, and what
-    is offloaded beside, is that with which the step is shortest by simulation.
+    """Return the draft with R where both recomputation and offload can reduce memory.
 
-    Tried are none; as few as would fit alone, or some of these, evenly apart; and from the best of
-    these on each stage alike.  A choice that costs nothing ends it.
+    The choice is the one with the shortest simulated step. Candidates are no R; as many as would
+    fit without offload, or a half or a quarter of these, evenly spaced; and then, from the best of
+    these, all or none of each stage. The search stops at a choice that costs no time.
     """
     alone = replace(
         options,
@@ -233,7 +246,7 @@ def _place_with_offload(program: Program, candidates: Words, options: Options) -
 
 
 def _evaluate_draft(program: Program, options: Options) -> tuple[float, float]:
-    """By how many bytes what becomes of a draft is above the limit, and how long it takes."""
+    """Return the bytes above the memory limit after lowering, and the predicted time."""
     assert options.sizes is not None and options.memory_limit is not None
     lowered = options.run_later_passes(program)
     most = max(
@@ -245,8 +258,7 @@ def _evaluate_draft(program: Program, options: Options) -> tuple[float, float]:
 def _choose_for_rank(
     program: Program, rank: int, footprint: Footprint, candidates: Words, sizes: Sizes, limit: float
 ) -> Words:
-    """Of the addresses that are free, those that bring a rank below the limit; as far as they do,
-    where even all of them do not."""
+    """Return free addresses that bring a rank below the limit, or as close to it as possible."""
     excess = footprint.total_bytes - limit
     if excess.max(initial=0.0) <= 0:
         return candidates[:0]
@@ -281,7 +293,7 @@ def _choose_for_rank(
 
 
 def _find_positions(address: Words, mask: NDArray[np.bool_], targets: Words) -> Positions:
-    """Where in a Stream those of a kind stand that have some addresses; -1 for none."""
+    """Return the index of the masked instruction of each address, or -1."""
     at = np.flatnonzero(mask)
     order = at[np.argsort(address[at], kind="stable")]
     found = np.searchsorted(address[order], targets)
@@ -297,7 +309,7 @@ def _find_positions(address: Words, mask: NDArray[np.bool_], targets: Words) -> 
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    """Who is run again has a backward."""
+    """Yield the expected R: each needs a backward of the same address."""
     back = np.logical_or.reduce([present(op) for op in BACKWARD_OPS])
     yield ExpectedInstructions(
         RECOMPUTE, present(RECOMPUTE) & back, "there is no backward that it is for"

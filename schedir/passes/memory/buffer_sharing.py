@@ -1,6 +1,6 @@
 """Choose the number of static buffers of each rank for received and sent values.
 
-A pass like others, and the last: it changes no Stream, only `Program.slots`.
+This pass is the last one. It changes no Stream, only `Program.slots`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from schedir.passes.pass_types import BufferSharing, Options, Pass
 from schedir.retired_names import get_rename_hint
 
 DEFAULT_MESSAGE_COST: Final = (
-    0.5  # of a forward: what a message takes where costs say that it takes no time
+    0.5  # forwards; the assumed time of a message if the costs make messages free
 )
-_SEARCH_DIVISIONS = 16  # how finely ranks and kinds are divided to try fewer on each part
+_SEARCH_DIVISIONS = 16  # the search reduces slots in parts of at least 1/16 of ranks and kinds
 
 
 def share_slots(
@@ -46,24 +46,32 @@ def share_slots(
     costs: Costs | None = None,
     progress_model: ProgressModel = "per_device",
 ) -> Program:
-    """A lowered program with a number of slots for each rank and kind.
+    """Return a lowered program with a number of slots for each rank and kind.
 
-    "minimal" is the most values that overlap along the Stream: with less, a Stream could not be
-    run in its order.  A program that is legal under `blocking_serial` stays legal under every
-    model: a fill waits only for what stands before it in its own Stream, which under
-    `blocking_serial` it does anyway.  Other programs must be checked again.
+    "minimal" uses the largest number of values that overlap along the Stream, which is the smallest
+    possible. A program that is legal under `blocking_serial` then stays legal under every model. A
+    fill waits only for an earlier instruction of its own Stream, and under `blocking_serial` it
+    does so anyway. Other programs must be checked again.
 
-    "latency_preserving" is the fewest with which the predicted time at `costs` under
-    `progress_model` stays what it is with a slot for each value.  Of each rank and kind it is a
-    proven minimum where all those minima together keep the time; else it is as few as trying has
-    found.
+    "latency_preserving" uses the fewest slots that keep the predicted time of one slot per value.
+    If the proven minima of all ranks and kinds together keep the time, the result is this minimum.
+    Otherwise a search reduces the numbers.
 
-    Where it is said already how many there are of what crosses no boundary, as of whole weights,
-    that stays.
+    Specified numbers of slots for values that cross no boundary, such as unsharded weights, stay
+    unchanged.
 
-    Costs at which messages are free, as unit costs are, say nothing of slots: one would be empty
-    as soon as it is full, and whoever fills it next would in fact wait for the message.  There it
-    is enough for messages, too, that take half a forward.
+    With costs at which messages are free, such as unit costs, a slot would be empty as soon as it
+    is full. But the next fill would in fact wait for the message. So the numbers must then also
+    keep the time if a message takes half a forward.
+
+    Args:
+        program: A lowered program.
+        buffer_sharing: "minimal" or "latency_preserving".
+        costs: The costs of instructions, for "latency_preserving"; unit costs by default.
+        progress_model: The progress model of the transport, for "latency_preserving".
+
+    Raises:
+        UsageError: `buffer_sharing` has another value.
     """
     if buffer_sharing not in ("minimal", "latency_preserving"):
         raise UsageError(
@@ -88,11 +96,13 @@ def share_slots(
 def _find_sufficient_slots(
     program: Program, graph: Graph, costs: Costs, min_slots: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The fewest from `min_slots` on that keep the time, at some costs, of a program without
-    slots."""
+    """Return the fewest slots, at least `min_slots`, that keep the predicted time at some costs.
+
+    The program must not share slots.
+    """
     reached = compute_earliest_times(graph, costs)
     if not reached.is_done.all():
-        return min_slots  # there is no time to keep; `check` says why
+        return min_slots  # the program hangs, and `check` raises the error
     span = float(reached.end.max(initial=0.0)) * (1 + 1e-9)
 
     def keeps(slots: NDArray[np.int64]) -> bool:
@@ -117,7 +127,16 @@ def reduce_slots(
     min_slots: NDArray[np.int64],
     keeps_time: Callable[[NDArray[np.int64]], bool],
 ) -> NDArray[np.int64]:
-    """Numbers of slots that keep the time, of which as large parts as do so are made the least."""
+    """Return reduced numbers of slots that keep the time.
+
+    The search sets parts of the numbers to their minimum, and divides a part that does not keep the
+    time.
+
+    Args:
+        best: Numbers of slots that keep the time, of any shape.
+        min_slots: The smallest possible numbers, of the same shape.
+        keeps_time: Returns whether numbers of slots keep the time.
+    """
     parts = [np.flatnonzero(best > min_slots)]
     smallest = max(1, best.size // _SEARCH_DIVISIONS)
     while parts:
@@ -132,8 +151,10 @@ def reduce_slots(
 
 
 def _set_slot_counts(program: Program, slot_counts: NDArray[np.int64]) -> Program:
-    """The program with a number of slots of each rank and kind, unsaid for kinds it has not.  What
-    it says itself stays."""
+    """Return the program with a number of slots of each rank and kind.
+
+    Kinds that the program does not have stay unspecified. Numbers that the program specifies stay.
+    """
     chosen = np.array([program.has_static_buffers(kind) for kind in SLOT_VALUES])
     there = (slot_counts > 0).any(0) & chosen | np.isin(SLOT_VALUES, NEIGHBOR_VALUES)
     said = _read_slot_counts(program)
@@ -146,14 +167,19 @@ def _set_slot_counts(program: Program, slot_counts: NDArray[np.int64]) -> Progra
 
 
 def _read_slot_counts(program: Program) -> NDArray[np.int64]:
-    """How many slots a program says, shape (ranks, kinds); OWN for those unsaid."""
+    """Return the specified numbers of slots, shape (ranks, kinds), or UNSHARED_SLOTS."""
     unsaid = [SlotCounts.unspecified()] * program.shape.ranks
     return np.array(program.slots or unsaid, np.int64)[:, : len(SLOT_VALUES)]
 
 
 def remove_slot_sharing(program: Program) -> Program:
-    """The program with a slot for each value that crosses a boundary; what it says of others
-    stays."""
+    """Return the program with a slot for each value that crosses a boundary.
+
+    The numbers of other slots stay.
+
+    Args:
+        program: The program.
+    """
     own = dict.fromkeys((kind.name.lower() for kind in BOUNDARY_VALUES), UNSHARED_SLOTS)
     told = [slots._replace(**own) for slots in program.slots]
     return program.with_slots(told if any(slots.specified() for slots in told) else ())
@@ -162,11 +188,11 @@ def remove_slot_sharing(program: Program) -> Program:
 def _count_overlaps(
     program: Program, start: Times, end: Times, *, lower_bound: bool
 ) -> NDArray[np.int64]:
-    """How many slots of each rank and kind let every fill start and every free end when told.
+    """Return the number of slots with which every fill and free happens at given times.
 
-    The k-th fill takes what the (k-c)-th free leaves, so that one must end before this one
-    starts.  Those need not come in the order of their numbers: with `lower_bound` the answer is a
-    bound from below, else from above.
+    The k-th fill uses the slot of the (k-c)-th free, so that free must end before this fill starts.
+    The times need not be in the order of these numbers. With `lower_bound` the result is a lower
+    bound, and otherwise an upper bound.
     """
     counts = np.zeros((program.shape.ranks, len(SLOT_VALUES)), np.int64)
     for column, kind in enumerate(SLOT_VALUES):

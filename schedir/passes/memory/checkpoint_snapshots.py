@@ -1,7 +1,10 @@
-"""Insert copies of what a step changes, so that a checkpoint is written beside the step.
+"""Insert copies of the state of each stage, so that a checkpoint is written during the step.
 
-CheckFreq (Mohan et al., FAST 2021, section 4.1) calls the two halves of a checkpoint snapshot and
-persist; here the first is an instruction, and the step is what waits for it.
+CheckFreq calls the two halves of a checkpoint snapshot and persist. Here the snapshot is an
+instruction, and the optimizer step waits for it.
+
+References:
+    Mohan et al., "CheckFreq", FAST 2021, section 4.1.
 """
 
 from __future__ import annotations
@@ -19,11 +22,17 @@ from schedir.passes.pass_types import ExpectedInstructions, Mask, Pass, Presence
 
 
 def insert_snapshots(program: Program) -> Program:
-    """Begin each Stream with the snapshots of its rank's trained stages.
+    """Insert the snapshots of a rank's trained stages at the start of its Stream.
 
-    A copy is under way while forwards and backwards run, for the step alone waits for it.  Of
-    several holders of a stage the first has it, whose weights are the others'.  What is frozen does
-    not change: it needs none.  Raises ShapeError for a program that does not train.
+    A copy runs during forwards and backwards, because only the optimizer step waits for it. If a
+    stage has several stage replicas, only the first one has a snapshot, because all have the same
+    weights. Frozen stages do not change, so they have none.
+
+    Args:
+        program: The program.
+
+    Raises:
+        ShapeError: The program does not train.
     """
     if not program.has_backward:
         raise ShapeError(
@@ -39,7 +48,7 @@ def insert_snapshots(program: Program) -> Program:
 
 
 def _mask_first_replicas(program: Program) -> Mask:
-    """Whose stages have a snapshot: a mask over the holders of stages."""
+    """Return a mask over the stage replicas that have a snapshot."""
     shape = program.shape
     once = np.zeros(shape.replica_ranks.shape, bool)
     once[0, program.frozen_stages :] = program.checkpoint_snapshots and program.has_backward
@@ -47,7 +56,7 @@ def _mask_first_replicas(program: Program) -> Mask:
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    once = np.zeros(len(present(Opcode.Snapshot)), bool)  # of update 0 alone: once in a step
+    once = np.zeros(len(present(Opcode.Snapshot)), bool)  # a step has snapshots in update 0 only
     once[: program.shape.replica_ranks.size] = _mask_first_replicas(program)
     yield ExpectedInstructions(
         Opcode.Snapshot,
@@ -68,6 +77,6 @@ PASSES: Final = (
             program.checkpoint_snapshots and Opcode.Snapshot not in program.used_opcodes
         ),
         _list_expected,
-        order=30,  # so they come before all else, also before gathers of weights
+        order=30,  # inserted last, so that snapshots come first, even before unshards
     ),
 )

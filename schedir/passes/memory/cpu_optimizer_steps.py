@@ -1,9 +1,11 @@
 """ZeRO-Offload: copy gradients to the host, step there, and copy the new weights back.
 
-ZeRO-Offload (arXiv 2101.06840, section 4) divides training so: forwards and backwards are the
-device's, the optimizer's state and its step the host's.  Here the part that is stepped at once is a
-stage's.  Of several updates the host steps one while the next is computed, on older weights
-(section 5.2, there called delayed parameter update).
+Forwards and backwards run on the device. The optimizer state and its step are on the host. A step
+covers one stage at a time. With several updates, the host steps one update while the device
+computes the next one on older weights (section 5.2 of the paper, delayed parameter update).
+
+References:
+    ZeRO-Offload, arXiv 2101.06840, section 4.
 """
 
 from __future__ import annotations
@@ -34,20 +36,23 @@ _RANK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.RA
 
 
 def insert_host_steps(program: Program) -> Program:
-    """Copy each trained stage's gradient to the host, and end each update of each rank with a step
-    there of each, and a copy of its weights back.
+    """Insert the copies of gradients, the steps on the host, and the copies of weights.
 
-    A gradient goes right behind its reduction, beside the backwards of other stages, where nobody
-    else adds to it; else at the end of the update, where the host waits for the sum anyway.  Stages
-    are stepped in the order in which their gradients are there.  Of several updates each lets go of
-    the rank's gradients before the host steps, so that the next may add to them.
+    Each trained stage has one of each in every update. A gradient is copied right after its
+    reduction, during backwards of other stages, if no other instruction adds to it. Otherwise it is
+    copied at the end of the update, where the host waits for the sum anyway. Stages are stepped in
+    the order in which their gradients are ready. With several updates, the rank releases its
+    gradients before the steps, so that the next update can add to them.
+
+    Args:
+        program: A program with gradient reductions.
     """
     shape, index = program.shape, InstructionIndex.from_program(program)
     given = index.find_all_positions(find_possible_givers(Opcode.OffloadGrads, Value.GRAD))
     latest = np.full(shape.replica_ranks.size * shape.optimizer_steps, NO_POSITION)
     time = (
         None if shape.optimizer_steps > 1 else np.zeros(len(given), np.int64)
-    )  # turns are of one update
+    )  # programs with occurrences have one update
     np.maximum.at(latest, index.compute_keys(Scope.STAGE, given, time), given)
     last = latest.reshape(shape.optimizer_steps, *shape.replica_ranks.shape)
     tied = [s for stages in program.trained_ties for s in stages]
@@ -73,34 +78,37 @@ def insert_host_steps(program: Program) -> Program:
 
 
 def delay_host_steps(program: Program) -> Program:
-    """Let each step that ends an update stand ahead of the first that asks for it, with the copies
-    of weights that it waits for.
+    """Move each optimizer step and its copies of weights before the first use.
 
-    Until then the host steps, and the rank computes the next update on weights that it has.  Who
-    asks for it is a forward on its weights, a gradient that goes where that of its update was, or
-    what ends the next update.
+    Until then the host steps, and the rank computes the next update with the weights that it has.
+    The first use is a forward with the new weights, a gradient copy that reuses the buffer, or the
+    end of the next update.
+
+    Args:
+        program: A program with several updates and steps on the host.
     """
     index, n = InstructionIndex.from_program(program), len(program)
-    first = np.full(n, n)  # that asks for each instruction
+    first = np.full(n, n)  # the first instruction that needs each instruction
     for giver in Dataflow.from_program(program).givers:
         needer = np.flatnonzero(
             (giver != NO_POSITION) & (giver < np.arange(n))
-        )  # else it is refused
+        )  # `check` refuses other orders
         np.minimum.at(first, giver[needer], needer)
     end = (
         index.rank.astype(np.int64) * program.shape.optimizer_steps + index.mb
-    )  # of what ends updates
+    )  # the rank and update that an instruction at the end of an update belongs to
     ends, steps = (index.find_all_positions(ops) for ops in (_RANK_OPS, OPTIMIZER_STEP_OPS))
     ahead = np.full(program.shape.ranks * program.shape.optimizer_steps + 1, n)
-    np.minimum.at(ahead, end[ends] - 1, ends)  # who ends the next update
+    np.minimum.at(ahead, end[ends] - 1, ends)  # the first instruction that ends the next update
     ahead[program.shape.optimizer_steps - 1 :: program.shape.optimizer_steps] = (
-        n  # which the last has not
+        n  # the last update has no next one
     )
     np.minimum.at(ahead, end[steps], first[steps])
-    whole = np.append(np.maximum.accumulate(np.where(index.joined, 0, np.arange(n))), n)
+    group_start = np.append(np.maximum.accumulate(np.where(index.joined, 0, np.arange(n))), n)
     moves = index.find_all_positions((Opcode.ReloadWeights, *OPTIMIZER_STEP_OPS))
     place = 2 * np.arange(n)
-    place[moves] = np.where(ahead[end[moves]] < n, 2 * whole[ahead[end[moves]]] - 1, place[moves])
+    target = group_start[ahead[end[moves]]]
+    place[moves] = np.where(ahead[end[moves]] < n, 2 * target - 1, place[moves])
     order = np.argsort(place, kind="stable")
     return replace(program, streams=StreamSlices.from_words(program.words[order], program.offsets))
 

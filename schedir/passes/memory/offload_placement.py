@@ -1,4 +1,4 @@
-"""Choose where offload and reload instructions stand, and how many buffers they need."""
+"""Choose the positions of offload and reload instructions, and their number of buffers."""
 
 from __future__ import annotations
 
@@ -43,17 +43,22 @@ from schedir.passes.selection import split_addresses
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Positions = NDArray[np.intp]
-_MAX_LEADS: Final = 4  # how often what comes back too late is tried earlier
+_MAX_LEADS: Final = 4  # how many earlier positions are tried for reloads that end too late
 
 
 class OffloadRoundTrip(NamedTuple):
-    """There and back: the two instructions that move a value to another tier, and back."""
+    """The two opcodes that move a value to another tier and back.
+
+    Attributes:
+        offload_op: The opcode that moves the value away.
+        reload_op: The opcode that moves it back.
+    """
 
     offload_op: Opcode
     reload_op: Opcode
 
 
-_MOVE_OPS: Final = {  # of what a forward saved, by from where to where
+_MOVE_OPS: Final = {  # opcodes that move saved activations, by the tiers from and to
     (change.before, change.after): row.op
     for row in INSTRUCTIONS for change in row.changes
     if change.value is Value.SAVED and change.before in TIERS
@@ -63,7 +68,12 @@ DISK_TRIP: Final = OffloadRoundTrip(_MOVE_OPS["host", "disk"], _MOVE_OPS["disk",
 
 
 def fill_move_costs(program: Program, options: Options) -> Options:
-    """The options with costs at which moving takes time: if they say none, half a forward."""
+    """Return the options with costs of half a forward for moves that are free.
+
+    Args:
+        program: The program.
+        options: The options of the lowering.
+    """
     costs = options.costs or Costs()
     usual = DEFAULT_MESSAGE_COST * float(costs.for_opcode(FORWARD, program.shape).mean())
     free = {
@@ -75,7 +85,13 @@ def fill_move_costs(program: Program, options: Options) -> Options:
 
 
 class ForwardLifetimes(NamedTuple):
-    """Where forwards stand, and the first who uses what each saved, of each of some addresses."""
+    """The producer and the first user of the saved activations of each address.
+
+    Attributes:
+        address: The addresses, shape (k,).
+        producer: The position of the instruction that produces the activations.
+        first_user: The position of the first instruction on the compute lane that uses them.
+    """
 
     address: Words
     producer: Positions
@@ -83,7 +99,11 @@ class ForwardLifetimes(NamedTuple):
 
 
 def find_lifetimes(program: Program) -> ForwardLifetimes:
-    """Of all that is saved and used again, where it is made and first used on the compute lane."""
+    """Return the producer and the first user of all saved activations.
+
+    Args:
+        program: The program.
+    """
     own = Dataflow.from_program(program).find_lifetimes(Value.SAVED)
     address = program.words & ADDRESS_MASK
     made = own.filled_at.astype(np.intp)
@@ -98,17 +118,35 @@ def find_lifetimes(program: Program) -> ForwardLifetimes:
 
 
 def compute_move_costs(program: Program, op: Opcode, addresses: Words, options: Options) -> Floats:
+    """Return the cost of a move for each address.
+
+    Args:
+        program: The program.
+        op: The opcode of the move.
+        addresses: The addresses, shape (k,).
+        options: The options of the lowering, with costs.
+
+    Returns:
+        Costs of shape (k,).
+    """
     assert options.costs is not None
     table = options.costs.for_opcode(op, program.shape)
     stage, mb = split_addresses(addresses)
     return np.asarray(table[stage, mb if table.shape[1] > 1 else 0])
 
 
-# ---------------------------------------------------------------- where they stand
+# ---------------------------------------------------------------- placement
 
 
 def place_offloads(program: Program, offloaded: Words, spilled: Words, options: Options) -> Program:
-    """The program with what moves some addresses to the host, and some of these to the disk."""
+    """Return the program with the offloads and reloads of some addresses.
+
+    Args:
+        program: The program.
+        offloaded: The addresses that move to the host.
+        spilled: The addresses among these that move on to the disk.
+        options: The options of the lowering, with costs.
+    """
     if not len(offloaded):
         return program
     own = find_lifetimes(program)
@@ -137,10 +175,10 @@ def _insert_round_trip(
     options: Options,
     reloads: ForwardLifetimes | None = None,
 ) -> Program:
-    """The program with what moves values away behind some positions, and back before others.
+    """Insert instructions that move values away after some positions, and back before others.
 
-    Where these others are moves themselves, `reloads` has all of them, and who uses what they
-    bring: they need not begin before that asks for it.
+    If the users are reloads themselves, `reloads` has all of them with the users of their values.
+    Then a move back need not end before its reload must start.
     """
     order = np.argsort(users, kind="stable")
     producers, users = producers[order], users[order]
@@ -156,7 +194,7 @@ def _insert_round_trip(
         return insert_at_positions(program, at, ranks, np.concatenate(words))
 
     def times(found: Program) -> tuple[Floats, Floats, Program]:
-        """When what was there before starts and ends."""
+        """Return the start and the end of the instructions that existed before."""
         reached = compute_earliest_times(
             Graph.from_program(found, options.progress_model), options.costs
         )
@@ -164,8 +202,11 @@ def _insert_round_trip(
         return reached.start[old], reached.end[old], found
 
     def as_late_as(start: Floats, end: Floats, lead: int) -> Program:
-        """In front of what is computed when it must begin, to end at these times, or earlier by so
-        many times what moving takes."""
+        """Return the program with reloads as late as possible.
+
+        A reload comes before the compute that runs when the reload must start, so that it ends at
+        the start of its user. `lead` moves it earlier by that many times its own duration.
+        """
         if reloads is not None:
             takes = compute_move_costs(program, HOST_TRIP.reload_op, reloads.address, options)
             start = start.copy()
@@ -183,8 +224,9 @@ def _insert_round_trip(
         place = groups[np.searchsorted(groups, place, side="right") - 1]
         return back_at(np.maximum.accumulate(np.clip(place, leaves, needed)))
 
-    # The times of uses are those where moving takes its time; or, where moves wait for each other,
-    # those without it.  Where neither does, they come back as they are asked for.
+    # Try the times of users with reloads right before them, and the times without any moves. The
+    # latter help if moves wait for each other. If no try keeps the time, reloads stay right before
+    # their users.
     last, ideal = times(back_at(needed)), times(program)
     best, least = last[2], float(last[1].max(initial=0.0)) * (1 + 1e-9)
     for lead, (start, end, _) in product(range(_MAX_LEADS), (last, ideal)):
@@ -199,8 +241,10 @@ def _find_ranks(program: Program, positions: Positions) -> Positions:
 
 
 def _compute_latest_starts(start: Floats, durations: Floats, rank: Positions) -> Floats:
-    """When each of some moves, in order on the lane of their rank, may start at the latest to end
-    by the start of what they are for."""
+    """Return the latest start of each move so that it ends by the start of its user.
+
+    The moves of a rank run one after the other on its lane.
+    """
     found = np.empty(len(start))
     for one in np.unique(rank).tolist():
         here = rank == one
@@ -210,14 +254,20 @@ def _compute_latest_starts(start: Floats, durations: Floats, rank: Positions) ->
     return found
 
 
-# ---------------------------------------------------------------- how many are there at once
+# ---------------------------------------------------------------- number of slots
 
 Tier = Literal["device", "host"]
 _SLOT_FIELDS: Final[dict[Tier, str]] = {"device": "saved", "host": "host"}
 
 
 class SlotRange(NamedTuple):
-    """On a tier, the fewest slots that each rank can have, and the most that are of any use."""
+    """The possible numbers of slots of each rank on a tier.
+
+    Attributes:
+        tier: The tier.
+        min_slots: The smallest possible numbers, shape (ranks,).
+        max_slots: The largest useful numbers, shape (ranks,).
+    """
 
     tier: Tier
     min_slots: Counts
@@ -225,7 +275,12 @@ class SlotRange(NamedTuple):
 
     @classmethod
     def from_program(cls, program: Program, tier: Tier) -> SlotRange:
-        """The room that a program can have, without any said of it."""
+        """Return the possible numbers of slots of a program that does not specify them.
+
+        Args:
+            program: The program.
+            tier: The tier.
+        """
         if tier == "host":
             own = find_host_values(program)
             return cls(
@@ -237,7 +292,12 @@ class SlotRange(NamedTuple):
         return cls(tier, least, count_slots(program)[:, SLOT_KINDS.index(Value.SAVED)])
 
     def set_slots(self, program: Program, slots: Counts) -> Program:
-        """The program with so many slots."""
+        """Return the program with these numbers of slots.
+
+        Args:
+            program: The program.
+            slots: The numbers, shape (ranks,).
+        """
         told = program.slots or [SlotCounts.unspecified()] * program.shape.ranks
         return program.with_slots(
             [own._replace(**{_SLOT_FIELDS[self.tier]: n})
@@ -247,14 +307,23 @@ class SlotRange(NamedTuple):
     def find_max_within_limit(
         self, program: Program, options: Options, limit: float | None
     ) -> Counts:
-        """The most of each rank with which it holds no more than a limit; the fewest where nothing
-        helps."""
+        """Return the largest numbers of slots with which each rank stays within a memory limit.
+
+        Args:
+            program: The program.
+            options: The options of the lowering.
+            limit: The limit in bytes; None for no limit.
+
+        Returns:
+            Numbers of shape (ranks,); the smallest possible for a rank that exceeds the limit
+            anyway.
+        """
         if limit is None or options.sizes is None:
             return self.max_slots
         low, high = (
             self.min_slots,
             self.max_slots + 1,
-        )  # of which the first is taken, whether it helps
+        )  # `min_slots` is the result even if it exceeds the limit
         while (high - low > 1).any():
             middle = (low + high) // 2
             holds = compute_peak_memory(self.set_slots(program, middle), options, self.tier)
@@ -266,7 +335,13 @@ class SlotRange(NamedTuple):
     def find_sufficient_slots(
         self, program: Program, options: Options, max_slots: Counts
     ) -> Counts:
-        """The fewest that keep the predicted time with the most."""
+        """Return the smallest numbers of slots that keep the predicted time of the largest.
+
+        Args:
+            program: The program.
+            options: The options of the lowering.
+            max_slots: The largest numbers, shape (ranks,).
+        """
         least = self.min_slots
         span = predict_span(self.set_slots(program, max_slots), options) * (1 + 1e-9)
 
@@ -274,7 +349,7 @@ class SlotRange(NamedTuple):
             return predict_span(self.set_slots(program, number), options) <= span
 
         low, high = -1, int((max_slots - least).max(initial=0))
-        while high - low > 1:  # as many more than the fewest on all ranks
+        while high - low > 1:  # a binary search for an increment that is equal on all ranks
             middle = (low + high) // 2
             kept = keeps(np.minimum(least + middle, max_slots))
             low, high = (low, middle) if kept else (middle, high)
@@ -282,8 +357,15 @@ class SlotRange(NamedTuple):
 
 
 def compute_peak_memory(program: Program, options: Options, tier: Tier) -> Floats:
-    """The most that each rank holds on a tier, whatever takes how long, in what becomes of a
-    program."""
+    """Return the peak memory of each rank on a tier after lowering, in bytes.
+
+    It is the worst case over all durations of instructions.
+
+    Args:
+        program: The program.
+        options: The options of the lowering, with sizes.
+        tier: The tier.
+    """
     assert options.sizes is not None
     lowered = options.run_later_passes(program)
     return np.array(
@@ -295,6 +377,11 @@ def compute_peak_memory(program: Program, options: Options, tier: Tier) -> Float
 
 
 def predict_span(program: Program, options: Options) -> float:
-    """The predicted time."""
+    """Return the predicted time of a program.
+
+    Args:
+        program: The program.
+        options: The options of the lowering.
+    """
     end = compute_earliest_times(Graph(program, options.progress_model), options.costs).end
     return float(end.max(initial=0.0))

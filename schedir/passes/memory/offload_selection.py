@@ -1,7 +1,10 @@
 """Offload saved activations to the host or its disk, and reload them before their use.
 
-PipeOffload (arXiv 2503.01328) as instructions: of two copies a microbatch, one each way, that run
-beside what is computed, as long as moving takes no longer than computing.
+A microbatch needs two copies, one each way. They run during compute if a move takes no longer than
+the compute.
+
+References:
+    PipeOffload, arXiv 2503.01328.
 """
 
 from __future__ import annotations
@@ -48,53 +51,67 @@ from schedir.passes.selection import (
 
 Floats = NDArray[np.float64]
 Positions = NDArray[np.intp]
-MAX_LISTED: Final = 4  # of what is named for nothing
-_TRIED_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what need not move, that is tried as well
+MAX_LISTED: Final = 4  # addresses without effect that a warning lists
+_TRIED_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the values that need not move
 
 
 class ImportedSelection(tuple[tuple[int, int], ...]):
-    """Pairs that a program moves, named by nobody: of another one some may have no use."""
+    """The pairs of (stage, microbatch) that a program moves, read from the program.
+
+    In another program some of them may have no effect. As the user did not list them, that causes
+    no warning.
+    """
 
     __slots__ = ()
 
 
 def insert_offloads(program: Program, options: Options) -> Program:
-    """Offload and Reload, and of some of these OffloadToDisk and ReloadFromDisk, for what the
-    options say.
+    """Insert offloads and reloads for the selected forwards, to the host and on to the disk.
 
-    Each Offload stands right behind its forward: the copy begins as soon as the lane is free.  Each
-    Reload stands where it must be issued so that, by the prediction, it ends just before its value
-    is used, in the order of these uses: as late as that costs nothing.  That no more comes back
-    earlier is said by the slots of what is saved: a Reload, and a forward, wait for one.  There are
-    the fewest with which the predicted time is as long as without any; where costs say that moving
-    is free, at moves of half a forward.  With a limit there are no more than it has room for,
-    whatever takes how long.  Of the host's slots the same holds, for its limit,
-    and with OffloadToDisk and
-    ReloadFromDisk, which go on to the disk from there and come back.
+    An Offload comes right after its forward, so the copy starts as soon as its lane is free. A
+    Reload comes as late as possible: by the prediction it ends just before its value is used.
+    Reloads have the order of these uses. The slots of saved activations prevent earlier reloads,
+    because a Reload and a forward wait for a slot. The pass chooses the fewest slots that keep the
+    predicted time. If the costs make moves free, it assumes half a forward for each move. With a
+    memory limit, it chooses no more slots than fit, for all durations of instructions. With
+    OffloadToDisk and ReloadFromDisk, or a limit on the host, it chooses the slots of the host
+    likewise.
 
-    What nothing is computed between its forward and its use is not offloaded; nor is, but where it
-    is named, what is used before it could have gone and come back.  "half" is every other
-    microbatch of each stage: by 2503.01328 all moves are hidden while moving a microbatch's takes
-    no longer than computing it (k <= 1), and those of half of them up to twice as long (k <= 2).
+    A value is not offloaded if no compute runs between its forward and its use. A keyword or a
+    function also skips a value that could not go and come back before its use. "half" is every
+    other microbatch of each stage. By the paper, all moves are hidden while the moves of a
+    microbatch take no longer than its compute (k <= 1). Moves of one half are hidden up to twice
+    that time (k <= 2).
 
-    "fit" takes of each rank that holds too much what lives longest first, as 2503.01328 does, and
-    of what lives equally long what lies evenly apart: the fewest with which it holds no more than
-    the limit, or, of some larger shares of the rest, the one with which the step is shortest.  Of
-    what is spilled that is on the host longest.
+    "fit" selects on each rank that exceeds the limit the values with the longest time until their
+    use, as in the paper. Values with equal times are selected evenly spaced. It selects the fewest
+    values that keep the limit, or a larger share of the rest if that makes the step shorter. For
+    the disk, it selects the values that are on the host longest.
 
-    Raises UsageError for what says nothing, for stages that save nothing, and for "fit" without a
-    limit; ShapeError for a program that does not train.
+    Args:
+        program: A program with messages.
+        options: The options. `extra_options` has the selections `offload` and `offload_to_disk`,
+            and `host_memory_limit` in bytes.
 
-    >>> from schedir import Costs, PipelineShape, Sizes, compile, schedules, simulate
-    >>> costs, sizes = Costs(F=1, B=2, offload=1, reload=1), Sizes(saved=10)
-    >>> runs = [
-    ...     simulate(compile(schedules.gpipe, PipelineShape(2, 8), costs=costs, **how), costs,
-    ...     sizes=sizes)
-    ...     for how in ({}, {"offload": "all"}, {"offload": "fit", "memory_limit": 60,
-    ...         "sizes": sizes})
-    ... ]
-    >>> [(run.span, float(run.peak_memory.max())) for run in runs]
-    [(27.0, 80.0), (27.0, 30.0), (27.0, 60.0)]
+    Raises:
+        UsageError: A selection is not valid or lists a frozen stage, "fit" has no sizes or no
+            limit, or `offload_to_disk` is given without `offload`.
+        ShapeError: The program does not train.
+
+    References:
+        PipeOffload, arXiv 2503.01328.
+
+    Example:
+        >>> from schedir import Costs, PipelineShape, Sizes, compile, schedules, simulate
+        >>> costs, sizes = Costs(F=1, B=2, offload=1, reload=1), Sizes(saved=10)
+        >>> runs = [
+        ...     simulate(compile(schedules.gpipe, PipelineShape(2, 8), costs=costs, **how), costs,
+        ...     sizes=sizes)
+        ...     for how in ({}, {"offload": "all"}, {"offload": "fit", "memory_limit": 60,
+        ...         "sizes": sizes})
+        ... ]
+        >>> [(run.span, float(run.peak_memory.max())) for run in runs]
+        [(27.0, 80.0), (27.0, 30.0), (27.0, 60.0)]
     """
     if not program.has_backward:
         raise ShapeError(
@@ -113,7 +130,7 @@ def insert_offloads(program: Program, options: Options) -> Program:
     if not compute_earliest_times(
         Graph.from_program(program, options.progress_model), options.costs
     ).is_done.all():
-        return program  # and `check` refuses it: moving hangs on times that there are not
+        return program  # the program hangs, so it has no times, and `check` refuses it
     which, further = options.extra_options["offload"], options.extra_options.get("offload_to_disk")
     none = program.words[:0]
 
@@ -138,7 +155,7 @@ def insert_offloads(program: Program, options: Options) -> Program:
 def _choose_addresses(
     program: Program, selection: Any, option: str, candidates: Words, options: Options
 ) -> Words:
-    """The addresses that an option means, of those that can be meant; for "fit" all of these."""
+    """Return the candidates that an option selects; all candidates for "fit"."""
     if is_keyword(selection) or callable(selection):
         trips = (HOST_TRIP,) if option == "offload" else (HOST_TRIP, DISK_TRIP)
         candidates = candidates[_has_time_to_move(program, candidates, trips, options)]
@@ -161,7 +178,7 @@ def _choose_addresses(
 
 
 def _warn_of_no_effect(named: set[tuple[int, ...]], option: str, chosen: Words) -> None:
-    """Warn of stages and microbatches that are named, and of which nothing moves."""
+    """Warn of listed stages and microbatches for which no value moves."""
     stage, mb = split_addresses(chosen)
     moved = {*zip(stage.tolist()), *zip(stage.tolist(), mb.tolist(), strict=True)}
     if left := sorted(named - moved):
@@ -176,7 +193,7 @@ def _warn_of_no_effect(named: set[tuple[int, ...]], option: str, chosen: Words) 
 
 
 def _find_candidates(program: Program) -> Words:
-    """The addresses of what can be offloaded: something is computed before it is used."""
+    """Return the addresses with compute between their forward and the first use."""
     own = find_lifetimes(program)
     work = np.cumsum(np.isin(program.op, COMPUTE_OPS) & ~program.joined)
     found: Words = own.address[work[own.first_user] - work[own.producer] > 1]
@@ -186,8 +203,10 @@ def _find_candidates(program: Program) -> Words:
 def _has_time_to_move(
     program: Program, addresses: Words, trips: tuple[OffloadRoundTrip, ...], options: Options
 ) -> NDArray[np.bool_]:
-    """Whether each could go and come back before it is used, by the prediction of the program as it
-    is."""
+    """Return a mask of the addresses that could go and come back before their use.
+
+    The times are those of the program without moves.
+    """
     own = find_lifetimes(program)
     takes = sum(
         compute_move_costs(program, op, own.address, options) for trip in trips for op in trip
@@ -198,7 +217,7 @@ def _has_time_to_move(
 
 
 def _compute_idle_times(program: Program, lifetimes: ForwardLifetimes, options: Options) -> Floats:
-    """How long nobody uses each value, by the prediction of the program as it is."""
+    """Return the predicted time between the producer and the first user of each value."""
     reached = compute_earliest_times(
         Graph.from_program(program, options.progress_model), options.costs
     )
@@ -206,8 +225,11 @@ def _compute_idle_times(program: Program, lifetimes: ForwardLifetimes, options: 
 
 
 def _set_slots(program: Program, options: Options) -> Program:
-    """The program with slots of what is saved, where any of it is offloaded; and on the host, where
-    any goes on from there, or there is a limit."""
+    """Return the program with numbers of slots for saved activations on the device and the host.
+
+    The device has them if a value is offloaded. The host has them if a value moves on to the disk,
+    or if there is a limit.
+    """
     tiers: tuple[tuple[Tier, OffloadRoundTrip], ...] = (("device", HOST_TRIP), ("host", DISK_TRIP))
     for tier, ops in tiers:
         limit = _get_memory_limit(options, tier)
@@ -222,13 +244,13 @@ def _set_slots(program: Program, options: Options) -> Program:
 
 
 def _get_memory_limit(options: Options, tier: Tier) -> float | None:
-    """The bytes that a rank may hold on a tier."""
+    """Return the memory limit of a rank on a tier, in bytes."""
     return (
         options.memory_limit if tier == "device" else options.extra_options.get("host_memory_limit")
     )
 
 
-# ---------------------------------------------------------------- as few as fit
+# ---------------------------------------------------------------- selection "fit"
 
 
 def _choose_fewest_to_fit(
@@ -238,8 +260,7 @@ def _choose_fewest_to_fit(
     tier: Tier,
     options: Options,
 ) -> Words:
-    """Of the candidates those that `move` moves off a tier, so that no rank holds too much
-    there."""
+    """Return the candidates to move off a tier, so that no rank exceeds the limit there."""
     name, option = (
         ("memory_limit", "offload")
         if tier == "device"
@@ -288,8 +309,10 @@ def _choose_fewest_to_fit(
 
 
 def _order_candidates(program: Program, candidates: Words, options: Options) -> list[Words]:
-    """Of each rank the candidates, those first that nobody uses for longest, and of equals those
-    evenly apart: any first ones of them are as far from each other as can be."""
+    """Return the candidates of each rank, longest idle time first.
+
+    Candidates with equal times are ordered so that any first ones are spaced as evenly as possible.
+    """
     own = find_lifetimes(program)
     free = _compute_idle_times(program, own, options)
     rank = np.searchsorted(program.offsets, own.producer, side="right") - 1
@@ -308,17 +331,17 @@ def _order_candidates(program: Program, candidates: Words, options: Options) -> 
 
 
 def _make_van_der_corput(number: int) -> Floats:
-    """The first so many of van der Corput's sequence: the bits of 0, 1, 2, ... turned round."""
+    """Return the first numbers of van der Corput's sequence: the reversed bits of 0, 1, 2, ..."""
     bits = np.arange(max(1, (number - 1).bit_length()))
     each = np.arange(number)[:, None] >> bits & 1
     return np.asarray((each / 2.0 ** (bits + 1)).sum(1))
 
 
-# ---------------------------------------------------------------- what is expected
+# ---------------------------------------------------------------- expected instructions
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    """What goes comes back, and only what has gone; what goes on to the disk is on the host."""
+    """Yield the expected moves: each offload has a reload, and each reload an offload."""
     gone = "nothing was moved"
     yield ExpectedInstructions(
         HOST_TRIP.reload_op,
@@ -347,7 +370,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 
 
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
-    """What is moved, as pairs."""
+    """Return the moved values as pairs of (stage, microbatch)."""
     found = {}
     for option, trip in (("offload", HOST_TRIP), ("offload_to_disk", DISK_TRIP)):
         stage, mb = split_addresses((program.words & ADDRESS_MASK)[program.op == trip.offload_op])

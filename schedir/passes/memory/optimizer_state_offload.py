@@ -1,9 +1,12 @@
-"""Keep the optimizer state on the host or disk: load, step and store it stage by stage.
+"""Keep the optimizer state on the host or disk, and load, step and store it stage by stage.
 
-ZeRO-Offload (arXiv 2101.06840) keeps it on the host; ZeRO-Infinity (arXiv 2104.07857, sections
-5.1.1 and 5.2.2) on the disk, too, and brings it to the device part by part through a few buffers of
-the host: the next is read while one is stepped, and the one before is written.  Here a part is a
-stage's.
+ZeRO-Offload keeps the state on the host. ZeRO-Infinity also keeps it on the disk, and brings it to
+the device in parts, through a few buffers on the host. One part is read while another is stepped
+and a third is written. Here a part is the state of a stage.
+
+References:
+    ZeRO-Offload, arXiv 2101.06840.
+    ZeRO-Infinity, arXiv 2104.07857, sections 5.1.1 and 5.2.2.
 """
 
 from __future__ import annotations
@@ -36,21 +39,29 @@ _DISK_OPS: Final = (Opcode.ReadStateFromDisk, Opcode.WriteStateToDisk)
 _DEVICE_SLOTS: Final = Value.STATE.name.lower()
 _HOST_SLOTS: Final = next(name for name, kind in HOST_SLOT_VALUES.items() if kind is Value.STATE)
 _BUFFER_COUNT_TYPE: Final = make_integer_type(1, MAX_STAGES)
-# One is stepped while the next is loaded; on the host one is read while the one before is written.
+# Buffers on each tier. On the device one is stepped while the next is loaded. On the host one is
+# read while the previous one is written.
 DEFAULT_BUFFERS: Final = 2
 
 
 def insert_state_offload(
     program: Program, device_buffers: int | None = None, host_buffers: int | None = None
 ) -> Program:
-    """End the Stream of each rank with a load, a step and a store of each of its trained stages.
+    """Append a load, a step and a store of each trained stage to the Stream of each rank.
 
-    Stages come in the order in which their gradients are reduced.  `device_buffers` (two) are
-    loaded ahead. A load stands behind the store that leaves it room, and a stage later where it
-    can: a host that waits for that store has issued the next step by then.  Where states lie on the
-    disk, each stage's is fetched before it is loaded, and spilled when it is stored: `host_buffers`
-    (two) of them are on the host at once, of which one is left to what is stored.  Raises
-    ShapeError for less than one slot.
+    Stages have the order in which their gradients are reduced. A load comes after the store that
+    frees its buffer, and one stage later where possible. A blocking host that waits for that store
+    has then issued the next step. With the state on the disk, each stage has a read before its
+    load, and a write after its store. One buffer on the host is left for stores.
+
+    Args:
+        program: A program with gradient reductions.
+        device_buffers: Number of stages with their state on the device at once; 2 by default.
+        host_buffers: Number of stages with their state on the host at once, for states on the disk;
+            2 by default.
+
+    Raises:
+        ShapeError: A number of buffers is not in range.
     """
     shape, index = program.shape, InstructionIndex.from_program(program)
     given = index.find_all_positions(find_producers(Value.GRAD))
@@ -81,7 +92,8 @@ def insert_state_offload(
             if k >= later:
                 turns += [*load[k - later + room :][:1]]
         if program.optimizer_placement == "disk":
-            # One room is left to what is stored, which too few that still come leave anyway.
+            # One buffer is left for stores, unless the remaining loads are so few that they leave
+            # one anyway.
             ahead = rooms - (len(trained) - room >= rooms - 1)
             turns = _add_disk_moves(turns, trained, ahead)
         ranks += [rank] * len(turns)
@@ -92,8 +104,10 @@ def insert_state_offload(
 def _add_disk_moves(
     rank_words: Sequence[int], trained: NDArray[np.int64], reads_ahead: int
 ) -> list[int]:
-    """The turns of a rank with fetches and spills: so many fetches ahead of loads, and with none
-    each before its own."""
+    """Return the instructions of a rank with reads and writes of the disk.
+
+    `reads_ahead` reads come before the first load. If it is 0, each read comes before its own load.
+    """
     fetch, spill = (iter(pack(op, trained, 0).tolist()) for op in _DISK_OPS)
     found = [*islice(fetch, reads_ahead)]
     for turn in rank_words:
@@ -109,15 +123,26 @@ def _add_disk_moves(
 
 
 def set_device_buffers(program: Program) -> Program:
-    """Say how many stages' states are on the device at once, where not all of a rank's may be: as
-    few as the order of the Stream asks for."""
+    """Set the number of states on the device, if it is less than the number of stages of a rank.
+
+    The number is the smallest that the order of the Stream allows.
+
+    Args:
+        program: A program with loads and stores of states.
+    """
     column = SLOT_KINDS.index(Value.STATE)
     room, most = count_min_slots(program)[:, column], count_slots(program)[:, column]
     return program if (room >= most).all() else _set_slot_counts(program, _DEVICE_SLOTS, room)
 
 
 def set_host_buffers(program: Program) -> Program:
-    """The same of the host, through which they pass on their way from the disk and to it."""
+    """Set the number of states on the host, on their way from and to the disk.
+
+    The number is the smallest that the order of the Stream allows.
+
+    Args:
+        program: A program with reads and writes of states.
+    """
     return _set_slot_counts(
         program,
         _HOST_SLOTS,
@@ -128,7 +153,7 @@ def set_host_buffers(program: Program) -> Program:
 
 
 def _set_slot_counts(program: Program, slot_name: str, slot_counts: NDArray[np.int64]) -> Program:
-    """The program with a number of slots of each rank."""
+    """Return the program with a number of slots of each rank."""
     said = program.slots or [SlotCounts.unspecified()] * program.shape.ranks
     each = zip(said, slot_counts.tolist(), strict=True)
     return program.with_slots([slots._replace(**{slot_name: n}) for slots, n in each])
@@ -183,7 +208,7 @@ def _should_run(program: Program, options: Options) -> bool:
 
 
 def _read_options(program: Program) -> dict[str, int]:
-    """How many slots of states the ranks of a program have, if it says so."""
+    """Return the specified numbers of slots for states as options."""
     found = {}
     for option, name in zip(_PLACEMENTS_BY_OPTION, (_DEVICE_SLOTS, _HOST_SLOTS), strict=True):
         said = [n for slots in program.slots if (n := getattr(slots, name)) != UNSHARED_SLOTS]
@@ -192,7 +217,8 @@ def _read_options(program: Program) -> dict[str, int]:
     return found
 
 
-# Where states lie that are brought to the device stage by stage; and by option, where it is of use.
+# Placements of states that come to the device stage by stage; and for each option, the placements
+# for which it has an effect.
 _OFFLOAD_PLACEMENTS: Final = ("host", "disk")
 _PLACEMENTS_BY_OPTION: Final = {
     "optimizer_device_buffers": _OFFLOAD_PLACEMENTS,
