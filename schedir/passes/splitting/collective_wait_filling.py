@@ -1,9 +1,10 @@
 """Reorder compute so that it runs while a segment waits for a tensor-parallel collective.
 
-Each rank's order is made anew along a simulation, in several ways: whenever what comes next waits
-for nothing but a sum that is under way, the first of what comes later that can run, runs; or always
-that behind which most is left, as list scheduling has it.  What becomes of each is simulated as a
-program, and the best is kept, or the order as it was.
+The pass simulates the program and makes a new order of computes on each rank, in several ways. In
+most of them, a rank whose next compute waits only for a running collective runs the first later
+compute that can run. In one of them, as in list scheduling, a rank always runs the compute with the
+longest remaining path. Each order is lowered and simulated, and the best one is kept, or the
+original order.
 """
 
 from __future__ import annotations
@@ -42,36 +43,42 @@ from schedir.ir.program import Program, StreamSlices
 from schedir.passes.memory.offload_placement import predict_span
 from schedir.passes.pass_types import Options, Pass
 
+# Opcodes that end the work of a stage on a microbatch.
 _MICROBATCH_END_OPS: Final = (
     *FULL_BACKWARD_OPS,
     *BACKWARD_WEIGHT_OPS,
-)  # of a microbatch in a stage
-# What may fill, by what is said; of several the best is kept.
+)
+# Opcodes that may fill a wait, by the value of the option.  Of several tuples the best is kept.
 _FILL_OPS: Final = {
     "W": (BACKWARD_WEIGHT_OPS,),
     "F": (FORWARD_OPS,),
     "all": (COMPUTE_OPS, BACKWARD_WEIGHT_OPS, FORWARD_OPS),
 }
-_LOOKAHEADS: Final = (1, 2)  # of how many other forwards or backwards pieces may come early
-# How many times as long as the wait what runs meanwhile may take; or None, where
-# that runs behind which most is left, whether it comes next or not.
+_LOOKAHEADS: Final = (1, 2)  # number of other forwards or backwards whose segments may run early
+# The largest duration of a compute that fills a wait, as a multiple of the wait.  With None, the
+# compute with the longest remaining path always runs.
 _DURATION_FACTORS: Final[tuple[float | None, ...]] = (1.0, 2.0, 4.0, inf, None)
-_MAX_ROUNDS: Final = 2
+_MAX_ROUNDS: Final = 2  # each round starts from the best order of the previous one
 
-MicrobatchDirection = tuple[bool, int]  # back or forth, of a microbatch
+MicrobatchDirection = tuple[bool, int]  # True for a backward, and the microbatch
 
 
 def fill_collective_waits(program: Program, options: Options) -> Program:
-    """A draft in pieces whose order lets something compute while a piece waits for a sum.
+    """Return a draft, reordered so that compute runs during tensor-parallel collectives.
 
-    "W" are the halves of backwards that nobody waits for, "F" forwards of other microbatches, "all"
-    whatever can run, or one of these where that is shorter.  Each stage adds to its gradients in
-    the order of before, so all bits stay.  What is kept is no longer, by simulation, than what is
-    given, and no farther above a limit of memory; without a limit no rank is ahead with more
-    forwards at once.
+    Each stage adds to its gradients in the original order, so results stay equal to the last bit.
+    The result is not longer than the original by simulation, and not farther above a memory limit.
+    Without a limit, no rank has more forwards without a backward at once.
 
-    Raises UsageError for what says nothing, without costs or where sums are free, and for a program
-    that is not cut.
+    Args:
+        program: A draft with segments.
+        options: The options, with costs. `extra_options["fill_collective_waits"]` selects the
+            computes that may fill a wait. "W": weight gradients. "F": forwards of other
+            microbatches. "all": the shortest result of "W", "F", and all computes.
+
+    Raises:
+        UsageError: The value is none of these, there are no costs, collectives are free, the
+            program has no segments, or some computes are joined.
     """
     which = options.extra_options["fill_collective_waits"]
     if which not in _FILL_OPS:
@@ -92,7 +99,7 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
             fields=["fill_collective_waits", "stage_segments"],
         )
     if not has_tp_collectives(program.segment_boundaries):
-        return program  # one tensor-parallel rank meets nobody
+        return program  # with one tensor-parallel rank there are no collectives
     if not any(
         options.costs.for_opcode(op, program.shape).any()
         for op in find_segment_collectives(program.sequence_parallel)
@@ -125,9 +132,9 @@ def _search_order(
     fill_ops: tuple[Opcode, ...],
     max_ahead: list[int] | None,
 ) -> tuple[Program, tuple[float, float]]:
-    """The best of what these fill, or the program, and how it is judged."""
+    """Return the best order with these opcodes as fillers, or the program, and its evaluation."""
     best, least = program, _evaluate_program(lowered, options)
-    for _ in range(_MAX_ROUNDS):  # each begins where the last one has led
+    for _ in range(_MAX_ROUNDS):
         tried = best
         seen = {tried.words.tobytes()}
         for ahead, longer in product(
@@ -149,20 +156,19 @@ def _search_order(
 
 
 def _count_ahead(op: int) -> int:
-    """How many more forwards are without their backwards, all of these, after an instruction."""
+    """Return the change of the number of forwards without their backwards after an instruction."""
     return (op in FORWARD_OPS) - (op in _MICROBATCH_END_OPS)
 
 
 def _find_max_ahead(op: NDArray[Any], trained: NDArray[Any]) -> int:
-    """The most forwards that are without their backwards at once; those of what is not trained have
-    none."""
+    """Return the largest number of forwards of trained stages without their backwards at once."""
     return int(
         (np.array([_count_ahead(one) for one in op.tolist()]) * trained).cumsum().max(initial=0)
     )
 
 
 def _evaluate_program(lowered: Program, options: Options) -> tuple[float, float]:
-    """By how many bytes a program is above the limit, if there is one, and how long it takes."""
+    """Return the bytes above the memory limit, or 0 without a limit, and the predicted time."""
     over = 0.0
     if options.sizes is not None and options.memory_limit is not None:
         most = max(
@@ -174,10 +180,11 @@ def _evaluate_program(lowered: Program, options: Options) -> tuple[float, float]
 
 
 class _ProgramSimulation:
-    """Runs a lowered program, whose ranks take what they compute as they can.
+    """A simulation of a lowered program in which each rank chooses the order of its computes.
 
-    Nodes are those of the graph, and wait for what gives their values.  A rank computes one thing
-    at a time, and its group meets for one; all else waits for nothing of its kind.
+    Nodes are those of the dependency graph, and wait for the producers of their values. A rank runs
+    one compute and one tensor-parallel collective at a time. All other instructions start as soon
+    as their values exist.
     """
 
     def __init__(
@@ -228,17 +235,18 @@ class _ProgramSimulation:
         ]
         self.ready_nodes: list[set[int]] = [
             set() for _ in self.rank_computes
-        ]  # by rank, what could begin
-        self.end_times: dict[int, float] = {}  # until when
+        ]  # nodes of each rank that can start
+        self.end_times: dict[int, float] = {}  # of the nodes that have started
         self.finished_nodes: set[int] = set()
-        # How many forwards are without their backwards, now and behind each place in the order of a
-        # rank.
+        # The number of forwards without their backwards, now, and after each place in the order of
+        # a rank.
         self.num_ahead = [0] * len(self.rank_computes)
         self.ahead_profile = [
             np.cumsum([self.ahead_change[at] for at in own]) for own in self.rank_computes
         ]
         self.order_index = {int(at): k for own in self.rank_computes for k, at in enumerate(own)}
-        # By stage, what must stay in its order: forwards, and who adds to the same gradients.
+        # Computes that must keep their order, by stage: forwards, and instructions that add to the
+        # same gradients.
         self.ordered_queues: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         for own in self.rank_computes:
             for at in own.tolist():
@@ -246,7 +254,7 @@ class _ProgramSimulation:
                     self.ordered_queues[line].append(at)
 
     def _list_queues(self, at: int) -> Iterator[tuple[int, int]]:
-        """The lines in which an instruction stands, with others of its stage."""
+        """Yield the keys of the ordered queues that an instruction is in."""
         op, stage = self.op[at], self.stage[at]
         if all(op not in ops for ops in GRAD_ADDING_OPS_BY_WEIGHT):
             yield op, stage
@@ -255,23 +263,26 @@ class _ProgramSimulation:
                 yield -1 - k, stage
 
     def reorder(self, draft: Program) -> Program:
-        """The draft, of whose lowering this is made, with each rank's computes in the order in
-        which it runs them; itself where that is the same."""
+        """Return the draft with each rank's computes in the simulated order.
+
+        The draft must be the one that the simulated program was lowered from. It is returned itself
+        if the order does not change.
+        """
         order = self._simulate()
         here = [k for k, computes in enumerate(self.is_compute) if computes]
-        place = {at: k for k, at in enumerate(here)}  # as the draft has them
+        place = {at: k for k, at in enumerate(here)}  # position in the draft
         moved = np.array([place[at] for own in order for at in own], np.intp)
         if (moved == np.arange(len(moved))).all():
             return draft
         return replace(draft, streams=StreamSlices.from_words(draft.words[moved], draft.offsets))
 
     def _simulate(self) -> list[list[int]]:
-        """What each rank computes, in order."""
+        """Return the computes of each rank in the order in which they run."""
         order: list[list[int]] = [[] for _ in self.rank_computes]
         self.remaining_computes = [deque(own.tolist()) for own in self.rank_computes]
         events: list[tuple[float, int]] = []
-        group: list[deque[int]] = [deque() for _ in order]  # what it does next
-        busy, meeting = [False] * len(order), [False] * len(order)
+        collectives: list[deque[int]] = [deque() for _ in order]  # ready to start on each rank
+        busy, in_collective = [False] * len(order), [False] * len(order)
 
         def begin(at: int, now: float) -> None:
             self.end_times[at] = now + self.cost[at]
@@ -281,14 +292,14 @@ class _ProgramSimulation:
             if self.is_compute[at]:
                 self.ready_nodes[self.rank[at]].add(at)
             elif self.is_boundary_collective[at]:
-                group[self.rank[at]].append(at)
+                collectives[self.rank[at]].append(at)
             else:
                 begin(at, now)
 
         def go_on(rank: int, now: float) -> None:
-            if group[rank] and not meeting[rank]:
-                meeting[rank] = True
-                begin(group[rank].popleft(), now)
+            if collectives[rank] and not in_collective[rank]:
+                in_collective[rank] = True
+                begin(collectives[rank].popleft(), now)
             if not busy[rank] and (at := self._pick_next(rank, now)) is not None:
                 busy[rank] = True
                 order[rank].append(at)
@@ -311,7 +322,7 @@ class _ProgramSimulation:
                 self.finished_nodes.add(at)
                 touched.add(rank)
                 busy[rank] &= not self.is_compute[at]
-                meeting[rank] &= not self.is_boundary_collective[at]
+                in_collective[rank] &= not self.is_boundary_collective[at]
                 for other in self.successors[at]:
                     self.num_pending[other] -= 1
                     if not self.num_pending[other]:
@@ -322,7 +333,7 @@ class _ProgramSimulation:
         return order
 
     def _pick_next(self, rank: int, now: float) -> int | None:
-        """What a rank computes next: what comes next in its order, or what fills its wait."""
+        """Return the compute that a rank runs next: by its order, or to fill a wait."""
         left = self.remaining_computes[rank]
         while left and left[0] in self.end_times:
             left.popleft()
@@ -336,13 +347,13 @@ class _ProgramSimulation:
             return head
         missing = [at for at in self.predecessors[head] if at not in self.finished_nodes]
         if not all(self.is_segment_collective[at] and not self.num_pending[at] for at in missing):
-            return None  # it waits for more than sums
+            return None  # it waits for more than running collectives
         wait = max(self.end_times.get(at, inf) for at in missing) - now
         most = self.duration_factor * wait * (1 + 1e-9)
         return next((at for at in self._find_fillers(rank, left) if self.cost[at] <= most), None)
 
     def _find_fillers(self, rank: int, remaining: Iterable[int]) -> list[int]:
-        """What could run before what comes next, in order."""
+        """Return the computes that could run before the next one of the order, by position."""
         ways: list[MicrobatchDirection | None] = [None, *self._find_next_directions(remaining)]
         return [
             at
@@ -354,14 +365,14 @@ class _ProgramSimulation:
         ]
 
     def _find_passed(self, rank: int, at: int) -> slice:
-        """What an instruction passes that runs next, by place in the order of its rank."""
+        """Return the places in the rank's order that an instruction would pass if it runs next."""
         left = self.remaining_computes[rank]
         while left and left[0] in self.end_times:
             left.popleft()
         return slice(self.order_index[left[0]] if left else 0, self.order_index[at])
 
     def _is_within_limit(self, rank: int, at: int) -> bool:
-        """Whether a rank has no more forwards ahead than it may, if an instruction runs next."""
+        """Return whether a rank keeps its limit of forwards ahead if an instruction runs next."""
         if self.max_ahead is None or self.ahead_change[at] <= 0:
             return True
         over = self._find_passed(rank, at)
@@ -369,17 +380,17 @@ class _ProgramSimulation:
         return bool(there < self.max_ahead[rank])
 
     def _update_ahead(self, rank: int, at: int) -> None:
-        """Let an instruction run next."""
+        """Update the numbers of forwards ahead for an instruction that runs next."""
         self.ahead_profile[rank][self._find_passed(rank, at)] += self.ahead_change[at]
         self.num_ahead[rank] += self.ahead_change[at]
 
     def _find_direction(self, at: int) -> MicrobatchDirection | None:
-        """Which way a microbatch goes that a compute is of; None for what nobody waits for."""
+        """Return the direction and the microbatch of a compute; None for a BackwardWeight."""
         op = self.op[at]
         return None if op in BACKWARD_WEIGHT_OPS else (op in BACKWARD_OPS, self.mb[at])
 
     def _find_next_directions(self, remaining: Iterable[int]) -> list[MicrobatchDirection]:
-        """The next ways in the order of a rank: as many as may be gone at once."""
+        """Return the next directions in the order of a rank that may run at once."""
         found: list[MicrobatchDirection] = []
         for at in remaining:
             if at in self.end_times or (way := self._find_direction(at)) is None or way in found:

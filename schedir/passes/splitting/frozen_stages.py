@@ -1,7 +1,7 @@
 """Drop the backwards of frozen stages at the start of a model.
 
-Whatever a draft says of their backwards is left out, and the order of all else stays; so no message
-goes to them, and no sum of gradients is theirs.
+The order of all other instructions stays. So no gradients are sent to frozen stages, and they have
+no gradient reduction.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from schedir.passes.pass_types import Pass
 
 
 def drop_frozen_backwards(program: Program) -> Program:
-    """A draft without the backwards of its frozen stages.
+    """Return a draft without the backwards of its frozen stages.
 
-    What ran together with one of them runs alone.
+    An instruction that was joined with one of them runs alone.
+
+    Args:
+        program: The draft.
     """
     if not program.frozen_stages:
         return program

@@ -1,13 +1,13 @@
-"""Split each stage into segments, and join them by tensor-parallel collectives.
+"""Split stages into segments between collectives, and microbatches into chunks.
 
-A microbatch becomes several, its chunks, which go through each piece one after the other.
+A segment is the compute of a stage between two collectives of the tensor-parallel group. Segments
+are stages of the program. So all that works for stages works for segments: checks, costs,
+recomputation, offload and charts. The collectives between them are instructions, and other compute
+can run during a collective. T3 (arXiv 2401.16677) does this in hardware.
 
-What a stage computes lies between two collectives of its tensor-parallel group.  As pieces these
-are stages like any other, so all that is known of stages is known of them: they are checked,
-priced, recomputed, offloaded and drawn, and their collectives stand between them as instructions,
-in whose time something else can run (T3, arXiv 2401.16677, does that in hardware).  What can
-always run is the next chunk: the samples of a microbatch do not see each other, so a chunk of a
-product along tokens is a microbatch of fewer samples, and no other kind of address is needed.
+The chunks of a microbatch pass through each segment one after the other. The samples of a
+microbatch are independent, so the next chunk can always run during the collective of another. A
+chunk is a microbatch of the program with fewer samples, and needs no further kind of address.
 """
 
 from __future__ import annotations
@@ -58,22 +58,31 @@ from schedir.passes.insertion import insert_after
 from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, PresenceQuery
 
 SegmentSpec = int | str | Iterable["int | str"]
-_BACKWARD_ORDER_OPS: Final = (*BACKWARD_OPS, *BACKWARD_WEIGHT_OPS)  # from the last piece on
+_BACKWARD_ORDER_OPS: Final = (*BACKWARD_OPS, *BACKWARD_WEIGHT_OPS)  # run the last segment first
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- the option
 
 
 def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[str, ...]:
-    """The letters between the pieces of each stage (`ir/pipeline/stage_segments.py`): of as many as
-    `cut` says.
+    """Return the letters between the segments of each stage (`ir/pipeline/stage_segments.py`).
 
-    A number of pieces is that of layers as in Megatron-LM, whose ranks enter and leave a region in
-    turn: "fgfg" for 5.  Raises UsageError for what says no pieces.
+    Args:
+        segments: The number of segments of each stage, or the letters between them; or a list of
+            these with an entry per stage; or the text of the option. A number alternates the
+            letters f and g, as the layers of Megatron-LM: "fgfg" for 5.
+        shape: The pipeline shape.
 
-    >>> parse_segment_letters(3, PipelineShape(ranks=2, microbatches=2))
-    ('fg', 'fg')
-    >>> parse_segment_letters([1, "g."], PipelineShape(ranks=2, microbatches=2))
-    ('', 'g.')
+    Returns:
+        The letters of each stage; empty for a stage with one segment.
+
+    Raises:
+        UsageError: `segments` has a wrong form, or not one entry per stage.
+
+    Example:
+        >>> parse_segment_letters(3, PipelineShape(ranks=2, microbatches=2))
+        ('fg', 'fg')
+        >>> parse_segment_letters([1, "g."], PipelineShape(ranks=2, microbatches=2))
+        ('', 'g.')
     """
     if isinstance(segments, str):
         segments = _parse_option(segments)
@@ -102,7 +111,7 @@ def _parse_letters(value: object) -> str:
 
 
 def _parse_segments(text: str) -> Any:
-    """`5`, `fgfg`, or one of these for each stage: `5,fgfg,1`."""
+    """Parse `5`, `fgfg`, or a list with one of these per stage: `5,fgfg,1`."""
     try:
         each = [
             one if one and {*one} <= {*SEGMENT_LETTERS} else parse_integer(one)
@@ -130,18 +139,38 @@ SEGMENTS_TYPE: Final = FieldType(
 
 
 def count_segments(segments: SegmentSpec, shape: PipelineShape) -> tuple[int, ...]:
-    """How many pieces each stage of a shape has."""
+    """Return the number of segments of each stage.
+
+    Args:
+        segments: See `parse_segment_letters`.
+        shape: The pipeline shape.
+
+    Raises:
+        UsageError: See `parse_segment_letters`.
+    """
     return tuple(len(letters) + 1 for letters in parse_segment_letters(segments, shape))
 
 
 def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[str | int, ...]:
-    """The cut of each of so many stages of a model that `segments` cuts for one stage on each rank:
-    of several, as many as there are on a rank share the letters of one alike.
+    """Return the segments of each stage of a model, from the segments for one stage per rank.
 
-    Raises ShapeError for letters that so many stages cannot share.
+    The stages of a rank get equal shares of the letters of the rank.
 
-    >>> divide_over_stages(9, 2, 4), divide_over_stages(5, 2, 2)
-    (('fgfg', 'fgfg', 'fgfg', 'fgfg'), ('fgfg', 'fgfg'))
+    Args:
+        segments: The segments of one stage per rank. See `parse_segment_letters`.
+        ranks: Number of ranks.
+        stages: Number of stages of the model.
+
+    Returns:
+        For each stage, the letters between its segments, or 1.
+
+    Raises:
+        UsageError: See `parse_segment_letters`.
+        ShapeError: The stages of a rank cannot share its letters equally.
+
+    Example:
+        >>> divide_over_stages(9, 2, 4), divide_over_stages(5, 2, 2)
+        (('fgfg', 'fgfg', 'fgfg', 'fgfg'), ('fgfg', 'fgfg'))
     """
     found, v = list[str | int](), stages // ranks
     for own in parse_segment_letters(segments, PipelineShape(ranks, 1)):
@@ -162,18 +191,27 @@ def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[
 
 
 def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -> Program:
-    """A draft whose stages are cut in pieces: forward from the first on, backward from the last.
+    """Return a draft with each stage split into segments, and each microbatch into chunks.
 
-    Two computes that ran together are woven, piece by piece.  With one tensor-parallel rank there
-    are pieces, and nobody meets.  What is frozen, tied, skipped and late is so of pieces: a skip
-    leads from the last piece of a stage to the first of another, and of a tied weight the first
-    stage of all has it in its first piece, the last in its last.
+    Forwards run the first segment first, and backwards the last segment first. Two joined computes
+    alternate their segments. With one tensor-parallel rank there are segments without collectives.
 
-    With `chunks` each microbatch is as many, microbatch m of a program without segments m * chunks
-    and those behind it; each piece takes all of them, in turn, and then the next piece does.
+    Attributes of stages become those of segments: frozen stages, tied weights, skips and the weight
+    delay. A skip leads from the last segment of a stage to the first of another. A tied weight of
+    the first stage is in its first segment, and that of the last stage in its last segment.
 
-    Raises UsageError for a cut of what is cut, of other stages that are tied, and where holders of
-    a stage would share the microbatches in another way.
+    With chunks, microbatch m becomes the microbatches from m * `chunks` on, if sequences have no
+    segments. Each segment runs all chunks in order, and then the next segment does.
+
+    Args:
+        program: The draft.
+        segments: See `parse_segment_letters`. One segment per stage by default.
+        chunks: Number of chunks of each microbatch.
+
+    Raises:
+        UsageError: The stages are split already; a stage other than the first and the last has a
+            tied weight and is split; or stage replicas would share the chunks differently from the
+            microbatches.
     """
     letters, chunks = (
         parse_segment_letters(segments, program.shape),
@@ -211,9 +249,14 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
 
 
 def split_like(program: Program, reference: Program) -> Program:
-    """A draft of whole stages and microbatches, cut as another program's are.
+    """Return a draft without segments and chunks, split as another program is.
 
-    Raises ShapeError for other stages than that one has, where these are cut.
+    Args:
+        program: The draft.
+        reference: The program with the segments and chunks.
+
+    Raises:
+        ShapeError: `reference` has segments and another number of stages.
     """
     letters = split_letters_by_stage(reference.segment_boundaries, program.shape.stages)
     if len(letters) != program.shape.stages:
@@ -225,20 +268,20 @@ def split_like(program: Program, reference: Program) -> Program:
 def _split_stream(
     stream: Stream, sequence_chunks: int, segment_counts: Words, first_segments: Words, chunks: int
 ) -> Words:
-    """The words of a Stream, each as those of its pieces, and of each of these its chunks'."""
+    """Return the words of a Stream, each replaced by those of its segments and chunks."""
     words, stage = stream.words, stream.stage.astype(np.int64)
     times = segment_counts[stage] * chunks
     at = np.repeat(np.arange(len(words)), times)
     turn, chunk = np.divmod(np.arange(len(at)) - np.repeat(np.cumsum(times) - times, times), chunks)
     joined = words & JOINED_BIT != 0
-    begin = np.arange(len(words)) - joined  # of a pair the first
+    begin = np.arange(len(words)) - joined  # index of the first instruction of a pair
     order = np.lexsort((joined[at], chunk, turn, begin[at]))
     at, turn, chunk = at[order], turn[order], chunk[order]
     down = is_op(words >> OP_SHIFT & 0xFF, _BACKWARD_ORDER_OPS)[at]
-    piece = first_segments[stage[at]] + np.where(down, segment_counts[stage[at]] - 1 - turn, turn)
-    sequence, segment = np.divmod(stream.mb.astype(np.int64)[at], sequence_chunks)
-    mb = (sequence * chunks + chunk) * sequence_chunks + segment
-    found: Words = words[at] & ~(JOINED_BIT | ADDRESS_MASK) | piece << STAGE_SHIFT | mb
+    segment = first_segments[stage[at]] + np.where(down, segment_counts[stage[at]] - 1 - turn, turn)
+    sequence, sequence_chunk = np.divmod(stream.mb.astype(np.int64)[at], sequence_chunks)
+    mb = (sequence * chunks + chunk) * sequence_chunks + sequence_chunk
+    found: Words = words[at] & ~(JOINED_BIT | ADDRESS_MASK) | segment << STAGE_SHIFT | mb
     return found
 
 
@@ -266,7 +309,7 @@ def _split_shape(shape: PipelineShape, segment_counts: Words, chunks: int) -> Pi
 def _find_tied_segment(
     stage: int, segment_counts: Words, first_segments: Words, stages: tuple[int, ...]
 ) -> int:
-    """The piece of a stage that has its tied weight."""
+    """Return the segment of a stage that has its tied weight."""
     if stage not in (0, len(segment_counts) - 1) and segment_counts[stage] > 1:
         raise UsageError(
             f"stages {', '.join(map(str, stages))} share a weight, and it is not known which "
@@ -278,9 +321,9 @@ def _find_tied_segment(
     return int(first_segments[stage + 1] - 1 if stage else first_segments[0])
 
 
-# ---------------------------------------------------------------- what pieces cost
+# ---------------------------------------------------------------- costs of segments
 
-# Costs and sizes of which each piece of a stage has its share; of all others as much as the stage.
+# Costs and sizes that the segments of a stage share.  All others are as large as for the stage.
 SHARED_FIELDS: Final = (
     *STAGE_COSTS,
     "saved",
@@ -300,25 +343,37 @@ def split_costs(
     shares: Iterable[float] | None = None,
     chunks: int = 1,
 ) -> _CostsOrSizes:
-    """Costs or Sizes of pieces, of those of the whole stages of a shape.
+    """Return the costs or sizes of segments and chunks, from those of the stages of a shape.
 
-    `shares` says what part of its stage each piece is, as any numbers, one per piece of a stage, or
-    per piece of all stages; equal parts unless told.  So shared out is what a stage computes, saves
-    and holds.  What passes between stages, and its message, is as large between pieces: tell it
-    anew where pieces hand over more, as a residual stream beside what is summed, or all tokens
-    beside a rank's own where ranks share the sequence.  Of `chunks` each
-    has an equal part of all that is of a microbatch, as if a product of fewer rows took less time
-    by that much, and a message or a sum of fewer bytes, too: what a chunk costs besides is to be
-    measured.
+    A segment has its share of the compute, the saved activations and the parameters of its stage.
+    Values and messages between segments are as large as between stages. Replace them where segments
+    pass more: a residual stream in addition to the reduced value, or all tokens instead of a rank's
+    own with sequence parallelism.
 
-    Raises UsageError for another number of shares, or one that is negative.
+    A chunk has an equal part of all times and bytes of a microbatch. So a product with fewer rows
+    is assumed to be faster in proportion, and a message or a collective, too. The overhead of
+    chunks must be measured.
 
-    >>> from schedir import Costs, PipelineShape, split_costs
-    >>> split_costs(Costs(F=8, B=16, send=1, tp_reduce=0.5), "fg", PipelineShape(2, 4),
-    ...     shares=(1, 6, 1)).specified["F"]
-    (1.0, 6.0, 1.0, 1.0, 6.0, 1.0)
-    >>> split_costs(Costs(F=8, tp_reduce=0.5), "g", PipelineShape(2, 4), chunks=4).specified
-    {'F': 1.0, 'tp_reduce': 0.125}
+    Args:
+        values: The costs or sizes of the stages.
+        segments: See `parse_segment_letters`.
+        shape: The pipeline shape of the stages.
+        shares: The relative shares of the segments, at least 0: a number per segment of a stage, or
+            per segment of all stages. Equal shares by default.
+        chunks: Number of chunks of each microbatch.
+
+    Raises:
+        CostsError: `values` are costs of another number of stages.
+        UsageError: `values` are sizes of another number of stages, the number of shares is wrong, a
+            share is negative, or the shares of a stage are all 0.
+
+    Example:
+        >>> from schedir import Costs, PipelineShape, split_costs
+        >>> split_costs(Costs(F=8, B=16, send=1, tp_reduce=0.5), "fg", PipelineShape(2, 4),
+        ...     shares=(1, 6, 1)).specified["F"]
+        (1.0, 6.0, 1.0, 1.0, 6.0, 1.0)
+        >>> split_costs(Costs(F=8, tp_reduce=0.5), "g", PipelineShape(2, 4), chunks=4).specified
+        {'F': 1.0, 'tp_reduce': 0.125}
     """
     number, chunks = (
         count_segments(segments, shape),
@@ -334,7 +389,7 @@ def split_costs(
         told = expand_by_stage(f.name, value, shape.stages, error)
         rows = np.repeat(told, number, axis=0)
         rows = rows * part[:, None] if f.name in SHARED_FIELDS else rows
-        if f.name in _PER_RANK_FIELDS:  # the k-th number is rank k's
+        if f.name in _PER_RANK_FIELDS:  # row k is for rank k, not for a stage
             rows = np.concatenate([told, np.repeat(told[-1:], len(part) - len(told), axis=0)])
         if f.name in PER_CHUNK_FIELDS:
             mb = np.arange(width * chunks if (width := rows.shape[1]) > 1 else 1)
@@ -343,7 +398,7 @@ def split_costs(
     return replace(values, **found)
 
 
-# What there is once for each microbatch, and of chunks in parts.
+# Costs and sizes that are per microbatch, which chunks divide.
 PER_CHUNK_FIELDS: Final = {
     *MICROBATCH_SIZES,
     "FB",
@@ -355,7 +410,7 @@ _PER_RANK_FIELDS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scop
 def _divide_shares(
     shares: Iterable[float] | None, segment_counts: tuple[int, ...]
 ) -> list[NDArray[np.float64]]:
-    """The shares of each stage."""
+    """Return the shares of the segments of each stage."""
     if shares is None:
         return [np.ones(pieces) for pieces in segment_counts]
     told = np.array([*shares], float)
@@ -376,12 +431,17 @@ def _divide_shares(
     return found
 
 
-# ---------------------------------------------------------------- where they meet
+# ---------------------------------------------------------------- collectives between segments
 
 
 def insert_collectives(program: Program) -> Program:
-    """The program with the sums that `meets` asks for, each just behind what gives what it sums;
-    where ranks share the sequence, with gathers likewise."""
+    """Insert the tensor-parallel collectives between segments, each after its producer.
+
+    With sequence parallelism these are reduce-scatters and all-gathers, and otherwise all-reduces.
+
+    Args:
+        program: A program with segments (`segment_boundaries`).
+    """
     for op, makers, shift in _list_collectives(program):
         address, given = program.words & ADDRESS_MASK, FORWARD_OPS if shift > 0 else BACKWARD_OPS
         at = np.flatnonzero(is_op(program.op, given) & makers[address >> STAGE_SHIFT])
@@ -392,9 +452,12 @@ def insert_collectives(program: Program) -> Program:
 
 
 def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]]:
-    """Of each kind of sum, which stages give what is summed, shape (stages,), and how many stages
-    farther is the one that takes it, whose sum it is.  Where ranks share the sequence a sum leaves
-    each its part of it (reduce-scatter), and so what goes the other way there is gathered."""
+    """Yield the opcode, the mask of producers, and the stage offset of each collective.
+
+    The mask has the shape (stages,). The collective belongs to the stage that uses its result,
+    `offset` stages after the producer. With sequence parallelism a reduction leaves each rank its
+    part of the sequence, so values of the other direction are gathered there.
+    """
     stages, trained = program.shape.stages, np.arange(program.shape.stages) > program.frozen_stages
     letters = np.array([*(program.segment_boundaries or STAGE_END * (stages - 1)), STAGE_END])
     yield Opcode.TPReduceAct, letters == EXIT_COLLECTIVE, 1
@@ -419,7 +482,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 
 
 def _collect_split_options(options: Options) -> dict[str, Any]:
-    """What is said of pieces and chunks."""
+    """Return the given options for segments and chunks as arguments of `split_stages`."""
     told = {
         "segments": options.extra_options.get("stage_segments"),
         "chunks": options.extra_options.get("microbatch_chunks"),
