@@ -78,7 +78,7 @@ def require_segment_order(index: InstructionIndex) -> None:
     for ops, turn in ((FORWARD_OPS, 1), (BACKWARD_OPS, -1)):
         at = np.flatnonzero(index.is_op(ops))
         sequence, segment = np.divmod(index.mb[at].astype(np.int64), shape.sequence_chunks)
-        order = np.lexsort((sequence, index.stage[at]))  # stable: each in Stream order
+        order = np.lexsort((sequence, index.stage[at]))  # a stable sort keeps the Stream order
         at, segment = at[order], turn * segment[order]
         alike = (sequence[order][1:] == sequence[order][:-1]) & (np.diff(index.stage[at]) == 0)
         late = np.flatnonzero(alike & (np.diff(segment) < 0))

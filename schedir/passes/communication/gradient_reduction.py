@@ -271,7 +271,7 @@ def _list_tied_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
     holders = program.shape.replica_ranks.reshape(-1)  # the rank of each key, row by row
-    first: dict[int, int] = {}  # the key of each rank's first copy
+    first: dict[int, int] = {}  # key of the first copy, by rank
     for stage in sorted({s for stages in program.trained_ties for s in stages}):
         for key in range(stage, len(holders), program.shape.stages):
             first.setdefault(int(holders[key]), key)

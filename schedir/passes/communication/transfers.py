@@ -24,7 +24,7 @@ from schedir.passes.update_boundaries import find_joint_ends, has_update_barrier
 _PRODUCERS_BY_SEND = {send: find_producers(INSTRUCTIONS[send].needs[0]) for send in SEND_OPS}
 
 _NO_POSITIONS = np.empty(0, np.int32)
-_MAX_MERGE_SIZE = 2**16  # instructions that are merged at once, to limit memory, to limit memory
+_MAX_MERGE_SIZE = 2**16  # instructions that are merged at once, to limit memory
 
 
 def insert_transfers(program: Program, costs: Costs | None = None) -> Program:
@@ -140,7 +140,8 @@ def _number_instructions(
     time = np.concatenate([earliest_times.start, earliest_times.end[producer_positions]])
     turn = 2 * np.concatenate([earliest_times.level, earliest_times.level[producer_positions]])
     turn[len(graph) :] += 1
-    keys = [turn.astype(np.uint16) if turn.max(initial=0) < 2**16 else turn, time]  # sorts faster
+    # Numbers of 16 bits sort faster.
+    keys = [turn.astype(np.uint16) if turn.max(initial=0) < 2**16 else turn, time]
     if has_update_barriers(program):  # the number of ended updates has priority over the time
         ended = np.zeros(len(graph), np.int64)
         for ends, (lo, hi) in zip(
@@ -168,7 +169,7 @@ def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
     pairs = [pair for row in rows for pair in pairwise(row)]
     pairs += [(row[begin], row[end]) for row in rows for begin, end in program.skips]
     neighbours = {frozenset(pair) for pair in pairs if len({*pair}) == 2}
-    if len(neighbours) < shape.ranks:  # a line, or a tree
+    if len(neighbours) < shape.ranks:  # a line or a tree of ranks
         return costs
     each = [costs.for_opcode(op, shape) for op in Opcode]
     least = min(float(cost.min(initial=1.0, where=cost > 0)) for cost in each)

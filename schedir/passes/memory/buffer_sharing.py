@@ -233,6 +233,6 @@ PASSES: Final = (
         _lower,
         should_run=lambda program, options: options.buffer_sharing is not None,
         read_options=_read_options,
-        order=9,  # it changes no Stream
+        order=9,  # after all passes that change a Stream
     ),
 )

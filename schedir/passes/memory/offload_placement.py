@@ -220,7 +220,7 @@ def _insert_round_trip(
             mine = np.arange(*program.offsets[one : one + 2])
             mine, here = mine[compute[mine]], rank == one
             first = np.searchsorted(end[mine], late[here], side="right")
-            place[here] = mine[np.minimum(first, len(mine) - 1)]  # the last may take no time
+            place[here] = mine[np.minimum(first, len(mine) - 1)]  # the last compute may be free
         place = groups[np.searchsorted(groups, place, side="right") - 1]
         return back_at(np.maximum.accumulate(np.clip(place, leaves, needed)))
 
