@@ -1,1 +1,1 @@
-"""Move tensors between ranks: processes, GPUs, or virtual ranks of one process."""
+"""Transports that move tensors between ranks."""

@@ -1,4 +1,4 @@
-"""Estimate the offset of each process's clock from that of process 0, with its error."""
+"""Estimate the offset of each process's clock from the clock of process 0."""
 
 from __future__ import annotations
 
@@ -12,28 +12,39 @@ import torch.distributed as dist
 
 from schedir.transports.json_collectives import gather
 
+# The shortest of 16 requests has little delay by other traffic, and 16 take few milliseconds.
 ROUNDS: Final = 16
 
 
 def measure_clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
-    """What to take from this process's clock to have process 0's, and how wrong that may be.
+    """Return the offset of this process's clock, and the error of the offset, in seconds.
 
-    In seconds.  All processes must call this.  Processes of one machine read one clock: there
-    both are 0.  Others ask process 0 for the time, one after the other, each `rounds` times.
-    Process 0 read its clock somewhere between question and answer, and of all rounds the
-    shortest says most (RFC 5905, section 8 and the clock filter of section 10): the offset is
-    that from its middle, wrong by at most half its length.
+    All processes must call this. Processes of one machine read the same clock, so their offset and
+    error are 0. The processes of other machines ask process 0 for its time, one process after the
+    other. Process 0 reads its clock at some time between a request and its answer. The shortest
+    request therefore gives the best estimate.
+
+    Args:
+        rounds: The number of requests that each process sends to process 0.
+
+    Returns:
+        The offset and the error. A process subtracts the offset from its own `perf_counter` to get
+        the time of process 0. The real offset differs from it by at most the error, half of the
+        duration of the shortest request.
+
+    References:
+        RFC 5905 (NTP), section 8, and the clock filter of section 10.
     """
     machines = gather(_identify_machine())
-    rank, found = dist.get_rank(), (0.0, 0.0)
+    rank, result = dist.get_rank(), (0.0, 0.0)
     for other, machine in enumerate(machines):
         if machine != machines[0] and rank in (0, other):
-            found = _measure_offset(rounds) if rank else _answer_clock_requests(other, rounds)
-    return found
+            result = _measure_offset(rounds) if rank else _answer_clock_requests(other, rounds)
+    return result
 
 
 def _identify_machine() -> tuple[str, ...]:
-    """What processes that read one clock have in common, and others have not."""
+    """Return a value that is equal for all processes that read the same clock."""
     boot, spaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
     return (
         socket.gethostname(),
@@ -43,25 +54,25 @@ def _identify_machine() -> tuple[str, ...]:
 
 
 def _measure_offset(rounds: int) -> tuple[float, float]:
-    """Offset and error, of the shortest of some questions to process 0."""
+    """Return the offset and the error of the shortest request to process 0."""
     best = (0.0, float("inf"))
-    theirs = torch.zeros((), dtype=torch.float64)
+    remote_time = torch.zeros((), dtype=torch.float64)
     for _ in range(rounds):
-        asked = perf_counter()
-        dist.send(theirs, 0)
-        dist.recv(theirs, 0)
-        answered = perf_counter()
-        error = (answered - asked) / 2
+        sent_at = perf_counter()
+        dist.send(remote_time, 0)
+        dist.recv(remote_time, 0)
+        received_at = perf_counter()
+        error = (received_at - sent_at) / 2
         if error < best[1]:
-            best = (asked + error - float(theirs), error)
+            best = (sent_at + error - float(remote_time), error)
     return best
 
 
 def _answer_clock_requests(peer: int, rounds: int) -> tuple[float, float]:
-    """Tell a process the time, as often as it asks."""
-    mine = torch.zeros((), dtype=torch.float64)
+    """Answer the clock requests of a process."""
+    local_time = torch.zeros((), dtype=torch.float64)
     for _ in range(rounds):
-        dist.recv(mine, peer)
-        mine.fill_(perf_counter())
-        dist.send(mine, peer)
+        dist.recv(local_time, peer)
+        local_time.fill_(perf_counter())
+        dist.send(local_time, peer)
     return 0.0, 0.0

@@ -1,6 +1,6 @@
-"""The kinds of collectives, in one process and in a process group.
+"""The kinds of collectives, between virtual ranks of one process and in a process group.
 
-A new kind is one entry of `COLLECTIVES`, with its name in `CollectiveName`.
+To add a kind, add an entry to `COLLECTIVES` and its name to `CollectiveName`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter"]
-# The replicas of a stage, for gradients and for weights; all that hold a part of one replica of the
-# model; the tensor-parallel ranks; or pipeline ranks, as those that hold a stage, or a tied weight.
+# The members of a collective. "dp" and "params" are the replicas of a stage, for gradients and for
+# weights. "model" has all processes of one replica of the model. "tp" has the tensor-parallel
+# ranks. A tuple has the pipeline ranks that share a stage or a tied weight.
 GroupKey = Literal["dp", "params", "model", "tp"] | tuple[int, ...]
 
 
 class CollectiveKind(NamedTuple):
     """A kind of collective.
 
-    `compute_outputs` says what each member gets of what all bring, both in the order of ranks.
-    `start` asks a group of torch.distributed for it, of (group, out, own, aside), and returns a
-    Work; over NCCL it is not `is_async` on the current stream, and there is no Work.
+    Attributes:
+        compute_outputs: Returns the output of each member for the inputs of all members. Both are
+            in the order of ranks. Virtual ranks of one process use it.
+        start: Starts the collective in a process group of torch.distributed. Its arguments are the
+            group, the output tensor, the input tensor, and whether it is asynchronous. It returns a
+            Work if it is asynchronous. Otherwise NCCL issues it to the current stream, and there is
+            no Work.
     """
 
     compute_outputs: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -34,7 +39,7 @@ class CollectiveKind(NamedTuple):
 
 
 def _sum_in_rank_order(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum, the first first."""
+    """Return the sum of tensors, added in their order, so that it is the same in each run."""
     total = tensors[0].clone()
     for other in tensors[1:]:
         total += other
@@ -53,11 +58,11 @@ def _set_async(options: Any, is_async: bool) -> Any:
 
 
 def _view_as_real(flat: Tensor) -> Tensor:
-    """Complex numbers as twice as many real ones: not every backend has them."""
+    """View complex numbers as real numbers, because not every backend supports complex types."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-# The group's own methods, where the names in torch.distributed change from version to version.
+# The methods of a group are called where torch.distributed renames its functions between versions.
 COLLECTIVES: Final[dict[CollectiveName, CollectiveKind]] = {
     "all_reduce": CollectiveKind(
         lambda own: [_sum_in_rank_order(own)] * len(own),
@@ -83,7 +88,13 @@ COLLECTIVES: Final[dict[CollectiveName, CollectiveKind]] = {
 
 @dataclass(eq=False)
 class CollectiveMember:
-    """A rank's part in a collective, as Transport.collective."""
+    """The call of one rank to a collective.
+
+    Args:
+        kind: The name of the collective.
+        output_tensor: The tensor that receives this rank's output.
+        input_tensor: This rank's input.
+    """
 
     kind: CollectiveName
     output_tensor: Tensor
@@ -94,7 +105,11 @@ P = TypeVar("P", bound=CollectiveMember)
 
 
 def run_collective(members: Sequence[CollectiveMember]) -> None:
-    """Do a collective for all its members, whose parts are in the order of ranks."""
+    """Run a collective for all of its members.
+
+    Args:
+        members: The calls of the members, in the order of ranks. All have the same kind.
+    """
     kind = members[0].kind
     assert all(part.kind == kind for part in members), "a group meets for one thing at a time"
     results = COLLECTIVES[kind].compute_outputs([part.input_tensor for part in members])
@@ -103,13 +118,27 @@ def run_collective(members: Sequence[CollectiveMember]) -> None:
 
 
 class PendingCollectives(Generic[P]):
-    """Collectives that some members have come to; a member may come to several before others."""
+    """Collectives that some of their members have called, and others not yet.
+
+    A member may call several collectives before another member calls the first one.
+    """
 
     def __init__(self) -> None:
         self.arrived: dict[tuple[GroupKey, int], deque[P]] = defaultdict(deque)
 
     def arrive(self, group: GroupKey, rank: int, member_ranks: list[int], arriving: P) -> list[P]:
-        """To the last to come, the part of each member, by rank; to others nothing."""
+        """Add the call of one rank, and return all calls if the collective is now complete.
+
+        Args:
+            group: The group of the collective.
+            rank: The rank that calls.
+            member_ranks: All ranks of the group.
+            arriving: The call of this rank.
+
+        Returns:
+            The call of each member, in the order of `member_ranks`, if this rank was the last one
+            to call. Otherwise an empty list.
+        """
         self.arrived[group, rank].append(arriving)
         waiting = [self.arrived[group, member] for member in member_ranks]
         return [first.popleft() for first in waiting] if all(waiting) else []

@@ -1,4 +1,4 @@
-"""Transports over torch.distributed: the process mesh, and Gloo."""
+"""The base class of transports over torch.distributed, and the transport over Gloo."""
 
 from __future__ import annotations
 
@@ -28,12 +28,24 @@ from schedir.transports.transport import BufferSizes, SlotKey, Work, allocate_bu
 
 
 def require_cpus(processes: int) -> None:
-    """Every machine has a CPU for its processes."""
+    """Accept any number of processes, because every machine has a CPU.
+
+    Args:
+        processes: The number of processes on this machine.
+    """
 
 
 def initialise(timeout: float, **init_args: Any) -> torch.device:
-    """Initialise torch.distributed over Gloo, as torchrun says, or as `init_args` tells
-    `init_process_group`; returns where the tensors of its processes are."""
+    """Initialise torch.distributed over Gloo.
+
+    Args:
+        timeout: The timeout of the default process group, in seconds.
+        **init_args: Arguments of `init_process_group`. Without any, the environment variables that
+            torchrun sets are used.
+
+    Returns:
+        The device of the tensors: the CPU.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **init_args)
     return torch.device("cpu")
 
@@ -42,32 +54,41 @@ _LANE_OF_GROUP: Final[dict[GroupKey, Lane]] = {"tp": Lane.TP, "params": Lane.PAR
 
 
 class ProcessTransport:
-    """Processes of torch.distributed, and what they do together: all but messages.
+    """The process groups and collectives of a transport over torch.distributed.
 
-    Ranks lie in a mesh (dp, pp, tp), tp innermost, so that tensor-parallel groups are
-    neighbours.  Groups for tensors on a GPU are NCCL's.
+    Subclasses add messages: `send` and `recv`. To let `schedir train` choose a subclass, add a row
+    to `registry`.
 
-    The tensor-parallel group of collectives is another one than that of the layers, and runs on a
-    CUDA stream of its own: a gather that waits for its message holds up no layer.
+    The processes form a mesh (dp, pp, tp). tp is the innermost dimension, so tensor-parallel groups
+    are adjacent processes. Groups for tensors on a GPU use NCCL.
 
-    `timeout` is how many seconds its groups wait for each other, NCCL's longer; unless told, as the
-    `group` does, or all processes, and NCCL's as torch has it.  `device` is where tensors are, and
-    `max_message_bytes` how many bytes one has at most, 0 if that is not known.
+    The tensor-parallel group of collectives is separate from the group of the layers, and uses
+    another CUDA stream. A gather that waits for its message therefore does not delay a layer.
 
-    `extra_programs` are programs beside the first that are to run on it, on the same mesh: it is
-    made for the groups, and edges, of all.
+    `torch.distributed` must be initialised with pp * tp * dp processes, or `group` must have that
+    number of processes. Then all members of `group`, and only they, must create this transport.
+    Other groups may create transports of their own.
 
-    `torch.distributed` must be initialised with pp * tp * dp processes, or a `group` of it given
-    that has so many: then its members alone make this, and other groups make theirs beside it.
-    Raises ModelError otherwise.
+    Args:
+        program: The program that the transport runs.
+        timeout: The time that a process waits for others in its groups, in seconds. NCCL groups
+            wait longer, by `process_groups.WATCHDOG_MARGIN`. By default Gloo groups have the
+            timeout of `group` or of the default group, and NCCL groups have the default of torch.
+        device: The device of the tensors.
+        max_message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.
+        group: The process group that runs the program. By default all processes run it.
+        extra_programs: Other programs that run on the same mesh. The groups and edges of all
+            programs are created.
 
-    One that `schedir train` may choose has a row in `registry`.
+    Raises:
+        ModelError: The number of processes is not pp * tp * dp, the processes have different
+            programs or transports, or an extra program has another mesh.
     """
 
     progress_model: ProgressModel
     is_grouped = False
     blocking_hosts = True
-    has_pipeline_group = False  # whether messages go through a group of the pipeline's ranks
+    has_pipeline_group = False  # whether one group of all pipeline ranks carries the messages
     side_stream: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
 
     def __init__(
@@ -101,17 +122,17 @@ class ProcessTransport:
         self.timeout = timeout
         self.make_group = partial(process_groups.make_group, timeout=timeout, device=device)
         self.name = program.name
-        told = {"the program": program.digest[:12], "the transport": type(self).__name__}
-        told |= {f"program {k}": one.digest[:12] for k, one in enumerate(self.programs[1:], 2)}
-        told["the number of programs"] = str(len(self.programs))
+        facts = {"the program": program.digest[:12], "the transport": type(self).__name__}
+        facts |= {f"program {k}": one.digest[:12] for k, one in enumerate(self.programs[1:], 2)}
+        facts["the number of programs"] = str(len(self.programs))
         process_groups.align_group_count(
-            self.check_agreement(told, process_groups.count_created_groups())
+            self.check_agreement(facts, process_groups.count_created_groups())
         )
         for one in extra_programs:
             self._require_mesh(one)
         if self.has_pipeline_group:
             self.pipeline_group = self._make_own_group(mesh.swapaxes(1, 2).reshape(-1, pp))
-        # That of the layers is another one than that of gathers.
+        # The layers use this group. Gathers use a separate one, which is made below.
         self.tp_group = self._make_own_group(mesh.reshape(-1, self.tp)) if self.tp > 1 else None
         self.groups: dict[GroupKey, Any] = {}
         rows = collect_group_rows(*self.programs)
@@ -123,10 +144,13 @@ class ProcessTransport:
             self.use_streams(device)
 
     def use_streams(self, device: torch.device | str) -> None:
-        """Let collectives run on streams of ours, one for each queue that a rank has of them.
+        """Run collectives on CUDA streams of this transport, one for each lane with collectives.
 
-        Of itself torch would have a stream for each group.  They are of high priority: a gather
-        must not wait for multiprocessors behind what computes.
+        By default torch has one stream for each group. The streams have high priority, because a
+        gather must not wait for multiprocessors that compute kernels use.
+
+        Args:
+            device: The GPU.
         """
         self.uses_static_buffers = True
         lanes = dict.fromkeys((*_LANE_OF_GROUP.values(), Lane.DP))
@@ -135,16 +159,29 @@ class ProcessTransport:
 
     @classmethod
     def supports(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether these processes can run the program so; all must ask."""
+        """Return whether these processes can run the program over this transport.
+
+        All processes must call this.
+
+        Args:
+            program: The program.
+            group: The process group that runs the program. By default all processes run it.
+        """
         return True
 
     def disconnect(self) -> None:
-        """Go, in the middle of a step or not: the connections of messages are closed, and a rank
-        that waits for this one is told so.  Nothing can be sent after it."""
+        """Close the connections for messages, even in the middle of a step.
+
+        A rank that waits for a message of this rank gets an error. This rank cannot send
+        afterwards.
+        """
 
     def shut_down(self) -> None:
-        """Leave, where nothing is under way, and give back what its groups hold: threads, sockets
-        and memory.  `tp_group` stays: it is the layers'.  Messages over NCCL stay connected."""
+        """Disconnect, and release the threads, sockets and memory of the groups.
+
+        No transfer may be in progress. `tp_group` stays usable, because the layers use it. NCCL
+        connections for messages stay open.
+        """
         self.disconnect()
         for group in {*self.groups.values()}:
             if group is not None:
@@ -152,35 +189,42 @@ class ProcessTransport:
         self.groups = {}
 
     def _make_own_group(self, rows: NDArray[np.int64]) -> Any:
-        """The group of the row that this process is in; None if it is in none."""
+        """Return the group of the row that contains this process, or None if no row does."""
         return self.make_group(rows.tolist())
 
     def check_agreement(
         self, facts: Mapping[str, str], payload: object = None, record_types: RecordTypes = ()
     ) -> list[Any]:
-        """As Transport.agree: all processes must call this."""
-        all_of = gather((dict(facts), payload), self.parent_group, record_types)
-        if fact := find_difference([own for own, _ in all_of]):
+        """See `Transport.check_agreement`. All processes must call this."""
+        everyone = gather((dict(facts), payload), self.parent_group, record_types)
+        if fact := find_difference([process_facts for process_facts, _ in everyone]):
             raise ModelError(fact, program=self.name)
-        return [told for _, told in all_of]
+        return [process_payload for _, process_payload in everyone]
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """As Transport.send."""
+        """See `Transport.send`."""
         raise NotImplementedError
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """As Transport.recv."""
+        """See `Transport.recv`."""
         raise NotImplementedError
 
     def allocate_buffers(
         self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
     ) -> dict[SlotKey, Tensor]:
-        """As Transport.buffers."""
+        """See `Transport.allocate_buffers`."""
         self.require_supported(programs)
         return allocate_buffers(buffer_sizes, device)
 
     def require_supported(self, programs: Sequence[Program]) -> None:
-        """Raise ModelError for a program that has other groups, or edges, than those of this."""
+        """Refuse programs that need groups or edges that this transport does not have.
+
+        Args:
+            programs: The programs to check.
+
+        Raises:
+            ModelError: A program has another mesh, or needs a group or an edge that is missing.
+        """
         for program in programs:
             self._require_mesh(program)
             if lacks := self.describe_missing_channels(program):
@@ -191,7 +235,14 @@ class ProcessTransport:
                 )
 
     def describe_missing_channels(self, program: Program) -> str:
-        """What a program needs, and this has not, in words; "" if nothing."""
+        """Return a description of a group or edge that a program needs and this transport lacks.
+
+        Args:
+            program: The program.
+
+        Returns:
+            A noun phrase for an error message, or "" if nothing is missing.
+        """
         lacks = collect_group_rows(program).keys() - self.groups.keys()
         return f"group of processes for {min(map(str, lacks))}" if lacks else ""
 
@@ -205,21 +256,25 @@ class ProcessTransport:
             )
 
     def on_step_begin(self, program: int) -> None:
-        """Messages are matched by their order, whatever the program is."""
+        """Do nothing, because messages are matched by their order in any program.
+
+        Args:
+            program: The number of the program among those of `allocate_buffers`.
+        """
 
     def on_step_end(self) -> None:
-        """Nobody needs to know."""
+        """Do nothing, because no peer waits for the end of a step."""
 
     def start_group(self) -> None:
-        """Only a transport that is `is_grouped` is told."""
+        """Do nothing. Transports with `is_grouped` override this."""
 
     def end_group(self) -> None:
-        """As `start_group`."""
+        """Do nothing. Transports with `is_grouped` override this."""
 
     def start_collective(
         self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        """As Transport.collective."""
+        """See `Transport.start_collective`."""
         if not self.lane_streams:
             return cast(
                 Work, COLLECTIVES[kind].start(self.groups[group], output_tensor, input_tensor, True)
@@ -233,26 +288,45 @@ class ProcessTransport:
     def issue_collective(
         self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> None:
-        """Issue a collective to the current stream."""
+        """Issue a collective to the current CUDA stream.
+
+        Args:
+            kind: The name of the collective.
+            group: The group that runs it.
+            output_tensor: The output, see `Transport.start_collective`.
+            input_tensor: The input.
+        """
         COLLECTIVES[kind].start(self.groups[group], output_tensor, input_tensor, False)
 
 
 class LaneWork(StreamPoint):
-    """What was issued to a stream; the memory that it uses is kept until somebody waits."""
+    """Work that was issued to a CUDA stream, with the tensors that it uses.
+
+    Args:
+        lane_stream: The stream.
+        used_tensors: Tensors whose memory must not be reused before `wait`.
+    """
 
     def __init__(self, lane_stream: torch.cuda.Stream, used_tensors: tuple[Tensor, ...]) -> None:
         super().__init__(lane_stream)
         self.used_tensors = used_tensors
 
     def wait(self) -> None:
-        """Let the current stream follow."""
+        """Let the current stream wait for the work, and drop the references to its tensors."""
         super().wait()
         self.used_tensors = ()
 
 
 def collect_group_rows(*programs: Program) -> dict[GroupKey, NDArray[np.int64]]:
-    """By what the collectives of programs are for, the processes that meet, a row for each group:
-    by their places in the mesh, in its order."""
+    """Return the process groups that the collectives of programs need.
+
+    Args:
+        *programs: Programs on the same mesh.
+
+    Returns:
+        For each group key an array with one row for each group. A row has the indices of the
+        group's processes in the flattened mesh (dp, pp, tp).
+    """
     rows: dict[GroupKey, NDArray[np.int64]] = {}
     for program in programs:
         rows = _list_group_rows(program) | rows
@@ -267,7 +341,7 @@ def _list_group_rows(program: Program) -> dict[GroupKey, NDArray[np.int64]]:
         rows["tp"] = mesh.reshape(-1, tp)
     if dp > 1:
         rows["dp"] = mesh.reshape(dp, -1).T
-    if dp > 1 and program.zero:  # of its own: gathers must not queue behind reductions
+    if dp > 1 and program.zero:  # a separate group, so that gathers do not wait for reductions
         rows["params"] = rows["dp"]
     for ranks in find_reduction_groups(program.trained_ties, shape):
         rows[ranks] = mesh[:, ranks].swapaxes(1, 2).reshape(-1, len(ranks))
@@ -275,41 +349,48 @@ def _list_group_rows(program: Program) -> dict[GroupKey, NDArray[np.int64]]:
 
 
 class GlooTransport(ProcessTransport):
-    """The transport of CPU processes.  Its progress model is `per_edge`.
+    """The transport between processes on CPUs. Its progress model is `per_edge`.
 
-    Gloo honours tags: one tag per lane makes each directed edge a queue of its own, which nothing
-    else can hold up.
+    Gloo matches messages by tag. Each lane has a tag, so each directed edge is a queue that no
+    other edge can delay.
 
-    >>> import schedir
-    >>> from torch import distributed
-    >>> from schedir.runtime import GlooTransport
-    >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    >>> one = schedir.compile(schedir.schedules.gpipe,
-    ...     schedir.PipelineShape(ranks=1, microbatches=4))
-    >>> GlooTransport(one).progress_model
-    'per_edge'
-    >>> GlooTransport(schedir.compile(schedir.schedules.gpipe,
-    ...     schedir.PipelineShape(ranks=4, microbatches=4), dp=2))
-    Traceback (most recent call last):
-        ...
-    schedir.errors.ModelError: gpipe: 1 processes do not make pp 4 x tp 1 x dp 2 = 8
-    >>> distributed.destroy_process_group()
+    The arguments are those of `ProcessTransport`.
+
+    Example:
+        >>> import schedir
+        >>> from torch import distributed
+        >>> from schedir.runtime import GlooTransport
+        >>> distributed.init_process_group("gloo", store=distributed.HashStore(),
+        ...     rank=0, world_size=1)
+        >>> one = schedir.compile(schedir.schedules.gpipe,
+        ...     schedir.PipelineShape(ranks=1, microbatches=4))
+        >>> GlooTransport(one).progress_model
+        'per_edge'
+        >>> GlooTransport(schedir.compile(schedir.schedules.gpipe,
+        ...     schedir.PipelineShape(ranks=4, microbatches=4), dp=2))
+        Traceback (most recent call last):
+            ...
+        schedir.errors.ModelError: gpipe: 1 processes do not make pp 4 x tp 1 x dp 2 = 8
+        >>> distributed.destroy_process_group()
     """
 
     progress_model: ProgressModel = "per_edge"
     has_pipeline_group = True
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to send; Gloo's sends run on their own."""
-        # The group itself: dist.isend would look up each time what is known here.
+        """See `Transport.send`. Gloo sends run in threads of Gloo."""
+        # Calling the group directly avoids the lookups that dist.isend does for each message.
         return cast(Work, self.pipeline_group.send([tensor], peer, lane))
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to receive."""
+        """See `Transport.recv`."""
         return cast(Work, self.pipeline_group.recv([tensor], peer, lane))
 
     def disconnect(self) -> None:
-        """As Processes.leave: Gloo closes a connection when nobody has its group any more."""
+        """See `ProcessTransport.disconnect`.
+
+        Gloo closes the connections of a group when its last reference is dropped.
+        """
         pipeline, self.pipeline_group = self.pipeline_group, None
         if pipeline is not None:
             dist.destroy_process_group(pipeline)
