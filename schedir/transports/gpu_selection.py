@@ -1,6 +1,6 @@
-"""Choose the GPU of a process, and check its preconditions.
+"""Choose the GPU of a process, and check its environment before a process group exists.
 
-What goes wrong here later goes wrong as a hang, so it is refused before a process group exists.
+An unsuitable environment would make a later step hang, so it is refused early.
 """
 
 from __future__ import annotations
@@ -16,17 +16,25 @@ import torch
 from schedir.errors import ModelError, UsageError
 from schedir.transports.process_groups import MAX_CTAS
 
-# A process of its own "host": NCCL refuses two ranks on one GPU of one host.
+# NCCL refuses two ranks on one GPU of one host. With this variable each process counts as a host.
 HOST_ID_VARIABLE = "NCCL_HOSTID"
 SHARED_GPU_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-# How many queues the host has to a GPU: streams that share one wait for each other.
+# The variable sets the number of hardware queues of a GPU. Streams that share a queue wait for each
+# other, so fewer than 8 are refused.
 QUEUES_VARIABLE, MIN_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8
 _SHARED_GPU_KEY = "schedir: processes of one GPU"
 
 
 class _RefusedVariable(NamedTuple):
-    """Variables, and which of their values are refused: more than `max_value`, or one of
-    `refused_values`."""
+    """Environment variables, and the values of them that are refused.
+
+    Attributes:
+        names: The names of the variables.
+        reason: The reason, for the error message.
+        refused_values: The refused values, in lower case, if `max_value` is None.
+        max_value: The largest allowed value. If it is None, `refused_values` applies.
+        hint: The remedy, for the error message.
+    """
 
     names: tuple[str, ...]
     reason: str
@@ -61,7 +69,7 @@ _REFUSED_VARIABLES: Final = (
     _RefusedVariable(
         ("PYTORCH_NO_CUDA_MEMORY_CACHING",),
         "each tensor that is freed would wait for the whole GPU, beside receives that wait",
-        max_value=-1,  # torch looks only if it is there
+        max_value=-1,  # torch ignores the value: any value enables it
     ),
     _RefusedVariable(
         ("NCCL_LAUNCH_ORDER_IMPLICIT",),
@@ -91,30 +99,40 @@ _REFUSED_VARIABLES: Final = (
 def require_gpus(
     processes: int, gpus: int | None = None, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Refuse a machine, or its environment, that cannot run `processes` ranks over NCCL.
+    """Refuse a machine or an environment that cannot run the given number of ranks over NCCL.
 
-    `gpus` is how many there are, counted unless told.  More processes than GPUs may share them
-    for a test, if each says by NCCL_HOSTID that it is a host of its own.  Raises UsageError.
+    More processes than GPUs may share GPUs in a test, if each sets NCCL_HOSTID to a different name.
+
+    Args:
+        processes: The number of processes on this machine.
+        gpus: The number of GPUs. By default torch counts them.
+        environ: The environment variables.
+
+    Raises:
+        UsageError: There is no GPU, a variable has a refused value, or there are more processes
+            than GPUs and the processes cannot share them.
     """
     if gpus is None:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus:
-        without = torch.version.cuda is None
+        lacks_cuda = torch.version.cuda is None
         raise UsageError(
             "device cuda needs a GPU, and torch sees none",
-            hint="this torch is built without CUDA" if without else "nvidia-smi should list one",
+            hint="this torch is built without CUDA" if lacks_cuda else "nvidia-smi should list one",
         )
-    said = read_nccl_files(environ) | dict(environ)
+    variables = read_nccl_files(environ) | dict(environ)
     for refused in _REFUSED_VARIABLES:
         for name in refused.names:
-            if refused.refuses(said.get(name, "").strip()):
-                raise UsageError(f"{name} is {said[name]}: {refused.reason}", hint=refused.hint)
+            if refused.refuses(variables.get(name, "").strip()):
+                raise UsageError(
+                    f"{name} is {variables[name]}: {refused.reason}", hint=refused.hint
+                )
     if processes <= gpus:
         return
     if HOST_ID_VARIABLE not in environ:
         if gpus == 1 and environ.get("CUDA_VISIBLE_DEVICES"):
-            # a launcher may show each process one of its own: `require_distinct_gpus`
-            # will tell
+            # A launcher may have given each process a different GPU. `require_distinct_gpus` checks
+            # that later.
             return
         raise UsageError(
             f"{processes} processes on this machine, and {gpus} GPU{'s' * (gpus > 1)}",
@@ -132,21 +150,44 @@ def require_gpus(
 
 
 def read_nccl_files(environ: Mapping[str, str]) -> dict[str, str]:
-    """What NCCL's files set, as variables: a machine's, and before it the user's."""
-    own = environ.get("NCCL_CONF_FILE") or (environ.get("HOME") or "/nonexistent") + "/.nccl.conf"
-    found: dict[str, str] = {}
-    for path in (Path("/etc/nccl.conf"), Path(own)):
+    """Return the variables that NCCL reads from its configuration files.
+
+    The user's file overrides /etc/nccl.conf.
+
+    Args:
+        environ: The environment variables. NCCL_CONF_FILE has the path of the user's file, and HOME
+            the folder of the default .nccl.conf.
+
+    Returns:
+        The values by name.
+    """
+    user_file = (
+        environ.get("NCCL_CONF_FILE") or (environ.get("HOME") or "/nonexistent") + "/.nccl.conf"
+    )
+    variables: dict[str, str] = {}
+    for path in (Path("/etc/nccl.conf"), Path(user_file)):
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
         split = (line.partition("=") for line in lines if not line.startswith("#"))
-        found |= {name.strip(): value.strip() for name, equals, value in split if equals}
-    return found
+        variables |= {name.strip(): value.strip() for name, equals, value in split if equals}
+    return variables
 
 
 def take_gpu(
     local_rank: int, processes: int, environ: Mapping[str, str] = os.environ
 ) -> torch.device:
-    """The GPU of the process that is number `local_rank` of `processes` on this machine, made
-    current.  Raises as `require_gpus`."""
+    """Make the GPU of this process the current CUDA device, and return it.
+
+    Args:
+        local_rank: The number of the process on this machine.
+        processes: The number of processes on this machine.
+        environ: The environment variables.
+
+    Returns:
+        The device: `local_rank` modulo the number of GPUs.
+
+    Raises:
+        UsageError: See `require_gpus`.
+    """
     require_gpus(processes, environ=environ)
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -154,10 +195,21 @@ def take_gpu(
 
 
 def require_distinct_gpus(store: Any, rank: int, processes: int, gpu: str, host: str) -> None:
-    """Refuse two processes of one GPU that NCCL takes for one host's: `gpu` names the GPU.
+    """Refuse two processes on the same GPU of the same host, as NCCL would.
 
-    All processes must call this, with the store where they meet: before NCCL does, which would
-    say less.  The first compares, and tells the others.  Raises ModelError in each.
+    All processes must call this before they create NCCL communicators, because the error of NCCL
+    does not name the processes. Process 0 compares the GPUs, and the others read its result from
+    the store.
+
+    Args:
+        store: The store of the process group.
+        rank: The number of this process.
+        processes: The number of all processes.
+        gpu: A unique name of this process's GPU.
+        host: The name of this process's host, as NCCL uses it.
+
+    Raises:
+        ModelError: Two processes have the same GPU and host. All processes raise it.
     """
     keys = [f"schedir: GPU of process {other}" for other in range(processes)]
     store.set(keys[rank], f"{gpu}\n{host}")
@@ -173,10 +225,10 @@ def require_distinct_gpus(store: Any, rank: int, processes: int, gpu: str, host:
 
 
 def _find_shared_gpu(gpus_and_hosts: Sequence[bytes]) -> tuple[int, int, str] | None:
-    """The first process that has the GPU and the host of an earlier one, and that GPU."""
+    """Return the first two processes with the same GPU and host, and the GPU, or None."""
     seen: dict[bytes, int] = {}
-    for other, who in enumerate(gpus_and_hosts):
-        first = seen.setdefault(who, other)
+    for other, gpu_and_host in enumerate(gpus_and_hosts):
+        first = seen.setdefault(gpu_and_host, other)
         if first != other:
-            return first, other, who.decode().partition("\n")[0]
+            return first, other, gpu_and_host.decode().partition("\n")[0]
     return None

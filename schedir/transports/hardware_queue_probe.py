@@ -1,12 +1,14 @@
 """Find CUDA streams of a rank that share a hardware queue.
 
-Nobody says which streams a GPU gives one hardware queue, so it is tried, once, before the first
-step.  At each end of each edge a receive waits for a message that is held back.  Meanwhile the
-rank's other streams get something short to do; what does not end shares a queue with the edge.
-Then the message is sent, and all of it ends.  Nothing can hang: only hosts wait.
+CUDA does not report which streams share a hardware queue, so a probe finds out before the first
+step. At each end of each edge, a receive waits for a message that is not sent yet. Meanwhile the
+other streams of the rank get a short operation each. A stream whose operation does not end shares a
+queue with the edge. Then the message is sent, and all operations end. The probe cannot hang,
+because only the hosts wait for each other.
 
-Of streams that share, the program says whether it matters: most pairs may.  What is not tried is
-whether the streams of ours share one among themselves, and the one communicator of `Grouped`.
+Most streams may share a queue without harm. `require_safe_queues` refuses a program only if it
+would deadlock. The probe does not test two cases: collective streams that share a queue with each
+other, and the single communicator of `GroupedMessages`.
 """
 
 from __future__ import annotations
@@ -29,14 +31,21 @@ from schedir.ir.program import Program
 from schedir.transports import process_groups
 from schedir.transports.p2p_groups import DirectedEdge, EdgeGroups
 
-PROBE_TIMEOUT: Final = 2.0  # seconds; what shares no queue takes some microseconds
+PROBE_TIMEOUT: Final = 2.0  # seconds; an operation that shares no queue takes microseconds
 Queue = DirectedEdge | Lane
-# Something short, issued to the stream of a lane: says whether it has ended.
+# Issues a short operation to the stream of a lane, and returns a function that returns whether the
+# operation has ended.
 LaneProbe = Callable[[Lane], Callable[[], bool]]
 
 
 class SharedQueuePair(NamedTuple):
-    """Two queues of a rank that wait for each other; of two edges the lesser first."""
+    """Two queues of a rank that share a hardware queue, and therefore wait for each other.
+
+    Attributes:
+        rank: The rank.
+        edge: A directed edge. If both queues are edges, this is the first in sorted order.
+        other_queue: Another edge, or a lane.
+    """
 
     rank: int
     edge: DirectedEdge
@@ -52,24 +61,36 @@ class SharedQueuePair(NamedTuple):
 def require_safe_queues(
     program: Program, transport: EdgeGroups, probe: LaneProbe, timeout: float = PROBE_TIMEOUT
 ) -> list[SharedQueuePair]:
-    """The queues that share a hardware queue, on any rank; all processes must call this.
+    """Find queues that share a hardware queue, and refuse a program that would hang.
 
-    `probe` must have done before what it does at first use.  Raises ModelError in each process if
-    the program would hang so.
+    All processes must call this.
+
+    Args:
+        program: The program that will run.
+        transport: The transport, after its edges were created.
+        probe: Issues a short operation, see `LaneProbe`. It must have run before, because the first
+            run of an operation may take longer.
+        timeout: Seconds after which an operation counts as blocked.
+
+    Returns:
+        The pairs of all ranks, sorted by their descriptions.
+
+    Raises:
+        ModelError: The program would deadlock with these shared queues. All processes raise it.
     """
-    told = transport.check_agreement(
+    pairs_per_process = transport.check_agreement(
         {},
         find_shared_queues(transport, probe, timeout),
         record_types=[SharedQueuePair, DirectedEdge, Lane],
     )
-    shared = sorted({one for each in told for one in each}, key=str)
+    shared = sorted({one for each in pairs_per_process for one in each}, key=str)
     if shared:
         pairs = [(_find_queue_number(program, s.rank, s.edge),
             _find_queue_number(program, s.rank, s.other_queue))
                  for s in shared]  # fmt: skip
-        known = [pair for pair in pairs if NO_POSITION not in pair]
+        used_pairs = [pair for pair in pairs if NO_POSITION not in pair]
         graph = SharedQueueGraph(
-            program, transport.progress_model, known, blocking_hosts=transport.blocking_hosts
+            program, transport.progress_model, used_pairs, blocking_hosts=transport.blocking_hosts
         )
         reached = compute_earliest_times(graph)
         if not reached.is_done.all():
@@ -86,48 +107,61 @@ def require_safe_queues(
 def find_shared_queues(
     transport: EdgeGroups, probe: LaneProbe, timeout: float = PROBE_TIMEOUT
 ) -> list[SharedQueuePair]:
-    """The queues of this process's rank that share one with an edge; all processes must call it."""
+    """Return the queues of this process's rank that share a hardware queue with an edge.
+
+    All processes must call this.
+
+    Args:
+        transport: The transport, after its edges were created.
+        probe: Issues a short operation, see `LaneProbe`.
+        timeout: Seconds after which an operation counts as blocked.
+
+    Returns:
+        The pairs of this rank, sorted by their descriptions.
+    """
     rank, found = transport.rank, set[SharedQueuePair]()
     lanes = [Lane.COMPUTE, *transport.lane_streams]
-    # Made before anything waits: an allocation may wait for the device.
+    # The tensors are allocated before any receive waits, because an allocation may wait for the
+    # device.
     numbers = {edge: torch.zeros(1, device=transport.device) for edge in transport.edge_groups}
 
-    ranks = transport.mesh.shape[1]  # each slice of each replica by itself
+    ranks = transport.mesh.shape[1]  # the ranks of each slice of each replica form a group
     hosts = process_groups.make_group(transport.mesh.swapaxes(1, 2).reshape(-1, ranks).tolist())
 
-    def meet() -> None:
+    def host_barrier() -> None:
         dist.all_reduce(torch.zeros(1), group=hosts)
 
-    def along(edge: DirectedEdge, *, sends: bool) -> Any:
+    def transfer(edge: DirectedEdge, *, sends: bool) -> Any:
         return transport.start_transfer(edge, numbers[edge], is_send=sends)
 
-    for edge in transport.edges:  # both ways, which have a first use each
+    # The first use of each direction of an edge may take longer than the probe allows.
+    for edge in transport.edges:
         for source in (edge.source, edge.target):
             if edge in numbers:
-                along(edge, sends=rank == source).wait()
+                transfer(edge, sends=rank == source).wait()
     for edge in transport.edges:
         for here, there in ((edge.target, edge.source), (edge.source, edge.target)):
             others = [e for e in transport.edges if e != edge and here in (e.source, e.target)]
             works: dict[DirectedEdge, Any] = {}
             asks: dict[Queue, Callable[[], bool]] = {}
-            meet()
+            host_barrier()
             if rank == here:
-                works[edge] = along(edge, sends=False)
+                works[edge] = transfer(edge, sends=False)
                 asks = {lane: probe(lane) for lane in lanes}
             for other in others:
                 if other in numbers:
-                    works[other] = along(other, sends=rank != here)
+                    works[other] = transfer(other, sends=rank != here)
             if rank == here:
                 asks |= {other: works[other].is_completed for other in others}
                 found |= {
                     _make_pair(here, edge, queue) for queue in _find_late_queues(asks, timeout)
                 }
-            meet()
+            host_barrier()
             if rank == there:
-                works[edge] = along(edge, sends=True)
+                works[edge] = transfer(edge, sends=True)
             for work in works.values():
                 work.wait()
-    meet()
+    host_barrier()
     return sorted(found, key=str)
 
 
@@ -140,7 +174,10 @@ def _make_pair(rank: int, edge: DirectedEdge, other_queue: Queue) -> SharedQueue
 def _find_late_queues(
     completion_checks: dict[Queue, Callable[[], bool]], timeout: float
 ) -> list[Queue]:
-    """What does not end in time, but for messages that follow a computation which does not."""
+    """Return the queues whose operations do not end in time.
+
+    If the compute stream is blocked, messages are left out, because they wait for computation.
+    """
     over = time.monotonic() + timeout
     late = [*completion_checks]
     while late and time.monotonic() < over:
@@ -150,7 +187,7 @@ def _find_late_queues(
 
 
 def _find_queue_number(program: Program, rank: int, queue: Queue) -> int:
-    """The number of a rank's queue in the program's graph; -1 if it has nothing to do."""
+    """Return the number of a queue in the program's graph, or NO_POSITION if it is unused."""
     graph = Graph.from_program(program, "per_edge")
     index = graph.index
     for k in range(int(program.offsets[rank]), int(program.offsets[rank + 1])):
@@ -169,7 +206,7 @@ def _find_queue_number(program: Program, rank: int, queue: Queue) -> int:
 
 
 def _describe_queue(queue: Queue) -> str:
-    """A queue, as a person calls it."""
+    """Return a description of a queue for error messages."""
     if isinstance(queue, Lane):
         return {Lane.COMPUTE: "what it computes", Lane.TP: "gathers"}.get(queue, "reductions")
     kind = "activations" if queue.lane is Lane.ACT else "gradients"
@@ -177,7 +214,14 @@ def _describe_queue(queue: Queue) -> str:
 
 
 def make_cuda_probe(transport: EdgeGroups, device: torch.device | str) -> LaneProbe:
-    """Of streams of a GPU: a kernel on each, which has been there once."""
+    """Return a probe that runs a small kernel on the CUDA stream of a lane.
+
+    The kernel has run once on each stream before this returns.
+
+    Args:
+        transport: The transport with the streams.
+        device: The GPU.
+    """
     one = torch.zeros(1, device=device)
 
     def touch(lane: Lane) -> Callable[[], bool]:

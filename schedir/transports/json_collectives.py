@@ -1,8 +1,8 @@
 """Gather and broadcast plain values between processes, as JSON.
 
-torch's own `all_gather_object` unpickles what peers send, and a pickle may run code.  Here it is
-JSON, with a tag for what JSON has not: tuples, dicts whose keys are no text, types of torch, and
-the records and named numbers that the receiver says it takes.
+torch's `all_gather_object` unpickles the data of peers, and a pickle can run code. JSON cannot.
+Tags encode the types that JSON lacks: tuples, dicts with keys other than strings, dtypes of torch,
+and the record types that the receiver allows.
 """
 
 from __future__ import annotations
@@ -19,64 +19,100 @@ from torch import Tensor
 
 from schedir.errors import ModelError, describe
 
-MAX_BYTES: Final = 2**28  # bytes that a process may tell
+MAX_BYTES: Final = 2**28  # bytes that a process may send, so that it cannot exhaust a peer's memory
 RecordTypes = Sequence[type]  # NamedTuples, dataclasses and Enums
 
 
 def gather(value: object, group: Any = None, record_types: RecordTypes = ()) -> list[Any]:
-    """What each process of a group tells, by rank; all of them call this.
+    """Return the values of all processes of a group, by their rank in the group.
 
-    A value is made of None, numbers, text, lists, tuples, dicts, types of torch, and records of
-    these `record_types`.  Raises ModelError for a value that a peer sends and that is none.
+    All processes of the group must call this.
+
+    Args:
+        value: The value of this process. It consists of None, numbers, strings, lists, tuples,
+            dicts, dtypes of torch, and instances of `record_types`.
+        group: The process group. By default all processes.
+        record_types: NamedTuples, dataclasses and Enums that values may contain.
+
+    Raises:
+        ModelError: A peer sent more than `MAX_BYTES`, or data that are not such a value.
+        TypeError: `value` is not such a value.
     """
-    told = gather_bytes(encode_value(value, record_types), group)
-    return [decode_value(data, f"process {k}", record_types) for k, data in enumerate(told)]
+    encoded = gather_bytes(encode_value(value, record_types), group)
+    return [decode_value(data, f"process {k}", record_types) for k, data in enumerate(encoded)]
 
 
 def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
-    """The bytes of each process of a group, by rank; all of them call this.
+    """Return the bytes of all processes of a group, by their rank in the group.
 
-    Raises ModelError where one tells too much.
+    All processes of the group must call this.
+
+    Args:
+        data: The bytes of this process. Sizes may differ between processes.
+        group: The process group. By default all processes.
+
+    Raises:
+        ModelError: A process sends more than `MAX_BYTES`.
     """
     device, processes = select_exchange_device(group), dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(processes)]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group)
-    told = [int(size) for size in sizes]
-    for k, size in enumerate(told):
+    byte_counts = [int(size) for size in sizes]
+    for k, size in enumerate(byte_counts):
         if not 0 <= size <= MAX_BYTES:
             raise ModelError(f"process {k} tells {size} bytes, and at most {MAX_BYTES} are taken")
-    room = max(*told, 1)
-    all_of = [torch.empty(room, dtype=torch.uint8, device=device) for _ in told]
-    mine = torch.zeros(room, dtype=torch.uint8)
+    max_count = max(*byte_counts, 1)
+    gathered = [torch.empty(max_count, dtype=torch.uint8, device=device) for _ in byte_counts]
+    padded = torch.zeros(max_count, dtype=torch.uint8)
     if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.all_gather(all_of, mine.to(device), group)
-    return [_tensor_to_bytes(one[:size]) for one, size in zip(all_of, told, strict=True)]
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.all_gather(gathered, padded.to(device), group)
+    return [_tensor_to_bytes(one[:size]) for one, size in zip(gathered, byte_counts, strict=True)]
 
 
 def broadcast(value: object, source: int, group: Any = None, record_types: RecordTypes = ()) -> Any:
-    """What the process of rank `source` in the group tells all others; all of them call this."""
-    device, own = select_exchange_device(group), b""
+    """Return the value of one process on all processes of a group.
+
+    All processes of the group must call this.
+
+    Args:
+        value: The value to send, see `gather`. Only the source uses it.
+        source: The rank of the sender in the group.
+        group: The process group. By default all processes.
+        record_types: NamedTuples, dataclasses and Enums that the value may contain.
+
+    Raises:
+        ModelError: The source sent more than `MAX_BYTES`, or data that are not such a value.
+        TypeError: `value` is not such a value, on the source.
+    """
+    device, encoded = select_exchange_device(group), b""
     if dist.get_rank(group) == source:
-        own = encode_value(value, record_types)
-    size = torch.tensor([len(own)], device=device)
+        encoded = encode_value(value, record_types)
+    size = torch.tensor([len(encoded)], device=device)
     dist.broadcast(size, group=group, group_src=source)
     if not 0 <= int(size) <= MAX_BYTES:
         raise ModelError(
             f"process {source} tells {int(size)} bytes, and at most {MAX_BYTES} are taken"
         )
     data = torch.zeros(max(int(size), 1), dtype=torch.uint8)
-    if own:
-        data[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    if encoded:
+        data[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     data = data.to(device)
     dist.broadcast(data, group=group, group_src=source)
     return decode_value(_tensor_to_bytes(data[: int(size)]), f"process {source}", record_types)
 
 
 def select_exchange_device(group: Any = None) -> torch.device:
-    """Where processes of a group tell each other: on the host, if they have a backend there."""
-    some: Any = group or dist.group.WORLD
-    kinds = {device.type for device in some._device_types}
+    """Return the device for exchanges in a group: the CPU if the group has a backend for it.
+
+    Args:
+        group: The process group. By default all processes.
+
+    Returns:
+        The CPU, or the current GPU if the group has only a GPU backend.
+    """
+    process_group: Any = group or dist.group.WORLD
+    kinds = {device.type for device in process_group._device_types}
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -87,9 +123,14 @@ def _tensor_to_bytes(data: Tensor) -> bytes:
 
 
 def find_difference(facts_per_process: Sequence[Mapping[str, str]]) -> str:
-    """Of the facts that processes tell, by name, the first in which two differ that have it, as a
-    sentence; "" where there is none."""
-    # In sorted order, so that all processes say the same of several differences.
+    """Return a sentence about the first fact in which two processes differ, or "".
+
+    Two processes differ if both have a fact with this name and the values are not equal.
+
+    Args:
+        facts_per_process: The facts of each process: values by name.
+    """
+    # Names are sorted, so that all processes report the same difference.
     for fact in sorted({fact for own in facts_per_process for fact in own}):
         values = {k: own[fact] for k, own in enumerate(facts_per_process) if fact in own}
         first = next(iter(values))
@@ -106,12 +147,29 @@ def find_difference(facts_per_process: Sequence[Mapping[str, str]]) -> str:
 
 
 def encode_value(value: object, record_types: RecordTypes = ()) -> bytes:
-    """A value as bytes; TypeError for one that is not plain."""
+    """Return a value as JSON bytes.
+
+    Args:
+        value: The value, see `gather`.
+        record_types: Record types that it may contain.
+
+    Raises:
+        TypeError: The value has a type that cannot be encoded.
+    """
     return json.dumps(_add_tags(value, record_types)).encode()
 
 
 def decode_value(data: bytes, sender: str, record_types: RecordTypes = ()) -> Any:
-    """The value that bytes say.  Raises ModelError for what `encode_value` does not write."""
+    """Return the value that `encode_value` encoded.
+
+    Args:
+        data: The bytes.
+        sender: The name of the sender, for the error message.
+        record_types: Record types that it may contain.
+
+    Raises:
+        ModelError: `encode_value` cannot have written these bytes.
+    """
     try:
         return _remove_tags(json.loads(data), {kind.__name__: kind for kind in record_types})
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
@@ -146,7 +204,7 @@ def _add_tags(value: object, record_types: RecordTypes) -> Any:
 
 
 def _list_record_fields(value: Any) -> list[object]:
-    """What a record is made of: that of a number with a name is the number."""
+    """Return the arguments that construct a record: the fields, or the value of an Enum."""
     if isinstance(value, Enum):
         return [value.value]
     return [getattr(value, f.name) for f in fields(value)] if is_dataclass(value) else [*value]
@@ -167,10 +225,10 @@ def _remove_tags(tagged: Any, record_types: Mapping[str, type]) -> Any:
                 for key, part in inside
             }
         case "dtype":
-            found = getattr(torch, inside)
-            if not isinstance(found, torch.dtype):
+            dtype = getattr(torch, inside)
+            if not isinstance(dtype, torch.dtype):
                 raise TypeError
-            return found
+            return dtype
         case "record":
             name, *parts = inside
             return record_types[name](*(_remove_tags(part, record_types) for part in parts))

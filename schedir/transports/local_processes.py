@@ -22,12 +22,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-GRACE_SECONDS = 1.0  # seconds after the first failure in which other ranks may still report theirs
+# The seconds after the first failure in which other ranks may still report their failures.
+GRACE_SECONDS = 1.0
 DIED_MESSAGE = "died without a word"
 
 
 class _Report(NamedTuple):
-    """The report that a rank sends before it ends: the time, and its result or its traceback."""
+    """The report that a rank sends before it ends.
+
+    Attributes:
+        timestamp: The time of `time.monotonic` in seconds.
+        result: The result of the function.
+        traceback: The traceback, or "" if the rank succeeded.
+    """
 
     timestamp: float
     result: Any = None
@@ -38,8 +45,8 @@ class RankError(Exception):
     """Ranks failed, died or hung.
 
     Args:
-        tracebacks: How each rank failed, by rank, in the order in which they failed.
-        hung_ranks: The ranks that still ran at the time limit.  Their tracebacks are their stacks.
+        tracebacks: The traceback or other cause of each rank, in the order in which ranks failed.
+        hung_ranks: The ranks that still ran at the time limit. Their tracebacks are their stacks.
     """
 
     def __init__(self, tracebacks: Mapping[int, str], hung_ranks: tuple[int, ...] = ()) -> None:
@@ -56,29 +63,29 @@ def run_processes(
     timeout: float = 120,
     grace_seconds: float = GRACE_SECONDS,
 ) -> list[Any]:
-    """Call `fn(rank, *args)` in each process of a Gloo process group.
+    """Call `fn(rank, *args)` in each process of a Gloo process group, and return the results.
 
-    In the processes torch.distributed is initialised, and torch has one thread.  The processes end
-    when this one ends, however it ends.
+    In the processes torch.distributed is initialised, and torch has one thread. The processes end
+    when this process ends, even if it is killed.
 
     Args:
-        fn: The function.  Unless processes are forks, it is pickled by its name.
+        fn: The function. It is pickled by its name, except if processes are forks.
         world_size: The number of processes.
-        *args: The arguments of `fn`, which are pickled unless processes are forks.
+        *args: The arguments of `fn`. They are pickled, except if processes are forks.
         context: A context of multiprocessing.
         timeout: The number of seconds after which ranks that still run count as hung.
         grace_seconds: The number of seconds for which ranks may still report after the first
-        failure.
+            failure.
 
     Returns:
-        The results by rank.  They are pickled.
+        The results by rank. They are sent as pickles.
 
     Raises:
         RankError: A rank failed, died or hung.
     """
     work: Any = fn, args
     if context.get_start_method() != "fork":
-        work = pickle.dumps(work)  # as bytes: torch would pass tensors in shared memory
+        work = pickle.dumps(work)  # else multiprocessing passes tensors in shared memory
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         try:
@@ -87,12 +94,13 @@ def run_processes(
                 process = context.Process(
                     target=_run_child,
                     args=(rank, world_size, folder, timeout, child_pipe, work),
-                    daemon=False,  # so that it may have children, as loaders of data
+                    daemon=False,  # a daemon cannot start children, such as data loader workers
                 )
-                with warnings.catch_warnings():  # Python warns of forks beside any thread
+                # Python warns of forks in a process with threads.
+                with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
-                child_pipe.close()  # so that the death of the child ends the pipe
+                child_pipe.close()  # else the pipe stays open when the child dies
                 pipes.append(pipe)
                 processes.append(process)
             reports = _collect_reports(pipes, time.monotonic() + timeout, grace_seconds)
@@ -147,10 +155,11 @@ def _collect_reports(
 def _run_child(
     rank: int, world_size: int, directory: str, timeout: float, pipe: Connection, pickled_call: Any
 ) -> None:
+    """Run the function of `run_processes` in a child process, and send its report."""
     torch.set_num_threads(1)
     Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    # What a fork takes over is not collected here: a process group would wait for threads that
-    # only the parent has.
+    # Objects of the parent are not collected in a fork. The destructor of a process group would
+    # wait for threads that exist only in the parent.
     gc.freeze()
     with _stack_path(directory, rank).open("w") as stack:
         # A little before the parent's limit, so that the stacks are written when it reads them.
@@ -159,7 +168,7 @@ def _run_child(
             fn, args = (
                 pickle.loads(pickled_call) if isinstance(pickled_call, bytes) else pickled_call
             )
-            # A file as the meeting point: there is no port for which runs could race.
+            # A file store needs no port, so runs on one machine cannot compete for one.
             dist.init_process_group(
                 "gloo",
                 init_method=Path(directory, "store").as_uri(),
@@ -168,12 +177,13 @@ def _run_child(
                 timeout=timedelta(seconds=timeout),
             )
             result = fn(rank, *args)
-            if dist.is_initialized():  # else `fn` has ended it
+            if dist.is_initialized():  # `fn` may have destroyed the group
                 dist.barrier()  # else a rank may close a connection from which another still reads
             report = pickle.dumps((time.monotonic(), result, ""))
         except BaseException:
             report = pickle.dumps((time.monotonic(), None, traceback.format_exc()))
-        # Sent before our connections close: the cause arrives before its consequences.
+        # The report is sent before connections close. Closed connections make other ranks fail, so
+        # the parent receives the first failure first.
         pipe.send_bytes(report)
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()
