@@ -1,8 +1,8 @@
-"""NCCL: the transports of `p2p_groups` on GPUs.
+"""Transports over NCCL on GPUs, based on the transports of `p2p_groups`.
 
-Lanes are CUDA streams: computation is on the stream that is current when a step runs, messages are
-on one that torch has for each process group, and collectives on two of ours.  Events order both
-sides.  A Work's `wait` lets the current stream wait, and never the host.
+Lanes are CUDA streams. Computation runs on the stream that is current during a step. Messages run
+on the streams that torch creates for process groups, and collectives on streams of the transport.
+Events order the streams. `Work.wait` makes the current stream wait, and never the host.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages, directed_
 
 # ---------------------------------------------------------------- hardware queues
 
-# Streams that share a hardware queue wait for each other, and no program shows this.  A GPU has 32,
-# and CUDA_DEVICE_MAX_CONNECTIONS says how many CUDA uses, 8 unless it is set (CUDA C++ Programming
-# Guide, "CUDA Environment Variables").
+# Streams that share a hardware queue wait for each other, and programs do not model this. A GPU has
+# 32 queues. CUDA_DEVICE_MAX_CONNECTIONS sets the number that CUDA uses, which is 8 by default (CUDA
+# C++ Programming Guide, "CUDA Environment Variables").
 
 MAX_HARDWARE_QUEUES: Final = 32
-DEFAULT_HARDWARE_QUEUES: Final = 8  # the default of CUDA
+DEFAULT_HARDWARE_QUEUES: Final = 8  # the default of CUDA_DEVICE_MAX_CONNECTIONS
 
 
 def count_streams(
@@ -46,15 +46,25 @@ def count_streams(
     progress_model: ProgressModel,
     extra_programs: Sequence[Program] = (),
 ) -> dict[str, int]:
-    """How many streams have work in a step of a rank over NCCL, by what they are for.
+    """Return the number of CUDA streams that a rank uses in a step over NCCL, by purpose.
 
-    `progress_model` is that of the transport: `per_edge` has a communicator for each directed edge,
-    others one for all messages.  A communicator launches its kernels on a stream that it is given,
-    and lets one of its own follow.  torch has a stream for each group whose messages it moves, and
-    for the layers' group, where a sum runs beside what computes.  Collectives run on one of ours
-    for gathers and one for reductions.  A step that is recorded has one for each queue of receives,
-    which is counted in any case.  Communicators that no step uses are not.  Those that
-    `extra_programs` programs beside the first use are.
+    Each communicator has a stream of its own, which follows the stream on which its kernels are
+    launched. torch has a launch stream for each group with messages, and one for the layers' group.
+    Gathers share one launch stream of the transport, and reductions share another.
+
+    A step that is recorded uses one more stream for each queue of receives. These streams are
+    always counted. Communicators that no step uses are not counted.
+
+    Args:
+        program: The program that runs.
+        rank: The pipeline rank.
+        progress_model: The progress model of the transport. `per_edge` has a communicator for each
+            directed edge. Others have one communicator for all messages.
+        extra_programs: Other programs that run on the same transport. Their communicators count.
+
+    Returns:
+        The numbers for "computation", "layers", "gathers", "reductions", "messages" and "records",
+        without those that are 0.
     """
     edges = [e for e in directed_edges(program, *extra_programs) if rank in (e.source, e.target)]
     queues = len(edges) if get_model_row(progress_model).has_direction_queues else bool(edges)
@@ -70,7 +80,7 @@ def count_streams(
         if (rows == first).any()
     ]
     reductions = len(groups) - ("tp" in groups)
-    found = {
+    counts = {
         "computation": 1,
         "layers": 2 * (program.tp > 1),
         "gathers": 2 * (program.tp > 1),
@@ -78,7 +88,7 @@ def count_streams(
         "messages": 2 * queues,
         "records": len(received),
     }
-    return {name: number for name, number in found.items() if number}
+    return {name: number for name, number in counts.items() if number}
 
 
 def require_enough_queues(
@@ -87,25 +97,35 @@ def require_enough_queues(
     environ: Mapping[str, str] = os.environ,
     extra_programs: Sequence[Program] = (),
 ) -> None:
-    """Refuse a program, with `extra_programs` beside it, of which a rank has more streams than
-    there are hardware queues.
+    """Refuse a program if a rank uses more CUDA streams than CUDA has hardware queues.
 
-    Raises ModelError, which says what they are for.
+    Args:
+        program: The program that runs.
+        progress_model: The progress model of the transport.
+        environ: The environment variables. CUDA_DEVICE_MAX_CONNECTIONS is the number of queues.
+        extra_programs: Other programs that run on the same transport.
+
+    Raises:
+        ModelError: A rank has too many streams. The error lists their purposes.
     """
-    said = environ.get(QUEUES_VARIABLE, "")
-    has = min(MAX_HARDWARE_QUEUES, int(said) if said.isdecimal() else DEFAULT_HARDWARE_QUEUES)
-    each = [
+    variable = environ.get(QUEUES_VARIABLE, "")
+    has = min(
+        MAX_HARDWARE_QUEUES, int(variable) if variable.isdecimal() else DEFAULT_HARDWARE_QUEUES
+    )
+    counts_per_rank = [
         count_streams(program, rank, progress_model, extra_programs)
         for rank in range(program.shape.ranks)
     ]
-    most = max(range(len(each)), key=lambda rank: sum(each[rank].values()))
-    if (needs := sum(each[most].values())) > has:
-        parts = ", ".join(f"{number} for {name}" for name, number in each[most].items())
+    busiest = max(range(len(counts_per_rank)), key=lambda rank: sum(counts_per_rank[rank].values()))
+    if (needs := sum(counts_per_rank[busiest].values())) > has:
+        parts = ", ".join(
+            f"{number} for {name}" for name, number in counts_per_rank[busiest].items()
+        )
         hint = f"{QUEUES_VARIABLE}={MAX_HARDWARE_QUEUES}, set before CUDA starts"
         if needs > MAX_HARDWARE_QUEUES:
             hint = 'transport = "nccl_grouped", which has one communicator for all messages'
         raise ModelError(
-            f"rank {most} has {needs} streams ({parts}), and its GPU {has} hardware queues: "
+            f"rank {busiest} has {needs} streams ({parts}), and its GPU {has} hardware queues: "
             "streams that share one wait for each other, and may do so for ever",
             program=program.name,
             hint=hint,
@@ -115,30 +135,44 @@ def require_enough_queues(
 # ---------------------------------------------------------------- initialisation
 
 
-BACKENDS = "cpu:gloo,cuda:nccl"  # what processes agree on goes over Gloo
-# Set where the environment does not say otherwise, under any of the names that torch knows.
+BACKENDS = "cpu:gloo,cuda:nccl"  # Gloo exchanges the values that processes compare on the host.
+# Default values of environment variables. A default is not set if the environment has any of the
+# names, which are alternative names of one variable.
 DEFAULT_VARIABLES: Final[dict[tuple[str, ...], str]] = {
     (QUEUES_VARIABLE,): "32",
-    # The host's group would connect all processes with all others, n x n reads of the store.
+    # Without it the Gloo group connects all pairs of processes, which takes n x n reads of the
+    # store.
     ("TORCH_GLOO_LAZY_INIT",): "1",
-    # That an edge's messages are one queue is what an edge is: no reason to warn.
+    # torch would warn that messages of one communicator run in order, which is intended for an
+    # edge.
     ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",): "false",
-    # Memory in pieces is none that the allocator waits for the device to get back.
+    # With expandable segments the allocator does not free and reallocate memory, which would
+    # synchronise with the device.
     ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
-    # The flight recorder: what was issued last, for a hang.
+    # The flight recorder lists the last operations of each process, to diagnose a hang.
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
 }
 
 
 def initialise(timeout: float, **init_args: Any) -> torch.device:
-    """Initialise torch.distributed over NCCL, and Gloo for the host; returns this process's GPU.
+    """Initialise torch.distributed over NCCL for GPUs and Gloo for the host.
 
-    Processes are found as torchrun says, or as `init_args` tells `init_process_group`.  Raises
-    UsageError or ModelError for machines, variables or neighbours with which it cannot work.
+    Args:
+        timeout: The timeout of the default process group, in seconds.
+        **init_args: Arguments of `init_process_group`. Without any, the environment variables that
+            torchrun sets are used.
+
+    Returns:
+        The GPU of this process.
+
+    Raises:
+        UsageError: The machine or its environment is unsuitable, see `require_gpus`, or torch has
+            no NCCL.
+        ModelError: Two processes have the same GPU.
     """
     set_default_variables(os.environ)
-    there = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    device = take_gpu(int(os.environ.get("LOCAL_RANK", "0")), there)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    device = take_gpu(int(os.environ.get("LOCAL_RANK", "0")), local_world_size)
     if not dist.is_nccl_available():
         raise UsageError("this torch is built without NCCL")
     init_args = join_rendezvous(timeout, **init_args)
@@ -147,7 +181,7 @@ def initialise(timeout: float, **init_args: Any) -> torch.device:
     require_distinct_gpus(
         init_args["store"], init_args["rank"], init_args["world_size"], card, host
     )
-    # With its device a group is connected when it is made, and not at first use.
+    # A group with a device is connected when it is created, not at its first use.
     dist.init_process_group(
         BACKENDS, timeout=timedelta(seconds=timeout), device_id=device, **init_args
     )
@@ -155,7 +189,13 @@ def initialise(timeout: float, **init_args: Any) -> torch.device:
 
 
 def set_default_variables(environ: MutableMapping[str, str]) -> None:
-    """Set what is not set, before torch begins with CUDA and NCCL, which read it once."""
+    """Set the default environment variables of `DEFAULT_VARIABLES`.
+
+    Call this before torch initialises CUDA and NCCL, which read the variables only once.
+
+    Args:
+        environ: The environment variables, which are changed.
+    """
     for names, value in DEFAULT_VARIABLES.items():
         if not any(name in environ for name in names):
             environ[names[0]] = value
@@ -164,8 +204,19 @@ def set_default_variables(environ: MutableMapping[str, str]) -> None:
 def join_rendezvous(
     timeout: float, store: Any = None, rank: int = -1, world_size: int = -1, **init_args: Any
 ) -> dict[str, Any]:
-    """The store at which processes meet, this one's number, and how many they are: what
-    `init_process_group` is told."""
+    """Connect to the store of the processes, and return the arguments for `init_process_group`.
+
+    Args:
+        timeout: The timeout of the store, in seconds.
+        store: The store. By default it is found by `init_method`.
+        rank: The number of this process, or -1 if the environment has it.
+        world_size: The number of processes, or -1 if the environment has it.
+        **init_args: Other arguments of `init_process_group`. `init_method` is env:// by default.
+
+    Returns:
+        `init_args` with the store, the rank and the world size, without `init_method` if the store
+        was found by it.
+    """
     if store is None:
         patience = timedelta(seconds=timeout)
         url = init_args.pop("init_method", "env://")
@@ -178,7 +229,22 @@ def join_rendezvous(
 
 
 class NCCLEdge(EdgeGroups):
-    """Each directed edge has a communicator.  Raises as Edge."""
+    """A transport with a NCCL communicator for each directed edge.
+
+    The constructor connects all edges. It then probes which CUDA streams share a hardware queue.
+
+    Args:
+        program: The program that the transport runs.
+        timeout: See `ProcessTransport`.
+        device: The GPU.
+        max_message_bytes: The size of the largest message, in bytes, or 0 if it is unknown. It
+            determines the number of multiprocessors of a communicator.
+        extra_programs: Other programs that run on the same mesh.
+
+    Raises:
+        ModelError: The device is not a GPU, a rank has too many CUDA streams, or streams share a
+            hardware queue so that a program would hang. Also see `EdgeGroups`.
+    """
 
     def __init__(
         self,
@@ -204,7 +270,18 @@ class NCCLEdge(EdgeGroups):
 
 
 class NCCLGrouped(GroupedMessages):
-    """The pipeline has one communicator.  Raises as Grouped."""
+    """A transport with one NCCL communicator for all messages of the pipeline.
+
+    Args:
+        program: The program that the transport runs.
+        timeout: See `ProcessTransport`.
+        device: The GPU.
+        max_message_bytes: Not used.
+        extra_programs: Other programs that run on the same mesh.
+
+    Raises:
+        ModelError: The device is not a GPU. Also see `GroupedMessages`.
+    """
 
     def __init__(
         self,
@@ -233,25 +310,37 @@ def nccl_transport(
     max_message_bytes: int = 0,
     extra_programs: Sequence[Program] = (),
 ) -> NCCLEdge | NCCLGrouped:
-    """The transport of a program on GPUs, connected and warm; after `transports.nccl.initialise`.
+    """Create the transport of a program on GPUs, and connect it.
 
-    "per_edge" gives each directed edge a communicator, "grouped" one to the pipeline.  A program
-    must be proven for the model of its kind.  `max_message_bytes` is how many bytes one has at
-    most, 0 if that is not known.  `extra_programs` are programs beside it on the same stages.
+    Call `transports.nccl.initialise` first. The program must be proven for the progress model of
+    the transport: `per_edge` for "per_edge", and `per_device` for "grouped".
 
-    What is received and what is sent lies in memory that is made once, with room for a boundary in
-    each slot of the program: compile it with `buffer_sharing="latency_preserving"`.  Without, each
-    value has a slot of its own, and a rank of 1F1B on 8 ranks with 64 microbatches makes 256
-    boundaries, not 6.
+    Messages are received and sent in memory that is allocated once, with one boundary for each slot
+    of the program. Compile the program with `buffer_sharing="latency_preserving"`. Otherwise each
+    value has its own slot: a rank of 1F1B on 8 ranks with 64 microbatches then allocates 256
+    boundaries instead of 6.
 
-    >>> import schedir, torch
-    >>> from schedir.runtime import nccl_transport
-    >>> program = schedir.compile(schedir.schedules.gpipe,
-    ...     schedir.PipelineShape(ranks=2, microbatches=4))
-    >>> nccl_transport(program, torch.device("cpu"))
-    Traceback (most recent call last):
-        ...
-    schedir.errors.ModelError: gpipe: NCCL moves tensors of GPUs, not of cpu
+    Args:
+        program: The program.
+        device: The GPU of this process.
+        kind: "per_edge" for a communicator for each directed edge, or "grouped" for one
+            communicator for the pipeline.
+        timeout: See `ProcessTransport`.
+        max_message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.
+        extra_programs: Other programs that run on the same stages.
+
+    Raises:
+        ModelError: See `NCCLEdge` and `NCCLGrouped`.
+
+    Example:
+        >>> import schedir, torch
+        >>> from schedir.runtime import nccl_transport
+        >>> program = schedir.compile(schedir.schedules.gpipe,
+        ...     schedir.PipelineShape(ranks=2, microbatches=4))
+        >>> nccl_transport(program, torch.device("cpu"))
+        Traceback (most recent call last):
+            ...
+        schedir.errors.ModelError: gpipe: NCCL moves tensors of GPUs, not of cpu
     """
     make = NCCLGrouped if kind == "grouped" else NCCLEdge
     return make(

@@ -1,16 +1,16 @@
-"""Transports that use a process group per directed edge, or grouped calls.
+"""Transports that use a process group for each directed edge, or one group for all edges.
 
-NCCL matches messages of a communicator by order alone, and runs them in order.  Which messages
-share a communicator is therefore what may hold up what: the progress model.
+NCCL matches the messages of a communicator by their order only, and runs them in this order. The
+choice of communicators therefore determines which messages can delay each other, so it determines
+the progress model.
 
 - `EdgeGroups`, model `per_edge`: a group of two ranks for each directed edge and lane.
-- `GroupedMessages`,
-model `per_device`: one group for the pipeline; groups of the program are issued
-  as one.
+- `GroupedMessages`, model `per_device`: one group for the pipeline. The transfers of a group of the
+  program are issued as one batch.
 
-Both run over any backend.  All processes make groups and send the first message of every edge in
-one global order, before the first step: connections are made at first use, and one that is made
-while a peer's kernel spins can hang (NVIDIA/nccl issue 783).
+Both work over any backend. All processes create groups, and send the first message of each edge, in
+one global order before the first step. Connections are made at first use, and a connection that is
+made while a kernel of the peer waits can hang (NVIDIA/nccl issue 783).
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from schedir.transports.transport import Work
 
 
 class DirectedEdge(NamedTuple):
-    """The messages of one lane from one pipeline rank to another."""
+    """The messages of one lane from one pipeline rank to another.
+
+    Attributes:
+        lane: The lane.
+        source: The pipeline rank that sends.
+        target: The pipeline rank that receives.
+    """
 
     lane: Lane
     source: int
@@ -39,12 +45,20 @@ class DirectedEdge(NamedTuple):
 
 
 def directed_edges(*programs: Program) -> list[DirectedEdge]:
-    """Every edge that programs send along, in the one order that all ranks follow."""
+    """Return all edges on which programs send, in the sorted order that all ranks use.
+
+    Args:
+        *programs: The programs.
+    """
     return sorted({edge for program in programs for edge in _iterate_edges(program)})
 
 
 def partition_disjoint_edges(edges: Iterable[DirectedEdge]) -> list[list[DirectedEdge]]:
-    """Edges, those together whose ends are all different."""
+    """Partition edges into lists in which no two edges have a rank in common.
+
+    Args:
+        edges: The edges.
+    """
     return process_groups.partition_disjoint(edges, lambda edge: {edge.source, edge.target})
 
 
@@ -58,7 +72,7 @@ def _iterate_edges(program: Program) -> Iterator[DirectedEdge]:
 def _warm_up_edges(
     transport: ProcessTransport, edges: list[DirectedEdge], device: torch.device | str
 ) -> None:
-    """Send a number along every edge, one after the other."""
+    """Send a number along every edge, one edge after the other, to create the connections."""
     one = torch.zeros(1, device=device)
     for edge in edges:
         if transport.rank == edge.source:
@@ -75,9 +89,19 @@ def _describe_missing_edge(edges: Sequence[DirectedEdge], program: Program) -> s
 
 
 class EdgeGroups(ProcessTransport):
-    """A process group for each directed edge.  Its progress model is `per_edge`.
+    """A transport with a process group for each directed edge. Its progress model is `per_edge`.
 
-    Over NCCL each takes few multiprocessors, as many as its messages need.  Raises as Processes.
+    Over NCCL a group uses only as many multiprocessors as its messages need.
+
+    Args:
+        program: The program that the transport runs.
+        timeout: See `ProcessTransport`.
+        device: The device of the tensors.
+        max_message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.
+        extra_programs: Other programs that run on the same mesh.
+
+    Raises:
+        ModelError: See `ProcessTransport`.
     """
 
     progress_model: ProgressModel = "per_edge"
@@ -93,7 +117,7 @@ class EdgeGroups(ProcessTransport):
     ) -> None:
         super().__init__(program, timeout, device=device, extra_programs=extra_programs)
         self.edges, self.device = directed_edges(*self.programs), device
-        # The other ends of this process's edges, which share its replica and its slice.
+        # By pipeline rank, the processes of the same replica and tensor-parallel rank as this one.
         self.peer_processes = [int(p) for p in self.mesh[self.dp_rank, :, self.tp_rank]]
         self.edge_groups: dict[DirectedEdge, Any] = {}
         for some in partition_disjoint_edges(self.edges):
@@ -101,45 +125,54 @@ class EdgeGroups(ProcessTransport):
             group = self.make_group(
                 rows, max_ctas=process_groups.choose_max_ctas(max_message_bytes)
             )
-            own = (edge for edge in some if self.rank in (edge.source, edge.target))
-            self.edge_groups |= dict.fromkeys(own, group)
+            local_edges = (edge for edge in some if self.rank in (edge.source, edge.target))
+            self.edge_groups |= dict.fromkeys(local_edges, group)
         _warm_up_edges(self, self.edges, device)
 
     def describe_missing_channels(self, program: Program) -> str:
-        """As Processes.lacking."""
+        """See `ProcessTransport.describe_missing_channels`."""
         return super().describe_missing_channels(program) or _describe_missing_edge(
             self.edges, program
         )
 
     def _list_edge_ends(self, edge: DirectedEdge) -> list[list[int]]:
-        """The processes at the two ends of an edge, for each replica and slice."""
+        """Return the processes at the two ends of an edge, one pair for each replica and slice."""
         ends = self.mesh[:, [edge.source, edge.target]]
         return [sorted(map(int, pair)) for pair in ends.swapaxes(1, 2).reshape(-1, 2)]
 
     def start_transfer(self, edge: DirectedEdge, tensor: Tensor, *, is_send: bool) -> Any:
-        """Start to send to the other end of an edge, whichever that is, or to receive from it."""
+        """Start to send to the other end of an edge, or to receive from it, in either direction.
+
+        Args:
+            edge: An edge of this rank.
+            tensor: The tensor to send or to receive into.
+            is_send: True to send, also against the direction of the edge, and False to receive.
+
+        Returns:
+            The Work of torch.distributed.
+        """
         peer = self.peer_processes[edge.source + edge.target - self.rank]
         return (dist.isend if is_send else dist.irecv)(tensor, peer, group=self.edge_groups[edge])
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to send."""
+        """See `Transport.send`."""
         group = self.edge_groups[DirectedEdge(lane, self.rank, peer)]
         return cast(Work, dist.isend(tensor, self.peer_processes[peer], group=group))
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to receive."""
+        """See `Transport.recv`."""
         group = self.edge_groups[DirectedEdge(lane, peer, self.rank)]
         return cast(Work, dist.irecv(tensor, self.peer_processes[peer], group=group))
 
 
 class _GroupedTransfer:
-    """A transfer that waits for the rest of its group to be issued."""
+    """The Work of a transfer that is not issued before its group is complete."""
 
     def __init__(self) -> None:
         self.work: Work | None = None
 
     def is_completed(self) -> bool:
-        """Whether it has been issued and has ended, as torch.distributed says."""
+        """Return whether the transfer was issued and has completed."""
         return self.work is not None and cast(dist.Work, self.work).is_completed()
 
     def wait(self) -> None:
@@ -148,10 +181,20 @@ class _GroupedTransfer:
 
 
 class GroupedMessages(ProcessTransport):
-    """All messages through the pipeline's group.  Its progress model is `per_device`.
+    """A transport with one group for all messages of the pipeline, with model `per_device`.
 
-    A group of the program is one `batch_isend_irecv`, and a transfer alone a batch of one: a
-    library that fuses must find both sides fused in the same way.  Raises as Processes.
+    A group of the program is one `batch_isend_irecv`, and a single transfer is a batch of one. NCCL
+    fuses a batch, so both ends of a message must be in batches of the same transfers.
+
+    Args:
+        program: The program that the transport runs.
+        timeout: See `ProcessTransport`.
+        device: The device of the tensors.
+        max_message_bytes: Not used.
+        extra_programs: Other programs that run on the same mesh.
+
+    Raises:
+        ModelError: See `ProcessTransport`.
     """
 
     progress_model: ProgressModel = "per_device"
@@ -173,19 +216,19 @@ class GroupedMessages(ProcessTransport):
         _warm_up_edges(self, self.edges, device)
 
     def describe_missing_channels(self, program: Program) -> str:
-        """As Processes.lacking."""
+        """See `ProcessTransport.describe_missing_channels`."""
         return super().describe_missing_channels(program) or _describe_missing_edge(
             self.edges, program
         )
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to send, or hold it back for its group."""
+        """See `Transport.send`. Within a group the transfer is issued by `end_group`."""
         return self._issue_or_defer(
             dist.P2POp(dist.isend, tensor, group=self.pipeline_group, group_peer=peer)
         )
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to receive, or hold it back for its group."""
+        """See `Transport.recv`. Within a group the transfer is issued by `end_group`."""
         return self._issue_or_defer(
             dist.P2POp(dist.irecv, tensor, group=self.pipeline_group, group_peer=peer)
         )
@@ -199,15 +242,15 @@ class GroupedMessages(ProcessTransport):
         return deferred
 
     def start_group(self) -> None:
-        """Hold back the transfers that come."""
+        """Defer the following transfers until `end_group`."""
         self.deferred_transfers = []
 
     def end_group(self) -> None:
-        """Issue those that were held back, as one batch."""
+        """Issue the deferred transfers as one batch."""
         assert self.deferred_transfers is not None
         members, self.deferred_transfers = self.deferred_transfers, None
         works = dist.batch_isend_irecv([transfer for transfer, _ in members])
-        # NCCL gives one Work for the whole batch, Gloo one for each transfer.
+        # NCCL returns one Work for the batch, Gloo one Work for each transfer.
         each = works if len(works) == len(members) else works * len(members)
         for (_, deferred), work in zip(members, each, strict=True):
             deferred.work = cast(Work, work)

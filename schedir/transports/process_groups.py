@@ -1,15 +1,16 @@
-"""Create process groups of torch, disjoint ones in one call.
+"""Create process groups of torch, several disjoint groups in one call.
 
-In a run of 1,024 processes there are thousands of groups, and a process is in about ten.  So each
-process asks only for its own: the rows of one kind (all tensor-parallel groups, the ends of edges
-that do not touch) are made at once, each process making the row in which it is.  All processes
-call `make_group` for the same rows in the same order.
+A run of 1,024 processes has thousands of groups, and each process is in about ten of them. So each
+process creates only its own groups. One call of `make_group` creates a set of disjoint groups, such
+as all tensor-parallel groups. Each process creates the group of the row that contains it. All
+processes call `make_group` with the same rows in the same order.
 
-Over NCCL that is one ncclCommSplit of the default group's communicator, whose colour torch takes
-from the row; it needs the default group connected and bound to its device.  `dist.split_group`
-would say the same in one call, but up to torch 2.13 it hands NCCL's options to Gloo where the
-default group has both, and it is called experimental.  `dist.new_group` with all rows, one after
-the other, is a split of all processes for each row.
+Over NCCL a call is one ncclCommSplit of the communicator of the default group. torch computes the
+color from the row. The default group must be connected and bound to its device.
+
+torch has two alternatives. `dist.split_group` does the same in one call. But up to torch 2.13 it is
+experimental, and passes NCCL options to Gloo if the default group has both backends.
+`dist.new_group` for all rows, one after the other, splits the communicator once for each row.
 """
 
 from __future__ import annotations
@@ -26,32 +27,36 @@ from torch.distributed import distributed_c10d as c10d
 GroupRow = Sequence[int]
 _T = TypeVar("_T")
 
-WATCHDOG_MARGIN: Final = (
-    600.0  # seconds that NCCL's watchdog is more patient; torch's own default for it
-)
-BYTES_PER_CTA: Final = 2 << 20  # bytes of a message for one multiprocessor
-DEFAULT_CTAS: Final = 4  # multiprocessors of an edge whose messages are not known
-MAX_CTAS: Final = 16  # and of any
+# The seconds by which NCCL's watchdog waits longer than schedir's. It is torch's default timeout of
+# NCCL.
+WATCHDOG_MARGIN: Final = 600.0
+BYTES_PER_CTA: Final = 2 << 20  # bytes of a message for each multiprocessor, see choose_max_ctas
+DEFAULT_CTAS: Final = 4  # multiprocessors of an edge if the size of its messages is unknown
+MAX_CTAS: Final = 16  # the most multiprocessors of an edge
 
-_created_groups = 0  # how many times this process has made groups
+_created_groups = 0  # the number of groups that this process has created
 
 
 def partition_disjoint(
     items: Iterable[_T], get_members: Callable[[_T], Set[int]]
 ) -> list[list[_T]]:
-    """What has members, together where no two have one in common: a colouring, first fit.
+    """Partition items into lists in which no two items have a member in common.
 
-    A member of n is in n of them, and of things with two members there are at most 2n - 1 for the
-    most that one is in.
+    It is a first-fit colouring. If each item has two members, and the most frequent member is in n
+    items, there are at least n and at most 2n - 1 lists.
+
+    Args:
+        items: The items.
+        get_members: Returns the members of an item.
     """
     colours: list[tuple[list[_T], set[int]]] = []
-    for one in items:
-        own = get_members(one)
-        free = next((colour for colour in colours if colour[1].isdisjoint(own)), None)
+    for item in items:
+        members = get_members(item)
+        free = next((colour for colour in colours if colour[1].isdisjoint(members)), None)
         if free is None:
             colours.append(free := ([], set()))
-        free[0].append(one)
-        free[1].update(own)
+        free[0].append(item)
+        free[1].update(members)
     return [some for some, _ in colours]
 
 
@@ -61,14 +66,23 @@ def make_group(
     device: torch.device | str = "cpu",
     max_ctas: int = 0,
 ) -> Any:
-    """The group of the row in which this process is, or None if it is in none.
+    """Create the groups of rows of processes, and return the group of the row with this process.
 
-    `rows` are processes in ascending order, and none is in two of them.  `timeout` is how many
-    seconds they wait for each other, as torch has it unless told.  On a GPU a group is NCCL's, and
-    takes at most `max_ctas` multiprocessors if told.  Every process must call this.
+    Every process must call this, with the same rows. The groups are Gloo groups for a CPU, and NCCL
+    groups for a GPU.
+
+    Args:
+        rows: The processes of each group, in ascending order. No process is in two rows.
+        timeout: The time that the processes of a group wait for each other, in seconds. NCCL groups
+            wait `WATCHDOG_MARGIN` longer. By default it is torch's.
+        device: The device of the tensors.
+        max_ctas: The most multiprocessors that an NCCL group uses, or 0 for NCCL's default.
+
+    Returns:
+        The group, or None if no row contains this process.
     """
     global _created_groups
-    rank, own = dist.get_rank(), None
+    rank, group = dist.get_rank(), None
     for some in _partition_by_color(rows):
         _created_groups += 1
         row = next((row for row in some if rank in row), None)
@@ -76,25 +90,31 @@ def make_group(
             _split_without_color(device)
         else:
             on_cpu = torch.device(device).type == "cpu"
-            own = _create_group(
+            group = _create_group(
                 row, **(_gloo_options(timeout) if on_cpu else _nccl_options(timeout, max_ctas))
             )
-    return own
+    return group
 
 
 def get_host_timeout(group: Any = None) -> float | None:
-    """For how many seconds the processes of a group, or all, wait for each other on the host, if it
-    says so."""
-    some: Any = group or dist.group.WORLD
-    if "cpu" not in {device.type for device in some._device_types}:
+    """Return the timeout of a group on the host, in seconds.
+
+    Args:
+        group: The process group. By default the group of all processes.
+
+    Returns:
+        The timeout, or None if the group has no CPU backend or its backend does not report one.
+    """
+    process_group: Any = group or dist.group.WORLD
+    if "cpu" not in {device.type for device in process_group._device_types}:
         return None
-    options = getattr(some._get_backend(torch.device("cpu")), "options", None)
+    options = getattr(process_group._get_backend(torch.device("cpu")), "options", None)
     timeout = getattr(options, "_timeout", None)
     return None if timeout is None else float(timeout.total_seconds())
 
 
 def _create_group(row: GroupRow, **options: Any) -> Any:
-    """The group of a row; only its members meet."""
+    """Create the group of a row. Only its members call this."""
     name = f"schedir-{_created_groups}-{row[0]}"
     with _use_group_name(name):
         group = dist.new_group([*row], use_local_synchronization=True, **options)
@@ -104,7 +124,7 @@ def _create_group(row: GroupRow, **options: Any) -> Any:
 
 @contextmanager
 def _use_group_name(name: str) -> Iterator[None]:
-    """Within this, torch gives a group that name."""
+    """Let torch use the given name for new groups within this context."""
     torch_: Any = c10d
     by_torch = torch_._process_group_name
     torch_._process_group_name = lambda ranks, use_hashed_name: name
@@ -115,35 +135,46 @@ def _use_group_name(name: str) -> Iterator[None]:
 
 
 def _gloo_options(timeout: float | None) -> dict[str, Any]:
-    how: dict[str, Any] = {"timeout": None if timeout is None else timedelta(seconds=timeout)}
+    options: dict[str, Any] = {"timeout": None if timeout is None else timedelta(seconds=timeout)}
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        how["backend"] = "gloo"  # and not NCCL as well, as the default group has
-    return how
+        options["backend"] = "gloo"  # by default it would have NCCL, too, as the default group has
+    return options
 
 
 def _nccl_options(timeout: float | None, max_ctas: int) -> dict[str, Any]:
-    """What `new_group` is told of a communicator, whose kernels must not wait behind what computes,
-    nor starve it."""
+    """Return the arguments of `new_group` for an NCCL group.
+
+    Its kernels must not wait for compute kernels, and must not use too many multiprocessors.
+    """
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.split_share = 0  # else groups would run one after the other
+    options.config.split_share = 0  # with shared resources, groups would run one after the other
     if max_ctas:
         options.config.min_ctas, options.config.max_ctas = 1, max_ctas
-    # NCCL's watchdog, which ends a process, counts from when a message is issued, and a receive may
-    # be a step ahead.  So ours, which says what hangs, comes first.
-    how = _gloo_options(None if timeout is None else timeout + WATCHDOG_MARGIN)
-    if how["timeout"] is not None:
-        options._timeout = how["timeout"]  # as the group's, or torch warns
-    return how | {"backend": "nccl", "pg_options": options}
+    # NCCL's watchdog ends the process. It counts from the time when a message is issued, and a
+    # receive may be issued a step early. With the margin, schedir's watchdog reports the cause
+    # first.
+    arguments = _gloo_options(None if timeout is None else timeout + WATCHDOG_MARGIN)
+    if arguments["timeout"] is not None:
+        options._timeout = arguments[
+            "timeout"
+        ]  # torch warns if it differs from the group's timeout
+    return arguments | {"backend": "nccl", "pg_options": options}
 
 
 def choose_max_ctas(message_bytes: int) -> int:
-    """How many multiprocessors an edge takes whose messages have so many bytes; 0 is not known.
+    """Return the number of multiprocessors for an edge with messages of a given size.
 
-    NCCL lets a message have at least half of the channels that a communicator of two ranks may
-    have, however small it is (2.30, scheduleP2pTasksToPlan); a channel is a multiprocessor, which
-    the computation does not have while a receive waits.  One moves about what an NVLink does,
-    20.6 GB/s of an H100's (SM90_NVLINK_BW in its topo.h).  So there is one for each 2 MiB, 0.1 ms,
-    as a power of two from 2 to 16.  Not measured yet.
+    NCCL gives a message at least half of the channels that a communicator of two ranks may use,
+    however small the message is (NCCL 2.30, scheduleP2pTasksToPlan). A channel occupies a
+    multiprocessor, which compute kernels cannot use while a receive waits. One channel moves about
+    as much as an NVLink, 20.6 GB/s on an H100 (SM90_NVLINK_BW in NCCL's topo.h). So there is one
+    channel for each 2 MiB, which take 0.1 ms. These numbers are not measured yet.
+
+    Args:
+        message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.
+
+    Returns:
+        A power of two from 2 to 16, or 4 if the size is unknown.
     """
     if not message_bytes:
         return DEFAULT_CTAS
@@ -151,7 +182,10 @@ def choose_max_ctas(message_bytes: int) -> int:
 
 
 def _partition_by_color(rows: Iterable[GroupRow]) -> list[list[GroupRow]]:
-    """The rows, apart where torch would give two the same colour, and NCCL make them one."""
+    """Partition rows so that torch gives different colors to the rows of a list.
+
+    NCCL would merge two rows of the same color.
+    """
     splits: list[dict[int, GroupRow]] = []
     for row in rows:
         colour = c10d._process_group_color(list(row))
@@ -163,10 +197,10 @@ def _partition_by_color(rows: Iterable[GroupRow]) -> list[list[GroupRow]]:
 
 
 def _split_without_color(device: torch.device | str) -> None:
-    """Of a process that is in no row: a communicator is split by all that are in it.
+    """Take part in a split as a process that is in no row, because all processes must take part.
 
-    It makes a group that nobody uses, so that all have as many: by that number torch names those
-    that users make in the same way.
+    It also creates an unused group. torch names the groups that a user creates by the number of
+    groups, so all processes must create as many.
     """
     world: Any = dist.group.WORLD
     if torch.device(device).type != "cpu" and world.bound_device_id is not None:
@@ -175,12 +209,17 @@ def _split_without_color(device: torch.device | str) -> None:
 
 
 def count_created_groups() -> int:
-    """How many times this process has made groups."""
+    """Return the number of groups that this process has created."""
     return _created_groups
 
 
 def align_group_count(counts: Iterable[int]) -> None:
-    """Count on from the most of what `count_created_groups` has told of each process, which may
-    have failed in another place."""
+    """Set this process's number of created groups to the largest of all processes.
+
+    The numbers may differ after errors in some processes.
+
+    Args:
+        counts: The values of `count_created_groups` of all processes.
+    """
     global _created_groups
     _created_groups = max(counts)

@@ -1,7 +1,7 @@
-"""The table of transports and devices.  Needs no torch.
+"""The tables of transports and devices. This module does not import torch.
 
-A new transport is a row of `TRANSPORTS` and a class that is a `ProcessTransport`; a new kind of
-device is a row of `DEVICES` besides.
+To add a transport, add a subclass of `ProcessTransport` and a row of `TRANSPORTS`. A new kind of
+device also needs a row of `DEVICES`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ if TYPE_CHECKING:
     from schedir.transports.gloo import ProcessTransport
 
 Device = Literal["cpu", "cuda"]
-AUTO: Final = "auto"  # the first of a device that fits
+AUTO: Final = "auto"  # selects the first transport of a device that supports the programs
 
 
 class DeviceRow(NamedTuple):
-    """Where processes have their tensors.
+    """A kind of device.
 
-    `require(processes)` refuses, by UsageError, a machine that does not have the device for so many
-    processes; `initialise(timeout, **how)` lets processes know each other.  Both are the name of a
-    module of this folder, and of a function in it.  `buffer_sharing` is how programs share slots
-    where nobody says it: not on a CPU, where messages through shared memory have one each.
+    The paths name a module of this package and a function in it, as "module:function".
+
+    Attributes:
+        device: The name of the device.
+        require_path: A function `require(processes)`. It raises UsageError if this machine lacks
+            devices for that number of processes.
+        initialise_path: A function `initialise(timeout, **init_args)` that initialises
+            torch.distributed.
+        buffer_sharing: The default of `buffer_sharing` for programs. On a CPU it is "none", because
+            messages through shared memory have a slot each.
     """
 
     device: Device
@@ -36,12 +42,17 @@ class DeviceRow(NamedTuple):
 
 
 class TransportRow(NamedTuple):
-    """A transport of processes.
+    """A transport between processes.
 
-    `progress_model` is its progress model, and `blocking_hosts` whether the instructions after a
-    compute wait for it, as in Transport.  `class_path` is the name of a module of this
-    folder, and of a class in it that is made of (program, timeout, device=, message=), as
-    Processes.  `doc` ends the sentence "messages travel".
+    Attributes:
+        name: The name, as in the configuration of a training run.
+        device: The name of the device.
+        progress_model: The progress model of the transport.
+        blocking_hosts: True if instructions after a compute instruction wait for it, see
+            `Transport`.
+        class_path: The module of this package and the class, as "module:class". The class is called
+            with (program, timeout, device=, max_message_bytes=, extra_programs=).
+        doc: The end of the sentence "messages travel", for the documentation.
     """
 
     name: str
@@ -57,7 +68,7 @@ _DEVICES: Final[tuple[DeviceRow, ...]] = (
     DeviceRow("cuda", "gpu_selection:require_gpus", "nccl:initialise", "latency_preserving"),
 )
 
-# Of each device the best first.
+# The fastest transport of each device comes first.
 _TRANSPORTS: Final[tuple[TransportRow, ...]] = (
     TransportRow(
         "shared_memory", "cpu", "per_edge", True, "shared_memory:SharedMemoryTransport",
@@ -83,30 +94,46 @@ TRANSPORTS: Final[dict[str, TransportRow]] = {row.name: row for row in _TRANSPOR
 
 
 def list_transports(device: str, name: str = AUTO) -> list[TransportRow]:
-    """The transports of a device, the best first: those of that name, or, for "auto", all that
-    give the progress model of the first, for which the program is made before it is chosen."""
-    own = [row for row in _TRANSPORTS if row.device == device]
+    """Return the transports of a device with a given name, the fastest first.
+
+    Args:
+        device: The name of the device.
+        name: The name of the transport. "auto" selects all transports of the device that have the
+            progress model of its first one. The program is compiled for that model before the
+            transport is chosen.
+    """
+    device_rows = [row for row in _TRANSPORTS if row.device == device]
     return [
         row
-        for row in own
-        if row.name == name or (name == AUTO and row.progress_model == own[0].progress_model)
+        for row in device_rows
+        if row.name == name
+        or (name == AUTO and row.progress_model == device_rows[0].progress_model)
     ]
 
 
 def load_object(object_path: str) -> Any:
-    """What a row names, with its module loaded."""
+    """Import a module of this package, and return an object of it.
+
+    Args:
+        object_path: The path in a row, such as "gloo:initialise".
+    """
     module, name = object_path.split(":")
     return getattr(import_module(f"schedir.transports.{module}"), name)
 
 
 def choose_transport(name: str, device: str, *programs: Program) -> type[ProcessTransport]:
-    """The class of the transport of that name; for "auto", of the first that fits all programs, or
-    the last.
+    """Return the class of a transport that supports programs.
 
-    All processes must call this, after `initialise_path`.
+    All processes must call this, after they called the function of `initialise_path`.
+
+    Args:
+        name: The name of the transport, or "auto" for the first one that supports all programs. If
+            none does, it is the last one.
+        device: The name of the device.
+        *programs: The programs that will run.
     """
     *better, last = list_transports(device, name)
     classes: Iterator[type[ProcessTransport]] = (load_object(row.class_path) for row in better)
     fits = (one for one in classes if all([one.supports(program) for program in programs]))
-    found: type[ProcessTransport] | None = next(fits, None)
-    return found or load_object(last.class_path)
+    first_supported: type[ProcessTransport] | None = next(fits, None)
+    return first_supported or load_object(last.class_path)

@@ -1,4 +1,4 @@
-"""A transport that can run one operation at a time."""
+"""A transport wrapper that can run one operation at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from schedir.transports.transport import CompletedWork, Transport, TransportWrap
 
 
 class SerializedTransport(TransportWrapper):
-    """A transport that does as its own; but within `serialize` whatever it begins has ended when
-    it returns, for the stream that is current, and nothing is issued together or aside."""
+    """A transport that forwards all calls to another one, and can serialize them.
+
+    Within `serialize`, each operation has completed for the current stream when its call returns.
+    Groups are not formed, and the side stream is not used.
+
+    Args:
+        inner: The transport that moves the tensors.
+    """
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
@@ -22,7 +28,7 @@ class SerializedTransport(TransportWrapper):
 
     @contextmanager
     def serialize(self) -> Iterator[None]:
-        """Within this, one thing at a time."""
+        """Run one operation at a time within this context."""
         self.is_serialized = True
         try:
             yield
@@ -30,17 +36,17 @@ class SerializedTransport(TransportWrapper):
             self.is_serialized = False
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """As Transport.send."""
+        """See `Transport.send`."""
         return self._wait_if_serialized(self.inner.send(tensor, peer, lane))
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """As Transport.recv."""
+        """See `Transport.recv`."""
         return self._wait_if_serialized(self.inner.recv(tensor, peer, lane))
 
     def start_collective(
         self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        """As Transport.collective."""
+        """See `Transport.start_collective`."""
         return self._wait_if_serialized(
             self.inner.start_collective(kind, group, output_tensor, input_tensor)
         )
@@ -52,15 +58,15 @@ class SerializedTransport(TransportWrapper):
         return CompletedWork()
 
     def start_group(self) -> None:
-        """As Transport.start_group."""
+        """See `Transport.start_group`. Within `serialize` it does nothing."""
         if not self.is_serialized:
             self.inner.start_group()
 
     def end_group(self) -> None:
-        """As Transport.end_group."""
+        """See `Transport.end_group`. Within `serialize` it does nothing."""
         if not self.is_serialized:
             self.inner.end_group()
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """As Transport.aside."""
+        """See `Transport.side_stream`. Within `serialize` it is the current stream."""
         return nullcontext() if self.is_serialized else self.inner.side_stream()
