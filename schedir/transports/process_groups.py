@@ -155,9 +155,8 @@ def _nccl_options(timeout: float | None, max_ctas: int) -> dict[str, Any]:
     # first.
     arguments = _gloo_options(None if timeout is None else timeout + WATCHDOG_MARGIN)
     if arguments["timeout"] is not None:
-        options._timeout = arguments[
-            "timeout"
-        ]  # torch warns if it differs from the group's timeout
+        # torch warns if the two timeouts differ.
+        options._timeout = arguments["timeout"]
     return arguments | {"backend": "nccl", "pg_options": options}
 
 
