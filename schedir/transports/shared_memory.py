@@ -1,8 +1,9 @@
-"""Shared: the transport between processes of one machine through shared memory.
+"""The transport between processes of one machine through shared memory.
 
-What a rank receives lives in memory that its neighbours see: a send is one copy into the slot
-from which the receiver computes, a count, and a byte on a socket for a receiver that sleeps.  No
-thread stands between the two, as Gloo's do, which compete with the ranks where every core computes.
+The slots in which a rank receives messages are mapped into the memory of its neighbours. A send
+copies the message into the receiver's slot, increments a counter, and writes a byte to a socket,
+which wakes a receiver that sleeps. No thread takes part. Gloo's threads compete with the ranks for
+the cores.
 """
 
 from __future__ import annotations
@@ -56,17 +57,23 @@ from schedir.transports.transport import (
 
 # ---------------------------------------------------------------- rings of shared memory
 
-# The memory that two processes share, and how messages are written, counted and awaited in it.
+# The memory that two processes share, and the messages in it.
 
 
-CACHE_LINE_BYTES: Final = 64  # bytes of a cache line, on which slots begin
+CACHE_LINE_BYTES: Final = 64  # Slots begin on cache lines, so that no two slots share one.
 
 
 class SharedSegment:
-    """Where a rank receives: a head of 64-bit numbers, then slots.
+    """The shared memory in which a rank receives messages: counters, then slots.
 
-    The head says how many steps the rank has ended, then of each lane of each rank how many
-    messages came.  Each number has one writer.
+    The first counter is the number of steps that the rank has ended. The others are the numbers of
+    messages that have arrived, one for each lane of each sender. A counter has 64 bits, and only
+    one process writes it.
+
+    Args:
+        file_descriptor: The file descriptor of the memory, which is mapped.
+        ranks: The number of pipeline ranks.
+        buffer_sizes: The bytes of each slot, by kind.
     """
 
     def __init__(self, file_descriptor: int, ranks: int, buffer_sizes: BufferSizes) -> None:
@@ -81,12 +88,22 @@ class SharedSegment:
 
     @staticmethod
     def get_counter_index(rank: int, lane: int) -> int:
-        """Where in the head the messages of a lane of a rank are counted."""
+        """Return the index of the counter for the messages of a sender.
+
+        Args:
+            rank: The rank that sends.
+            lane: The lane of the messages.
+        """
         return 1 + rank * len(Lane) + lane
 
     @classmethod
     def compute_size(cls, ranks: int, buffer_sizes: BufferSizes) -> int:
-        """In bytes."""
+        """Return the bytes of a segment.
+
+        Args:
+            ranks: The number of pipeline ranks.
+            buffer_sizes: The bytes of each slot, by kind.
+        """
         return sum(
             map(
                 _round_up_to_line,
@@ -100,10 +117,21 @@ def _round_up_to_line(size: int) -> int:
 
 
 class OutgoingMessages:
-    """The messages of one lane to one rank, which go into slots in the order of a step: for each
-    program its own, with whether a part alone goes there.
+    """The messages of one lane from this rank to another rank.
 
-    Where in these, the messages of the first step of a program say, as `place_in_slot` has it.
+    The messages of a step go into slots of the receiver in the order in which they are sent. Each
+    program has its own sequence of slots. The view of a slot that fits a message is made when the
+    first step of a program sends it.
+
+    Args:
+        rank: The rank that receives.
+        segment: The receiver's memory.
+        counter_index: The index of the counter of these messages in the segment.
+        connection: The socket that wakes the receiver.
+        slots_per_program: For each program the slots of a step's messages, in order. The flag is
+            True if a message is one tensor-parallel shard of the slot's value.
+        place_in_slot: Returns the view of a slot for a message. Its arguments are the slot, the
+            flag, and the message.
     """
 
     def __init__(
@@ -126,7 +154,11 @@ class OutgoingMessages:
         self.begin_step(0)
 
     def begin_step(self, program: int) -> None:
-        """A step begins."""
+        """Begin a step.
+
+        Args:
+            program: The number of the step's program.
+        """
         self.slots, self.views, self.sent_before_step = (
             self.slots_per_program[program],
             self.views_per_program[program],
@@ -134,7 +166,15 @@ class OutgoingMessages:
         )
 
     def send(self, tensor: Tensor, ended_steps: int) -> None:
-        """Write it, count it, and wake the receiver.  `ended_steps` came before this one."""
+        """Write a message into the receiver's slot, count it, and wake the receiver.
+
+        Args:
+            tensor: The message.
+            ended_steps: The number of steps that this rank has ended.
+
+        Raises:
+            PeerLeft: The receiver has closed its connection before the end of this step.
+        """
         if (number := self.sent_count - self.sent_before_step) == len(self.views):
             self.views.append(self.place_in_slot(*self.slots[number], tensor))
         self.views[number].copy_(tensor)
@@ -143,26 +183,44 @@ class OutgoingMessages:
         try:
             self.connection.send(b"\0", socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass  # full of bytes that will wake it
+            pass  # The socket is full of bytes, which wake the receiver.
         except OSError as error:
-            if (
-                self.counters[0] <= ended_steps
-            ):  # else it has seen the count, ended the step, and left
+            # A receiver with more ended steps has received this message, and may have ended.
+            if self.counters[0] <= ended_steps:
                 raise _make_peer_left_error(self.rank) from error
 
     def wait_for_steps(self, ended_steps: int, timeout: float) -> None:
-        """Return when the receiver has ended so many steps: it has left all that it received."""
-        over = monotonic() + timeout
+        """Wait until the receiver has ended a number of steps.
+
+        It then no longer reads the messages of these steps.
+
+        Args:
+            ended_steps: The number of steps.
+            timeout: The timeout in seconds.
+
+        Raises:
+            PeerLate: The receiver has not ended the steps in time.
+            PeerLeft: The receiver has ended.
+        """
+        deadline = monotonic() + timeout
         while self.counters[0] < ended_steps:
-            if monotonic() > over:
+            if monotonic() > deadline:
                 raise PeerLate(f"rank {self.rank} has not ended its step in {timeout:g} s")
             sleep(1e-4)
-            # Its bytes may be there for another lane; without any, this sees it leave.
+            # The socket may have wake-up bytes of another lane. If it has none, this finds out
+            # whether the receiver has ended.
             _receive_wakeup(self.connection, self.rank, socket.MSG_DONTWAIT)
 
 
 class IncomingMessages:
-    """The messages of one lane from one rank."""
+    """The messages of one lane from another rank to this rank.
+
+    Args:
+        rank: The rank that sends.
+        segment: The memory of this rank.
+        counter_index: The index of the counter of these messages in the segment.
+        connection: The socket that wakes this rank. It has a receive timeout.
+    """
 
     def __init__(
         self, rank: int, segment: SharedSegment, counter_index: int, connection: socket.socket
@@ -176,24 +234,38 @@ class IncomingMessages:
         self.requested_count = 0
 
     def wait_for_count(self, target_count: int) -> None:
-        """Return when so many have come."""
+        """Wait until a number of messages have arrived.
+
+        Args:
+            target_count: The number of messages since the memory was allocated.
+
+        Raises:
+            PeerLate: No message arrived within the timeout of the socket.
+            PeerLeft: The sender has ended.
+        """
         while self.counters[self.counter_index] < target_count:
             if not _receive_wakeup(self.connection, self.rank):
                 raise PeerLate(f"nothing has come from rank {self.rank} in time")
 
 
 class MessageArrival(NamedTuple):
-    """Work that ends when a message is there."""
+    """The Work of a receive.
+
+    Attributes:
+        messages: The messages of the lane and sender.
+        target_count: The number of messages that have arrived when this one has.
+    """
 
     messages: IncomingMessages
     target_count: int
 
     def wait(self) -> None:
+        """See `IncomingMessages.wait_for_count`."""
         self.messages.wait_for_count(self.target_count)
 
 
 def _receive_wakeup(connection: socket.socket, rank: int, flags: int = 0) -> bool:
-    """Read the bytes that wake this rank, or sleep until one comes; return whether one came."""
+    """Read the bytes that wake this rank, or sleep until one comes, and return whether one came."""
     try:
         if connection.recv(4096, flags):
             return True
@@ -210,12 +282,17 @@ def _make_peer_left_error(rank: int) -> PeerLeft:
 
 # ---------------------------------------------------------------- connections
 
-# Sockets between processes of one machine, over which they pass file descriptors of memory.  Their
-# names are in no folder, so nothing of them is left, however a process ends.
+# Processes of one machine connect by Unix sockets, over which they pass file descriptors of memory.
+# The names of the sockets are abstract, so no file remains after a process has ended.
 
 
 def start_listening(listener: socket.socket, backlog: int) -> str:
-    """Let a socket listen; returns its name, which is in no folder, and goes with the process."""
+    """Bind a socket to a new abstract name, let it listen, and return the name.
+
+    Args:
+        listener: The Unix socket.
+        backlog: The number of connections that may wait to be accepted.
+    """
     name = f"\0schedir-{os.getpid()}-{os.urandom(8).hex()}"
     listener.bind(name)
     listener.listen(backlog)
@@ -223,13 +300,25 @@ def start_listening(listener: socket.socket, backlog: int) -> str:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the other end is a process of this user: anybody may know such a name."""
+    """Return whether the peer process has this user, because any user can connect."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", peer)[1]) == os.getuid()
 
 
 def receive_memory(connection: socket.socket, rank: int) -> int:
-    """The memory that a neighbour has passed."""
+    """Receive the file descriptor of a neighbour's memory.
+
+    Args:
+        connection: The socket to the neighbour, with a receive timeout.
+        rank: The neighbour's rank, for errors.
+
+    Returns:
+        The file descriptor. The caller must close it.
+
+    Raises:
+        PeerLate: The neighbour has sent nothing within the timeout.
+        PeerLeft: The neighbour has ended.
+    """
     try:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     except BlockingIOError as error:
@@ -246,9 +335,24 @@ def connect_neighbours(
     neighbours: Iterable[int],
     timeout: float,
 ) -> dict[int, socket.socket]:
-    """A connection to each neighbour: all listen, and the lower rank calls.
+    """Connect this rank to its neighbours.
 
-    Raises OSError, of which PeerLate is one where a neighbour does not call for so many seconds.
+    All ranks listen. The lower rank of two neighbours connects to the higher one.
+
+    Args:
+        listener: The listening socket of this rank.
+        socket_names: The names of the listening sockets, by rank.
+        this_rank: This rank.
+        neighbours: The ranks to connect to.
+        timeout: The timeout of connections and receives, in seconds.
+
+    Returns:
+        A connected socket for each neighbour. Receives on it have the timeout.
+
+    Raises:
+        PeerLate: A neighbour has not connected within the timeout.
+        PeerLeft: A neighbour has ended while it connected.
+        OSError: A connection fails, or a socket belongs to another user.
     """
     with ExitStack() as made:
         connections = {}
@@ -269,12 +373,12 @@ def connect_neighbours(
                     caller.close()
                     continue
                 _set_receive_timeout(caller, timeout)
-                told = caller.recv(8, socket.MSG_WAITALL)
+                rank_bytes = caller.recv(8, socket.MSG_WAITALL)
             except (TimeoutError, BlockingIOError) as error:
                 raise PeerLate(f"rank {min(waiting)} has not called in time") from error
-            if len(told) < 8:
+            if len(rank_bytes) < 8:
                 raise PeerLeft("a neighbour has left as it called")
-            rank = struct.unpack("q", told)[0]
+            rank = struct.unpack("q", rank_bytes)[0]
             connections[rank] = caller
             waiting.remove(rank)
         made.pop_all()
@@ -282,13 +386,20 @@ def connect_neighbours(
 
 
 def _set_receive_timeout(connection: socket.socket, timeout: float) -> None:
-    """Let who receives wait for so many seconds; by the kernel: Python's own timeout would ask it
-    twice for each message."""
-    patience = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+    """Set the receive timeout of a socket in the kernel.
+
+    With Python's own timeout each receive would need two system calls.
+    """
+    timeval = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
 
 def close_connections(connections: Iterable[socket.socket]) -> None:
+    """Close sockets.
+
+    Args:
+        connections: The sockets.
+    """
     for connection in connections:
         connection.close()
 
@@ -296,11 +407,14 @@ def close_connections(connections: Iterable[socket.socket]) -> None:
 # ---------------------------------------------------------------- the transport
 
 
-STORE_ORDERED_MACHINES: Final = ("x86_64",)  # others may show a count before what it counts
-# Where files are memory; or else on a disk, of which memory is a copy.
+# On these machines stores become visible in their order. On others, a receiver might see a counter
+# before the message that it counts.
+STORE_ORDERED_MACHINES: Final = ("x86_64",)
+# Files in the first directory are in memory. Files in the second one are on a disk and cached.
 MEMORY_DIRECTORIES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
-NETWORK_NAMESPACE = "/proc/self/ns/net"  # what sockets without a file see of each other
-# What a receive takes in, and who makes it whole where it comes in parts.
+NETWORK_NAMESPACE = "/proc/self/ns/net"  # Abstract sockets connect only within one namespace.
+# For each receive, the kind of its value, and the instructions that gather the value if its message
+# is a tensor-parallel shard.
 RECEIVED_VALUES: Final = {
     op: (kind, [one for one in find_modifiers(kind) if one in TP_SPLIT_OPS])
     for op in RECV_OPS
@@ -310,17 +424,23 @@ _COMPLETED: Final = CompletedWork()
 
 
 def can_share_memory(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether all processes, or those of a group, see one memory, of a Linux that shows stores in
-    order; all must ask."""
-    everyone = gather(_identify_memory_domain(), group)
-    return everyone[0] is not None and all(one == everyone[0] for one in everyone)
+    """Return whether all processes can share memory.
+
+    They must run on one Linux machine that makes stores visible in order. All processes must call
+    this.
+
+    Args:
+        group: The process group. By default all processes.
+    """
+    domains = gather(_identify_memory_domain(), group)
+    return domains[0] is not None and all(one == domains[0] for one in domains)
 
 
 def _identify_memory_domain() -> object:
-    """What processes that can pass memory to each other have in common; None where that cannot be.
+    """Return a value that is equal for processes that can pass memory to each other, or None.
 
-    It is one kernel and one space of names for sockets.  Not the name of the host: machines may
-    share one, and containers of one machine may too.
+    It identifies the kernel and the network namespace. The host name is not enough, because several
+    machines may have the same one, and so may containers of one machine.
     """
     if sys.platform != "linux" or platform.machine() not in STORE_ORDERED_MACHINES:
         return None
@@ -331,34 +451,46 @@ def _identify_memory_domain() -> object:
 
 
 class SharedMemoryTransport(ProcessTransport):
-    """Processes of one machine that write into each other's memory.  Its progress model is
-    `per_edge`.
+    """The transport between processes of one machine that write into each other's memory.
 
-    Every message of a step has a slot of its own, so a send waits for nothing but the receiver's
-    end of the step before, which depends on nothing that is sent in this one.  Collectives go
-    over Gloo.
+    Its progress model is `per_edge`. Each message of a step has a slot of its own. So a send waits
+    only until the receiver has ended the previous step, which does not depend on messages of this
+    step. Collectives use Gloo.
 
-    Raises ModelError for a program that shares slots, for processes that cannot share memory, and
-    as Processes.
+    The arguments are those of `ProcessTransport`.
 
-    >>> import schedir
-    >>> from torch import distributed
-    >>> from schedir.runtime import GlooTransport, SharedMemoryTransport
-    >>> from schedir.transports.shared_memory import can_share_memory
-    >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    >>> program = schedir.compile(schedir.schedules.gpipe,
-    ...     schedir.PipelineShape(ranks=1, microbatches=4))
-    >>> transport = SharedMemoryTransport(program) if can_share_memory() else GlooTransport(program)
-    >>> transport.progress_model
-    'per_edge'
-    >>> distributed.destroy_process_group()
+    Raises:
+        ModelError: A program shares slots, or the processes cannot share memory. Also see
+            `ProcessTransport`.
+
+    Example:
+        >>> import schedir
+        >>> from torch import distributed
+        >>> from schedir.runtime import GlooTransport, SharedMemoryTransport
+        >>> from schedir.transports.shared_memory import can_share_memory
+        >>> distributed.init_process_group("gloo", store=distributed.HashStore(),
+        ...     rank=0, world_size=1)
+        >>> program = schedir.compile(schedir.schedules.gpipe,
+        ...     schedir.PipelineShape(ranks=1, microbatches=4))
+        >>> kind = SharedMemoryTransport if can_share_memory() else GlooTransport
+        >>> transport = kind(program)
+        >>> transport.progress_model
+        'per_edge'
+        >>> distributed.destroy_process_group()
     """
 
     progress_model: ProgressModel = "per_edge"
 
     @classmethod
     def supports(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
-        """Whether no slots are shared, and all processes see one memory; all must ask."""
+        """Return whether the program shares no slots and the processes can share memory.
+
+        All processes must call this.
+
+        Args:
+            program: The program.
+            group: The process group that runs the program. By default all processes run it.
+        """
         return not program.shares_slots and can_share_memory(group)
 
     def __init__(
@@ -381,16 +513,20 @@ class SharedMemoryTransport(ProcessTransport):
                 program=program.name,
                 hint='transport = "gloo"',
             )
-        own = self.timeout
-        self.wait_timeout = default_pg_timeout.total_seconds() if own is None else own
-        self.ended_steps = 0  # steps of this rank
-        self.segment: SharedSegment | None = None  # where it receives
+        timeout = self.timeout
+        self.wait_timeout = default_pg_timeout.total_seconds() if timeout is None else timeout
+        self.ended_steps = 0  # the number of steps that this rank has ended
+        self.segment: SharedSegment | None = None  # the memory in which this rank receives
         self.close_connections: Callable[[], object] = lambda: None
         self.outgoing: dict[tuple[Lane, int], OutgoingMessages] = {}
         self.incoming: dict[tuple[Lane, int], IncomingMessages] = {}
 
     def describe_missing_channels(self, program: Program) -> str:
-        """As Processes.lacking."""
+        """See `ProcessTransport.describe_missing_channels`.
+
+        Raises:
+            ModelError: The program shares slots.
+        """
         if program.shares_slots:
             raise ModelError(
                 "messages have a slot each in shared memory, and the program shares slots",
@@ -402,12 +538,14 @@ class SharedMemoryTransport(ProcessTransport):
     def allocate_buffers(
         self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
     ) -> dict[SlotKey, Tensor]:
-        """As Transport.buffers, where the neighbours see them; all processes must call this.
+        """See `Transport.allocate_buffers`. The memory is shared with the neighbours.
 
-        Raises ModelError if the machine has no room.
+        Raises:
+            ModelError: A process has not enough memory, or cannot connect to a neighbour. Also see
+                `Transport.allocate_buffers`.
         """
         self.require_supported(programs)
-        self.ended_steps = 0  # in this memory
+        self.ended_steps = 0  # The counters in new memory begin at 0, too.
         ranks, name, problem = self.mesh.shape[1], "", ""
         size = SharedSegment.compute_size(ranks, buffer_sizes)
         with ExitStack() as made:
@@ -420,21 +558,21 @@ class SharedMemoryTransport(ProcessTransport):
             except OSError as error:
                 problem = f"{error.strerror or error}, for {size} bytes"
             members = dist.get_process_group_ranks(self.parent_group or dist.group.WORLD)
-            own = name, problem, {kind: [*sizes] for kind, sizes in buffer_sizes.items()}
-            everyone: list[tuple[str, str, BufferSizes]] = gather(own, self.parent_group, [Value])
-            told = dict(zip(members, everyone, strict=True))
-            for process, (_, why, _) in told.items():
-                if why:
+            local = name, problem, {kind: [*sizes] for kind, sizes in buffer_sizes.items()}
+            everyone: list[tuple[str, str, BufferSizes]] = gather(local, self.parent_group, [Value])
+            by_process = dict(zip(members, everyone, strict=True))
+            for process, (_, reason, _) in by_process.items():
+                if reason:
                     raise ModelError(
-                        f"process {process} cannot share what it receives: {why}",
+                        f"process {process} cannot share what it receives: {reason}",
                         program=self.name,
                         hint='transport = "gloo"',
                     )
-            peers = [told[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
+            peers = [by_process[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
             self.segment = SharedSegment(memory, ranks, buffer_sizes)
             try:
-                names, rooms_of = [n for n, *_ in peers], [r for *_, r in peers]
-                self._connect_and_map(listener, memory, names, rooms_of, programs)
+                names, sizes_of_peers = [n for n, *_ in peers], [r for *_, r in peers]
+                self._connect_and_map(listener, memory, names, sizes_of_peers, programs)
             except OSError as error:
                 raise ModelError(
                     f"rank {self.rank} does not reach a neighbour: {error}",
@@ -452,8 +590,8 @@ class SharedMemoryTransport(ProcessTransport):
         programs: Sequence[Program],
     ) -> None:
         """Connect to the ranks with which this one exchanges messages, and map their memory."""
-        own, ranks = self.segment, len(socket_names)
-        assert own is not None
+        segment, ranks = self.segment, len(socket_names)
+        assert segment is not None
         edges = directed_edges(*programs)
         sources = [(lane, source) for lane, source, target in edges if target == self.rank]
         targets = [(lane, target) for lane, source, target in edges if source == self.rank]
@@ -464,57 +602,87 @@ class SharedMemoryTransport(ProcessTransport):
         for connection in connections.values():
             socket.send_fds(connection, [b"\1"], [file_descriptor])
         for lane, rank in sources:
-            at = own.get_counter_index(rank, lane)
-            self.incoming[lane, rank] = IncomingMessages(rank, own, at, connections[rank])
+            counter_index = segment.get_counter_index(rank, lane)
+            self.incoming[lane, rank] = IncomingMessages(
+                rank, segment, counter_index, connections[rank]
+            )
         indexes = [*map(InstructionIndex.from_program, programs)]
-        theirs_of = {rank: receive_memory(connections[rank], rank) for rank in sorted(neighbours)}
+        descriptors = {rank: receive_memory(connections[rank], rank) for rank in sorted(neighbours)}
         for rank in {rank for _, rank in targets}:
-            theirs = SharedSegment(theirs_of[rank], ranks, buffer_sizes_of_peers[rank])
+            peer_segment = SharedSegment(descriptors[rank], ranks, buffer_sizes_of_peers[rank])
             inboxes = [_list_received_slots(index, rank, self.rank) for index in indexes]
             for lane in [lane for lane, target in targets if target == rank]:
-                steps = [
-                    [(theirs.slots[place], cut) for place, cut in inbox[lane]] for inbox in inboxes
+                slots_per_program = [
+                    [(peer_segment.slots[key], is_shard) for key, is_shard in inbox[lane]]
+                    for inbox in inboxes
                 ]
-                at = theirs.get_counter_index(self.rank, lane)
-                way = OutgoingMessages(
-                    rank, theirs, at, connections[rank], steps, self._place_in_slot
+                counter_index = peer_segment.get_counter_index(self.rank, lane)
+                messages = OutgoingMessages(
+                    rank,
+                    peer_segment,
+                    counter_index,
+                    connections[rank],
+                    slots_per_program,
+                    self._place_in_slot,
                 )
-                self.outgoing[lane, rank] = way
-        for descriptor in theirs_of.values():
+                self.outgoing[lane, rank] = messages
+        for descriptor in descriptors.values():
             os.close(descriptor)
         self.close_connections = weakref.finalize(self, close_connections, [*connections.values()])
 
     def _place_in_slot(self, slot: Tensor, is_shard: bool, tensor: Tensor) -> Tensor:
-        """Where in a slot, which may be larger, a message goes, or the part of one that is cut."""
+        """Return the view of a slot for a message or a shard. The slot may be larger."""
         size = tensor.nbytes
-        place = view_tp_shard(self, slot[: size * self.tp]) if is_shard else slot[:size]
-        return place.view(tensor.dtype).view(tensor.shape)
+        view = view_tp_shard(self, slot[: size * self.tp]) if is_shard else slot[:size]
+        return view.view(tensor.dtype).view(tensor.shape)
 
     def on_step_begin(self, program: int) -> None:
-        """As Transport.step_begins: its messages have an order of their own."""
-        for way in self.outgoing.values():
-            way.begin_step(program)
+        """See `Transport.on_step_begin`. Each program has its own order of messages."""
+        for messages in self.outgoing.values():
+            messages.begin_step(program)
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Write into the receiver's memory."""
-        way = self.outgoing[lane, peer]
-        if way.counters[0] < self.ended_steps:
-            way.wait_for_steps(self.ended_steps, self.wait_timeout)
-        way.send(tensor, self.ended_steps)
+        """Write a message into the receiver's memory.
+
+        It blocks until the receiver has ended the previous step. Also see `Transport.send`.
+
+        Args:
+            tensor: The tensor.
+            peer: The pipeline rank that receives.
+            lane: The lane of the message.
+
+        Returns:
+            Completed Work.
+
+        Raises:
+            PeerLate: The receiver has not ended its previous step within the timeout.
+            PeerLeft: The receiver has ended.
+        """
+        messages = self.outgoing[lane, peer]
+        if messages.counters[0] < self.ended_steps:
+            messages.wait_for_steps(self.ended_steps, self.wait_timeout)
+        messages.send(tensor, self.ended_steps)
         return _COMPLETED
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Expect a message where `allocate_buffers` has made room for it: `tensor` is there."""
-        way = self.incoming[lane, peer]
-        way.requested_count += 1
-        return MessageArrival(way, way.requested_count)
+        """Return the Work of the next message of a sender.
+
+        Args:
+            tensor: Not used. The sender writes the message into the slot of `allocate_buffers`, and
+                this tensor is a view of that slot.
+            peer: The pipeline rank that sends.
+            lane: The lane of the message.
+        """
+        messages = self.incoming[lane, peer]
+        messages.requested_count += 1
+        return MessageArrival(messages, messages.requested_count)
 
     def disconnect(self) -> None:
-        """As Processes.leave."""
+        """See `ProcessTransport.disconnect`."""
         self.close_connections()
 
     def on_step_end(self) -> None:
-        """As Transport.step_ended: the neighbours may write again."""
+        """See `Transport.on_step_end`. The neighbours may then overwrite the slots."""
         self.ended_steps += 1
         if self.segment is not None:
             self.segment.counters[0] = self.ended_steps
@@ -523,29 +691,35 @@ class SharedMemoryTransport(ProcessTransport):
 def _list_received_slots(
     index: InstructionIndex, rank: int, sender: int
 ) -> dict[Lane, list[tuple[SlotKey, bool]]]:
-    """What a rank receives of another in a step, by lane: its slot, and whether a part alone."""
+    """Return the slots of a sender's messages to a rank in a step, in order, by lane.
+
+    The flag is True if a message is a tensor-parallel shard that the rank gathers.
+    """
     program = index.program
     stream, assigned = program.streams[rank], assign_slots(program, rank)
-    found: dict[Lane, list[tuple[SlotKey, bool]]] = defaultdict(list)
-    there = {tuple(i) for i in stream}
+    slots: dict[Lane, list[tuple[SlotKey, bool]]] = defaultdict(list)
+    instructions = {tuple(i) for i in stream}
     for i in stream:
         if i.op in RECEIVED_VALUES and program.peer_rank(i) == sender:
             (op, stage, mb), (kind, gathers) = i, RECEIVED_VALUES[i.op]
             (number,) = assigned[kind, stage, mb].values()
-            place = kind, number
-            cut = any((gather, stage, mb) in there for gather in gathers)
-            found[INSTRUCTIONS[op].lane].append((place, cut))
-    return found
+            key = kind, number
+            is_shard = any((gather, stage, mb) in instructions for gather in gathers)
+            slots[INSTRUCTIONS[op].lane].append((key, is_shard))
+    return slots
 
 
 def _create_memory_file(size: int) -> int:
-    """A file without a name of so many bytes, which are there.  Raises OSError."""
-    for place in MEMORY_DIRECTORIES:
+    """Create an unnamed file of the given size with allocated memory, and return its descriptor.
+
+    Raises OSError if no directory has enough space.
+    """
+    for directory in MEMORY_DIRECTORIES:
         try:
-            with tempfile.TemporaryFile(dir=place) as file:
+            with tempfile.TemporaryFile(dir=directory) as file:
                 os.posix_fallocate(file.fileno(), 0, size)
                 return os.dup(file.fileno())
         except OSError:
-            if place == MEMORY_DIRECTORIES[-1]:
+            if directory == MEMORY_DIRECTORIES[-1]:
                 raise
     raise AssertionError

@@ -1,4 +1,4 @@
-"""Transport: the interface through which an executor moves tensors between ranks."""
+"""The interface through which an executor moves tensors between ranks."""
 
 from __future__ import annotations
 
@@ -15,34 +15,38 @@ from schedir.ir.isa.instructions import Lane, Value
 from schedir.ir.program import Program
 from schedir.transports.collectives import CollectiveName, GroupKey
 
-SlotKey = tuple[Value, int]  # a slot: its kind and number
-BufferSizes = Mapping[Value, Sequence[int]]  # the bytes of each slot, by kind
+SlotKey = tuple[Value, int]  # the kind and the number of a slot
+BufferSizes = Mapping[Value, Sequence[int]]  # by kind, the bytes of each slot
 
 
 class Work(Protocol):
-    """Something under way.  `wait` is called once, and blocks until it has ended."""
+    """An operation in progress."""
 
-    def wait(self) -> object: ...
+    def wait(self) -> object:
+        """Wait for the operation. Called once."""
+        ...
 
 
 class Transport(Protocol):
-    """Moves tensors for one rank.  Nothing here blocks but what says so; a Work's `wait` does.
+    """The transport of one rank.
 
-    `progress_model` is the progress model that it gives: the executor refuses programs that are not
-    proven under it.  `tp` and `dp` are the sizes of its groups, `tp_rank` and `dp_rank` this
-    process's place in its tensor-parallel group and among the replicas.  Messages of one lane
-    between two ranks arrive in the order in which they are sent.
+    Only methods whose documentation mentions it block the host. `Work.wait` may block, too.
+    Messages of one lane between two ranks arrive in the order in which they are sent.
 
-    With `blocking_hosts` the instructions after a compute in its Stream wait for it: on a CPU the
-    host itself waits, and over NCCL torch lets a message wait for all that was issued to
-    compute before it.  Programs must be proven for that, too.
-
-    Where it is `uses_static_buffers`, what is sent is copied into memory that is made once: a
-    library that sends on streams of its own would hold whatever it is given for as long as it
-    likes.
-
-    Where it is `is_grouped`, the transfers of a group of the program are called between
-    `start_group` and `end_group`, and are issued as one.
+    Attributes:
+        progress_model: The progress model of the transport. The executor refuses programs that are
+            not proven under it.
+        blocking_hosts: True if the instructions after a compute instruction in a stream wait for
+            it. On a CPU the host itself waits. Over NCCL torch makes a message wait for all earlier
+            computation. Programs must be proven for this, too.
+        is_grouped: True if the transfers of a group of the program are called between `start_group`
+            and `end_group`, and are issued together.
+        uses_static_buffers: True if sent tensors are copied to memory that is allocated once. A
+            library with streams of its own would otherwise keep a sent tensor for an unknown time.
+        tp: The tensor-parallel size.
+        dp: The number of replicas.
+        tp_rank: The index of this process in its tensor-parallel group.
+        dp_rank: The index of this process's replica.
     """
 
     progress_model: ProgressModel
@@ -57,59 +61,127 @@ class Transport(Protocol):
     def check_agreement(
         self, facts: Mapping[str, str], payload: object = None, record_types: Sequence[type] = ()
     ) -> list[Any]:
-        """Compare facts, by name, among all that have them; raise ModelError in all processes
-        where one differs: unseen, it would be a hang or a wrong result later.  Returns what all
-        tell: plain values, and records of these `record_types`.  It blocks."""
+        """Compare facts of all processes, and return their payloads.
+
+        It blocks. A difference that is not found here would cause a hang or a wrong result later.
+
+        Args:
+            facts: The facts of this process: values by name. Only processes that have a fact are
+                compared.
+            payload: A plain value for the other processes, see `json_collectives.gather`.
+            record_types: NamedTuples, dataclasses and Enums that payloads may contain.
+
+        Returns:
+            The payloads of all processes, by process.
+
+        Raises:
+            ModelError: Two processes have different values of a fact. All processes raise it.
+        """
 
     def allocate_buffers(
         self, buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program]
     ) -> dict[SlotKey, Tensor]:
-        """Memory for what is received in steps of these programs, by kind and slot: flat tensors of
-        as many bytes.  Called once for each executor, by all processes; it may block.  An executor
-        before it is over then.  Raises ModelError for a program for which it was not made."""
+        """Allocate the memory that messages of programs are received in.
+
+        All processes call this once for each executor. It may block. Earlier executors on this
+        transport cannot be used afterwards.
+
+        Args:
+            buffer_sizes: The bytes of each slot, by kind.
+            device: The device of the memory.
+            programs: The programs that will run.
+
+        Returns:
+            A flat uint8 tensor for each slot.
+
+        Raises:
+            ModelError: The transport was not created for one of the programs.
+        """
 
     def on_step_begin(self, program: int) -> None:
-        """A step begins, of a program by its place among those that `allocate_buffers` was told."""
+        """Begin a step.
+
+        Args:
+            program: The number of the step's program among those of `allocate_buffers`.
+        """
 
     def on_step_end(self) -> None:
-        """A step has ended: nothing that was received in it is looked at again."""
+        """End a step. This rank no longer reads the messages that it received in the step."""
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to send to a pipeline rank; the tensor must not change before the end."""
+        """Start to send a tensor to a pipeline rank.
+
+        Args:
+            tensor: The tensor. It must not change before the Work has completed.
+            peer: The pipeline rank that receives.
+            lane: The lane of the message.
+
+        Returns:
+            The Work of the send.
+        """
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Start to receive from a pipeline rank."""
+        """Start to receive a tensor from a pipeline rank.
+
+        Args:
+            tensor: The tensor to receive into. It must not be used before the Work has completed.
+            peer: The pipeline rank that sends.
+            lane: The lane of the message.
+
+        Returns:
+            The Work of the receive.
+        """
 
     def start_group(self) -> None:
-        """Hold back the transfers that come."""
+        """Defer the following transfers until `end_group`."""
 
     def end_group(self) -> None:
-        """Issue those that were held back, as one."""
+        """Issue the deferred transfers together."""
 
     def start_collective(
         self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        """Start what a group of n ranks does together: each brings `input_tensor`, and gets
-        `output_tensor`.
+        """Start a collective of the n members of a group.
 
-        "all_reduce": the sum of all `input_tensor`, which have one shape.  "all_gather": all
-        `input_tensor` one after the other, in the order of ranks.  "reduce_scatter": of the sum the
-        1/n that is the rank's in that order.  `output_tensor` may be `input_tensor` of an
-        all_reduce; the part that a gather brings may lie in its place in `output_tensor`, and what
-        a reduce_scatter gives in its place in
-        `input_tensor`.  Both are contiguous, and flat but for an all_reduce.  Neither may be
-        touched before the end.
+        Neither tensor may be used before the Work has completed. Both are contiguous. They are
+        flat, except for "all_reduce".
+
+        Args:
+            kind: "all_reduce" outputs the sum of all inputs, which have the same shape.
+                "all_gather" outputs all inputs, concatenated in the order of ranks.
+                "reduce_scatter" splits the sum of all inputs into n equal parts, and outputs the
+                part of this rank.
+            group: The group of ranks.
+            output_tensor: The output. For "all_reduce" it may be `input_tensor`. For
+                "reduce_scatter" it may be the view of this rank's part in `input_tensor`.
+            input_tensor: The input of this rank. For "all_gather" it may be the view of this rank's
+                part in `output_tensor`.
+
+        Returns:
+            The Work of the collective.
         """
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Within this a wait holds up no computation, but the gathers that are started within it;
-        and the host, where it is the one that waits."""
+        """Return a context in which waits do not delay computation.
+
+        Such a wait delays only the gathers that are started in the same context. If a wait of this
+        transport blocks the host, it blocks the host here, too.
+        """
 
 
 def allocate_buffers(
     buffer_sizes: BufferSizes, device: torch.device, programs: Sequence[Program] = ()
 ) -> dict[SlotKey, Tensor]:
-    """As Transport.buffers, in memory of the process."""
+    """Allocate slots in the memory of this process, see `Transport.allocate_buffers`.
+
+    Args:
+        buffer_sizes: The bytes of each slot, by kind.
+        device: The device of the memory.
+        programs: Not used.
+
+    Returns:
+        A flat uint8 tensor for each slot.
+    """
     return {
         (kind, number): allocate_bytes(device, size)
         for kind, sizes in buffer_sizes.items()
@@ -118,33 +190,44 @@ def allocate_buffers(
 
 
 def allocate_bytes(device: torch.device, size: int) -> Tensor:
-    """Memory on a device."""
+    """Return an uninitialised flat uint8 tensor.
+
+    Args:
+        device: The device.
+        size: The number of bytes.
+    """
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-# What Gloo, NCCL and torch's store say where the other end of a connection has gone.
+# Parts of the errors of Gloo, NCCL and torch's store if the peer of a connection has ended.
 _CLOSED_PHRASES = ("connection closed", "connection reset", "broken pipe", "socket closed",
            "remote process exited", "connection was likely closed")  # fmt: skip
-# And Gloo of all that goes on, where one wait was in vain.
+# Gloo's error for all other operations of a connection after one operation timed out.
 _GLOO_TIMEOUT_PHRASE = "application timeout caused pair closure"
 
 
 def describe_peer_exit(error: BaseException) -> str:
-    """What an error says in words of its own where a peer has ended; "" for any other error.
+    """Return a description of an error that was caused by the end of a peer, or "".
 
-    A connection of a module's own that breaks is another error.
+    Errors of a connection that a module of the model opened are other errors.
+
+    Args:
+        error: The error.
     """
     if isinstance(error, PeerLeft):
         return str(error)
-    lost = isinstance(error, RuntimeError) and any(
+    is_lost = isinstance(error, RuntimeError) and any(
         w in str(error.args).lower() for w in _CLOSED_PHRASES
     )
-    return "a peer has left" if lost else ""
+    return "a peer has left" if is_lost else ""
 
 
 def describe_peer_error(error: BaseException) -> str:
-    """What an error says of a peer in words of its own: that it has left, or has not come in time;
-    "" for any other error."""
+    """Return a description of an error that was caused by the end or a timeout of a peer, or "".
+
+    Args:
+        error: The error.
+    """
     late = (
         ""
         if isinstance(error, PeerLate) or not _is_peer_timeout(error)
@@ -154,8 +237,13 @@ def describe_peer_error(error: BaseException) -> str:
 
 
 def is_caused_by_peer(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, is that others have gone or have not come in time: a word of
-    Gloo's, of torch's store, or of a transport."""
+    """Return whether an error or one of its causes is the end or a timeout of a peer.
+
+    Such errors come from Gloo, from torch's store, or from a transport.
+
+    Args:
+        error: The error.
+    """
     while error is not None:
         if describe_peer_exit(error) or _is_peer_timeout(error):
             return True
@@ -164,43 +252,53 @@ def is_caused_by_peer(error: BaseException | None) -> bool:
 
 
 def _is_peer_timeout(error: BaseException) -> bool:
-    words = str(error.args).lower()
-    theirs = isinstance(error, RuntimeError) and (
-        ".cc:" in words or isinstance(error, dist.DistError)
+    text = str(error.args).lower()
+    is_distributed = isinstance(error, RuntimeError) and (
+        ".cc:" in text or isinstance(error, dist.DistError)
     )
-    late = theirs and ("timed out" in words or "timeout" in words)
-    late |= isinstance(error, RuntimeError) and _GLOO_TIMEOUT_PHRASE in words
+    late = is_distributed and ("timed out" in text or "timeout" in text)
+    late |= isinstance(error, RuntimeError) and _GLOO_TIMEOUT_PHRASE in text
     return isinstance(error, PeerLate) or late
 
 
 class PeerLate(TimeoutError):
-    """A transport's own word that nothing has come from a peer in time."""
+    """Error of a transport: a peer sent nothing within the timeout."""
 
 
 class PeerLeft(ConnectionError):
-    """A transport's own word that a peer has ended."""
+    """Error of a transport: a peer has ended."""
 
 
 def view_tp_shard(transport: Transport, boundary: Tensor) -> Tensor:
-    """This tensor-parallel rank's 1/t of a boundary, flat, in its place in the whole."""
+    """Return a flat view of the 1/t of a boundary that belongs to this tensor-parallel rank.
+
+    Args:
+        transport: The transport with the size t and the rank.
+        boundary: The full boundary, contiguous.
+    """
     return boundary.view(transport.tp, -1)[transport.tp_rank]
 
 
 class CompletedWork:
-    """Work that had ended when it was returned."""
+    """Work that has completed before it is returned."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class ChainedWork:
-    """Work, and what is to be done after it."""
+    """Work with a callback that runs after it.
+
+    Args:
+        work: The work.
+        callback: The function that `wait` calls after it has waited for `work`.
+    """
 
     def __init__(self, work: Work, callback: Callable[[], None]) -> None:
         self.work, self.callback = work, callback
 
     def wait(self) -> None:
-        """Wait, and do it."""
+        """Wait for the work, and run the callback."""
         self.work.wait()
         self.callback()
 
@@ -210,7 +308,11 @@ class ChainedWork:
 
 
 class TransportWrapper:
-    """What a transport that is around another has of it: all but what moves tensors."""
+    """The attributes and methods of a wrapped transport, without those that move tensors.
+
+    Args:
+        inner: The transport that is wrapped.
+    """
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner

@@ -1,7 +1,7 @@
 """Virtual ranks of one process on one GPU, each with its own CUDA streams.
 
-The lanes of a virtual rank are streams, ordered by events as they would be between GPUs: what
-overlaps here overlaps there.  The host never waits.
+The lanes of a virtual rank are streams, ordered by events as they would be between GPUs. So the
+same operations overlap as between GPUs. The host never waits.
 """
 
 from __future__ import annotations
@@ -28,39 +28,62 @@ from schedir.transports.transport import Work, allocate_buffers
 
 
 class StreamPoint:
-    """A point on a stream, perhaps not reached by the host yet; to wait is the current stream's."""
+    """A point on a CUDA stream. A wait for it makes the current stream wait, and not the host.
+
+    Args:
+        stream: The stream on which the point is recorded now. By default it is recorded later.
+    """
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self.event = torch.cuda.Event()
-        self.stream: torch.cuda.Stream | None = None  # where it is, once the host has reached it
+        self.stream: torch.cuda.Stream | None = None  # None until the point is recorded
         self.mark_events: list[torch.cuda.Event] = []
         if stream is not None:
             self.record(stream)
 
     def record(self, stream: torch.cuda.Stream) -> None:
+        """Record the point on a stream, after the work that the host has issued to it.
+
+        Args:
+            stream: The stream.
+        """
         for mark in self.mark_events:
             mark.record(stream)
         self.event.record(stream)
         self.stream = stream
 
     def record_end(self, event: torch.cuda.Event) -> None:
-        """As Marks.mark, before anybody waits for the point: who does begins after the mark."""
+        """See `TransportTimestamps.record_end`.
+
+        Call it before `wait`, so that a waiting stream continues after the event.
+
+        Args:
+            event: The event, which is recorded at this point.
+        """
         self.mark_events.append(event)
         if self.stream is not None:
             self.record(self.stream)
 
     def is_completed(self) -> bool:
-        """Whether it is passed; nobody waits."""
+        """Return whether the GPU has reached the point, without a wait."""
         return self.stream is not None and self.event.query()
 
     def wait(self) -> None:
-        # A wait for an event that was never recorded would be none.
+        """Make the current stream wait for the point. It must be recorded."""
+        # CUDA ignores a wait for an event that was never recorded.
         assert self.stream is not None, "the other side comes before anybody waits"
         torch.cuda.current_stream().wait_event(self.event)
 
 
 class _MessageSide(NamedTuple):
-    """One side of a message that came first: its tensor, from when on, and where it will end."""
+    """One side of a message, which waits for the other side.
+
+    Attributes:
+        tensor: The tensor to send or to receive into.
+        ready_point: The point from which the tensor may be used.
+        end_point: The point at which the message ends. It is recorded with the copy.
+        lane_stream: The stream of the directed edge.
+    """
 
     tensor: Tensor
     ready_point: StreamPoint
@@ -70,24 +93,38 @@ class _MessageSide(NamedTuple):
 
 @dataclass(eq=False)
 class _StreamPart(CollectiveMember):
-    """A part in a collective, from when on its tensors may be used, and where the result ends."""
+    """The call of a virtual rank to a collective.
+
+    Attributes:
+        ready_point: The point from which its tensors may be used.
+        end_point: The point at which its result is complete.
+    """
 
     ready_point: StreamPoint
     end_point: StreamPoint
 
 
 class StreamHub:
-    """Where virtual ranks meet: messages with one side there, and collectives half arrived."""
+    """The state that virtual ranks share: incomplete messages and collectives.
+
+    Incomplete messages have only a sender or only a receiver so far.
+    """
 
     def __init__(self) -> None:
         self.sent_messages: dict[tuple[Lane, int, int], deque[_MessageSide]] = defaultdict(deque)
         self.awaited_messages: dict[tuple[Lane, int, int], deque[_MessageSide]] = defaultdict(deque)
         self.lane_streams: dict[tuple[Lane, int, int], torch.cuda.Stream] = {}
         self.pending_collectives: PendingCollectives[_StreamPart] = PendingCollectives()
-        self.payloads: list[Any] = []  # what is told of all ranks
+        self.payloads: list[Any] = []  # the payloads of all ranks, see Transport.check_agreement
 
     def get_lane_stream(self, lane: Lane, source: int, target: int) -> torch.cuda.Stream:
-        """The queue of a directed edge."""
+        """Return the CUDA stream of a directed edge, and create it at first use.
+
+        Args:
+            lane: The lane.
+            source: The rank that sends.
+            target: The rank that receives.
+        """
         key = lane, source, target
         if key not in self.lane_streams:
             self.lane_streams[key] = torch.cuda.Stream(priority=-1)
@@ -95,7 +132,16 @@ class StreamHub:
 
 
 class StreamMailbox:
-    """The transport of a virtual rank on a GPU: a message is a copy on the lane of its edge."""
+    """The transport of a virtual rank on a GPU.
+
+    A message is a copy on the stream of its directed edge.
+
+    Args:
+        hub: The state that all virtual ranks share.
+        rank: The rank.
+        group_members: The ranks of each group that contains this rank.
+        progress_model: The progress model to report.
+    """
 
     tp, dp, tp_rank, dp_rank = 1, 1, 0, 0
     is_grouped, blocking_hosts, uses_static_buffers = False, False, False
@@ -121,23 +167,29 @@ class StreamMailbox:
     def check_agreement(
         self, facts: Mapping[str, str], payload: object = None, record_types: Sequence[type] = ()
     ) -> list[Any]:
-        """All virtual ranks are told the same."""
+        """Return the payloads that `make_mailboxes` got for all virtual ranks.
+
+        Args:
+            facts: Not used.
+            payload: Not used.
+            record_types: Not used.
+        """
         return self.hub.payloads
 
     def use_compute_stream(self) -> AbstractContextManager[object]:
-        """Within this, what the rank computes goes to its own stream."""
+        """Return a context in which computation uses the stream of this rank."""
         return torch.cuda.stream(self.compute_stream)
 
     def wait_for_caller(self) -> None:
-        """Let the rank follow what the caller has issued."""
+        """Make the rank's stream wait for the work that was issued to the current stream."""
         self.compute_stream.wait_stream(torch.cuda.current_stream())
 
     def make_caller_wait(self) -> None:
-        """Let the caller follow what the rank has issued."""
+        """Make the current stream wait for the work that was issued to the rank's stream."""
         torch.cuda.current_stream().wait_stream(self.compute_stream)
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Leave the tensor for the receiver; its copy is where the send ends."""
+        """See `Transport.send`. The Work ends when the receiver has a copy."""
         key = lane, self.rank, peer
         side = _MessageSide(
             tensor, _record_current_point(), StreamPoint(), self.hub.get_lane_stream(*key)
@@ -148,7 +200,7 @@ class StreamMailbox:
         return _copy_message(side, self.hub.awaited_messages[key].popleft())
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """Copy what is left, when it is there and the buffer is free."""
+        """See `Transport.recv`. The copy begins when both tensors are ready."""
         key = lane, peer, self.rank
         side = _MessageSide(
             tensor, _record_current_point(), StreamPoint(), self.hub.get_lane_stream(*key)
@@ -159,17 +211,21 @@ class StreamMailbox:
         return _copy_message(self.hub.sent_messages[key].popleft(), side)
 
     def on_step_begin(self, program: int) -> None:
-        """Messages say themselves what they are."""
+        """Do nothing, because messages are matched by their order in any program.
+
+        Args:
+            program: Not used.
+        """
 
     def start_group(self) -> None:
-        """Messages are delivered one by one."""
+        """Do nothing, because messages are copied one by one."""
 
     end_group = on_step_end = start_group
 
     def start_collective(
         self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        """The last to come does it for all, in the order of ranks."""
+        """See `Transport.start_collective`. The last member to call runs it for all members."""
         ended = StreamPoint()
         part = _StreamPart(kind, output_tensor, input_tensor, _record_current_point(), ended)
         came = self.hub.pending_collectives.arrive(
@@ -185,17 +241,17 @@ class StreamMailbox:
         return ended
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Nobody waits for gathers."""
+        """Return an empty context, because a wait delays only the current stream."""
         return nullcontext()
 
 
 def _record_current_point() -> StreamPoint:
-    """The point that the current stream has reached."""
+    """Return the point that the host has reached in the current stream."""
     return StreamPoint(torch.cuda.current_stream())
 
 
 def _copy_message(source: _MessageSide, target: _MessageSide) -> StreamPoint:
-    """A message, on its lane; both sides know where it ends."""
+    """Copy a message on the stream of its edge, and record the end points of both sides."""
     with torch.cuda.stream(target.lane_stream):
         source.ready_point.wait()
         target.ready_point.wait()

@@ -27,7 +27,10 @@ from schedir.transports.transport import CompletedWork, Work, allocate_buffers
 
 @dataclass(eq=False)
 class _CollectivePart(CollectiveMember, CompletedWork):
-    """A part in a collective, and whether that is over: in a legal order, before anybody waits."""
+    """The call of a virtual rank to a collective, and whether the collective has run.
+
+    In a legal execution order it has run before `wait` is called.
+    """
 
     is_done: bool = False
 
@@ -36,17 +39,27 @@ class _CollectivePart(CollectiveMember, CompletedWork):
 
 
 class MailboxHub:
-    """Where the virtual ranks meet: messages on their way, and collectives half arrived."""
+    """The state that virtual ranks share: incomplete messages and collectives.
+
+    Incomplete messages have only a sender or only a receiver so far.
+    """
 
     def __init__(self) -> None:
         self.sent_messages: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
         self.awaited_receives: dict[tuple[Lane, int, int], deque[Tensor]] = defaultdict(deque)
         self.pending_collectives: PendingCollectives[_CollectivePart] = PendingCollectives()
-        self.payloads: list[Any] = []  # what is told of all ranks
+        self.payloads: list[Any] = []  # the payloads of all ranks, see Transport.check_agreement
 
 
 class Mailbox:
-    """The transport of one virtual rank."""
+    """The transport of one virtual rank on a CPU.
+
+    Args:
+        hub: The state that all virtual ranks share.
+        rank: The rank.
+        group_members: The ranks of each group that contains this rank.
+        progress_model: The progress model to report.
+    """
 
     tp, dp, tp_rank, dp_rank = 1, 1, 0, 0
     is_grouped, blocking_hosts, uses_static_buffers = False, False, False
@@ -70,10 +83,17 @@ class Mailbox:
     def check_agreement(
         self, facts: Mapping[str, str], payload: object = None, record_types: Sequence[type] = ()
     ) -> list[Any]:
-        """All virtual ranks are told the same."""
+        """Return the payloads that `make_mailboxes` got for all virtual ranks.
+
+        Args:
+            facts: Not used.
+            payload: Not used.
+            record_types: Not used.
+        """
         return self.hub.payloads
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """See `Transport.send`. It copies the tensor to the receiver at once."""
         key = lane, self.rank, peer
         if self.hub.awaited_receives[key]:
             self.hub.awaited_receives[key].popleft().copy_(tensor)
@@ -82,6 +102,7 @@ class Mailbox:
         return CompletedWork()
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        """See `Transport.recv`."""
         key = lane, peer, self.rank
         if self.hub.sent_messages[key]:
             tensor.copy_(self.hub.sent_messages[key].popleft())
@@ -92,7 +113,10 @@ class Mailbox:
     def start_collective(
         self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        """The last to come does it for all, in the order of ranks whatever that of arrival."""
+        """See `Transport.start_collective`. The last member to call runs it for all members.
+
+        Inputs are added in the order of ranks, in any order of calls.
+        """
         own_part = _CollectivePart(kind, output_tensor, input_tensor)
         came = self.hub.pending_collectives.arrive(
             group, self.rank, self.group_members[group], own_part
@@ -106,22 +130,33 @@ class Mailbox:
     use_compute_stream = nullcontext
 
     def on_step_begin(self, program: int) -> None:
-        """Messages say themselves what they are."""
+        """Do nothing, because messages are matched by their order in any program.
+
+        Args:
+            program: Not used.
+        """
 
     def start_group(self) -> None:
-        """Messages are delivered one by one."""
+        """Do nothing, because messages are delivered one by one."""
 
     wait_for_caller = make_caller_wait = end_group = on_step_end = start_group
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Nobody waits for gathers."""
+        """Return an empty context, because no wait takes time."""
         return nullcontext()
 
 
 def make_mailboxes(
     program: Program, progress_model: ProgressModel, on_cuda: bool, payloads: list[Any]
 ) -> Sequence[Mailbox | StreamMailbox]:
-    """A transport for each virtual rank, to all of which this is told."""
+    """Return a transport for each virtual rank.
+
+    Args:
+        program: The program that the ranks run.
+        progress_model: The progress model to report.
+        on_cuda: True if the ranks use streams of a GPU.
+        payloads: The payloads of all ranks, which `check_agreement` returns.
+    """
     members = [list_group_members(program, rank) for rank in range(program.shape.ranks)]
     if on_cuda:
         streams = StreamHub()
@@ -133,7 +168,12 @@ def make_mailboxes(
 
 
 def list_group_members(program: Program, rank: int) -> dict[GroupKey, list[int]]:
-    """Whom a rank meets, itself included."""
+    """Return the ranks of each group that contains a rank.
+
+    Args:
+        program: The program that the ranks run.
+        rank: The rank.
+    """
     shape = program.shape
     return {
         "dp": [rank],
