@@ -1,1 +1,1 @@
-"""Parameters of a rank: gradient buffers, buckets, shards, main copies, tied weights, versions."""
+"""The parameters of a rank: buffers, buckets, shards, main and tied parameters, versions."""

@@ -1,9 +1,9 @@
-"""Bucket: parameters in one flat tensor, and the shard of it that a replica keeps.
+"""Buckets: parameters in one flat tensor, and the shard of it that a replica keeps.
 
-A bucket is a run of parameters of one type whose numbers lie one behind the other in flat tensors:
-one of weights, one of gradients, both cut in the same place into as many parts as there are
-replicas.  Plain data parallelism has the same buckets: where in a buffer a number lies decides in
-which order some libraries add it up.
+The parameters of a bucket have one type, and are adjacent in two flat tensors, one of weights and
+one of gradients. Both are split at the same places, into one shard for each replica. Plain data
+parallelism uses the same buckets, because some libraries add numbers in an order that depends on
+their place in the buffer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ from torch import Tensor, nn
 
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
 
-CPU_ALIGNMENT: Final = 64  # bytes: where torch lets memory of a CPU begin
+CPU_ALIGNMENT: Final = 64  # bytes to which torch aligns memory of a CPU
 
 
 class ShardSpec(NamedTuple):
-    """Which replica this is, of how many, and what they keep in parts: a level of ZeRO."""
+    """The number of a replica, the number of all replicas, and the ZeRO level.
+
+    Attributes:
+        replicas: The number of replicas.
+        replica: The number of this replica.
+        zero: The ZeRO level, from 0 to 3.
+    """
 
     replicas: int = 1
     replica: int = 0
@@ -29,26 +35,41 @@ class ShardSpec(NamedTuple):
 
     @property
     def shard_indices(self) -> range:
-        """The parts of a sum that this one keeps."""
+        """The indices of the shards of the reduced gradient that this replica keeps."""
         return range(self.replica, self.replica + 1) if self.zero else range(self.replicas)
 
     def shards_state(self, kind: str) -> bool:
-        """Whether a replica has its own part only, at rest, of "params", "grads", "optimizer"."""
+        """Return whether a replica keeps only its shard of a kind of state between steps.
+
+        Args:
+            kind: "params", "grads" or "optimizer".
+        """
         return self.zero >= SHARDED_FROM_LEVEL[kind]
 
 
 def is_summed_over_tp(parameter: Tensor) -> bool:
-    """Whether tensor-parallel ranks, which hold it whole, each have its gradient of their own part
-    of the sequence, which they sum."""
+    """Return whether tensor-parallel ranks must sum the gradients of a parameter.
+
+    Each of these ranks has the full parameter, but its gradient comes from a part of the sequence.
+    The attribute `summed_over_tp` of the parameter is then True.
+
+    Args:
+        parameter: The parameter.
+    """
     return getattr(parameter, "summed_over_tp", None) is True
 
 
 class Bucket:
-    """Parameters, and where each begins in a flat tensor of `numel` numbers, cut into
-    `shard_count`.
+    """Parameters with consecutive places in a flat tensor, which is split into shards.
 
-    Each begins where a line of a cache does, if `aligned`, as in memory of its own: by that, too,
-    products round.  The end is padded, so that all parts are of one length.
+    The end of the tensor is padded, so that all shards have the same length. `numel` is the number
+    of elements with padding, and `offsets` has the first element of each parameter.
+
+    Args:
+        parameters: The parameters. They have one type, gradient type and device.
+        shard_count: The number of shards.
+        aligned: If True, each parameter begins on a cache line, as in memory of its own. The
+            results of matrix products may depend on the alignment.
     """
 
     def __init__(
@@ -59,26 +80,43 @@ class Bucket:
         self.dtype, self.device = parameters[0].dtype, parameters[0].device
         self.grad_dtype = parameters[0].grad_dtype or self.dtype
         self.offsets: list[int] = []
-        line, end = max(1, CPU_ALIGNMENT // self.dtype.itemsize) if aligned else 1, 0
+        alignment, end = max(1, CPU_ALIGNMENT // self.dtype.itemsize) if aligned else 1, 0
         for p in parameters:
-            begin = -(-end // line) * line
+            begin = -(-end // alignment) * alignment
             self.offsets.append(begin)
             end = begin + p.numel()
         self.numel = -(-end // shard_count) * shard_count
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's numbers in a flat tensor, of its shape."""
+        """Return the views of parameters in a flat tensor, with their shapes.
+
+        Args:
+            flat: A flat tensor of `numel` elements.
+        """
         return [
             flat[begin : begin + shape.numel()].view(shape)
             for begin, shape in zip(self.offsets, self.shapes, strict=True)
         ]
 
     def get_shard(self, flat: Tensor, index: int) -> Tensor:
-        """The part with the number k."""
+        """Return a view of one shard of a flat tensor.
+
+        Args:
+            flat: A flat tensor of `numel` elements.
+            index: The index of the shard.
+        """
         return flat.view(self.shard_count, -1)[index]
 
     def list_shard_ranges(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Of each parameter: which of its numbers are in part k, from and to; and where there."""
+        """Yield the elements of each parameter that are in a shard.
+
+        Args:
+            index: The index of the shard.
+
+        Yields:
+            The first element, the element after the last one, and the offset of the first one in
+            the shard. The range is empty if no element of the parameter is in the shard.
+        """
         size = self.numel // self.shard_count
         for begin, shape in zip(self.offsets, self.shapes, strict=True):
             low = min(max(index * size - begin, 0), shape.numel())
@@ -86,7 +124,12 @@ class Bucket:
             yield low, high, begin + low - index * size if high > low else 0
 
     def split_shard(self, shard: Tensor, index: int) -> list[Tensor]:
-        """Each parameter's numbers in part k, 1-dim and perhaps none."""
+        """Return a view of each parameter's elements in a shard, 1-dim and possibly empty.
+
+        Args:
+            shard: The shard, flat.
+            index: The index of the shard.
+        """
         return [shard[at : at + high - low] for low, high, at in self.list_shard_ranges(index)]
 
 
@@ -98,18 +141,25 @@ def make_buckets(
     *,
     aligned: bool = False,
 ) -> list[Bucket]:
-    """Buckets for parameters, by type, type of gradient and device; of gradients of at most
-    `max_bytes` bytes, unless one parameter has more, cut from the last on.
+    """Distribute parameters over buckets.
 
-    Each of `separate_parameters` has one of its own, as a weight that is tied: its parts are then
-    those of the copies of other stages.  What tensor-parallel ranks sum lies apart from what they
-    do not.
+    A bucket has parameters of one type, gradient type and device. Parameters whose gradients
+    tensor-parallel ranks sum are not in buckets with others. Buckets are filled from the last
+    parameter to the first.
+
+    Args:
+        parameters: The parameters, in the order of the module.
+        max_bytes: The most bytes of a bucket's gradients. A single parameter may have more.
+        shard_count: The number of shards of each bucket.
+        separate_parameters: Parameters that get a bucket each, such as tied weights. Their shards
+            then have the same elements as the shards of the copies in other stages.
+        aligned: If True, each parameter begins on a cache line.
     """
-    own = {id(p) for p in separate_parameters}
+    separate_ids = {id(p) for p in separate_parameters}
     kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
     for p in parameters:
-        one = id(p) if id(p) in own else 0
-        key = (p.dtype, p.grad_dtype or p.dtype, p.device, one, is_summed_over_tp(p))
+        bucket_id = id(p) if id(p) in separate_ids else 0
+        key = (p.dtype, p.grad_dtype or p.dtype, p.device, bucket_id, is_summed_over_tp(p))
         kinds.setdefault(key, []).append(p)
     return [
         Bucket(run, shard_count, aligned=aligned)
@@ -123,14 +173,14 @@ def make_buckets(
 def _split_into_runs(
     parameters: list[nn.Parameter], itemsize: int, max_bytes: float
 ) -> list[list[nn.Parameter]]:
-    """Runs of parameters, in their order, whose gradients have at most so many bytes."""
+    """Split parameters into runs whose gradients have at most `max_bytes`, from the last one on."""
     runs: list[list[nn.Parameter]] = []
-    room = 0.0
+    free_bytes = 0.0
     for p in reversed(parameters):
         size = p.numel() * itemsize
-        if not runs or size > room:
+        if not runs or size > free_bytes:
             runs.append([])
-            room = max_bytes
+            free_bytes = max_bytes
         runs[-1].append(p)
-        room = max(room - size, 0)
+        free_bytes = max(free_bytes - size, 0)
     return [run[::-1] for run in reversed(runs)]

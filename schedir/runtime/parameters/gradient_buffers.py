@@ -1,4 +1,4 @@
-"""Flat gradient buffers of a stage.  Every `.grad` is a view of one."""
+"""Flat gradient buffers of a stage. Every `.grad` is a view of one."""
 
 from __future__ import annotations
 
@@ -18,22 +18,28 @@ _UNSHARDED: Final = ShardSpec()
 
 
 class GradientBuffers:
-    """The gradients of a stage: each of `flat` is a buffer for the parameters of one bucket.
+    """The gradient buffers of a stage, one for the parameters of each bucket.
 
-    They have one type: a parameter's own, or its `grad_dtype` where it has been set.  A bucket has
-    at most `max_bucket_bytes` bytes, unless one parameter has more.  `views` are the parameters of
-    each, with their gradients.  Backward passes accumulate into these, so a reduction is one call
-    on each buffer.  `reduced_flat` is what is left of each when it is reduced, and `shard_views`
-    are the gradients then, by part and parameter: of all parts, or, where each replica keeps a part
-    of the sum, of its own.
+    Backward passes accumulate into the buffers, so a reduction is one call for each buffer. The
+    gradients of a bucket have one type: the type of the parameters, or their `grad_dtype` if it is
+    set. A stage without trained parameters has no buffer.
 
-    From level 2 of ZeRO on `reduced_flat` is memory of its own, and buffers are there from
-    `allocate` until they are `release` one by one; `is_allocated` says that what is there may be
-    added to.
+    Args:
+        module: The stage.
+        max_bucket_bytes: The most bytes of a buffer. A single parameter may have more. With None
+            the stage has no buffers: autograd allocates each `.grad`, and accumulates into it.
+        shard_spec: The replica and the ZeRO level.
+        tied: The parameters that are tied to parameters of other stages.
 
-    A stage without parameters, or whose parameters are all frozen, has no buffer.  With
-    `max_bucket_bytes` None no stage has one: each `.grad` is autograd's own, and is added to as
-    that does.
+    Attributes:
+        flat: The buffers, by bucket.
+        views: By bucket, its parameters and the views of the buffer that are their gradients.
+        reduced_flat: The buffers after the reduction, by bucket. With ZeRO they have only this
+            replica's shard. From level 2 on they have memory of their own, and the memory of `flat`
+            exists from `allocate` to `release`.
+        shard_views: The reduced gradients, by shard and parameter. They have all shards, or with
+            ZeRO only the shard of this replica.
+        is_allocated: True if gradients may be accumulated into the buffers.
     """
 
     def __init__(
@@ -49,15 +55,15 @@ class GradientBuffers:
         shared, self.is_grad_sharded = shard_spec != _UNSHARDED, shard_spec.shards_state("grads")
         self.buckets: list[Bucket] = []
         if max_bucket_bytes is not None:
-            how = (shard_spec.replicas, tied if shared else ())
-            self.buckets = make_buckets(self.parameters, max_bucket_bytes, *how, aligned=shared)
+            layout = (shard_spec.replicas, tied if shared else ())
+            self.buckets = make_buckets(self.parameters, max_bucket_bytes, *layout, aligned=shared)
         self.flat = [
             torch.zeros(b.numel, dtype=b.grad_dtype, device=b.device) for b in self.buckets
         ]
-        apart = {id(p) for p in tied}  # which others sum, number by number
+        tied_ids = {id(p) for p in tied}  # other stages add these element by element
         self.views: list[GradientViews] = [
             [
-                (p, view if shared or id(p) in apart else _match_memory_order(p, view))
+                (p, view if shared or id(p) in tied_ids else _match_memory_order(p, view))
                 for p, view in zip(b.parameters, b.views(flat), strict=True)
             ]
             for b, flat in zip(self.buckets, self.flat, strict=True)
@@ -66,18 +72,18 @@ class GradientBuffers:
         self.view_offsets = self._find_view_offsets()
         self.reduced_flat = self.flat
         if shard_spec.zero:
-            own = [
+            shards = [
                 b.get_shard(flat, shard_spec.replica)
                 for b, flat in zip(self.buckets, self.flat, strict=True)
             ]
-            self.reduced_flat = [*map(torch.zeros_like, own)] if self.is_grad_sharded else own
+            self.reduced_flat = [*map(torch.zeros_like, shards)] if self.is_grad_sharded else shards
         self.shard_views: dict[int, dict[nn.Parameter, Tensor]] = {
             k: {
-                p: piece
-                for b, kept in zip(self.buckets, self.reduced_flat, strict=True)
-                for p, piece in zip(
+                p: shard_view
+                for b, reduced in zip(self.buckets, self.reduced_flat, strict=True)
+                for p, shard_view in zip(
                     b.parameters,
-                    b.split_shard(kept if shard_spec.zero else b.get_shard(kept, k), k),
+                    b.split_shard(reduced if shard_spec.zero else b.get_shard(reduced, k), k),
                     strict=True,
                 )
             }
@@ -89,13 +95,23 @@ class GradientBuffers:
         self.zero()
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply every gradient that is kept; a 0-dim tensor counts as a number does."""
+        """Multiply the reduced gradients by a factor.
+
+        Args:
+            factor: A number or a 0-dim tensor, see `scale_buffer`.
+        """
         for flat in self.reduced_flat:
             scale_buffer(flat, factor)
 
     def collect(self, index: int, find_copies: CopyLookup) -> None:
-        """Take into a buffer what has been put in the place of its views, as by a hook that does
-        `p.grad = ...`; of a parameter and its `find_copies`, whose gradients are one."""
+        """Copy gradients into a buffer that were assigned to `.grad` instead, as some hooks do.
+
+        The view of the buffer then becomes the `.grad` of the parameter and of its copies.
+
+        Args:
+            index: The index of the bucket.
+            find_copies: Returns the other Parameters that accumulate into the same gradient.
+        """
         for p, view in self.views[index]:
             for one in (p, *find_copies(p)):
                 if one.grad is not view:
@@ -104,9 +120,13 @@ class GradientBuffers:
                     one.grad = view
 
     def zero(self) -> None:
-        """Set all gradients to zero before a step, and bind views that `zero_grad` has unbound.
+        """Set all gradients to zero before a step, and restore views that `zero_grad` has removed.
 
-        Raises ModelError if a view is in its buffer no more.
+        From level 2 of ZeRO on, only the views are restored, and `allocate` sets the buffers to
+        zero.
+
+        Raises:
+            ModelError: A gradient was moved out of its buffer.
         """
         if (places := self._find_view_offsets()) != self.view_offsets:
             moved = next(k for k, place in enumerate(places) if place != self.view_offsets[k])
@@ -121,23 +141,27 @@ class GradientBuffers:
                 flat.zero_()
 
     def allocate(self) -> None:
-        """Let there be buffers again, of zeros."""
+        """Allocate the memory of the buffers again, and set it to zero."""
         for flat in self.flat:
             flat.untyped_storage().resize_(flat.nbytes)
             flat.zero_()
         self.is_allocated = True
 
     def release(self, index: int) -> None:
-        """Let a buffer go, of which everything is kept that will be asked for."""
+        """Free the memory of a buffer after its reduction.
+
+        Args:
+            index: The index of the bucket.
+        """
         self.flat[index].untyped_storage().resize_(0)
 
     def bind_gradients(self) -> None:
-        """Let every `.grad` be its view again."""
+        """Set every `.grad` to its view of a buffer."""
         for p, view in self.bound_views:
             p.grad = view
 
     def _find_view_offsets(self) -> list[int]:
-        """Where each view is in its buffer; a module that is moved takes its gradients along."""
+        """Return the offset of each view in its buffer in bytes, to find moved gradients."""
         places: list[int] = []
         for flat, views in zip(self.flat, self.views, strict=True):
             first = flat.data_ptr()
@@ -146,24 +170,44 @@ class GradientBuffers:
 
 
 def scale_buffer(flat: Tensor, factor: float | Tensor) -> None:
-    """Multiply a buffer; a 0-dim tensor counts as a number does."""
+    """Multiply a buffer by a factor, in place.
+
+    Args:
+        flat: The buffer.
+        factor: A number or a 0-dim tensor. A tensor is not rounded to the type of a 16-bit buffer
+            first, so it has the same effect as the number.
+    """
     if isinstance(factor, Tensor) and flat.dtype.itemsize < 4:
-        flat.copy_(flat.float() * factor)  # which else would be rounded to their type first
+        flat.copy_(flat.float() * factor)  # torch would round the factor to the buffer's type
     else:
         flat.mul_(factor)
 
 
 def poison_if_nan(flat: Tensor, indicator: Tensor) -> None:
-    """Let one number be NaN if `indicator`, 0-dim, is, and leave all as they are if it is zero."""
+    """Set the first number of a buffer to NaN if an indicator is NaN.
+
+    The host does not wait.
+
+    Args:
+        flat: The buffer.
+        indicator: A 0-dim tensor, NaN or 0. With 0 the buffer stays as it is.
+    """
     flat[:1].mul_(indicator + 1.0)
 
 
 def compute_sum_of_squares(gradients: Iterable[Tensor]) -> Tensor | None:
-    """The sum of the squares of all numbers: 0-dim float64; None if there are none.
+    """Return the sum of the squares of all numbers of tensors.
 
-    The norm of each is taken in float64; on a GPU without a copy in that type.
+    The norm of each tensor is computed in float64. On a GPU no copy in float64 is made.
+
+    Args:
+        gradients: The tensors.
+
+    Returns:
+        A 0-dim float64 tensor, or None if there are no numbers.
     """
-    kinds: dict[torch.dtype, list[Tensor]] = {}  # on a GPU those of one type are taken at once
+    # On a GPU, one kernel computes the norms of many tensors of one type.
+    kinds: dict[torch.dtype, list[Tensor]] = {}
     for g in gradients:
         real = torch.view_as_real(g) if g.is_complex() else g
         if real.numel():
@@ -175,18 +219,24 @@ def compute_sum_of_squares(gradients: Iterable[Tensor]) -> Tensor | None:
 
 
 def is_tp_sharded(parameter: Tensor) -> bool:
-    """Whether tensor-parallel ranks hold slices of it; else each holds it whole.
+    """Return whether each tensor-parallel rank has a slice of a parameter.
 
-    A parameter that is a slice says along which dimension in `shard_dim`.
+    The attribute `shard_dim` of a slice is the dimension in which the parameter is split.
+
+    Args:
+        parameter: The parameter.
     """
     return getattr(parameter, "shard_dim", None) is not None
 
 
 def _match_memory_order(p: Tensor, view: Tensor) -> Tensor:
-    """The memory of a gradient in the order in which a parameter's numbers lie, if there are no
-    gaps: as autograd would make it, and as fused optimizers take it to be."""
+    """Return a view of a gradient with the order of dimensions in memory that its parameter has.
+
+    autograd would allocate the gradient in that order, and fused optimizers require it. A parameter
+    with gaps in its memory keeps the contiguous view.
+    """
     order = sorted(range(p.dim()), key=p.stride, reverse=True)
     if p.is_contiguous() or not p.permute(order).is_contiguous():
         return view
-    back = sorted(range(p.dim()), key=order.__getitem__)
-    return view.view([p.shape[dim] for dim in order]).permute(back)
+    inverse = sorted(range(p.dim()), key=order.__getitem__)
+    return view.view([p.shape[dim] for dim in order]).permute(inverse)

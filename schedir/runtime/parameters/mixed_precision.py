@@ -1,11 +1,13 @@
-"""Train 16-bit parameters with float32 main copies and loss scaling.
+"""Train 16-bit parameters with float32 main parameters and loss scaling.
 
     module.to(torch.bfloat16)
-    float32_gradients(module)
+    use_float32_gradients(module)
     optimizer = MainOptimizer(module.parameters(), torch.optim.AdamW)
 
-The mixed precision of Micikevicius et al. (arXiv 1710.03740).  Its scaling of the loss is for
-float16 alone (`LossScale`): bfloat16 has the exponents of float32.
+Loss scaling (`LossScale`) is for float16 only: bfloat16 has the exponent range of float32.
+
+References:
+    Micikevicius et al., Mixed Precision Training, arXiv 1710.03740.
 """
 
 from __future__ import annotations
@@ -20,16 +22,22 @@ from torch.utils._pytree import tree_leaves
 
 
 class OptimizerLike(Protocol):
-    """What is asked of an optimizer."""
+    """The interface that an optimizer must have."""
 
-    def step(self) -> object: ...
+    def step(self) -> object:
+        """Update the parameters by their gradients."""
+        ...
 
 
 def step_if_finite(finite: Tensor, optimizer: OptimizerLike) -> None:
-    """Let an optimizer step if `finite`, 0-dim bool, is true; else nothing of it changes.
+    """Let an optimizer step if all gradients are finite; otherwise nothing of it changes.
 
-    A fused optimizer of torch decides on the device.  For any other, and for one with hooks on its
-    step, the host must know: on a GPU it waits, once in an update.
+    A fused optimizer of torch checks the condition on the device. For any other optimizer, and for
+    one with hooks on its step, the host must read it. On a GPU it waits once in each update.
+
+    Args:
+        finite: The condition, 0-dim bool.
+        optimizer: The optimizer.
     """
     inner = unwrap_optimizer(optimizer)
     if not has_gated_step(optimizer) or not ensure_momentum(inner):
@@ -44,8 +52,12 @@ def step_if_finite(finite: Tensor, optimizer: OptimizerLike) -> None:
 
 
 def are_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether no number of these tensors is infinite or NaN: 0-dim bool, on their device."""
-    finite: Tensor | None = None  # nothing of the host's: to copy it to a GPU would wait
+    """Return whether no number of tensors is infinite or NaN, as 0-dim bool on their device.
+
+    Args:
+        tensors: The tensors. Without any number, the result is True on the CPU.
+    """
+    finite: Tensor | None = None  # not a tensor of the host, whose copy to a GPU would block
     for flat in tensors:
         if flat.numel():
             ends = torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)
@@ -55,32 +67,55 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def unwrap_optimizer(optimizer: object) -> Any:
-    """The optimizer that a MainOptimizer has, or itself."""
+    """Return the inner optimizer of a MainOptimizer, and any other optimizer as it is.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return optimizer.inner if isinstance(optimizer, MainOptimizer) else optimizer
 
 
 def find_optimizers(optimizer: object) -> list[Any]:
-    """The optimizers of torch's kind, and MainOptimizers, that an object is or has; else itself."""
+    """Return the optimizers of torch and the MainOptimizers that an object is or has.
+
+    Args:
+        optimizer: The object.
+
+    Returns:
+        The object itself if it is such an optimizer. Otherwise the object, and all such optimizers
+        in its attributes.
+    """
     kinds = (torch.optim.Optimizer, MainOptimizer)
     if isinstance(optimizer, kinds):
         return [optimizer]
-    held = tree_leaves([*getattr(optimizer, "__dict__", {}).values()])
-    return [optimizer, *(one for one in held if isinstance(one, kinds))]
+    attribute_values = tree_leaves([*getattr(optimizer, "__dict__", {}).values()])
+    return [optimizer, *(one for one in attribute_values if isinstance(one, kinds))]
 
 
 def has_gated_step(optimizer: object) -> bool:
-    """Whether an optimizer itself steps or not as a tensor says, as torch.amp.GradScaler asks.
+    """Return whether a tensor on the device can skip an optimizer's step.
 
-    What is done beside its step, in a class that derives from torch's or in hooks, would be done
-    in any case.
+    torch.amp.GradScaler uses such steps, too.
+
+    A step of a class that derives from torch's, or hooks of the step, may do more, which would not
+    depend on the tensor. Then the result is False.
+
+    Args:
+        optimizer: The optimizer.
     """
     supports = getattr(unwrap_optimizer(optimizer), "_step_supports_amp_scaling", False)
     return supports is True and has_known_effects(optimizer)
 
 
 def has_known_effects(optimizer: object) -> bool:
-    """Return whether all that a step changes is known: an optimizer of torch's own, or a
-    MainOptimizer of one, steps, and no hook."""
+    """Return whether a step changes only tensors that schedir can save and restore.
+
+    The optimizer must be one of torch's own, or a MainOptimizer of one, and its step must have no
+    hooks.
+
+    Args:
+        optimizer: The optimizer.
+    """
     derived = isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer
     inner = unwrap_optimizer(optimizer)
     return not derived and is_torch_optimizer(inner) and not has_step_hooks(inner)
@@ -91,26 +126,38 @@ def is_torch_optimizer(optimizer: object) -> bool:
 
     A subclass that is defined outside of torch is not, nor is an optimizer with a replaced `step`.
     The wrapper that a learning-rate scheduler puts around `step` does not count as a replacement.
+
+    Args:
+        optimizer: The optimizer.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
-    ours = f"{type(optimizer).__module__}.".startswith("torch.optim.")  # of some it is torch.optim
+    # The module of some classes is torch.optim itself.
+    is_of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
     replaced = vars(optimizer).get("step")
-    return ours and (replaced is None or hasattr(replaced, "_wrapped_by_lr_sched"))
+    return is_of_torch and (replaced is None or hasattr(replaced, "_wrapped_by_lr_sched"))
 
 
 def has_step_hooks(optimizer: object) -> bool:
-    """Whether something else is called at a step of an optimizer, its own or that of any."""
+    """Return whether the step of an optimizer has hooks, of its own or for all optimizers.
+
+    Args:
+        optimizer: The optimizer.
+    """
     own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     every = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
     return bool(every) or any(getattr(optimizer, name, None) for name in own)
 
 
 def ensure_momentum(optimizer: Any) -> bool:
-    """Whether a step finds the momentum that it needs.
+    """Create the momentum buffers that a gated step needs, and return whether they are complete.
 
-    A fused SGD makes it in its first step, and where that is skipped leaves memory that nobody
-    wrote.  Without dampening the first is a step like any other, from momentum 0; so we make that.
+    A fused SGD creates its momentum in its first step. If that step is skipped, the memory stays
+    uninitialised. Without dampening the first step is equal to a step from momentum 0, so zeros are
+    created here. With dampening it is not, and nothing is created.
+
+    Args:
+        optimizer: An optimizer of torch.
     """
     missing = [
         (group, p)
@@ -127,9 +174,13 @@ def ensure_momentum(optimizer: Any) -> bool:
 
 
 def describe_options(optimizer: object) -> dict[Tensor, str]:
-    """How an optimizer steps each parameter that it has: its type and its group's options.
+    """Return the type of an optimizer and the options of its groups, by parameter.
 
-    Nothing of an optimizer that is not of torch's kind.
+    Args:
+        optimizer: The optimizer. An optimizer without `param_groups` gives an empty dict.
+
+    Returns:
+        A description for each parameter. For a MainOptimizer these are the 16-bit parameters.
     """
     inner = unwrap_optimizer(optimizer)
     main = zip(
@@ -137,32 +188,41 @@ def describe_options(optimizer: object) -> dict[Tensor, str]:
         getattr(optimizer, "parameters", ()),
         strict=False,
     )
-    whose = dict(main) if isinstance(optimizer, MainOptimizer) else {}
-    found: dict[Tensor, str] = {}
+    parameter_of_main = dict(main) if isinstance(optimizer, MainOptimizer) else {}
+    descriptions: dict[Tensor, str] = {}
     for group in getattr(inner, "param_groups", ()):
         options = (f"{k} {group[k]}" for k in getattr(inner, "defaults", {}) if group.get(k))
         text = f"{type(inner).__name__} with {', '.join(options)}"
-        found |= {whose.get(p, p): text for p in group["params"]}
-    return found
+        descriptions |= {parameter_of_main.get(p, p): text for p in group["params"]}
+    return descriptions
 
 
 def use_float32_gradients(module: nn.Module) -> None:
-    """Let every parameter have its gradient in float32, whatever its own type.
+    """Accumulate the gradients of all parameters in float32.
 
-    It is torch's `grad_dtype` of a parameter that says so, and only that: the executor looks at
-    it, and a parameter may have it set by hand.  Splittable weights add up their gradients in
-    the product itself (`schedir.kernels.weight_gradient`); what other parameters get from one
-    microbatch is rounded to their own type first.
+    This sets torch's `grad_dtype` of each parameter. The executor reads only `grad_dtype`, so it
+    can also be set for single parameters. Splittable weights accumulate gradients in the product
+    itself (`schedir.kernels.weight_gradient`). Other parameters round the gradient of one
+    microbatch to their own type first.
+
+    Args:
+        module: The module with the parameters.
     """
     for p in module.parameters():
         p.grad_dtype = torch.float32
 
 
 class MainOptimizer:
-    """An optimizer of float32 copies, from which the parameters are rounded after each step.
+    """An optimizer of float32 main parameters, which are rounded after each step.
 
-    `make_optimizer` makes it, given the copies in order.  `main_parameters` are the copies, which a
-    checkpoint should hold; `param_groups` are the optimizer's.
+    Args:
+        parameters: The parameters of the model. Frozen ones are left out.
+        make_optimizer: Creates the optimizer for the main parameters, which are in the order of
+            `parameters`.
+
+    Attributes:
+        main_parameters: The float32 copies. Save them in checkpoints.
+        inner: The optimizer of the main parameters.
     """
 
     def __init__(
@@ -170,7 +230,7 @@ class MainOptimizer:
         parameters: Iterable[nn.Parameter],
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
-        # A weight that several stages share is one parameter.
+        # A weight that several stages share is in `parameters` several times.
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         self.main_parameters = [
             nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters
@@ -179,12 +239,12 @@ class MainOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer: where a learning rate is set."""
+        """The groups of the inner optimizer, for example to set learning rates."""
         return self.inner.param_groups
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step the copies by the parameters' gradients, and round."""
+        """Step the main parameters by the gradients of the parameters, and round them."""
         for p, main in zip(self.parameters, self.main_parameters, strict=True):
             main.grad = None if p.grad is None else p.grad.float()  # no copy where it is float32
         self.inner.step()
@@ -192,13 +252,18 @@ class MainOptimizer:
 
 
 class LossScale:
-    """The factor of a float16 loss: it keeps small gradients from vanishing.
+    """The factor of a float16 loss, which keeps small gradients from becoming zero.
 
-    `value` is 0-dim float32 on `device`.  After a step whose gradients were all finite it is
-    multiplied by `growth` if that is the `growth_interval`-th in a row, as long as it stays finite;
-    after any other by `backoff`.  Rule and constants are those of torch.amp.GradScaler.
+    Rule and default values are those of torch.amp.GradScaler. Each rank has a loss scale. All stay
+    equal, because they change by the global norm.
 
-    Each rank has one, and all come to the same: what they judge by is the global norm.
+    Args:
+        value: The first value.
+        growth: The factor after `growth_interval` consecutive steps with finite gradients. The
+            value does not grow if it would become infinite.
+        backoff: The factor after a step with gradients that are not finite.
+        growth_interval: The number of such steps.
+        device: The device of `value`, a 0-dim float32 tensor.
     """
 
     def __init__(
@@ -222,11 +287,15 @@ class LossScale:
 
     @property
     def inverse(self) -> Tensor:
-        """What gradients of the scaled loss are multiplied by."""
+        """The factor by which gradients of the scaled loss are multiplied."""
         return self.value.reciprocal()
 
     def update(self, finite: Tensor) -> None:
-        """Set the next value after a step, `finite` (0-dim bool) or not, without the host."""
+        """Set the next value after a step, without a wait of the host.
+
+        Args:
+            finite: True if all gradients of the step were finite, 0-dim bool.
+        """
         good = torch.where(finite, self.good_steps + 1, 0)
         due = good == self.growth_interval
         more = self.value * self.growth

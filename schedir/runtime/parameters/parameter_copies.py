@@ -1,4 +1,4 @@
-"""Create Parameters that compute in place of another one, with its hooks."""
+"""Create Parameters that replace another one in computation, with its hooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from schedir.runtime.autograd.node_hook_detection import has_node_hooks
 
 
 def make_parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """Return a Parameter of this data with the hooks, attributes and `grad_dtype` of another."""
+    """Return a Parameter with given data and the hooks and attributes of another.
+
+    Args:
+        parameter: The other Parameter, whose `grad_dtype` is used, too.
+        data: The data.
+    """
     other = nn.Parameter(data)
     share_hooks(other, parameter)
     vars(other).update(vars(parameter))
@@ -18,7 +23,12 @@ def make_parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
 
 
 def share_hooks(other: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Let `other` have the gradient hooks of `parameter`, also those that are registered later."""
+    """Give a Parameter the gradient hooks of another one, including hooks that are added later.
+
+    Args:
+        other: The Parameter that gets the hooks.
+        parameter: The Parameter that has the hooks.
+    """
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(other, hooks) is not getattr(parameter, hooks):
             setattr(other, hooks, getattr(parameter, hooks))

@@ -1,7 +1,11 @@
 """The order of tokens that tensor-parallel ranks share (sequence parallelism).
 
-Rank r has those from r * s / t on, of the last dimension but one ("Reducing Activation
-Recomputation in Large Transformer Models", arXiv 2205.05198, section 4.2.2).
+A sequence has s tokens. Rank r of t has s / t tokens, from r * s / t on. The tokens are in the last
+dimension but one.
+
+References:
+    Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv
+    2205.05198, section 4.2.2.
 """
 
 from __future__ import annotations
@@ -12,9 +16,17 @@ from schedir.errors import UsageError
 
 
 def split_by_rank(x: Tensor, ranks: int) -> Tensor:
-    """Of (..., s, n) the tokens of each rank, one behind the other: (t, ..., s / t, n), contiguous.
+    """Return the tokens of each tensor-parallel rank, one rank after the other.
 
-    Raises UsageError for tokens that so many ranks cannot share evenly.
+    Args:
+        x: Values of all tokens, (..., s, n).
+        ranks: The number of ranks, t.
+
+    Returns:
+        A contiguous tensor (t, ..., s / t, n).
+
+    Raises:
+        UsageError: t does not divide s.
     """
     require_even_split(x.shape[-2], ranks)
     each: Tensor = x.unflatten(-2, (ranks, -1))
@@ -22,13 +34,27 @@ def split_by_rank(x: Tensor, ranks: int) -> Tensor:
 
 
 def join_sequence(shards: Tensor) -> Tensor:
-    """Of (t, ..., s / t, n) the sequence, (..., s, n): of one sequence they lie so, else it is a
-    copy."""
+    """Return the sequence that `split_by_rank` has split.
+
+    Args:
+        shards: The tokens of each rank, (t, ..., s / t, n).
+
+    Returns:
+        The sequence, (..., s, n). It is a view for a single sequence, and otherwise a copy.
+    """
     return shards.movedim(0, -3).flatten(-3, -2)
 
 
 def require_even_split(tokens: int, ranks: int) -> None:
-    """Raise UsageError for tokens that so many ranks cannot share evenly."""
+    """Refuse a number of tokens that ranks cannot share evenly.
+
+    Args:
+        tokens: The number of tokens.
+        ranks: The number of tensor-parallel ranks.
+
+    Raises:
+        UsageError: `ranks` does not divide `tokens`.
+    """
     if tokens % ranks:
         raise UsageError(
             f"{ranks} tensor-parallel ranks cannot share a sequence of {tokens} tokens evenly",
