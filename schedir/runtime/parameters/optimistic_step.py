@@ -1,14 +1,18 @@
-"""Post-validation: step before the gradient norm is known, and redo the step if it was wrong.
+"""Post-validation: step before the gradient norm arrives, and redo a wrong step.
 
-The post-validation of Qi et al. (arXiv 2401.10241, section 4): a rank steps as if the norm of all
-gradients were finite and not above the limit, and the norm follows.  In the next step, when this
-comes to its own update, every rank knows whether that was right.  If not, all have run that step on
-wrong weights: each puts back what its update has changed, makes it with the norm, and then all run
-the step again.  What the paper computes back (its appendix C) is put back from copies here, since
-an optimizer that divides cannot be undone to the bit.
+A rank steps as if the norm of all gradients were finite and not above the limit. The norm is
+computed later. In the next step, before its own update, each rank checks whether the last update
+was right. If it was wrong, all ranks have run that step on wrong weights. Each rank then restores
+the state before the update, makes the update with the norm, and runs the step again.
 
-An update that was made again is a sign of more to come: the next one is made when its norm is
-there, at the end of its step, and so on until one had not to be clipped.
+The paper reverses an update by computation (appendix C). Here it is restored from copies, because
+an optimizer that divides cannot be reversed exactly.
+
+After a wrong update, the next one is likely to be clipped, too. So it waits for its norm at the end
+of its step. The following updates do so as well, until one needs no clipping.
+
+References:
+    Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 4.
 """
 
 from __future__ import annotations
@@ -38,23 +42,35 @@ from schedir.runtime.parameters.unvalidated_update_guard import (
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
 from schedir.transports.transport import Work
 
-NormVerdict = tuple[
-    Tensor, Tensor
-]  # whether a norm is finite, and what gradients are multiplied by
+# True if a norm is finite (0-dim bool), and the factor of the gradients (0-dim).
+NormVerdict = tuple[Tensor, Tensor]
 
 
 class OptimisticStep:
-    """The updates of a rank, of which at most one is made and not validated.
+    """The updates of a rank. At most the last one is not validated yet.
 
-    `step`, `track_norm` and `wait_for_previous_norm` are for the handlers: they make an update, or
-    not yet; say that its norm is on its way; and wait for the norm of the update before it.
-    `end_step` ends a step, and says whether that must be run again, which is so on all ranks or on
-    none.  `apply_update` is what makes an update as `verdict` says; `judge_norm` judges the sum of
-    the squares of all gradients;
-    `restore_step_state` lets all that a step in vain has changed be as it was, but weights and
-    optimizer.
+    Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. The executor calls
+    `begin_step` and `end_step`. If `end_step` returns True, it does so on all ranks.
 
-    `is_warm_up` is set while steps are run that are undone: nothing of them is left to validate.
+    Args:
+        gradients: The gradient buffers of the rank's stages.
+        modules: The rank's stages.
+        optimizer: The optimizer, or None if the rank has none.
+        loss_scale: The loss scale, if the loss is scaled.
+        random_streams: The random streams of the rank.
+        device: The rank's device.
+        debug: If True, the host may read tensors of a GPU, to find writes to weights.
+
+    Attributes:
+        judge_norm: Returns the verdict for the sum of the squares of all gradients. Set it before
+            the first step.
+        apply_update: Makes an update by `verdict`. Set it before the first step.
+        restore_step_state: Restores all state that a step has changed, except for weights and
+            optimizer. Set it before a step that may be run again.
+        verdict: The verdict of the next update.
+        pending_update: The update that is not validated, if there is one.
+        is_warm_up: True in steps that are undone. Their updates are not validated.
+        repeated_steps: The number of steps that were run again.
     """
 
     def __init__(
@@ -67,7 +83,7 @@ class OptimisticStep:
         device: torch.device,
         debug: bool = False,
     ) -> None:
-        self.debug = debug  # the host may look at what is computed, wherever that is
+        self.debug = debug
         self.gradients, self.modules, self.optimizer = gradients, modules, optimizer
         self.loss_scale, self.random_streams, self.device = loss_scale, random_streams, device
         self.judge_norm: Callable[[Tensor], NormVerdict] = lambda total: (total.isfinite(), total)
@@ -76,11 +92,11 @@ class OptimisticStep:
         one = torch.ones((), dtype=torch.float64, device=device)
         self.unit_factor = one
         self.verdict: NormVerdict = one > 0, one
-        self.saved_copies: dict[Tensor, Tensor] = {}  # memory for what was there before an update
-        self.pending_update: _UnvalidatedUpdate | None = None  # the update that is not validated
-        self.norm: _Norm | None = None  # of the step that runs, or of the last one
+        self.saved_copies: dict[Tensor, Tensor] = {}  # the memory of copies, reused by each update
+        self.pending_update: _UnvalidatedUpdate | None = None
+        self.norm: _Norm | None = None  # the norm of the running step, or of the last one
         self.must_repeat = self.waits_for_norm = self.is_warm_up = False
-        self.repeated_steps = 0  # steps that were run again
+        self.repeated_steps = 0
         self.guard: UnvalidatedUpdateGuard | None = None
         self.scalar_buffer = AsyncScalarBuffer(device, 1, 2)
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -88,44 +104,65 @@ class OptimisticStep:
     # ------------------------------------------------------------ within a step
 
     def wait_for_previous_norm(self) -> None:
-        """Wait for the norm of the update before; if that was wrong, this step is in vain."""
+        """Wait for the norm of the last update.
+
+        If that update was wrong, this step must be run again.
+        """
         if self.pending_update is not None:
             self.must_repeat = not self.is_update_valid()
             if not self.must_repeat:
                 self.pending_update = None
 
     def step(self, local_sum_of_squares: Tensor) -> None:
-        """Make an update, given the sum of squares of the rank's own gradients: unless the step is
-        in vain, or the one before was wrong, so that this one waits for its norm."""
+        """Make an update before its norm arrives.
+
+        No update is made if this step must be run again, or if the last update was wrong. In the
+        second case `end_step` makes it with its norm.
+
+        Args:
+            local_sum_of_squares: The sum of squares of the rank's gradients. If it is too large
+                already, the global sum is, too, and the optimizer does not step.
+        """
         if self.must_repeat or (self.waits_for_norm and not self.is_warm_up):
             return
         self.pending_update = self._save_state()
-        finite, shrink = self.judge_norm(
-            local_sum_of_squares
-        )  # what is too much by itself is more with that of others
+        finite, shrink = self.judge_norm(local_sum_of_squares)
         self.verdict = finite & (shrink == 1.0), self.unit_factor
         self.apply_update()
 
     def track_norm(self, sum_of_squares: Tensor, work: Work) -> None:
-        """The sum of squares is on its way over all ranks."""
+        """Set the norm of this step, whose sum over ranks is in progress.
+
+        Args:
+            sum_of_squares: The sum of squares of all gradients, when `work` has completed.
+            work: The Work of the sum.
+        """
         self.norm = _Norm(sum_of_squares, work, self.scalar_buffer, self.side_stream)
 
     # ------------------------------------------------------------ between steps
 
     def begin_step(self) -> bool:
-        """Begin a step; returns whether it may have to be run again: one is made before it is known
-        that the update before it was right.
+        """Begin a step, and return whether it may have to be run again.
 
-        Raises ModelError if somebody has written to what was not validated, or lets something
-        else step.
+        It may if the last update is not validated yet.
+
+        Raises:
+            ModelError: Weights or optimizer state were written to before validation, or the
+                optimizer's step may change other state.
         """
         require_known_optimizer(self.optimizer)
         self.lift_guard()
         return self.pending_update is not None
 
     def fail(self, *, has_begun: bool) -> None:
-        """After an error in a step that was `has_begun` weights are those before the update that is
-        not validated, and never will be; in one that was not, all is as it was."""
+        """Handle an error in a step.
+
+        If the step had begun, the update that is not validated is undone, and never made again. If
+        not, the update stays, and is guarded as before.
+
+        Args:
+            has_begun: True if the step had begun before the error.
+        """
         if self.pending_update is None:
             return
         if not has_begun:
@@ -136,14 +173,14 @@ class OptimisticStep:
         self.pending_update = None
 
     def end_step(self) -> bool:
-        """End a step: whether it must be run again."""
+        """End a step, and return whether it must be run again."""
         norm = self.norm
         assert norm is not None, "every step has a norm"
         if self.is_warm_up:
             norm.read()
             self.pending_update = None
         elif self.must_repeat:
-            norm.read()  # of a step in vain
+            norm.read()  # Wait for the norm of this step, though the step is run again.
             self._redo_update()
             self.restore_step_state()
             self.random_streams.step -= 1
@@ -162,33 +199,44 @@ class OptimisticStep:
         return False
 
     def finish_validation(self) -> None:
-        """Validate the last update, and make it again if it was wrong."""
-        right = (
-            self.pending_update is None or self.is_update_valid()
-        )  # who never knows lets nobody look
+        """Validate the last update, and make it again if it was wrong.
+
+        Raises:
+            ModelError: Weights or optimizer state were written to before validation.
+        """
+        # The guard stays if the norm does not arrive, because the update is not validated then.
+        is_valid = self.pending_update is None or self.is_update_valid()
         self.lift_guard()
-        if right:
+        if is_valid:
             self.pending_update = None
         else:
             self._redo_update()
 
     def is_update_valid(self) -> bool:
-        """Whether the update that is not validated was right: waits for its norm."""
+        """Wait for the norm of the pending update, and return whether the update was right."""
         assert self.pending_update is not None and self.pending_update.norm is not None
         total = self.pending_update.norm.read()
         finite, shrink = self.judge_norm(torch.tensor(total, dtype=torch.float64))
         return bool(finite & (shrink == 1.0))
 
     def get_last_norm(self) -> Tensor:
-        """The norm of the last step's gradients before clipping, when it is there."""
+        """Wait for the norm of the last step's gradients before clipping, and return it.
+
+        Returns:
+            A 0-dim float64 tensor, 0 before the first step.
+        """
         if self.norm is None:
             return torch.zeros_like(self.unit_factor)
         self.norm.read()
         return self.norm.sum_of_squares.sqrt()
 
     def lift_guard(self) -> None:
-        """Let everybody look again.  Raises ModelError if somebody has written to what an update
-        changes: weights, the optimizer's state, or which parameters it steps."""
+        """Allow access to weights and optimizer again.
+
+        Raises:
+            ModelError: Weights, the optimizer's state, or the set of parameters that it steps were
+                changed while the guard was active.
+        """
         if self.guard is not None:
             self.guard.lift()
             self.guard = None
@@ -202,35 +250,36 @@ class OptimisticStep:
     # ------------------------------------------------------------ to go back
 
     def _save_state(self) -> _UnvalidatedUpdate:
-        """Copies of all that an update changes, and of the gradients that it is made of."""
+        """Copy the gradients, and all state that an update changes."""
         tables = list_optimizer_tables(self.optimizer)
-        held = dict.fromkeys(self._list_changed_tensors())
+        tensors = dict.fromkeys(self._list_changed_tensors())
         self.saved_copies = {
-            t: self.saved_copies[t] if t in self.saved_copies else torch.empty_like(t) for t in held
+            t: self.saved_copies[t] if t in self.saved_copies else torch.empty_like(t)
+            for t in tensors
         }
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for t in held:
-            alike.setdefault((t.device, t.dtype), []).append(t)
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for t in tensors:
+            groups.setdefault((t.device, t.dtype), []).append(t)
         with torch.no_grad():
-            for some in alike.values():  # which are then copied at once
+            for some in groups.values():  # one kernel copies tensors of one device and type
                 torch._foreach_copy_([self.saved_copies[t] for t in some], some)
         return _UnvalidatedUpdate([(table, dict(table)) for table in tables], self.saved_copies)
 
     def _list_changed_tensors(self) -> Iterator[Tensor]:
-        """What an update changes, and the gradients."""
+        """Yield the gradients and the tensors that an update changes."""
         for gradients in self.gradients:
             yield from gradients.flat
         if self.loss_scale is not None:
             yield from (self.loss_scale.value, self.loss_scale.good_steps)
-        yield from getattr(self.optimizer, "parameters", ())  # rounded from others
+        yield from getattr(self.optimizer, "parameters", ())  # 16-bit ones of a MainOptimizer
         for leaf in tree_leaves(list_optimizer_tables(self.optimizer)):
             if isinstance(leaf, Tensor):
                 yield leaf
 
     def _redo_update(self) -> None:
-        """Put back what the update has changed, and make it as its norm says.
+        """Restore the state before the update, and make the update with its norm.
 
-        Options that somebody has set since then, as a learning rate, are for the next one.
+        Options that were set since then, such as a learning rate, apply to the next update.
         """
         made, inner = self.pending_update, unwrap_optimizer(self.optimizer)
         assert made is not None
@@ -247,14 +296,18 @@ class OptimisticStep:
         self.pending_update, self.waits_for_norm = None, True
 
     def _undo_update(self) -> None:
-        """Let all that the update has changed be as it was before."""
+        """Restore all state that the update has changed."""
         assert self.pending_update is not None
         _restore_tables(self.pending_update.tables)
         for t, before in self.pending_update.copies.items():
             t.copy_(before)
 
     def update_by_norm(self) -> None:
-        """Make the update as its norm says; torch's own optimizers draw no random numbers."""
+        """Make the pending update with its norm.
+
+        The random generators are restored afterwards. torch's own optimizers draw no random
+        numbers.
+        """
         assert self.pending_update is not None and self.pending_update.norm is not None
         self.verdict = self.judge_norm(self.pending_update.norm.sum_of_squares)
         for gradients in self.gradients:
@@ -264,7 +317,13 @@ class OptimisticStep:
 
 
 class _UnvalidatedUpdate:
-    """An update that is made: what was there before, and its norm when that is on its way."""
+    """An update that is made and not validated.
+
+    Args:
+        tables: The optimizer's tables, each with a shallow copy from before the update.
+        copies: The tensors that the update changes, with copies from before the update.
+        norm: The norm of the update. It is set at the end of the step.
+    """
 
     def __init__(
         self,
@@ -276,9 +335,9 @@ class _UnvalidatedUpdate:
 
 
 class _Norm:
-    """The sum of squares of all gradients, on its way: 0-dim float64.
+    """The sum of squares of all gradients, 0-dim float64, whose sum over ranks is in progress.
 
-    On a GPU it goes on to the host beside what computes, so that to read it waits for nothing else.
+    On a GPU a side stream copies it to the host. So `read` does not wait for other kernels.
     """
 
     def __init__(
@@ -297,7 +356,7 @@ class _Norm:
                 self.scalar_copy = scalar_buffer.copy(sum_of_squares.view(1))
 
     def read(self) -> float:
-        """The number, on the host, when it is there."""
+        """Wait for the sum of squares, and return it on the host."""
         if not self.is_read:
             if self.scalar_copy is None:
                 self.work.wait()
@@ -315,7 +374,15 @@ def _restore_tables(tables: Sequence[tuple[dict[Any, Any], dict[Any, Any]]]) -> 
 
 
 def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") -> None:
-    """Raise ModelError for an optimizer of which nobody knows all that its step changes."""
+    """Refuse an optimizer whose step may change state that cannot be restored.
+
+    Args:
+        optimizer: The optimizer, or None, which is accepted.
+        program: The name of the program, for the error.
+
+    Raises:
+        ModelError: The optimizer is not one of torch's own, or its step has hooks.
+    """
     inner = unwrap_optimizer(optimizer)
     if inner is None or has_known_effects(optimizer):
         return

@@ -1,9 +1,9 @@
-"""Reduce the gradient of a stage over replicas, beginning under the last backward.
+"""Reduce the gradient of a stage over replicas, overlapped with the last backward.
 
-Each buffer of `GradientBuffers` is a bucket.  It is scaled, and its all-reduce started, as soon as
-nothing of the update adds to any of its parameters any more.  Buckets start in one order, that in
-which a backward ends them if parameters are used in theirs: replicas must meet in one order,
-whatever each does in between.
+Each buffer of `GradientBuffers` is a bucket. A bucket is scaled, and its all-reduce started, when
+the update adds no more gradients to any of its parameters. Buckets start in a fixed order, because
+all replicas must start them in the same order. It is the order in which a backward completes
+buckets if the parameters are used in the order of the module.
 """
 
 from __future__ import annotations
@@ -26,26 +26,32 @@ from schedir.runtime.parameters.gradient_buffers import CopyLookup, GradientBuff
 from schedir.runtime.parameters.weight_versions import WeightVersions
 from schedir.transports.transport import Work
 
-BUCKET_BYTES: Final = (
-    32 * 2**20
-)  # bytes: enough for a link's rate; the last, which is exposed, is short
+# Bytes of a bucket. It is large enough to use the full rate of a link, and small enough for the
+# last bucket, which does not overlap with computation.
+BUCKET_BYTES: Final = 32 * 2**20
 
-# Where a backward begins: the last stage's loss, or where an output came from.
+# The root of a backward: the loss of the last stage, or the gradient edge of an output.
 BackwardRoot = Tensor | GradientEdge
 
 _REDUCTION_OPS: Final = find_producers(Value.GRAD)
-# What knows of the sum of gradients before it is reduced.
+# Instructions that use the sum of gradients before it is reduced.
 _GRAD_SUM_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS if Value.WGRAD in {*row.needs, *row.gives} - {*row.frees}
 )
 
 
 def find_last_accumulations(stream: Stream) -> dict[Instr, Instr]:
-    """Of each reduction, by the last instruction that adds to what it reduces.
+    """Return the reduction of each instruction that is the last one to add to a gradient.
 
-    Not of one that something else reads or changes before it is reduced.
+    A reduction is left out if another instruction reads or changes the gradient before it.
+
+    Args:
+        stream: The stream of a rank.
+
+    Returns:
+        The reductions, by the instruction that adds last.
     """
-    found: dict[Instr, Instr] = {}
+    reductions: dict[Instr, Instr] = {}
     last: dict[int, Instr] = {}
     for i in stream:
         if i.op in _GRAD_SUM_OPS:
@@ -53,24 +59,31 @@ def find_last_accumulations(stream: Stream) -> dict[Instr, Instr]:
         elif (
             i.op in _REDUCTION_OPS
             and i.stage in last
-            and (adds := last.pop(i.stage)).op in GRAD_ADDING_OPS
+            and (accumulation := last.pop(i.stage)).op in GRAD_ADDING_OPS
         ):
-            found[adds] = i
-    return found
+            reductions[accumulation] = i
+    return reductions
 
 
 class GradientReduction:
     """The reduction of a stage's gradient in an update.
 
-    `start_bucket` starts it for a buffer, by number, and returns what is under way.  Only the last
-    instruction that adds to the gradient may call `overlap_backward` or `overlap_deferred_wgrad`;
-    `end` starts what is left, and returns all that is under way.
+    Only the last instruction that adds to the gradient may call `overlap_backward` or
+    `overlap_deferred_wgrad`. `end` starts the remaining buckets.
 
-    Autograd is done with a parameter when the node runs that adds to its gradient, which it does
-    once in a backward, after all uses, also where they have given it nothing.  Parameters that a
-    backward does not meet are done with when it ends.  Where a backward runs within it, as of what
-    is checkpointed with use_reentrant=True, or modules have hooks, more may be added: there all
-    are done with when it ends.  What else torch adds to a bucket that has started is seen by `end`.
+    In a backward, autograd runs the node that accumulates a parameter's gradient once, after all
+    uses of the parameter. Then the gradient is final. Gradients of parameters that the backward
+    does not reach are final when it ends.
+
+    Two cases may add to a gradient later: a backward within the backward, such as a checkpoint with
+    use_reentrant=True, and modules with hooks. Then all gradients are final when the backward ends.
+    `end` detects any other late write to a bucket that has started.
+
+    Args:
+        gradients: The gradient buffers of the stage.
+        start_bucket: Starts the reduction of a buffer, and returns its Works. Its argument is the
+            index of the bucket.
+        versions: The weight versions of the stage, if the program has several updates.
     """
 
     def __init__(
@@ -92,26 +105,30 @@ class GradientReduction:
         self._reset()
 
     def _reset(self) -> None:
-        """Nothing is final, and nothing has started."""
+        """Mark all gradients as not final and all buckets as not started."""
         self.pending_grads = [{id(grad) for _, grad in views} for views in self.gradients.views]
-        self.started_buckets: list[
-            tuple[int, int]
-        ] = []  # buckets in order, and their versions then
+        # The indices of started buckets, and the version counters of their buffers at the start.
+        self.started_buckets: list[tuple[int, int]] = []
         self.works: list[Work] = []
 
     @contextmanager
     def overlap_backward(self, module: nn.Module, roots: Sequence[BackwardRoot]) -> Iterator[None]:
-        """Within this runs the last backward of the module that adds to the gradient."""
-        early = bool(roots) and not _may_add_late(module, roots)
+        """Start buckets during the last backward of the stage, which runs within this context.
+
+        Args:
+            module: The stage.
+            roots: The roots of the backward.
+        """
+        may_start_early = bool(roots) and not _may_add_late(module, roots)
         device = next((flat.device for flat in self.gradients.flat), torch.device("cpu"))
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # On the nodes, not on the parameters: those with hooks of their own are not split.
+        # Hooks on nodes are used, because the backward of a parameter with hooks is not split.
         hooks = [
             register_observer(
                 get_gradient_edge(p).node, partial(self._on_grad_accumulated, id(p.grad), stream)
             )
             for p in module.parameters()
-            if early and p.requires_grad and id(p.grad) in self.bucket_by_grad
+            if may_start_early and p.requires_grad and id(p.grad) in self.bucket_by_grad
         ]
         try:
             yield
@@ -121,48 +138,53 @@ class GradientReduction:
         self._start_remaining()
 
     def _on_grad_accumulated(self, grad: int, stream: Any, *gradients: object) -> None:
-        """Autograd is done with a parameter, perhaps on another stream than that of the step."""
+        """Mark a gradient as final. autograd may use another CUDA stream than the step."""
         if stream is not None and (here := torch.cuda.current_stream(stream.device)) != stream:
             stream.wait_stream(here)
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             self._mark_final(grad)
 
     def overlap_deferred_wgrad(self, deferred_wgrad: DeferredGradients) -> None:
-        """Run the last tape that adds to the gradient; what it does not have is final."""
+        """Run deferred weight gradients, the last ones of the stage, and start buckets meanwhile.
+
+        Gradients of weights that are not among them are final at once.
+
+        Args:
+            deferred_wgrad: The deferred weight gradients.
+        """
         for k in self.bucket_order:
             self.gradients.collect(k, self.find_copies)
-        later = {id(weight.grad) for weight in deferred_wgrad.list_weights()}
-        self._mark_final(*self.bucket_by_grad.keys() - later)
+        deferred_grads = {id(weight.grad) for weight in deferred_wgrad.list_weights()}
+        self._mark_final(*self.bucket_by_grad.keys() - deferred_grads)
         deferred_wgrad.run(lambda weight: self._mark_final(id(weight.grad)))
         self._start_remaining()
 
     def _mark_final(self, *grads: int) -> None:
-        """Nothing adds to these gradients any more: start what is complete, in order."""
+        """Mark gradients as final, and start the buckets that are complete, in order."""
         for grad in self.bucket_by_grad.keys() & grads:
             self.pending_grads[self.bucket_by_grad[grad]].discard(grad)
         while len(self.started_buckets) < len(self.bucket_order) and not self._get_pending_grads():
             self._start_next_bucket()
 
     def _get_pending_grads(self) -> set[int]:
-        """The gradients of the next bucket that are not final."""
+        """Return the gradients of the next bucket that are not final."""
         return self.pending_grads[self.bucket_order[len(self.started_buckets)]]
 
     def _start_next_bucket(self) -> None:
-        """Start the next bucket."""
         k = self.bucket_order[len(self.started_buckets)]
         self.gradients.collect(k, self.find_copies)
         self.works += self.start_bucket(k)
         self.started_buckets.append((k, self.gradients.flat[k]._version))
 
     def _start_remaining(self) -> None:
-        """Start every bucket that has not."""
         while len(self.started_buckets) < len(self.bucket_order):
             self._start_next_bucket()
 
     def end(self) -> list[Work]:
-        """Start every bucket that has not, and return what is under way.
+        """Start the remaining buckets, and return the Works of all buckets.
 
-        Raises ModelError if a bucket was added to since it started.
+        Raises:
+            ModelError: A gradient was written to after the reduction of its bucket had started.
         """
         self._start_remaining()
         self._require_unwritten()
@@ -171,7 +193,7 @@ class GradientReduction:
         return works
 
     def _require_unwritten(self) -> None:
-        """Raise ModelError if a bucket was added to since it started."""
+        """Raise ModelError if a bucket was written to after its reduction had started."""
         for k, version in self.started_buckets:
             in_place = all(p.grad is view for p, view in self.gradients.views[k])
             if not in_place or self.gradients.flat[k]._version != version:
@@ -186,22 +208,23 @@ class GradientReduction:
 
 
 def _may_add_late(module: nn.Module, roots: Sequence[BackwardRoot]) -> bool:
-    """Whether a backward may add to gradients that autograd is done with.
+    """Return whether a backward may add to gradients after autograd has accumulated them.
 
-    A hook of a module may write to any; and what a checkpoint with use_reentrant=True recomputes
-    has a backward of its own, with weights that may be used outside of it, too.
+    A hook of a module may write to any gradient. A checkpoint with use_reentrant=True runs a
+    backward of its own, with weights that may also be used outside of it.
     """
     if any(owner._backward_hooks or owner._backward_pre_hooks for owner in module.modules()):
         return True
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-    seen = {None, *nodes}
+    visited = {None, *nodes}
     while nodes:
         node = nodes.pop()
         if node is None:
             continue
-        if type(node).__name__ == "CheckpointFunctionBackward":  # of torch, and those made of it
+        # torch's checkpoint and its subclasses have this name.
+        if type(node).__name__ == "CheckpointFunctionBackward":
             return True
-        following = {node for node, _ in node.next_functions} - seen
+        following = {node for node, _ in node.next_functions} - visited
         nodes += following
-        seen |= following
+        visited |= following
     return False

@@ -19,12 +19,20 @@ _UNVALIDATED_MESSAGE: Final = "the last update is not validated yet, and may hav
 
 
 class UnvalidatedUpdateGuard:
-    """Between steps: refuses what would look at an update that is not validated, or lose it.
+    """Hooks and fingerprints that refuse access to weights while an update is not validated.
 
-    Who looks is a module that has weights, alone or within whatever model, or the optimizer.  What
-    may not be written to is what an update changes: weights, the optimizer's state and a loss
-    scale; and what the optimizer steps.  Its options may.  What is written through `data` leaves no
-    trace: if the host `compares_values`, sums of bits tell of it.
+    Hooks refuse forwards and state dicts of modules with trained weights, also as parts of other
+    models, and state dicts of the optimizer. `lift` finds writes to the state that an update
+    changes: weights, the optimizer's state, the loss scale, and the set of parameters that it
+    steps. The optimizer's options may change.
+
+    A write through `data` does not change a version counter, so checksums of the values find it.
+
+    Args:
+        modules: The stages.
+        optimizer: The optimizer, or None if the rank has none.
+        loss_scale: The loss scale, if the loss is scaled.
+        compares_values: If True, the host compares checksums of the values.
     """
 
     def __init__(
@@ -38,15 +46,15 @@ class UnvalidatedUpdateGuard:
         self.modules, self.optimizer, self.loss_scale = modules, optimizer, loss_scale
         self.compares_values = compares_values
         inner = unwrap_optimizer(optimizer)
-        whole = dict.fromkeys(modules)
-        parts = [
+        stages = dict.fromkeys(modules)
+        submodules = [
             m
             for module in modules
             for m in module.modules()
             if any(p is not None and p.requires_grad for p in m._parameters.values())
         ]
         self.hooks: list[Any] = []
-        for m in whole | dict.fromkeys(parts):
+        for m in stages | dict.fromkeys(submodules):
             self.hooks += [
                 m.register_forward_pre_hook(_refuse),
                 m.register_state_dict_pre_hook(_refuse),
@@ -60,7 +68,12 @@ class UnvalidatedUpdateGuard:
         self.entries, self.traces = self._list_entries(), self._collect_traces()
 
     def lift(self) -> None:
-        """Let everybody look again.  Raises ModelError if somebody has written meanwhile."""
+        """Remove the hooks.
+
+        Raises:
+            ModelError: The weights, the optimizer's state or parameters, or the loss scale have
+                changed.
+        """
         if [*map(id, self._list_entries())] != [*map(id, self.entries)]:
             raise ModelError(
                 f"the optimizer has another state or other parameters than when it stepped: "
@@ -78,20 +91,22 @@ class UnvalidatedUpdateGuard:
             hook.remove()
 
     def _list_entries(self) -> list[object]:
-        """What there is in an optimizer's state, and what it steps.  Kept, so that no other object
-        gets the address of one."""
+        """Return the objects in an optimizer's state and groups.
+
+        References to them are kept, so that no new object gets the address of one.
+        """
         inner = unwrap_optimizer(self.optimizer)
         if inner is None:
             return []
-        found: list[object] = [inner.state]
+        entries: list[object] = [inner.state]
         for key, own in inner.state.items():
-            found += [key, own, *own, *own.values()] if isinstance(own, dict) else [key, own]
+            entries += [key, own, *own, *own.values()] if isinstance(own, dict) else [key, own]
         for group in inner.param_groups:
-            found += [group, *group["params"]]
-        return found
+            entries += [group, *group["params"]]
+        return entries
 
     def _collect_traces(self) -> list[list[object]]:
-        """Of weights, and of what else an update changes: where each is, and what was written."""
+        """Return addresses, versions and checksums of the weights, and of the other state."""
         inner = unwrap_optimizer(self.optimizer)
         state: list[Any] = [] if inner is None else [[*inner.state.values()]]
         if inner is not None:
@@ -108,7 +123,11 @@ class UnvalidatedUpdateGuard:
 
 
 def list_optimizer_tables(optimizer: OptimizerLike | None) -> list[dict[Any, Any]]:
-    """What an optimizer keeps its state and its options in."""
+    """Return the dictionaries in which an optimizer has its state and its options.
+
+    Args:
+        optimizer: The optimizer, or None for an empty list.
+    """
     inner = unwrap_optimizer(optimizer)
     if inner is None:
         return []
