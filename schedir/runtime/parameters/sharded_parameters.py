@@ -1,9 +1,11 @@
 """Shard the weights of a stage over replicas, by bucket (ZeRO).
 
-Between steps a parameter's `data` is the replica's own piece of it, 1-dim and perhaps empty, and so
-is its `grad`: an optimizer that was made of the stage's parameters steps pieces, and nobody can
-take old weights for whole ones.  Within a step `data` is whole, in the bucket's flat tensor, which
-is gathered by `start_unshard` and of use from `whole` until `reshard`.
+Between steps the `data` of a parameter is this replica's shard of it, 1-dim and possibly empty. Its
+`grad` is a shard, too. An optimizer of the stage's parameters therefore steps shards, and no code
+can mistake old weights for full weights.
+
+Within a step `data` is a view of the full weights in the bucket's flat tensor. `start_unshard`
+gathers them. They are valid from `finish_unshard` to `reshard`.
 """
 
 from __future__ import annotations
@@ -35,16 +37,22 @@ from schedir.transports.collectives import CollectiveName, GroupKey
 from schedir.transports.transport import Work
 
 StartCollective = Callable[[CollectiveName, GroupKey, Tensor, Tensor], Work]
-_OWNER_ATTRIBUTE: Final = "_schedir_parts"  # an attribute of parameters
-_ALL_INSTANCES: Final = WeakSet["ShardedParameters"]()  # of this process
+_OWNER_ATTRIBUTE: Final = "_schedir_parts"  # the attribute of parameters with their owner
+_ALL_INSTANCES: Final = WeakSet["ShardedParameters"]()  # all instances of this process
 
 
 class ShardedParameters:
     """The trained weights of a stage, in the buckets of its gradients.
 
-    Up to level 2 of ZeRO the flat tensors stay, and the own part lies in its place there; at level
-    3 it has memory of its own, and theirs is there while the weights are whole.  `aliases` are
-    parameters of the stage in the memory of another stage's: they are gathered from its part.
+    Up to ZeRO level 2 the flat tensors of full weights stay allocated, and a shard is a view of
+    one. At level 3 the shards have memory of their own. The memory of the flat tensors then exists
+    only while the weights are unsharded.
+
+    Args:
+        gradients: The gradient buffers of the stage.
+        shard_spec: The replica and the ZeRO level.
+        aliases: Parameters of the stage that use the memory of a parameter of another stage, which
+            is the value. They are gathered from the other stage's shard.
     """
 
     def __init__(
@@ -59,43 +67,50 @@ class ShardedParameters:
             not shard_spec.shards_state("params"),
         )
         self.flat: list[Tensor] = []
-        self.shards: list[Tensor] = []  # the replica's part of each
+        self.shards: list[Tensor] = []  # by bucket, the shard of this replica
         self.full_views: list[tuple[nn.Parameter, Tensor]] = []
         self.parameter_shards: dict[nn.Parameter, Tensor] = {}
         self.gather_works: list[Work] = []
         self.is_unsharded = self.is_in_step = False
-        self.summoned_flat: list[Tensor] = []  # flat tensors that are shown whole between steps
-        self.versions: list[int] = []  # of each parameter when a step began
-        self.references = StorageReferences(())  # to full weights, before the first step
-        self.steps = 0  # that have begun, and train
-        self.checksums: list[int] = []  # of the bits that were gathered, in the first step
+        self.summoned_flat: list[Tensor] = []  # full weights that users see between steps
+        self.versions: list[int] = []  # the version counters of parameters when the step began
+        self.references = StorageReferences(())  # counted before the first step
+        self.steps = 0  # the number of training steps that have begun
+        self.checksums: list[int] = []  # by bucket, of gathered weights in the first step
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of a parameter, or one that is pickled, is nobody's piece."""
+        """Pickle as None, because a copy or pickle of a parameter has no owner."""
         return type(None), ()
 
     @torch.no_grad()
     def shard_weights(self, alias_shards: Mapping[nn.Parameter, Tensor]) -> None:
-        """Take the weights, and let each parameter be its own piece; `alias_shards` are the parts
-        of buckets of one parameter that other stages have."""
+        """Copy the weights into buckets, and replace the data of each parameter by its shard.
+
+        Args:
+            alias_shards: For parameters of other stages in `aliases`, the shards of their buckets,
+                which have one parameter each.
+        """
         k = self.shard_spec.replica
         for bucket in self.buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             views = bucket.views(flat)
             for p, view in zip(bucket.parameters, views, strict=True):
                 view.copy_(p)
-            own = bucket.get_shard(flat, k)
+            shard = bucket.get_shard(flat, k)
             if self.aliases.get(bucket.parameters[0]) in alias_shards:
-                own = alias_shards[self.aliases[bucket.parameters[0]]]
+                shard = alias_shards[self.aliases[bucket.parameters[0]]]
             elif not self.keeps_full_weights:
-                own = own.clone()
+                shard = shard.clone()
             if not self.keeps_full_weights:
                 flat.untyped_storage().resize_(0)
             self.flat.append(flat)
-            self.shards.append(own)
+            self.shards.append(shard)
             self.full_views += zip(bucket.parameters, views, strict=True)
-            self.parameter_shards |= zip(bucket.parameters, bucket.split_shard(own, k), strict=True)
-            for p in bucket.parameters:  # one after the other, so that the rest may go
+            self.parameter_shards |= zip(
+                bucket.parameters, bucket.split_shard(shard, k), strict=True
+            )
+            # Each parameter's full memory is freed at once, to keep the peak of memory low.
+            for p in bucket.parameters:
                 p.grad = None
                 p.data = self.parameter_shards[p]
                 vars(p)[_OWNER_ATTRIBUTE] = self
@@ -116,9 +131,13 @@ class ShardedParameters:
         )
 
     def begin_step(self, *, has_backward: bool) -> None:
-        """Begin a step: parameters are of their shapes, and whole when they are gathered.
+        """Begin a step. Parameters get their full shapes, and are valid after `finish_unshard`.
 
-        Raises ModelError for one whose `data` is not its piece any more.
+        Args:
+            has_backward: True if it is a training step.
+
+        Raises:
+            ModelError: The data of a parameter was replaced, or full weights are still summoned.
         """
         self._require_shards()
         self.is_in_step, self.steps = True, self.steps + has_backward
@@ -133,8 +152,8 @@ class ShardedParameters:
                 "weights are shown whole, and a step keeps them in parts",
                 hint="leave `with executor.whole():` before the next step",
             )
-        for p, piece in self.parameter_shards.items():
-            if p.data_ptr() != piece.data_ptr() or p.shape != piece.shape:
+        for p, shard in self.parameter_shards.items():
+            if p.data_ptr() != shard.data_ptr() or p.shape != shard.shape:
                 raise ModelError(
                     f"{self.gradients.names[p]} is not the piece that this replica keeps of it: "
                     "it has been moved, or its data set",
@@ -142,18 +161,22 @@ class ShardedParameters:
                 )
 
     def start_unshard(self, collective: StartCollective) -> None:
-        """Begin to make the weights whole."""
-        for flat, own in zip(self.flat, self.shards, strict=True):
+        """Start to gather the full weights.
+
+        Args:
+            collective: Starts a collective, see `Transport.start_collective`.
+        """
+        for flat, shard in zip(self.flat, self.shards, strict=True):
             if not self.keeps_full_weights:
                 flat.untyped_storage().resize_(flat.nbytes)
             if self.shard_spec.replicas > 1 and flat.numel():
-                self.gather_works.append(collective("all_gather", "params", flat, own))
-            elif flat.data_ptr() != own.data_ptr():
-                flat.copy_(own)
+                self.gather_works.append(collective("all_gather", "params", flat, shard))
+            elif flat.data_ptr() != shard.data_ptr():
+                flat.copy_(shard)
         self.is_unsharded = True
 
     def finish_unshard(self) -> None:
-        """Wait until they are."""
+        """Wait until the full weights are gathered."""
         assert self.is_unsharded, (
             "the checker proves that whoever needs them comes behind an unshard"
         )
@@ -164,16 +187,26 @@ class ShardedParameters:
         self.gather_works.clear()
 
     def clone_if_in_weights(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Values that outlive the whole weights: copies of those in memory that is let go."""
+        """Return values that stay valid after `reshard`.
+
+        Args:
+            values: Tensors, possibly views of full weights whose memory `reshard` frees.
+
+        Returns:
+            Copies of such views, and the other values as they are.
+        """
         flats = () if self.keeps_full_weights else self.flat
         places = {flat.untyped_storage().data_ptr() for flat in flats}
         return [v.clone() if v.untyped_storage().data_ptr() in places else v for v in values]
 
     def reshard(self) -> None:
-        """Keep the own part only.
+        """Free the full weights, so that only this replica's shard remains.
 
-        What somebody wrote elsewhere would be lost.  Versions do not tell of a write to `data`, so
-        in the first step the bits are looked at.
+        A write to the rest would be lost. Version counters do not show a write to `data`, so
+        checksums are compared in the first step.
+
+        Raises:
+            ModelError: The stage wrote to a weight.
         """
         self.finish_unshard()
         self.is_unsharded = False
@@ -187,20 +220,25 @@ class ShardedParameters:
             flat.untyped_storage().resize_(0)
 
     def to_resting_state(self) -> None:
-        """Let each parameter be its piece, with the piece of the reduced gradient."""
+        """Set the data and gradient of each parameter to its shards.
+
+        The gradient is this replica's shard of the reduced gradient.
+
+        This does nothing between steps, or while full weights are summoned.
+        """
         if not self.is_in_step or self.summoned_flat:
             return
         self.is_in_step = False
-        kept = self.gradients.shard_views[self.shard_spec.replica]
-        for p, piece in self.parameter_shards.items():
+        gradient_shards = self.gradients.shard_views[self.shard_spec.replica]
+        for p, shard in self.parameter_shards.items():
             p.grad = None
-            p.data = piece
-            p.grad = kept[p] if piece.numel() else None
+            p.data = shard
+            p.grad = gradient_shards[p] if shard.numel() else None
 
     def require_unwritten(self) -> None:
         """Raise ModelError if a step wrote to a weight or replaced its `data`.
 
-        Each replica keeps a shard only, and would lose what was written to the rest.
+        Each replica keeps a shard only, and would lose a write to the rest.
         """
         now = [p._version for p, _ in self.full_views]
         for (p, view), before, after in zip(self.full_views, self.versions, now, strict=True):
@@ -224,18 +262,27 @@ class ShardedParameters:
             )
 
     def summon_full(self, collective: StartCollective) -> None:
-        """Let parameters be whole until they are taken; in memory of their own, of which somebody
-        may keep hold, as `numpy()` does."""
+        """Replace the shards by full weights between steps, until `write_back`.
+
+        They have memory of their own, because users may keep references to it, for example by
+        `numpy()`.
+
+        Args:
+            collective: Starts a collective, see `Transport.start_collective`.
+
+        Raises:
+            ModelError: The data of a parameter was replaced, or full weights are already summoned.
+        """
         self._require_shards()
         self.summoned_flat = [
-            own.new_zeros(bucket.numel)
-            for bucket, own in zip(self.buckets, self.shards, strict=True)
+            shard.new_zeros(bucket.numel)
+            for bucket, shard in zip(self.buckets, self.shards, strict=True)
         ]
-        for flat, own in zip(self.summoned_flat, self.shards, strict=True):
+        for flat, shard in zip(self.summoned_flat, self.shards, strict=True):
             if self.shard_spec.replicas > 1 and flat.numel():
-                collective("all_gather", "params", flat, own).wait()
+                collective("all_gather", "params", flat, shard).wait()
             else:
-                flat.copy_(own)
+                flat.copy_(shard)
         for bucket, flat in zip(self.buckets, self.summoned_flat, strict=True):
             for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
                 p.grad = None
@@ -243,8 +290,12 @@ class ShardedParameters:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Keep the own part of what parameters are now."""
-        shown, self.summoned_flat, self.is_in_step = self.summoned_flat, [], True
+        """Copy this replica's shard from the summoned weights, and set parameters to their shards.
+
+        Raises:
+            ModelError: The shape, type or device of a parameter has changed.
+        """
+        summoned, self.summoned_flat, self.is_in_step = self.summoned_flat, [], True
         try:
             for p, view in self.full_views:
                 if p.shape != view.shape or p.dtype != view.dtype or p.device != view.device:
@@ -253,18 +304,18 @@ class ShardedParameters:
                         f"{view.device}, and is {list(p.shape)} of {p.dtype} on {p.device}",
                         hint="make the executor after the last such change",
                     )
-            for bucket, flat, own in zip(self.buckets, shown, self.shards, strict=True):
+            for bucket, flat, shard in zip(self.buckets, summoned, self.shards, strict=True):
                 for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
                     if p.data_ptr() != view.data_ptr():
                         view.copy_(p)
-                if bucket.parameters[0] not in self.aliases:  # whose part is another stage's
-                    own.copy_(bucket.get_shard(flat, self.shard_spec.replica))
+                if bucket.parameters[0] not in self.aliases:  # another stage writes the shard
+                    shard.copy_(bucket.get_shard(flat, self.shard_spec.replica))
         finally:
             self.to_resting_state()
 
 
 def _warn_of_shards(module: nn.Module, *_: object) -> None:
-    """Warn whoever takes the state of a module between steps, as to save it."""
+    """Warn users that the state dict of a module has shards between steps."""
     for name, p in module.named_parameters(recurse=False):
         owner = find_owner(p)
         if owner is not None and not owner.summoned_flat and not owner.is_in_step:
@@ -286,7 +337,11 @@ def _write_error(subject: str) -> ModelError:
 
 
 def find_owner(p: nn.Parameter) -> ShardedParameters | None:
-    """Whose piece a parameter is, or whose whole weight that is shown; None of any other."""
+    """Return the owner of a sharded parameter, or None if the parameter is not sharded.
+
+    Args:
+        p: The parameter.
+    """
     owner = vars(p).get(_OWNER_ATTRIBUTE)
     return owner if isinstance(owner, ShardedParameters) and p in owner.parameter_shards else None
 
@@ -294,38 +349,58 @@ def find_owner(p: nn.Parameter) -> ShardedParameters | None:
 def shard_optimizer_state(
     optimizer: Any, shard_ranges: Mapping[nn.Parameter, tuple[torch.Size, int, int]]
 ) -> None:
-    """Let an optimizer that has been made of whole parameters step pieces: of what it keeps for
-    each, and of a MainOptimizer's copies, leave the numbers from and to."""
+    """Shard the state of an optimizer that was created for full weights.
+
+    State tensors with the shape of a weight, and the main parameters of a MainOptimizer, keep only
+    the elements of the shard.
+
+    Args:
+        optimizer: The optimizer, or an object with optimizers in its attributes.
+        shard_ranges: For each parameter, its full shape, the first element of its shard, and the
+            element after the last one.
+    """
     for one in find_optimizers(optimizer):
-        main = {}
+        parameter_of_main = {}
         if isinstance(one, MainOptimizer):
-            main = {m: p for p, m in zip(one.parameters, one.main_parameters, strict=True)}
-        for m, p in main.items():
+            parameter_of_main = {
+                m: p for p, m in zip(one.parameters, one.main_parameters, strict=True)
+            }
+        for m, p in parameter_of_main.items():
             if p in shard_ranges:
                 m.grad, m.data = None, _take_shard(m.data, *shard_ranges[p])
         state = getattr(unwrap_optimizer(one), "state", {})
         for p in [*state]:
-            if (of := shard_ranges.get(main.get(p, p))) is None:
+            if (shard_range := shard_ranges.get(parameter_of_main.get(p, p))) is None:
                 continue
             for name, value in [*state[p].items()]:
-                state[p][name] = tree_map_only(Tensor, partial(_shard_like, of), value)
+                state[p][name] = tree_map_only(Tensor, partial(_shard_like, shard_range), value)
 
 
 def _shard_like(shard_range: tuple[torch.Size, int, int], value: Tensor) -> Tensor:
-    """Cut what an optimizer keeps for each number of a weight as the weight is cut."""
+    """Return the shard of a state tensor that has the full shape of its weight."""
     return _take_shard(value, *shard_range) if value.shape == shard_range[0] else value
 
 
 def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> None:
-    """Raise ModelError if an optimizer keeps tensors of another shape for a piece of a weight, such
-    as the shape of the weight: torch's fused ones would take the first numbers."""
+    """Refuse an optimizer with a state tensor of another shape than the shard of its weight.
+
+    Such a state may have the full shape of the weight. torch's fused optimizers would use its first
+    elements.
+
+    Args:
+        optimizer: The optimizer, or an object with optimizers in its attributes.
+        shapes: The full shapes of sharded parameters. State of other parameters is not checked.
+
+    Raises:
+        ModelError: A state tensor of several numbers has another shape than the parameter.
+    """
     for one in find_optimizers(optimizer):
-        main: dict[Any, Any] = {}
+        parameter_of_main: dict[Any, Any] = {}
         if isinstance(one, MainOptimizer):
-            main = dict(zip(one.main_parameters, one.parameters, strict=True))
+            parameter_of_main = dict(zip(one.main_parameters, one.parameters, strict=True))
         inner = unwrap_optimizer(one)
         for p, kept in getattr(inner, "state", {}).items():
-            shape = shapes.get(main.get(p, p))
+            shape = shapes.get(parameter_of_main.get(p, p))
             if shape is None:
                 continue
             for name, value in list_state_tensors(kept):
@@ -340,10 +415,17 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
 
 @contextmanager
 def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
-    """Within this an optimizer steps, on pieces of weights if `zero` is not 0.
+    """Step an optimizer within this context, on shards if `zero` is not 0.
 
-    Raises ModelError if the optimizer's step has hooks, because they would see pieces, too.  Raises
-    ModelError if the step fails on pieces and the optimizer is not torch's.
+    Hooks of the step would see shards. They are allowed if the optimizer's attribute `elementwise`
+    is True.
+
+    Args:
+        optimizer: The optimizer.
+        zero: The ZeRO level.
+
+    Raises:
+        ModelError: The optimizer's step has hooks, or it fails on shards and is not torch's.
     """
     for one in map(unwrap_optimizer, find_optimizers(optimizer) if zero else ()):
         if has_step_hooks(one) and not getattr(one, "elementwise", False):
@@ -366,7 +448,11 @@ def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
 
 
 def list_state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of several numbers that an optimizer keeps for a parameter, by name."""
+    """Yield the tensors of several numbers in an optimizer's state of a parameter, by name.
+
+    Args:
+        state: The state of the parameter.
+    """
     for name, value in state.items():
         for one in tree_leaves(value):
             if isinstance(one, Tensor) and one.numel() > 1:

@@ -1,8 +1,9 @@
 """Tied weights of a rank: copies in several stages, with one gradient sum each.
 
-The sums are added once, in the order of stages, and every copy gets the total.  Copies may be on
-several ranks, or on one, and there they may be one Parameter: then the first stage computes with
-the Parameter itself, and others with one that stands in for it, in the same memory.
+The gradients of the copies are added once, in the order of stages, and every copy gets the sum.
+Copies may be on several ranks or on one. Two stages of one rank may have the same Parameter. Then
+the first stage computes with the Parameter itself, and the others with substitutes in the same
+memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from schedir.runtime.parameters.mixed_precision import describe_options
 from schedir.runtime.parameters.parameter_copies import make_parameter_like
 from schedir.transports.transport import ChainedWork, Transport, Work
 
-SAMPLE_SIZE = 4096  # numbers of a parameter that are compared
+SAMPLE_SIZE = 4096  # the numbers of a parameter in its digest, so that large ones take little time
 TIES_HINT = (
     "ties = schedir.find_tied_weights(stages), for compile(..., tied_weights=ties) "
     "and the executor's tied_weights=ties"
@@ -41,16 +42,27 @@ TIES_HINT = (
 
 
 class ParameterFingerprint(NamedTuple):
-    """What processes tell each other of a parameter of a stage."""
+    """The facts about a parameter of a stage that processes exchange.
+
+    Attributes:
+        names: All names of the parameter in its stage.
+        object_id: An id that is equal if two stages of a process have the same Parameter.
+        kind: The shape and the type, as text.
+        is_trained: True if the parameter requires a gradient.
+        is_constant: True if all its numbers are equal.
+        values_digest: A digest of kind and numbers, see `fingerprint_parameters`.
+        is_named_tied: True if the parameter is the module's attribute `tied_weight`.
+        optimizer_options: The optimizer's type and options for it, or "" if they are unknown.
+    """
 
     names: tuple[str, ...]
-    object_id: int  # equal where two stages of a process have one Parameter
-    kind: str  # shape and type
+    object_id: int
+    kind: str
     is_trained: bool
-    is_constant: bool  # all its numbers are one
-    values_digest: str  # equal where kinds and numbers are
-    is_named_tied: bool  # the module calls it its `tied_weight`
-    optimizer_options: str  # how an optimizer steps it, as far as is known
+    is_constant: bool
+    values_digest: str
+    is_named_tied: bool
+    optimizer_options: str
 
 
 StageFingerprints = Mapping[int, Sequence[ParameterFingerprint]]  # by stage
@@ -59,28 +71,36 @@ StageFingerprints = Mapping[int, Sequence[ParameterFingerprint]]  # by stage
 def fingerprint_parameters(
     stages: Mapping[int, nn.Module], optimizer: object = None
 ) -> dict[int, list[ParameterFingerprint]]:
-    """What is told of the parameters of some stages, and of how an optimizer steps them.
+    """Return the fingerprints of the parameters of stages.
 
-    `values_digest` is a digest of a sample: 4096 numbers at even distances, or a few more, or all
-    where these are one.  Equal parameters have equal ones, and others hardly ever.
+    The digest of a parameter is over a sample of about 4096 numbers at equal distances. If these
+    are all equal but others differ, it is over all numbers. Equal parameters have equal digests,
+    and different parameters very rarely do.
+
+    Args:
+        stages: The stages, by number.
+        optimizer: The optimizer that steps them, or None.
+
+    Returns:
+        The fingerprints of each stage, by its number.
     """
-    told: dict[int, list[ParameterFingerprint]] = {}
+    fingerprints: dict[int, list[ParameterFingerprint]] = {}
     options = describe_options(optimizer)
     for s, module in stages.items():
         names: dict[nn.Parameter, list[str]] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
             names.setdefault(p, []).append(name)
         tied = getattr(module, "tied_weight", None)
-        told[s] = [
+        fingerprints[s] = [
             _fingerprint(
                 p,
-                own,
+                parameter_names,
                 p is tied,
                 options.get(p, "not at all" if options and p.requires_grad else ""),
             )
-            for p, own in names.items()
+            for p, parameter_names in names.items()
         ]
-    return told
+    return fingerprints
 
 
 @torch.no_grad()
@@ -89,13 +109,13 @@ def _fingerprint(
 ) -> ParameterFingerprint:
     kind, constant, values = f"{list(p.shape)} of {p.dtype}", True, ""
     if not p.is_meta:
-        own = p.detach()
-        own = own.to_local() if hasattr(own, "to_local") else own  # of a sharded one this shard
-        flat = own.reshape(-1)
+        local = p.detach()
+        local = local.to_local() if hasattr(local, "to_local") else local  # a DTensor's local shard
+        flat = local.reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLE_SIZE)]
         constant = bool((sample == sample[:1]).all())
         if constant and not bool((flat == flat[:1]).all()):
-            sample, constant = flat, False  # what differs is elsewhere
+            sample, constant = flat, False  # the numbers that differ are not in the sample
         numbers = sample.contiguous().view(torch.uint8).cpu().numpy().tobytes()
         values = sha256(kind.encode() + numbers).hexdigest()[:16]
     return ParameterFingerprint(
@@ -111,11 +131,23 @@ def _fingerprint(
 
 
 class ParameterTable:
-    """All parameters of all stages, as processes tell of them, and what ties them.
+    """The parameters of all stages, and the tied weights among them.
 
-    `weights` has the places of each tied weight: as `tied` says, as stages of one process have one
-    Parameter, as modules name it in `tied_weight`; `tied_stages` are the stages that may name one
-    together.  A place has the first of its names.  Raises ModelError for a contradiction.
+    Weights are tied in three ways: by `tied`, as the same Parameter in several stages of a process,
+    or as the attribute `tied_weight` of modules.
+
+    Args:
+        rank_fingerprints: The fingerprints of all ranks.
+        tied: The tied weights that the user gives, or None.
+        tied_stages: The stages that may have a common `tied_weight`, for each weight.
+
+    Attributes:
+        fingerprints: The fingerprint of each parameter, by stage and first name.
+        weights: For each tied weight the stage and name of its copies.
+        weight_index: The index in `weights` of each copy.
+
+    Raises:
+        ModelError: The ties contradict each other or the stages.
     """
 
     def __init__(
@@ -139,7 +171,7 @@ class ParameterTable:
                     self.fingerprints.setdefault((s, p.names[0]), p)
                     first |= {(s, name): (s, p.names[0]) for name in p.names}
         self.weights: list[tuple[ParameterLocation, ...]] = []
-        self.weight_index: dict[ParameterLocation, int] = {}  # of a place, its weight
+        self.weight_index: dict[ParameterLocation, int] = {}
         for places in tied.weights if tied else ():
             for s, name in places:
                 if (s, name) not in first:
@@ -193,8 +225,16 @@ class ParameterTable:
         self.weights.append(added)
 
     def require_program_match(self, program: Program, *, allow_identical_stages: bool) -> None:
-        """Refuse what a program does not tie as it is, and, unless they may be
-        `allow_identical_stages`, weights that are equal and tied to nobody's knowledge."""
+        """Refuse ties that the program does not have, and equal weights that are not tied.
+
+        Args:
+            program: The program.
+            allow_identical_stages: If True, weights of different stages may be equal without a tie.
+
+        Raises:
+            ModelError: The ties differ from those of the program, the copies of a weight differ, or
+                equal weights are not tied.
+        """
         for places in self.weights:
             stages = tuple(s for s, _ in places)
             if (
@@ -239,7 +279,7 @@ class ParameterTable:
                     )
 
     def _require_same_copies(self, one: ParameterLocation, other: ParameterLocation) -> None:
-        """Refuse copies of a weight that are not the same."""
+        """Refuse copies of a weight that are frozen, or differ in numbers or options."""
         a, b = self.fingerprints[one], self.fingerprints[other]
         if not b.is_trained:
             raise ModelError(
@@ -267,7 +307,7 @@ class ParameterTable:
 
 
 def _find_shared_objects(fingerprints: StageFingerprints) -> Iterator[list[ParameterLocation]]:
-    """The places of each Parameter that several stages of one process have."""
+    """Return the locations of each Parameter that several stages of one process have."""
     objects: dict[int, list[ParameterLocation]] = {}
     for s, parameters in fingerprints.items():
         for p in parameters:
@@ -277,7 +317,11 @@ def _find_shared_objects(fingerprints: StageFingerprints) -> Iterator[list[Param
 
 
 def describe_places(places: Iterable[ParameterLocation]) -> str:
-    """Places for people to read."""
+    """Return the names and stages of parameters as text.
+
+    Args:
+        places: The stages and names.
+    """
     return " and ".join(f"{name} of stage {s}" for s, name in places)
 
 
@@ -286,7 +330,12 @@ def describe_places(places: Iterable[ParameterLocation]) -> str:
 
 @dataclass
 class TiedWeight:
-    """A tied weight as a rank has it: all stages that share it, and the rank's own copies."""
+    """A tied weight of a rank.
+
+    Args:
+        stages: All stages that share the weight.
+        local_copies: The Parameters of this rank's stages, by stage.
+    """
 
     stages: tuple[int, ...]
     local_copies: dict[int, nn.Parameter]
@@ -300,21 +349,30 @@ def list_local_tied_weights(
     *,
     allow_identical_stages: bool,
 ) -> list[TiedWeight]:
-    """The tied weights of which a rank has copies, in the order in which all ranks sum them.
+    """Return the tied weights of a rank, in the order in which all ranks sum them.
 
-    Raises ModelError where what is tied does not go with the program.
+    Args:
+        program: The program.
+        stages: The stages of this rank.
+        rank_fingerprints: The fingerprints of all ranks.
+        tied: The tied weights that the user gives, or None.
+        allow_identical_stages: If True, weights of different stages may be equal without a tie.
+
+    Raises:
+        ModelError: The ties do not match the program, see `ParameterTable`, or a tied weight has a
+            hook on its gradient.
     """
     try:
         trained = [
             {s: own[s] for s in own if s >= program.frozen_stages} for own in rank_fingerprints
         ]
-        known = ParameterTable(trained, tied, program.trained_ties)
-        known.require_program_match(program, allow_identical_stages=allow_identical_stages)
+        table = ParameterTable(trained, tied, program.trained_ties)
+        table.require_program_match(program, allow_identical_stages=allow_identical_stages)
     except ModelError as error:
         error.program = program.name
         raise
     weights = []
-    for places in sorted(known.weights, key=lambda places: [s for s, _ in places]):
+    for places in sorted(table.weights, key=lambda places: [s for s, _ in places]):
         own = {s: stages[s].get_parameter(name) for s, name in places if s in stages}
         for s, p in own.items():
             if p._backward_hooks or p._post_accumulate_grad_hooks:
@@ -328,7 +386,14 @@ def list_local_tied_weights(
 
 
 def has_separate_copies(weight: TiedWeight, shape: PipelineShape) -> bool:
-    """Whether copies of a weight are in several memories, and each is stepped by itself."""
+    """Return whether the copies of a weight do not share memory.
+
+    Each copy is then stepped separately.
+
+    Args:
+        weight: The tied weight.
+        shape: The pipeline shape.
+    """
     return (
         is_tied_across_ranks(weight.stages, shape)
         or len({p.data_ptr() for p in weight.local_copies.values()}) > 1
@@ -336,10 +401,14 @@ def has_separate_copies(weight: TiedWeight, shape: PipelineShape) -> bool:
 
 
 class LocalTies:
-    """What a stage computes with where other stages of the process have the same Parameters.
+    """The substitutes of a stage for Parameters that other stages of the process have, too.
 
-    Modules may be shared, too, so each compute puts its own in; between steps everybody sees the
-    one Parameter.
+    Stages may share modules, so each computation installs its own substitutes. Between steps the
+    modules have the original Parameters.
+
+    Args:
+        module: The stage.
+        substitutes: The substitute of each Parameter.
     """
 
     def __init__(self, module: nn.Module, substitutes: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -351,27 +420,34 @@ class LocalTies:
         ]
 
     def install_substitutes(self) -> None:
-        """Let the module compute with what stands in."""
-        for owner, name, _, mine in self.substitutions:
-            setattr(owner, name, mine)
+        """Let the module compute with its substitutes."""
+        for owner, name, _, substitute in self.substitutions:
+            setattr(owner, name, substitute)
 
     def restore(self) -> None:
-        """Give the module the Parameters back that everybody sees."""
-        for owner, name, theirs, _ in self.substitutions:
-            setattr(owner, name, theirs)
+        """Give the module the original Parameters again."""
+        for owner, name, original, _ in self.substitutions:
+            setattr(owner, name, original)
 
 
 def make_substitutes(
     weights: Sequence[TiedWeight], copies: Mapping[nn.Parameter, nn.Parameter]
 ) -> tuple[dict[int, dict[nn.Parameter, nn.Parameter]], dict[nn.Parameter, nn.Parameter]]:
-    """By stage, what each computes with in place of a Parameter that it shares; and of each that
-    is in another's memory, that other.
+    """Create the substitutes for Parameters that several stages of a process have.
 
-    `copies` are the rank's own, where other ranks of the process have the same Parameter.  Of a
-    rank's stages the first has it, others a second Parameter in the same memory, whose gradient is
-    another.  `weights` then have what stands in.
+    The first of a rank's stages computes with the Parameter or the rank's copy of it. Each other
+    stage gets a Parameter in the same memory, with a gradient of its own. The tied weights then
+    contain the substitutes.
+
+    Args:
+        weights: The tied weights of the rank, which are changed.
+        copies: The rank's own copies of Parameters that other ranks of the process have, too.
+
+    Returns:
+        By stage, the substitute of each shared Parameter. And for each Parameter in the memory of
+        another one, that other one.
     """
-    instead: dict[int, dict[nn.Parameter, nn.Parameter]] = {}
+    substitutes: dict[int, dict[nn.Parameter, nn.Parameter]] = {}
     aliases: dict[nn.Parameter, nn.Parameter] = {}
     for weight in weights:
         uses = Counter(weight.local_copies.values())
@@ -379,21 +455,30 @@ def make_substitutes(
         for s, p in weight.local_copies.items():
             if uses[p] == 1 and p not in copies:
                 continue
-            mine = copies.get(p, p)
+            substitute = copies.get(p, p)
             if p in seen:
-                alias = make_parameter_like(p, mine.detach())
-                aliases[alias] = mine
-                mine = alias
-            instead.setdefault(s, {})[p] = mine
+                alias = make_parameter_like(p, substitute.detach())
+                aliases[alias] = substitute
+                substitute = alias
+            substitutes.setdefault(s, {})[p] = substitute
             seen.add(p)
         weight.local_copies |= {
-            s: instead[s][p] for s, p in weight.local_copies.items() if p in instead.get(s, ())
+            s: substitutes[s][p]
+            for s, p in weight.local_copies.items()
+            if p in substitutes.get(s, ())
         }
-    return instead, aliases
+    return substitutes, aliases
 
 
 def sum_into_copies(*sums: Tensor, targets: Sequence[Tensor] | None = None) -> None:
-    """Add up sums, the first first, into each of them, or into others."""
+    """Add tensors, the first ones first, and copy the sum into each target.
+
+    The first tensor is changed.
+
+    Args:
+        *sums: The tensors to add.
+        targets: The tensors that get the sum. By default these are `sums`.
+    """
     total, *others = sums
     for other in others:
         total.add_(other)
@@ -410,15 +495,23 @@ def make_tie_reducer(
     works: list[Work],
     get_grad: Callable[[int], Tensor],
 ) -> Callable[[], None]:
-    """What begins to sum the gradients of a weight, in the order of stages, into every copy.
+    """Return a function that starts the sum of a tied weight's gradients.
 
-    `get_grad` tells that of an own stage's copy, or the part of it that the replica keeps.
+    Gradients are added in the order of stages, and every copy gets the sum.
+
+    Args:
+        weight: The tied weight.
+        shape: The pipeline shape.
+        rank: The pipeline rank.
+        transport: The transport of the rank.
+        works: A list to which the function appends the Work, if the copies are on several ranks.
+        get_grad: Returns the gradient of a local stage's copy, or this replica's shard of it.
     """
-    own, ranks = [*weight.local_copies], find_sharing_ranks(weight.stages, shape)
+    local_stages, ranks = [*weight.local_copies], find_sharing_ranks(weight.stages, shape)
     if not is_tied_across_ranks(weight.stages, shape):
-        return lambda: sum_into_copies(*map(get_grad, own))
-    if len(ranks) == len(weight.stages) == 2:  # in place: a sum of two has one order
-        (copy,) = own
+        return lambda: sum_into_copies(*map(get_grad, local_stages))
+    if len(ranks) == len(weight.stages) == 2:  # in place, because a sum of two has only one order
+        (copy,) = local_stages
 
         def in_place() -> None:
             grad = get_grad(copy)
@@ -427,12 +520,13 @@ def make_tie_reducer(
         return in_place
 
     def begin() -> None:
-        grads = {s: get_grad(s) for s in own}
+        grads = {s: get_grad(s) for s in local_stages}
         first = next(iter(grads.values()))
-        # One row for each stage, filled where its first holder is, so that all know every sum.
+        # One row for each stage. The first rank with the stage fills it, and the all-reduce gives
+        # all ranks the rows of all stages.
         rows = first.new_zeros((len(weight.stages), *first.shape))
         for row, s in zip(rows, weight.stages, strict=True):
-            if s in own and shape.first_rank_per_stage[s] == rank:
+            if s in local_stages and shape.first_rank_per_stage[s] == rank:
                 row.copy_(grads[s])
         work = transport.start_collective("all_reduce", ranks, rows, rows)
         works.append(ChainedWork(work, partial(sum_into_copies, *rows, targets=[*grads.values()])))

@@ -1,7 +1,11 @@
 """Keep old versions of the weights of a stage for delayed updates (PipeDream-2BW).
 
-Only for programs of several updates.  The optimizer changes the module's own parameters in place;
-what computes uses copies, whose gradients go where those of the module's parameters go.
+This is only for programs with several updates. The optimizer changes the module's own parameters in
+place. Computation uses copies, which accumulate gradients into the same tensors as the module's own
+parameters.
+
+References:
+    Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv 2006.09503.
 """
 
 from __future__ import annotations
@@ -22,7 +26,14 @@ from schedir.runtime.parameters.parameter_copies import make_parameter_like, req
 
 
 class WeightVersions:
-    """Copies of a stage's trained weights, by the number of updates after which they were."""
+    """Copies of a stage's trained weights, by weight version (the number of updates before it).
+
+    Args:
+        module: The stage.
+        shape: The pipeline shape.
+        indexed_instructions: The instructions of the stage with their indices in the stream, in
+            order. They determine when the last use of a version is.
+    """
 
     def __init__(
         self,
@@ -30,10 +41,8 @@ class WeightVersions:
         shape: PipelineShape,
         indexed_instructions: Iterable[tuple[int, Instr]],
     ) -> None:
-        """`indexed_instructions` are those of the stage with their indices in the Stream, in order:
-        they say how long a version is of use."""
         self.stage = -1
-        self.last_uses: dict[int, int] = {}  # of each version, the index of the last that uses it
+        self.last_uses: dict[int, int] = {}  # by version, the index of the last instruction with it
         for at, (op, stage, mb) in indexed_instructions:
             self.stage = stage
             if op in COMPUTE_OPS:
@@ -46,15 +55,19 @@ class WeightVersions:
         ]
         self.copies_by_version: dict[int, dict[int, nn.Parameter]] = {}
         self.names = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        # Of the module's own parameters in a step: where gradients come, and who looks there.
+        # Observers on the autograd nodes of the module's own parameters, during a step.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
-        self.traces: dict[
-            int, list[tuple[int, ...]]
-        ] = {}  # by version, of copies that are unwritten
-        self.compares_values = True  # in the first step: checksums also find writes to `data`
+        self.traces: dict[int, list[tuple[int, ...]]] = {}  # by version, when copies were made
+        self.compares_values = True  # Checksums find writes to `data`, in the first step only.
 
     def begin_step(self) -> None:
-        """Keep what the weights are, of which no backward may then meet the module's own."""
+        """Begin a step, and keep the current weights as version 0.
+
+        Observers refuse a backward that reaches the module's own parameters.
+
+        Raises:
+            ModelError: A parameter has hooks that its copies would not call.
+        """
         for parameter, name in self.names.items():
             require_no_node_hooks(parameter, f"{name} of stage {self.stage}")
             node = get_gradient_edge(parameter).node
@@ -62,8 +75,15 @@ class WeightVersions:
         self.keep_version(0, 0)
 
     def keep_version(self, version: int, index: int) -> None:
-        """The weights as they are now are this version; those go that nobody uses from an index of
-        the Stream on."""
+        """Copy the current weights as a version, and drop versions that are no longer used.
+
+        Args:
+            version: The number of the version.
+            index: The index in the stream. Versions without a use from this index on are dropped.
+
+        Raises:
+            ModelError: A stage wrote to a copy that is dropped.
+        """
         for old in [v for v in self.copies_by_version if self.last_uses[v] < index]:
             self.require_unwritten(old)
             del self.copies_by_version[old]
@@ -78,15 +98,24 @@ class WeightVersions:
             self.traces[version] = self._collect_traces(version)
 
     def end_step(self) -> None:
-        """Raise ModelError if a stage wrote to a copy."""
+        """End a step.
+
+        Raises:
+            ModelError: A stage wrote to a copy.
+        """
         self.require_unwritten()
         self.compares_values = False
 
     def require_unwritten(self, *versions: int) -> None:
-        """Raise ModelError if a stage wrote to a copy: the module's own parameter lacks that.
+        """Refuse writes of a stage to copies.
+
+        They would be missing in the module's own parameters.
 
         Args:
-            versions: Which copies to check; all by default.
+            *versions: The versions to check. By default all.
+
+        Raises:
+            ModelError: A stage wrote to a copy.
         """
         for version in versions or [*self.copies_by_version]:
             if (now := self._collect_traces(version)) == self.traces[version]:
@@ -99,7 +128,14 @@ class WeightVersions:
                     raise self._write_error(originals[key])
 
     def require_in_place(self, version: int) -> None:
-        """Raise ModelError if a module has replaced a Parameter that `use` gave it."""
+        """Refuse a module that has replaced a Parameter of `use`.
+
+        Args:
+            version: The version that `use` has installed.
+
+        Raises:
+            ModelError: The module has another Parameter.
+        """
         for owner, name, parameter in self.module_entries:
             if owner._parameters.get(name) is not self.copies_by_version[version][id(parameter)]:
                 raise self._write_error(parameter)
@@ -115,8 +151,8 @@ class WeightVersions:
     def _collect_traces(self, version: int) -> list[tuple[int, ...]]:
         """Return values that change if a copy of a version is written to.
 
-        Of each copy, these are its version counter, its address, and in the first step a checksum.
-        Only the checksum shows a write to `copy.data`.  On a GPU it is 0, because the host would
+        For each copy, these are its version counter, its address, and in the first step a checksum.
+        Only the checksum shows a write to `copy.data`. On a GPU it is 0, because the host would
         have to wait for it.
         """
         copies = self.copies_by_version[version].values()
@@ -128,17 +164,25 @@ class WeightVersions:
         return [(*trace, one) for trace, one in zip(traces, sums, strict=True)]
 
     def use(self, version: int) -> None:
-        """Let the module compute with a version."""
+        """Let the module compute with a version.
+
+        Args:
+            version: The version, which must be kept.
+        """
         copies = self.copies_by_version[version]
         for owner, name, parameter in self.module_entries:
             owner._parameters[name] = copies[id(parameter)]
 
     def list_copies(self, parameter: nn.Parameter) -> list[nn.Parameter]:
-        """What is kept of a parameter of the module."""
+        """Return the copies of a parameter in all versions that are kept.
+
+        Args:
+            parameter: The module's own parameter.
+        """
         return [copies[id(parameter)] for copies in self.copies_by_version.values()]
 
     def restore(self) -> None:
-        """Give the module its own parameters back, and forget all versions."""
+        """Give the module its own parameters again, and drop all versions."""
         for owner, name, parameter in self.module_entries:
             owner._parameters[name] = parameter
         self.copies_by_version.clear()
@@ -149,7 +193,7 @@ class WeightVersions:
 
 
 def _refuse_direct_use(name: str, *gradients: object) -> None:
-    """Raise ModelError: a graph has a parameter itself, and not the version that it should have."""
+    """Raise ModelError because a graph contains the module's own parameter instead of a version."""
     raise ModelError(
         f"{name} is used beside its module, which has versions of it for several updates",
         hint="find it in its module in each forward, and keep no reference of your own",
