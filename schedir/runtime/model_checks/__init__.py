@@ -1,1 +1,1 @@
-"""Checks of models, parameters and ranks that refuse what a step would compute wrongly."""
+"""Checks of models, parameters and ranks that refuse steps with wrong results."""

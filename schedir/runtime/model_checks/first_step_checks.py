@@ -1,6 +1,6 @@
 """Find stages that misuse memory, in the first step of a program only.
 
-A stage usually does the same in each step, so later steps do without the cost of these checks.
+A stage usually does the same in each step, so later steps run without these checks and their cost.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ OUTPUT_KINDS: Final = frozenset(made for made, _ in LOCAL_HANDOVER.values())
 
 
 class FirstStepChecks:
-    """Refuses stages that overwrite what they returned, or keep memory that is used again.
+    """Refuses stages that overwrite their outputs, or keep references to memory that is reused.
 
     Args:
         slots: The slots of each kind.
         slot_numbers: The slot numbers of each value, by kind, stage and microbatch.
-        buffers: The memory that messages are received in.
+        buffers: The memory in which messages are received.
         weights: The weights of the stages that ZeRO shards.
-        device: The rank's device. Checksums of outputs are compared, and references to memory are
-            counted, on a CPU only.
+        device: The rank's device. On a CPU, checksums of outputs are compared and references to
+            memory are counted. On a GPU, only version counters of outputs are compared.
     """
 
     def __init__(
@@ -52,12 +52,13 @@ class FirstStepChecks:
             collect_versions_and_sums if device.type == "cpu" else collect_versions
         )
         self.references = StorageReferences(())
-        self.loss_versions: dict[int, list[int]] = {}  # by microbatch, when it was computed
+        # By microbatch, the version counter of the loss when it was computed.
+        self.loss_versions: dict[int, list[int]] = {}
         # By stage and microbatch, the versions of the gradients of inputs after the forward.
         self.gradient_versions: dict[tuple[int, int], list[int]] = {}
 
     def begin_step(self) -> None:
-        """Switch the checks on before the first step, and off before later ones."""
+        """Enable the checks before the first step, and disable them before later steps."""
         for slots in self.output_slots:
             slots.compute_fingerprint = self.fingerprint_of if self.is_active else None
         if self.is_active and self.counts_references:
@@ -66,7 +67,15 @@ class FirstStepChecks:
                 weights.count_references()
 
     def end_step(self, losses: Sequence[Tensor]) -> None:
-        """Raise ModelError if a loss was overwritten, or if memory that is used again is kept."""
+        """End a step, and check losses and references after the first one.
+
+        Args:
+            losses: The loss of each microbatch.
+
+        Raises:
+            ModelError: A loss was overwritten, or a stage keeps a reference to memory that is
+                reused.
+        """
         if self.is_active:
             for mb, versions in self.loss_versions.items():
                 if get_versions((losses[mb],)) != versions:
@@ -82,19 +91,38 @@ class FirstStepChecks:
         self.is_active = False
 
     def note_gradients(self, stage: int, mb: int, inputs: Sequence[Tensor]) -> None:
-        """Note the gradients of inputs after a forward, which may itself run a backward."""
+        """Record the gradients of inputs after a forward, which may run a backward itself.
+
+        Args:
+            stage: The stage.
+            mb: The microbatch.
+            inputs: The inputs of the stage.
+        """
         self.gradient_versions[stage, mb] = _get_gradient_versions(inputs)
 
     def has_gradients_of_forward(self, stage: int, mb: int, inputs: Sequence[Tensor]) -> bool:
-        """Return whether inputs have the same gradients as after their forward in this step."""
+        """Return whether inputs have the same gradients as after their forward.
+
+        Args:
+            stage: The stage.
+            mb: The microbatch.
+            inputs: The inputs of the stage.
+
+        Returns:
+            True also if the gradients were not recorded in this step.
+        """
         noted = self.gradient_versions.get((stage, mb))
         return noted is None or noted == _get_gradient_versions(inputs)
 
     def require_released(self) -> None:
-        """Raise ModelError if a stage keeps a tensor in memory that messages are received in."""
+        """Refuse stages that keep a tensor in memory in which messages are received.
+
+        Raises:
+            ModelError: The memory has more references than before the step.
+        """
         places = [*self.buffers]
         for kind, number in (places[k] for k in self.references.find_increased()):
-            stages = {  # several may share a slot, and any of them may be the one
+            stages = {  # several stages may use the slot, and any of them may keep the tensor
                 stage
                 for (of, stage, _), numbers in self.slot_numbers.items()
                 if of == kind and number in numbers.values()
@@ -108,5 +136,5 @@ class FirstStepChecks:
 
 
 def _get_gradient_versions(inputs: Sequence[Tensor]) -> list[int]:
-    """Return the version counter of each gradient, and -1 where there is none."""
+    """Return the version counter of each gradient, and -1 for an input without one."""
     return [-1 if x.grad is None else x.grad._version for x in inputs]

@@ -13,8 +13,14 @@ from schedir.errors import ModelError
 
 
 class ModuleTensor(NamedTuple):
-    """A tensor of a module: the stages that have it, its name, and whether it is a Parameter that
-    is trained."""
+    """A tensor of a module.
+
+    Attributes:
+        stages: The stages that have it.
+        name: Its name in the first of these stages.
+        tensor: The tensor.
+        is_trained: True if it is a Parameter that requires a gradient.
+    """
 
     stages: tuple[int, ...]
     name: str
@@ -28,11 +34,14 @@ class ModuleTensor(NamedTuple):
 def list_module_tensors(stages: Mapping[int, nn.Module]) -> list[ModuleTensor]:
     """Return the parameters, buffers and tensor attributes of stages, each tensor once.
 
-    Attributes include the tensors in lists, tuples and dicts.  The attributes of a module with
-    forward pre-hooks are left out: such a hook makes them anew before each forward, as
+    Attributes include the tensors in lists, tuples and dicts. The attributes of a module with
+    forward pre-hooks are left out, because such a hook creates them before each forward, as
     torch.nn.utils.spectral_norm does.
+
+    Args:
+        stages: The stages, by number.
     """
-    found: dict[int, ModuleTensor] = {}
+    tensors: dict[int, ModuleTensor] = {}
     for s, module in stages.items():
         attributes = (
             (f"{prefix}.{name}".lstrip("."), value)
@@ -40,12 +49,12 @@ def list_module_tensors(stages: Mapping[int, nn.Module]) -> list[ModuleTensor]:
             for name, value in _list_tensor_attributes(owner)
         )
         for name, t in (*module.named_parameters(), *module.named_buffers(), *attributes):
-            one = found.get(id(t), ModuleTensor((), name, t, isinstance(t, nn.Parameter)))
+            one = tensors.get(id(t), ModuleTensor((), name, t, isinstance(t, nn.Parameter)))
             trained = one.is_trained and t.requires_grad
-            found[id(t)] = one._replace(
+            tensors[id(t)] = one._replace(
                 stages=tuple(dict.fromkeys((*one.stages, s))), is_trained=trained
             )
-    return [*found.values()]
+    return [*tensors.values()]
 
 
 def _list_tensor_attributes(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -68,8 +77,14 @@ MODULE_ATTRIBUTES: Final = frozenset(vars(nn.Module()))
 def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield the indices of each two tensors that have a number in the same memory.
 
-    A tensor without memory, and one that is not strided, overlaps with none.  An object that is
-    there twice does not overlap with itself.
+    A tensor without memory or that is not strided has no overlaps. The same tensor object twice is
+    no overlap.
+
+    Args:
+        tensors: The tensors. A DTensor counts by its local shard.
+
+    Yields:
+        Two indices, the smaller one first.
     """
     spans = []
     for k, t in enumerate(tensors):
@@ -77,28 +92,40 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
         if local.layout is not torch.strided or not local.numel() or local.is_meta:
             continue
         start = local.data_ptr()
-        if start:  # memory that was let go has none
+        if start:  # The address of freed memory is 0.
             spans.append((str(local.device), start, start + _measure_span(local), k, local))
     spans.sort(key=lambda span: span[:4])
-    before: list[tuple[str, int, int, int, Tensor]] = []  # those that may reach the next span
+    before: list[tuple[str, int, int, int, Tensor]] = []  # earlier spans that may reach the next
     for span in spans:
         device, start, _, k, t = span
         before = [one for one in before if one[0] == device and one[2] > start]
-        for *_, other, its in before:
-            if tensors[other] is not tensors[k] and _has_overlap(its, t):
+        for *_, other, other_tensor in before:
+            if tensors[other] is not tensors[k] and _has_overlap(other_tensor, t):
                 yield min(k, other), max(k, other)
         before.append(span)
 
 
 def has_same_storage(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same storage."""
+    """Return whether two tensors have the same storage.
+
+    Args:
+        one: A tensor.
+        other: Another tensor.
+    """
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def require_no_overlap(stages: Mapping[int, nn.Module], program: str) -> None:
-    """Raise ModelError for a trained parameter that another tensor of the stages overlaps with.
+    """Refuse a trained parameter that overlaps with another tensor of the stages.
 
-    Replicas cut parameters in parts, and each part has memory of its own.
+    Replicas split parameters into shards, and each shard has memory of its own.
+
+    Args:
+        stages: The stages, by number.
+        program: The name of the program.
+
+    Raises:
+        ModelError: A trained parameter and another tensor have a number in the same memory.
     """
     for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
         if one.is_trained or other.is_trained:
@@ -111,10 +138,17 @@ def require_no_overlap(stages: Mapping[int, nn.Module], program: str) -> None:
 
 
 def require_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
-    """Raise ModelError for a tensor in the memory of a trained parameter that is not trained, too.
+    """Refuse a tensor that is not trained in the memory of a trained parameter.
 
     A program with a delay computes with older versions of weights, which are copies of trained
-    parameters.  A buffer, an attribute or a frozen parameter would have the newest weights.
+    parameters. A buffer, an attribute or a frozen parameter would have the newest weights.
+
+    Args:
+        stages: The stages, by number.
+        program: The name of the program.
+
+    Raises:
+        ModelError: A trained parameter overlaps with a tensor that is not trained.
     """
     for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
         if one.is_trained != other.is_trained:
@@ -129,11 +163,20 @@ def require_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
 def require_rank_local_memory(
     stages: Mapping[int, nn.Module], ranks: Sequence[int], program: str
 ) -> None:
-    """Raise ModelError for a trained parameter that overlaps with a tensor of another rank.
+    """Refuse a trained parameter that overlaps with a tensor of another rank.
 
-    `ranks` has the rank of each stage.  One Parameter object in stages of several ranks is fine:
-    it is a tied weight, and all ranks but the first compute with a copy.  A second tensor in its
-    memory is not copied: its rank would see the updates of another rank at any time.
+    One Parameter object in stages of several ranks is allowed. It is a tied weight, and all ranks
+    but the first compute with a copy. A second tensor in its memory is not copied. Its rank would
+    get the updates of another rank at any time.
+
+    Args:
+        stages: The stages of all ranks, by number.
+        ranks: The rank of each stage.
+        program: The name of the program.
+
+    Raises:
+        ModelError: A trained parameter and a tensor of another rank have a number in the same
+            memory.
     """
     for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
         users = {
@@ -152,11 +195,11 @@ def require_rank_local_memory(
 def require_copyable(module: nn.Module, stage: int, program: str) -> None:
     """Refuse overlapping tensors that would no longer overlap in a copy of the stage.
 
-    The other holders of a stage have copies, in which each tensor has memory of its own.  Buffers
-    may overlap: they are copied from the first holder before each step.
+    Stage replicas have copies, in which each tensor has memory of its own. Buffers may overlap:
+    they are copied from the first replica before each step.
 
     Args:
-        module: A stage with several holders.
+        module: A stage with several stage replicas.
         stage: Its number.
         program: The name of the program.
 
@@ -177,17 +220,21 @@ def require_copyable(module: nn.Module, stage: int, program: str) -> None:
 
 
 def find_shared_buffers(module: nn.Module, others: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the buffers of a module that are buffers of other modules, too, or overlap with
-    one."""
-    mine = dict.fromkeys(module.buffers())
-    theirs = dict.fromkeys(b for other in others for b in other.buffers())
-    each = [*mine, *(b for b in theirs if b not in mine)]
-    views = [each[one] for one, other in find_overlaps(each) if one < len(mine) <= other]
-    return [*(b for b in mine if b in theirs), *views]
+    """Return the buffers of a module that other modules have, too, or that overlap with theirs.
+
+    Args:
+        module: The module.
+        others: The other modules.
+    """
+    local_buffers = dict.fromkeys(module.buffers())
+    other_buffers = dict.fromkeys(b for other in others for b in other.buffers())
+    each = [*local_buffers, *(b for b in other_buffers if b not in local_buffers)]
+    views = [each[one] for one, other in find_overlaps(each) if one < len(local_buffers) <= other]
+    return [*(b for b in local_buffers if b in other_buffers), *views]
 
 
 def _find_overlapping_pairs(module_tensors: Sequence[ModuleTensor]) -> Iterator[list[ModuleTensor]]:
-    """Yield each two that overlap, in the order of their names."""
+    """Yield each two tensors that overlap, sorted by their names."""
     for pair in sorted(find_overlaps([one.tensor for one in module_tensors])):
         yield sorted((module_tensors[k] for k in pair), key=str)
 

@@ -17,10 +17,14 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class ParameterGuard:
-    """What the stages of a rank trained when their buffers of gradients were made.
+    """The trained parameters of a rank when its gradient buffers were created.
 
-    A parameter that is trained since then has no place there: it would be neither zeroed nor
-    scaled nor reduced.  One that is frozen since then would be stepped by what is left of others.
+    A parameter that is trained later has no gradient buffer. Its gradient would not be zeroed,
+    scaled or reduced. A parameter that is frozen later keeps its buffer, and the optimizer would
+    step it.
+
+    Args:
+        stages: The stages of the rank, by number.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:
@@ -28,12 +32,13 @@ class ParameterGuard:
         self._record_parameters()
 
     def _record_parameters(self) -> None:
+        """Record the current modules and parameters, and which parameters are trained."""
         owners = [owner for module in self.stages.values() for owner in module.modules()]
-        # Views of the modules' own tables, which show what is there now.
+        # Views of the modules' dictionaries, which show later changes.
         self.tables: list[ValuesView[object]] = []
         for owner in owners:
             self.tables += (owner._parameters.values(), owner._modules.values())
-        # Kept, so that no other object gets the address of one.
+        # References are kept, so that no new object gets the address of one.
         self.objects = [*chain.from_iterable(self.tables)]
         self.ids = [*map(id, self.objects)]
         self.names = {
@@ -44,30 +49,49 @@ class ParameterGuard:
         self.trained_flags = [*map(_requires_grad, self.parameters)]
 
     def require_unchanged(self, program: str = "") -> None:
-        """Raise ModelError if what is trained has changed; it takes microseconds if not."""
+        """Refuse a change of the trained parameters.
+
+        Without a change this takes microseconds.
+
+        Args:
+            program: The name of the program, for the error.
+
+        Raises:
+            ModelError: A parameter was added, removed, replaced, frozen or unfrozen.
+        """
         same = [*map(id, chain.from_iterable(self.tables))] == self.ids
         if same and [*map(_requires_grad, self.parameters)] == self.trained_flags:
             return
-        was = dict(zip(self.parameters, self.trained_flags, strict=True))
+        trained_before = dict(zip(self.parameters, self.trained_flags, strict=True))
         for s, module in self.stages.items():
             then, now = self.names[s], dict(module.named_parameters(remove_duplicate=False))
             for name in then | now:
-                if what := _describe_change(then.get(name), now.get(name), was):
+                if what := _describe_change(then.get(name), now.get(name), trained_before):
                     raise ModelError(
                         f"{name} of stage {s} {what}",
                         program=program,
                         hint="make the executor after the last such change",
                     )
-        self._record_parameters()  # something else has changed
+        self._record_parameters()  # The change does not affect trained parameters.
 
 
 def require_no_max_norm(
     program: Program, stages: Mapping[int, nn.Module], weights: Sequence[TiedWeight]
 ) -> None:
-    """Look for embeddings that scale rows in their forwards (`max_norm`) where there are copies.
+    """Refuse embeddings with `max_norm` if their weights have copies.
 
-    Raises ModelError where other copies would not be scaled, or a schedule would decide when; and
-    warns of replicas, in which each scales those that it uses.
+    Such an embedding scales rows of its weight in its forward.
+
+    With data parallelism alone it warns, because each replica scales only the rows that it uses.
+
+    Args:
+        program: The program.
+        stages: The stages of the rank, by number.
+        weights: The tied weights of the rank.
+
+    Raises:
+        ModelError: Stage replicas, tied weights or ZeRO shards would not be scaled, or the program
+            may run a step again.
     """
     for s, module in stages.items():
         tied = {id(weight.local_copies[s]) for weight in weights if s in weight.local_copies}
@@ -104,13 +128,23 @@ def require_stage_parameters(
     stage: int,
     optimizer: object,
 ) -> None:
-    """Look for Parameters behind outputs that their module does not have, and are not
-    `allowed_parameters`.
+    """Find Parameters in the graph of outputs that do not belong to their stage.
 
-    As of a loss that learns, or kept in a list: nobody zeroes, scales or reduces their gradients.
-    Raises ModelError if the optimizer steps one of them; else it may be meant so, and this warns.
+    A loss with Parameters is an example, or Parameters in a list. The stage does not zero, scale or
+    reduce their gradients. If the optimizer does not step them, that may be intended, so this
+    warns.
+
+    Args:
+        outputs: The outputs of the stage, or its loss.
+        module: The stage.
+        allowed_parameters: Other Parameters that the graph may contain.
+        stage: The number of the stage.
+        optimizer: The optimizer, or None.
+
+    Raises:
+        ModelError: The optimizer steps such a Parameter.
     """
-    own, seen, nodes = (
+    allowed, visited, nodes = (
         {*module.parameters(), *allowed_parameters},
         set(),
         [y.grad_fn for y in outputs],
@@ -118,12 +152,12 @@ def require_stage_parameters(
     strangers: dict[nn.Parameter, None] = {}
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         nodes += [following for following, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter) and leaf not in own:
+        if isinstance(leaf, nn.Parameter) and leaf not in allowed:
             strangers[leaf] = None
     if not strangers:
         return
@@ -144,7 +178,7 @@ def _describe_change(
     after: nn.Parameter | None,
     trained_before: Mapping[nn.Parameter, bool],
 ) -> str:
-    """What has become of a parameter, if it is of importance."""
+    """Return a description of a parameter's change, or "" if it does not affect training."""
     trained, trains = (
         before is not None and trained_before[before],
         after is not None and after.requires_grad,

@@ -1,4 +1,4 @@
-"""Check that processes agree on a program and its options before anything runs."""
+"""Check that processes agree on a program and its options before the first step."""
 
 from __future__ import annotations
 
@@ -45,10 +45,34 @@ def check_rank_agreement(
     accumulate_grads: bool,
     extra_programs: Sequence[tuple[Program, BoundaryTable]] = (),
 ) -> list[TiedWeight]:
-    """Compare with all processes what they are given, and refuse what does not go together; returns
-    the tied weights.  All processes must call this."""
-    own = fingerprint_parameters(stages, optimizer) if program.has_backward else {}
-    facts = collect_facts(program, stages, transport, own) | {
+    """Compare the programs, stages and options of all processes.
+
+    All processes must call this.
+
+    Args:
+        program: The program.
+        rank: The pipeline rank.
+        stages: The stages of the rank, by number.
+        transport: The transport of the rank.
+        boundary_table: The boundaries of the program.
+        optimizer: The optimizer, or None.
+        max_norm: The limit of the gradient norm.
+        loss_scale: The loss scale, or None.
+        seed: The seed of random numbers, or None.
+        tied: The tied weights that the user gives, or None.
+        allow_identical_stages: If True, weights of different stages may be equal without a tie.
+        accumulate_grads: True if gradients are added to those of earlier steps.
+        extra_programs: Other programs of the executor, with their boundaries.
+
+    Returns:
+        The tied weights with copies on this rank. The list is empty if the program has no backward.
+
+    Raises:
+        ModelError: The processes differ, the program would hang with this transport, or the stages,
+            the optimizer and the options do not fit the program.
+    """
+    fingerprints = fingerprint_parameters(stages, optimizer) if program.has_backward else {}
+    facts = collect_facts(program, stages, transport, fingerprints) | {
         "the boundary": str(boundary_table),
         "the loss scale": str(loss_scale),
         "the seed": str(seed),
@@ -59,7 +83,7 @@ def check_rank_agreement(
     if program.clip_grad_norm:
         facts["max_norm"] = repr(max_norm)
     everyone = transport.check_agreement(
-        facts, (transport.tp_rank, own), record_types=[ParameterFingerprint]
+        facts, (transport.tp_rank, fingerprints), record_types=[ParameterFingerprint]
     )
     for one in (program, *(one for one, _ in extra_programs)):
         check(one, transport.progress_model, blocking_hosts=transport.blocking_hosts)
@@ -76,9 +100,11 @@ def check_rank_agreement(
     require_steppable(program, stages, optimizer, loss_scale, accumulate_grads=accumulate_grads)
     if not program.has_backward:
         return []
-    told = [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
+    rank_fingerprints = [
+        fingerprints for tp_rank, fingerprints in everyone if tp_rank == transport.tp_rank
+    ]
     weights = list_local_tied_weights(
-        program, stages, told, tied, allow_identical_stages=allow_identical_stages
+        program, stages, rank_fingerprints, tied, allow_identical_stages=allow_identical_stages
     )
     require_no_max_norm(program, stages, weights)
     return weights
@@ -90,7 +116,17 @@ def collect_facts(
     transport: Transport,
     fingerprints: Mapping[int, Sequence[ParameterFingerprint]],
 ) -> dict[str, str]:
-    """What a process tells the others of its stages, and of how they are stepped, by name."""
+    """Return the facts about stages and optimizer that must be equal on all processes, by name.
+
+    Most names contain the stage and the tensor-parallel rank. Such facts are compared only between
+    processes with the same slice of a stage.
+
+    Args:
+        program: The program.
+        stages: The stages of the rank, by number.
+        transport: The transport of the rank.
+        fingerprints: The fingerprints of each stage's parameters.
+    """
     facts: dict[str, str] = {}
     for s, module in stages.items():
         facts |= _describe_parameters(module, f"stage {s}, slice {transport.tp_rank}")
@@ -113,7 +149,7 @@ def collect_facts(
 
 
 def _describe_parameters(module: nn.Module, location: str) -> dict[str, str]:
-    """What a module trains: how much, and what each parameter is, in order."""
+    """Return the number of trained parameters, and the name and shape of each one, as facts."""
     counts: Counter[str] = Counter()
     facts = {}
     trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
@@ -140,7 +176,20 @@ def require_steppable(
     *,
     accumulate_grads: bool,
 ) -> None:
-    """Refuse what could not step a program as it is to be stepped."""
+    """Refuse an optimizer and options that cannot step the program correctly.
+
+    Args:
+        program: The program.
+        stages: The stages of the rank, by number.
+        optimizer: The optimizer, or None.
+        loss_scale: The loss scale, or None.
+        accumulate_grads: True if gradients are added to those of earlier steps.
+
+    Raises:
+        ModelError: An update could not be made again, or the loss scale could not be updated. Or weights
+            have views that would lack a delay, or the optimizer has a weight twice. Or the executor
+            would change accumulated gradients.
+    """
     if program.norm_check == "after_step" and program.has_backward:
         _require_repeatable(program, stages, optimizer)
     if loss_scale is not None:
@@ -153,7 +202,7 @@ def require_steppable(
 
 
 def _require_scalable(program: Program) -> None:
-    """Refuse a program in which a loss scale could not be led."""
+    """Refuse a loss scale for a program without gradient norm, or with several updates."""
     if not program.clip_grad_norm:
         raise ModelError(
             "a loss scale is led by the norm of the gradients, which the program does not take",
@@ -172,7 +221,7 @@ def _require_scalable(program: Program) -> None:
 def _require_repeatable(
     program: Program, stages: Mapping[int, nn.Module], optimizer: OptimizerLike | None
 ) -> None:
-    """Refuse an update that could not be made again."""
+    """Refuse an optimizer whose update could not be made again."""
     require_known_optimizer(optimizer, program.name)
     trains = any(p.requires_grad for module in stages.values() for p in module.parameters())
     if optimizer is None and trains:
@@ -185,8 +234,8 @@ def _require_repeatable(
 
 
 def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None) -> None:
-    """Refuse an executor that adds to gradients, and would do with them what is left to others."""
-    does = {
+    """Refuse accumulated gradients if the executor reduces, clips or steps them."""
+    uses = {
         "sums them over replicas": program.dp > 1,
         "sums them over the holders of a stage": program.shape.placement_rows > 1
         and program.has_backward,
@@ -195,7 +244,7 @@ def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None
         "takes their norm": program.clip_grad_norm,
         "steps an optimizer": optimizer is not None,
     }
-    if fact := next((what for what, it in does.items() if it), ""):
+    if fact := next((what for what, it in uses.items() if it), ""):
         raise ModelError(
             "gradients are added to what is there (accumulate_grads=True), and the executor "
             f"{fact}",
@@ -206,35 +255,38 @@ def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None
 
 def _require_no_duplicates(optimizer: OptimizerLike | None, program: Program) -> None:
     """Refuse an optimizer that would step one weight twice."""
-    seen: set[object] = set()
-    # Copies of a MainOptimizer are in memory of their own, and are rounded into its parameters.
+    keys: set[object] = set()
+    # The 16-bit parameters of a MainOptimizer are checked, too: main parameters are separate
+    # copies.
     rounded = [{"params": optimizer.parameters}] if isinstance(optimizer, MainOptimizer) else []
     for group in (*rounded, *getattr(optimizer, "param_groups", ())):
         for p in group["params"]:
             key = (p.data_ptr(), p.shape, p.stride()) if p.numel() and not p.is_meta else id(p)
-            if key in seen:
+            if key in keys:
                 raise ModelError(
                     f"the optimizer has a weight of {list(p.shape)} twice, and would step it twice",
                     program=program.name,
                     hint="dict.fromkeys(parameters) has each once",
                 )
-            seen.add(key)
+            keys.add(key)
 
 
 def _require_summed_over_tp(program: Program, stage: int, module: nn.Module) -> None:
-    """Refuse gradients of a part of the sequence that nobody would sum, or whole ones of which
-    nobody has said what they are."""
+    """Check that `summed_over_tp` of parameters fits the program.
+
+    Full parameters must have the attribute if the program has sequence parallelism.
+    """
     for name, p in module.named_parameters() if program.tp > 1 else ():
         if not p.requires_grad or (is_tp_sharded(p) and not is_summed_over_tp(p)):
             continue
-        said = getattr(p, "summed_over_tp", None)
-        if said is True and is_tp_sharded(p):
+        is_summed = getattr(p, "summed_over_tp", None)
+        if is_summed is True and is_tp_sharded(p):
             raise ModelError(
                 f"{name} of stage {stage} is a slice, and its gradients are to be summed over "
                 "those that hold others (summed_over_tp)",
                 program=program.name,
             )
-        if said is True and not program.sequence_parallel:
+        if is_summed is True and not program.sequence_parallel:
             raise ModelError(
                 f"{name} of stage {stage} sees a part of the sequence (summed_over_tp), and the "
                 "program says 'sequence_parallel no': tensor-parallel ranks would drift apart",
@@ -242,7 +294,7 @@ def _require_summed_over_tp(program: Program, stage: int, module: nn.Module) -> 
                 hint="compile(..., sequence_parallel=True), or a model whose ranks all see the "
                 "whole",
             )
-        if said is None and program.sequence_parallel:
+        if is_summed is None and program.sequence_parallel:
             raise ModelError(
                 f"the program says 'sequence_parallel yes', and {name} of stage {stage} is "
                 "held whole by "
@@ -259,14 +311,26 @@ def require_program_match(
     transport: Transport,
     boundary_table: BoundaryTable,
 ) -> None:
-    """Refuse modules and a transport that the program was not made for."""
-    own = program.shape.stages_on_rank[rank]
+    """Refuse stages and a transport that do not fit the program.
+
+    Args:
+        program: The program.
+        rank: The pipeline rank.
+        stages: The stages of the rank, by number.
+        transport: The transport of the rank.
+        boundary_table: The boundaries of the program.
+
+    Raises:
+        ModelError: The rank has other stages, the transport other sizes, a frozen stage trained
+            parameters, a parameter a wrong `summed_over_tp`, or a boundary does not fit.
+    """
+    expected_stages = program.shape.stages_on_rank[rank]
 
     def refuse(fact: str, hint: str = "") -> None:
         raise ModelError(fact, program=program.name, hint=hint)
 
-    if sorted(stages) != list(own):
-        refuse(f"rank {rank} owns stages {list(own)}, but is given {sorted(stages)}")
+    if sorted(stages) != list(expected_stages):
+        refuse(f"rank {rank} owns stages {list(expected_stages)}, but is given {sorted(stages)}")
     if (program.tp, program.dp) != (transport.tp, transport.dp):
         refuse(
             f"the program is for tp {program.tp} and dp {program.dp}, the transport has "

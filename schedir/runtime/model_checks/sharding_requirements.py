@@ -19,7 +19,7 @@ from schedir.runtime.parameters.mixed_precision import (
 )
 from schedir.runtime.parameters.sharded_parameters import find_owner, list_state_tensors
 
-# Of torch's own those that step each number by itself, with what is kept of it.
+# torch's optimizers that step each number of a weight independently of the others.
 _ELEMENTWISE_OPTIMIZERS: Final = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",
@@ -29,8 +29,22 @@ _ELEMENTWISE_OPTIMIZERS: Final = (
 def require_shardable(
     program: Program, stages: Mapping[int, nn.Module], optimizer: object, *, accumulate_grads: bool
 ) -> None:
-    """Refuse stages and an optimizer of which parts would not be parts of the same, and stages
-    that another executor keeps in parts."""
+    """Refuse stages and an optimizer for which a step of shards is not a step of full weights.
+
+    Without ZeRO it checks two things: that no other executor has sharded the stages, and that the
+    memory layouts fit fused optimizers.
+
+    Args:
+        program: The program.
+        stages: The stages of the rank, by number.
+        optimizer: The optimizer, or None.
+        accumulate_grads: True if gradients are added to those of earlier steps.
+
+    Raises:
+        ModelError: A parameter is sharded by another executor, is not contiguous, is a tensor
+            subclass, or shares memory. Or the optimizer is not elementwise, or gradients are
+            accumulated.
+    """
 
     def refuse(fact: str, hint: str) -> ModelError:
         return ModelError(fact, program=program.name, hint=hint)
@@ -79,16 +93,16 @@ def require_shardable(
 
 
 def _find_fused_parameters(optimizer: object) -> set[Any]:
-    """The parameters that fused optimizers step."""
-    found: set[Any] = set()
+    """Return the parameters that fused optimizers step."""
+    parameters: set[Any] = set()
     for one in find_optimizers(optimizer):
-        of = dict(
+        parameter_of_main = dict(
             zip(getattr(one, "main_parameters", ()), getattr(one, "parameters", ()), strict=False)
         )
         for group in getattr(unwrap_optimizer(one), "param_groups", ()):
             if group.get("fused"):
-                found |= {of.get(p, p) for p in group["params"]}
-    return found
+                parameters |= {parameter_of_main.get(p, p) for p in group["params"]}
+    return parameters
 
 
 def _list_parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str, nn.Parameter]]:
@@ -98,7 +112,10 @@ def _list_parameters(stages: Mapping[int, nn.Module]) -> Iterator[tuple[int, str
 
 
 def _require_elementwise(program: Program, optimizer: object) -> None:
-    """An optimizer of parts gives what it gives of whole weights if each number is by itself."""
+    """Refuse an optimizer that does not step each number of a weight independently.
+
+    A step of shards is equal to a step of full weights only for an elementwise optimizer.
+    """
     inner: Any = unwrap_optimizer(optimizer)
     name = type(inner).__name__
     known = is_torch_optimizer(inner) and name in _ELEMENTWISE_OPTIMIZERS
@@ -120,7 +137,10 @@ def _require_elementwise(program: Program, optimizer: object) -> None:
 
 
 def _require_separate_state(program: Program, inner: Any) -> None:
-    """Refuse an optimizer of one's own whose state shares memory: each tensor is cut by itself."""
+    """Refuse an optimizer that is not torch's and whose state shares memory.
+
+    Each state tensor is sharded separately.
+    """
     kept = getattr(inner, "state", {})
     tensors = [t for t in tree_leaves([*kept.values()]) if isinstance(t, Tensor)]
     parameters = [p for p in kept if isinstance(p, Tensor)]
@@ -134,7 +154,7 @@ def _require_separate_state(program: Program, inner: Any) -> None:
 
 
 def _require_elementwise_state(program: Program, inner: Any) -> None:
-    """Refuse an optimizer whose state cannot be cut as weights are."""
+    """Refuse an optimizer whose state cannot be sharded as weights are."""
     name = type(inner).__name__
     state: Mapping[Any, Mapping[str, Any]] = getattr(inner, "state", {})
     for p, kept in state.items():
@@ -150,7 +170,7 @@ def _require_elementwise_state(program: Program, inner: Any) -> None:
     shapes = {p.shape for group in groups for p in group["params"] if p.numel() > 1}
     for key, value in getattr(inner, "__dict__", {}).items():
         for one in tree_leaves(value) if key not in ("state", "param_groups") else ():
-            # A Parameter may be one that is cut itself.
+            # Parameters are left out, because a Parameter may be sharded as a weight.
             is_own = isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
             if is_own and one.shape in shapes:
                 raise ModelError(

@@ -1,8 +1,8 @@
 """Refuse optimizers for which one step per stage differs from one step of all stages.
 
-With states on the host an optimizer steps the stages of a rank one after the other.  That is the
-same as one step of all stages if a step changes only the parameters and the state of its own
-stage.  An optimizer of torch's own does so.  What any other changes is verified after each step.
+With states on the host an optimizer steps the stages of a rank one after the other. These steps are
+equal to one step of all stages if a step changes only the parameters and the state of its stage.
+torch's own optimizers do so. For other optimizers, the changes are verified after each step.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from schedir.runtime.model_checks.tensor_fingerprint import get_versions
 from schedir.runtime.parameters.mixed_precision import is_torch_optimizer
 
 ON_DEVICE_HINT: Final = "compile(..., optimizer_placement='device')"
-_STATE_ATTRIBUTES: Final = (
-    "param_groups",
-    "state",
-    "defaults",
-)  # attributes that are moved, or fixed
-_Entry = tuple[str, object]  # what it is, for people to read, and its value
+# The first two attributes are moved to the host, and the third one does not change.
+_STATE_ATTRIBUTES: Final = ("param_groups", "state", "defaults")
+_Entry = tuple[str, object]  # a description for errors, and the value
 
 
 def make_offload_error(fact: str, hint: str = ON_DEVICE_HINT, program: str = "") -> ModelError:
-    """Return the error for an optimizer whose states cannot leave the device."""
+    """Return the error for an optimizer whose states cannot leave the device.
+
+    Args:
+        fact: The reason.
+        hint: The remedy.
+        program: The name of the program.
+    """
     return ModelError(
         f"the optimizer's states are not on the device, and {fact}", program=program, hint=hint
     )
@@ -42,23 +45,26 @@ class StepIsolation:
     """Verifies that the steps of an optimizer for different stages do not depend on each other.
 
     Args:
-        inner: the optimizer; if it is one of torch's own, nothing is verified.
-        replaces_parameters: whether a step gets other parameters in place of those of the device.
+        inner: The optimizer. If it is one of torch's own, it is not verified.
+        replaces_parameters: True if a step gets other parameters instead of those on the device.
     """
 
     def __init__(self, inner: Any, *, replaces_parameters: bool) -> None:
         self.inner, self.replaces_parameters = inner, replaces_parameters
         self.name = type(inner).__name__
-        self.changing_stages: dict[object, int] = {}  # the stage whose step has changed an entry
-        self.state_owners: WeakTensorKeyDictionary = (
-            WeakTensorKeyDictionary()
-        )  # the stage of a state
+        self.changing_stages: dict[object, int] = {}  # by entry, the stage whose step changed it
+        # By state tensor, its stage.
+        self.state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def require_no_references(self, *, stages: int) -> None:
-        """Raise ModelError if the optimizer may step parameters outside its own groups.
+        """Refuse an optimizer that may step parameters outside of its groups.
 
-        That is another optimizer in an attribute, and a parameter in an attribute if there are
-        several `stages`, or if steps get other parameters.
+        Args:
+            stages: The number of the rank's stages.
+
+        Raises:
+            ModelError: The optimizer has another optimizer in an attribute. Or it has a parameter
+                in an attribute, and there are several stages or steps get other parameters.
         """
         if is_torch_optimizer(self.inner):
             return
@@ -69,10 +75,10 @@ class StepIsolation:
             )
         if stages < 2 and not self.replaces_parameters:
             return
-        steps = {id(p) for group in self.inner.param_groups for p in group["params"]}
+        stepped = {id(p) for group in self.inner.param_groups for p in group["params"]}
         for name, value in _list_attributes(self.inner):
             keys = _list_nested_keys(value) if self.replaces_parameters else ()
-            if any(id(one) in steps for one in (*tree_leaves(value), *keys)):
+            if any(id(one) in stepped for one in (*tree_leaves(value), *keys)):
                 raise make_offload_error(
                     f"{self.name} has parameters in its attribute {name!r}: a step of one stage "
                     "must find them in param_groups alone"
@@ -80,10 +86,15 @@ class StepIsolation:
 
     @contextmanager
     def watch_step(self, stage: int) -> Iterator[None]:
-        """Verify a step of a stage.
+        """Verify the step of a stage, which runs within this context.
 
-        Raises ModelError if it changes which parameters the optimizer has, or a number, or a
-        tensor beside the state of parameters, that the step of another stage has changed, too.
+        Args:
+            stage: The stage.
+
+        Raises:
+            ModelError: The step changes the set of parameters. Or it changes a number or a tensor
+                outside of the state of parameters, and the step of another stage has changed it,
+                too.
         """
         if is_torch_optimizer(self.inner):
             yield
@@ -94,22 +105,30 @@ class StepIsolation:
             raise make_offload_error(f"a step of {self.name} changes which parameters it has")
         after = _collect_entries(self.inner)
         for key in before.keys() | after.keys():
-            what = (after.get(key) or before[key])[0]
+            label = (after.get(key) or before[key])[0]
             was, now = (each[key][1] if key in each else None for each in (before, after))
             if not _is_unchanged(was, now) and self.changing_stages.setdefault(key, stage) != stage:
                 traced = isinstance(was, _TensorTrace) or isinstance(now, _TensorTrace)
                 values = "" if traced else f", from {was} to {now}"
                 raise make_offload_error(
-                    f"a step of {self.name} changes {what}{values}: it would for each stage"
+                    f"a step of {self.name} changes {label}{values}: it would for each stage"
                 )
 
     def require_separate_memory(
         self, state: Sequence[Tensor], parameters: Iterable[Tensor], stage: int
     ) -> None:
-        """Raise ModelError if a stage's state, which is about to be moved, shares memory.
+        """Refuse a stage's state that shares memory and is about to be moved.
 
-        A write to the one would then be missing in the other.  `parameters` are those of the
-        device: their memory, and that of their gradients, is not moved.
+        A write to one of two tensors in the same memory would then be missing in the other.
+
+        Args:
+            state: The state tensors of the stage.
+            parameters: The parameters on the device. Their memory, and that of their gradients, is
+                not moved.
+            stage: The stage.
+
+        Raises:
+            ModelError: A state tensor belongs to another stage, too, or shares memory.
         """
         if is_torch_optimizer(self.inner):
             return
@@ -127,10 +146,16 @@ class StepIsolation:
 
 
 def require_no_step_overlap(parameters: Mapping[Tensor, str]) -> None:
-    """Raise ModelError for two parameters in one memory, of those that an optimizer steps.
+    """Refuse two parameters of an optimizer in the same memory.
 
-    `parameters` has their names.  The optimizer steps each stage by itself, and where states is
-    "cpu" with memory of its own for each parameter.
+    The optimizer steps each stage separately. If the step runs on the host, each parameter has
+    memory of its own there.
+
+    Args:
+        parameters: The parameters that the optimizer steps, with their names.
+
+    Raises:
+        ModelError: Two parameters have a number in the same memory.
     """
     each, names = [*parameters], [*parameters.values()]
     for one, other in sorted(find_overlaps(each)):
@@ -141,8 +166,13 @@ def require_no_step_overlap(parameters: Mapping[Tensor, str]) -> None:
 
 
 def state_shares_memory(inner: Any, state: Sequence[Tensor], parameters: Iterable[Tensor]) -> bool:
-    """Return whether a tensor of an optimizer's state shares memory: with another one, with a
-    parameter, the gradient of a parameter, or a tensor in an attribute of the optimizer."""
+    """Return whether a state tensor of an optimizer shares memory with another tensor.
+
+    Args:
+        inner: The optimizer. Tensors in its attributes are compared.
+        state: The state tensors. They are also compared with each other.
+        parameters: Parameters. They and their gradients are compared.
+    """
     used = [t for p in parameters for t in (p, p.grad) if t is not None]
     if not {*map(id, state)}.isdisjoint(map(id, used)):
         return True
@@ -152,27 +182,27 @@ def state_shares_memory(inner: Any, state: Sequence[Tensor], parameters: Iterabl
 
 
 class _TensorTrace:
-    """A tensor of several numbers, and how often it had been written to."""
+    """A tensor of several numbers, with its version counter."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, (self.version,) = tensor, get_versions([tensor])
 
 
 def _list_attributes(inner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an optimizer, but for its groups and the state of parameters."""
+    """Yield the attributes of an optimizer, except for its groups, state and defaults."""
     for name, value in vars(inner).items():
         if name not in _STATE_ATTRIBUTES:
             yield name, value
 
 
 def _find_inner_optimizers(inner: Any) -> list[Any]:
-    """Return the optimizers among the values of an optimizer's attributes."""
+    """Return the optimizers in an optimizer's attributes."""
     leaves = (x for _, value in _list_attributes(inner) for x in tree_leaves(value))
     return [x for x in leaves if isinstance(x, torch.optim.Optimizer) and x is not inner]
 
 
 def _list_nested_keys(value: object) -> Iterator[object]:
-    """Yield the keys of a dictionary, and of those within it."""
+    """Yield the keys of a dictionary and of the dictionaries in it."""
     if isinstance(value, Mapping):
         for key, within in value.items():
             yield key
@@ -180,12 +210,12 @@ def _list_nested_keys(value: object) -> Iterator[object]:
 
 
 def _list_parameter_ids(inner: Any) -> list[list[int]]:
-    """Return the ids of an optimizer's parameters by group."""
+    """Return the ids of an optimizer's parameters, by group."""
     return [[id(p) for p in group["params"]] for group in inner.param_groups]
 
 
 def _collect_entries(inner: Any) -> dict[object, _Entry]:
-    """Return all numbers and tensors of an optimizer, except the state of parameters."""
+    """Return the numbers and tensors of an optimizer, except for the state of parameters."""
     found: dict[object, _Entry] = {}
     for group in inner.param_groups:
         for k, v in group.items():
@@ -200,11 +230,12 @@ def _collect_entries(inner: Any) -> dict[object, _Entry]:
 
 
 def _collect_leaves(value: object, label: str, key: tuple[object, ...]) -> dict[object, _Entry]:
-    """Return the numbers and tensors in a value, and how long its lists are."""
+    """Return the numbers and tensors in a value, and the lengths of its lists."""
     if isinstance(value, Tensor):
         one = value.numel() == 1 and not value.is_meta
         return {key: (label, value.item() if one else _TensorTrace(value))}
-    if isinstance(value, Number) and not isinstance(value, bool):  # a flag counts nothing
+    # Flags are left out, because they do not count steps.
+    if isinstance(value, Number) and not isinstance(value, bool):
         return {key: (label, value)}
     found: dict[object, _Entry] = {}
     if isinstance(value, Mapping):
@@ -218,7 +249,7 @@ def _collect_leaves(value: object, label: str, key: tuple[object, ...]) -> dict[
 
 
 def _is_unchanged(before: object, after: object) -> bool:
-    """Return whether an entry is as it was; NaN is NaN."""
+    """Return whether an entry has not changed. Two NaNs are equal."""
     if isinstance(before, _TensorTrace) and isinstance(after, _TensorTrace):
         return before.tensor is after.tensor and before.version == after.version
     return before is after or bool(before == after) or bool(before != before and after != after)

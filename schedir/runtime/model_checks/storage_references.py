@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class StorageReferences:
-    """Counts the references to the storages of tensors.
+    """The numbers of references to the storages of tensors.
 
-    Each tensor that uses the storage is a reference, and so is each view of it.  A module, a hook
-    or an autograd graph may keep it.
+    Each tensor that uses a storage is a reference, and so is each view of it. A module, a hook or
+    an autograd graph may keep such a tensor.
 
     Args:
-        tensors: The tensors. They must live as long as this object.
+        tensors: The tensors. They must not be freed before this object.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

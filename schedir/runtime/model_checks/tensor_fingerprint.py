@@ -1,4 +1,4 @@
-"""Compare tensors bit by bit, by version counters and digests."""
+"""Compare tensors bit by bit, by version counters and by checksums."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import torch
 from torch import Tensor
 
 _WORD_TYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_COLUMNS: Final = 256  # words in a row of the matrix that shortens a checksum
+_COLUMNS: Final = 256  # the words in a row of the matrix that shortens a checksum
 
 
 def get_versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each has been written to; nobody writes to those of inference mode."""
+    """Return the version counters of tensors, which count writes.
+
+    Tensors of inference mode have no version counter. For them the result is 0.
+
+    Args:
+        tensors: The tensors.
+    """
     try:
         return [t._version for t in tensors]
     except RuntimeError:
@@ -21,13 +27,27 @@ def get_versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def get_write_traces(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The same, and where each is, for its `data` may have been set."""
+    """Return the version counter and the address of tensors.
+
+    The address changes if the `data` of a tensor is replaced. It is 0 for tensors that are not
+    strided.
+
+    Args:
+        tensors: The tensors.
+    """
     places = (t.data_ptr() if t.layout is torch.strided else 0 for t in tensors)
     return [*zip(get_versions(tensors), places, strict=True)]
 
 
 def has_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of a shape have the same bits; NaN is as good as any."""
+    """Return whether two tensors of the same shape have the same bits.
+
+    NaNs with different bits are different. So are tensors with different types, devices or layouts.
+
+    Args:
+        one: A tensor.
+        other: Another tensor of the same shape.
+    """
     if (one.dtype, one.device, one.layout) != (other.dtype, other.device, other.layout):
         return False
     return all(map(torch.equal, _flatten_to_bytes(one), _flatten_to_bytes(other)))
@@ -37,15 +57,24 @@ def compute_checksum(t: Tensor) -> int:
     """Return a 64-bit checksum of the numbers of a tensor and of their order.
 
     Each word is multiplied by an odd number that depends on its place, and the products are added.
-    The words of a large tensor are first laid out as a matrix, and replaced by the sums of its rows
-    and columns.  Different tensors are unlikely to have the same checksum, but they may.
+    The words of a large tensor are first arranged as a matrix, and replaced by the sums of its rows
+    and columns. Different tensors are unlikely to have the same checksum, but they may.
+
+    Args:
+        t: The tensor.
     """
     return int(checksum_on_device(t))
 
 
 def checksum_on_device(t: Tensor) -> Tensor:
-    """Return the checksum of `compute_checksum` as a tensor, so that the host does not wait for
-    it."""
+    """Return the checksum of `compute_checksum` as a tensor, so that the host does not wait.
+
+    Args:
+        t: The tensor.
+
+    Returns:
+        A 0-dim int64 tensor on the device of `t`.
+    """
     t = t.resolve_conj().resolve_neg()
     flat = (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous()
     if flat.stride() != (1,):  # any stride of a single number counts as contiguous
@@ -62,24 +91,32 @@ def checksum_on_device(t: Tensor) -> Tensor:
 
 
 def compute_checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Of each the sum of its bits, and 0 of what is sparse."""
+    """Return the checksum of each tensor, and 0 for sparse ones.
+
+    Args:
+        tensors: The tensors.
+    """
     dense = torch.strided
     return [compute_checksum(t.detach()) if t.layout is dense else 0 for t in tensors]
 
 
 def get_local_shard(t: Tensor) -> Tensor:
-    """Return this process's shard of a DTensor, and any other tensor as it is."""
+    """Return this process's shard of a DTensor, and any other tensor as it is.
+
+    Args:
+        t: The tensor.
+    """
     return t.to_local() if hasattr(t, "to_local") else t
 
 
 def _flatten_to_bytes(tensor: Tensor) -> list[Tensor]:
-    """The bytes of a tensor, however it lies in memory."""
+    """Return the bytes of a tensor of any layout, as flat uint8 tensors."""
     flat = (t.reshape(-1) for t in _list_dense_tensors(tensor.detach()))
     return [t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in flat]
 
 
 def _list_dense_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors in which one has its numbers: several if it is sparse."""
+    """Return the dense tensors that a tensor consists of, several if it is sparse."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
