@@ -354,7 +354,16 @@ class GlooTransport(ProcessTransport):
     Gloo matches messages by tag. Each lane has a tag, so each directed edge is a queue that no
     other edge can delay.
 
-    The arguments are those of `ProcessTransport`.
+    Args:
+        program: The program that the transport runs.
+        timeout: The timeout of its groups in seconds, see `ProcessTransport`.
+        device: The device of the tensors.
+        max_message_bytes: Not used.
+        group: The process group that runs the program. By default all processes run it.
+        extra_programs: Other programs that run on the same mesh.
+
+    Raises:
+        ModelError: See `ProcessTransport`.
 
     Example:
         >>> import schedir

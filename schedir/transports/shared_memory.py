@@ -457,7 +457,13 @@ class SharedMemoryTransport(ProcessTransport):
     only until the receiver has ended the previous step, which does not depend on messages of this
     step. Collectives use Gloo.
 
-    The arguments are those of `ProcessTransport`.
+    Args:
+        program: The program that the transport runs.
+        timeout: The timeout of its groups and messages in seconds, see `ProcessTransport`.
+        device: The device of the tensors, which must be a CPU.
+        max_message_bytes: Not used.
+        group: The process group that runs the program. By default all processes run it.
+        extra_programs: Other programs that run on the same mesh.
 
     Raises:
         ModelError: A program shares slots, or the processes cannot share memory. Also see

@@ -186,9 +186,9 @@ def require_steppable(
         accumulate_grads: True if gradients are added to those of earlier steps.
 
     Raises:
-        ModelError: An update could not be made again, or the loss scale could not be updated. Or weights
-            have views that would lack a delay, or the optimizer has a weight twice. Or the executor
-            would change accumulated gradients.
+        ModelError: An update could not be made again, or the loss scale could not be updated. Or
+            weights have views that would lack a delay, or the optimizer has a weight twice. Or the
+            executor would change accumulated gradients.
     """
     if program.norm_check == "after_step" and program.has_backward:
         _require_repeatable(program, stages, optimizer)
