@@ -1,4 +1,4 @@
-"""Name what limits the speed of a plan."""
+"""Find the part of a step that limits the speed of a plan, and describe it in words."""
 
 from __future__ import annotations
 
@@ -15,36 +15,56 @@ from schedir.planner.parallel_plan import ParallelPlan, PlanEstimate, StepBreakd
 from schedir.planner.plan_table import PlanTable
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-_MIN_DIFFERENCE = 0.01  # of a step: what is less than that is no reason
+# A share of the step time. A smaller difference between two plans is not reported as a bottleneck.
+_MIN_DIFFERENCE = 0.01
 
 
 def describe_plan(plan: ParallelPlan) -> str:
-    """A choice in a few words.
+    """Return a short description of a plan.
 
-    >>> from schedir.planner import ParallelPlan
-    >>> plan = ParallelPlan(pp=4, tp=8, dp=2, stages_per_rank=2, schedule="zb_v", zero=1)
-    >>> describe_plan(plan)
-    'pp 4 tp 8 dp 2 microbatch_size 1 zb_v, without recomputation, zero 1'
+    Args:
+        plan: The plan. Degrees and options that have their usual value are left out.
+
+    Example:
+        >>> from schedir.planner import ParallelPlan
+        >>> plan = ParallelPlan(pp=4, tp=8, dp=2, stages_per_rank=2, schedule="zb_v", zero=1)
+        >>> describe_plan(plan)
+        'pp 4 tp 8 dp 2 microbatch_size 1 zb_v, without recomputation, zero 1'
     """
-    many = get_formulas(plan.schedule).stages_per_rank == "many" and plan.stages_per_rank > 1
-    told = [f"pp {plan.pp} tp {plan.tp} dp {plan.dp}"]
-    told += [f"cp {plan.cp}"] * (plan.cp > 1) + [f"ep {plan.ep}"] * (plan.ep > 1)
-    told += [f"microbatch_size {plan.microbatch_size} {plan.schedule}"]
-    told += [f"stages_per_rank {plan.stages_per_rank}"] * many
-    again = plan.recompute
-    rest = "without recomputation" if again == "none" else f"with {again} recomputation"
-    rest += f", zero {plan.zero}" * (plan.zero > 0)
-    rest += ", sequence cut over slices" * plan.sequence_parallel
-    rest += ", activations offloaded" * (plan.offload != "none")
-    rest += ", states on the host" * (plan.optimizer_placement != "device")
-    return f"{' '.join(told)}, {rest}"
+    shows_stages_per_rank = (
+        get_formulas(plan.schedule).stages_per_rank == "many" and plan.stages_per_rank > 1
+    )
+    degrees = [f"pp {plan.pp} tp {plan.tp} dp {plan.dp}"]
+    degrees += [f"cp {plan.cp}"] * (plan.cp > 1) + [f"ep {plan.ep}"] * (plan.ep > 1)
+    degrees += [f"microbatch_size {plan.microbatch_size} {plan.schedule}"]
+    degrees += [f"stages_per_rank {plan.stages_per_rank}"] * shows_stages_per_rank
+    recompute = plan.recompute
+    memory_options = (
+        "without recomputation" if recompute == "none" else f"with {recompute} recomputation"
+    )
+    memory_options += f", zero {plan.zero}" * (plan.zero > 0)
+    memory_options += ", sequence cut over slices" * plan.sequence_parallel
+    memory_options += ", activations offloaded" * (plan.offload != "none")
+    memory_options += ", states on the host" * (plan.optimizer_placement != "device")
+    return f"{' '.join(degrees)}, {memory_options}"
 
 
 def no_fit_error(
     model: TransformerSpec, cluster: Cluster, plan_table: PlanTable, *, offload: bool = False
 ) -> UsageError:
-    """The refusal where no plan has room, with the one that takes the least; where one could also
-    `offload`, of those that do not."""
+    """Return the error to raise if no plan fits in the GPU memory.
+
+    Args:
+        model: The model of the plans.
+        cluster: The cluster of the plans.
+        plan_table: The plans that were estimated. The hint describes the one that uses the least
+            memory.
+        offload: True if plans that offload were searched too. The table has only plans that do not
+            offload.
+
+    Returns:
+        The error. The caller raises it.
+    """
     least = plan_table.estimate_at(model, cluster, int(plan_table.total_memory.argmin()))
     return UsageError(
         f"none of {len(plan_table.plans)} plans fits into {format_bytes(cluster.memory)} a GPU"
@@ -56,7 +76,17 @@ def no_fit_error(
 
 
 def attach_bottleneck(cluster: Cluster, estimate: PlanEstimate) -> PlanEstimate:
-    """A plan with its largest part beside what the model asks for, where no others are known."""
+    """Return the estimate with the bottleneck of the plan alone, without other plans.
+
+    Args:
+        cluster: The cluster of the plan.
+        estimate: The estimate of the plan.
+
+    Returns:
+        The estimate with a `bottleneck` of "memory" if the plan does not fit. Otherwise
+        `bottleneck` is the largest part of the step other than compute, or "compute" if all others
+        are 0.
+    """
     over = estimate.memory.total - cluster.memory
     if over > 0:
         return replace(
@@ -82,11 +112,23 @@ def attach_relative_bottleneck(
     index: int,
     plan_table: PlanTable,
 ) -> PlanEstimate:
-    """A plan with what all others say of it, of which it is number `index`; times in closed form.
+    """Return the estimate with the bottleneck that a comparison with other plans shows.
 
-    Where another one that fits is faster, `bottleneck` is the part that it has most less of.  Else
-    it is "memory", if faster ones do not fit: `explanation` tells of the one that needs least more.
-    Else it is the largest part that another plan has less of.
+    The first rule that applies sets `bottleneck`:
+
+    - If another plan that fits is faster, it is the part with the largest difference to the fastest
+      one.
+    - If faster plans exist but none fits, it is "memory". `explanation` names the one of them that
+      uses the least memory.
+    - Otherwise it is the largest part that another plan reduces, or "compute" if there is none.
+
+    Args:
+        model: The model of the plans.
+        cluster: The cluster of the plans.
+        estimate: The estimate to explain.
+        index: The row of this plan in `plan_table`.
+        plan_table: All plans to compare with. The comparison uses their times, which are from the
+            closed form unless `PlanTable.with_simulations` replaced them.
     """
     fits = plan_table.total_memory <= cluster.memory
     mine, own = plan_table.step_times[index], plan_table.breakdowns[:, index]
@@ -129,7 +171,7 @@ def _attach_difference(
     other_index: int,
     part_index: int | None = None,
 ) -> PlanEstimate:
-    """A plan beside another one: what that has less of, most if no part is told."""
+    """Explain the difference to another plan, by the part `part_index` or by the largest one."""
     other = plan_table.estimate_at(model, cluster, other_index)
     differences = breakdown - np.array(other.breakdown)
     part_index = int(differences.argmax()) if part_index is None else part_index
@@ -146,6 +188,6 @@ def _attach_difference(
 
 
 def _describe_step_time(other: PlanEstimate, step_time: float) -> str:
-    """How long another plan takes, beside this one."""
+    """Return the step time of another plan, and its difference from `step_time` in percent."""
     change = other.step_time / step_time - 1
     return f"{other.step_time:.4g} s, {abs(change):.1%} {'more' if change > 0 else 'less'}"

@@ -1,4 +1,4 @@
-"""Turn a parallel plan into a program, or into a configuration of `schedir train`."""
+"""Convert a parallel plan into a program, or into a configuration of `schedir train`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 from schedir.schedules.schedule_expansion import expand_schedule
 
-_CACHE_SIZE: Final = 16  # programs that are kept: choices differ in sizes more often than in these
-_MAX_CACHED_INSTRUCTIONS: Final = 2**18  # instructions of one that is not
-# Options with which `schedir train` compiles for processes on processors.
+# Programs in the cache. Most plans differ only in sizes, and plans that do so share a program.
+_CACHE_SIZE: Final = 16
+# Larger programs are not cached, because 16 of them would use too much memory.
+_MAX_CACHED_INSTRUCTIONS: Final = 2**18
+# The options that `schedir train` compiles with when its processes run on CPUs.
 CPU_COMPILE_OPTIONS: Final[dict[str, Any]] = {
     "overlap": True,
     "buffer_sharing": None,
@@ -32,56 +34,75 @@ CPU_COMPILE_OPTIONS: Final[dict[str, Any]] = {
 
 
 def build_pipeline_shape(plan: ParallelPlan) -> PipelineShape:
-    """The shape of a choice's pipeline, with the placement that its schedule is made for.
+    """Return the pipeline shape of a plan, with the placement that its schedule requires.
 
-    Raises UsageError for a schedule that is none, or takes another number of stages to a rank;
-    ShapeError for what no pipeline can have.
+    Args:
+        plan: The plan. Its schedule is the name of a built-in schedule, or the path of a file.
 
-    >>> from schedir.planner import ParallelPlan
-    >>> build_pipeline_shape(ParallelPlan(pp=4, microbatches=8, stages_per_rank=2, schedule="zb_v"))
-    PipelineShape(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
+    Raises:
+        UsageError: The schedule does not exist, or requires another number of stages per rank.
+        ShapeError: A pipeline cannot have this shape.
+
+    Example:
+        >>> from schedir.planner import ParallelPlan
+        >>> build_pipeline_shape(ParallelPlan(pp=4, microbatches=8, stages_per_rank=2,
+        ...     schedule="zb_v"))
+        PipelineShape(ranks=4, microbatches=8, stages_per_rank=2, placement='vee')
     """
     source = Source(plan.schedule)
     if isinstance(source.schedule_or_program, Program):
-        said = {
+        request_fields = {
             "ranks": plan.pp,
             "microbatches": plan.microbatches,
             "stages_per_rank": plan.stages_per_rank,
         }
-        return Request(source, said, defaults={}).shape
-    placement, own = get_placement_mark(source.schedule_or_program)
-    own = own or (None if has_free_v(source.schedule_or_program) else 1)
-    if own not in (None, plan.stages_per_rank):
+        return Request(source, request_fields, defaults={}).shape
+    placement, required_v = get_placement_mark(source.schedule_or_program)
+    required_v = required_v or (None if has_free_v(source.schedule_or_program) else 1)
+    if required_v not in (None, plan.stages_per_rank):
         raise UsageError(
-            f"{plan.schedule} has {own} stage{'s' * (own > 1)} to a rank, not "
+            f"{plan.schedule} has {required_v} stage{'s' * (required_v > 1)} to a rank, not "
             f"{plan.stages_per_rank}",
-            hint=f"v={own}",
+            hint=f"v={required_v}",
             fields=["stages_per_rank", "schedule"],
         )
     return PipelineShape(plan.pp, plan.microbatches, plan.stages_per_rank, placement or "loop")
 
 
 def plan_program(plan: ParallelPlan, *, tied_weights: bool = True, **options: Any) -> Program:
-    """The checked program of a choice, its messages, reductions and recomputation in it.
+    """Compile the program of a plan: the step of one data-parallel replica.
 
-    A replica's step, as `schedir.compile` makes it of the schedule: with scatters and gathers at
-    boundaries where t > 1 (with `sequence_parallel` parts of the sequence cross as they are, and
-    gradients of parts are summed at the end), with the level of ZeRO, and an R for each forward
-    that is run again where `recompute` is "full".
-    "selective" shows in what backwards take.  Which microbatches `offload` "fit" moves their
-    sizes and a limit decide, which are `options` then, with costs: `program_for` finds these.
-    Parts of a sequence (`cp`) are replicas to what sums gradients.  The norm of gradients is
-    taken, as trainers do that clip.  `tied_weights` says that the head shares the embedding's
-    weight;
-    `options` are those of `compile`; unless told, messages have a queue for each directed edge,
-    and the fewest buffers.
+    The program is what `schedir.compile` makes of the schedule, with these properties:
 
-    Raises what `build_pipeline_shape` does, and a SchedirError for a schedule that does not work
-    so.
+    - If tp > 1, boundaries are scattered and gathered. With `sequence_parallel`, shards of the
+      sequence are sent as they are, and gradients of replicated weights are summed at the end.
+    - The program uses the ZeRO level of the plan. It computes the global gradient norm for
+      clipping.
+    - With `recompute="full"`, every forward runs again as an instruction R. "selective" only
+      changes the cost of backwards, not the program.
+    - Context-parallel ranks (`cp`) count as replicas, because gradients are summed over them.
 
-    >>> from schedir.planner import ParallelPlan, plan_program
-    >>> plan_program(ParallelPlan(pp=4, tp=2, dp=2, microbatches=8, zero=1, schedule="one_f_one_b"))
-    <program one_f_one_b: 4 ranks, 278 instructions>
+    If the schedule is a file with a lowered program, that program is used, and `options` are
+    ignored. Small programs of built-in schedules are cached.
+
+    Args:
+        plan: The plan. With `offload="fit"`, sizes, costs and a memory limit decide which
+            microbatches are offloaded. Pass these in `options`, or call `simulated_program`, which
+            computes them.
+        tied_weights: True if the head shares the weight of the embedding.
+        **options: Options of `schedir.compile`. By default messages have a queue for each directed
+            edge (`progress_model="per_edge"`), and buffers are shared as much as possible.
+
+    Raises:
+        UsageError: See `build_pipeline_shape`. Also if the schedule is a lowered program and the
+            plan offloads, because such a program has its own offload instructions.
+        SchedirError: The schedule does not work with these options.
+
+    Example:
+        >>> from schedir.planner import ParallelPlan, plan_program
+        >>> plan_program(ParallelPlan(pp=4, tp=2, dp=2, microbatches=8, zero=1,
+        ...     schedule="one_f_one_b"))
+        <program one_f_one_b: 4 ranks, 278 instructions>
     """
     shape = ParallelPlan(pp=plan.pp, tp=plan.tp, dp=plan.dp * plan.cp,
                          stages_per_rank=plan.stages_per_rank, microbatches=plan.microbatches,
@@ -101,50 +122,71 @@ def _build_program_cached(plan: ParallelPlan, *, tied_weights: bool, **options: 
 
 
 def _build_program(plan: ParallelPlan, *, tied_weights: bool, options: dict[str, Any]) -> Program:
-    found, shape = Source(plan.schedule).schedule_or_program, build_pipeline_shape(plan)
-    if isinstance(found, Program) and not found.is_draft:
+    schedule, shape = Source(plan.schedule).schedule_or_program, build_pipeline_shape(plan)
+    if isinstance(schedule, Program) and not schedule.is_draft:
         if plan.has_offload:
             raise UsageError(
                 f"{plan.schedule} is a program, which says itself what it offloads",
                 fields=["offload", "optimizer_placement", "schedule"],
             )
-        said = {"tp": plan.tp, "dp": plan.dp, "zero": plan.zero, "tied_weights": tied_weights}
-        said["sequence_parallel"] = plan.sequence_parallel and plan.tp > 1
-        return Request(Source(plan.schedule), said, defaults={}, progress_model="per_edge").program
-    drafted = found if isinstance(found, Program) else expand_schedule(found, shape)
+        request_fields = {
+            "tp": plan.tp,
+            "dp": plan.dp,
+            "zero": plan.zero,
+            "tied_weights": tied_weights,
+        }
+        request_fields["sequence_parallel"] = plan.sequence_parallel and plan.tp > 1
+        return Request(
+            Source(plan.schedule), request_fields, defaults={}, progress_model="per_edge"
+        ).program
+    drafted = schedule if isinstance(schedule, Program) else expand_schedule(schedule, shape)
     return lower_draft(drafted, plan, tied_weights=tied_weights, **options)
 
 
 def lower_draft(
     draft: Program, plan: ParallelPlan, *, tied_weights: bool = True, **options: Any
 ) -> Program:
-    """The program that a choice has with the compute of a draft, as `plan_program` says."""
-    how: dict[str, Any] = {
+    """Compile a draft with the options of a plan, as `plan_program` does.
+
+    Args:
+        draft: The compute instructions of the program.
+        plan: The plan. Its schedule is not used.
+        tied_weights: True if the head shares the weight of the embedding.
+        **options: Options of `schedir.compile`. They override those of the plan.
+
+    Raises:
+        SchedirError: The draft does not work with these options.
+    """
+    defaults: dict[str, Any] = {
         "progress_model": "per_edge",
         "buffer_sharing": "minimal",
         "sequence_parallel": plan.sequence_parallel and plan.tp > 1,
     }
     if plan.recompute == "full":
-        how["recompute"] = "all"
+        defaults["recompute"] = "all"
     if _reduces_each_backward(plan):
-        how["reduce_scatter_at"] = "each_backward"
+        defaults["reduce_scatter_at"] = "each_backward"
     if plan.offload != "none":
-        how["offload"] = plan.offload
+        defaults["offload"] = plan.offload
     if plan.optimizer_placement != "device":
-        how["optimizer_placement"] = plan.optimizer_placement
-    how |= {"tied_weights": tied_weights, "clip_grad_norm": True, "zero": plan.zero}
-    return compile(draft, None, plan.tp, plan.dp * plan.cp, **(how | options))
+        defaults["optimizer_placement"] = plan.optimizer_placement
+    defaults |= {"tied_weights": tied_weights, "clip_grad_norm": True, "zero": plan.zero}
+    return compile(draft, None, plan.tp, plan.dp * plan.cp, **(defaults | options))
 
 
 def _reduces_each_backward(plan: ParallelPlan) -> bool:
-    """Whether gradients are summed behind each run of a stage's backwards: where they are in parts,
-    and of many stages, so that few whole ones are there at once."""
+    """Return whether gradients are reduced after each run of backwards of a stage.
+
+    With sharded gradients and many stages per rank, this limits how many unsharded gradients a rank
+    keeps.
+    """
     return plan.zero >= SHARDED_FROM_LEVEL["grads"] and plan.stages_per_rank > 2
 
 
 # ---------------------------------------------------------------- for `schedir train`
 
-# What the trainer's GPT does not have: a field of Model or of Choice, what it has, and why.
+# Fields of a model or a plan that `schedir train` cannot change, with the value that its GPT has
+# and the reason. "heads" means the same value as the field `heads`.
 _UNSUPPORTED_FIELDS: Final = (
     ("kv_heads", "heads", "a GPT's attention has keys and values of each head's own"),
     ("gated", False, "a GPT's feed-forward network has two matrices"),
@@ -161,42 +203,49 @@ def train_config(
     offload_program: Program | None = None,
     **train_settings: str | int | float,
 ) -> str:
-    """A configuration in TOML with which `schedir train` runs a choice, its division included.
+    """Return a TOML configuration with which `schedir train` runs a plan.
 
-    `train_settings` are further settings of its section [train]: steps=100, device="cuda".  Of one
-    that offloads, `offload_program` is the `program_for` it, which says what.
+    Args:
+        model: The model.
+        plan: The plan. The configuration includes its division of layers.
+        offload_program: The program that `simulated_program` returns for the plan. A plan with an
+            `offload` needs it, because the program decides which microbatches are offloaded.
+        **train_settings: More settings of the section [train], such as `steps=100` or
+            `device="cuda"`.
 
-    Raises UsageError for what that trainer cannot do, saying what; and what `plan_program` raises.
+    Raises:
+        UsageError: `schedir train` cannot run this model or plan. The message names the field.
 
-    >>> from schedir.planner import ParallelPlan, TransformerSpec, train_config
-    >>> model = TransformerSpec(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
-    >>> print(train_config(model, ParallelPlan(pp=2, microbatch_size=2, microbatches=8,
-    ...     layers_per_stage=(3, 1)), steps=20))
-    # 2 processes: schedir train FILE
-    <BLANKLINE>
-    [model]
-    vocab = 256
-    layers = 4
-    hidden = 64
-    heads = 4
-    context = 64
-    tied = true
-    <BLANKLINE>
-    [pipeline]
-    schedule = "one_f_one_b"
-    ranks = 2
-    microbatches = 8
-    stages_per_rank = 1
-    tp = 1
-    dp = 1
-    layers_per_stage = [3, 1]
-    <BLANKLINE>
-    [data]
-    microbatch_size = 2
-    <BLANKLINE>
-    [train]
-    steps = 20
-    <BLANKLINE>
+    Example:
+        >>> from schedir.planner import ParallelPlan, TransformerSpec, train_config
+        >>> model = TransformerSpec(layers=4, hidden=64, heads=4, vocab=256, sequence=64)
+        >>> print(train_config(model, ParallelPlan(pp=2, microbatch_size=2, microbatches=8,
+        ...     layers_per_stage=(3, 1)), steps=20))
+        # 2 processes: schedir train FILE
+        <BLANKLINE>
+        [model]
+        vocab = 256
+        layers = 4
+        hidden = 64
+        heads = 4
+        context = 64
+        tied = true
+        <BLANKLINE>
+        [pipeline]
+        schedule = "one_f_one_b"
+        ranks = 2
+        microbatches = 8
+        stages_per_rank = 1
+        tp = 1
+        dp = 1
+        layers_per_stage = [3, 1]
+        <BLANKLINE>
+        [data]
+        microbatch_size = 2
+        <BLANKLINE>
+        [train]
+        steps = 20
+        <BLANKLINE>
     """
     parts = get_layers_per_stage(model, plan)
     _require_trainable(model, plan, parts, offload_program)
@@ -223,8 +272,8 @@ def train_config(
         tables["pipeline"]["reduce_scatter_at"] = "each_backward"
     if plan.recompute == "full":
         tables["memory"]["recompute"] = "all"
-    if offload_program is not None and (said := _format_offload(offload_program)):
-        tables["memory"]["offload"] = said
+    if offload_program is not None and (offload := _format_offload(offload_program)):
+        tables["memory"]["offload"] = offload
     if plan.optimizer_placement != "device":
         tables["memory"]["optimizer_placement"] = plan.optimizer_placement
     many = f"{plan.gpus} process{'es' * (plan.gpus > 1)}"
@@ -236,12 +285,15 @@ def train_config(
 
 
 def _format_offload(program: Program) -> str:
-    """What a program offloads, as an option says it: stages, and microbatches of stages."""
+    """Return the offloads of a program in the syntax of the option `offload`.
+
+    An entry is a stage with all its microbatches, or one microbatch as "stage.mb".
+    """
     stage, mb = split_addresses(program.words[program.op == HOST_TRIP[0]])
-    each, m = [*zip(stage.tolist(), mb.tolist(), strict=True)], program.shape.microbatches
-    whole = {s for s in {*stage.tolist()} if sum(s == one for one, _ in each) == m}
-    return ",".join([*map(str, sorted(whole)), *(f"{s}.{k}" for s, k in sorted(each)
-                                                 if s not in whole)])  # fmt: skip
+    moved, m = [*zip(stage.tolist(), mb.tolist(), strict=True)], program.shape.microbatches
+    complete_stages = {s for s in {*stage.tolist()} if sum(s == one for one, _ in moved) == m}
+    return ",".join([*map(str, sorted(complete_stages)), *(f"{s}.{k}" for s, k in sorted(moved)
+                                                 if s not in complete_stages)])  # fmt: skip
 
 
 def _require_trainable(
@@ -250,7 +302,7 @@ def _require_trainable(
     layers_per_stage: tuple[int, ...],
     offload_program: Program | None,
 ) -> None:
-    """Raise UsageError for what `schedir train` cannot do."""
+    """Raise UsageError if `schedir train` cannot run the plan."""
     if 0 in layers_per_stage[1:-1]:
         raise _unsupported_error(
             "layers_per_stage", list(layers_per_stage), "a stage between the ends has nothing to do"

@@ -1,4 +1,4 @@
-"""Print a division of layers as options of Megatron-LM and torchtitan."""
+"""Format a division of layers as options of Megatron-LM and torchtitan."""
 
 from __future__ import annotations
 
@@ -11,37 +11,50 @@ from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_division import get_layers_per_stage
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-_MIN_FOLDED_STAGES: Final = 3  # stages that are alike, from which on they are written once
+_MIN_FOLDED_STAGES: Final = 3  # The layout writes a run of this many equal stages only once.
 _TORCHTITAN_LAYERS_FIELD: Final = "pipeline_parallel_module_fqns_per_model_part"
 
 
 def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, str]:
-    """The layers of each stage of a choice, as Megatron-LM and torchtitan are told them, by their
-    names; what they cannot be told is said behind a #.
+    """Return the launcher options that give each stage its layers, for two training frameworks.
 
-    Megatron-LM: `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers`
-    where these say it, and `--pipeline-model-parallel-layout`, which says all there is
-    (megatron/core/transformer/transformer_config.py and pipeline_parallel_layer_layout.py; user
-    guide, "Custom Pipeline Model Parallel Layout").  torchtitan: fields of
-    `config.parallelism` (torchtitan/config/parallelism.py and distributed/pipeline_parallel.py).
+    Megatron-LM: `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers` if
+    these are enough, and `--pipeline-model-parallel-layout`, which can express every division.
+    torchtitan: fields of `config.parallelism`.
+    A line that begins with # explains an alternative, or a plan that the framework cannot run.
 
-    Raises what `get_layers_per_stage` and `build_pipeline_shape` do.
+    Args:
+        model: The model.
+        plan: The plan. The options contain its pipeline size and its division of layers.
 
-    >>> from schedir.planner import ParallelPlan, TransformerSpec, launcher_options
-    >>> model = TransformerSpec(layers=7, hidden=64, heads=4, vocab=256, sequence=64)
-    >>> for trainer, text in launcher_options(model, ParallelPlan(pp=3, microbatches=6,
-    ...     layers_per_stage=(2, 3,
-    ...     2))).items():
-    ...     print(f"{trainer}:", text, sep="\\n")
-    megatron:
-    --pipeline-model-parallel-size 3
-    --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
-    # or, in place of the last line, where there is such an option:
-    --pipeline-model-parallel-layout "Et*2|t*3|t*2L"
-    torchtitan:
-    pipeline_parallel_degree = 3
-    pipeline_parallel_first_stage_less_layers = 1
-    pipeline_parallel_last_stage_less_layers = 1
+    Returns:
+        The options as text, under the keys "megatron" and "torchtitan".
+
+    Raises:
+        UsageError: See `get_layers_per_stage` and `build_pipeline_shape`.
+        ShapeError: A pipeline cannot have this shape.
+
+    References:
+        Megatron-LM: megatron/core/transformer/transformer_config.py and
+        pipeline_parallel_layer_layout.py; user guide, "Custom Pipeline Model Parallel Layout".
+        torchtitan: torchtitan/config/parallelism.py and distributed/pipeline_parallel.py.
+
+    Example:
+        >>> from schedir.planner import ParallelPlan, TransformerSpec, launcher_options
+        >>> model = TransformerSpec(layers=7, hidden=64, heads=4, vocab=256, sequence=64)
+        >>> for trainer, text in launcher_options(model, ParallelPlan(pp=3, microbatches=6,
+        ...     layers_per_stage=(2, 3,
+        ...     2))).items():
+        ...     print(f"{trainer}:", text, sep="\\n")
+        megatron:
+        --pipeline-model-parallel-size 3
+        --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
+        # or, in place of the last line, where there is such an option:
+        --pipeline-model-parallel-layout "Et*2|t*3|t*2L"
+        torchtitan:
+        pipeline_parallel_degree = 3
+        pipeline_parallel_first_stage_less_layers = 1
+        pipeline_parallel_last_stage_less_layers = 1
     """
     parts, shape = get_layers_per_stage(model, plan), build_pipeline_shape(plan)
     return {
@@ -60,41 +73,46 @@ def _format_megatron(
 ) -> list[str]:
     if not is_loop:
         return [f"# it puts stages on ranks in a loop, and {plan.schedule} does not"]
-    found = [f"--pipeline-model-parallel-size {plan.pp}"]
+    lines_ = [f"--pipeline-model-parallel-size {plan.pp}"]
     short = _format_end_options(plan, layers_per_stage)
     if short is None:
-        return [*found, _format_layout(layers_per_stage)]
+        return [*lines_, _format_layout(layers_per_stage)]
     virtual = [f"--num-virtual-stages-per-pipeline-rank {plan.stages_per_rank}"] * (
         plan.stages_per_rank > 1
     )
-    found += virtual
+    lines_ += virtual
     if not short:
-        return found
+        return lines_
     lines = "2 lines" if virtual else "line"
     other = f"# or, in place of the last {lines}, where there is such an option:"
-    return [*found, short, other, _format_layout(layers_per_stage)]
+    return [*lines_, short, other, _format_layout(layers_per_stage)]
 
 
 def _format_end_options(plan: ParallelPlan, layers_per_stage: tuple[int, ...]) -> str | None:
-    """The options for the first rank and the last, where all others are alike and stages of a rank
-    are, too; nothing where all ranks are alike, and None where this cannot say it."""
+    """Return Megatron-LM's options for the first and the last rank.
+
+    They work if all stages of a rank are equal and all inner ranks are equal. The result is "" if
+    all ranks are equal, and None if these options cannot express the division.
+    """
     ranks = [{*layers_per_stage[rank :: plan.pp]} for rank in range(plan.pp)]
-    if any(len(each) > 1 for each in ranks):
+    if any(len(layers_per_rank) > 1 for layers_per_rank in ranks):
         return None
-    each = [layers_per_stage[rank] * plan.stages_per_rank for rank in range(plan.pp)]
-    if not all(each):
+    layers_per_rank = [layers_per_stage[rank] * plan.stages_per_rank for rank in range(plan.pp)]
+    if not all(layers_per_rank):
         return None
     for first, last in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        inner = each[first : len(each) - last]
+        inner = layers_per_rank[first : len(layers_per_rank) - last]
         if first + last > plan.pp or len({*inner}) > 1:
             continue
-        said = [f"--decoder-first-pipeline-num-layers {each[0]}"] * first
-        return " ".join(said + [f"--decoder-last-pipeline-num-layers {each[-1]}"] * last)
+        first_option = [f"--decoder-first-pipeline-num-layers {layers_per_rank[0]}"] * first
+        return " ".join(
+            first_option + [f"--decoder-last-pipeline-num-layers {layers_per_rank[-1]}"] * last
+        )
     return None
 
 
 def _format_layout(layers_per_stage: tuple[int, ...]) -> str:
-    """Stages as letters: E is the embedding, t a layer, L the head with its loss."""
+    """Return Megatron-LM's layout: E is the embedding, t a layer, L the head with the loss."""
     inner = [_format_layer_letters(n) for n in layers_per_stage]
     inner[0], inner[-1] = "E" + inner[0], inner[-1] + "L"
     text = ""
@@ -116,15 +134,15 @@ def _format_torchtitan(
 ) -> list[str]:
     if not is_supported:
         return [f"# it puts stages on ranks in a loop, or two down and up, not as {plan.schedule}"]
-    found = [f"pipeline_parallel_degree = {plan.pp}"]
+    options = [f"pipeline_parallel_degree = {plan.pp}"]
     if (less := _count_removed_layers(layers_per_stage)) is not None:
-        whole = sum(layers_per_stage) + sum(less)
-        each = -(-whole // len(layers_per_stage))
-        if plan.stages_per_rank > 2 and -(-whole // each) == len(layers_per_stage):
-            found.append(f"pipeline_parallel_layers_per_stage = {each}")
-        if plan.stages_per_rank <= 2 or len(found) > 1:
-            found.append(f"pipeline_parallel_first_stage_less_layers = {less[0]}")
-            return [*found, f"pipeline_parallel_last_stage_less_layers = {less[1]}"]
+        layer_slots = sum(layers_per_stage) + sum(less)
+        each = -(-layer_slots // len(layers_per_stage))
+        if plan.stages_per_rank > 2 and -(-layer_slots // each) == len(layers_per_stage):
+            options.append(f"pipeline_parallel_layers_per_stage = {each}")
+        if plan.stages_per_rank <= 2 or len(options) > 1:
+            options.append(f"pipeline_parallel_first_stage_less_layers = {less[0]}")
+            return [*options, f"pipeline_parallel_last_stage_less_layers = {less[1]}"]
     names, layer = [], 0
     for n in layers_per_stage:
         names.append([f"layers.{k}" for k in range(layer, layer + n)])
@@ -133,24 +151,27 @@ def _format_torchtitan(
     names[-1] += ["norm", "lm_head"]
     older = _TORCHTITAN_LAYERS_FIELD.removeprefix("pipeline_parallel_")
     return [
-        *found,
+        *options,
         f"{_TORCHTITAN_LAYERS_FIELD} = {json.dumps(names)}",
         f'# in older versions {older}, with "output" in the place of "lm_head"',
     ]
 
 
 def _count_removed_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int] | None:
-    """How many layers less the first and the last stage have, where this says all: torchtitan
-    counts these as layers, gives each stage as many of all, and the first ones one more."""
+    """Return by how many layers torchtitan shortens the first and the last stage, or None.
+
+    torchtitan divides layers plus the removed ones evenly, and the first stages get one more layer.
+    The result is None if no such numbers give this division.
+    """
     stages = len(layers_per_stage)
     if stages < 2:
         return None
     for each in sorted({n - k for n in layers_per_stage for k in (0, 1)}, reverse=True):
-        for more in range(stages):
-            made = [each + (stage < more) for stage in range(stages)]
-            first, last = made[0] - layers_per_stage[0], made[-1] - layers_per_stage[-1]
+        for longer_stages in range(stages):
+            even = [each + (stage < longer_stages) for stage in range(stages)]
+            first, last = even[0] - layers_per_stage[0], even[-1] - layers_per_stage[-1]
             if (
-                made[1:-1] == [*layers_per_stage[1:-1]]
+                even[1:-1] == [*layers_per_stage[1:-1]]
                 and 0 <= min(first, last) <= max(first, last) <= each
             ):
                 return first, last

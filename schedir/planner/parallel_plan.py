@@ -1,4 +1,4 @@
-"""ParallelPlan: the layout of a model on a cluster, and its estimates of time and memory."""
+"""Parallel plans: the layout of a training run on a cluster, with estimates of time and memory."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ StatePlacement = Literal["device", "host"]
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """A layout of a training run: parallel degrees, a schedule, and what makes it fit in memory.
+    """A layout of a training run: parallel degrees, a schedule and memory options.
 
-    Attributes:
+    Args:
         pp: Ranks of the pipeline.
         tp: Tensor-parallel ranks of each stage.
-        dp: Data-parallel replicas.  A plan takes pp * tp * dp * cp GPUs.
+        dp: Data-parallel replicas. A plan uses pp * tp * dp * cp GPUs.
         stages_per_rank: Pipeline stages of each rank.
         microbatch_size: Sequences in a microbatch.
         microbatches: Microbatches of a replica in one step.
         schedule: The name of a built-in schedule, or the path of a `.sched` file.
-        recompute: What a layer computes again in the backward: "none", "selective" or "full"
-            (arXiv 2205.05198, section 5).
-        zero: The stage of ZeRO, from 0 to 3.
-        sequence_parallel: Whether norms and dropout are divided over the tensor-parallel ranks
+        recompute: What a layer computes again in the backward: "none", "selective" or "full" (arXiv
+            2205.05198, section 5).
+        zero: The ZeRO level, from 0 to 3.
+        sequence_parallel: True if norms and dropout are divided among the tensor-parallel ranks
             (arXiv 2205.05198, section 4.2.2).
-        cp: Parts of a sequence (context parallelism).
+        cp: Ranks that share each sequence (context parallelism).
         ep: Replicas that share the experts of a layer (expert parallelism).
-        layers_per_stage: The number of layers of each stage; () divides them evenly.
+        layers_per_stage: The number of layers of each stage. () divides them evenly.
         attention: "softmax" writes all scores to memory and reads them again (arXiv 2205.05198,
-            section 4.1); "flash" keeps them on chip, and computes them again in the backward
-            (arXiv 2307.08691).
+            section 4.1). "flash" keeps them on chip, and computes them again in the backward (arXiv
+            2307.08691).
         rank_order: The order in which processes are numbered, the innermost dimension first.
-            "tp-pp-dp" is schedir's order, "tp-dp-pp" the default of Megatron-LM.  Parts of a
-            sequence are numbered with the tensor-parallel ranks.
-        offload: "fit" moves as few saved activations to the host as the memory of the GPUs
-            requires; "none" moves none.
-        optimizer_placement: Where the optimizer's state is between steps: "device" or "host".
+            "tp-pp-dp" is the order of schedir, "tp-dp-pp" the default of Megatron-LM.
+            Context-parallel ranks are numbered directly after the tensor-parallel ranks.
+        offload: "fit" offloads as few saved activations to the host as the memory of the GPUs
+            requires. "none" offloads none.
+        optimizer_placement: Where the optimizer state is between steps: "device" or "host".
 
     Raises:
         UsageError: A field has a value that it cannot have.
@@ -124,33 +124,39 @@ class ParallelPlan:
 
     @property
     def gpus(self) -> int:
-        """How many it runs on."""
+        """Number of GPUs of the plan."""
         return self.pp * self.tp * self.dp * self.cp
 
     @property
     def batch(self) -> int:
-        """Sequences of a step."""
+        """Sequences of a step, over all replicas."""
         return self.dp * self.microbatches * self.microbatch_size
 
     @property
     def stages(self) -> int:
-        """Parts of the model."""
+        """Number of pipeline stages."""
         return self.pp * self.stages_per_rank
 
     @property
     def has_offload(self) -> bool:
-        """Whether anything goes to the host and comes back."""
+        """Return whether activations or optimizer state are copied to the host."""
         return self.offload != "none" or self.optimizer_placement != "device"
 
 
 def _is_integer(value: object, min_value: int) -> bool:
-    """Return whether `value` is a whole number from `min_value` on."""
+    """Return whether `value` is an integer of at least `min_value`, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= min_value
 
 
 class PhaseTimes(NamedTuple):
-    """Seconds of one microbatch in one stage: the forward, the backward of inputs and of weights,
-    and what runs again before them."""
+    """Times of one microbatch in one stage, in seconds, by phase.
+
+    Attributes:
+        F: The forward.
+        I: The backward of the inputs.
+        W: The backward of the weights.
+        R: Recomputation before the backward.
+    """
 
     F: float = 0.0
     I: float = 0.0
@@ -159,75 +165,114 @@ class PhaseTimes(NamedTuple):
 
     @property
     def B(self) -> float:
-        """The whole backward, with what runs again."""
+        """Time of the full backward, including recomputation."""
         return self.I + self.W + self.R
 
     def plus(self, other: PhaseTimes, count: float = 1.0) -> PhaseTimes:
-        """The sum with another, so many times."""
+        """Return the sum with another time, multiplied by a number.
+
+        Args:
+            other: The times to add.
+            count: The factor of `other`.
+        """
         return PhaseTimes(*(a + count * b for a, b in zip(self, other, strict=True)))
 
 
 class StageTimes(NamedTuple):
-    """What one microbatch takes on one GPU: work, and tensor-parallel collectives that nothing
-    hides."""
+    """Times of one microbatch on one GPU, in seconds.
+
+    Attributes:
+        compute: Compute.
+        tensor_parallel: Tensor-parallel collectives that do not overlap with compute.
+    """
 
     compute: PhaseTimes = PhaseTimes()
     tensor_parallel: PhaseTimes = PhaseTimes()
 
     @property
     def total(self) -> PhaseTimes:
-        """Both."""
+        """Sum of compute and collectives, by phase."""
         return self.compute.plus(self.tensor_parallel)
 
     def plus(self, other: StageTimes, count: float = 1.0) -> StageTimes:
-        """The sum with another, so many times."""
+        """See `PhaseTimes.plus`.
+
+        Args:
+            other: The times to add.
+            count: The factor of `other`.
+        """
         return StageTimes(*(a.plus(b, count) for a, b in zip(self, other, strict=True)))
 
 
 class StepBreakdown(NamedTuple):
-    """Where the seconds of a step go, on the rank that decides: they add up to the step.
+    """The parts of a step in seconds, on the rank with the most compute. Their sum is the step.
 
-    >>> from schedir.planner import StepBreakdown
-    >>> StepBreakdown(20, 0, 2, 0.5, 3, 0.5, 0).bubble
-    3
+    Attributes:
+        compute: Compute of the model, without recomputation.
+        recompute: Recomputation.
+        tensor_parallel: Collectives inside of layers that are not hidden by compute.
+        transfers: Messages between stages that are not hidden by compute.
+        bubble: Time that the rank waits for other stages.
+        data_parallel: Reductions over replicas and gathers of ZeRO that are not hidden by compute.
+        optimizer: The gradient norm and the update.
+        host_copies: Copies to the host memory and back that are not hidden by compute.
+
+    Example:
+        >>> from schedir.planner import StepBreakdown
+        >>> StepBreakdown(20, 0, 2, 0.5, 3, 0.5, 0).bubble
+        3
     """
 
-    compute: float  # of the model, as if it were all there is
-    recompute: float  # what runs again
-    tensor_parallel: float  # collectives inside of layers, as far as they are not hidden
-    transfers: float  # messages between stages, as far as they are waited for
-    bubble: float  # waiting for other stages
-    data_parallel: float  # sums over replicas, gathers of ZeRO, as far as they are not hidden
-    optimizer: float  # norms and updates
-    host_copies: float = 0.0  # copies to the host's memory and back, as far as they are waited for
+    compute: float
+    recompute: float
+    tensor_parallel: float
+    transfers: float
+    bubble: float
+    data_parallel: float
+    optimizer: float
+    host_copies: float = 0.0
 
 
 class GpuMemory(NamedTuple):
-    """Bytes at the peak of the fullest GPU, by what they are.
+    """Peak memory of the GPU that uses the most, in bytes by kind.
 
-    >>> from schedir.planner import GpuMemory
-    >>> GpuMemory(weights=5e9, gradients=5e9, optimizer=7e9, activations=20e9, other=3e9).total
-    40000000000.0
+    Attributes:
+        weights: Weights.
+        gradients: Gradients.
+        optimizer: Optimizer state.
+        activations: Saved activations.
+        other: Communication buffers, workspace of kernels, memory that the allocator wastes, and
+            memory of the process.
+
+    Example:
+        >>> from schedir.planner import GpuMemory
+        >>> GpuMemory(weights=5e9, gradients=5e9, optimizer=7e9, activations=20e9, other=3e9).total
+        40000000000.0
     """
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    other: float  # buffers of communication, of the allocator, and what kernels work in
+    other: float
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all kinds."""
         return sum(self)
 
 
 class HostMemory(NamedTuple):
-    """Bytes that the GPU has on its host which has most there, at the peak of that.
+    """Peak host memory of the GPU that uses the most of it, in bytes by kind.
 
-    >>> from schedir.planner import HostMemory
-    >>> HostMemory(optimizer=36e9, activations=50e9).total
-    86000000000.0
+    Attributes:
+        optimizer: Optimizer state.
+        activations: Offloaded activations.
+
+    Example:
+        >>> from schedir.planner import HostMemory
+        >>> HostMemory(optimizer=36e9, activations=50e9).total
+        86000000000.0
     """
 
     optimizer: float = 0.0
@@ -235,11 +280,11 @@ class HostMemory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Sum of both kinds."""
         return sum(self)
 
 
-NO_HOST_MEMORY: Final = HostMemory()  # of what has all on its GPU
+NO_HOST_MEMORY: Final = HostMemory()  # The host memory of a plan without offload.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,16 +294,17 @@ class PlanEstimate(ParallelPlan):
     Attributes:
         step_time: Seconds of a step, the sum of `breakdown`.
         breakdown: Seconds of each part of the step.
-        memory: Bytes on the fullest GPU, by what they hold.
-        flops_per_second: Operations of the model per second on one GPU.
+        memory: Bytes on the GPU that uses the most, by kind.
+        flops_per_second: Floating-point operations per second on one GPU. Recomputation does not
+            count.
         mfu: `flops_per_second` as a share of the peak in the GPU's data sheet.
         bottleneck: The largest part that another plan could reduce, or "memory".
         explanation: A sentence that explains `bottleneck`.
-        is_simulated: Whether the step was simulated as a program; else a closed form gives its
-        time.
-        fits: Whether the plan fits in the memory of the GPUs and their hosts.
+        exact: True if the program was simulated. Otherwise the step time is from the closed form.
+        fits: True if the plan fits in the memory of the GPUs and their hosts.
         host_memory: Bytes on the host.
-        offload_comparison: With an offload, how the plan compares with the best plan without one.
+        offload_comparison: With an offload, the difference to the best plan without one. For the
+            fastest plan without an offload, the difference to the best plan with one.
 
     Example:
         >>> from schedir import planner

@@ -22,13 +22,23 @@ from schedir.predict.activation_bytes import Recompute
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-SCHEDULE_NAMES: Final = tuple(SCHEDULE_FORMULAS)  # a schedule's number is its place here
+SCHEDULE_NAMES: Final = tuple(SCHEDULE_FORMULAS)  # The column `schedule` has indices of this tuple.
 RECOMPUTE_MODES: Final[tuple[Recompute, ...]] = get_args(Recompute)
 
 
 class RankGroupShares(NamedTuple):
-    """The shares of all plans, each field of `RankGroupShare` as an array of a row for each plan
-    and a column for each share; where a plan has fewer, their `rank_count` is 0."""
+    """The rank group shares of all plans: each field of `RankGroupShare` as an array.
+
+    All arrays have the shape (plans, groups). A plan with fewer groups has entries with a
+    `rank_count` of 0.
+
+    Attributes:
+        rank_count: Ranks of the group.
+        first_rank: The first rank of the group.
+        layers: Layers of each rank of the group.
+        has_first_stage: True if the ranks have the first stage, and so the embedding.
+        has_last_stage: True if the ranks have the last stage, and so the head.
+    """
 
     rank_count: Ints
     first_rank: Ints
@@ -39,13 +49,25 @@ class RankGroupShares(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlanColumns:
-    """A column of whole numbers for each field of a choice, as `ParallelPlan` has them; `schedule`
-    and `recompute` are numbers of `SCHEDULE_NAMES` and `RECOMPUTE_MODES`, and `sequence_parallel`
-    is 0 or 1.
+    """Plans as columns: an integer array of shape (plans,) for each field of a plan.
 
-    What all plans have alike is said once.  Layers are divided as evenly as can be
-    (`divide_evenly`), unless
-    `layers_of` is told.
+    Args:
+        pp: See `ParallelPlan`.
+        tp: See `ParallelPlan`.
+        dp: See `ParallelPlan`.
+        stages_per_rank: See `ParallelPlan`.
+        microbatch_size: See `ParallelPlan`.
+        microbatches: See `ParallelPlan`.
+        schedule: Indices of `SCHEDULE_NAMES`.
+        recompute: Indices of `RECOMPUTE_MODES`.
+        zero: See `ParallelPlan`.
+        sequence_parallel: 0 or 1.
+        cp: See `ParallelPlan`.
+        ep: See `ParallelPlan`.
+        attention: The attention of all plans.
+        rank_order: The rank order of all plans.
+        layers_per_stage: The division of layers of all plans. () divides them as evenly as possible
+            (`divide_evenly`).
     """
 
     pp: Ints
@@ -69,8 +91,14 @@ class PlanColumns:
 
     @classmethod
     def from_plan(cls, plan: ParallelPlan) -> PlanColumns:
-        """One choice alone.  Raises UsageError for one that has anything on the host, of whose
-        copies closed forms know nothing."""
+        """Return a table of one plan.
+
+        Args:
+            plan: The plan.
+
+        Raises:
+            UsageError: The plan offloads. The closed form does not include copies to the host.
+        """
         if plan.has_offload:
             raise simulation_only_error()
         each = {f.name: getattr(plan, f.name) for f in fields(cls)}
@@ -80,11 +108,24 @@ class PlanColumns:
         return cls(**each)
 
     def select(self, selection: Any) -> PlanColumns:
-        """Some of the plans, by number or by mask."""
+        """Return a table of some of the plans.
+
+        Args:
+            selection: An index array or a mask of shape (plans,).
+        """
         return replace(self, **{name: getattr(self, name)[selection] for name in COLUMN_NAMES})
 
     def plan_at(self, model: TransformerSpec, index: int) -> ParallelPlan:
-        """One of them; one that does not divide evenly says its layers."""
+        """Return one of the plans.
+
+        Args:
+            model: The model of the plans.
+            index: The row of the plan.
+
+        Returns:
+            The plan. It has explicit `layers_per_stage` if its stages do not divide the layers
+            evenly.
+        """
         each: dict[str, Any] = {name: int(getattr(self, name)[index]) for name in COLUMN_NAMES}
         each["schedule"] = SCHEDULE_NAMES[each["schedule"]]
         each["recompute"] = RECOMPUTE_MODES[each["recompute"]]
@@ -97,7 +138,14 @@ class PlanColumns:
         return ParallelPlan(**each)
 
     def find_distinct(self, *column_names: str) -> tuple[Ints, Ints]:
-        """The first plan of each combination of these columns, and for each plan which it has."""
+        """Find the distinct combinations of values in some columns.
+
+        Args:
+            *column_names: The columns.
+
+        Returns:
+            The first row of each combination, and for each row the index of its combination.
+        """
         code = np.zeros(len(self), np.int64)
         for name in column_names:
             column = getattr(self, name)
@@ -108,28 +156,34 @@ class PlanColumns:
     def compute_shares(
         self, model: TransformerSpec, *, merge_equal_ranks: bool = True
     ) -> RankGroupShares:
-        """What ranks have: `shares` of each plan."""
+        """Return which stages and layers the ranks of each plan have.
+
+        Args:
+            model: The model of the plans.
+            merge_equal_ranks: True if ranks with equal shares form one group. Otherwise each rank
+                is a group.
+        """
         vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES], np.int64)[
             self.schedule
         ]
-        _, which = np.unique(
+        _, combination = np.unique(
             (self.pp * 2**20 + self.stages_per_rank) * 2 + vee, return_inverse=True
         )
-        first = np.unique(which, return_index=True)[1]
+        first = np.unique(combination, return_index=True)[1]
         each = [
             compute_rank_shares(model, self.plan_at(model, i), merge_equal_ranks=merge_equal_ranks)
             for i in first.tolist()
         ]
-        most = max(map(len, each), default=0)
+        max_groups = max(map(len, each), default=0)
         none = RankGroupShare(0, 0, 0, False, False)
-        table = np.array([[*own, *[none] * (most - len(own))] for own in each], np.int64)
-        columns = [table.reshape(len(each), most, -1)[which, :, k] for k in range(5)]
+        table = np.array([[*own, *[none] * (max_groups - len(own))] for own in each], np.int64)
+        columns = [table.reshape(len(each), max_groups, -1)[combination, :, k] for k in range(5)]
         number, rank, layers, *ends = columns
         return RankGroupShares(number, rank, layers, *(end.astype(bool) for end in ends))
 
 
 def simulation_only_error() -> UsageError:
-    """The refusal to tell without a simulation what offloads."""
+    """Return the error for a plan that offloads, where only the closed form is available."""
     return UsageError(
         "closed forms know nothing of copies to the host and back: plans that offload are "
         "simulated, which exact=False, or --closed-form-only, leaves out",

@@ -24,7 +24,24 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class FieldFilter(NamedTuple):
-    """Which values of each field of a choice are asked for; None for all that make sense."""
+    """The allowed values of each field of a plan. None allows all values that make sense.
+
+    Attributes:
+        schedules: See `ParallelPlan.schedule`.
+        pp: See `ParallelPlan`.
+        tp: See `ParallelPlan`. None allows only sizes within a node.
+        dp: See `ParallelPlan`.
+        stages_per_rank: See `ParallelPlan`.
+        microbatch_size: See `ParallelPlan`.
+        cp: See `ParallelPlan`.
+        ep: See `ParallelPlan`.
+        recompute: See `ParallelPlan`.
+        zero: See `ParallelPlan`.
+        sequence_parallel: See `ParallelPlan`.
+        attention: The attention of all plans.
+        rank_order: The rank order of all plans.
+        offload: True if to include plans that are useful only if states are offloaded.
+    """
 
     schedules: tuple[str, ...] = DEFAULT_SCHEDULES
     pp: tuple[int, ...] | None = None
@@ -39,37 +56,43 @@ class FieldFilter(NamedTuple):
     sequence_parallel: tuple[bool, ...] | None = None
     attention: Attention = "softmax"
     rank_order: RankOrder = "tp-pp-dp"
-    offload: bool = False  # whether there are plans that make sense only where states are moved
+    offload: bool = False
 
 
 _DEGREE_FIELDS: Final = ("pp", "tp", "dp", "stages_per_rank", "microbatch_size", "cp", "ep")
 
 
 def build_field_filter(**fields: Any) -> FieldFilter:
-    """What is asked for, of one value or several each.
+    """Build a filter from one value or several values for each field.
 
-    Raises UsageError for what is no such value.
+    Args:
+        **fields: A value or a sequence of values for each field of `FieldFilter`. None is the
+            default.
 
-    >>> build_field_filter(tp=8, schedules="zb_v").tp, build_field_filter(tp=(2, 4)).tp
-    ((8,), (2, 4))
+    Raises:
+        UsageError: A field cannot have one of the values, or a sequence is empty.
+
+    Example:
+        >>> build_field_filter(tp=8, schedules="zb_v").tp, build_field_filter(tp=(2, 4)).tp
+        ((8,), (2, 4))
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, given in fields.items():
         if name in ("attention", "rank_order", "offload"):
-            found[name] = given
+            result[name] = given
             continue
         if given is None:
             continue
-        several = isinstance(given, Sequence | range) and not isinstance(given, str)
-        found[name] = tuple(given) if several else (given,)
+        is_sequence = isinstance(given, Sequence | range) and not isinstance(given, str)
+        result[name] = tuple(given) if is_sequence else (given,)
     for name in _DEGREE_FIELDS:
-        for value in found.get(name, ()):
+        for value in result.get(name, ()):
             ParallelPlan(**{name: value})
     for name in ("recompute", "attention", "rank_order"):
-        values = found.get(name, ())
+        values = result.get(name, ())
         for value in values if isinstance(values, tuple) else (values,):
             ParallelPlan(**{name: value})
-    for level in found.get("zero", ()):
+    for level in result.get("zero", ()):
         if (
             isinstance(level, bool)
             or not isinstance(level, int)
@@ -79,35 +102,48 @@ def build_field_filter(**fields: Any) -> FieldFilter:
                 f"zero is a level of ZeRO, from 0 to {ZERO_LEVEL_COUNT - 1}, not {describe(level)}",
                 fields=["zero"],
             )
-    for value in found.get("sequence_parallel", ()):
+    for value in result.get("sequence_parallel", ()):
         if not isinstance(value, bool):
             raise UsageError(
                 f"sequence_parallel is True or False, not {describe(value)}",
                 fields=["sequence_parallel"],
             )
-    for name in found.get("schedules", ()):
+    for name in result.get("schedules", ()):
         get_formulas(name)
-    for name, values in found.items():
+    for name, values in result.items():
         if values == ():
             raise UsageError(f"of {name} there is none to choose from", fields=[name])
-    return FieldFilter(**found)
+    return FieldFilter(**result)
 
 
 def enumerate_plans(
     model: TransformerSpec, cluster: Cluster, batch: int, field_filter: FieldFilter
 ) -> PlanColumns:
-    """All plans of what is asked for.
+    """Return all plans of a model that a filter allows on a cluster.
 
-    p t d c are all GPUs of the cluster, d b m is the batch.  Slices divide the heads, stay within
-    a node unless `tp` is given, and then there is a warning; stages are no more than layers, and
-    where these do not divide evenly, two stages per rank at most, or as many as would divide them
-    with the embedding and the head.  With the weights or gradients in parts (`zero` from 2 on)
-    ranks have more than two stages, and whole backwards, unless told: all stages are whole all the
-    time otherwise, or gradients are summed again and again.  Ranks that are alone have more than
-    one for that, too, and where states are to be moved to the host, stage by stage (`offload`).
+    The product pp * tp * dp * cp is the number of GPUs, and dp * microbatch_size * microbatches is
+    the batch. Without a filter of the field, these rules apply:
 
-    Raises UsageError where there is none: for heads that slices do not divide, GPUs that are no
-    product of what is asked for, and a batch that does not divide, with the nearest that do.
+    - `tp` divides the heads and stays within a node.
+    - There are at most as many stages as layers. If the stages do not divide the layers, a rank has
+      at most two stages, or a number that divides the layers plus embedding and head.
+    - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. Otherwise
+      all stages would stay unsharded, or gradients would be reduced after every microbatch.
+    - A pipeline of one rank has several stages only for this ZeRO case, or to offload states stage
+      by stage (`FieldFilter.offload`).
+
+    Args:
+        model: The model.
+        cluster: The cluster. All its GPUs are used.
+        batch: Sequences of a step.
+        field_filter: The allowed values.
+
+    Raises:
+        UsageError: No plan exists. For example, `tp` does not divide the heads, the GPUs are not a
+            product of the degrees, or the batch is not divisible. The hint has values that work.
+
+    Warns:
+        A tensor-parallel group leaves its node, because the filter asks for it.
     """
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise UsageError(f"batch is a number of sequences, not {describe(batch)}", fields=["batch"])
@@ -118,8 +154,8 @@ def enumerate_plans(
     degrees = [*_enumerate_degrees(model, cluster, field_filter)]
     if not degrees:
         raise _no_product_error(model, cluster, field_filter)
-    if (most := max(degree.tp for degree in degrees)) > cluster.gpus_per_node:
-        warn_cross_node_tp(most, cluster, stacklevel=4)
+    if (max_tp := max(degree.tp for degree in degrees)) > cluster.gpus_per_node:
+        warn_cross_node_tp(max_tp, cluster, stacklevel=4)
     rows = [
         row for degree in degrees for row in _enumerate_rows(model, batch, degree, field_filter)
     ]
@@ -131,17 +167,29 @@ def enumerate_plans(
 
 
 def list_divisors(number: int) -> list[int]:
-    """Of a number, ascending.
+    """Return the divisors of a number, in ascending order.
 
-    >>> list_divisors(12)
-    [1, 2, 3, 4, 6, 12]
+    Args:
+        number: A positive integer.
+
+    Example:
+        >>> list_divisors(12)
+        [1, 2, 3, 4, 6, 12]
     """
     low = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
     return low + [number // k for k in reversed(low) if k * k != number]
 
 
 class Degree(NamedTuple):
-    """How many of each make the GPUs."""
+    """Parallel degrees that together use all GPUs.
+
+    Attributes:
+        pp: See `ParallelPlan`.
+        tp: See `ParallelPlan`.
+        dp: See `ParallelPlan`.
+        cp: See `ParallelPlan`.
+        ep: See `ParallelPlan`.
+    """
 
     pp: int
     tp: int
@@ -167,22 +215,28 @@ def _enumerate_degrees(
 def _list_tp_sizes(
     model: TransformerSpec, cluster: Cluster, field_filter: FieldFilter
 ) -> list[int]:
-    """The numbers of slices that the model allows."""
-    told, node = field_filter.tp, cluster.gpus_per_node
-    found = [t for t in told or list_divisors(cluster.gpu_count) if told or t <= node]
-    fits = [t for t in found if not _find_indivisible_field(model, t)]
-    if told and not fits:
-        wrong = _find_indivisible_field(model, told[0])
-        can = [str(t) for t in range(1, node + 1) if not _find_indivisible_field(model, t)]
+    """Return the tensor-parallel sizes that the filter and the model allow."""
+    requested, node = field_filter.tp, cluster.gpus_per_node
+    sizes = [t for t in requested or list_divisors(cluster.gpu_count) if requested or t <= node]
+    fits = [t for t in sizes if not _find_indivisible_field(model, t)]
+    if requested and not fits:
+        wrong = _find_indivisible_field(model, requested[0])
+        valid = [str(t) for t in range(1, node + 1) if not _find_indivisible_field(model, t)]
         raise UsageError(
-            f"{wrong} {getattr(model, wrong)} cannot be divided among tp {told[0]}",
-            hint=f"tp = {' or '.join(can)}", fields=["tp", wrong],
+            f"{wrong} {getattr(model, wrong)} cannot be divided among tp {requested[0]}",
+            hint=f"tp = {' or '.join(valid)}", fields=["tp", wrong],
         )  # fmt: skip
     return fits
 
 
 def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
-    """Warn of slices that are no neighbours."""
+    """Warn that a tensor-parallel group leaves its node.
+
+    Args:
+        t: The tensor-parallel size.
+        cluster: The cluster.
+        stacklevel: Stack frames from this function's caller to the line that the warning shows.
+    """
     warnings.warn(
         f"tp {t} leaves the node of {cluster.gpus_per_node} GPUs: each layer's sums go over the "
         "network",
@@ -191,7 +245,7 @@ def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
 
 
 def _find_indivisible_field(model: TransformerSpec, t: int) -> str:
-    """What of a model t slices do not divide."""
+    """Return the first field of a model that `t` does not divide, or ""."""
     kv = model.kv_heads % t and t % model.kv_heads
     bad = [name for name in ("heads", "ffn") if getattr(model, name) % t]
     return (bad + ["kv_heads"] * bool(kv) + [""])[0]
@@ -200,41 +254,47 @@ def _find_indivisible_field(model: TransformerSpec, t: int) -> str:
 def _list_stages_per_rank(
     model: TransformerSpec, p: int, schedule: str, field_filter: FieldFilter
 ) -> list[int]:
-    """Stages per rank of a schedule."""
     kind = SCHEDULE_FORMULAS[schedule].stages_per_rank
-    most = model.layers // p
+    max_stages = model.layers // p
     if kind != "many":
         v = 1 if kind == "one" else 2
         return [v] * (
-            v <= most and (not field_filter.stages_per_rank or v in field_filter.stages_per_rank)
+            v <= max_stages
+            and (not field_filter.stages_per_rank or v in field_filter.stages_per_rank)
         )
     if field_filter.stages_per_rank:
-        return [v for v in field_filter.stages_per_rank if 2 <= v <= most]
-    even = [v for v in range(2, most + 1) if model.layers % (p * v) == 0]
-    ends = [v for v in range(2, most + 1) if (model.layers + 2) % (p * v) == 0 and p > 1]
-    return sorted({*even, *ends} | ({2} if most >= 2 else set()))
+        return [v for v in field_filter.stages_per_rank if 2 <= v <= max_stages]
+    even = [v for v in range(2, max_stages + 1) if model.layers % (p * v) == 0]
+    ends = [v for v in range(2, max_stages + 1) if (model.layers + 2) % (p * v) == 0 and p > 1]
+    return sorted({*even, *ends} | ({2} if max_stages >= 2 else set()))
 
 
 def _enumerate_rows(
     model: TransformerSpec, batch: int, degree: Degree, field_filter: FieldFilter
 ) -> Iterator[tuple[int, ...]]:
-    """The plans of so many ranks, slices and replicas, as columns have them."""
+    """Yield the plans of given degrees, as rows in the order of `COLUMN_NAMES`."""
     p, t, d, c, e = degree
     if batch % d:
         return
-    each = batch // d
-    sizes = [b for b in field_filter.microbatch_size or list_divisors(each) if each % b == 0]
-    cuts = field_filter.sequence_parallel or (False, True)
-    cuts = tuple({cut and t > 1 and model.sequence % (t * c) == 0 for cut in cuts})
+    replica_batch = batch // d
+    sizes = [
+        b
+        for b in field_filter.microbatch_size or list_divisors(replica_batch)
+        if replica_batch % b == 0
+    ]
+    sequence_parallel = field_filter.sequence_parallel or (False, True)
+    sequence_parallel = tuple(
+        {cut and t > 1 and model.sequence % (t * c) == 0 for cut in sequence_parallel}
+    )
     recomputes = [RECOMPUTE_MODES.index(name) for name in field_filter.recompute]
     for name in field_filter.schedules:
-        own = SCHEDULE_FORMULAS[name]
+        formulas = SCHEDULE_FORMULAS[name]
         for v in _list_stages_per_rank(model, p, name, field_filter):
             levels = [*_list_zero_levels(d * c, p, v, name, field_filter)]
-            rest = [*product(levels, recomputes, cuts)]
+            rest = [*product(levels, recomputes, sequence_parallel)]
             for b in sizes:
-                m = each // b
-                if m < own.min_microbatches(p) or (own.needs_multiple_of_ranks and m % p):
+                m = replica_batch // b
+                if m < formulas.min_microbatches(p) or (formulas.needs_multiple_of_ranks and m % p):
                     continue
                 number = SCHEDULE_NAMES.index(name)
                 for zero, recompute, cut in rest:
@@ -244,51 +304,56 @@ def _enumerate_rows(
 def _list_zero_levels(
     replicas: int, p: int, v: int, schedule: str, field_filter: FieldFilter
 ) -> Iterator[int]:
-    """Levels of ZeRO that differ from lower ones."""
+    """Yield the ZeRO levels that make a difference for these degrees."""
     for level in field_filter.zero or range(ZERO_LEVEL_COUNT):
-        cuts = level >= 2 and (
+        shards_gradients = level >= 2 and (
             field_filter.zero is not None
             or (v > 2 and not SCHEDULE_FORMULAS[schedule].has_split_backward)
         )
-        # Many stages on one rank are for ZeRO alone, and for states on the host, unless told.
-        told = field_filter.stages_per_rank is not None and field_filter.zero is not None
-        told = told or (
+        # Without a pipeline, several stages on the rank are useful only for ZeRO and for offloaded
+        # states, unless the filter asks for them.
+        allows_many_stages = (
+            field_filter.stages_per_rank is not None and field_filter.zero is not None
+        )
+        allows_many_stages = allows_many_stages or (
             field_filter.offload and SCHEDULE_FORMULAS[schedule].stages_per_rank == "many"
         )
-        alone = p == 1 and schedule != "one_f_one_b" and not told
+        is_excluded = p == 1 and schedule != "one_f_one_b" and not allows_many_stages
         if replicas == 1:
-            if level == 0 and not alone:
+            if level == 0 and not is_excluded:
                 yield level
-        elif cuts or (level < 2 and not alone):
+        elif shards_gradients or (level < 2 and not is_excluded):
             yield level
 
 
 def _no_product_error(
     model: TransformerSpec, cluster: Cluster, field_filter: FieldFilter
 ) -> UsageError:
-    told = [
+    names = [
         name
         for name in ("pp", "tp", "dp", "cp", "ep")
         if getattr(field_filter, name) not in (None, (1,))
     ]
-    said_ = " x ".join(f"{name} {_join_with_or(getattr(field_filter, name))}" for name in told)
+    product_text = " x ".join(
+        f"{name} {_join_with_or(getattr(field_filter, name))}" for name in names
+    )
     if field_filter.pp and min(field_filter.pp) > model.layers:
         return UsageError(
             f"pp {_join_with_or(field_filter.pp)} are more ranks than the model has layers, "
             f"{model.layers}",
             fields=["pp"],
         )
-    for name, whole in (("ep", "experts"), ("cp", "sequence")):
-        size, parts = getattr(model, whole), getattr(field_filter, name)
+    for name, total_field in (("ep", "experts"), ("cp", "sequence")):
+        size, parts = getattr(model, total_field), getattr(field_filter, name)
         if all(size % each for each in parts):
             return UsageError(
-                f"{whole} {size} cannot be divided among {name} {_join_with_or(parts)}",
-                fields=[name, whole],
+                f"{total_field} {size} cannot be divided among {name} {_join_with_or(parts)}",
+                fields=[name, total_field],
             )
     return UsageError(
-        f"{cluster.gpu_count} GPUs are no product of {said_} and something else",
+        f"{cluster.gpu_count} GPUs are no product of {product_text} and something else",
         hint=f"{cluster.gpu_count} = {' x '.join(map(str, _factorize(cluster.gpu_count)))}",
-        fields=told,
+        fields=names,
     )
 
 
@@ -297,41 +362,41 @@ def _join_with_or(values: Sequence[int]) -> str:
 
 
 def _factorize(number: int) -> list[int]:
-    found, k = [], 2
+    factors, k = [], 2
     while number > 1:
         while number % k == 0:
-            found.append(k)
+            factors.append(k)
             number //= k
         k += 1
-    return found or [1]
+    return factors or [1]
 
 
 def _no_batch_error(
     model: TransformerSpec, batch: int, degrees: list[Degree], field_filter: FieldFilter
 ) -> UsageError:
-    """The nearest batches of which there are plans; or what else is in the way."""
+    """Return the error with the nearest batches that work, or with another reason."""
     near = set[int]()
     for degree in degrees:
         for name in field_filter.schedules:
             if not _list_stages_per_rank(model, degree.pp, name, field_filter):
                 continue
-            own = SCHEDULE_FORMULAS[name]
+            formulas = SCHEDULE_FORMULAS[name]
             for b in field_filter.microbatch_size or (1,):
-                unit = degree.dp * b * (degree.pp if own.needs_multiple_of_ranks else 1)
-                least = degree.dp * b * int(own.min_microbatches(degree.pp))
+                unit = degree.dp * b * (degree.pp if formulas.needs_multiple_of_ranks else 1)
+                least = degree.dp * b * int(formulas.min_microbatches(degree.pp))
                 least = -(-least // unit) * unit
                 near |= {
                     max(batch // unit * unit, least),
                     max(-(-batch // unit) * unit, least),
                 }
-    can = sorted(near - {batch})
-    if not can or batch in near:
+    candidates = sorted(near - {batch})
+    if not candidates or batch in near:
         return UsageError(
             f"no plan of {model.layers} layers is as asked: stages, schedules and levels of ZeRO "
             "do not go together", fields=["stages_per_rank", "schedules", "zero"],
         )  # fmt: skip
-    below = [size for size in can if size < batch][-1:]
-    above = [size for size in can if size > batch][:1]
+    below = [size for size in candidates if size < batch][-1:]
+    above = [size for size in candidates if size > batch][:1]
     replicas = sorted({degree.dp for degree in degrees})
     sizes = (
         f" of microbatches of {_join_with_or(field_filter.microbatch_size)}"

@@ -17,7 +17,11 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 def strip_estimates(plan: ParallelPlan) -> ParallelPlan:
-    """The choice alone, without what is said of its time and memory."""
+    """Return the plan alone, without estimates.
+
+    Args:
+        plan: A plan or a `PlanEstimate`.
+    """
     return ParallelPlan(**{f.name: getattr(plan, f.name) for f in fields(ParallelPlan)})
 
 
@@ -31,7 +35,17 @@ def attach_estimates(
     is_simulated: bool = False,
     host_memory: HostMemory = NO_HOST_MEMORY,
 ) -> PlanEstimate:
-    """A choice with its step, what a GPU does of the model in it, and whether it fits."""
+    """Return a plan with its step time, the utilization of its GPUs, and whether it fits.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        breakdown: The parts of its step in seconds.
+        memory: The bytes of the GPU that uses the most.
+        is_simulated: True if the estimates are from a simulation of the program.
+        host_memory: The bytes on the host.
+    """
     step = sum(breakdown)
     flops = model.count_flops(plan.batch) / step / plan.gpus
     return PlanEstimate(
