@@ -1,4 +1,4 @@
-"""Find the best plans of a model on a cluster, and what would allow better ones."""
+"""Find the best plans of a model on a cluster, and the limits that prevent better ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from schedir.planner.transformer.memory_estimate import StateBytes, get_state_by
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.activation_bytes import Recompute
 
-MAX_SIMULATED_PLANS: Final = 32  # that are simulated
+# Plans that `plan` simulates. The closed form is close enough that the best plan is among them.
+MAX_SIMULATED_PLANS: Final = 32
 
 IntFilter = int | tuple[int, ...] | None
 
@@ -47,18 +48,37 @@ def estimate_step(
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes | None = None,
 ) -> PlanEstimate:
-    """What a step of one choice takes and holds, also of one that does not fit.
+    """Estimate the step time and the memory of one plan, even if it does not fit.
 
-    Raises UsageError for a choice that is none of this model on this cluster.
+    Args:
+        model: The model.
+        cluster: The cluster. The plan must use all its GPUs.
+        plan: The plan.
+        exact: If True, simulate the program of the plan. If False, use the closed form, which is
+            faster.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
+            of the cluster's number type (`get_state_bytes`).
 
-    >>> from schedir import planner
-    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
-    ...     sequence=2048)
-    >>> cluster = planner.cluster_preset("a100", nodes=128)
-    >>> one = planner.ParallelPlan(pp=8, tp=8, dp=16, microbatches=96, recompute="full")
-    >>> found = planner.estimate_step(gpt3, cluster, one, exact=False)
-    >>> found.fits, found.step_time == sum(found.breakdown), 0.3 < found.mfu < 0.6
-    (True, True, True)
+    Returns:
+        The plan with its estimates. `fits` is False if the plan does not fit in memory.
+
+    Raises:
+        UsageError: The plan does not work for this model on this cluster. Also if `exact` is False
+            and the plan offloads.
+
+    Warns:
+        A tensor-parallel group leaves its node.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
+        ...     sequence=2048)
+        >>> cluster = planner.cluster_preset("a100", nodes=128)
+        >>> one = planner.ParallelPlan(pp=8, tp=8, dp=16, microbatches=96, recompute="full")
+        >>> found = planner.estimate_step(gpt3, cluster, one, exact=False)
+        >>> found.fits, found.step_time == sum(found.breakdown), 0.3 < found.mfu < 0.6
+        (True, True, True)
     """
     _require_types(model, cluster)
     _require_valid_plan(model, cluster, plan)
@@ -104,26 +124,54 @@ def plan(
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes | None = None,
 ) -> list[PlanEstimate]:
-    """The `top` plans that fit into the cluster's memory, the fastest first.
+    """Return the fastest plans that fit in the memory of the cluster.
 
-    All plans are priced in closed form, and with `simulate` the best of them once more as programs.
-    A degree, a level or a word, or several of them, leave only plans that have one of these.
+    The closed form estimates all plans. If `exact` is True, the best ones are then simulated as
+    programs. Arguments from `pp` to `sequence_parallel` restrict a field of the plan to one value
+    or a tuple of values. None allows all values that make sense.
 
-    With `offload` there are also plans that do not fit but with the memory of their hosts, to which
-    activations, the optimizer's states, or both go meanwhile (`ParallelPlan.offload`,
-    `ParallelPlan.optimizer_placement`). These are simulated, the likeliest ones;
-    `PlanEstimate.beside` compares them with plans without.
+    Args:
+        model: The model.
+        cluster: The cluster. All its GPUs are used.
+        batch: Sequences of a step, over all replicas.
+        top: The number of plans to return, at most.
+        schedules: Names of built-in schedules.
+        exact: If True, simulate the best plans. If False, return the results of the closed form.
+        pp: Allowed values of `ParallelPlan.pp`.
+        tp: Allowed values of `ParallelPlan.tp`. None allows only sizes within a node.
+        dp: Allowed values of `ParallelPlan.dp`.
+        stages_per_rank: Allowed values of `ParallelPlan.stages_per_rank`.
+        microbatch_size: Allowed values of `ParallelPlan.microbatch_size`.
+        cp: Allowed values of `ParallelPlan.cp`.
+        ep: Allowed values of `ParallelPlan.ep`.
+        recompute: Allowed values of `ParallelPlan.recompute`.
+        zero: Allowed values of `ParallelPlan.zero`.
+        sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None allows both.
+        attention: The attention of all plans.
+        rank_order: The rank order of all plans.
+        offload: If True, also simulate plans that fit only with host memory: those that offload
+            saved activations, the optimizer state, or both. Only the most likely ones are
+            simulated. `PlanEstimate.offload_comparison` compares them with plans without an
+            offload.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
+            of the cluster's number type (`get_state_bytes`).
 
-    Raises UsageError where there is no plan, or none fits; with `offload` also where the cluster
-    does not tell `host` and `host_memory`, and without `simulate`.
+    Returns:
+        At most `top` plans that fit, the fastest first, with their bottlenecks.
 
-    >>> from schedir import planner
-    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
-    ...     sequence=2048)
-    >>> cluster = planner.cluster_preset("a100", nodes=128)
-    >>> best, *_ = planner.plan(gpt3, cluster, 1536, tp=8, exact=False)
-    >>> best.gpus, best.batch, best.fits
-    (1024, 1536, True)
+    Raises:
+        UsageError: No plan exists, or none fits. With `offload`, also if the cluster has no
+            `host_bandwidth` or `host_memory`, or if `exact` is False.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
+        ...     sequence=2048)
+        >>> cluster = planner.cluster_preset("a100", nodes=128)
+        >>> best, *_ = planner.plan(gpt3, cluster, 1536, tp=8, exact=False)
+        >>> best.gpus, best.batch, best.fits
+        (1024, 1536, True)
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise UsageError(f"top is a number of plans, not {describe(top)}", fields=["top"])
@@ -138,7 +186,7 @@ def plan(
         constants or SoftwareConstants(),
         state_bytes or get_state_bytes(cluster),
     )
-    found = all_plans(
+    plan_table = all_plans(
         model, cluster, batch, constants=constants, state_bytes=state_bytes, schedules=schedules,
         pp=pp,
         tp=tp,
@@ -147,33 +195,44 @@ def plan(
         sequence_parallel=sequence_parallel, attention=attention, rank_order=rank_order,
         offload=offload,
     )  # fmt: skip
-    usual = ~mask_state_offload_plans(found) if offload else np.ones(len(found.plans), bool)
-    fits = usual & (found.total_memory <= cluster.memory)
+    usual = (
+        ~mask_state_offload_plans(plan_table) if offload else np.ones(len(plan_table.plans), bool)
+    )
+    fits = usual & (plan_table.total_memory <= cluster.memory)
     if not fits.any() and not offload:
-        raise no_fit_error(model, cluster, found)
-    ranked = np.lexsort((found.total_memory, found.step_times))
+        raise no_fit_error(model, cluster, plan_table)
+    ranked = np.lexsort((plan_table.total_memory, plan_table.step_times))
     ranked = ranked[fits[ranked]]
     if not exact:
-        first = [(found.estimate_at(model, cluster, at), at) for at in ranked[:top].tolist()]
-        return [attach_relative_bottleneck(model, cluster, one, at, found) for one, at in first]
-    tried: list[tuple[PlanEstimate, int]] = []
-    for at in ranked.tolist():  # some may hold a little more as programs
-        if len(tried) >= MAX_SIMULATED_PLANS and sum(one.fits for one, _ in tried) >= top:
+        first = [(plan_table.estimate_at(model, cluster, at), at) for at in ranked[:top].tolist()]
+        return [
+            attach_relative_bottleneck(model, cluster, one, at, plan_table) for one, at in first
+        ]
+    simulated_plans: list[tuple[PlanEstimate, int]] = []
+    for at in ranked.tolist():  # A simulated program may use a little more memory, and not fit.
+        if (
+            len(simulated_plans) >= MAX_SIMULATED_PLANS
+            and sum(one.fits for one, _ in simulated_plans) >= top
+        ):
             break
-        one = strip_estimates(found.estimate_at(model, cluster, at))
-        tried.append((simulated(model, cluster, one, constants, state_bytes=state_bytes), at))
-    found = found.with_simulations(tried)
-    tried = sorted((pair for pair in tried if pair[0].fits), key=lambda x: _sort_key(x[0]))
-    others = found.select(usual)
+        one = strip_estimates(plan_table.estimate_at(model, cluster, at))
+        simulated_plans.append(
+            (simulated(model, cluster, one, constants, state_bytes=state_bytes), at)
+        )
+    plan_table = plan_table.with_simulations(simulated_plans)
+    simulated_plans = sorted(
+        (pair for pair in simulated_plans if pair[0].fits), key=lambda x: _sort_key(x[0])
+    )
+    others = plan_table.select(usual)
     place = np.cumsum(usual) - 1
     best = [
         attach_relative_bottleneck(model, cluster, one, int(place[at]), others)
-        for one, at in tried[:top]
+        for one, at in simulated_plans[:top]
     ]
     if offload:
         steps = [one.step_time for one in best]
         best += simulate_offload_plans(
-            model, cluster, found, max(top, MAX_SIMULATED_PLANS), constants, state_bytes, steps
+            model, cluster, plan_table, max(top, MAX_SIMULATED_PLANS), constants, state_bytes, steps
         )
         least = others.estimate_at(model, cluster, int(others.total_memory.argmin()))
         best = attach_offload_comparison(sorted(best, key=_sort_key), least)
@@ -183,13 +242,16 @@ def plan(
 
 
 def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
-    """What plans are sorted by: of those that take as long, but for rounding, the plainest first,
-    since a prediction knows nothing of what more instructions cost to be issued."""
-    own, again = (
+    """Return the sort key of a plan.
+
+    Plans with equal times up to rounding are sorted by simplicity, because a prediction does not
+    include the cost of issuing more instructions.
+    """
+    schedule_index, recompute_index = (
         [*SCHEDULE_FORMULAS].index(estimate.schedule),
         get_args(Recompute).index(estimate.recompute),
     )
-    return float(f"{estimate.step_time:.6g}"), estimate.has_offload, own, again
+    return float(f"{estimate.step_time:.6g}"), estimate.has_offload, schedule_index, recompute_index
 
 
 def all_plans(
@@ -201,16 +263,31 @@ def all_plans(
     state_bytes: StateBytes | None = None,
     **filters: Any,
 ) -> PlanTable:
-    """All plans that `plan` chooses from, also those that do not fit, in closed form and in no
-    order; `filters` are those that it takes.
+    """Estimate all plans that `plan` chooses from, including those that do not fit.
 
-    Raises UsageError where there is none.
+    Args:
+        model: The model.
+        cluster: The cluster. All its GPUs are used.
+        batch: Sequences of a step, over all replicas.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
+            of the cluster's number type (`get_state_bytes`).
+        **filters: The arguments of `plan` that restrict fields, from `schedules` to `offload`
+            without `exact`.
 
-    >>> from schedir import planner
-    >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
-    >>> found = planner.all_plans(gpt, planner.cluster_preset("a100", nodes=4), 512, tp=(1, 2))
-    >>> len(found.plans) == len(found.step_times) == len(found.total_memory) > 1000
-    True
+    Returns:
+        A table of the plans in no particular order, with estimates of the closed form.
+
+    Raises:
+        UsageError: No plan exists.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200,
+        ...     sequence=2048)
+        >>> found = planner.all_plans(gpt, planner.cluster_preset("a100", nodes=4), 512, tp=(1, 2))
+        >>> len(found.plans) == len(found.step_times) == len(found.total_memory) > 1000
+        True
     """
     _require_types(model, cluster)
     plans = enumerate_plans(model, cluster, batch, build_field_filter(**filters))
@@ -226,12 +303,12 @@ def _require_types(model: TransformerSpec, cluster: Cluster) -> None:
 
 
 def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: ParallelPlan) -> None:
-    """Raise UsageError for a choice that cannot be."""
-    own = get_formulas(plan.schedule)
-    want = {"one": (1, 1), "two": (2, 2), "many": (1, model.layers)}[own.stages_per_rank]
-    if not want[0] <= plan.stages_per_rank <= want[1]:
+    """Raise UsageError if the plan does not work for this model on this cluster."""
+    formulas = get_formulas(plan.schedule)
+    v_range = {"one": (1, 1), "two": (2, 2), "many": (1, model.layers)}[formulas.stages_per_rank]
+    if not v_range[0] <= plan.stages_per_rank <= v_range[1]:
         raise UsageError(
-            f"{plan.schedule} has {want[0]} stage{'s' * (want[0] > 1)} per rank, not "
+            f"{plan.schedule} has {v_range[0]} stage{'s' * (v_range[0] > 1)} per rank, not "
             f"{plan.stages_per_rank}",
             fields=["stages_per_rank", "schedule"],
         )
@@ -242,12 +319,16 @@ def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: Parallel
             f"the {cluster.gpu_count} GPUs of {cluster.nodes} x {cluster.gpus_per_node}",
             fields=["pp", "tp", "dp", "cp"],
         )
-    least = int(own.min_microbatches(plan.pp))
+    least = int(formulas.min_microbatches(plan.pp))
     if plan.microbatches < least or (
-        own.needs_multiple_of_ranks and plan.stages_per_rank > 1 and plan.microbatches % plan.pp
+        formulas.needs_multiple_of_ranks
+        and plan.stages_per_rank > 1
+        and plan.microbatches % plan.pp
     ):
         takes = (
-            f"a multiple of pp {plan.pp}" if own.needs_multiple_of_ranks else f"at least {least}"
+            f"a multiple of pp {plan.pp}"
+            if formulas.needs_multiple_of_ranks
+            else f"at least {least}"
         )
         raise UsageError(
             f"{plan.schedule} takes {takes} microbatches, not {plan.microbatches}",

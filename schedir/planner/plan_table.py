@@ -18,8 +18,15 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class PlanTable(NamedTuple):
-    """What many plans take and hold: parts of their steps, and memory of the fullest rank, a row
-    for each field of `StepBreakdown` and `GpuMemory`; and the sums of these."""
+    """Estimates of many plans, as arrays with one column for each plan.
+
+    Attributes:
+        plans: The plans.
+        breakdowns: Parts of the steps in seconds: a row for each field of `StepBreakdown`.
+        memory: Bytes on the rank that uses the most: a row for each field of `GpuMemory`.
+        step_times: Seconds of each step, the sums of `breakdowns`.
+        total_memory: Bytes of each plan, the sums of `memory`.
+    """
 
     plans: PlanColumns
     breakdowns: Floats
@@ -28,7 +35,13 @@ class PlanTable(NamedTuple):
     total_memory: Floats
 
     def estimate_at(self, model: TransformerSpec, cluster: Cluster, index: int) -> PlanEstimate:
-        """One of them."""
+        """Return one plan with its estimates.
+
+        Args:
+            model: The model of the plans.
+            cluster: The cluster of the plans.
+            index: The column of the plan.
+        """
         return attach_estimates(
             model, cluster, self.plans.plan_at(model, index),
             StepBreakdown(*self.breakdowns[:, index].tolist()), GpuMemory(*self.memory[:,
@@ -36,12 +49,20 @@ class PlanTable(NamedTuple):
         )  # fmt: skip
 
     def select(self, mask: NDArray[np.bool_]) -> PlanTable:
-        """Some of them."""
+        """Return a table of some of the plans.
+
+        Args:
+            mask: The plans to keep, of shape (plans,).
+        """
         arrays = (each[..., mask] for each in self[1:])
         return PlanTable(self.plans.select(mask), *arrays)
 
     def with_simulations(self, finalists: list[tuple[PlanEstimate, int]]) -> PlanTable:
-        """The same, with what simulations tell of some of them, each with its number."""
+        """Return a table in which simulated results replace some of the estimates.
+
+        Args:
+            finalists: The simulated plans, each with its column.
+        """
         parts, memory = self.breakdowns.copy(), self.memory.copy()
         for one, at in finalists:
             parts[:, at], memory[:, at] = one.breakdown, one.memory
@@ -55,10 +76,20 @@ def estimate_closed_form(
     constants: SoftwareConstants,
     state_bytes: StateBytes,
 ) -> PlanTable:
-    """The closed form of all plans."""
+    """Estimate all plans in closed form.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plans: The plans.
+        constants: Constants of the software.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter.
+    """
     shares = plans.compute_shares(model)
-    holds = estimate_memory(model, plans, shares, constants, state_bytes)
-    found = estimate_breakdowns(model, cluster, plans, shares, holds, constants, state_bytes)
-    fullest = holds.memory.sum(axis=0).argmax(axis=1)
-    memory = holds.memory[:, np.arange(len(plans)), fullest]
-    return PlanTable(plans, found, memory, found.sum(axis=0), memory.sum(axis=0))
+    memory_table = estimate_memory(model, plans, shares, constants, state_bytes)
+    breakdowns = estimate_breakdowns(
+        model, cluster, plans, shares, memory_table, constants, state_bytes
+    )
+    fullest = memory_table.memory.sum(axis=0).argmax(axis=1)
+    memory = memory_table.memory[:, np.arange(len(plans)), fullest]
+    return PlanTable(plans, breakdowns, memory, breakdowns.sum(axis=0), memory.sum(axis=0))

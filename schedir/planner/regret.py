@@ -9,18 +9,25 @@ from schedir.errors import UsageError
 
 
 def prediction_regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """How much slower the plan is that is predicted to be best than the best of those measured.
+    """Return how much slower the predicted best plan is than the measured best plan.
 
-    Both are seconds of the same plans, in the same order; 0.05 is 5 % slower.  Of plans that are
-    predicted alike the slowest counts, as nothing says which to take.  An error that all plans
-    share costs nothing here, and one that turns their order does.
+    If several plans have the lowest prediction, the slowest of them counts. An error that is the
+    same for all plans has no effect; an error that changes their order does.
 
-    Raises UsageError for none, for numbers that are not positive, and where the two differ in
-    length.
+    Args:
+        predicted: Predicted seconds of each plan.
+        measured: Measured seconds of the same plans, in the same order.
 
-    >>> from schedir.planner import prediction_regret
-    >>> f"{prediction_regret([1.0, 1.1, 1.4], measured=[2.1, 2.0, 3.0]):.3f}"
-    '0.050'
+    Returns:
+        The difference as a share of the best time: 0.05 is 5 % slower.
+
+    Raises:
+        UsageError: There are no plans, a time is not positive and finite, or the lengths differ.
+
+    Example:
+        >>> from schedir.planner import prediction_regret
+        >>> f"{prediction_regret([1.0, 1.1, 1.4], measured=[2.1, 2.0, 3.0]):.3f}"
+        '0.050'
     """
     if not predicted or len(predicted) != len(measured):
         raise UsageError(
@@ -31,5 +38,5 @@ def prediction_regret(predicted: Sequence[float], measured: Sequence[float]) -> 
         if not all(0 < each < inf for each in seconds):
             raise UsageError(f"regret: what is {name} are seconds, above 0", fields=[name])
     least = min(predicted)
-    chosen = [real for told, real in zip(predicted, measured, strict=True) if told == least]
+    chosen = [real for guess, real in zip(predicted, measured, strict=True) if guess == least]
     return max(chosen) / min(measured) - 1

@@ -30,13 +30,17 @@ from schedir.schedule_search.search_results import combine_numba
 
 
 class ImprovedPlan(NamedTuple):
-    """A choice with a schedule of its own, and its program.
+    """A plan with the schedule that a search found.
 
-    `lower_bound` is what no schedule of the choice takes less than, in seconds, its sums over
-    replicas left out: the lesser of schedules whose backwards are whole and of those with W apart,
-    whose collectives hide less.  What runs again does so just before its backward.  `numba` is that
-    of
-    `schedir.schedule_search.search_results.SearchResult`, for both searches.
+    Attributes:
+        estimate: The plan and its estimates. Its schedule is "search" if a shorter one was found.
+        program: The program of the plan.
+        lower_bound: Seconds that no schedule of the plan can beat, without reductions over
+            replicas. It is the lower of the bounds for full and for split backwards, because fewer
+            collectives overlap with compute in a split backward. It assumes that recomputation runs
+            directly before its backward.
+        numba: True if the searches used Numba. See
+            `schedir.schedule_search.search_results.SearchResult`.
     """
 
     estimate: PlanEstimate
@@ -56,67 +60,101 @@ def improve_schedule(
     max_evaluations: int | None = None,
     seed: int = 0,
 ) -> ImprovedPlan:
-    """Search for a shorter schedule of a choice, in the memory that its states leave on each rank.
+    """Search for a shorter schedule of a plan, within the memory that its states leave free.
 
-    `schedir.search_schedule` looks for it, at the times of this choice's stages and messages, half
-    of the `time_limit` among schedules with whole backwards, and half among those with W apart.
-    What is found is priced as `simulate_plan` prices the choice, of which it has all but the
-    schedule, whose name then is "search"; where nothing shorter is found it is the choice as it is.
+    `schedir.search_schedule` searches with the times of the plan's stages and messages. It uses
+    half of `time_limit` for schedules with full backwards, and half for those with split backwards.
+    The result is estimated as `simulate_plan` does. If no shorter schedule is found, the plan is
+    returned unchanged.
 
-    To train it, write `schedir.to_text(program)` into a FILE.sched, which is the schedule of
-    `config(model, replace(choice, schedule="FILE.sched"))`.
+    To train the result, write `schedir.to_text(program)` to a FILE.sched. Then call
+    `train_config(model, replace(plan, schedule="FILE.sched"))`.
 
-    Raises what `simulate_plan` and `schedir.search_schedule` do.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan. It must not offload.
+        constants: Constants of the software. None uses those of the cluster's trainer
+            (`get_trainer`).
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
+            of the cluster's number type.
+        time_limit: Seconds of both searches together.
+        max_evaluations: Orders that each search evaluates, at most. With enough time the result
+            then depends only on `seed`.
+        seed: The seed of the random numbers.
 
-    >>> from schedir import planner
-    >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
-    >>> node = planner.cluster_preset("a100", nodes=1)
-    >>> one = planner.ParallelPlan(pp=4, tp=2, microbatch_size=2, microbatches=8)
-    >>> found = planner.improve_schedule(gpt, node, one, time_limit=60, max_evaluations=50)
-    >>> found.estimate.step_time <= planner.simulate_plan(gpt, node,
-    ...     one).step_time, found.lower_bound <= found.estimate.step_time
-    (True, True)
+    Raises:
+        UsageError: The plan offloads. See also `simulate_plan` and `schedir.search_schedule`.
+        SchedirError: See `simulate_plan` and `schedir.search_schedule`.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200,
+        ...     sequence=2048)
+        >>> node = planner.cluster_preset("a100", nodes=1)
+        >>> one = planner.ParallelPlan(pp=4, tp=2, microbatch_size=2, microbatches=8)
+        >>> found = planner.improve_schedule(gpt, node, one, time_limit=60, max_evaluations=50)
+        >>> found.estimate.step_time <= planner.simulate_plan(gpt, node,
+        ...     one).step_time, found.lower_bound <= found.estimate.step_time
+        (True, True)
     """
     require_no_offload(plan, "a search")
-    of = get_trainer(cluster, constants, state_bytes)
+    trainer = get_trainer(cluster, constants, state_bytes)
     plan = strip_estimates(plan)
     best = simulate_plan(model, cluster, plan, constants, state_bytes=state_bytes)
-    kept, bound = plan_program(plan, tied_weights=model.tied, **of.compile_options), best.step_time
-    within = of._replace(constants=replace(of.constants, recompute_ahead=0.0))
-    again = within.constants
-    room = (cluster.memory - again.reserved_bytes) / (1 + again.allocator_share)
-    size = _merge_model_states(
-        compute_sizes(model, plan, kept.shape, again, of.state_bytes), plan, kept.shape
+    program, lower_bound = (
+        plan_program(plan, tied_weights=model.tied, **trainer.compile_options),
+        best.step_time,
     )
-    uses = set[NumbaStatus]()
+    search_trainer = trainer._replace(constants=replace(trainer.constants, recompute_ahead=0.0))
+    search_constants = search_trainer.constants
+    memory_limit = (cluster.memory - search_constants.reserved_bytes) / (
+        1 + search_constants.allocator_share
+    )
+    sizes = _merge_model_states(
+        compute_sizes(model, plan, program.shape, search_constants, trainer.state_bytes),
+        plan,
+        program.shape,
+    )
+    numba_statuses = set[NumbaStatus]()
     for split in (False, True):
         kind = replace(plan, schedule="zb_h1" if split else "one_f_one_b")
-        times = compute_stage_times(model, cluster, kind, again)
-        costs = compute_costs(model, cluster, kind, kept.shape, times, again, of.state_bytes)
-        found = search_schedule(
-            kept.shape, costs, size, room, split_backward=split, seconds=time_limit / 2,
+        times = compute_stage_times(model, cluster, kind, search_constants)
+        costs = compute_costs(
+            model, cluster, kind, program.shape, times, search_constants, trainer.state_bytes
+        )
+        result = search_schedule(
+            program.shape, costs, sizes, memory_limit, split_backward=split, seconds=time_limit / 2,
             evaluations=max_evaluations, seed=seed,
         )  # fmt: skip
-        bound = min(bound, found.bound)
-        uses.add(found.numba)
-        own = lower_draft(
-            extract_compute(found.program), plan, tied_weights=model.tied, **of.compile_options
+        lower_bound = min(lower_bound, result.bound)
+        numba_statuses.add(result.numba)
+        lowered = lower_draft(
+            extract_compute(result.program),
+            plan,
+            tied_weights=model.tied,
+            **trainer.compile_options,
         )
-        told = estimate_from_program(model, cluster, kind, own, times, within)
-        if told.fits and (told.step_time < best.step_time or not best.fits):
-            best, kept = replace(told, schedule="search"), own
-    return ImprovedPlan(best, kept, bound, combine_numba(uses))
+        estimate = estimate_from_program(model, cluster, kind, lowered, times, search_trainer)
+        if estimate.fits and (estimate.step_time < best.step_time or not best.fits):
+            best, program = replace(estimate, schedule="search"), lowered
+    return ImprovedPlan(best, program, lower_bound, combine_numba(numba_statuses))
 
 
 def _merge_model_states(size: Sizes, plan: ParallelPlan, shape: PipelineShape) -> Sizes:
-    """The sizes with the states of each stage as one sum: the optimizer's in parts, and of weights
-    and gradients in parts whole ones, of which there may be as many at once."""
+    """Return the sizes with all states of a stage as one sum, the fixed memory of the search.
+
+    With ZeRO the optimizer state is sharded. Weights and gradients count unsharded, because all
+    stages may be unsharded at the same time.
+    """
     replicas = plan.dp * plan.cp
-    rest = {
+    states = {
         name: size.for_stages(name, shape.stages)
         for name in ("params", "grads", "optimizer", "buffers")
     }
     if plan.zero >= SHARDED_FROM_LEVEL["optimizer"]:
-        rest["optimizer"] = rest["optimizer"] / replicas
-    whole = tuple(np.sum([*rest.values()], axis=0).tolist())
-    return replace(size, params=0.0, grads=0.0, optimizer=0.0, buffers=0.0, model_states=whole)
+        states["optimizer"] = states["optimizer"] / replicas
+    model_states = tuple(np.sum([*states.values()], axis=0).tolist())
+    return replace(
+        size, params=0.0, grads=0.0, optimizer=0.0, buffers=0.0, model_states=model_states
+    )

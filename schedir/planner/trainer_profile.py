@@ -1,4 +1,4 @@
-"""Trainers that the planner knows: their constants, states, options and sizes."""
+"""Trainers that the planner supports: their constants, state bytes, compile options and sizes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 # ---------------------------------------------------------------- sizes of the GPT
 
-# The exact number of bytes that the GPT of `schedir train` holds on a CPU.
+# These sizes are exact for the GPT of `schedir train` on a CPU.
 
 
-_FLOAT_BYTES = 4  # bytes of a number
-# Bytes of a token in the head: the index of its logit, whether it counts, and whether its logit is
-# in this rank's slice of the vocabulary.
+_FLOAT_BYTES = 4  # Bytes of a float32 number.
+# Bytes of a token in the head: the int64 index of its logit, and two booleans, for its mask and
+# for its presence in this rank's slice of the vocabulary.
 _TARGET_BYTES = 10
-# Bytes of a token in a slice of the embedding: its row, and, if saved, whether the slice has it.
+# Bytes of a token in a slice of the embedding: its int64 row. The saved tensors also have a
+# boolean for its presence in the slice.
 _LOOKUP_BYTES, _DEFERRED_LOOKUP_BYTES = 9, 8
 
 
@@ -39,40 +40,55 @@ def compute_trainer_sizes(
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes = ADAM_32,
 ) -> Sizes:
-    """Return the sizes of each stage of a choice: its weights, and what it saves of a microbatch.
+    """Return the sizes of each stage of a plan: its states, and what it saves of a microbatch.
 
-    All numbers have 32 bits.  A layer of width h on t slices saves 4h + 12h/t numbers per token, as
-    in arXiv 2205.05198, section 4.1, but without masks, because there is no dropout.  It also saves
-    what the paper leaves out: two numbers per norm, and one per head in place of its scores (arXiv
-    2307.08691, section 3.1.2).  The head saves the input of its norm and its own, the logits, and
-    which of them is right.  The tape of a split backward has the input of each linear layer and the
-    gradient of its output.  `measure_sizes` measures the same (tests/cpu/test_own_sizes.py); with
-    ZeRO it also counts the padding of buckets.
+    All numbers have 32 bits. A layer of hidden size h on t tensor-parallel ranks saves 4h + 12h/t
+    numbers per token. It saves no masks, because there is no dropout. It also saves two numbers per
+    norm, and one number per attention head in place of its scores. The head saves the input of its
+    norm and of its matrix, the logits and the targets. For a split backward, each linear layer
+    keeps its input and the gradient of its output. `measure_sizes` measures the same sizes
+    (tests/cpu/test_own_sizes.py). With ZeRO it also counts the padding of buckets.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        shape: The pipeline shape of the plan.
+        constants: Not used. The parameter is there because all trainers have the same signature.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter.
+
+    Returns:
+        Bytes of each stage.
+
+    References:
+        arXiv 2205.05198, section 4.1: activations of a layer.
+        arXiv 2307.08691, section 3.1.2: the number per head.
     """
     layers, t = np.array(get_layers_per_stage(model, plan), float), plan.tp
     tokens = float(plan.microbatch_size * model.sequence)
-    wide = _FLOAT_BYTES * tokens * model.hidden
+    boundary = _FLOAT_BYTES * tokens * model.hidden
     logits = _FLOAT_BYTES * tokens * -(-model.vocab // t)
-    products = wide * (4 + 12 / t)
-    saved = layers * (products + _FLOAT_BYTES * tokens * (4 + model.heads // t))
+    linear_inputs = boundary * (4 + 12 / t)
+    saved = layers * (linear_inputs + _FLOAT_BYTES * tokens * (4 + model.heads // t))
     saved[0] += _LOOKUP_BYTES * tokens * (t > 1)
-    saved[-1] += 2 * wide + logits + (2 * _FLOAT_BYTES + _TARGET_BYTES) * tokens
-    tape = layers * products
-    tape[0] += wide + _DEFERRED_LOOKUP_BYTES * tokens * (t > 1)
-    tape[-1] += wide + logits
-    both = saved + wide
-    both[-1] = max(saved[-1], tape[-1])
-    checkpoint = np.full(len(layers), wide)
-    checkpoint[0] = 0.0  # the input of the first stage is the tokens, which are not counted
-    numbers = count_stage_params(model, plan, shape).total
-    each = {name: size * numbers for name, size in state_bytes._asdict().items()}
+    saved[-1] += 2 * boundary + logits + (2 * _FLOAT_BYTES + _TARGET_BYTES) * tokens
+    deferred = layers * linear_inputs
+    deferred[0] += boundary + _DEFERRED_LOOKUP_BYTES * tokens * (t > 1)
+    deferred[-1] += boundary + logits
+    saved_and_deferred = saved + boundary
+    saved_and_deferred[-1] = max(saved[-1], deferred[-1])
+    checkpoint = np.full(len(layers), boundary)
+    checkpoint[0] = 0.0  # The input of the first stage is the tokens, which sizes do not include.
+    params = count_stage_params(model, plan, shape).total
+    each = {name: size * params for name, size in state_bytes._asdict().items()}
     each |= {
         "saved": saved,
-        "deferred_wgrad": tape,
-        "saved_and_deferred": both,
+        "deferred_wgrad": deferred,
+        "saved_and_deferred": saved_and_deferred,
         "checkpoint": checkpoint,
     }
-    return Sizes(activation=wide, **{name: tuple(value.tolist()) for name, value in each.items()})
+    return Sizes(
+        activation=boundary, **{name: tuple(value.tolist()) for name, value in each.items()}
+    )
 
 
 # ---------------------------------------------------------------- the trainer of a cluster
@@ -84,13 +100,13 @@ SizesFunction = Callable[
 
 
 class Trainer(NamedTuple):
-    """What a price depends on that differs between trainers.
+    """Properties of a trainer that change the estimates of the planner.
 
     Args:
-        constants: The constants of the model of time and memory.
-        state_bytes: The bytes of weights, gradients and optimizer per parameter.
-        compile_options: The options with which its programs are compiled.
-        compute_sizes: Returns the sizes of its stages.
+        constants: The constants of the software.
+        state_bytes: The bytes of weights, gradients and optimizer state per parameter.
+        compile_options: The options of `schedir.compile` for its programs.
+        compute_sizes: The function that returns the sizes of its stages.
     """
 
     constants: SoftwareConstants
@@ -104,14 +120,22 @@ def get_trainer(
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes | None = None,
 ) -> Trainer:
-    """Return the trainer of a cluster.  For a cluster of CPUs it is `schedir train`.
+    """Return the trainer of a cluster: `schedir train` for CPUs, Megatron-LM's model for GPUs.
 
-    `schedir train` runs recomputed forwards ahead of their backwards.  On a CPU no caching
-    allocator holds free memory.
+    `schedir train` runs recomputed forwards ahead of their backwards. On a CPU no caching allocator
+    keeps free memory.
 
-    >>> from schedir import planner
-    >>> get_trainer(planner.cluster_preset("a100")).constants == planner.SoftwareConstants()
-    True
+    Args:
+        cluster: The cluster.
+        constants: Constants of the software. None uses `SoftwareConstants()`. For CPUs, some of
+            them are replaced.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
+            of the cluster's number type (`get_state_bytes`).
+
+    Example:
+        >>> from schedir import planner
+        >>> get_trainer(planner.cluster_preset("a100")).constants == planner.SoftwareConstants()
+        True
     """
     constants, state_bytes = (
         constants or SoftwareConstants(),
