@@ -33,7 +33,7 @@ from schedir.planner.transformer.memory_estimate import StateBytes, get_state_by
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.predict.activation_bytes import Recompute
 
-# Plans that `plan` simulates. The closed form is close enough that the best plan is among them.
+# `plan` simulates this many of the best plans, and more until enough of them fit.
 MAX_SIMULATED_PLANS: Final = 32
 
 IntFilter = int | tuple[int, ...] | None

@@ -120,10 +120,10 @@ def get_trainer(
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes | None = None,
 ) -> Trainer:
-    """Return the trainer of a cluster: `schedir train` for CPUs, Megatron-LM's model for GPUs.
+    """Return the trainer that the planner assumes on a cluster.
 
-    `schedir train` runs recomputed forwards ahead of their backwards. On a CPU no caching allocator
-    keeps free memory.
+    For CPUs it is `schedir train`, which runs recomputed forwards ahead of their backwards. On a
+    CPU no caching allocator keeps free memory.
 
     Args:
         cluster: The cluster.

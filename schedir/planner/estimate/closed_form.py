@@ -1,7 +1,8 @@
 """Estimate the step times of many plans in closed form, without a program.
 
-The rank that works longest decides: its work, the time that it waits for all others, and what is
-not hidden of messages and sums.  `simulated_estimate` simulates the program instead.
+The rank with the most compute determines the step. The step is its compute, its waiting time for
+all other ranks, and the messages and reductions that compute does not hide. `simulated_estimate`
+simulates the program instead.
 """
 
 from __future__ import annotations
@@ -43,17 +44,26 @@ _MODEL_PARTS: Final = ("layer", "embedding", "head")
 
 
 class RankTimes(NamedTuple):
-    """What one microbatch takes on each share: its `Times`, of arrays; and both together."""
+    """Times of one microbatch on each rank group, in seconds, of shape (plans, groups).
+
+    Attributes:
+        stage_times: The times of all stages of a rank, as a `StageTimes` of arrays.
+        F: The forward, with collectives.
+        I: The backward of the inputs, with collectives and recomputation.
+        W: The backward of the weights, with collectives.
+        shorter_end: The time of the embedding or of the head, whichever is shorter, of shape
+            (plans,).
+    """
 
     stage_times: Any
     F: Floats
-    I: Floats  # with what runs again before it
+    I: Floats
     W: Floats
-    shorter_end: Floats  # what the embedding takes, or the head, whichever takes less
+    shorter_end: Floats
 
     @property
     def total(self) -> Floats:
-        """The whole of it."""
+        """Time of the forward and the full backward."""
         return self.F + self.I + self.W
 
 
@@ -66,10 +76,19 @@ def estimate_breakdowns(
     constants: SoftwareConstants,
     state_bytes: StateBytes,
 ) -> Floats:
-    """The parts of a step of each plan, a row for each of the fields of `StepBreakdown`: they add
-    up to it.
+    """Estimate the parts of a step of each plan.
 
-    `memory_table` says what weights ranks have.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plans: The plans.
+        shares: The layers of each rank group, from `PlanColumns.compute_shares`.
+        memory_table: The parameters of each rank group, from `estimate_memory`.
+        constants: Constants of the software.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter.
+
+    Returns:
+        Seconds, of shape (fields of `StepBreakdown`, plans). The sum over the fields is the step.
     """
     rank = compute_rank_times(model, cluster, plans, shares, constants)
     m, rows = plans.microbatches[:, None], np.arange(len(plans))
@@ -77,38 +96,46 @@ def estimate_breakdowns(
     at = busy.argmax(axis=1)
 
     def there(each: Any) -> Any:
-        """Of the rank that decides."""
+        """Return the column of the rank group with the most compute."""
         return each[rows, at]
 
     waits, messages, each = _apply_formulas(plans, shares, rank, constants)
-    where = place_plans_on_nodes(cluster, plans)
-    way = compute_link_times(model, cluster, plans, where)
+    placement = place_plans_on_nodes(cluster, plans)
+    link_times = compute_link_times(model, cluster, plans, placement)
     v, p = plans.stages_per_rank, plans.pp
-    loop = np.array([SCHEDULE_FORMULAS[name].stages_per_rank == "many" for name in SCHEDULE_NAMES])[
-        plans.schedule
-    ]
+    has_many_stages = np.array(
+        [SCHEDULE_FORMULAS[name].stages_per_rank == "many" for name in SCHEDULE_NAMES]
+    )[plans.schedule]
     vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES])[plans.schedule]
-    loops = np.array([SCHEDULE_FORMULAS[name].is_breadth_first for name in SCHEDULE_NAMES])[
-        plans.schedule
-    ] & (p > 1)
-    borders = np.where(loop, v * (p - 1) + v - 1, p - 1)
-    path = np.where(loop, v * way.neighbors + (v - 1) * way.wraparound, way.neighbors)
-    mean = path / np.maximum(borders, 1)
-    # A rank sends each microbatch's boundary on, and a gradient back, for each of its stages.
-    others = (rank.total * shares.rank_count).sum(axis=1) / p
-    hidden = plans.microbatches * np.minimum(each * mean, there(rank.total) - others)
-    transfers = messages * mean - hidden
-    # A slow rank that has both ends, as in a vee, waits the less for the others.
-    slack = plans.microbatches * (there(rank.total) - others)
+    is_breadth_first = np.array(
+        [SCHEDULE_FORMULAS[name].is_breadth_first for name in SCHEDULE_NAMES]
+    )[plans.schedule] & (p > 1)
+    boundaries = np.where(has_many_stages, v * (p - 1) + v - 1, p - 1)
+    boundary_time = np.where(
+        has_many_stages,
+        v * link_times.neighbors + (v - 1) * link_times.wraparound,
+        link_times.neighbors,
+    )
+    mean_boundary_time = boundary_time / np.maximum(boundaries, 1)
+    # Messages of each microbatch are hidden in the time that ranks wait for a slower rank.
+    mean_rank_time = (rank.total * shares.rank_count).sum(axis=1) / p
+    hidden = plans.microbatches * np.minimum(
+        each * mean_boundary_time, there(rank.total) - mean_rank_time
+    )
+    transfers = messages * mean_boundary_time - hidden
+    # In a vee the slow rank has both ends of the pipeline. It waits less for the faster ranks.
+    slack = plans.microbatches * (there(rank.total) - mean_rank_time)
     bubble = (waits * shares.rank_count).sum(axis=1) - there(waits) - vee * slack
-    bubble = np.maximum(bubble + loops * plans.microbatches * rank.shorter_end, 0)
-    transfers = np.maximum(transfers, 2 * plans.microbatches * v * mean * (p > 1) - there(busy))
+    bubble = np.maximum(bubble + is_breadth_first * plans.microbatches * rank.shorter_end, 0)
+    transfers = np.maximum(
+        transfers, 2 * plans.microbatches * v * mean_boundary_time * (p > 1) - there(busy)
+    )
     compute, tensor = rank.stage_times
     data = _estimate_data_parallel(
-        model, cluster, plans, shares, memory_table, constants, state_bytes, rank, where
+        model, cluster, plans, shares, memory_table, constants, state_bytes, rank, placement
     )
     optimizer = _estimate_optimizer(cluster, plans, memory_table, state_bytes)
-    found = dict(
+    parts = dict(
         compute=plans.microbatches * there(compute.F + compute.I + compute.W),
         recompute=plans.microbatches * there(compute.R),
         tensor_parallel=plans.microbatches * there(tensor.F + tensor.I + tensor.W + tensor.R),
@@ -118,23 +145,26 @@ def estimate_breakdowns(
         optimizer=optimizer,
         host_copies=0 * optimizer,
     )
-    return np.stack([found[name] for name in StepBreakdown._fields])
+    return np.stack([parts[name] for name in StepBreakdown._fields])
 
 
 def _compute_idle_share(cluster: Cluster, plans: PlanColumns) -> Floats:
-    """Of the time that ranks wait, the share in which processors do.
+    """Return the share of the waiting time in which CPU cores are idle.
 
-    While k of p ranks of a pipeline compute as it fills, k/p of all processes have what so many
-    processors can give; where these are fewer than processes, they work on while others wait.
+    If k of p ranks compute while the pipeline fills, only k/p of all processes need cores. With
+    fewer cores than processes, the cores continue to work for these processes while other processes
+    wait.
     """
     if cluster.processors is None:
         return np.ones(len(plans))
-    can = min(cluster.processors / cluster.gpus_per_node, 1.0)
-    found = np.ones(len(plans))
+    cores_per_process = min(cluster.processors / cluster.gpus_per_node, 1.0)
+    idle_share = np.ones(len(plans))
     for p in np.unique(plans.pp[plans.pp > 1]).tolist():
         working = np.arange(1, p) / p
-        found[plans.pp == p] = np.maximum(can - working, 0).sum() / (1 - working).sum()
-    return found
+        idle_share[plans.pp == p] = (
+            np.maximum(cores_per_process - working, 0).sum() / (1 - working).sum()
+        )
+    return idle_share
 
 
 def compute_rank_times(
@@ -144,18 +174,29 @@ def compute_rank_times(
     shares: RankGroupShares,
     constants: SoftwareConstants,
 ) -> RankTimes:
-    """What a microbatch takes on each rank: its stages one by one, as `layer.stage` has them."""
+    """Return the times of a microbatch on each rank group, stage by stage as `stage_time` computes
+    them.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plans: The plans.
+        shares: The layers of each rank group.
+        constants: Constants of the software.
+    """
     layer, embedding, head = _compute_part_work(model, cluster, plans, constants)
     v = plans.stages_per_rank[:, None]
     each = shares.layers / v
     first, last = 1.0 * shares.has_first_stage, 1.0 * shares.has_last_stage
-    one = v == 1
-    before = _sum_work((layer, each), (embedding, first), (head, last * one)).stage_times
-    behind = _sum_work((layer, each), (head, last)).stage_times
-    inner = _sum_work((layer, shares.layers - each * np.where(one, 1, first + last))).stage_times
-    with_first: Any = np.where(one, 1.0, first)
-    with_last: Any = np.where(one, 0.0, last)
-    times: Any = inner.plus(before, with_first).plus(behind, with_last)
+    is_single = v == 1
+    first_stage = _sum_work((layer, each), (embedding, first), (head, last * is_single)).stage_times
+    last_stage = _sum_work((layer, each), (head, last)).stage_times
+    inner_stages = _sum_work(
+        (layer, shares.layers - each * np.where(is_single, 1, first + last))
+    ).stage_times
+    with_first: Any = np.where(is_single, 1.0, first)
+    with_last: Any = np.where(is_single, 0.0, last)
+    times: Any = inner_stages.plus(first_stage, with_first).plus(last_stage, with_last)
     F, I, W, R = times.total
     ends: list[Any] = [sum(_sum_work((part, 1.0)).stage_times.total) for part in (embedding, head)]
     return RankTimes(times, F, I + R, W, np.minimum(*ends)[:, 0])
@@ -171,14 +212,16 @@ def _sum_work(*terms: tuple[GpuWork, Any]) -> GpuWork:
 def _compute_part_work(
     model: TransformerSpec, cluster: Cluster, plans: PlanColumns, constants: SoftwareConstants
 ) -> Iterator[GpuWork]:
-    """The work of a layer, of the embedding and of the head in each plan, columns: plans differ in
-    it by few combinations of their fields."""
+    """Yield the work of a layer, of the embedding and of the head, as columns of shape (plans, 1).
+
+    Few combinations of fields change the work, so it is computed once for each of them.
+    """
     split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
         plans.schedule
     ]
     names = ["tp", "microbatch_size", "recompute", "sequence_parallel", "cp", "ep"]
     names += ["pp"] if bool((plans.ep > 1).any()) else []
-    found = np.zeros((len(plans), 3, 12))
+    work = np.zeros((len(plans), 3, 12))
     for half in (False, True):
         mine = np.flatnonzero(split == half)
         some = plans.select(mine)
@@ -187,18 +230,21 @@ def _compute_part_work(
             [compute_work(part, model, cluster, choice, constants) for part in _MODEL_PARTS]
             for choice in (some.plan_at(model, i) for i in first.tolist())
         ]
-        found[mine] = np.array(each).reshape(-1, 3, 12)[which]
+        work[mine] = np.array(each).reshape(-1, 3, 12)[which]
     for part in range(3):
-        columns = found[:, part].T[:, :, None]
+        columns = work[:, part].T[:, :, None]
         yield GpuWork(*(PhaseTimes(*columns[k : k + 4]) for k in (0, 4, 8)))
 
 
 def _apply_formulas(
     plans: PlanColumns, shares: RankGroupShares, rank_times: RankTimes, constants: SoftwareConstants
 ) -> tuple[Floats, Floats, Floats]:
-    """How long the others wait for each share, how many messages nothing hides, and of these how
-    many are each microbatch's.  For what may run again while its gradient is on its way nobody
-    waits (`recompute_ahead`)."""
+    """Return the waiting times, and the numbers of exposed messages.
+
+    The results are the time that the other ranks wait for each rank group, the exposed messages of
+    a step, and the exposed messages per microbatch. Recomputation that may run ahead
+    (`recompute_ahead`) adds no waiting time.
+    """
     waits = np.zeros(rank_times.F.shape)
     messages, each = np.zeros((2, len(plans)))
     v, full = (
@@ -229,15 +275,17 @@ def _estimate_data_parallel(
     rank_times: RankTimes,
     placement: NodePlacement,
 ) -> Floats:
-    """Sums of gradients and gathers of weights over replicas, as far as nothing hides them.
+    """Return the time of reductions and gathers over replicas that compute does not hide.
 
-    Sums: reduce-scatters and gathers of arXiv 1910.02054, section 7; without ZeRO a ring's
-    all-reduce, which is both.  Each stage's run under its last backward, as far as the software
-    does so (`reduction_overlap_share`), and those of all but the last stage to end under the
-    backwards of the next ones; ranks that end before the first have until then.  With ZeRO weights
-    are gathered at the head of the step, where ranks wait for their first microbatch; and where
-    they are in parts again and again, beside what is computed.  Where gradients are in parts a rank
-    has one whole one at a time: the next backward waits until it is summed.
+    - Gradients: without ZeRO, a ring all-reduce; with ZeRO, a reduce-scatter (arXiv 1910.02054,
+      section 7).
+    - The reduction of a stage overlaps with its last backward, by `reduction_overlap_share`.
+      Reductions of all but the last stage to end also overlap with the backwards of the next ones.
+      Ranks that end before the first rank have until then.
+    - Weights: with ZeRO they are gathered at the start of the step, while ranks wait for their
+      first microbatch. With sharded weights they are gathered several times, beside compute.
+    - With sharded gradients a rank has one unsharded gradient at a time, so the next backward waits
+      until it is reduced.
     """
     zero, v, p, m = (
         getattr(plans, name)[:, None] for name in ("zero", "stages_per_rank", "pp", "microbatches")
@@ -254,7 +302,7 @@ def _estimate_data_parallel(
     flush = np.array([not SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
         plans.schedule
     ][:, None]
-    back = (rank_times.I + rank_times.W) / v  # of a stage
+    stage_backward = (rank_times.I + rank_times.W) / v  # The backward of one stage.
     sums, share = (
         np.where(zero > 0, 1, 2) * scatter,
         memory_table.outer_stage_params
@@ -263,25 +311,31 @@ def _estimate_data_parallel(
     hidden, last = (
         constants.reduction_overlap_share,
         share * sums,
-    )  # that of the first stage ends last
-    left = last - np.minimum(hidden * last, back)
-    left = left + np.maximum(sums - last - (v - 1) * np.minimum(p, m) * back, 0)
-    turns = (_count_reductions(plans)[:, None] - 1) * np.maximum(sums - rank_times.F, 0)
-    left = np.where((zero > 1) & (v > 2), sums - np.minimum(hidden * sums, v * back) + turns, left)
-    late = np.maximum(left - flush * shares.first_rank * back[:, :1], 0)
-    begin = np.where(zero > 0, share * gather, 0.0)
-    later = np.where(zero > 2, _count_unshards(plans)[:, None] / v * gather - begin, 0.0)
-    begin = np.maximum(begin - shares.first_rank * (rank_times.F / v)[:, :1], 0) + np.maximum(
-        later - m * rank_times.total, 0
+    )  # The reduction of the first stage ends last.
+    exposed = last - np.minimum(hidden * last, stage_backward)
+    exposed = exposed + np.maximum(sums - last - (v - 1) * np.minimum(p, m) * stage_backward, 0)
+    repeated = (_count_reductions(plans)[:, None] - 1) * np.maximum(sums - rank_times.F, 0)
+    exposed = np.where(
+        (zero > 1) & (v > 2),
+        sums - np.minimum(hidden * sums, v * stage_backward) + repeated,
+        exposed,
     )
+    exposed_reductions = np.maximum(exposed - flush * shares.first_rank * stage_backward[:, :1], 0)
+    first_gather = np.where(zero > 0, share * gather, 0.0)
+    later_gathers = np.where(
+        zero > 2, _count_unshards(plans)[:, None] / v * gather - first_gather, 0.0
+    )
+    first_gather = np.maximum(
+        first_gather - shares.first_rank * (rank_times.F / v)[:, :1], 0
+    ) + np.maximum(later_gathers - m * rank_times.total, 0)
     ends = _estimate_tied_reduction(model, cluster, plans, state_bytes, placement)
     ends = ends + _estimate_sequence_sums(model, cluster, plans, shares, state_bytes)
-    there = shares.rank_count > 0
-    return (late * there).max(axis=1) + (begin * there).max(axis=1) + ends  # type: ignore[no-any-return]
+    exists = shares.rank_count > 0
+    return (exposed_reductions * exists).max(axis=1) + (first_gather * exists).max(axis=1) + ends  # type: ignore[no-any-return]
 
 
 def _count_unshards(plans: PlanColumns) -> Floats:
-    """How often a rank makes a stage whole in a step."""
+    """Return how often a rank unshards its stages in a step, over all of them."""
     found = plans.stages_per_rank.astype(float)
     for number in np.unique(plans.schedule).tolist():
         mine = (plans.schedule == number) & (plans.zero >= 3)
@@ -295,8 +349,11 @@ def _count_unshards(plans: PlanColumns) -> Floats:
 
 
 def _count_reductions(plans: PlanColumns) -> Any:
-    """How often each gradient is summed: behind each run of a stage's backwards where gradients are
-    in parts, of which a breadth-first order has one."""
+    """Return how often each gradient is reduced in a step.
+
+    With sharded gradients it is reduced after each run of backwards of its stage. A breadth-first
+    schedule has one run.
+    """
     runs = np.where(
         plans.schedule == SCHEDULE_NAMES.index("looped_bfs"), 1, plans.microbatches // plans.pp
     )
@@ -310,14 +367,16 @@ def _estimate_tied_reduction(
     state_bytes: StateBytes,
     placement: NodePlacement,
 ) -> Any:
-    """The sum of the gradients of a tied embedding, of the first rank and the last (SC21, arXiv
-    2104.04473, section 3; arXiv 1909.08053, appendix): a ring of two."""
+    """Return the time to reduce the gradient of a tied embedding over the first and the last rank.
+
+    It is a ring of two ranks (SC21, arXiv 2104.04473, section 3; arXiv 1909.08053, appendix).
+    """
     vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES])[plans.schedule]
-    apart = (plans.pp > 1) & ~vee & model.tied
+    is_reduced = (plans.pp > 1) & ~vee & model.tied
     slow = min(cluster.nvlink_bandwidth, cluster.network_bandwidth)
     link = np.where(placement.has_separate_ends, slow, cluster.nvlink_bandwidth)
     size = state_bytes.grads * count_end_params(model, plans.tp)[2]
-    return np.where(apart, 2 * (cluster.latency + size / 2 / link), 0.0)
+    return np.where(is_reduced, 2 * (cluster.latency + size / 2 / link), 0.0)
 
 
 def _estimate_sequence_sums(
@@ -327,35 +386,41 @@ def _estimate_sequence_sums(
     shares: RankGroupShares,
     state_bytes: StateBytes,
 ) -> Floats:
-    """The sums over slices that share the sequence, of the rank on which they take longest."""
+    """Return the time to sum gradients of replicated weights over sequence-parallel ranks.
+
+    It is the time of the rank with the longest sums.
+    """
     e, t, v, zero = (
         getattr(plans, name)[:, None] for name in ("ep", "tp", "stages_per_rank", "zero")
     )
-    every = np.where(zero > 0, (plans.dp * plans.cp)[:, None], 1)
-    each, (common, experts) = state_bytes.grads / every, count_replicated_params(model, e)
+    replicas = np.where(zero > 0, (plans.dp * plans.cp)[:, None], 1)
+    each, (common, experts) = state_bytes.grads / replicas, count_replicated_params(model, e)
     inner = shares.layers / v * common * each
-    inner = inner + shares.layers / v * experts * state_bytes.grads / np.maximum(every // e, 1)
+    inner = inner + shares.layers / v * experts * state_bytes.grads / np.maximum(replicas // e, 1)
     ends = (
         shares.has_first_stage * model.sequence * model.hidden
         + shares.has_last_stage * count_end_params(model, t)[1]
     )
-    found: Any = np.zeros(shares.layers.shape)
-    cut = plans.sequence_parallel > 0
-    for number in np.unique(plans.tp[cut]).tolist():
-        mine, group = cut & (plans.tp == number), find_slowest_group(cluster, 1, number)
+    result: Any = np.zeros(shares.layers.shape)
+    uses_it = plans.sequence_parallel > 0
+    for number in np.unique(plans.tp[uses_it]).tolist():
+        mine, group = uses_it & (plans.tp == number), find_slowest_group(cluster, 1, number)
         for sizes, times in ((inner + ends * each, 1), (inner, plans.stages_per_rank - 1)):
             size, which = np.unique(sizes[mine], return_inverse=True)
             seconds = np.array([time_all_reduce(cluster, one, group) for one in size.tolist()])
             more = seconds[which].reshape(int(mine.sum()), -1)
-            found[mine] += more * np.broadcast_to(times, len(plans))[mine, None]
-    most: Floats = found.max(axis=1)
+            result[mine] += more * np.broadcast_to(times, len(plans))[mine, None]
+    most: Floats = result.max(axis=1)
     return most
 
 
 def _estimate_optimizer(
     cluster: Cluster, plans: PlanColumns, memory_table: MemoryTable, state_bytes: StateBytes
 ) -> Floats:
-    """Norms and updates: the step of `Cluster.costs`, of the rank with the most weights."""
+    """Return the time of the gradient norm and the update, on the rank with the most weights.
+
+    `Cluster.fill_costs` computes the update in the same way.
+    """
     zero, d, c, e = (getattr(plans, name)[:, None] for name in ("zero", "dp", "cp", "ep"))
     common = memory_table.common_params / np.where(zero > 0, d * c, 1)
     own = common + memory_table.expert_params / np.where(zero > 0, np.maximum(d * c // e, 1), 1)

@@ -36,16 +36,23 @@ def compute_stage_times(
     plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
 ) -> list[StageTimes]:
-    """What a microbatch takes in each stage."""
-    each = get_layers_per_stage(model, plan)
-    known: dict[tuple[int, bool, bool], StageTimes] = {}
-    found = []
-    for number, layers in enumerate(each):
-        kind = (layers, number == 0, number == len(each) - 1)
-        if kind not in known:
-            known[kind] = stage_time(model, cluster, plan, *kind, constants)
-        found.append(known[kind])
-    return found
+    """Return the times of one microbatch in each stage.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
+    """
+    layers_per_stage = get_layers_per_stage(model, plan)
+    cache: dict[tuple[int, bool, bool], StageTimes] = {}
+    times = []
+    for number, layers in enumerate(layers_per_stage):
+        kind = (layers, number == 0, number == len(layers_per_stage) - 1)
+        if kind not in cache:
+            cache[kind] = stage_time(model, cluster, plan, *kind, constants)
+        times.append(cache[kind])
+    return times
 
 
 def compute_costs(
@@ -57,63 +64,73 @@ def compute_costs(
     constants: SoftwareConstants,
     state_bytes: StateBytes = ADAM,
 ) -> Costs:
-    """The costs of a choice's program, in seconds: those of stages, and all that bytes decide.
+    """Return the costs of all instructions of a plan's program, in seconds.
 
-    What runs again is an R as far as it may run ahead, and else the beginning of the backward.  Of
-    sums over replicas that is left which the last backward does not hide
+    A share `recompute_ahead` of full recomputation is an R of its own. The rest is added to the
+    backward. Reductions over replicas cost the time that the last backward does not hide
     (`reduction_overlap_share`).
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        shape: The pipeline shape of the program.
+        stage_times: The times of each stage, from `compute_stage_times`.
+        constants: Constants of the software.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter.
     """
     F, I, W, R = np.array([one.total for one in stage_times]).T
-    ahead = R * constants.recompute_ahead * (plan.recompute == "full")
-    I = I + R - ahead
+    recompute_costs = R * constants.recompute_ahead * (plan.recompute == "full")
+    I = I + R - recompute_costs
     bytes_of = (state_bytes.params, state_bytes.grads, state_bytes.optimizer)
     numbers = count_stage_params(model, plan, shape)
     params, grads, optimizer = (_to_tuple(size * numbers.total) for size in bytes_of)
     tokens = plan.microbatch_size * (model.sequence // plan.cp)
-    sent = Sizes(
+    sizes = Sizes(
         activation=1.0 * cluster.itemsize * tokens * model.hidden,
         params=params,
         grads=grads,
         optimizer=optimizer,
     )
-    again: list[tuple[int, int]] = []
+    recomputed: list[tuple[int, int]] = []
     if plan.offload != "none":
-        kept = get_trainer(cluster, constants, state_bytes).compute_sizes(
+        saved_sizes = get_trainer(cluster, constants, state_bytes).compute_sizes(
             model, plan, shape, constants, state_bytes
         )
-        sent = replace(sent, saved=kept.saved, checkpoint=kept.checkpoint)
+        sizes = replace(sizes, saved=saved_sizes.saved, checkpoint=saved_sizes.checkpoint)
         if plan.recompute == "full":
-            again = [*product(range(shape.stages), range(shape.microbatches))]
-    where = build_process_mesh(plan)
-    own = Costs(F=_to_tuple(F), I=_to_tuple(I), W=_to_tuple(W), B=_to_tuple(I + W),
-        R=_to_tuple(ahead),
-                reduce_tied=_compute_tied_reduction(model, cluster, shape, where,
+            recomputed = [*product(range(shape.stages), range(shape.microbatches))]
+    process_mesh = build_process_mesh(plan)
+    stage_costs = Costs(F=_to_tuple(F), I=_to_tuple(I), W=_to_tuple(W), B=_to_tuple(I + W),
+        R=_to_tuple(recompute_costs),
+                reduce_tied=_compute_tied_reduction(model, cluster, shape, process_mesh,
                     state_bytes))  # fmt: skip
     if plan.sequence_parallel and plan.tp > 1:
-        own = replace(
-            own,
+        stage_costs = replace(
+            stage_costs,
             reduce_sequence_parallel_grads=_compute_sequence_sums(
                 model, cluster, plan, state_bytes
             ),
         )
     if plan.ep > 1:
-        own = replace(
-            own, **_compute_expert_costs(cluster, plan, shape, where, numbers, state_bytes)
+        stage_costs = replace(
+            stage_costs,
+            **_compute_expert_costs(cluster, plan, shape, process_mesh, numbers, state_bytes),
         )
     replicas = plan.dp * plan.cp
-    found = cluster.fill_costs(
-        shape, sent, own, tp=plan.tp, dp=replicas, zero=plan.zero, mesh=where,
+    costs = cluster.fill_costs(
+        shape, sizes, stage_costs, tp=plan.tp, dp=replicas, zero=plan.zero, mesh=process_mesh,
         optimizer_placement=plan.optimizer_placement, offload=plan.offload != "none",
-        recomputed=again,
+        recomputed=recomputed,
     )  # fmt: skip
-    left = {
+    exposed_reductions = {
         name: from_grid(
             whole - np.minimum(constants.reduction_overlap_share * whole, (I + W)[:, None])
         )
         for name in ("reduce_grads", "reduce_scatter")
-        for whole in [np.broadcast_to(to_grid(getattr(found, name) or 0.0), (shape.stages, 1))]
+        for whole in [np.broadcast_to(to_grid(getattr(costs, name) or 0.0), (shape.stages, 1))]
     }
-    return replace(found, **left)
+    return replace(costs, **exposed_reductions)
 
 
 def _compute_expert_costs(
@@ -124,20 +141,28 @@ def _compute_expert_costs(
     parameters: StageParameters,
     state_bytes: StateBytes,
 ) -> dict[str, tuple[float, ...]]:
-    """Costs where replicas hold parts of experts: these are summed over those replicas alone that
-    have the same, each e-th, and a step is of as many parts fewer."""
-    cut = plan.zero > 0
+    """Return the costs that expert parallelism changes.
+
+    The gradients of an expert are reduced over the replicas with the same experts: every `ep`-th
+    replica. The update of experts is divided among these replicas only.
+    """
+    is_sharded = plan.zero > 0
     rings = {
-        "reduce_scatter" if cut else "reduce_grads": (
-            cluster.reduce_scatter_time if cut else cluster.all_reduce_time, state_bytes.grads
+        "reduce_scatter" if is_sharded else "reduce_grads": (
+            cluster.reduce_scatter_time if is_sharded else cluster.all_reduce_time, state_bytes.grads
         ),
-        **({"unshard": (cluster.all_gather_time, state_bytes.params)} if cut else {}),
+        **({"unshard": (cluster.all_gather_time, state_bytes.params)} if is_sharded else {}),
     }  # fmt: skip
-    found = {name: np.zeros(shape.stages) for name in rings}
-    every, same = len(process_mesh), max(len(process_mesh) // plan.ep, 1)
-    parts = parameters.common / (every if cut else 1) + parameters.experts / (same if cut else 1)
+    costs = {name: np.zeros(shape.stages) for name in rings}
+    replicas, expert_replicas = len(process_mesh), max(len(process_mesh) // plan.ep, 1)
+    local_params = parameters.common / (replicas if is_sharded else 1) + parameters.experts / (
+        expert_replicas if is_sharded else 1
+    )
     moved = compute_step_bytes(
-        *(size * parts for size in (state_bytes.params, state_bytes.grads, state_bytes.optimizer))
+        *(
+            size * local_params
+            for size in (state_bytes.params, state_bytes.grads, state_bytes.optimizer)
+        )
     )
     step = np.zeros(shape.stages)
     for rank, stages in enumerate(shape.stages_on_rank):
@@ -145,19 +170,24 @@ def _compute_expert_costs(
         group = process_mesh[:, rank, 0]
         for one in stages:
             for name, (ring, size) in rings.items():
-                found[name][one] = ring(size * parameters.common[one], group)
-                found[name][one] += ring(size * parameters.experts[one], group[:: plan.ep])
-    return {name: _to_tuple(value) for name, value in found.items()} | {"step": _to_tuple(step)}
+                costs[name][one] = ring(size * parameters.common[one], group)
+                costs[name][one] += ring(size * parameters.experts[one], group[:: plan.ep])
+    return {name: _to_tuple(value) for name, value in costs.items()} | {"step": _to_tuple(step)}
 
 
 def _compute_sequence_sums(
     model: TransformerSpec, cluster: Cluster, plan: ParallelPlan, state_bytes: StateBytes
 ) -> tuple[float, ...]:
-    """The sum over slices, each of which has seen its own tokens with what all have whole; of what
-    replicas have in parts it is the part (arXiv 2205.05198, section 4.2.2)."""
-    every = plan.dp * plan.cp if plan.zero else 1
-    group, seen = find_slowest_group(cluster, 1, plan.tp), count_stage_replicated(model, plan)
-    each = state_bytes.grads * (seen.common / every + seen.experts / max(every // plan.ep, 1))
+    """Return the time of each stage to sum gradients of replicated weights over sequence-parallel
+    ranks.
+
+    With ZeRO each replica sums only its shard (arXiv 2205.05198, section 4.2.2).
+    """
+    replicas = plan.dp * plan.cp if plan.zero else 1
+    group, replicated = find_slowest_group(cluster, 1, plan.tp), count_stage_replicated(model, plan)
+    each = state_bytes.grads * (
+        replicated.common / replicas + replicated.experts / max(replicas // plan.ep, 1)
+    )
     return tuple(time_all_reduce(cluster, size, group) for size in each.tolist())
 
 
@@ -168,7 +198,7 @@ def _compute_tied_reduction(
     process_mesh: NDArray[np.int64],
     state_bytes: StateBytes,
 ) -> float:
-    """The sum of the gradients of a tied embedding, of the first rank and the last."""
+    """Return the time to reduce the gradient of a tied embedding over the first and the last rank."""
     first, last = int(shape.replica_ranks[0, 0]), int(shape.replica_ranks[0, -1])
     if first == last or not model.tied:
         return 0.0

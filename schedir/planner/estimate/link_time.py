@@ -1,4 +1,4 @@
-"""Compute the times of messages and rings of many plans, by their placement on nodes."""
+"""Compute the times of messages and rings of many plans, from their placement on nodes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class LinkTimes(NamedTuple):
-    """Seconds of a boundary's messages, by plan: over all borders between neighbouring ranks, and
-    from the last rank to the first, where several stages are placed in a loop."""
+    """Times of the messages of one boundary, in seconds, of shape (plans,).
+
+    Attributes:
+        neighbors: The sum over all pairs of neighboring ranks.
+        wraparound: A message from the last rank to the first, if stages are placed in a loop.
+    """
 
     neighbors: Floats
     wraparound: Floats
@@ -24,11 +28,17 @@ class LinkTimes(NamedTuple):
 def compute_link_times(
     model: TransformerSpec, cluster: Cluster, plans: PlanColumns, placement: NodePlacement
 ) -> LinkTimes:
-    """What a microbatch's boundary takes from rank to rank.
+    """Return the times to send the boundary of a microbatch from rank to rank.
 
-    Of a boundary each of t slices sends all, or 1/t, which the others then gather (SC21, arXiv
-    2104.04473, section 4.1), whichever takes less; where the sequence is cut over slices each has
-    its own part, and nothing is gathered.
+    Each of t tensor-parallel ranks sends the full boundary, or 1/t of it, which the receivers then
+    gather (SC21, arXiv 2104.04473, section 4.1). The faster way is used. With sequence parallelism
+    each rank sends its own 1/t, and nothing is gathered.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plans: The plans.
+        placement: The placement of the plans, from `place_plans_on_nodes`.
     """
     size = 1.0 * cluster.itemsize * plans.microbatch_size * model.sequence / plans.cp * model.hidden
     within, between = (
@@ -41,6 +51,7 @@ def compute_link_times(
     )
 
     def message(link: float) -> Floats:
+        """Return the seconds of one message over a link of `link` bytes per second."""
         part = cluster.latency + size / t / link
         whole = cluster.latency + size / link
         cut = plans.sequence_parallel > 0
@@ -53,29 +64,41 @@ def compute_link_times(
 
 
 def build_process_mesh(plan: ParallelPlan) -> Ints:
-    """Which process is where: shape (d c, p, t), as `Cluster.costs` takes it.
+    """Return the global rank of each process, of shape (dp * cp, pp, tp).
 
-    Slices stand side by side, then parts of a sequence, and then what `order` says.
+    `Cluster.fill_costs` uses this layout. Tensor-parallel ranks have consecutive numbers, then
+    context-parallel ranks. `ParallelPlan.rank_order` decides the rest.
 
-    >>> from schedir.planner import ParallelPlan
-    >>> build_process_mesh(ParallelPlan(pp=2, dp=2)).tolist()
-    [[[0], [1]], [[2], [3]]]
-    >>> build_process_mesh(ParallelPlan(pp=2, dp=2, rank_order="tp-dp-pp")).tolist()
-    [[[0], [2]], [[1], [3]]]
+    Args:
+        plan: The plan.
+
+    Example:
+        >>> from schedir.planner import ParallelPlan
+        >>> build_process_mesh(ParallelPlan(pp=2, dp=2)).tolist()
+        [[[0], [1]], [[2], [3]]]
+        >>> build_process_mesh(ParallelPlan(pp=2, dp=2, rank_order="tp-dp-pp")).tolist()
+        [[[0], [2]], [[1], [3]]]
     """
     p, t, d, c = plan.pp, plan.tp, plan.dp, plan.cp
-    each = np.arange(plan.gpus, dtype=np.int64)
+    processes = np.arange(plan.gpus, dtype=np.int64)
     if plan.rank_order == "tp-pp-dp":
-        placed = each.reshape(d, p, c, t).transpose(0, 2, 1, 3)
+        mesh = processes.reshape(d, p, c, t).transpose(0, 2, 1, 3)
     else:
-        placed = each.reshape(p, d, c, t).transpose(1, 2, 0, 3)
-    return placed.reshape(d * c, p, t)
+        mesh = processes.reshape(p, d, c, t).transpose(1, 2, 0, 3)
+    return mesh.reshape(d * c, p, t)
 
 
 class NodePlacement(NamedTuple):
-    """Where a layout lies on nodes: over how many of the borders between ranks some replica leaves
-    its node, whether the first and the last rank of some are on two, and the slowest links of
-    replicas, and of those that have the same experts."""
+    """The placement of a plan on nodes, as scalars or as arrays of shape (plans,).
+
+    Attributes:
+        node_crossings: The number of pairs of neighboring ranks that are on two nodes in some
+            replica.
+        has_separate_ends: True if the first and the last rank are on two nodes in some replica.
+        replica_bandwidth: The slowest link between replicas, in bytes per second.
+        expert_bandwidth: The slowest link between replicas with the same experts, in bytes per
+            second.
+    """
 
     node_crossings: int
     has_separate_ends: bool
@@ -85,15 +108,21 @@ class NodePlacement(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def place_on_nodes(cluster: Cluster, plan: ParallelPlan) -> NodePlacement:
-    """Those of a choice's p, t, d, c, e and order."""
-    where = build_process_mesh(plan)
-    nodes = where // cluster.gpus_per_node
+    """Return the placement of one plan, from its parallel degrees and its rank order.
+
+    Args:
+        cluster: The cluster.
+        plan: The plan.
+    """
+    mesh = build_process_mesh(plan)
+    nodes = mesh // cluster.gpus_per_node
     crossed = (nodes[:, 1:] != nodes[:, :-1]).any(axis=(0, 2))
-    groups = where.reshape(len(where), -1)
-    alike = (nodes - nodes[:1]).reshape(len(where), -1)  # as seen from each group's first one
-    some = groups[:, np.unique(alike, axis=1, return_index=True)[1]].T
+    groups = mesh.reshape(len(mesh), -1)
+    # Groups with the same node offsets have the same links, so one of them is enough.
+    node_offsets = (nodes - nodes[:1]).reshape(len(mesh), -1)
+    distinct_groups = groups[:, np.unique(node_offsets, axis=1, return_index=True)[1]].T
     slowest, experts = (
-        min(cluster.bandwidth(group[::each]) for group in some) for each in (1, plan.ep)
+        min(cluster.bandwidth(group[::each]) for group in distinct_groups) for each in (1, plan.ep)
     )
     return NodePlacement(
         int(crossed.sum()), bool((nodes[:, 0] != nodes[:, -1]).any()), slowest, experts
@@ -101,7 +130,12 @@ def place_on_nodes(cluster: Cluster, plan: ParallelPlan) -> NodePlacement:
 
 
 def place_plans_on_nodes(cluster: Cluster, plans: PlanColumns) -> NodePlacement:
-    """Of many plans, a column each."""
+    """Return the placements of many plans, with an array for each field.
+
+    Args:
+        cluster: The cluster.
+        plans: The plans.
+    """
     first, which = plans.find_distinct("pp", "tp", "dp", "cp", "ep")
     each = []
     for i in first.tolist():
@@ -116,15 +150,24 @@ def place_plans_on_nodes(cluster: Cluster, plans: PlanColumns) -> NodePlacement:
 
 
 class ReplicaRing(NamedTuple):
-    """Replicas that sum and gather: how many, and their slowest link, by plan."""
+    """The rings of replicas that reduce gradients and gather weights, by plan.
+
+    Attributes:
+        size: The number of replicas, of shape (plans,).
+        bandwidth: The slowest link in bytes per second, of shape (plans,).
+        latency: Seconds of an empty message.
+    """
 
     size: Ints
     bandwidth: Floats
     latency: float
 
     def compute_gather_time(self, size: Any) -> Any:
-        """Seconds of a gather, or a scattered sum, of `size` bytes: as `Cluster.all_gather`, of
-        arrays."""
+        """Return the seconds of an all-gather or a reduce-scatter, as `Cluster.all_gather_time` does.
+
+        Args:
+            size: Bytes of the gathered tensor, an array whose first dimension is the plans.
+        """
         many = self.size[:, None]
         taken = (many - 1) * (self.latency + size / many / self.bandwidth[:, None])
         return np.where((many > 1) & (size > 0), taken, 0.0)
@@ -133,7 +176,13 @@ class ReplicaRing(NamedTuple):
 def build_replica_rings(
     cluster: Cluster, plans: PlanColumns, placement: NodePlacement
 ) -> tuple[ReplicaRing, ReplicaRing]:
-    """The rings of each plan's replicas, and of those that have the same experts."""
+    """Return the rings of all replicas, and the rings of the replicas with the same experts.
+
+    Args:
+        cluster: The cluster.
+        plans: The plans.
+        placement: The placement of the plans, from `place_plans_on_nodes`.
+    """
     many = plans.dp * plans.cp
     return (
         ReplicaRing(many, np.array(placement.replica_bandwidth), cluster.latency),

@@ -20,16 +20,21 @@ from schedir.planner.plan_table import PlanTable
 from schedir.planner.transformer.memory_estimate import StateBytes, compute_saved_by_plan
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-MAX_OFFLOAD_PLANS: Final = 24  # plans that offload, as long as any of them fits
-_MAX_SIMULATIONS: Final = 96
-_FORWARD_SHARE: Final = 1 / 3  # of what computes, that is in forwards
-_RESIDENT_STAGES: Final = (
-    2  # stages of which the states, or what is saved, are on the device at least
-)
+MAX_OFFLOAD_PLANS: Final = 24  # The search ends after this many offload plans that fit.
+_MAX_SIMULATIONS: Final = 96  # It also ends after this many simulations, which take time.
+_FORWARD_SHARE: Final = 1 / 3  # Forwards are about this share of the compute.
+# While one stage computes, another is copied. The states or saved activations of both are on the
+# device.
+_RESIDENT_STAGES: Final = 2
 
 
 class OffloadOption(NamedTuple):
-    """What goes to the host."""
+    """A combination of offloads.
+
+    Attributes:
+        offload: See `ParallelPlan.offload`.
+        optimizer_placement: See `ParallelPlan.optimizer_placement`.
+    """
 
     offload: OffloadMode
     optimizer_placement: StatePlacement
@@ -51,33 +56,50 @@ def simulate_offload_plans(
     state_bytes: StateBytes,
     step_times: list[float],
 ) -> list[PlanEstimate]:
-    """The plans that offload, simulated, as far as they are likely to be among the `top`: steps of
-    plans that do not are `step_times`."""
+    """Simulate the plans that offload and are likely to be among the best.
+
+    Args:
+        model: The model.
+        cluster: The cluster. It needs `host_bandwidth` and `host_memory`.
+        plan_table: The closed form of all plans, without an offload.
+        top: The number of plans that the caller needs.
+        constants: Constants of the software.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter.
+        step_times: Seconds of the plans without an offload. The search ends when `top` plans are
+            faster than the next guess.
+
+    Returns:
+        The simulated plans that fit.
+    """
     best, steps = list[PlanEstimate](), sorted(step_times)
-    for tries, (guess, at, way) in enumerate(
+    for tries, (guess, at, option) in enumerate(
         _guess_offload_plans(model, cluster, plan_table, constants, state_bytes)
     ):
         worst = steps[top - 1] if len(steps) >= top else np.inf
         if guess >= worst or len(best) >= MAX_OFFLOAD_PLANS or tries >= _MAX_SIMULATIONS:
             break
-        choice = replace(plan_table.plans.plan_at(model, at), **way._asdict())
+        choice = replace(plan_table.plans.plan_at(model, at), **option._asdict())
         try:
-            one = simulate_plan(model, cluster, choice, constants, state_bytes=state_bytes)
+            estimate = simulate_plan(model, cluster, choice, constants, state_bytes=state_bytes)
         except MemoryLimitError:
             continue
-        if one.fits:
-            best.append(attach_bottleneck(cluster, one))
-            steps = sorted([*steps, one.step_time])
+        if estimate.fits:
+            best.append(attach_bottleneck(cluster, estimate))
+            steps = sorted([*steps, estimate.step_time])
     return best
 
 
 def mask_state_offload_plans(plan_table: PlanTable) -> NDArray[np.bool_]:
-    """Of which plans ranks that are alone have many stages for nothing but to move their states."""
+    """Return which plans have several stages on a single rank only to offload their states.
+
+    Args:
+        plan_table: The plans.
+    """
     plans = plan_table.plans
-    which: NDArray[np.bool_] = (
+    mask: NDArray[np.bool_] = (
         (plans.pp == 1) & (plans.stages_per_rank > 1) & (plans.zero < SHARDED_FROM_LEVEL["grads"])
     )
-    return which
+    return mask
 
 
 def _guess_offload_plans(
@@ -87,45 +109,54 @@ def _guess_offload_plans(
     constants: SoftwareConstants,
     state_bytes: StateBytes,
 ) -> Iterator[tuple[float, int, OffloadOption]]:
-    """Plans that do not fit, with a way in which they may, in order of about how long they take.
+    """Yield plans that do not fit, with an offload that may make them fit, the fastest first.
 
-    About, for it decides only what is simulated, and in which order: what does not fit is moved
-    while the rank computes, and takes longer by what its copies take more than that.  Of what lives
-    for one microbatch only, copies out run beside forwards, a third of that, and back beside
-    backwards.  States are loaded one stage after the other, and the last is stored behind that.
+    The times are rough: they only decide which plans are simulated, and in which order. An offload
+    adds the time by which its copies are longer than the compute beside them. For activations of a
+    single microbatch, only forwards hide the copies to the host, and only backwards the copies
+    back. States are loaded stage by stage, and the store of the last one is not hidden.
     """
     plans, share = plan_table.plans, 1 + constants.allocator_share
     weights, gradients, optimizer, activations, _ = plan_table.memory
-    compute, again, tensor = plan_table.breakdowns[:3]
+    compute, recompute, tensor = plan_table.breakdowns[:3]
     assert cluster.host_bandwidth is not None and cluster.host_memory is not None
-    room = (cluster.memory - constants.reserved_bytes) / share
+    memory_limit = (cluster.memory - constants.reserved_bytes) / share
     microbatch = (
         compute_saved_by_plan(model, plans, state_bytes.params)[0][:, 0] * model.layers / plans.pp
     )
-    beside = np.clip(activations / microbatch - 1, _FORWARD_SHARE, 1) * (compute + again + tensor)
-    stays = np.minimum(activations, _RESIDENT_STAGES * microbatch / plans.stages_per_rank)
+    hiding_time = np.clip(activations / microbatch - 1, _FORWARD_SHARE, 1) * (
+        compute + recompute + tensor
+    )
+    resident = np.minimum(activations, _RESIDENT_STAGES * microbatch / plans.stages_per_rank)
     guesses = []
-    for way in OFFLOAD_OPTIONS:
-        away = optimizer * (way.optimizer_placement == "host")
-        over = np.maximum(plan_table.total_memory - share * away - cluster.memory, 0) / share
-        stepped = (
-            weights + gradients + away * np.minimum(_RESIDENT_STAGES / plans.stages_per_rank, 1)
+    for option in OFFLOAD_OPTIONS:
+        offloaded_state = optimizer * (option.optimizer_placement == "host")
+        excess = (
+            np.maximum(plan_table.total_memory - share * offloaded_state - cluster.memory, 0)
+            / share
         )
-        can = (plan_table.total_memory > cluster.memory) & (
-            way.optimizer_placement == "host" or ~mask_state_offload_plans(plan_table)
+        state_memory = (
+            weights
+            + gradients
+            + offloaded_state * np.minimum(_RESIDENT_STAGES / plans.stages_per_rank, 1)
         )
-        can &= away + over <= cluster.host_memory
-        can &= stepped <= room
-        can &= over <= activations - stays if way.offload == "fit" else over == 0
-        can &= (over > 0) == (way.offload == "fit")
-        moved = microbatch * over / np.maximum(activations, 1)
-        slower = np.maximum(plans.microbatches * moved / cluster.host_bandwidth - beside, 0)
+        is_possible = (plan_table.total_memory > cluster.memory) & (
+            option.optimizer_placement == "host" or ~mask_state_offload_plans(plan_table)
+        )
+        is_possible &= offloaded_state + excess <= cluster.host_memory
+        is_possible &= state_memory <= memory_limit
+        is_possible &= excess <= activations - resident if option.offload == "fit" else excess == 0
+        is_possible &= (excess > 0) == (option.offload == "fit")
+        moved = microbatch * excess / np.maximum(activations, 1)
+        exposed_copies = np.maximum(
+            plans.microbatches * moved / cluster.host_bandwidth - hiding_time, 0
+        )
         guess = (
             plan_table.step_times
-            + slower
-            + away / cluster.host_bandwidth * (1 + 1 / plans.stages_per_rank)
+            + exposed_copies
+            + offloaded_state / cluster.host_bandwidth * (1 + 1 / plans.stages_per_rank)
         )
-        guesses.append(np.where(can, guess, np.inf))
+        guesses.append(np.where(is_possible, guess, np.inf))
     table = np.array(guesses)
     for number in np.argsort(table, axis=None, kind="stable").tolist():
         way_number, at = divmod(number, len(plans))
@@ -137,31 +168,38 @@ def _guess_offload_plans(
 def attach_offload_comparison(
     plans: list[PlanEstimate], min_memory_plan: PlanEstimate
 ) -> list[PlanEstimate]:
-    """The plans, the fastest first, with what offload is worth: each that offloads beside the best
-    one that does not, and the first beside the best that does; where none fits without,
-    `min_memory_plan` holds the least."""
+    """Return the plans with a comparison of plans with and without an offload.
+
+    A plan that offloads is compared with the best plan that does not. If the first plan does not
+    offload, it is compared with the best plan that does.
+
+    Args:
+        plans: The plans, the fastest first.
+        min_memory_plan: The plan without an offload that uses the least memory. It is named if no
+            plan fits without an offload.
+    """
     plain = next((one for one in plans if not one.has_offload), None)
-    moving = next((one for one in plans if one.has_offload), None)
-    found = []
+    offloading = next((one for one in plans if one.has_offload), None)
+    result = []
     for one in plans:
-        said = ""
+        text = ""
         if one.has_offload and plain is None:
-            said = (
+            text = (
                 "no plan fits without: the least holds "
                 f"{format_bytes(min_memory_plan.memory.total)}, "
             )
-            said += describe_plan(min_memory_plan)
+            text += describe_plan(min_memory_plan)
         elif one.has_offload and plain is not None:
-            said = _describe_comparison(one, plain, "the best plan without")
+            text = _describe_comparison(one, plain, "the best plan without")
         elif one is plans[0]:
-            said = "no plan that fits with it is among the first"
-            said = (
-                said
-                if moving is None
-                else _describe_comparison(one, moving, "the best plan with it")
+            text = "no plan that fits with it is among the first"
+            text = (
+                text
+                if offloading is None
+                else _describe_comparison(one, offloading, "the best plan with it")
             )
-        found.append(replace(one, offload_comparison=said))
-    return found
+        result.append(replace(one, offload_comparison=text))
+    return result
 
 
 def _describe_comparison(estimate: PlanEstimate, other: PlanEstimate, subject: str) -> str:
@@ -171,7 +209,15 @@ def _describe_comparison(estimate: PlanEstimate, other: PlanEstimate, subject: s
 
 
 def require_no_offload(plan: ParallelPlan, feature: str) -> None:
-    """Raise UsageError for a choice that offloads, of what knows nothing of copies."""
+    """Raise an error if a plan offloads, for features that do not support it.
+
+    Args:
+        plan: The plan.
+        feature: The name of the feature, for the message.
+
+    Raises:
+        UsageError: The plan offloads.
+    """
     if plan.has_offload:
         raise UsageError(
             f"{feature} knows nothing of copies to the host and back",

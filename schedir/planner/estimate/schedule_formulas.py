@@ -1,8 +1,8 @@
 """Formulas for the bubble and the memory of each schedule.
 
-Each formula takes arrays: P ranks, v stages per rank, m microbatches, and F, I and W of one stage,
-where I has what runs again before it.  tests/pure/test_planner_families.py holds them beside the
-simulator.
+The arguments are numbers or arrays: P ranks, v stages per rank, m microbatches, and the times F, I
+and W of one stage. I includes recomputation. tests/pure/test_planner_families.py compares the
+formulas with the simulator.
 """
 
 from __future__ import annotations
@@ -15,24 +15,35 @@ import numpy as np
 
 from schedir.errors import UsageError, describe
 
-WaitFormula = Callable[[Any, Any, Any], Any]  # of F, I and W
-CountFormula = Callable[[Any, Any, Any], Any]  # of P, v and m
+WaitFormula = Callable[[Any, Any, Any], Any]  # A function of F, I and W.
+CountFormula = Callable[[Any, Any, Any], Any]  # A function of P, v and m.
 
 
 class ScheduleFormulas(NamedTuple):
-    """A schedule, and its laws: where stages are alike, ranks idle (P-1) `wait_time`, and messages
-    add as much as `exposed_messages` of them that nothing hides: 2 more or less, or P + 1 where
-    halves of a backward stand apart, which wait for each other in more ways than the law has.
+    """The formulas of a schedule, for stages with equal times.
 
-    `live_activations` are the stage activations on the rank `r` at most.  `stages_per_rank` per
-    rank are one, two, or many, and `is_vee` tells that they lie down the ranks and back.  It takes
-    `min_microbatches` microbatches, and where it is `needs_multiple_of_ranks` a multiple of P.
-    `has_split_backward` tells that W stands apart.  The last stage keeps what the loss left of
-    `loss_microbatches` microbatches.  Of the messages
-    `messages_per_microbatch` are every microbatch's, which hide where ranks wait for a slower one
-    anyway.  A rank has room for `boundary_buffers` boundaries; and
-    `is_breadth_first` tells that all microbatches pass one loop of stages before the next, so that
-    each loop is as slow as its slowest stage.
+    The bubble of a rank is (P-1) times `wait_time`, plus the exposed messages. For full backwards
+    the number of messages is exact to 2. For split backwards it is exact to P + 1, because their
+    dependencies are more complex than the formula.
+
+    Attributes:
+        name: The name of the schedule.
+        wait_time: The time that ranks wait for each other rank.
+        exposed_messages: The number of messages in a step that nothing hides.
+        live_activations: The largest number of stage activations on rank r, a function of P, v, m
+            and r.
+        stages_per_rank: The number of stages per rank that the schedule supports.
+        is_vee: True if the stages are placed from the first rank to the last and back.
+        min_microbatches: The smallest number of microbatches, a function of P.
+        needs_multiple_of_ranks: True if the number of microbatches must be a multiple of P.
+        has_split_backward: True if W is a separate instruction.
+        loss_microbatches: The number of microbatches for which the last stage keeps the inputs of
+            the loss.
+        messages_per_microbatch: The exposed messages of every microbatch, a function of P. They are
+            hidden if ranks wait for a slower rank anyway.
+        boundary_buffers: The number of boundaries that a rank has buffers for.
+        is_breadth_first: True if all microbatches pass one loop of stages before the next. Each
+            loop is then as slow as its slowest stage.
     """
 
     name: str
@@ -51,23 +62,28 @@ class ScheduleFormulas(NamedTuple):
 
 
 def _flush_wait(F: Any, I: Any, W: Any) -> Any:
-    """GPipe (arXiv 1811.06965) and 1F1B: (P-1)(F+B); SC21 (2104.04473), section 2.2, of a stage."""
+    """Return the wait time of GPipe (arXiv 1811.06965) and 1F1B (2104.04473, section 2.2)."""
     return F + I + W
 
 
 def _zb_h1_wait(F: Any, I: Any, W: Any) -> Any:
-    """ZB-H1 (arXiv 2401.10241, section 2), as `schedules.zb_h1` has it."""
+    """Return the wait time of ZB-H1 (arXiv 2401.10241, section 2), as `schedules.zb_h1` builds it."""
     return np.maximum(F, I + np.maximum(F - W, 0))
 
 
 def _zb_h2_wait(F: Any, I: Any, W: Any) -> Any:
-    """ZB-H2, as `schedules.zb_h2` has it, to the last end: ranks end together for the norm."""
+    """Return the wait time of ZB-H2, as `schedules.zb_h2` builds it.
+
+    It includes the end of the step, because ranks wait for the gradient norm together.
+    """
     return np.maximum.reduce([F, F + I - 2 * W, I - F, I - W])
 
 
 def _zb_v_wait(F: Any, I: Any, W: Any) -> Any:
-    """ZB-V at F <= I, as `schedules.zb_v` has it at F = I.  A shorter I waits no less, within
-    F - I once."""
+    """Return the wait time of ZB-V for F <= I, as `schedules.zb_v` builds it for F = I.
+
+    For a shorter I the error is at most F - I.
+    """
     return np.maximum.reduce([W, F, I, 2 * F - I, 2 * (F - W), 2 * (I - W)])
 
 
@@ -130,15 +146,22 @@ DEFAULT_SCHEDULES: Final = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_
 
 
 def get_formulas(name: object) -> ScheduleFormulas:
-    """The family of a schedule's name.  Raises UsageError for one that the planner has no laws of.
+    """Return the formulas of a schedule.
 
-    >>> get_formulas("zb_h1").has_split_backward
-    True
-    >>> get_formulas("zb_hl")
-    Traceback (most recent call last):
-        ...
-    schedir.errors.UsageError: the planner knows no schedule 'zb_hl'
-      hint: did you mean zb_h2?
+    Args:
+        name: The name of the schedule.
+
+    Raises:
+        UsageError: The planner has no formulas of this schedule.
+
+    Example:
+        >>> get_formulas("zb_h1").has_split_backward
+        True
+        >>> get_formulas("zb_hl")
+        Traceback (most recent call last):
+            ...
+        schedir.errors.UsageError: the planner knows no schedule 'zb_hl'
+          hint: did you mean zb_h2?
     """
     if isinstance(name, str) and name in SCHEDULE_FORMULAS:
         return SCHEDULE_FORMULAS[name]
@@ -150,12 +173,20 @@ def get_formulas(name: object) -> ScheduleFormulas:
 
 
 def count_unshards(name: str, P: Any, v: Any, m: Any) -> Any:
-    """How often a rank makes a stage whole in a step where weights are in parts (`zero=3`): each
-    once where two are all, which may be whole at once; else as Belady's rule does
-    (`analysis/memory/unshard_residency.py`)."""
+    """Return how often a rank unshards a stage in a step with sharded weights (`zero=3`).
+
+    With at most two stages per rank, each is unsharded once, because both can stay unsharded.
+    Otherwise the number is that of Belady's rule (analysis/memory/unshard_residency.py).
+
+    Args:
+        name: The name of the schedule.
+        P: Ranks.
+        v: Stages per rank.
+        m: Microbatches.
+    """
     groups = np.maximum(m // P, 1)
     if name == "looped_bfs":
-        often = 2 * v - 2
+        count = 2 * v - 2
     else:
-        often = 2 * v - 2 + (groups > 1) * (2 + (groups - 1) * (2 * v - 4))
-    return np.where(v <= 2, v, often)
+        count = 2 * v - 2 + (groups > 1) * (2 + (groups - 1) * (2 * v - 4))
+    return np.where(v <= 2, v, count)

@@ -64,37 +64,50 @@ def simulate_plan(
     *,
     state_bytes: StateBytes | None = None,
 ) -> PlanEstimate:
-    """The choice with the time of its step and its memory, from simulating its program.
+    """Estimate the step time and the memory of a plan by simulating its program.
 
-    Each stage has its own times, by its layers and by the embedding or the head; messages, sums,
-    gathers of weights and the update take what the cluster makes of their bytes.  What the parts
-    tell is of the rank that is busiest, and adds up to the step.  Processes that share processors
-    are simulated so (`simulate_on_cpus`), with the program and the sizes of `schedir train`.
+    Each stage has its own times, from its layers and from the embedding or the head. The cluster
+    gives the times of messages, reductions, gathers of weights, copies to the host and the update,
+    from their bytes. Copies to the host and back are instructions of the program, with a lane for
+    each direction. The breakdown is that of the busiest rank. CPU processes that share cores are
+    simulated with `simulate_on_cpus`, and with the program and the sizes of `schedir train`.
 
-    Copies to the host and back are instructions of the program, which take what the cluster's
-    `host` makes of their bytes, each way on a lane of its own.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        constants: Constants of the software. None uses those of the cluster's trainer
+            (`get_trainer`).
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
+            of the cluster's number type.
 
-    Raises UsageError for what does not go together, and what `plan_program` raises;
-    MemoryLimitError where what `offload` "fit" can move is not enough.
+    Raises:
+        UsageError: The options of the plan are incompatible, or its stages have several replicas on
+            the ranks. See also `plan_program`.
+        MemoryLimitError: With `offload="fit"`, offloading all that can be offloaded is not enough.
+        SchedirError: See `plan_program`.
 
-    >>> from schedir import planner
-    >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
-    >>> node = planner.cluster_preset("a100", nodes=1)
-    >>> found = planner.simulate_plan(gpt, node, planner.ParallelPlan(pp=4, tp=2, microbatch_size=2,
-    ...     microbatches=16))
-    >>> found.exact, found.step_time == sum(found.breakdown), found.fits
-    (True, True, True)
+    Example:
+        >>> from schedir import planner
+        >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200,
+        ...     sequence=2048)
+        >>> node = planner.cluster_preset("a100", nodes=1)
+        >>> found = planner.simulate_plan(gpt, node, planner.ParallelPlan(pp=4, tp=2,
+        ...     microbatch_size=2,
+        ...     microbatches=16))
+        >>> found.exact, found.step_time == sum(found.breakdown), found.fits
+        (True, True, True)
     """
-    of = get_trainer(cluster, constants, state_bytes)
-    whole = compile_plan(model, cluster, plan, of)
-    if whole.shape.stages != plan.stages:
+    trainer = get_trainer(cluster, constants, state_bytes)
+    program = compile_plan(model, cluster, plan, trainer)
+    if program.shape.stages != plan.stages:
         raise UsageError(
-            f"{plan.schedule} has {whole.shape.stages} stages of several holders each, which the "
+            f"{plan.schedule} has {program.shape.stages} stages of several holders each, which the "
             "planner does not price",
             fields=["schedule"],
         )
-    times = compute_stage_times(model, cluster, plan, of.constants)
-    return estimate_from_program(model, cluster, plan, whole, times, of)
+    times = compute_stage_times(model, cluster, plan, trainer.constants)
+    return estimate_from_program(model, cluster, plan, program, times, trainer)
 
 
 def simulated_program(
@@ -105,15 +118,34 @@ def simulated_program(
     *,
     state_bytes: StateBytes | None = None,
 ) -> Program:
-    """The program that `simulate_plan` simulates for a choice: `plan_program`, and of one that
-    offloads as much as its memory asks for.  Raises what `simulate_plan` does.
+    """Return the program that `simulate_plan` simulates.
 
-    >>> import schedir
-    >>> from schedir import planner
-    >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster_preset("a100")
-    >>> one = planner.ParallelPlan(pp=8, microbatches=16, offload="fit", optimizer_placement="host")
-    >>> "offload 0.1" in schedir.to_text(planner.simulated_program(gpt, node, one), folded=False)
-    True
+    It is that of `plan_program`. With `offload="fit"` it offloads as many activations as the memory
+    requires.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        constants: Constants of the software. None uses those of the cluster's trainer
+            (`get_trainer`).
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
+            of the cluster's number type.
+
+    Raises:
+        UsageError: See `simulate_plan`.
+        MemoryLimitError: See `simulate_plan`.
+        SchedirError: See `plan_program`.
+
+    Example:
+        >>> import schedir
+        >>> from schedir import planner
+        >>> gpt, node = planner.load_model("gpt-22b"), planner.cluster_preset("a100")
+        >>> one = planner.ParallelPlan(pp=8, microbatches=16, offload="fit",
+        ...     optimizer_placement="host")
+        >>> "offload 0.1" in schedir.to_text(planner.simulated_program(gpt, node, one),
+        ...     folded=False)
+        True
     """
     return compile_plan(model, cluster, plan, get_trainer(cluster, constants, state_bytes))
 
@@ -121,20 +153,32 @@ def simulated_program(
 def compile_plan(
     model: TransformerSpec, cluster: Cluster, plan: ParallelPlan, trainer: Trainer
 ) -> Program:
-    """The program of a choice, with what its memory asks to be offloaded.
+    """Return the program of a plan, with the offloads that its memory requires.
 
-    The limit is what the allocator and the process leave of a GPU's memory.
+    The memory limit is the memory of a GPU without the shares of the allocator and the process.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        trainer: The trainer of the cluster.
+
+    Raises:
+        UsageError: The cluster has no host to offload to, or the schedule itself offloads. See also
+            `plan_program`.
+        MemoryLimitError: Offloading all that can be offloaded is not enough.
+        SchedirError: See `plan_program`.
     """
     if plan.offload == "none":
         if plan.has_offload:
             require_host(cluster, plan)
-        whole = plan_program(plan, tied_weights=model.tied, **trainer.compile_options)
-        if not plan.has_offload and len(find_used_tiers(whole)) > 1:
+        program = plan_program(plan, tied_weights=model.tied, **trainer.compile_options)
+        if not plan.has_offload and len(find_used_tiers(program)) > 1:
             raise UsageError(
                 f"{plan.schedule} offloads, and what its copies take nobody has planned",
                 fields=["schedule", "offload"],
             )
-        return whole
+        return program
     require_host(cluster, plan)
     shape, constants = build_pipeline_shape(plan), trainer.constants
     times = compute_stage_times(model, cluster, plan, constants)
@@ -150,7 +194,16 @@ def compile_plan(
 
 
 def require_host(cluster: Cluster, plan: ParallelPlan | None = None) -> None:
-    """Raise UsageError for machines whose host nobody tells, and what is not planned there."""
+    """Raise an error if the planner cannot offload to the hosts of a cluster.
+
+    Args:
+        cluster: The cluster.
+        plan: The plan to check too, or None.
+
+    Raises:
+        UsageError: The cluster has CPUs only, or no `host_bandwidth` or `host_memory`. Also if the
+            plan places the optimizer state of parallel experts on the host.
+    """
     if cluster.processors is not None:
         raise UsageError(
             "processors compute in their host's memory: there is no other to offload to",
@@ -179,43 +232,73 @@ def estimate_from_program(
     stage_times: list[StageTimes],
     trainer: Trainer,
 ) -> PlanEstimate:
-    """The choice with what its program takes, if a microbatch takes so long in each stage."""
+    """Estimate a plan from its program and the times of its stages.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        program: The program of the plan.
+        stage_times: The times of one microbatch in each stage.
+        trainer: The trainer of the cluster.
+    """
     constants, states = trainer.constants, trainer.state_bytes
     costs = compute_costs(model, cluster, plan, program.shape, stage_times, constants, states)
-    held = trainer.compute_sizes(model, plan, program.shape, constants, states)
-    run = replace(simulate_on_cluster(cluster, plan, program, costs), sizes=held)
-    found = break_down_step(run, stage_times, recompute_ahead=constants.recompute_ahead)
-    memory = measure_gpu_memory(run, constants)
+    sizes = trainer.compute_sizes(model, plan, program.shape, constants, states)
+    timeline = replace(simulate_on_cluster(cluster, plan, program, costs), sizes=sizes)
+    breakdown = break_down_step(timeline, stage_times, recompute_ahead=constants.recompute_ahead)
+    memory = measure_gpu_memory(timeline, constants)
     return attach_estimates(
-        model, cluster, plan, found, memory, is_simulated=True, host_memory=measure_host_memory(run)
+        model,
+        cluster,
+        plan,
+        breakdown,
+        memory,
+        is_simulated=True,
+        host_memory=measure_host_memory(timeline),
     )
 
 
 def simulate_on_cluster(
     cluster: Cluster, plan: ParallelPlan, program: Program, costs: Costs
 ) -> Timeline:
-    """The predicted run of a choice's program."""
+    """Return the predicted timeline of a program.
+
+    On GPUs it is `simulate`. On CPUs it is `simulate_on_cpus`, with the cores that one replica has.
+
+    Args:
+        cluster: The cluster.
+        plan: The plan of the program.
+        program: The program.
+        costs: The costs of its instructions.
+    """
     if cluster.processors is None:
         return simulate(program, costs, progress_model="per_edge")
     shape = program.shape
-    alone = {
+    solo_costs = {
         name: from_grid(to_grid(getattr(costs, name) or 0.0) / cluster.solo_speedup)
         for name in {row.cost for row in INSTRUCTIONS if row.cost and row.lane in CPU_LANES}
     }
-    each = cluster.processors * cluster.nodes * shape.ranks / plan.gpus  # of a replica's slice
-    return simulate_on_cpus(program, replace(costs, **alone), each)
+    # The cores are divided evenly among the processes. The program simulates one process per rank.
+    processors = cluster.processors * cluster.nodes * shape.ranks / plan.gpus
+    return simulate_on_cpus(program, replace(costs, **solo_costs), processors)
 
 
-# ---------------------------------------------------------------- what a run says
+# ---------------------------------------------------------------- parts of a timeline
 
 
 def break_down_step(
     run: Timeline, stage_times: list[StageTimes], *, recompute_ahead: float = 0.0
 ) -> StepBreakdown:
-    """Where the time of the busiest rank goes, from the first instruction of all to the last.
+    """Return the parts of a step on the busiest rank, from the first start to the last end.
 
-    What it computes is told apart by `stage_times`, of whose R a share may run `recompute_ahead` of
-    its backward; why it waits when it does, `idleness` tells.
+    `stage_times` divide the compute into its parts, and `idleness` gives the causes of idle time.
+
+    Args:
+        run: The timeline of the step.
+        stage_times: The times of one microbatch in each stage.
+        recompute_ahead: The share of recomputation that is an R of its own. The rest is part of the
+            backward.
     """
     rank = int(run.busy.argmax())
     here = slice(*run.program.offsets[rank : rank + 2].tolist())
@@ -223,11 +306,11 @@ def break_down_step(
     op, took = spans["op"], spans["end"] - spans["start"]
     work = np.isin(op, COMPUTE_OPS)
     each = _split_compute_time(stage_times, recompute_ahead)[:, op[work], spans["stage"][work]]
-    pair = np.cumsum(~second[work]) - 1  # what runs together has one span
+    pair = np.cumsum(~second[work]) - 1  # Two instructions that overlap have one span together.
     alone = np.bincount(pair, each.sum(0))
-    whole = took[work][~second[work]]
-    share = np.divide(whole, alone, out=np.zeros_like(whole), where=alone > 0)[pair]
-    compute, again, tensor = (each * share).sum(1).tolist()
+    pair_times = took[work][~second[work]]
+    share = np.divide(pair_times, alone, out=np.zeros_like(pair_times), where=alone > 0)[pair]
+    compute, recompute, tensor = (each * share).sum(1).tolist()
     waits = idleness(run)
     waits = waits[waits["rank"] == rank]
     idle, cause = waits["end"] - waits["start"], waits["cause"]
@@ -238,7 +321,7 @@ def break_down_step(
     message, host = cause == IdleCause.MESSAGE, cause == IdleCause.OFFLOAD
     return StepBreakdown(
         compute=compute,
-        recompute=again,
+        recompute=recompute,
         tensor_parallel=tensor,
         transfers=float(took[np.isin(op, _FORM_CHANGE_OPS)].sum() + idle[message].sum()),
         bubble=float(idle[~(data | message | norm | host)].sum()),
@@ -251,19 +334,21 @@ def break_down_step(
 def _split_compute_time(
     stage_times: list[StageTimes], recompute_ahead: float
 ) -> NDArray[np.float64]:
-    """Of what computes, what is work, what runs again, and what are collectives: shape
-    (3, opcodes, stages)."""
+    """Return the parts of each compute instruction, of shape (3, opcodes, stages).
+
+    The parts are compute, recomputation and collectives, in seconds.
+    """
     compute, tensor = (
         np.array(each).T for each in zip(*stage_times, strict=True)
     )  # by phase and stage
-    found = np.zeros((3, len(Opcode), len(stage_times)))
+    result = np.zeros((3, len(Opcode), len(stage_times)))
     again = len(PhaseTimes._fields) - 1
     for op, phases in _PHASES_OF_OP.items():
         part = (1 - recompute_ahead) * (op in BACKWARD_OPS) + recompute_ahead * (op == RECOMPUTE)
-        found[0, op] = compute[phases].sum(0)
-        found[1, op] = part * compute[again]
-        found[2, op] = tensor[phases].sum(0) + part * tensor[again]
-    return found
+        result[0, op] = compute[phases].sum(0)
+        result[1, op] = part * compute[again]
+        result[2, op] = tensor[phases].sum(0) + part * tensor[again]
+    return result
 
 
 _UPDATE_OPS: Final = (
@@ -273,7 +358,7 @@ _UPDATE_OPS: Final = (
 _FORM_CHANGE_OPS: Final = tuple(
     op for op in FORM_CHANGE_OPS if INSTRUCTIONS[op].lane is Lane.COMPUTE
 )
-_PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # those of `PhaseTimes` that an instruction is
+_PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # Indices of the fields of `PhaseTimes`.
     FORWARD: [0],
     **{op: [1, 2] for op in FULL_BACKWARD_OPS},
     **{op: [1] for op in BACKWARD_INPUT_OPS},
@@ -283,31 +368,39 @@ _PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # those of `PhaseTimes` that 
 
 
 def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
-    """What the fullest rank holds when it holds most, with what the allocator and the process take
-    beside it."""
+    """Return the peak memory of the rank that uses the most, with the shares of allocator and process.
+
+    Args:
+        run: The timeline, with sizes.
+        constants: Constants of the software.
+    """
     rank = int(run.peak_memory.argmax())
     curve = run.memory[rank]
     at = int(curve.total.argmax())
-    found = dict.fromkeys(GpuMemory._fields, 0.0)
+    result = dict.fromkeys(GpuMemory._fields, 0.0)
     for kind, size in curve.by_kind.items():
-        found[_MEMORY_KINDS.get(kind, "activations")] += float(size[at])
-    found["other"] += constants.allocator_share * sum(found.values()) + constants.reserved_bytes
-    return GpuMemory(**found)
+        result[_MEMORY_KINDS.get(kind, "activations")] += float(size[at])
+    result["other"] += constants.allocator_share * sum(result.values()) + constants.reserved_bytes
+    return GpuMemory(**result)
 
 
 def measure_host_memory(run: Timeline) -> HostMemory:
-    """What the rank has on its host that has most there, at the peak of it."""
+    """Return the peak host memory of the rank that uses the most of it.
+
+    Args:
+        run: The timeline, with sizes.
+    """
     curves = run.memory_on(TIERS[1]) if len(find_used_tiers(run.program)) > 1 else ()
-    most, kinds = 0.0, dict[str, float]()
+    peak, kinds = 0.0, dict[str, float]()
     for curve in curves:
         at = int(curve.total.argmax())
-        if curve.total[at] > most:
-            most, kinds = (
+        if curve.total[at] > peak:
+            peak, kinds = (
                 float(curve.total[at]),
                 {k: float(v[at]) for k, v in curve.by_kind.items()},
             )
     states = sum(size for kind, size in kinds.items() if _MEMORY_KINDS.get(kind) == "optimizer")
-    return HostMemory(states, most - states)
+    return HostMemory(states, peak - states)
 
 
 _MEMORY_KINDS: Final = {
