@@ -174,8 +174,9 @@ def compute_rank_times(
     shares: RankGroupShares,
     constants: SoftwareConstants,
 ) -> RankTimes:
-    """Return the times of a microbatch on each rank group, stage by stage as `stage_time` computes
-    them.
+    """Return the times of a microbatch on each rank group.
+
+    The times are sums over the stages of a rank, as `stage_time` computes them.
 
     Args:
         model: The model.
@@ -212,7 +213,7 @@ def _sum_work(*terms: tuple[GpuWork, Any]) -> GpuWork:
 def _compute_part_work(
     model: TransformerSpec, cluster: Cluster, plans: PlanColumns, constants: SoftwareConstants
 ) -> Iterator[GpuWork]:
-    """Yield the work of a layer, of the embedding and of the head, as columns of shape (plans, 1).
+    """Yield the work of a layer, the embedding and the head, as columns of shape (plans, 1).
 
     Few combinations of fields change the work, so it is computed once for each of them.
     """
@@ -283,7 +284,8 @@ def _estimate_data_parallel(
       Reductions of all but the last stage to end also overlap with the backwards of the next ones.
       Ranks that end before the first rank have until then.
     - Weights: with ZeRO they are gathered at the start of the step, while ranks wait for their
-      first microbatch. With sharded weights they are gathered several times, beside compute.
+      first microbatch. With sharded weights they are gathered several times, in parallel with
+      compute.
     - With sharded gradients a rank has one unsharded gradient at a time, so the next backward waits
       until it is reduced.
     """
@@ -367,9 +369,10 @@ def _estimate_tied_reduction(
     state_bytes: StateBytes,
     placement: NodePlacement,
 ) -> Any:
-    """Return the time to reduce the gradient of a tied embedding over the first and the last rank.
+    """Return the time to reduce the gradient of a tied embedding over its two ranks.
 
-    It is a ring of two ranks (SC21, arXiv 2104.04473, section 3; arXiv 1909.08053, appendix).
+    They are the first and the last rank, a ring of two (SC21, arXiv 2104.04473, section 3; arXiv
+    1909.08053, appendix).
     """
     vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES])[plans.schedule]
     is_reduced = (plans.pp > 1) & ~vee & model.tied

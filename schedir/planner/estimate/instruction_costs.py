@@ -146,17 +146,17 @@ def _compute_expert_costs(
     The gradients of an expert are reduced over the replicas with the same experts: every `ep`-th
     replica. The update of experts is divided among these replicas only.
     """
-    is_sharded = plan.zero > 0
+    cut = plan.zero > 0
     rings = {
-        "reduce_scatter" if is_sharded else "reduce_grads": (
-            cluster.reduce_scatter_time if is_sharded else cluster.all_reduce_time, state_bytes.grads
+        "reduce_scatter" if cut else "reduce_grads": (
+            cluster.reduce_scatter_time if cut else cluster.all_reduce_time, state_bytes.grads
         ),
-        **({"unshard": (cluster.all_gather_time, state_bytes.params)} if is_sharded else {}),
+        **({"unshard": (cluster.all_gather_time, state_bytes.params)} if cut else {}),
     }  # fmt: skip
     costs = {name: np.zeros(shape.stages) for name in rings}
     replicas, expert_replicas = len(process_mesh), max(len(process_mesh) // plan.ep, 1)
-    local_params = parameters.common / (replicas if is_sharded else 1) + parameters.experts / (
-        expert_replicas if is_sharded else 1
+    local_params = parameters.common / (replicas if cut else 1) + parameters.experts / (
+        expert_replicas if cut else 1
     )
     moved = compute_step_bytes(
         *(
@@ -178,8 +178,9 @@ def _compute_expert_costs(
 def _compute_sequence_sums(
     model: TransformerSpec, cluster: Cluster, plan: ParallelPlan, state_bytes: StateBytes
 ) -> tuple[float, ...]:
-    """Return the time of each stage to sum gradients of replicated weights over sequence-parallel
-    ranks.
+    """Return the time of each stage to sum gradients over sequence-parallel ranks.
+
+    These are the gradients of replicated weights.
 
     With ZeRO each replica sums only its shard (arXiv 2205.05198, section 4.2.2).
     """
@@ -198,7 +199,7 @@ def _compute_tied_reduction(
     process_mesh: NDArray[np.int64],
     state_bytes: StateBytes,
 ) -> float:
-    """Return the time to reduce the gradient of a tied embedding over the first and the last rank."""
+    """Return the time to reduce the gradient of a tied embedding over its two ranks."""
     first, last = int(shape.replica_ranks[0, 0]), int(shape.replica_ranks[0, -1])
     if first == last or not model.tied:
         return 0.0

@@ -163,7 +163,7 @@ class ReplicaRing(NamedTuple):
     latency: float
 
     def compute_gather_time(self, size: Any) -> Any:
-        """Return the seconds of an all-gather or a reduce-scatter, as `Cluster.all_gather_time` does.
+        """Return the seconds of an all-gather or a reduce-scatter, as in `Cluster.all_gather_time`.
 
         Args:
             size: Bytes of the gathered tensor, an array whose first dimension is the plans.

@@ -37,8 +37,8 @@ class ScheduleFormulas(NamedTuple):
         min_microbatches: The smallest number of microbatches, a function of P.
         needs_multiple_of_ranks: True if the number of microbatches must be a multiple of P.
         has_split_backward: True if W is a separate instruction.
-        loss_microbatches: The number of microbatches for which the last stage keeps the inputs of
-            the loss.
+        loss_microbatches: The number of microbatches for which the last stage keeps the saved
+            tensors of the loss.
         messages_per_microbatch: The exposed messages of every microbatch, a function of P. They are
             hidden if ranks wait for a slower rank anyway.
         boundary_buffers: The number of boundaries that a rank has buffers for.
@@ -67,7 +67,7 @@ def _flush_wait(F: Any, I: Any, W: Any) -> Any:
 
 
 def _zb_h1_wait(F: Any, I: Any, W: Any) -> Any:
-    """Return the wait time of ZB-H1 (arXiv 2401.10241, section 2), as `schedules.zb_h1` builds it."""
+    """Return the wait time of ZB-H1 (2401.10241, section 2), as `schedules.zb_h1` builds it."""
     return np.maximum(F, I + np.maximum(F - W, 0))
 
 

@@ -368,7 +368,9 @@ _PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # Indices of the fields of `P
 
 
 def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
-    """Return the peak memory of the rank that uses the most, with the shares of allocator and process.
+    """Return the peak memory of the rank that uses the most.
+
+    It includes the shares of the allocator and the process.
 
     Args:
         run: The timeline, with sizes.
