@@ -13,41 +13,61 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class RankGroupShare(NamedTuple):
-    """What some ranks of a pipeline, `rank_count` of them, have alike, the first of which is
-    `first_rank`."""
+    """The stages and layers that each rank of a group has.
+
+    Attributes:
+        rank_count: Ranks of the group.
+        first_rank: The first rank of the group.
+        layers: Layers of each of these ranks.
+        has_first_stage: True if they have the first stage, and so the embedding.
+        has_last_stage: True if they have the last stage, and so the head.
+    """
 
     rank_count: int
     first_rank: int
     layers: int
-    has_first_stage: bool  # whether they have the first stage, and with it the embedding
-    has_last_stage: bool  # whether they have the last stage, and with it the head
+    has_first_stage: bool
+    has_last_stage: bool
 
 
 def divide_evenly(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as can be.
+    """Return the number of layers of each stage, as even as possible.
 
-    Where some have one more it is late stages, which keep the fewest microbatches; and the ends,
-    which also have the embedding and the head, get theirs last.
+    If some stages have one more layer, these are late stages, because they keep the fewest
+    microbatches. The first and the last stage get one only after all others, because they also have
+    the embedding and the head.
 
-    >>> divide_evenly(8, 4), divide_evenly(10, 4), divide_evenly(7, 4)
-    ((2, 2, 2, 2), (2, 3, 3, 2), (2, 2, 2, 1))
+    Args:
+        layers: Layers of the model.
+        stages: Stages of the pipeline.
+
+    Example:
+        >>> divide_evenly(8, 4), divide_evenly(10, 4), divide_evenly(7, 4)
+        ((2, 2, 2, 2), (2, 3, 3, 2), (2, 2, 2, 1))
     """
     each, more = divmod(layers, stages)
-    turns = [*range(stages - 2, 0, -1), 0, stages - 1][:more]
-    return tuple(each + (stage in turns) for stage in range(stages))
+    longer_stages = [*range(stages - 2, 0, -1), 0, stages - 1][:more]
+    return tuple(each + (stage in longer_stages) for stage in range(stages))
 
 
 def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[int, ...]:
-    """Layers of each stage of a choice, in the order of stages.
+    """Return the number of layers of each stage of a plan.
 
-    Raises UsageError where they do not divide evenly and the choice says nothing, or something that
-    is no division.
+    Args:
+        model: The model.
+        plan: The plan.
 
-    >>> from schedir.planner import TransformerSpec
-    >>> model = TransformerSpec(layers=6, hidden=64, heads=4, vocab=256, sequence=32)
-    >>> get_layers_per_stage(model, ParallelPlan(pp=3)), get_layers_per_stage(model,
-    ...     ParallelPlan(pp=2, layers_per_stage=(2, 4)))
-    ((2, 2, 2), (2, 4))
+    Raises:
+        UsageError: The stages do not divide the layers evenly and the plan has no
+            `layers_per_stage`. Also if `layers_per_stage` is not a division of the model's layers
+            into the plan's stages.
+
+    Example:
+        >>> from schedir.planner import TransformerSpec
+        >>> model = TransformerSpec(layers=6, hidden=64, heads=4, vocab=256, sequence=32)
+        >>> get_layers_per_stage(model, ParallelPlan(pp=3)), get_layers_per_stage(model,
+        ...     ParallelPlan(pp=2, layers_per_stage=(2, 4)))
+        ((2, 2, 2), (2, 4))
     """
     stages, given = plan.stages, plan.layers_per_stage
     if not given:
@@ -75,7 +95,14 @@ def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[in
 def compute_rank_shares(
     model: TransformerSpec, plan: ParallelPlan, *, merge_equal_ranks: bool = True
 ) -> tuple[RankGroupShare, ...]:
-    """What the ranks of a choice have, those that are `merge_equal_ranks` as one."""
+    """Return the stages and layers of the ranks of a plan.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        merge_equal_ranks: True if ranks with equal shares form one group. Otherwise each rank is a
+            group.
+    """
     layers, vee = get_layers_per_stage(model, plan), get_formulas(plan.schedule).is_vee
     return _compute_shares_cached(layers, plan.pp, vee, merge_equal_ranks)
 
@@ -84,19 +111,22 @@ def compute_rank_shares(
 def _compute_shares_cached(
     layers_per_stage: tuple[int, ...], p: int, vee: bool, merge_equal_ranks: bool
 ) -> tuple[RankGroupShare, ...]:
-    stages, found = len(layers_per_stage), dict[object, RankGroupShare]()
+    stages, groups = len(layers_per_stage), dict[object, RankGroupShare]()
     for rank in range(p):
-        own = [*_iter_stages_on_rank(rank, p, stages // p, vee)]
+        stages_on_rank = [*_iter_stages_on_rank(rank, p, stages // p, vee)]
         share = RankGroupShare(
-            1, rank, sum(layers_per_stage[s] for s in own), 0 in own, stages - 1 in own
+            1,
+            rank,
+            sum(layers_per_stage[s] for s in stages_on_rank),
+            0 in stages_on_rank,
+            stages - 1 in stages_on_rank,
         )
         key = share[2:] if merge_equal_ranks else rank
-        known = found.get(key, share._replace(rank_count=0))
-        found[key] = known._replace(rank_count=known.rank_count + 1)
-    return tuple(found.values())
+        group = groups.get(key, share._replace(rank_count=0))
+        groups[key] = group._replace(rank_count=group.rank_count + 1)
+    return tuple(groups.values())
 
 
 def _iter_stages_on_rank(rank: int, p: int, v: int, vee: bool) -> Iterator[int]:
-    """The stages of a rank."""
-    for turn in range(v):
-        yield turn * p + (p - 1 - rank if vee and turn % 2 else rank)
+    for loop in range(v):
+        yield loop * p + (p - 1 - rank if vee and loop % 2 else rank)

@@ -31,25 +31,30 @@ from schedir.predict.simulate import simulate
 Floats = NDArray[np.float64]
 Division = tuple[int, ...]
 
-_MAX_SIMULATIONS: Final = 48  # simulations of one cut
-_TOLERANCE: Final = 1e-9  # of a step: what is less shorter is not
+_MAX_SIMULATIONS: Final = 48  # Simulations of one search, which take most of its time.
+_TOLERANCE: Final = 1e-9  # A share of the step. A smaller gain is a rounding error.
 
 
 def balance_layers(rank_times: Floats) -> Division:
-    """How many layers each rank has, so that the slowest rank takes least.
+    """Return the number of layers of each rank for which the slowest rank is fastest.
 
-    `seconds[r, n]` is what rank r takes with n layers, infinite where it cannot have so many; shape
-    (ranks, layers + 1).  Of divisions that are as good, the one whose first ranks have least.  By
-    dynamic programming over ranks, in ranks x layers^2 steps.
+    If several divisions are optimal, the result is the one with the fewest layers on the first
+    ranks. The algorithm is dynamic programming over ranks, with ranks * layers^2 operations.
 
-    Raises UsageError where no division is possible.
+    Args:
+        rank_times: Seconds of each rank for each number of layers, of shape (ranks, layers + 1). It
+            is infinite if the rank cannot have this number.
 
-    >>> import numpy as np
-    >>> balance_layers(np.array([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 3.0]]))
-    (1, 2)
+    Raises:
+        UsageError: No division is possible.
+
+    Example:
+        >>> import numpy as np
+        >>> balance_layers(np.array([[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 3.0]]))
+        (1, 2)
     """
     ranks, width = rank_times.shape
-    # best[r][k]: the least that the slowest of the ranks from r on takes, which share k layers.
+    # best[r][k] is the time of the slowest rank if the ranks from r on share k layers optimally.
     best = np.full((ranks + 1, width), np.inf)
     best[ranks, 0] = 0.0
     for rank in range(ranks - 1, -1, -1):
@@ -60,12 +65,12 @@ def balance_layers(rank_times: Floats) -> Division:
             f"{width - 1} layers cannot be divided among {ranks} ranks within their memory",
             fields=["layers_per_stage"],
         )
-    found, left = [], width - 1
+    result, remaining = [], width - 1
     for rank in range(ranks):
-        each = np.maximum(rank_times[rank, : left + 1], best[rank + 1, left::-1])
-        found.append(int((each <= max(best[0, -1], each.min())).argmax()))
-        left -= found[-1]
-    return tuple(found)
+        each = np.maximum(rank_times[rank, : remaining + 1], best[rank + 1, remaining::-1])
+        result.append(int((each <= max(best[0, -1], each.min())).argmax()))
+        remaining -= result[-1]
+    return tuple(result)
 
 
 def optimize_layer_division(
@@ -76,22 +81,34 @@ def optimize_layer_division(
     *,
     state_bytes: StateBytes | None = None,
 ) -> Division:
-    """The layers of each stage with which a step of a choice is shortest, as far as is looked.
+    """Find the number of layers of each stage that makes the step of a plan shortest.
 
-    First the slowest rank is made as fast as it can be, with the embedding and the head as what
-    they cost, and no rank above the memory of its GPU (`balance_layers`).  That leaves many
-    divisions, and near ones that are as good: of these, and of those that differ from the best so
-    far by one layer, the one is taken whose program is shortest.  It is never slower than the even
-    one.
+    First `balance_layers` makes the slowest rank as fast as possible, with the embedding and the
+    head, and within the memory of each GPU. Several divisions are then equally good or nearly so.
+    The search simulates these, and divisions that differ from the best one by one layer. It returns
+    the one with the shortest program, which is never slower than the even division if that fits.
+    The search may not find the optimum.
 
-    Raises UsageError where no division fits the memory.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan. It must not offload. Its `layers_per_stage` is ignored.
+        constants: Constants of the software. None uses those of the cluster's trainer
+            (`get_trainer`).
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
+            of the cluster's number type.
 
-    >>> from schedir import planner
-    >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200, sequence=2048)
-    >>> node = planner.cluster_preset("a100", nodes=1)
-    >>> planner.optimize_layer_division(gpt, node, planner.ParallelPlan(pp=4, tp=2,
-    ...     microbatch_size=2, microbatches=16))
-    (6, 7, 6, 5)
+    Raises:
+        UsageError: No division fits in the memory, or the plan offloads.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt = planner.TransformerSpec(layers=24, hidden=2304, heads=24, vocab=51200,
+        ...     sequence=2048)
+        >>> node = planner.cluster_preset("a100", nodes=1)
+        >>> planner.optimize_layer_division(gpt, node, planner.ParallelPlan(pp=4, tp=2,
+        ...     microbatch_size=2, microbatches=16))
+        (6, 7, 6, 5)
     """
     return _DivisionSearch(
         model, cluster, plan, get_trainer(cluster, constants, state_bytes)
@@ -99,7 +116,7 @@ def optimize_layer_division(
 
 
 class _DivisionSearch:
-    """One search; what is asked twice is known."""
+    """One search for a division. It simulates each division only once."""
 
     def __init__(
         self,
@@ -129,7 +146,7 @@ class _DivisionSearch:
         self.base_bytes, self.layer_bytes = self._measure_bytes()
 
     def find_shortest(self) -> Division:
-        """The shortest that is found."""
+        """Return the best division that the search finds."""
         seconds = self._compute_rank_times()
         first = {
             self.even_division: self._fits_memory(self._sum_per_rank(self.even_division)),
@@ -153,11 +170,13 @@ class _DivisionSearch:
             best = better
         return best
 
-    # ------------------------------------------------------------ what ranks take and hold
+    # ------------------------------------------------------------ time and memory of ranks
 
     def _compute_rank_times(self) -> Floats:
-        """What each rank takes of a microbatch with so many layers; infinite where they do not fit,
-        or leave a stage with nothing to do."""
+        """Return the seconds of a microbatch by rank and number of layers.
+
+        The time is infinite if the layers do not fit in memory, or leave an inner stage empty.
+        """
         layers, last = self.model.layers, self.shape.stages - 1
         part = {
             ends: np.array([sum(self._compute_stage_time(n, *ends)) for n in range(layers + 1)])
@@ -165,8 +184,8 @@ class _DivisionSearch:
         }
         seconds = np.array([part[0 in own, last in own] for own in self.shape.stages_on_rank])
         number = np.arange(layers + 1)
-        held = self.base_bytes[:, None] + self.layer_bytes[:, None] * number
-        seconds[(held > self.cluster.memory) | (number < self.min_layers[:, None])] = np.inf
+        memory = self.base_bytes[:, None] + self.layer_bytes[:, None] * number
+        seconds[(memory > self.cluster.memory) | (number < self.min_layers[:, None])] = np.inf
         return seconds
 
     def _compute_stage_time(self, layers: int, is_first: bool, is_last: bool) -> tuple[float, ...]:
@@ -175,9 +194,12 @@ class _DivisionSearch:
         ).total
 
     def _measure_bytes(self) -> tuple[Floats, Floats]:
-        """What each rank holds without layers, and for each: of two divisions, of which one has
-        twice as many in each stage, for bytes are so much for each layer."""
-        held = []
+        """Return the bytes of each rank without layers, and the bytes of each layer.
+
+        Memory is linear in the number of layers, so two simulations are enough. The second has
+        twice as many layers in each stage.
+        """
+        peaks = []
         for times in (1, 2):
             division = tuple(times * n for n in self.even_division)
             model = replace(self.model, layers=times * self.model.layers)
@@ -186,10 +208,12 @@ class _DivisionSearch:
                 model, choice, self.shape, self.constants, self.state_bytes
             )
             peak = simulate(self.program, sizes=size, progress_model="per_edge").peak_memory
-            held.append(peak * (1 + self.constants.allocator_share) + self.constants.reserved_bytes)
+            peaks.append(
+                peak * (1 + self.constants.allocator_share) + self.constants.reserved_bytes
+            )
         number = np.maximum(self._sum_per_rank(self.even_division), 1)
-        each = (held[1] - held[0]) / number
-        return held[0] - each * number, each
+        each = (peaks[1] - peaks[0]) / number
+        return peaks[0] - each * number, each
 
     def _sum_per_rank(self, division: Division) -> NDArray[np.int64]:
         return np.array([sum(division[s] for s in own) for own in self.shape.stages_on_rank])
@@ -202,25 +226,30 @@ class _DivisionSearch:
     # ------------------------------------------------------------ divisions
 
     def _iter_balanced(self, rank_times: Floats) -> Iterator[tuple[int, ...]]:
-        """Layers of each rank in which the slowest is as fast as can be: the first ranks with
-        least, and with most."""
+        """Yield balanced divisions: with the fewest layers on the first ranks, and with the most."""
         yield balance_layers(rank_times)
         yield balance_layers(rank_times[::-1])[::-1]
 
     def _spread_over_stages(self, layers_per_rank: tuple[int, ...]) -> Division:
-        """The layers of each stage where ranks have so many: its stages take turns, and ends, which
-        also have the embedding or the head, come last."""
-        found, last = [0] * self.shape.stages, self.shape.stages - 1
+        """Divide the layers of each rank among its stages, evenly.
+
+        The first and the last stage of the pipeline get fewer layers, because they also have the
+        embedding or the head.
+        """
+        result, last = [0] * self.shape.stages, self.shape.stages - 1
         for own, layers in zip(self.shape.stages_on_rank, layers_per_rank, strict=True):
             for one in own:
-                found[one] = int(0 < one < last)
-            for _ in range(layers - sum(found[one] for one in own)):
-                least = min(own, key=lambda one: (found[one] + (one in (0, last)), one))
-                found[least] += 1
-        return tuple(found)
+                result[one] = int(0 < one < last)
+            for _ in range(layers - sum(result[one] for one in own)):
+                least = min(own, key=lambda one: (result[one] + (one in (0, last)), one))
+                result[least] += 1
+        return tuple(result)
 
     def _iter_neighbors(self, division: Division, rank_times: Floats) -> Iterator[Division]:
-        """Those with one layer on another rank, from the slowest to the fastest first."""
+        """Yield the divisions in which one layer is on another rank.
+
+        The first ones move a layer from the slowest rank to the fastest ranks.
+        """
         own = self._sum_per_rank(division)
         load = rank_times[np.arange(len(own)), own]
         order = np.argsort(-load, kind="stable").tolist()
@@ -239,7 +268,7 @@ class _DivisionSearch:
                         yield other
 
     def _simulate_step(self, division: Division) -> float:
-        """The exact step of a division."""
+        """Return the simulated seconds of a step, from a cache if possible."""
         if division not in self.step_times:
             choice = replace(self.plan, layers_per_stage=division)
             times = compute_stage_times(self.model, self.cluster, choice, self.constants)

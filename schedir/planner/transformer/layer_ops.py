@@ -1,7 +1,7 @@
 """List the GEMMs, memory passes and collectives of a layer, an embedding and a head.
 
-Products, kernels that read and write, and collectives, of a transformer as Megatron-LM cuts it
-(arXiv 1909.08053, section 3; 2205.05198, section 4).  `layer_time` computes their times.
+The operations are those of a transformer that Megatron-LM divides among tensor-parallel ranks
+(arXiv 1909.08053, section 3; 2205.05198, section 4). `layer_time` computes their times.
 """
 
 from __future__ import annotations
@@ -17,12 +17,21 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 
 class Gemm(NamedTuple):
-    """`batch` products (m, k) x (k, n) in the forward, and two as large for each in the backward.
+    """`batch` products (m, k) x (k, n) in the forward, with two products of this size in the backward.
 
-    With `has_weight` the second factor is one: its gradient is a product of its own, which adds to
-    a sum in 32 bits.  Otherwise both factors are activations, and their gradients go on backwards.
-    `second_factor_uses` products have one second factor.  What is `is_attention_core` runs again
-    with selective recomputation; `is_flash` is a part of one kernel that keeps the result on chip.
+    Attributes:
+        name: The name of the product.
+        m: Rows of the first factor.
+        n: Columns of the second factor.
+        k: The inner dimension.
+        batch: The number of products.
+        has_weight: True if the second factor is a weight. The product for its gradient is then part
+            of W, and accumulates in 32 bits. Otherwise both factors are activations, and both
+            gradients are part of I.
+        second_factor_uses: The number of products that use the same second factor.
+        is_attention_core: True if selective recomputation runs the product again.
+        is_flash: True if the product is part of a flash attention kernel, which keeps the result on
+            chip.
     """
 
     name: str
@@ -37,15 +46,23 @@ class Gemm(NamedTuple):
 
     @property
     def forward_flops(self) -> float:
-        """Operations of the forward."""
+        """Floating-point operations of the forward."""
         return 2.0 * self.m * self.n * self.k * self.batch
 
 
 class MemoryPass(NamedTuple):
-    """Kernels that compute next to nothing: bytes that they read and write in the forward, in the
-    backward of inputs and of weights, and how many kernels these are.
+    """Kernels whose time depends only on the bytes that they read and write.
 
-    A gradient of a weight is a kernel, and adding it to its sum another.
+    Sizes are for numbers of 16 bits.
+
+    Attributes:
+        name: The name of the pass.
+        forward_bytes: Bytes of the forward.
+        input_grad_bytes: Bytes of the backward of the inputs.
+        weight_grad_bytes: Bytes of the backward of the weights.
+        kernel_counts: The number of kernels in F, I and W. The gradient of a weight is one kernel,
+            and adding it to the gradient buffer another.
+        is_attention_core: True if selective recomputation runs the pass again.
     """
 
     name: str
@@ -57,10 +74,17 @@ class MemoryPass(NamedTuple):
 
 
 class CollectiveOp(NamedTuple):
-    """A sum, a gather or an exchange of `size` bytes, as `Cluster` counts them, over a group.
+    """A collective over a group of ranks.
 
-    `phase` is F or I; in I it may run beside the weight gradient of the product `overlapped_gemm`.
-    An exchange runs beside the core of attention.
+    Attributes:
+        name: The name of the collective.
+        kind: The kind of collective. An exchange of keys and values overlaps with the core of
+            attention.
+        size: Bytes, as the methods of `Cluster` count them, for numbers of 16 bits.
+        group: The kind of group.
+        phase: The phase that contains the collective.
+        overlapped_gemm: The name of a product. The collective may overlap with its weight gradient.
+            "" is none.
     """
 
     name: str
@@ -72,14 +96,24 @@ class CollectiveOp(NamedTuple):
 
 
 class LayerOps(NamedTuple):
-    """What a part of a model is made of."""
+    """The operations of a layer, an embedding or a head.
+
+    Attributes:
+        gemms: The matrix products.
+        passes: The memory passes.
+        collectives: The collectives.
+    """
 
     gemms: tuple[Gemm, ...] = ()
     passes: tuple[MemoryPass, ...] = ()
     collectives: tuple[CollectiveOp, ...] = ()
 
     def plus(self, *others: LayerOps) -> LayerOps:
-        """All of several."""
+        """Return the operations of this part and of others together.
+
+        Args:
+            *others: The operations to add.
+        """
         every = (self, *others)
         return LayerOps(
             sum((x.gemms for x in every), ()),
@@ -89,7 +123,15 @@ class LayerOps(NamedTuple):
 
 
 def require_even_division(model: TransformerSpec, plan: ParallelPlan) -> None:
-    """Raise UsageError where slices, parts of a sequence, or experts do not come out even."""
+    """Raise an error if the parallel degrees do not divide the model evenly.
+
+    Args:
+        model: The model.
+        plan: The plan. Its tp, cp and ep are checked.
+
+    Raises:
+        UsageError: A degree does not divide a size. The message names both.
+    """
     t, c, kv = plan.tp, plan.cp, model.kv_heads
     rows = [
         ("heads", model.heads, t, "tp"),
@@ -109,18 +151,33 @@ def require_even_division(model: TransformerSpec, plan: ParallelPlan) -> None:
 
 
 def list_layer_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
-    """One layer: attention and a feed-forward network, each behind a norm, beside a residual."""
+    """Return the operations of a layer: attention and a feed-forward network.
+
+    Each of the two has a norm before it, and a residual connection around it.
+
+    Args:
+        model: The model.
+        plan: The plan.
+
+    Raises:
+        UsageError: See `require_even_division`.
+    """
     require_even_division(model, plan)
     return _list_attention_ops(model, plan).plus(_list_ffn_ops(model, plan))
 
 
 def count_local_tokens(model: TransformerSpec, plan: ParallelPlan) -> int:
-    """Of a microbatch, on one GPU, where its slices do not cut the sequence."""
+    """Return the tokens of a microbatch on one GPU, outside of sequence-parallel parts.
+
+    Args:
+        model: The model.
+        plan: The plan.
+    """
     return plan.microbatch_size * model.sequence // plan.cp
 
 
 def _count_activations(model: TransformerSpec, plan: ParallelPlan) -> float:
-    """Numbers of an activation as wide as the model, on one GPU, where norms and dropout are."""
+    """Return the numbers of an activation on one GPU, in the sequence-parallel parts."""
     cut = plan.tp if plan.sequence_parallel else 1
     return count_local_tokens(model, plan) * model.hidden / cut
 
@@ -128,12 +185,12 @@ def _count_activations(model: TransformerSpec, plan: ParallelPlan) -> float:
 def _list_tp_collectives(
     model: TransformerSpec, plan: ParallelPlan, first_gemm: str, last_gemm: str
 ) -> tuple[CollectiveOp, ...]:
-    """What stands around products that are cut by columns, then by rows.
+    """Return the collectives around a column-parallel and a row-parallel product.
 
-    arXiv 1909.08053, section 3: f and g are all-reduces, one in the forward and one in the
-    backward; 2205.05198, section 4.2.2: with the sequence cut, each becomes a gather and a
-    scattered sum, and the input is gathered once more for its weight's gradient, beside the
-    product of the input's.
+    Without sequence parallelism, f and g are all-reduces, one in the forward and one in the
+    backward (arXiv 1909.08053, section 3). With it, each becomes an all-gather and a reduce-scatter
+    (2205.05198, section 4.2.2). The input is then gathered once more for the weight gradient, in
+    parallel with the product for the input gradient.
     """
     if plan.tp == 1:
         return ()
@@ -153,15 +210,21 @@ def _list_tp_collectives(
 
 
 def _make_norm_pass(name: str, model: TransformerSpec, plan: ParallelPlan) -> MemoryPass:
-    """Reads x and writes y; backwards reads x and dy, writes dx, and adds it to the residual's;
-    for gain and shift it reads x and dy once more."""
+    """Return the memory pass of a norm.
+
+    The forward reads x and writes y. I reads x and dy, writes dx, and adds it to the gradient of
+    the residual. W reads x and dy again, for gain and shift.
+    """
     wide = _count_activations(model, plan)
     return MemoryPass(name, 4 * wide, (6 + 6) * wide, 4 * wide, (1, 2, 2))
 
 
 def _make_dropout_pass(name: str, model: TransformerSpec, plan: ParallelPlan) -> MemoryPass:
-    """Adds bias and residual around a dropout: reads two, writes one and a mask of a byte;
-    backwards reads the gradient and the mask, writes one, and sums it for the bias."""
+    """Return the memory pass of a dropout with bias and residual.
+
+    The forward reads two tensors, and writes one and a mask of a byte per number. I reads the
+    gradient and the mask, and writes one tensor. W sums it for the bias.
+    """
     wide = _count_activations(model, plan)
     return MemoryPass(name, 7 * wide, 5 * wide, 2 * wide, (1, 1, 2))
 
@@ -201,7 +264,8 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     )
     exchange: tuple[CollectiveOp, ...] = ()
     if plan.cp > 1:
-        keys = 2 * 2.0 * plan.microbatch_size * s * kv * width  # of keys and values, whole
+        # Bytes of the keys and values of the full sequence.
+        keys = 2 * 2.0 * plan.microbatch_size * s * kv * width
         exchange = (
             CollectiveOp("keys and values", "exchange", keys, "context", "F"),
             CollectiveOp("keys, values and their gradients", "exchange", 2 * keys, "context", "I"),
@@ -212,7 +276,7 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 
 
 def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
-    """The feed-forward network, or those that a token is sent to, spread over `ep` replicas."""
+    """Return the operations of the feed-forward network, or of the experts on one of `ep` replicas."""
     rows, ffn = count_local_tokens(model, plan), model.ffn // plan.tp
     into = 2 * ffn if model.gated else ffn
     sent = rows * model.active
@@ -222,7 +286,7 @@ def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     exchange: tuple[CollectiveOp, ...] = ()
     if model.experts > 1:
         batch = model.experts // plan.ep
-        each = -(-sent // batch)  # as many from everywhere as are sent away: an even load
+        each = -(-sent // batch)  # The load is even: a GPU receives as many tokens as it sends.
         copies = _count_activations(model, plan) * model.active
         router = (Gemm("router", rows, model.experts, model.hidden),)
         routing = (MemoryPass("to experts and back", 8 * copies, 8 * copies, 0, (2, 2, 0)),)
@@ -252,17 +316,22 @@ def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 
 
 def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
-    """Rows of a matrix that is cut by rows over t, those of positions, and a dropout.
+    """Return the operations of the embedding: token and position embeddings, and a dropout.
 
-    Before them come tokens, targets and masks: small kernels, which only the host feels.  Kernels
-    are Megatron-LM's (get_ltor_masks_and_position_ids, and VocabParallelEmbedding, which masks what
-    is on other slices).
+    The table of tokens is divided by rows among the tensor-parallel ranks. The kernels are those of
+    Megatron-LM: `get_ltor_masks_and_position_ids`, whose small kernels cost only host time, and
+    `VocabParallelEmbedding`, which masks the rows of other ranks.
+
+    Args:
+        model: The model.
+        plan: The plan.
     """
     wide, rows = _count_activations(model, plan), count_local_tokens(model, plan)
     whole = float(rows) * model.hidden
-    table = model.vocab * model.hidden / plan.tp  # its gradient is made whole, then added
+    # The gradient of the table is a dense tensor, which is then added to the gradient buffer.
+    table = model.vocab * model.hidden / plan.tp
     size = 2 * whole
-    masks = 7 if plan.tp > 1 else 0  # of rows that are on other slices
+    masks = 7 if plan.tp > 1 else 0  # Kernels that mask the rows of other ranks.
     passes = (
         MemoryPass("tokens, targets and masks", 0, 0, 0, (9, 0, 0)),
         MemoryPass(
@@ -283,12 +352,17 @@ def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 
 
 def list_head_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
-    """The last norm, logits of a vocabulary that is cut over t, and their loss.
+    """Return the operations of the head: the last norm, the vocabulary-parallel logits and the loss.
 
-    The loss is Megatron-LM's (core/tensor_parallel/cross_entropy.py), a kernel for each of its
-    lines.  Of all logits: to 32 bits, the largest, what is less by it, the exponential, its sum,
-    its share; backwards a product with the loss's gradient, and to 16 bits.  The others are of a
-    number for each token, and so are three sums that go around.
+    The loss is that of Megatron-LM (core/tensor_parallel/cross_entropy.py), with a kernel for each
+    line. These kernels read or write all logits: the conversion to 32 bits, the maximum, the
+    difference to it, the exponential, the sum and the division. In the backward they are the
+    product with the gradient of the loss, and the conversion to 16 bits. The other kernels process
+    one number per token, as do the three all-reduces.
+
+    Args:
+        model: The model.
+        plan: The plan.
     """
     rows, vocab = count_local_tokens(model, plan), -(-model.vocab // plan.tp)
     logits = float(rows) * vocab

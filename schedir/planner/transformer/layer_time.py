@@ -18,23 +18,34 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 class GpuWork(NamedTuple):
-    """Seconds of a GPU's own work, of what it waits for in collectives, and of its host, which
-    issues kernels ahead of it."""
+    """Times of one microbatch in seconds: of the GPU, of exposed collectives, and of the host.
+
+    Attributes:
+        gpu: Compute of the GPU.
+        tensor_parallel: Collectives that compute does not hide.
+        host: The time that the host takes to issue the kernels, ahead of the GPU.
+    """
 
     gpu: PhaseTimes = PhaseTimes()
     tensor_parallel: PhaseTimes = PhaseTimes()
     host: PhaseTimes = PhaseTimes()
 
     def plus(self, other: GpuWork, count: float = 1.0) -> GpuWork:
-        """The sum with another, so many times."""
+        """See `PhaseTimes.plus`.
+
+        Args:
+            other: The work to add.
+            count: The factor of `other`.
+        """
         return GpuWork(*(a.plus(b, count) for a, b in zip(self, other, strict=True)))
 
     @property
     def stage_times(self) -> StageTimes:
-        """The longer of GPU and host, by forward and backward; of numbers, or of arrays.
+        """The longer of GPU and host time, in the forward, the backward and the recomputation.
 
-        Where the host is slower the GPU waits for it: that counts as compute, by halves of the
-        backward as the host has work in them.
+        If the host is slower, the GPU waits for it, and the wait counts as compute. In the
+        backward, I and W share the wait in proportion to their host time. Values are numbers or
+        arrays.
         """
         gpu, tensor, host = self
         busy = gpu.plus(tensor)
@@ -52,24 +63,33 @@ def layer_time(
     plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
 ) -> StageTimes:
-    """Seconds of one microbatch in one layer, on one GPU.
+    """Return the time of one microbatch in one layer on one GPU, in seconds.
 
-    Forward and backward each take what is longer: the GPU's work, or what the host takes to issue
-    it.  A product takes what its tiles take, or its bytes; all else its bytes; collectives the
-    shorter of ring and tree, over the links that they cross.  `R` is what runs again.  What a layer
-    is made of `pieces` has, with sources.
+    The forward and the backward each take the time of the GPU or of the host, whichever is longer.
+    A matrix product takes the time of its tiles or of its bytes, other kernels that of their bytes.
+    A collective takes the time of a ring or a tree, whichever is shorter, over the links of its
+    group. `R` is recomputation. `list_layer_ops` has the operations, with sources.
 
-    Raises UsageError where the layer cannot be divided so.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
 
-    >>> from schedir import planner
-    >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> node = planner.cluster_preset("a100")
-    >>> for t in (1, 8):
-    ...     times = planner.layer_time(gpt, node, planner.ParallelPlan(tp=t, microbatch_size=4))
-    ...     sums = times.tensor_parallel.F * 1e3
-    ...     print(f"t {t}: {times.compute.F * 1e3:4.1f} ms, {sums:.1f} in sums")
-    t 1: 41.8 ms, 0.0 in sums
-    t 8:  6.0 ms, 1.7 in sums
+    Raises:
+        UsageError: The degrees of the plan do not divide the layer evenly.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200,
+        ...     sequence=2048)
+        >>> node = planner.cluster_preset("a100")
+        >>> for t in (1, 8):
+        ...     times = planner.layer_time(gpt, node, planner.ParallelPlan(tp=t, microbatch_size=4))
+        ...     sums = times.tensor_parallel.F * 1e3
+        ...     print(f"t {t}: {times.compute.F * 1e3:4.1f} ms, {sums:.1f} in sums")
+        t 1: 41.8 ms, 0.0 in sums
+        t 8:  6.0 ms, 1.7 in sums
     """
     return _to_python_floats(compute_work("layer", model, cluster, plan, constants))
 
@@ -80,14 +100,24 @@ def embedding_time(
     plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
 ) -> StageTimes:
-    """The same of the embedding: rows of tokens and positions, a dropout, and their gradients.
+    """Return the time of one microbatch in the embedding on one GPU, in seconds.
 
-    >>> from schedir import planner
-    >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> taken = planner.embedding_time(gpt, planner.cluster_preset("a100"),
-    ...     planner.ParallelPlan(microbatch_size=4)).total
-    >>> f"{taken.F * 1e3:.1f} ms forward, {taken.B * 1e3:.1f} ms backward"
-    '0.6 ms forward, 2.5 ms backward'
+    It includes token and position embeddings, a dropout, and their gradients. See `layer_time`.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200,
+        ...     sequence=2048)
+        >>> taken = planner.embedding_time(gpt, planner.cluster_preset("a100"),
+        ...     planner.ParallelPlan(microbatch_size=4)).total
+        >>> f"{taken.F * 1e3:.1f} ms forward, {taken.B * 1e3:.1f} ms backward"
+        '0.6 ms forward, 2.5 ms backward'
     """
     return _to_python_floats(compute_work("embedding", model, cluster, plan, constants))
 
@@ -98,15 +128,26 @@ def head_time(
     plan: ParallelPlan,
     constants: SoftwareConstants | None = None,
 ) -> StageTimes:
-    """The same of what is behind the last layer: a norm, logits, and the loss.
+    """Return the time of one microbatch in the head on one GPU, in seconds.
 
-    >>> from schedir import planner
-    >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(tp=8, microbatch_size=4)
-    >>> head, layer = (part(gpt, node, choice).total for part in (planner.head_time,
-    ...     planner.layer_time))
-    >>> f"as long as {(head.F + head.B) / (layer.F + layer.B):.1f} layers"
-    'as long as 0.5 layers'
+    The head has a norm, the logits and the loss. See `layer_time`.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200,
+        ...     sequence=2048)
+        >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(tp=8,
+        ...     microbatch_size=4)
+        >>> head, layer = (part(gpt, node, choice).total for part in (planner.head_time,
+        ...     planner.layer_time))
+        >>> f"as long as {(head.F + head.B) / (layer.F + layer.B):.1f} layers"
+        'as long as 0.5 layers'
     """
     return _to_python_floats(compute_work("head", model, cluster, plan, constants))
 
@@ -120,23 +161,37 @@ def stage_time(
     is_last: bool = False,
     constants: SoftwareConstants | None = None,
 ) -> StageTimes:
-    """The same of a stage of so many layers; the first has the embedding, the last the head.
+    """Return the time of one microbatch in one stage on one GPU, in seconds.
 
-    The host runs ahead over the whole stage: it takes max(sum of GPU, sum of host), which may be
-    less than its layers one by one.
+    The host runs ahead over the full stage. The time is the maximum of the GPU sum and the host
+    sum, which may be less than the sum of the layer times.
 
-    >>> from schedir import planner
-    >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048)
-    >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(pp=12, tp=8,
-    ...     microbatch_size=4,
-    ...     recompute="full")
-    >>> for ends in ({}, {"is_first": True}, {"is_last": True}):
-    ...     F, I, W, R = (1e3 * each for each in planner.stage_time(gpt, node, choice, 4,
-    ...     **ends).total)
-    ...     print(f"F {F:.1f}  I {I:.1f}  W {W:.1f}  again {R:.1f} ms", *ends)
-    F 30.8  I 30.1  W 17.8  again 30.8 ms
-    F 32.1  I 30.3  W 18.3  again 30.8 ms first
-    F 34.7  I 33.9  W 20.7  again 30.8 ms last
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        layers: Layers of the stage.
+        is_first: True if the stage has the embedding.
+        is_last: True if the stage has the head.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
+
+    Raises:
+        UsageError: The degrees of the plan do not divide the layer evenly.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt = planner.TransformerSpec(layers=48, hidden=6144, heads=64, vocab=51200,
+        ...     sequence=2048)
+        >>> node, choice = planner.cluster_preset("a100"), planner.ParallelPlan(pp=12, tp=8,
+        ...     microbatch_size=4,
+        ...     recompute="full")
+        >>> for ends in ({}, {"is_first": True}, {"is_last": True}):
+        ...     F, I, W, R = (1e3 * each for each in planner.stage_time(gpt, node, choice, 4,
+        ...     **ends).total)
+        ...     print(f"F {F:.1f}  I {I:.1f}  W {W:.1f}  again {R:.1f} ms", *ends)
+        F 30.8  I 30.1  W 17.8  again 30.8 ms
+        F 32.1  I 30.3  W 18.3  again 30.8 ms first
+        F 34.7  I 33.9  W 20.7  again 30.8 ms last
     """
     work = GpuWork().plus(compute_work("layer", model, cluster, plan, constants), layers)
     for here, part in ((is_first, "embedding"), (is_last, "head")):
@@ -149,7 +204,7 @@ _LIST_OPS = {"layer": list_layer_ops, "embedding": list_embedding_ops, "head": l
 
 
 def _to_python_floats(work: GpuWork) -> StageTimes:
-    """Its times, as Python's own numbers."""
+    """Return the stage times with Python floats instead of NumPy numbers."""
     return StageTimes(*(PhaseTimes(*map(float, each)) for each in work.stage_times))
 
 
@@ -160,18 +215,31 @@ def compute_work(
     plan: ParallelPlan,
     constants: SoftwareConstants | None,
 ) -> GpuWork:
-    """The work of a part, which many choices share."""
-    whole = (
+    """Return the work of a part of the model, from a cache that many plans share.
+
+    Args:
+        part: "layer", "embedding" or "head".
+        model: The model.
+        cluster: The cluster.
+        plan: The plan.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
+
+    Raises:
+        UsageError: The degrees of the plan do not divide the layer evenly.
+    """
+    has_full_backward = (
         plan.schedule not in SCHEDULE_FORMULAS
         or not SCHEDULE_FORMULAS[plan.schedule].has_split_backward
     )
-    few = ParallelPlan(
+    reduced_plan = ParallelPlan(
         pp=plan.pp if plan.ep > 1 else 1, tp=plan.tp, dp=plan.ep,
         microbatch_size=plan.microbatch_size,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel, cp=plan.cp,
         ep=plan.ep, attention=plan.attention, rank_order=plan.rank_order,
     )  # fmt: skip
-    return _compute_work_cached(part, model, cluster, few, constants or SoftwareConstants(), whole)
+    return _compute_work_cached(
+        part, model, cluster, reduced_plan, constants or SoftwareConstants(), has_full_backward
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -183,28 +251,28 @@ def _compute_work_cached(
     constants: SoftwareConstants,
     has_full_backward: bool,
 ) -> GpuWork:
-    """Seconds of all phases: of layers, some of it again."""
-    gemms, passes, collectives = pieces = _LIST_OPS[part](model, plan)
-    prices = OpTimes(cluster, plan, constants, has_full_backward)
-    products = {gemm.name: prices.time_gemm(gemm) for gemm in gemms}
+    """Return the work of all phases. Only layers have recomputation."""
+    gemms, passes, collectives = ops = _LIST_OPS[part](model, plan)
+    op_times = OpTimes(cluster, plan, constants, has_full_backward)
+    products = {gemm.name: op_times.time_gemm(gemm) for gemm in gemms}
     core = _sum_phases(products[gemm.name] for gemm in gemms if gemm.is_attention_core)
     core = core.plus(
-        _sum_phases(prices.time_memory_pass(one) for one in passes if one.is_attention_core)
+        _sum_phases(op_times.time_memory_pass(one) for one in passes if one.is_attention_core)
     )
-    gpu = _sum_phases([*products.values(), *map(prices.time_memory_pass, passes)])
-    host = _sum_phases(prices.time_issue(one) for some in pieces for one in some)
+    gpu = _sum_phases([*products.values(), *map(op_times.time_memory_pass, passes)])
+    host = _sum_phases(op_times.time_issue(one) for some in ops for one in some)
     tensor = _sum_phases(
-        prices.time_exposed_collective(one, products.get(one.overlapped_gemm, PhaseTimes()), core)
+        op_times.time_exposed_collective(one, products.get(one.overlapped_gemm, PhaseTimes()), core)
         for one in collectives
     )
     if part == "layer" and plan.recompute == "full":
         gpu, tensor, host = (each._replace(R=each.F) for each in (gpu, tensor, host))
     elif part == "layer" and plan.recompute == "selective":
         issued = _sum_phases(
-            prices.time_issue(one) for some in pieces[:2] for one in some if one.is_attention_core
+            op_times.time_issue(one) for some in ops[:2] for one in some if one.is_attention_core
         )
         gpu, host = gpu._replace(R=core.F), host._replace(R=issued.F)
-    if not prices.has_gpu:  # the host is what computes
+    if not op_times.has_gpu:  # the host is what computes
         return GpuWork(gpu.plus(host), tensor)
     return GpuWork(gpu, tensor, host)
 
