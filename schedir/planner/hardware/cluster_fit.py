@@ -16,11 +16,18 @@ from schedir.planner.parallel_plan import ParallelPlan
 from schedir.planner.transformer.layer_time import layer_time
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
-_INFINITE_RATE: Final = 1e30  # of a rate that takes no time
+_INFINITE_RATE: Final = 1e30  # Operations or bytes per second; so fast that the time is 0.
 
 
 class MeasuredGemm(NamedTuple):
-    """(m, k) x (k, n) and the two products of its backward, in so many seconds together."""
+    """A measurement of a matrix product (m, k) x (k, n) with the two products of its backward.
+
+    Attributes:
+        m: Rows of the first factor.
+        k: The inner dimension.
+        n: Columns of the second factor.
+        seconds: The time of all three products.
+    """
 
     m: int
     k: int
@@ -34,7 +41,13 @@ class MeasuredGemm(NamedTuple):
 
 
 class MeasuredLayer(NamedTuple):
-    """A layer of `model`, forward and backward of one microbatch of `plan`, in seconds."""
+    """A measurement of the forward and the backward of one layer for one microbatch.
+
+    Attributes:
+        model: The model of the layer.
+        plan: The plan with the microbatch.
+        seconds: The time of both.
+    """
 
     model: TransformerSpec
     plan: ParallelPlan
@@ -42,7 +55,13 @@ class MeasuredLayer(NamedTuple):
 
 
 class MeasuredAllReduce(NamedTuple):
-    """An all-reduce of `size` bytes over a group of so many processes of a node, in seconds."""
+    """A measurement of an all-reduce within a node.
+
+    Attributes:
+        group: The number of processes.
+        size: Bytes of the tensor.
+        seconds: The time.
+    """
 
     group: int
     size: float
@@ -50,11 +69,18 @@ class MeasuredAllReduce(NamedTuple):
 
 
 class MachineMeasurements(NamedTuple):
-    """What was measured, each while all processes of the node did the same.
+    """Measurements of a node. All its processes ran the same operation at the same time.
 
-    `tiny_layers` are layers so small that only their issue takes time; `copy_bandwidth` the bytes
-    per second of what reads and writes only; `memory` the bytes of one process, and `processors`
-    those of the node, where what computes has no GPU.
+    Attributes:
+        processes: The number of processes.
+        itemsize: Bytes of a number.
+        memory: Bytes of the memory of one process.
+        gemms: Measured matrix products.
+        copy_bandwidth: Bytes per second that a copy reads and writes.
+        tiny_layers: Measurements of layers so small that only the time to issue kernels counts.
+        layers: Measurements of other layers.
+        all_reduces: Measured all-reduces. A single process has none.
+        processors: CPU cores of the node, if it has no GPU.
     """
 
     processes: int
@@ -69,7 +95,13 @@ class MachineMeasurements(NamedTuple):
 
 
 class FitRow(NamedTuple):
-    """Something that was measured beside what the Cluster says of it, in seconds."""
+    """A measurement and its prediction by the fitted cluster, in seconds.
+
+    Attributes:
+        subject: A description of the operation.
+        measured: The measured time.
+        predicted: The predicted time.
+    """
 
     subject: str
     measured: float
@@ -77,33 +109,40 @@ class FitRow(NamedTuple):
 
     @property
     def relative_error(self) -> float:
-        """By how much the Cluster is off, of what was measured."""
+        """Error of the prediction as a share of the measurement."""
         return self.predicted / self.measured - 1
 
 
 def fit_cluster(measurements: MachineMeasurements) -> Cluster:
-    """The Cluster of one node at whose rates the planner tells what was measured.
+    """Fit a cluster of one node to measurements.
 
-    `flops` is the median over products.  `kernel_us` is what the smallest layers take, by the
-    kernels that the planner counts in them.  `hbm_bandwidth` is the rate at which the other layers
-    come out as measured, in the mean: no more than what a copy reaches, and, as a bound, no less
-    than a hundredth of that.  `latency` and `nvlink_bandwidth` are those of sums, by least squares
-    of relative errors; where a process is alone nobody asks for them, and they are those of its own
-    memory.
+    - `flops` is the median over matrix products.
+    - `kernel_us` is the time of the tiny layers divided by their number of kernels, as the planner
+      counts them.
+    - `hbm_bandwidth` is the rate at which the mean error of the other layers is 0. It is at most
+      `copy_bandwidth`, and at least 1/100 of it.
+    - `latency` and `nvlink_bandwidth` are fitted to the all-reduces, by least squares of relative
+      errors. Without all-reduces they are 0 and `copy_bandwidth`.
 
-    Raises UsageError where there is nothing to go by.
+    Args:
+        measurements: The measurements.
 
-    >>> from schedir import planner
-    >>> from schedir.planner.hardware.cluster_fit import (
-    ...     MachineMeasurements, MeasuredAllReduce, MeasuredGemm, MeasuredLayer, fit_cluster
-    ... )
-    >>> model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=64, sequence=32)
-    >>> one = MeasuredLayer(model, planner.ParallelPlan(attention="flash"), 1e-3)
-    >>> sums = [MeasuredAllReduce(2, 1e6, 1.02e-3), MeasuredAllReduce(2, 2e6, 2.02e-3)]
-    >>> here = fit_cluster(MachineMeasurements(2, 4, 8e9, [MeasuredGemm(64, 64, 64, 1e-3)], 1e10,
-    ...                                   [one], [one], sums, processors=2))
-    >>> f"{here.flops:.4g} {here.nvlink_bandwidth:.3g} {here.latency:.2g}"
-    '1.573e+09 1e+09 1e-05'
+    Raises:
+        UsageError: There are no matrix products or no layers.
+
+    Example:
+        >>> from schedir import planner
+        >>> from schedir.planner.hardware.cluster_fit import (
+        ...     MachineMeasurements, MeasuredAllReduce, MeasuredGemm, MeasuredLayer, fit_cluster
+        ... )
+        >>> model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=64, sequence=32)
+        >>> one = MeasuredLayer(model, planner.ParallelPlan(attention="flash"), 1e-3)
+        >>> sums = [MeasuredAllReduce(2, 1e6, 1.02e-3), MeasuredAllReduce(2, 2e6, 2.02e-3)]
+        >>> here = fit_cluster(MachineMeasurements(2, 4, 8e9, [MeasuredGemm(64, 64, 64, 1e-3)],
+        ...     1e10,
+        ...                                   [one], [one], sums, processors=2))
+        >>> f"{here.flops:.4g} {here.nvlink_bandwidth:.3g} {here.latency:.2g}"
+        '1.573e+09 1e+09 1e-05'
     """
     if not (measurements.gemms and measurements.tiny_layers and measurements.layers):
         raise UsageError("nothing was measured: products and layers are needed")
@@ -133,7 +172,12 @@ def fit_cluster(measurements: MachineMeasurements) -> Cluster:
 
 
 def compare_measurements(cluster: Cluster, measurements: MachineMeasurements) -> Iterator[FitRow]:
-    """What was measured beside what a Cluster says of it."""
+    """Yield each measurement with its prediction by a cluster.
+
+    Args:
+        cluster: The cluster.
+        measurements: The measurements.
+    """
     for m, k, n, seconds in measurements.gemms:
         yield FitRow(f"products {m} x {k} x {n}", seconds, 6.0 * m * k * n / cluster.flops)
     for model, choice, seconds in (*measurements.tiny_layers, *measurements.layers):
@@ -150,12 +194,12 @@ def _predict_layer_time(cluster: Cluster, model: TransformerSpec, plan: Parallel
 
 
 def _fit_kernel_us(cluster: Cluster, tiny_layers: Sequence[MeasuredLayer]) -> float:
-    """Microseconds for each kernel of layers that take next to nothing else."""
+    """Return the microseconds of each kernel, from layers with little other work."""
     free = replace(
         cluster, flops=_INFINITE_RATE, peak=None, hbm_bandwidth=_INFINITE_RATE, kernel_us=1.0
     )
     rest = replace(cluster, kernel_us=0.0)
-    if cluster.processors is None:  # a GPU works meanwhile
+    if cluster.processors is None:  # The GPU works while the host issues kernels.
         rest = replace(free, kernel_us=0.0)
     return median(
         max(seconds - _predict_layer_time(rest, model, choice), 0.0)
@@ -165,40 +209,41 @@ def _fit_kernel_us(cluster: Cluster, tiny_layers: Sequence[MeasuredLayer]) -> fl
 
 
 def _fit_hbm_bandwidth(cluster: Cluster, measurements: MachineMeasurements) -> float:
-    """The rate at which layers are told as long as they are, in the mean of relative errors."""
+    """Return the bandwidth at which the mean relative error of the layers is 0."""
 
-    def off(hbm: float) -> float:
+    def mean_error(hbm: float) -> float:
         at = replace(cluster, hbm_bandwidth=hbm)
         return sum(
             _predict_layer_time(at, m, c) / seconds - 1 for m, c, seconds in measurements.layers
         )
 
     low, high = measurements.copy_bandwidth / 100, measurements.copy_bandwidth
-    if off(high) >= 0:  # as long as they are, or longer, without any of it
+    if mean_error(high) >= 0:  # Predictions are too long even at the highest bandwidth.
         return high
     for _ in range(60):
         middle = sqrt(low * high)
-        low, high = (middle, high) if off(middle) > 0 else (low, middle)
+        low, high = (middle, high) if mean_error(middle) > 0 else (low, middle)
     return high
 
 
 def _fit_link(all_reduces: Sequence[MeasuredAllReduce]) -> tuple[float, float]:
-    """Latency and bytes per second of a ring's messages (`Cluster.all_reduce`), by least squares.
+    """Return the latency and the bandwidth of a ring, fitted by least squares.
 
-    2(g-1) latency + 2(g-1)/g size/bandwidth; where the latency would be negative there is none.
+    The time is 2(g-1) latency + 2(g-1)/g size/bandwidth (`Cluster.all_reduce_time`). A negative
+    latency is replaced by 0.
     """
     table = np.array([[2 * (g - 1), 2 * (g - 1) / g * size] for g, size, _ in all_reduces])
     table /= np.array([seconds for *_, seconds in all_reduces])[:, None]
     ones = np.ones(len(table))
-    found: Any = np.linalg.lstsq(table, ones, rcond=None)[0]
-    if found[0] < 0:
-        found = np.array([0.0, table[:, 1].sum() / (table[:, 1] ** 2).sum()])
-    if found[1] <= 0:
+    solution: Any = np.linalg.lstsq(table, ones, rcond=None)[0]
+    if solution[0] < 0:
+        solution = np.array([0.0, table[:, 1].sum() / (table[:, 1] ** 2).sum()])
+    if solution[1] <= 0:
         largest = max(all_reduces, key=lambda one: one.size)
-        return float(found[0]), largest.size / largest.seconds
-    return float(found[0]), float(1 / found[1])
+        return float(solution[0]), largest.size / largest.seconds
+    return float(solution[0]), float(1 / solution[1])
 
 
 def _round_to_four_digits(value: float) -> float:
-    """As many digits as a measurement has, and a person reads."""
+    """Round to the digits that a measurement has and that a person can read."""
     return float(f"{value:.4g}")

@@ -14,23 +14,30 @@ _CLUSTER_DIRECTORY = Path(__file__).parent / "clusters"
 
 
 def cluster_presets() -> list[str]:
-    """Their names.
+    """Return the names of the cluster presets.
 
-    >>> from schedir.planner import cluster_presets
-    >>> "a100" in cluster_presets()
-    True
+    Example:
+        >>> from schedir.planner import cluster_presets
+        >>> "a100" in cluster_presets()
+        True
     """
     return sorted(file.stem for file in _CLUSTER_DIRECTORY.glob("*.toml"))
 
 
 def cluster_preset(name: str, nodes: int = 1) -> Cluster:
-    """So many nodes of a known kind: "a100", ...
+    """Return a cluster by its name.
 
-    Raises UsageError for a name that is not known.
+    Args:
+        name: The name of the preset, such as "a100".
+        nodes: The number of nodes.
 
-    >>> from schedir import planner
-    >>> planner.cluster_preset("a100", nodes=384).gpu_count
-    3072
+    Raises:
+        UsageError: No preset has this name.
+
+    Example:
+        >>> from schedir import planner
+        >>> planner.cluster_preset("a100", nodes=384).gpu_count
+        3072
     """
     if name not in cluster_presets():
         near = get_close_matches(str(name), cluster_presets(), 1)

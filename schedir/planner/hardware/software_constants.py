@@ -10,7 +10,16 @@ from schedir.errors import UsageError, describe, to_float
 
 
 class SoftwareConstant(NamedTuple):
-    """One of them: its value, what it means, between which numbers it makes sense, and who says."""
+    """A constant with its meaning, bounds and source.
+
+    Attributes:
+        name: The name of its field in `SoftwareConstants`.
+        value: The value.
+        meaning: A description.
+        min_value: The smallest value that makes sense.
+        max_value: The largest value that makes sense.
+        source: The paper or manual of the default value.
+    """
 
     name: str
     value: float
@@ -30,15 +39,38 @@ def _constant_field(
 
 @dataclass(frozen=True)
 class SoftwareConstants:
-    """What is of the software that trains, and not of its machines, which are a Cluster's.
+    """Constants of the training software. Those of the machine are in `Cluster`.
 
-    Raises UsageError for a number that is beyond its bounds: it would not mean what it says.
+    Args:
+        tile_rows: Rows of the tile of a matrix product that a multiprocessor computes.
+        tile_columns: Columns of this tile. Rows and columns are exchanged if that needs fewer
+            tiles.
+        max_splits: The largest number of splits of the inner dimension of a product.
+        flash_forward_efficiency: The share of `Cluster.flops` that the flash attention forward
+            reaches.
+        flash_backward_efficiency: The share of `Cluster.flops` that the flash attention backward
+            reaches.
+        scores_bandwidth_share: The share of `Cluster.hbm_bandwidth` that softmax and dropout of
+            attention scores reach.
+        tensor_overlap_share: The share of a tensor-parallel collective that is hidden if it
+            overlaps with the product of a weight gradient.
+        recompute_ahead: The share of recomputation that is an instruction of its own, and may run
+            before the gradient arrives. The rest is part of the backward.
+        reduction_overlap_share: The share of a stage's last backward that hides the reduction of
+            its gradients over replicas.
+        allocator_share: Bytes that the allocator wastes, as a share of the bytes of tensors.
+        reserved_bytes: Bytes of a process without its tensors: GPU context, kernels, and buffers of
+            collectives.
 
-    >>> from schedir.planner import SoftwareConstants
-    >>> for one in SoftwareConstants().list_constants():
-    ...     if one.name == "tensor_overlap_share":
-    ...         print(one.value, "of", one.min_value, "to", one.max_value)
-    0.67 of 0.0 to 1.0
+    Raises:
+        UsageError: A number is not between its bounds.
+
+    Example:
+        >>> from schedir.planner import SoftwareConstants
+        >>> for one in SoftwareConstants().list_constants():
+        ...     if one.name == "tensor_overlap_share":
+        ...         print(one.value, "of", one.min_value, "to", one.max_value)
+        0.67 of 0.0 to 1.0
     """
 
     tile_rows: float = _constant_field(
@@ -106,11 +138,11 @@ class SoftwareConstants:
 
     @property
     def tile_sides(self) -> tuple[float, float]:
-        """Its shorter and its longer side."""
+        """The shorter and the longer side of a tile."""
         return min(self.tile_rows, self.tile_columns), max(self.tile_rows, self.tile_columns)
 
     def list_constants(self) -> Iterator[SoftwareConstant]:
-        """All of them, as data."""
+        """Yield all constants with their meanings, bounds and sources."""
         for f in fields(self):
             meta = f.metadata
             least, most = meta["bounds"]

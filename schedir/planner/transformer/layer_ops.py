@@ -17,7 +17,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 
 
 class Gemm(NamedTuple):
-    """`batch` products (m, k) x (k, n) in the forward, with two products of this size in the backward.
+    """`batch` matrix products (m, k) x (k, n) in the forward, and two each in the backward.
 
     Attributes:
         name: The name of the product.
@@ -276,7 +276,7 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 
 
 def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
-    """Return the operations of the feed-forward network, or of the experts on one of `ep` replicas."""
+    """Return the operations of the feed-forward network, or of its experts on one replica."""
     rows, ffn = count_local_tokens(model, plan), model.ffn // plan.tp
     into = 2 * ffn if model.gated else ffn
     sent = rows * model.active
@@ -352,7 +352,7 @@ def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 
 
 def list_head_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
-    """Return the operations of the head: the last norm, the vocabulary-parallel logits and the loss.
+    """Return the operations of the head: norm, vocabulary-parallel logits and loss.
 
     The loss is that of Megatron-LM (core/tensor_parallel/cross_entropy.py), with a kernel for each
     line. These kernels read or write all logits: the conversion to 32 bits, the maximum, the

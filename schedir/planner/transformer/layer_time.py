@@ -190,8 +190,8 @@ def stage_time(
         ...     **ends).total)
         ...     print(f"F {F:.1f}  I {I:.1f}  W {W:.1f}  again {R:.1f} ms", *ends)
         F 30.8  I 30.1  W 17.8  again 30.8 ms
-        F 32.1  I 30.3  W 18.3  again 30.8 ms first
-        F 34.7  I 33.9  W 20.7  again 30.8 ms last
+        F 32.1  I 30.3  W 18.3  again 30.8 ms is_first
+        F 34.7  I 33.9  W 20.7  again 30.8 ms is_last
     """
     work = GpuWork().plus(compute_work("layer", model, cluster, plan, constants), layers)
     for here, part in ((is_first, "embedding"), (is_last, "head")):
@@ -272,7 +272,7 @@ def _compute_work_cached(
             op_times.time_issue(one) for some in ops[:2] for one in some if one.is_attention_core
         )
         gpu, host = gpu._replace(R=core.F), host._replace(R=issued.F)
-    if not op_times.has_gpu:  # the host is what computes
+    if not op_times.has_gpu:  # The same cores issue the kernels and compute, one after the other.
         return GpuWork(gpu.plus(host), tensor)
     return GpuWork(gpu, tensor, host)
 

@@ -18,63 +18,97 @@ from schedir.predict.activation_bytes import compute_layer_terms
 
 
 class StateBytes(NamedTuple):
-    """Bytes that training keeps of each number of a model: of weights and gradients as they are
-    computed with, and of the optimizer's own.  Activations have as many as weights."""
+    """Bytes per parameter that training keeps.
+
+    Attributes:
+        params: Bytes of a weight. An activation has as many.
+        grads: Bytes of a gradient.
+        optimizer: Bytes of the optimizer state, including float32 main parameters.
+    """
 
     params: float
     grads: float
     optimizer: float
 
 
-# Mixed precision Adam: 16 bits of weights and gradients, and 32 of main weights and two moments
+# Mixed-precision Adam has 16-bit weights and gradients, and 32-bit main parameters and two moments
 # (arXiv 1910.02054, section 3.1): 16 bytes.
 ADAM: Final = StateBytes(2, 2, 12)
-# The same with gradients summed in 32 bits, as Megatron-LM does with bfloat16: 18 bytes.
+# Megatron-LM accumulates gradients of bfloat16 models in 32 bits: 18 bytes.
 ADAM_MAIN_GRADS: Final = StateBytes(2, 4, 12)
-# All in 32 bits, without main weights: 16 bytes.
+# A model in 32 bits needs no main parameters: 16 bytes.
 ADAM_32: Final = StateBytes(4, 4, 8)
 
 
 def get_state_bytes(cluster: Cluster) -> StateBytes:
-    """Those of the type that trains on a cluster, by the bytes of its numbers."""
+    """Return the bytes per parameter of training with Adam in a cluster's number type.
+
+    Args:
+        cluster: The cluster. Its `itemsize` selects mixed precision or 32 bits.
+    """
     return ADAM_32 if cluster.itemsize >= 4 else ADAM
 
 
 def count_layer_params(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
-    """Numbers of a layer on one of `tp` slices: those that all replicas have, and those of its
-    experts, of which `ep` replicas have a part each.
+    """Return the parameters of a layer on one GPU: common ones, and those of experts.
 
-    Matrices and what goes with their columns are cut, `count_replicated_params` are not (arXiv
-    1909.08053, section 3).  With fewer `kv_heads` than slices each has one.
+    The matrices and the vectors of their columns are divided among tensor-parallel ranks.
+    `count_replicated_params` are not (arXiv 1909.08053, section 3). With fewer `kv_heads` than
+    ranks, each rank has one.
+
+    Args:
+        model: The model.
+        t: The tensor-parallel size, a number or an array.
+        e: The expert-parallel size, a number or an array.
+
+    Returns:
+        The parameters that all replicas have, and those of the experts on one of `e` replicas.
     """
     hidden, width = model.hidden, model.hidden // model.heads
     columns = hidden / t + 2 * np.maximum(model.kv_heads / t, 1) * width
     attention = (hidden + 1) * columns + hidden * hidden / t
-    into = model.ffn * (2 if model.gated else 1)
-    network = ((hidden + 1) * into + hidden * model.ffn) / t
-    whole, of_experts = count_replicated_params(model, e)
+    input_columns = model.ffn * (2 if model.gated else 1)
+    network = ((hidden + 1) * input_columns + hidden * model.ffn) / t
+    replicated, replicated_experts = count_replicated_params(model, e)
     if model.experts == 1:
-        return attention + network + whole, 0 * network
-    return attention + whole, network * model.experts / e + of_experts
+        return attention + network + replicated, 0 * network
+    return attention + replicated, network * model.experts / e + replicated_experts
 
 
 def count_replicated_params(model: TransformerSpec, e: Any = 1) -> tuple[Any, Any]:
-    """Numbers of a layer that each slice has whole, those of all replicas and those of experts:
-    norms, what is added to whole outputs, and what sends tokens to experts.
+    """Return the parameters of a layer that each tensor-parallel rank has unsharded.
 
-    >>> model = TransformerSpec(layers=2, hidden=64, heads=4, vocab=256, sequence=32)
-    >>> count_replicated_params(model)
-    (384, 0)
+    These are the norms, the biases of row-parallel products, and the router of experts.
+
+    Args:
+        model: The model.
+        e: The expert-parallel size, a number or an array.
+
+    Returns:
+        The parameters that all replicas have, and those of the experts on one of `e` replicas.
+
+    Example:
+        >>> model = TransformerSpec(layers=2, hidden=64, heads=4, vocab=256, sequence=32)
+        >>> count_replicated_params(model)
+        (384, 0)
     """
-    norms, added = 4 * model.hidden, model.hidden
+    norms, bias = 4 * model.hidden, model.hidden
     if model.experts == 1:
-        return norms + 2 * added, 0
-    return norms + added + model.hidden * model.experts, added * model.experts / e
+        return norms + 2 * bias, 0
+    return norms + bias + model.hidden * model.experts, bias * model.experts / e
 
 
 def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]:
-    """Numbers on one of `tp` slices of the embedding with its positions; of the head's norm; and of
-    its matrix, which a tied one shares with the embedding where both are on one rank."""
+    """Return the parameters of the embedding, the last norm and the head matrix on one GPU.
+
+    Args:
+        model: The model.
+        t: The tensor-parallel size, a number or an array.
+
+    Returns:
+        The parameters of the token and position embeddings, of the last norm, and of the head
+        matrix. A tied matrix is the embedding's if both are on one rank.
+    """
     table = -(-model.vocab // t) * model.hidden
     return table + model.sequence * model.hidden, 2 * model.hidden + 0 * table, table
 
@@ -82,15 +116,28 @@ def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]
 def compute_saved_bytes(
     model: TransformerSpec, plan: ParallelPlan, itemsize: float = 2
 ) -> tuple[float, float]:
-    """Bytes that a layer keeps of a microbatch, and that it holds more while it runs again what it
-    did not keep: `compute_layer_terms` of arXiv 2205.05198, of this model.
+    """Return the bytes that a layer saves of a microbatch, and those of its recomputation.
 
-    Keys and values are as many as `kv_heads`; the terms of the feed-forward network are as wide
-    as it is, twice into a gate, and each token's of all `active` experts.  With "flash" no scores
-    are kept but 4 bytes for each token and head (arXiv 2307.08691, section 3.1.2).  With `cp`
-    parts of a sequence a rank has 1/cp of the tokens, and scores for all.  Recomputed layers keep
-    their input, which is cut where norms are.  All but masks and sums of the softmax are numbers
-    of `itemsize` bytes.
+    The terms are those of `compute_layer_terms` with these changes:
+
+    - Keys and values have `kv_heads` heads.
+    - Terms of the feed-forward network have its width, twice for the input of a gate, and count for
+      each of the `active` experts of a token.
+    - Flash attention saves no scores, but 4 bytes per token and head.
+    - A context-parallel rank has 1/cp of the tokens, and the scores of these for all tokens.
+    - A layer with full recomputation saves its input, which is divided with sequence parallelism.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        itemsize: Bytes of a number. Masks and softmax sums have fixed sizes.
+
+    Returns:
+        The saved bytes, and the further bytes that the layer uses while it is recomputed.
+
+    References:
+        arXiv 2205.05198: the terms.
+        arXiv 2307.08691, section 3.1.2: the softmax sums of flash attention.
     """
     none = _compute_saved_terms(model, plan, "none", itemsize)
     kept = _compute_saved_terms(model, plan, plan.recompute, itemsize)
@@ -112,36 +159,42 @@ def _compute_saved_terms(
         tokens, plan.microbatch_size, model.hidden, model.heads, plan.tp,
         recompute=recompute, sequence_parallel=plan.sequence_parallel,
     )  # fmt: skip
-    kv, wide = (
+    kv_scale, ffn_scale = (
         model.kv_heads / model.heads,
         model.ffn / (4 * model.hidden) * model.active,
     )
     scale = {
-        "Q and K": (1 + kv) / 2,
-        "V": kv,
+        "Q and K": (1 + kv_scale) / 2,
+        "V": kv_scale,
         "input of the first linear layer": model.active,
-        "input of GELU": wide * (2 if model.gated else 1),
-        "input of the second linear layer": wide,
+        "input of GELU": ffn_scale * (2 if model.gated else 1),
+        "input of the second linear layer": ffn_scale,
         **dict.fromkeys(_SCORE_TERMS, plan.cp * (plan.attention != "flash")),
     }
-    found = {
+    result = {
         what: size * scale.get(what, 1) * (1 if what.startswith("mask") else itemsize / 2)
         for what, size in terms.items()
     }
     if plan.attention == "flash" and recompute != "full":
-        found["sums of the softmax"] = 4.0 * model.heads * tokens * plan.microbatch_size / plan.tp
-    return found
+        result["sums of the softmax"] = 4.0 * model.heads * tokens * plan.microbatch_size / plan.tp
+    return result
 
 
 class MemoryTable(NamedTuple):
-    """What ranks hold, arrays of a row for each plan and a column for each share: bytes, by the
-    fields of `GpuMemory` first; and the numbers of weights that ranks have, whole, those that all
-    replicas have, and of experts."""
+    """The memory and the parameters of each rank group, for many plans.
+
+    Attributes:
+        memory: Bytes, of shape (fields of `GpuMemory`, plans, groups).
+        common_params: Unsharded parameters of a rank that all replicas have, of shape (plans,
+            groups).
+        expert_params: Parameters of the experts of a rank, of shape (plans, groups).
+        outer_stage_params: Parameters of the first stage of a rank, of shape (plans, groups).
+    """
 
     memory: Floats
     common_params: Floats
     expert_params: Floats
-    outer_stage_params: Floats  # of these, those of its first stage
+    outer_stage_params: Floats
 
 
 def estimate_memory(
@@ -151,7 +204,15 @@ def estimate_memory(
     constants: SoftwareConstants,
     state_bytes: StateBytes = ADAM,
 ) -> MemoryTable:
-    """What each share of many plans holds."""
+    """Estimate the memory of each rank group of many plans.
+
+    Args:
+        model: The model.
+        plans: The plans.
+        shares: The layers of each rank group, from `PlanColumns.compute_shares`.
+        constants: Constants of the software.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter.
+    """
     p, t, d, v, b, m, c, e, zero = (
         getattr(plans, name)[:, None]
         for name in (
@@ -166,70 +227,79 @@ def estimate_memory(
             "zero",
         )
     )
-    there, first, last = shares.rank_count > 0, shares.has_first_stage, shares.has_last_stage
+    exists, first, last = shares.rank_count > 0, shares.has_first_stage, shares.has_last_stage
     common, network = count_layer_params(model, t, e)
     table, norm, matrix = count_end_params(model, t)
     own_matrix = last & ~(first & model.tied)
-    before, behind = first * table, last * norm + own_matrix * matrix
-    numbers = (shares.layers * common + before + behind) * there
-    experts = shares.layers * network * there
+    embedding, head = first * table, last * norm + own_matrix * matrix
+    common_params = (shares.layers * common + embedding + head) * exists
+    expert_params = shares.layers * network * exists
     replicas = {"common": d * c, "experts": np.maximum(d * c // e, 1)}
 
     def state(size: float, name: str) -> Any:
-        """Bytes of the parts that a replica has."""
+        """Return the bytes of a state that a replica has, sharded by the ZeRO level."""
         cut = zero >= SHARDED_FROM_LEVEL[name]
         return size * sum(
-            whole / np.where(cut, replicas[of], 1)
-            for of, whole in (("common", numbers), ("experts", experts))
+            unsharded / np.where(cut, replicas[of], 1)
+            for of, unsharded in (("common", common_params), ("experts", expert_params))
         )
 
-    # Where they are in parts, weights of two stages are whole at once
-    # (analysis/memory/unshard_residency.py), and the gradient of one, until it is summed; of two
-    # stages or fewer all are.
-    inner = shares.layers / v * (common + network) * there
-    few, end = v <= 2, np.maximum(before, behind)
-    everything = numbers + experts
-    whole = {
-        "params": np.where(few, everything, (2 * inner + end) * there),
-        "grads": np.where(few, everything, (inner + end) * there),
+    # With sharding, the weights of two stages are unsharded at once
+    # (analysis/memory/unshard_residency.py), and the gradient of one stage until it is reduced.
+    # With at most two stages per rank, all of them are unsharded.
+    inner = shares.layers / v * (common + network) * exists
+    few, end = v <= 2, np.maximum(embedding, head)
+    everything = common_params + expert_params
+    unsharded = {
+        "params": np.where(few, everything, (2 * inner + end) * exists),
+        "grads": np.where(few, everything, (inner + end) * exists),
     }
     weights, grads = (
-        state(size, name) + (zero >= SHARDED_FROM_LEVEL[name]) * size * whole[name]
+        state(size, name) + (zero >= SHARDED_FROM_LEVEL[name]) * size * unsharded[name]
         for name, size in (("params", state_bytes.params), ("grads", state_bytes.grads))
     )
     optimizer = state(state_bytes.optimizer, "optimizer")
 
-    item = state_bytes.params  # bytes of an activation
+    item = state_bytes.params  # Activations have the number type of weights.
     kept, again = compute_saved_by_plan(model, plans, item)
     stages, loss, waiting = _count_in_flight(plans, shares)
     split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
         plans.schedule
     ][:, None]
-    tokens = 1.0 * b * model.sequence / c * model.hidden  # numbers of an activation
+    boundary_size = 1.0 * b * model.sequence / c * model.hidden
     cut = np.where(plans.sequence_parallel[:, None] > 0, t, 1)
     logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
-    # The mask of the dropout behind the embedding; inputs of the last norm and of the logits;
-    # logits in 32 bits for the loss (arXiv 2205.05198, section 4.3), of which halves of a backward
-    # leave gradients as activations are until those of weights are made.
+    # The first stage saves the mask of the dropout after the embedding. The last stage saves the
+    # inputs of the last norm and of the logits, and the logits in 32 bits for the loss
+    # (arXiv 2205.05198, section 4.3). With a split backward, gradients of logits in the type of
+    # activations replace them until W.
     activations = stages * shares.layers / v * kept + np.minimum(shares.layers, 1) * again
-    activations = activations + first * np.minimum(np.ceil(stages / v), m) * tokens / cut
+    activations = activations + first * np.minimum(np.ceil(stages / v), m) * boundary_size / cut
     activations = activations + last * (
-        loss * (2 * item * tokens / cut)
+        loss * (2 * item * boundary_size / cut)
         + 4 * logits
         + (loss - 1) * np.where(split, np.minimum(item, 4), 4) * logits
     )
-    boundary = item * tokens / cut  # of what comes and goes, an activation and a gradient each
+    boundary = item * boundary_size / cut
     buffers = np.where(p > 1, waiting * boundary, 0.0)
     used = weights + grads + optimizer + activations + buffers
     other = buffers + constants.allocator_share * used + constants.reserved_bytes
-    memory = np.stack([x * there for x in (weights, grads, optimizer, activations, other)])
-    return MemoryTable(memory, numbers, experts, inner + before + np.where(v > 1, 0, behind))
+    memory = np.stack([x * exists for x in (weights, grads, optimizer, activations, other)])
+    return MemoryTable(
+        memory, common_params, expert_params, inner + embedding + np.where(v > 1, 0, head)
+    )
 
 
 def compute_saved_by_plan(
     model: TransformerSpec, plans: PlanColumns, itemsize: float
 ) -> tuple[Floats, Floats]:
-    """`compute_saved_bytes` of each plan, a column each."""
+    """Return `compute_saved_bytes` of each plan, as two arrays of shape (plans, 1).
+
+    Args:
+        model: The model.
+        plans: The plans.
+        itemsize: Bytes of a number.
+    """
     first, which = plans.find_distinct(
         "tp", "microbatch_size", "recompute", "sequence_parallel", "cp"
     )
@@ -239,7 +309,10 @@ def compute_saved_by_plan(
 
 
 def _count_in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Floats, Floats, Floats]:
-    """Stage activations on each share, microbatches of the head, and boundaries, at most."""
+    """Return the peak numbers of stage activations, microbatches in the loss, and boundaries.
+
+    The first has the shape (plans, groups), the others (plans, 1).
+    """
     stages = np.zeros(shares.first_rank.shape)
     ends, waiting = np.ones((2, len(plans), 1))
     for number in np.unique(plans.schedule).tolist():
@@ -265,24 +338,36 @@ def peak_memory(
     *,
     state_bytes: StateBytes | None = None,
 ) -> GpuMemory:
-    """Bytes that the fullest rank of a choice holds at its peak.
+    """Return the peak memory of the rank that uses the most, in bytes.
 
-    Activations are those of arXiv 2205.05198 (equations 1 to 6) of as many microbatches as the
-    schedule has in flight; weights, gradients and the optimizer's are `state_bytes` for each
-    number, in parts with ZeRO (arXiv 1910.02054, section 5); unless told, those of the cluster's
-    type.
+    Activations are those of each microbatch that the schedule has in flight. Weights, gradients and
+    optimizer state are sharded as the ZeRO level requires.
 
-    Raises UsageError for a schedule that the planner does not know, and layers, heads or anything
-    else that does not divide.
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan. It must not offload.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
+            of the cluster's number type (`get_state_bytes`).
 
-    >>> from schedir import planner
-    >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
-    ...     sequence=2048)
-    >>> node = planner.cluster_preset("a100", nodes=8)
-    >>> one = planner.peak_memory(gpt3, node, planner.ParallelPlan(pp=8, tp=8, microbatches=64,
-    ...     sequence_parallel=True))
-    >>> f"{one.optimizer / one.weights:.1f} {one.activations / 1e9:.1f} GB"
-    '6.0 34.5 GB'
+    Raises:
+        UsageError: The planner does not support the schedule, the degrees do not divide the model
+            evenly, or the plan offloads.
+
+    References:
+        arXiv 2205.05198, equations 1 to 6: activations.
+        arXiv 1910.02054, section 5: ZeRO.
+
+    Example:
+        >>> from schedir import planner
+        >>> gpt3 = planner.TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200,
+        ...     sequence=2048)
+        >>> node = planner.cluster_preset("a100", nodes=8)
+        >>> one = planner.peak_memory(gpt3, node, planner.ParallelPlan(pp=8, tp=8, microbatches=64,
+        ...     sequence_parallel=True))
+        >>> f"{one.optimizer / one.weights:.1f} {one.activations / 1e9:.1f} GB"
+        '6.0 34.5 GB'
     """
     return max(
         estimate_by_rank(model, cluster, plan, constants, state_bytes=state_bytes),
@@ -298,7 +383,19 @@ def estimate_by_rank(
     *,
     state_bytes: StateBytes | None = None,
 ) -> tuple[GpuMemory, ...]:
-    """The same of each rank of the pipeline."""
+    """Return the peak memory of each pipeline rank, in bytes.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        plan: The plan. It must not offload.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
+            of the cluster's number type (`get_state_bytes`).
+
+    Raises:
+        UsageError: See `peak_memory`.
+    """
     get_formulas(plan.schedule)
     require_even_division(model, plan)
     state_bytes = state_bytes or get_state_bytes(cluster)

@@ -1,4 +1,4 @@
-"""Models by name, with the shapes that papers print, and models from files."""
+"""Models by name, with the shapes from papers, and models from files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
 def _make_gpt(layers: int, hidden: int, heads: int) -> TransformerSpec:
-    """As Megatron-LM trains it."""
+    """Return a GPT with the vocabulary and the sequence length that Megatron-LM trains with."""
     return TransformerSpec(layers, hidden, heads, vocab=51200, sequence=2048)
 
 
@@ -25,7 +25,7 @@ def _make_llama(layers: int, hidden: int, heads: int, ffn: int) -> TransformerSp
 
 
 _LLAMA_SOURCE: Final = "arXiv 2302.13971, Table 2; ffn: 2/3 of 4 hidden (section 2.2), in whole 256"
-# Shapes, and where they are printed.
+# The shape of each model, and the paper and table of its source.
 MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {
     "gpt-22b": (_make_gpt(48, 6144, 64), "arXiv 2205.05198, Table 3"),
     "gpt-175b": (_make_gpt(96, 12288, 96), "GPT-3: arXiv 2205.05198, Table 3"),
@@ -35,20 +35,29 @@ MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {
     "llama-65b": (_make_llama(80, 8192, 64, 22016), _LLAMA_SOURCE),
 }
 SPEC_FIELDS: Final = {f.name: f for f in fields(TransformerSpec)}
-# What configurations of `schedir train` call otherwise, and what of theirs says nothing here.
+# Keys of a `schedir train` configuration that have another name here, and keys that the planner
+# does not need.
 _KEY_ALIASES: Final = {"context": "sequence"}
 _IGNORED_KEYS: Final = ("seed", "dropout", "window", "stride")
 
 
 def load_model_fields(name: str | Path) -> dict[str, Any]:
-    """The fields of a model that is known by its name, or those that a TOML file tells of one:
-    at its top, or in its table [model], as a configuration of `schedir train` has it.
+    """Return the fields of a model by its name or from a TOML file.
 
-    Raises UsageError for a name that is not known and a file that cannot be read; ConfigError that
-    says where for what no model has.
+    Args:
+        name: The name of a preset, or the path of a `.toml` file. The file has the fields at its
+            top level or in its table [model], as a configuration of `schedir train` has.
 
-    >>> load_model_fields("gpt-175b")["hidden"]
-    12288
+    Returns:
+        The values of the fields that the preset or the file has.
+
+    Raises:
+        UsageError: No preset has this name, or the file cannot be read.
+        ConfigError: The file has a key that a model cannot have, or attention with a window.
+
+    Example:
+        >>> load_model_fields("gpt-175b")["hidden"]
+        12288
     """
     if str(name) in MODEL_PRESETS:
         model = MODEL_PRESETS[str(name)][0]
@@ -64,11 +73,11 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
         )  # fmt: skip
     tables = parse_toml(read_text(path, MAX_TOML_BYTES), str(path))
     table = tables["model"] if isinstance(tables.get("model"), dict) else tables
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in table.items():
         field = _KEY_ALIASES.get(key, key)
         if field in SPEC_FIELDS:
-            found[field] = value
+            result[field] = value
         elif key == "window" and value != 0:
             raise ConfigError(
                 "the planner knows attention over the whole sequence only, and window "
@@ -83,26 +92,40 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
                 hint=f"did you mean {near[0]!r}?"
                 if near else f"there are {', '.join(SPEC_FIELDS)}",
             )  # fmt: skip
-    return found
+    return result
 
 
 def load_model(name: str | Path, **overrides: Any) -> TransformerSpec:
-    """A model that is known by its name, or that a TOML file tells, with other values for some of
-    its fields.
+    """Return a model by its name or from a TOML file.
 
-    Raises what `load_model_fields` and `TransformerSpec` do, and UsageError for fields that nobody
-    tells.
+    Args:
+        name: The name of a preset, or the path of a `.toml` file.
+        **overrides: Values for fields of `TransformerSpec`. They replace those of the preset or
+            file.
 
-    >>> from schedir.planner import load_model
-    >>> load_model("gpt-175b", sequence=8192).sequence
-    8192
+    Raises:
+        UsageError: See `load_model_fields` and `TransformerSpec`. Also if a required field is
+            missing.
+        ConfigError: See `load_model_fields`.
+
+    Example:
+        >>> from schedir.planner import load_model
+        >>> load_model("gpt-175b", sequence=8192).sequence
+        8192
     """
     return build_model({**load_model_fields(name), **overrides}, str(name))
 
 
 def build_model(model_fields: dict[str, Any], source: str = "") -> TransformerSpec:
-    """The model of such fields.  Raises what `TransformerSpec` does, and UsageError, which says
-    whose they are, for fields that nobody tells."""
+    """Return the model with given fields.
+
+    Args:
+        model_fields: Values of the fields of `TransformerSpec`.
+        source: The name or path of the model, for the error message.
+
+    Raises:
+        UsageError: A required field is missing, or has an invalid value.
+    """
     missing = [
         name for name, f in SPEC_FIELDS.items() if f.default is MISSING and name not in model_fields
     ]

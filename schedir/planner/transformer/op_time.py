@@ -10,12 +10,20 @@ from schedir.planner.hardware.software_constants import SoftwareConstants
 from schedir.planner.parallel_plan import ParallelPlan, PhaseTimes
 from schedir.planner.transformer.layer_ops import CollectiveOp, Gemm, MemoryPass
 
-_CAUSAL_SCORE_SHARE = 0.5  # tokens see none behind them, and flash attention skips blocks of these
+# Half of the scores are masked in causal attention, and flash attention skips their blocks.
+_CAUSAL_SCORE_SHARE = 0.5
 
 
 class OpTimes:
-    """Seconds of pieces on a cluster, for choices that differ in what `has_full_backward` is:
-    whether a backward is one piece, in which collectives run beside products."""
+    """Times of operations on a cluster, in seconds.
+
+    Args:
+        cluster: The cluster.
+        plan: The plan. Its degrees and rank order decide the groups of collectives.
+        constants: Constants of the software.
+        has_full_backward: True if backwards are not split. Collectives then overlap with weight
+            gradients.
+    """
 
     def __init__(
         self,
@@ -30,16 +38,19 @@ class OpTimes:
             constants,
             has_full_backward,
         )
-        self.has_gpu = cluster.processors is None  # where something else carries collectives
-        self.byte_scale = cluster.itemsize / 2  # pieces count numbers of 16 bits
+        self.has_gpu = cluster.processors is None  # On CPUs, collectives do not overlap.
+        self.byte_scale = cluster.itemsize / 2  # Operations count bytes of 16-bit numbers.
 
     # ------------------------------------------------------------ one GPU
 
     def time_gemm(self, gemm: Gemm) -> PhaseTimes:
-        """A product: its forward, and those of both gradients.
+        """Return the times of a matrix product and of its two gradients.
 
-        Flash attention reaches a share of the flops on half of the scores, and makes the scores
-        once more in its backward (arXiv 2307.08691, sections 3.1 and 4.1).
+        Flash attention reaches a share of the usual flops, computes half of the scores, and
+        computes the scores again in its backward (arXiv 2307.08691, sections 3.1 and 4.1).
+
+        Args:
+            gemm: The product.
         """
         m, n, k, batch = gemm.m, gemm.n, gemm.k, gemm.batch
         if gemm.is_flash:
@@ -67,12 +78,12 @@ class OpTimes:
         second_factor_uses: int = 1,
         written_bytes: float | None = None,
     ) -> float:
-        """Seconds of (m, k) x (k, n), so many times; each number of the result has `written_bytes`
-        bytes.
+        """Return the seconds of `batch` products (m, k) x (k, n).
 
-        The longer of its tiles and its bytes (the roofline: Williams, Waterman and Patterson 2009).
-        Each multiprocessor makes one tile at a time, so that the last wave of them takes as long as
-        a full one.  Where tiles are few the inner dimension is split, and the sums of the parts are
+        Each number of the result has `written_bytes` bytes. The time is that of the tiles or that
+        of the bytes, whichever is longer (roofline model: Williams, Waterman and Patterson 2009).
+        Each multiprocessor computes one tile at a time, so the last wave of tiles takes as long as
+        a full one. If there are few tiles, the inner dimension is split. The partial sums are then
         written and read once more, in 32 bits (arXiv 2301.03598, sections 2 and 3.2).
         """
         cluster, item = self.cluster, float(self.cluster.itemsize)
@@ -82,15 +93,14 @@ class OpTimes:
             * (item * m * k + item * k * n / second_factor_uses + written_bytes * m * n)
             / cluster.hbm_bandwidth
         )
-        if not self.has_gpu:  # processors fetch what they compute with
+        if not self.has_gpu:  # On a CPU, loads and compute are on the same cores, so times add up.
             return 2.0 * m * n * k * batch / cluster.flops + moved
         if cluster.num_sms is None:
             return max(2.0 * m * n * k * batch / cluster.flops, moved)
         short, long = self.constants.tile_sides
         tiles = batch * min(ceil(m / short) * ceil(n / long), ceil(m / long) * ceil(n / short))
-        column = (
-            2.0 * short * long / (cluster.flops / cluster.num_sms)
-        )  # of a tile's inner dimension
+        # The time of one step along the inner dimension of a tile.
+        column = 2.0 * short * long / (cluster.flops / cluster.num_sms)
         again = 8.0 * m * n * batch / cluster.hbm_bandwidth
         return min(
             max(ceil(tiles * parts / cluster.num_sms) * ceil(k / parts) * column, moved)
@@ -99,7 +109,11 @@ class OpTimes:
         )
 
     def time_memory_pass(self, memory_pass: MemoryPass) -> PhaseTimes:
-        """Kernels that read and write."""
+        """Return the times of kernels whose cost is the bytes that they read and write.
+
+        Args:
+            memory_pass: The memory pass.
+        """
         hbm = (
             self.cluster.hbm_bandwidth
             / self.byte_scale
@@ -119,9 +133,12 @@ class OpTimes:
     # ------------------------------------------------------------ the host
 
     def time_issue(self, layer_op: Gemm | MemoryPass | CollectiveOp) -> PhaseTimes:
-        """What the host takes to issue a piece: a time for each of its kernels.
+        """Return the times that the host takes to issue the kernels of an operation.
 
-        The gradient of a weight is a product, and what adds it to its sum.
+        A weight gradient has two kernels: the product, and its addition to the gradient buffer.
+
+        Args:
+            layer_op: The operation.
         """
         each = self.cluster.kernel_us / 1e6
         if isinstance(layer_op, MemoryPass):
@@ -139,10 +156,15 @@ class OpTimes:
     def time_exposed_collective(
         self, collective: CollectiveOp, gemm_times: PhaseTimes, core_times: PhaseTimes
     ) -> PhaseTimes:
-        """What is waited for of a collective that may run beside a product's weight gradient.
+        """Return the times of a collective that compute does not hide.
 
-        An exchange of keys and values runs beside the core of attention, as a ring (arXiv
-        2310.01889, section 3).
+        A collective may overlap with the weight gradient of a product. An exchange of keys and
+        values overlaps with the core of attention, as a ring (arXiv 2310.01889, section 3).
+
+        Args:
+            collective: The collective.
+            gemm_times: The times of the product that the collective overlaps with.
+            core_times: The times of the core of attention.
         """
         seconds = self.time_collective(collective)
         if collective.kind == "exchange" and self.has_gpu:
@@ -154,7 +176,11 @@ class OpTimes:
         return PhaseTimes(F=seconds) if collective.phase == "F" else PhaseTimes(I=seconds)
 
     def time_collective(self, collective: CollectiveOp) -> float:
-        """Seconds of a collective over the slowest group of its kind."""
+        """Return the seconds of a collective over the slowest group of its kind.
+
+        Args:
+            collective: The collective.
+        """
         choice, cluster = self.plan, self.cluster
         t, c = choice.tp, choice.cp
         ranks = choice.pp if choice.rank_order == "tp-pp-dp" else 1
@@ -166,23 +192,40 @@ class OpTimes:
             return time_all_reduce(cluster, bytes_, group)
         if collective.kind == "all_to_all":
             return cluster.all_to_all_time(bytes_, group)
-        return cluster.all_gather_time(bytes_, group)  # as long as a scattered sum, or an exchange
+        # A reduce-scatter and an exchange take as long as an all-gather.
+        return cluster.all_gather_time(bytes_, group)
 
 
 def time_all_reduce(cluster: Cluster, size: float, group: tuple[int, ...]) -> float:
-    """Seconds of a sum: around a ring or through a tree, whichever is shorter; between processors
-    around a ring, as Gloo has it."""
+    """Return the seconds of an all-reduce, by a ring or a tree, whichever is faster.
+
+    Between CPU processes it is a ring, as in Gloo.
+
+    Args:
+        cluster: The cluster.
+        size: Bytes of the tensor.
+        group: The global ranks of the group.
+    """
     ring = cluster.all_reduce_time(size, group)
     return ring if cluster.processors else min(ring, cluster.small_all_reduce_time(size, group))
 
 
 @lru_cache(maxsize=4096)
 def find_slowest_group(cluster: Cluster, stride: int, size: int) -> tuple[int, ...]:
-    """Of the groups of `size` processes, each `stride` behind the last, one with the slowest links.
+    """Return the group of processes with the slowest links.
 
-    >>> from schedir import planner
-    >>> find_slowest_group(planner.cluster_preset("a100", nodes=3), 1, 6)
-    (6, 7, 8, 9, 10, 11)
+    Args:
+        cluster: The cluster.
+        stride: The distance between the global ranks of a group.
+        size: The number of processes in a group.
+
+    Returns:
+        The global ranks of the group.
+
+    Example:
+        >>> from schedir import planner
+        >>> find_slowest_group(planner.cluster_preset("a100", nodes=3), 1, 6)
+        (6, 7, 8, 9, 10, 11)
     """
     block = stride * size
     last = min(lcm(block, cluster.gpus_per_node), cluster.gpu_count - block + 1)

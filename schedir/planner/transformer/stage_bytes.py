@@ -27,22 +27,32 @@ Floats = NDArray[np.float64]
 
 
 class StageParameters(NamedTuple):
-    """Numbers of weights of each stage, on one GPU: those that all replicas have, and those of
-    experts, of which `ep` replicas have a part each."""
+    """The number of parameters of each stage on one GPU, of shape (stages,).
+
+    Attributes:
+        common: Parameters that all replicas have.
+        experts: Parameters of the experts on one of `ep` replicas.
+    """
 
     common: Floats
     experts: Floats
 
     @property
     def total(self) -> Floats:
-        """Both."""
+        """Sum of common and expert parameters."""
         return self.common + self.experts
 
 
 def count_stage_params(
     model: TransformerSpec, plan: ParallelPlan, shape: PipelineShape
 ) -> StageParameters:
-    """The numbers of each stage's weights, by `count_layer_params` and `count_end_params`."""
+    """Return the number of parameters of each stage on one GPU.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        shape: The pipeline shape. It decides whether a tied embedding and head are on one rank.
+    """
     layers = np.array(get_layers_per_stage(model, plan), float)
     common, experts = (layers * each for each in count_layer_params(model, plan.tp, plan.ep))
     table, norm, matrix = count_end_params(model, plan.tp)
@@ -53,9 +63,15 @@ def count_stage_params(
 
 
 def count_stage_replicated(model: TransformerSpec, plan: ParallelPlan) -> StageParameters:
-    """Of `count_stage_params`, those that each slice has whole, and sees its own part of a sequence
-    with where slices share that: `count_replicated_params` of layers, positions, and the head's
-    norm."""
+    """Return the number of parameters of each stage that tensor-parallel ranks have unsharded.
+
+    These are `count_replicated_params` of the layers, the position embedding and the last norm.
+    With sequence parallelism, each rank computes their gradients from its own tokens.
+
+    Args:
+        model: The model.
+        plan: The plan.
+    """
     layers = np.array(get_layers_per_stage(model, plan), float)
     common, experts = (layers * each for each in count_replicated_params(model, plan.ep))
     common[0] += model.sequence * model.hidden
@@ -70,49 +86,57 @@ def compute_sizes(
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes = ADAM,
 ) -> Sizes:
-    """What each stage of a choice holds, and what it sends: bytes of one GPU, of one microbatch.
+    """Return the sizes of each stage of a plan, in bytes of one GPU and one microbatch.
 
-    Of a layer it is `compute_saved_bytes`; the first stage also keeps the mask of its dropout, and
-    the last the inputs of its norm and of the logits, and these in 32 bits, or their gradient, in
-    the bits of activations, once that is made (arXiv 2205.05198, section 4.3).  What a layer holds
-    while it runs again is there once for each rank, as a buffer, unless stages run again ahead of
-    their backwards (`SoftwareConstants.recompute_ahead`): then they keep their inputs until they
-    do, and all behind that.
+    - A layer saves `compute_saved_bytes`. The first stage also saves the mask of its dropout.
+    - The last stage also saves the inputs of its norm and of the logits, and the logits in 32 bits.
+      After I, gradients of logits in the type of activations replace these (arXiv 2205.05198,
+      section 4.3).
+    - The memory of recomputation is a buffer of each rank. If stages recompute ahead of their
+      backwards (`SoftwareConstants.recompute_ahead` is 1), it is part of the saved activations
+      instead. Stages then keep their inputs until they recompute.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        shape: The pipeline shape of the program.
+        constants: Constants of the software. None uses `SoftwareConstants()`.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter.
     """
     constants = constants or SoftwareConstants()
     layers = np.array(get_layers_per_stage(model, plan), float)
-    item = state_bytes.params  # bytes of an activation
-    kept, again = compute_saved_bytes(model, plan, item)
+    item = state_bytes.params  # Activations have the number type of weights.
+    saved_per_layer, recompute_bytes = compute_saved_bytes(model, plan, item)
     tokens = float(plan.microbatch_size) * (model.sequence // plan.cp) * model.hidden
     cut = plan.tp if plan.sequence_parallel else 1
     logits = float(plan.microbatch_size) * (model.sequence // plan.cp) * -(-model.vocab // plan.tp)
-    ahead = plan.recompute == "full" and constants.recompute_ahead == 1
-    saved = layers * (kept + again if ahead else kept)
+    recomputes_ahead = plan.recompute == "full" and constants.recompute_ahead == 1
+    saved = layers * (saved_per_layer + recompute_bytes if recomputes_ahead else saved_per_layer)
     saved[0] += tokens / cut
     saved[-1] += 2 * item * tokens / cut + 4 * logits
-    tape = saved.copy()
-    tape[-1] -= max(4 - item, 0) * logits
+    deferred = saved.copy()
+    deferred[-1] -= max(4 - item, 0) * logits
     buffers = np.zeros(len(layers))
-    for own in shape.stages_on_rank if not ahead else ():
-        buffers[own[0]] = again * min(1.0, layers[list(own)].max())
+    for own in shape.stages_on_rank if not recomputes_ahead else ():
+        buffers[own[0]] = recompute_bytes * min(1.0, layers[list(own)].max())
     numbers = count_stage_params(model, plan, shape)
     each = {name: size * numbers.total for name, size in state_bytes._asdict().items()}
-    # Of experts fewer replicas have parts of each: what these hold more.  The optimizer's are never
-    # whole, so that they may count as if all replicas had parts of more experts.
+    # Experts are sharded over fewer replicas than `Sizes` assumes, so each replica has more of
+    # them. The optimizer state is never unsharded. Its difference can count as more experts.
     every = plan.dp * plan.cp
-    more = numbers.experts * (1 / max(every // plan.ep, 1) - 1 / every)
+    extra = numbers.experts * (1 / max(every // plan.ep, 1) - 1 / every)
     for name, size in state_bytes._asdict().items():
         if not is_sharded(name, plan.zero):
             continue
         if name == "optimizer":
-            each[name] += size * more * every
+            each[name] += size * extra * every
         else:
-            buffers += size * more
+            buffers += size * extra
     return Sizes(
         activation=item * tokens / cut,
         saved=_to_tuple(saved),
-        deferred_wgrad=_to_tuple(tape),
-        checkpoint=None if ahead or plan.recompute != "full" else _to_tuple(saved),
+        deferred_wgrad=_to_tuple(deferred),
+        checkpoint=None if recomputes_ahead or plan.recompute != "full" else _to_tuple(saved),
         buffers=_to_tuple(buffers),
         **{name: _to_tuple(value) for name, value in each.items()},
     )

@@ -1,4 +1,4 @@
-"""Model: the shape of a transformer, as far as its costs depend on it."""
+"""TransformerSpec: the shape of a transformer, with its numbers of parameters and operations."""
 
 from __future__ import annotations
 
@@ -10,21 +10,31 @@ from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_WIDTH
 
 @dataclass(frozen=True)
 class TransformerSpec:
-    """Layers of attention and a feed-forward network, an embedding before and a head behind them.
+    """The shape of a transformer: embedding, layers of attention and feed-forward, and head.
 
-    `layers` of width `hidden` have `heads` of attention over a `sequence` of tokens, of `vocab`
-    kinds; `ffn` is the width of the feed-forward network, 4 hidden unless told; `kv_heads` of keys
-    and values are shared by the heads, one each unless told (arXiv 2305.13245); `gated` has a third
-    matrix in the feed-forward network (arXiv 2002.05202).  With `experts` there are so many such
-    networks in a layer, of which each token goes through `active` ones (arXiv 2101.03961).  `tied`
-    means that the head uses the embedding's matrix.
+    Args:
+        layers: Number of layers.
+        hidden: Hidden size.
+        heads: Attention heads of a layer.
+        vocab: Size of the vocabulary.
+        sequence: Tokens in a sequence.
+        ffn: Width of the feed-forward network. 0 is 4 * hidden.
+        kv_heads: Heads of keys and values, which the attention heads share (arXiv 2305.13245). 0 is
+            one for each attention head.
+        gated: True if the feed-forward network has a third matrix, for a gate (arXiv 2002.05202).
+        experts: Feed-forward networks in a layer.
+        active: Experts that process each token (arXiv 2101.03961).
+        tied: True if the head uses the weight of the embedding.
 
-    Raises UsageError for sizes that are no whole numbers from 1 on, or do not fit.
+    Raises:
+        UsageError: A size is not an integer of at least 1, is too large, or does not divide
+            another.
 
-    >>> from schedir.planner import TransformerSpec
-    >>> gpt3 = TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
-    >>> f"{gpt3.params / 1e9:.1f} billion"
-    '174.6 billion'
+    Example:
+        >>> from schedir.planner import TransformerSpec
+        >>> gpt3 = TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+        >>> f"{gpt3.params / 1e9:.1f} billion"
+        '174.6 billion'
     """
 
     layers: int
@@ -79,48 +89,54 @@ class TransformerSpec:
 
     @property
     def attention_params(self) -> int:
-        """Numbers in a layer's attention: both matrices, their biases, and its norm."""
+        """Parameters of the attention of a layer: two matrices, their biases, and the norm."""
         return self.hidden * (self.qkv_columns + self.hidden) + self.qkv_columns + 3 * self.hidden
 
     @property
     def expert_params(self) -> int:
-        """Numbers in one feed-forward network, with its biases."""
-        into = self.ffn * (2 if self.gated else 1)
-        return self.hidden * (into + self.ffn) + into + self.hidden
+        """Parameters of one feed-forward network, with its biases."""
+        input_columns = self.ffn * (2 if self.gated else 1)
+        return self.hidden * (input_columns + self.ffn) + input_columns + self.hidden
 
     @property
     def layer_params(self) -> int:
-        """Numbers in a layer: attention, feed-forward networks, their norm and their router."""
+        """Parameters of a layer: attention, feed-forward networks, their norm and their router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
         return self.attention_params + self.experts * self.expert_params + 2 * self.hidden + router
 
     @property
     def embedding_params(self) -> int:
-        """Numbers in the embedding of tokens, and in a head of its own."""
+        """Parameters of the token embedding, and of a head that is not tied."""
         return self.vocab * self.hidden
 
     @property
     def params(self) -> int:
-        """Numbers in the whole model: SC21 (arXiv 2104.04473), equation 2, for a plain GPT."""
+        """Parameters of the model: SC21 (arXiv 2104.04473), equation 2, for a GPT."""
         ends = self.embedding_params * (1 if self.tied else 2) + self.sequence * self.hidden
         return self.layers * self.layer_params + ends + 2 * self.hidden
 
     def count_flops(self, batch: int) -> float:
-        """Operations of one step of `batch` sequences that the model asks for: its matrices, twice
-        in the backward, nothing again.
+        """Return the floating-point operations of one step, without recomputation.
 
-        72 B l s h^2 (1 + s/6h + V/12lh) of a plain GPT: arXiv 2205.05198, equation 7, which SC21's
-        equation 3 is without its recomputation.
+        The backward counts twice as much as the forward.
 
-        >>> from schedir.planner import TransformerSpec
-        >>> m = TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
-        >>> b, l, s, h, v = 1536, m.layers, m.sequence, m.hidden, m.vocab
-        >>> paper = 72 * b * l * s * h**2 * (1 + s / (6 * h) + v / (12 * l * h))
-        >>> abs(m.count_flops(b) / paper - 1) < 1e-12
-        True
+        Args:
+            batch: Sequences of the step.
+
+        References:
+            arXiv 2205.05198, equation 7: 72 B l s h^2 (1 + s/6h + V/12lh) for a GPT. It is equation
+            3 of SC21 (arXiv 2104.04473) without recomputation.
+
+        Example:
+            >>> from schedir.planner import TransformerSpec
+            >>> m = TransformerSpec(layers=96, hidden=12288, heads=96, vocab=51200, sequence=2048)
+            >>> b, l, s, h, v = 1536, m.layers, m.sequence, m.hidden, m.vocab
+            >>> paper = 72 * b * l * s * h**2 * (1 + s / (6 * h) + v / (12 * l * h))
+            >>> abs(m.count_flops(b) / paper - 1) < 1e-12
+            True
         """
         matrices = self.hidden * (self.qkv_columns + self.hidden)
         matrices += self.active * self.hidden * self.ffn * (3 if self.gated else 2)
-        scores = 2 * self.sequence * self.hidden  # queries by keys, and weights by values
+        scores = 2 * self.sequence * self.hidden  # The products with keys and with values.
         token = self.layers * (matrices + scores) + self.embedding_params
         return 6.0 * batch * self.sequence * token
