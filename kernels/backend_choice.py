@@ -15,15 +15,20 @@ BACKEND_VARIABLE = "SCHEDIR_KERNELS"
 
 @cache
 def has_triton() -> bool:
-    """Whether triton is installed; it is not imported to find out."""
+    """Return whether Triton is installed, without importing it."""
     return find_spec("triton") is not None
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether kernels take this tensor: it is on a GPU, and triton is there.
+    """Return whether Triton kernels run for a tensor: it is on a GPU, and Triton is installed.
 
-    SCHEDIR_KERNELS=reference keeps to plain torch.  Raises UsageError for any other value of
-    it than that or `auto`.
+    The environment variable SCHEDIR_KERNELS=reference disables the kernels.
+
+    Args:
+        tensor: The tensor.
+
+    Raises:
+        UsageError: SCHEDIR_KERNELS is neither `auto` nor `reference`.
     """
     wish = os.environ.get(BACKEND_VARIABLE, "auto")
     if wish not in ("auto", "reference"):

@@ -1,16 +1,18 @@
-"""Cross entropy over a vocabulary that tensor-parallel ranks share, in three small steps.
+"""Cross entropy over a vocabulary that tensor-parallel ranks share, in three steps.
 
-1. `compute_statistics`: per token, what this rank knows of its shard (maximum, sum of exponentials,
-   logit of the target).  Three numbers per token travel, gathered from all ranks.
-2. `compute_losses`: the loss of each token, from the statistics of all ranks.
-3. `write_gradient_`: softmax minus one-hot, written over the logits.
+1. `compute_statistics` returns three numbers per token, from this rank's logits: the maximum, the
+sum of exponentials, and the logit of the target. The caller gathers them from all ranks.
+2. `compute_losses` returns the loss of each token, from the statistics of all ranks.
+3. `write_gradient_` overwrites the logits with softmax minus one-hot.
 
-No float32 copy of the logits is ever made: 2 bytes a logit stay where 4 + 4 + 2 would come and
-go.  (Online softmax: Milakov and Gimelshein, arXiv 1805.02867; the sharing: Megatron-LM, arXiv
-1909.08053, section 3, with two reductions where here is one gather.)
+The logits are never copied to float32. The memory is 2 bytes per logit; with copies it would be 4 +
+4 + 2. The algorithm is online softmax (Milakov and Gimelshein, arXiv 1805.02867). Megatron-LM
+(arXiv 1909.08053, section 3) shares the vocabulary in the same way, but with two reductions in
+place of the gather.
 
-Tokens are flat here: logits (n, k), targets int64 (n,).  A rank holds the columns `first_column` to
-`first + k - 1` of the vocabulary.  A token whose target is `ignore_index` has loss and gradient 0.
+Tokens are flat: logits have the shape (n, k), and targets are int64 of shape (n,). A rank has the
+columns from `first_column` to `first_column + k - 1` of the vocabulary. A token with the target
+`ignore_index` has a loss and a gradient of 0.
 """
 
 from __future__ import annotations
@@ -20,11 +22,21 @@ from torch import Tensor
 
 from schedir.kernels.backend_choice import uses_triton
 
-MAXIMUM, EXP_SUM, TARGET_LOGIT = range(3)  # the rows of statistics
+MAXIMUM, EXP_SUM, TARGET_LOGIT = range(3)  # The rows of the statistics.
 
 
 def compute_statistics(logits: Tensor, targets: Tensor, first_column: int) -> Tensor:
-    """Float32 (3, n): maximum, sum of exp(logit - maximum), and the target's logit or 0."""
+    """Return the maximum, the sum of exponentials and the target's logit of each token.
+
+    Args:
+        logits: This rank's logits, of shape (n, k).
+        targets: int64 of shape (n,).
+        first_column: The first column of this rank in the vocabulary.
+
+    Returns:
+        Float32 of shape (3, n). The second row is the sum of exp(logit - maximum). The third row is
+        0 if the target is on another rank.
+    """
     if uses_triton(logits):
         from schedir.kernels import cross_entropy_triton as kernels
 
@@ -40,10 +52,15 @@ def write_gradient_(
     first_column: int,
     ignore_index: int,
 ) -> Tensor:
-    """`dloss` times the gradient of the summed losses, in place of the logits.
+    """Overwrite the logits with their gradient, and return them.
 
-    `all_statistics` (t, 3, n) are the statistics of all t ranks, `dloss` is one number on the
-    device.
+    Args:
+        logits: This rank's logits, of shape (n, k).
+        targets: int64 of shape (n,).
+        all_statistics: The statistics of all ranks, of shape (t, 3, n).
+        dloss: The gradient of the summed loss, one number on the device.
+        first_column: The first column of this rank in the vocabulary.
+        ignore_index: Tokens with this target have a gradient of 0.
     """
     if uses_triton(logits):
         from schedir.kernels import cross_entropy_triton as kernels
@@ -57,23 +74,35 @@ def write_gradient_(
 
 
 def compute_losses(all_statistics: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    """The loss of each token, float32 (n,), from the statistics of all ranks, (t, 3, n)."""
+    """Return the loss of each token, float32 of shape (n,).
+
+    Args:
+        all_statistics: The statistics of all ranks, of shape (t, 3, n).
+        targets: int64 of shape (n,).
+        ignore_index: Tokens with this target have a loss of 0.
+    """
     top, total = _combine_statistics(all_statistics)
     loss = total.log() + top - all_statistics[:, TARGET_LOGIT].sum(0)
     return loss.masked_fill(targets == ignore_index, 0)
 
 
 def _combine_statistics(all_statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximum over the vocabulary, and sum of exponentials below it."""
+    """Return the maximum over all ranks, and the sum of exponentials relative to it."""
     top = all_statistics[:, MAXIMUM].amax(0)
     return top, (all_statistics[:, EXP_SUM] * (all_statistics[:, MAXIMUM] - top).exp()).sum(0)
 
 
 def compute_statistics_reference(logits: Tensor, targets: Tensor, first_column: int) -> Tensor:
-    """As `compute_statistics`, in plain torch."""
+    """Return the same as `compute_statistics`, in plain torch.
+
+    Args:
+        logits: See `compute_statistics`.
+        targets: See `compute_statistics`.
+        first_column: See `compute_statistics`.
+    """
     x = logits.float()
     top = x.amax(-1)
-    # A shard of nothing but padding has a maximum of -inf, and a sum of 0.
+    # If all columns of a shard are padding, the maximum is -inf and the sum is 0.
     total = (x - top.masked_fill(top == float("-inf"), 0).unsqueeze(-1)).exp().sum(-1)
     column = targets - first_column
     elsewhere = (column < 0) | (column >= x.shape[-1])
@@ -89,7 +118,16 @@ def write_gradient_reference_(
     first_column: int,
     ignore_index: int,
 ) -> Tensor:
-    """As `write_gradient_`, in plain torch."""
+    """Do the same as `write_gradient_`, in plain torch.
+
+    Args:
+        logits: See `write_gradient_`.
+        targets: See `write_gradient_`.
+        all_statistics: See `write_gradient_`.
+        dloss: See `write_gradient_`.
+        first_column: See `write_gradient_`.
+        ignore_index: See `write_gradient_`.
+    """
     top, total = _combine_statistics(all_statistics)
     p = (logits.float() - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
     columns = torch.arange(first_column, first_column + logits.shape[-1], device=logits.device)

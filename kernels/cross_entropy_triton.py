@@ -1,4 +1,4 @@
-"""The kernels of `cross_entropy`: one pass over the logits to read them, one to replace them."""
+"""The Triton kernels of `cross_entropy`: one pass reads the logits, and one overwrites them."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -15,13 +15,17 @@ MAX_BLOCK_COLUMNS, NUM_WARPS = 4096, 8
 
 
 def choose_block_size(k: int) -> int:
-    """Columns that a program takes at a time."""
+    """Return the number of columns that a program processes at once.
+
+    Args:
+        k: Columns of the logits.
+    """
     return min(MAX_BLOCK_COLUMNS, launch_grid.next_power_of_2(k))
 
 
 @triton.jit
 def statistics_kernel(logits, targets, out, first, n, k, stride, BLOCK: tl.constexpr):
-    """One token a program."""
+    """Compute the statistics of one token per program."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     top = -float("inf")
@@ -30,7 +34,7 @@ def statistics_kernel(logits, targets, out, first, n, k, stride, BLOCK: tl.const
         columns = start + tl.arange(0, BLOCK)
         x = tl.load(base + columns, mask=columns < k, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(top, tl.max(x, axis=0))
-        # All padding so far: exp(-inf - -inf) would be NaN, and 0 is as good a base.
+        # If all columns so far are padding, exp(-inf - -inf) would be NaN. Base 0 avoids this.
         base_value = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * tl.exp(top - base_value) + tl.sum(tl.exp(x - base_value), axis=0)
         top = higher
@@ -57,7 +61,10 @@ def gradient_kernel(
     T: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK logits of one token a program.  T is t, rounded up to a power of 2."""
+    """Write the gradient of BLOCK logits of one token per program.
+
+    T is the number of ranks t, rounded up to a power of 2.
+    """
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, T)
     own = parts + ranks.to(tl.int64) * 3 * n + row
@@ -77,6 +84,13 @@ def gradient_kernel(
 
 
 def compute_statistics(logits: Tensor, targets: Tensor, first_column: int) -> Tensor:
+    """Return the same as `cross_entropy.compute_statistics`, from the kernel.
+
+    Args:
+        logits: See `cross_entropy.compute_statistics`. The last dimension is contiguous.
+        targets: See `cross_entropy.compute_statistics`. They are contiguous.
+        first_column: See `cross_entropy.compute_statistics`.
+    """
     n, k = logits.shape
     assert logits.stride(1) == 1 and targets.is_contiguous()
     out = torch.empty(3, n, dtype=torch.float32, device=logits.device)
@@ -102,6 +116,16 @@ def write_gradient_(
     first_column: int,
     ignore_index: int,
 ) -> Tensor:
+    """Do the same as `cross_entropy.write_gradient_`, with the kernel.
+
+    Args:
+        logits: See `cross_entropy.write_gradient_`. The last dimension is contiguous.
+        targets: See `cross_entropy.write_gradient_`. They are contiguous.
+        all_statistics: See `cross_entropy.write_gradient_`. They are contiguous.
+        dloss: See `cross_entropy.write_gradient_`.
+        first_column: See `cross_entropy.write_gradient_`.
+        ignore_index: See `cross_entropy.write_gradient_`.
+    """
     n, k = logits.shape
     t = len(all_statistics)
     assert logits.stride(1) == 1 and targets.is_contiguous() and all_statistics.is_contiguous()

@@ -1,7 +1,7 @@
-"""The gradient of an embedding, without the rows that no token has looked up.
+"""The gradient of an embedding, for only the rows that tokens use.
 
-The dense one has a row for each of the vocabulary: it is made, written and added as a whole for
-each microbatch, of which a few thousand tokens have looked up a few thousand rows.
+A dense gradient has a row for each token of the vocabulary. Each microbatch would allocate, write
+and add all of them, although its few thousand tokens use only a few thousand rows.
 """
 
 from __future__ import annotations
@@ -11,13 +11,20 @@ from torch import Tensor
 
 
 def sum_rows(tokens: Tensor, dy: Tensor, padding_index: int = -1) -> tuple[Tensor, Tensor]:
-    """Rows of the weight, int64 (n,), and what is to be added to them, (n, h), of n tokens.
+    """Return the rows that tokens use, and the gradient of each of them.
 
-    `tokens` are int64 or int32 (...), `dy` (..., h).  To the row `padding_index` nothing is added.
-    There are as many rows as tokens, whatever they are, so that a GPU asks nothing of the host:
-    zeros for row 0 fill up.  Each other row is there once.  So it does not matter in which order
-    they are added, and a GPU may do so by atomics.  Each is the row of `embedding_dense_backward`,
-    to the last bit.
+    The result has n rows for n tokens, so a GPU does not have to send their number to the host.
+    Unused entries are zeros for row 0. Every other row occurs once. The order of the additions so
+    has no effect, and a GPU may use atomics. Each gradient is bitwise equal to the row of
+    `embedding_dense_backward`.
+
+    Args:
+        tokens: int64 or int32, of any shape (...).
+        dy: The gradient of the output, of shape (..., h).
+        padding_index: A row that gets no gradient. -1 is none.
+
+    Returns:
+        The rows, int64 of shape (n,), and their gradients, of shape (n, h).
     """
     flat = tokens.reshape(-1).long()
     n = len(flat)
@@ -35,5 +42,12 @@ def sum_rows(tokens: Tensor, dy: Tensor, padding_index: int = -1) -> tuple[Tenso
 def accumulate_rows_(
     main_grad: Tensor, tokens: Tensor, dy: Tensor, padding_index: int = -1
 ) -> Tensor:
-    """Add the gradient of an embedding to `main_grad` (rows, h), in the type of that."""
+    """Add the gradient of an embedding to a gradient buffer, in the type of the buffer.
+
+    Args:
+        main_grad: The gradient buffer, of shape (rows, h).
+        tokens: int64 or int32, of any shape (...).
+        dy: The gradient of the output, of shape (..., h).
+        padding_index: A row that gets no gradient. -1 is none.
+    """
     return main_grad.index_add_(0, *sum_rows(tokens, dy.to(main_grad.dtype), padding_index))

@@ -12,7 +12,12 @@ from schedir.kernels.backend_choice import uses_triton
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """gelu(x + bias), the exact one (with erf): (..., n) and (n,) to (..., n)."""
+    """Return gelu(x + bias), with the exact GELU (with erf).
+
+    Args:
+        x: The input, of shape (..., n).
+        bias: The bias, of shape (n,).
+    """
     if uses_triton(x):
         y: Tensor = _BiasGelu.apply(x, bias)  # type: ignore[no-untyped-call]
         return y
@@ -20,12 +25,23 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def bias_gelu_reference(x: Tensor, bias: Tensor) -> Tensor:
-    """As `bias_gelu`, in plain torch."""
+    """Return the same as `bias_gelu`, in plain torch.
+
+    Args:
+        x: See `bias_gelu`.
+        bias: See `bias_gelu`.
+    """
     return F.gelu(x + bias)
 
 
 def backward_reference(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias, in plain torch: what autograd makes of the reference."""
+    """Return the gradients of x and bias from autograd, in plain torch.
+
+    Args:
+        dy: The gradient of the output.
+        x: See `bias_gelu`.
+        bias: See `bias_gelu`.
+    """
     with torch.enable_grad():
         x, bias = x.detach().requires_grad_(), bias.detach().requires_grad_()
         dx, dbias = torch.autograd.grad(bias_gelu_reference(x, bias), (x, bias), dy)
@@ -33,7 +49,7 @@ def backward_reference(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Ten
 
 
 class _BiasGelu(torch.autograd.Function):
-    """Keeps x and the bias, not their sum."""
+    """The fused operation. It saves x and the bias, not their sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels of `gelu`."""
+"""The Triton kernels of `gelu`."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -11,13 +11,16 @@ from torch import Tensor
 
 from schedir.kernels import launch_grid
 
-ROWS, COLUMNS, NUM_WARPS = 4, 512, 4  # the tile of a program
-MAX_REGISTERS = 64  # of a thread of a backward, at most: 8 programs fit a multiprocessor
-MAX_PROGRAMS = 2048  # of a backward: enough to fill a GPU, few enough that the last sum is small
+ROWS, COLUMNS, NUM_WARPS = 4, 512, 4  # The tile of a program, in numbers, and its warps.
+# Registers of a thread in the backward, so that 8 programs fit on a multiprocessor.
+MAX_REGISTERS = 64
+# Programs of the backward: enough to fill a GPU, but few, because each writes a partial sum.
+MAX_PROGRAMS = 2048
 
 
 @triton.jit
 def forward_kernel(x, bias, y, rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Compute one tile per program."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (r < rows)[:, None] & (c < n)[None, :]
@@ -41,7 +44,7 @@ def backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """`each` rows a program; their part of the bias's gradient goes to row program_id(0)."""
+    """Compute `each` rows per program, and write their bias gradient to row program_id(0)."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.load(bias + c, mask=c < n, other=0.0).to(tl.float32)[None, :]
     first = tl.program_id(0) * each
@@ -60,6 +63,12 @@ def backward_kernel(
 
 
 def forward(x: Tensor, bias: Tensor) -> Tensor:
+    """Return gelu(x + bias).
+
+    Args:
+        x: The input, of shape (..., n).
+        bias: The bias, of shape (n,).
+    """
     x, n = x.contiguous(), x.shape[-1]
     y, rows = torch.empty_like(x), x.numel() // n
     grid = launch_grid.count_blocks(rows, ROWS), launch_grid.count_blocks(n, COLUMNS)
@@ -70,13 +79,21 @@ def forward(x: Tensor, bias: Tensor) -> Tensor:
 def backward(
     dy: Tensor, x: Tensor, bias: Tensor, max_programs: int = MAX_PROGRAMS
 ) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and bias.
+
+    Args:
+        dy: The gradient of the output.
+        x: The input, of shape (..., n).
+        bias: The bias, of shape (n,).
+        max_programs: The largest number of programs.
+    """
     dy, x, n = dy.contiguous(), x.contiguous(), x.shape[-1]
     dx, rows = torch.empty_like(x), x.numel() // n
     across = launch_grid.count_blocks(n, COLUMNS)
     tiles = launch_grid.count_blocks(rows, ROWS)
     each = ROWS * max(
         1, launch_grid.count_blocks(tiles, max(1, max_programs // across))
-    )  # there may be no rows
+    )  # Without rows, `tiles` is 0 and `each` must still be positive.
     down = launch_grid.count_blocks(rows, each)
     dbias = torch.empty(down, n, dtype=torch.float32, device=x.device)
     backward_kernel[(down, across)](

@@ -14,7 +14,15 @@ from schedir.kernels.backend_choice import uses_triton
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """h = x + residual and LayerNorm(h), of shape (..., n) all; weight and bias (n,)."""
+    """Return the sum h = x + residual, and LayerNorm(h).
+
+    Args:
+        x: The input, of shape (..., n).
+        residual: The residual stream, of shape (..., n).
+        weight: The gain, of shape (n,).
+        bias: The shift, of shape (n,).
+        eps: The epsilon of the norm.
+    """
     if uses_triton(x):
         h, y = _AddLayerNorm.apply(x, residual, weight, bias, eps)  # type: ignore[no-untyped-call]
         return h, y
@@ -24,7 +32,15 @@ def add_layer_norm(
 def add_layer_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """As `add_layer_norm`, in plain torch."""
+    """Return the same as `add_layer_norm`, in plain torch.
+
+    Args:
+        x: See `add_layer_norm`.
+        residual: See `add_layer_norm`.
+        weight: See `add_layer_norm`.
+        bias: See `add_layer_norm`.
+        eps: See `add_layer_norm`.
+    """
     h = x + residual
     return h, F.layer_norm(h, weight.shape, weight, bias, eps)
 
@@ -32,7 +48,18 @@ def add_layer_norm_reference(
 def backward_reference(
     dh: Tensor, dy: Tensor, h: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x (and of the residual, which is the same), weight and bias."""
+    """Return the gradients of x, weight and bias, in plain torch.
+
+    The gradient of the residual is that of x.
+
+    Args:
+        dh: The gradient of h.
+        dy: The gradient of the norm.
+        h: The sum, from the forward.
+        weight: See `add_layer_norm`.
+        bias: See `add_layer_norm`.
+        eps: See `add_layer_norm`.
+    """
     with torch.enable_grad():
         h, weight, bias = (p.detach().requires_grad_() for p in (h, weight, bias))
         y = F.layer_norm(h, weight.shape, weight, bias, eps)

@@ -1,9 +1,9 @@
-"""The kernels of `layer_norm`: what they are given is read from memory once.
+"""The Triton kernels of `layer_norm`. They read each input from memory once.
 
-A thread has as much of a row as it loads at once: 16 bytes, 8 numbers of bfloat16. So 32 warps or
-more fit a multiprocessor at the 64 registers of a backward, which keeps two sums a number: in one
-block for rows of 8192, in 8 blocks for rows of 1024. While a row is computed, the next is on its
-way into shared memory, so that a block waits for memory only once.
+A thread has 16 bytes of a row, 8 numbers of bfloat16, because it loads as many at once. A thread of
+the backward keeps two sums per number, and has at most 64 registers. So 32 or more warps fit on a
+multiprocessor: in one block for rows of 8192 numbers, in 8 blocks for rows of 1024. While a row is
+computed, the next row is loaded to shared memory, so a block waits for memory only once.
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -21,33 +21,52 @@ from triton.runtime import driver
 
 from schedir.kernels import launch_grid
 
-LOAD_BYTES = 16  # bytes that a thread loads at once
-MAX_TILE_BYTES = (
-    32 * 32 * LOAD_BYTES
-)  # bytes of a row that a backward takes in one tile: 32 warps, a whole block
-MIN_ROWS = 8  # of a program of a backward, at least: its sums are written, and read again, for each
-MAX_REGISTERS = 64  # of a thread of a backward, at most: 1024 of them fit a multiprocessor
+LOAD_BYTES = 16  # Bytes that a thread loads at once.
+MAX_TILE_BYTES = 32 * 32 * LOAD_BYTES  # Bytes of a tile in the backward: 32 warps, a full block.
+# The fewest rows of a program in the backward. Each program writes its sums, which are read again.
+MIN_ROWS = 8
+# Registers of a thread in the backward, so that 1024 threads fit on a multiprocessor.
+MAX_REGISTERS = 64
 
 
 def count_warps(columns: int, itemsize: int) -> int:
-    """Of a program that has so many numbers of a row, each of `itemsize` bytes."""
+    """Return the number of warps of a program.
+
+    Args:
+        columns: Numbers of a row that the program processes.
+        itemsize: Bytes of a number.
+    """
     return max(1, min(32, columns * itemsize // (32 * LOAD_BYTES)))
 
 
 class Tiling(NamedTuple):
-    """How a backward divides a row: tiles, columns of each, and the power of 2 that holds them."""
+    """The division of a row in the backward.
+
+    Attributes:
+        tiles: The number of tiles.
+        tile_width: Columns of a tile.
+        padded_columns: `tile_width` rounded up to a power of 2.
+        stages: Pipeline stages of the loop over rows. With 3, the next row is loaded while one is
+            computed.
+        warps: Warps of a program.
+    """
 
     tiles: int
     tile_width: int
     padded_columns: int
-    stages: int  # of its loop: with 3, the next row is fetched while one is computed
+    stages: int
     warps: int
 
 
 @cache
 def choose_tiling(n: int, itemsize: int, max_shared_bytes: int) -> Tiling:
-    """For rows of n numbers of `itemsize` bytes, where a block can have `max_shared_bytes`
-    bytes."""
+    """Return the division of a row in the backward.
+
+    Args:
+        n: Numbers in a row.
+        itemsize: Bytes of a number.
+        max_shared_bytes: Bytes of shared memory that a block can have.
+    """
     count = launch_grid.count_blocks(n * itemsize, MAX_TILE_BYTES)
     width = 16 * launch_grid.count_blocks(launch_grid.count_blocks(n, count), 16)
     columns = launch_grid.next_power_of_2(min(n, width))
@@ -56,14 +75,25 @@ def choose_tiling(n: int, itemsize: int, max_shared_bytes: int) -> Tiling:
 
 
 def count_shared_bytes(tiles: int, columns: int, itemsize: int) -> int:
-    """Bytes of shared memory, at most, where the next row is fetched while one is computed: three
-    tensors of each tile, of two rows, and what the sums of a row take."""
+    """Return the largest number of bytes of shared memory if the next row is loaded early.
+
+    It has three tensors of each tile for two rows, and the memory of a reduction over a row.
+
+    Args:
+        tiles: The number of tiles.
+        columns: Padded columns of a tile.
+        itemsize: Bytes of a number.
+    """
     return 2 * 3 * tiles * columns * itemsize + 1024
 
 
 @cache
 def get_device_limits(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and the shared memory that a block can have."""
+    """Return the number of multiprocessors, and the largest shared memory of a block in bytes.
+
+    Args:
+        device: The GPU.
+    """
     its = driver.active.utils.get_device_properties(device.index)
     return its["multiprocessor_count"], its["max_shared_mem"]
 
@@ -82,14 +112,14 @@ def forward_kernel(
     eps,
     COLUMNS: tl.constexpr,
 ):
-    """One row a program."""
+    """Compute one row per program."""
     row = tl.program_id(0)
     at = row.to(tl.int64) * n
     c = tl.arange(0, COLUMNS)
     inside = c < n
     total = tl.load(x + at + c, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(residual + at + c, mask=inside, other=0.0).to(tl.float32)
-    rounded = total.to(h.dtype.element_ty)  # what backward will see
+    rounded = total.to(h.dtype.element_ty)  # The backward reads these rounded numbers.
     tl.store(h + at + c, rounded, mask=inside)
     v = rounded.to(tl.float32)
     mean = tl.sum(v, axis=0) / n
@@ -119,10 +149,11 @@ def backward_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`each` rows a program; `parts` (2, programs, n) are their sums for weight and bias.
+    """Compute `each` rows per program, and their partial sums for weight and bias.
 
-    Of a row that is more than a tile, a program has one, and reads the others for two sums: its
-    neighbours have them in the cache.
+    `parts` has the shape (2, programs, n). If a row has several tiles, a program computes one of
+    them. It reads the others for two sums over the row. Neighboring programs read the same tiles,
+    so these are in the cache.
     """
     tile = tl.program_id(1)
     c = tile * width + tl.arange(0, COLUMNS)
@@ -146,7 +177,7 @@ def backward_kernel(
             g *= tl.load(weight + o, mask=there, other=0.0).to(tl.float32)
             along += tl.sum(g * v, axis=0)
             total += tl.sum(g, axis=0)
-        # Past the row g is 0, and v counts nowhere.
+        # Outside of the row g is 0, so v has no effect.
         v = (tl.load(h + at + c, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
         g = tl.load(dy + at + c, mask=inside, other=0.0).to(tl.float32)
         dweight += g * v
@@ -165,7 +196,19 @@ def backward_kernel(
 def forward(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h, y, and for backward the mean and the inverse deviation of each row."""
+    """Return h, y, and the moments of each row for the backward.
+
+    Args:
+        x: The input, of shape (..., n).
+        residual: The residual stream, of shape (..., n).
+        weight: The gain, of shape (n,).
+        bias: The shift, of shape (n,).
+        eps: The epsilon of the norm.
+
+    Returns:
+        The sum h and its norm y, of shape (..., n), and float32 moments of shape (2, rows): the
+        mean and the inverse standard deviation.
+    """
     x, residual, n = x.contiguous(), residual.contiguous(), x.shape[-1]
     h, y, rows = torch.empty_like(x), torch.empty_like(x), x.numel() // n
     moments = torch.empty(2, rows, dtype=torch.float32, device=x.device)
@@ -195,18 +238,27 @@ def backward(
     moments: Tensor,
     limits: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias; `limits`, if not those of the device, as
-    `get_device_limits`."""
+    """Return the gradients of x, weight and bias.
+
+    Args:
+        dh: The gradient of h.
+        dy: The gradient of y.
+        h: The sum, from the forward.
+        weight: The gain, of shape (n,).
+        moments: The moments, from the forward.
+        limits: Multiprocessors and bytes of shared memory, as from `get_device_limits`. None uses
+            those of the device.
+    """
     dh, dy, n = dh.contiguous(), dy.contiguous(), h.shape[-1]
     dx, rows = torch.empty_like(h), h.numel() // n
     multiprocessors, shared = limits or get_device_limits(h.device)
-    by = choose_tiling(n, h.element_size(), shared)
-    # As many programs as run at once, or fewer.
-    programs = max(1, multiprocessors * (32 // by.warps) // by.tiles)
+    tiling = choose_tiling(n, h.element_size(), shared)
+    # At most as many programs as the GPU can run at once.
+    programs = max(1, multiprocessors * (32 // tiling.warps) // tiling.tiles)
     each = max(MIN_ROWS, launch_grid.count_blocks(rows, programs))
     down = launch_grid.count_blocks(rows, each)
     parts = torch.empty(2, down, n, dtype=torch.float32, device=h.device)
-    backward_kernel[(down, by.tiles)](
+    backward_kernel[(down, tiling.tiles)](
         dh,
         dy,
         h,
@@ -216,12 +268,12 @@ def backward(
         parts,
         rows,
         n,
-        by.tile_width,
+        tiling.tile_width,
         each,
-        TILES=by.tiles,
-        COLUMNS=by.padded_columns,
-        STAGES=by.stages,
-        num_warps=by.warps,
+        TILES=tiling.tiles,
+        COLUMNS=tiling.padded_columns,
+        STAGES=tiling.stages,
+        num_warps=tiling.warps,
         maxnreg=MAX_REGISTERS,
     )
     dweight, dbias = parts.sum(1).to(weight.dtype)

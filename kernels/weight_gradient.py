@@ -1,7 +1,7 @@
-"""Weight gradients summed up in float32: main += dy.T @ x, in the product itself.
+"""Accumulate weight gradients in float32 within the matrix product: main += dy.T @ x.
 
-With bfloat16 weights and float32 gradients, a product and then a sum move 12 bytes per weight
-and microbatch beside the product's own: more than half of its time at 2048 tokens on an H100.
+With bfloat16 weights and float32 gradients, a separate addition would move 12 more bytes per weight
+and microbatch. On an H100 that is more than half of the time of the product at 2048 tokens.
 """
 
 from __future__ import annotations
@@ -13,18 +13,35 @@ _HALF_DTYPES = torch.bfloat16, torch.float16
 
 
 def accumulate_(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    """`main_grad` (k, n) += `dy` (T, k).T @ `x` (T, n), summed up in float32; main may be float32
-    where the others are bfloat16 or float16."""
+    """Add `dy`.T @ `x` to a gradient buffer, accumulated in float32.
+
+    Args:
+        main_grad: The gradient buffer, of shape (k, n). It has the type of `dy`, or is float32 with
+            bfloat16 or float16 `dy` and `x`.
+        dy: The gradient of the output, of shape (T, k).
+        x: The input, of shape (T, n).
+
+    Returns:
+        `main_grad`.
+    """
     if main_grad.dtype == dy.dtype:
         return main_grad.add_(dy.t() @ x)
     if dy.is_cuda and main_grad.dtype == torch.float32 and dy.dtype in _HALF_DTYPES:
-        # cuBLAS takes a float32 addend and result. A torch that does not offer it (before 2.11)
-        # says so: nothing slower takes its place unseen.
+        # cuBLAS supports a float32 addend and result. torch before 2.11 does not expose this and
+        # raises an error. There is no silent fallback to a slower operation.
         torch.ops.aten.addmm.dtype_out(main_grad, dy.t(), x, torch.float32, out=main_grad)
         return main_grad
     return accumulate_reference_(main_grad, dy, x)
 
 
 def accumulate_reference_(main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    """As `accumulate_`, in plain torch: the operands are cast first, and nothing is rounded."""
+    """Do the same as `accumulate_`, in plain torch.
+
+    The operands are cast to the type of the buffer first, and nothing is rounded.
+
+    Args:
+        main_grad: See `accumulate_`.
+        dy: See `accumulate_`.
+        x: See `accumulate_`.
+    """
     return main_grad.add_(dy.to(main_grad.dtype).t() @ x.to(main_grad.dtype))

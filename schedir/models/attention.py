@@ -1,14 +1,15 @@
 """Causal attention, over all earlier tokens or over a window of them.
 
-A window is one of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), causal and
-of one dimension: query i sees j <= i with j > leader - window, where the leader, i // stride *
-stride + stride - 1, is the last query of the stride that i is in (`schedir.predict.window_tiles`
-has which tiles that visits).  What a token sees does not depend on how many come after it.
+A window is that of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), causal
+and with one dimension. Query i attends to keys j with leader - window < j <= i. The leader is the
+last query of the stride of i: i // stride * stride + stride - 1. `schedir.predict.window_tiles`
+computes the tiles that have such pairs. The keys of a token do not depend on the number of later
+tokens.
 
-Tiles that nobody sees are not computed: on CPUs a tile of queries after the other is, with the keys
-that it visits, by torch's own operation for CPUs, and on GPUs FlexAttention skips them.  Neither
-leaves out weights at random, so with dropout attention is computed whole, and masked; so it is on
-GPUs for heads that are too narrow for FlexAttention, and without triton.
+Tiles without visible pairs are skipped. On CPUs, torch's flash attention operation runs for one
+tile of queries at a time, with its keys. On GPUs, FlexAttention skips the tiles. Neither supports
+dropout, so with dropout attention is computed for all pairs and masked. The same happens on GPUs
+without Triton, and for heads that are too narrow for FlexAttention.
 """
 
 from __future__ import annotations
@@ -25,20 +26,30 @@ from schedir.errors import UsageError
 from schedir.kernels.backend_choice import uses_triton
 from schedir.models.attention_tiles import TILE_SIZE, compute_device_tiles
 
-_MIN_FLEX_WIDTH: Final = 16  # heads that FlexAttention takes on a GPU
-_MASK_CACHE_SIZE: Final = 32  # lengths and windows whose masks are kept
+_MIN_FLEX_WIDTH: Final = 16  # FlexAttention needs heads of at least this width on a GPU.
+_MASK_CACHE_SIZE: Final = 32  # Masks are cached for this many combinations of length and window.
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Causal attention of heads, (b, heads, T, width) each and like it.  Fewer of k and v are each
-    shared by as many neighbours of q (Ainslie et al., GQA, arXiv 2305.13245).
+    """Compute causal attention of all heads.
 
-    `window` is (window, stride); without one each token sees all before it.  `dropout` is the share
-    of the attention's weights that is left out.
+    Several neighboring query heads may share a head of keys and values (Ainslie et al., GQA, arXiv
+    2305.13245).
 
-    Raises UsageError for heads that do not go together.
+    Args:
+        q: Queries, of shape (b, heads, T, width).
+        k: Keys, of shape (b, groups, T, width). `groups` divides `heads`.
+        v: Values, with the shape of `k`.
+        window: (window, stride) in tokens. None attends to all earlier tokens.
+        dropout: The dropout probability of attention weights.
+
+    Returns:
+        The attention output, with the shape of `q`.
+
+    Raises:
+        UsageError: The shapes do not match.
     """
     b, heads, length, width = q.shape
     groups = k.shape[1]
@@ -50,10 +61,10 @@ def attention(
         )
     grouped = heads > groups
     if window is None:
-        whole: Tensor = F.scaled_dot_product_attention(
+        unmasked: Tensor = F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
         )
-        return whole
+        return unmasked
     if not dropout and q.device.type == "cpu":
         cuts = _build_query_tiles(length, *window, q.dtype)
         tiled: Tensor = _TiledAttention.apply(q, k, v, cuts)  # type: ignore[no-untyped-call]
@@ -72,10 +83,20 @@ def attention(
 def build_window_mask(
     length: int, window: int, stride: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Which keys each query sees, bool (T, T).
+    """Return the mask of a window: True where a query attends to a key.
 
-    >>> build_window_mask(6, 4, 2).int().tolist()[3:]
-    [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
+    Args:
+        length: Tokens of the sequence.
+        window: Tokens of the window, including the query's own.
+        stride: Tokens by which the window moves.
+        device: The device of the mask.
+
+    Returns:
+        A bool tensor of shape (queries, keys).
+
+    Example:
+        >>> build_window_mask(6, 4, 2).int().tolist()[3:]
+        [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
     """
     at = torch.arange(length, device=device)
     first = at // stride * stride + stride - window
@@ -86,8 +107,10 @@ def build_window_mask(
 
 
 class _QueryTile(NamedTuple):
-    """A tile of queries with the keys that it visits, and what is added to their scores; None where
-    only what is behind a query is masked."""
+    """A tile of queries with its keys and the mask that is added to the scores.
+
+    `mask` is None if the mask is only causal and the last keys are those of the queries.
+    """
 
     queries: slice
     keys: slice
@@ -98,21 +121,23 @@ class _QueryTile(NamedTuple):
 def _build_query_tiles(
     length: int, window: int, stride: int, dtype: torch.dtype
 ) -> tuple[_QueryTile, ...]:
-    """All tiles of queries.  Those with the same mask share it."""
+    """Return all tiles of queries. Tiles with equal masks share a tensor."""
     (axis,) = compute_device_tiles(length, window, stride).axes
     (start, _), tile = axis.axis.visible_keys, axis.q_tile
     masks: dict[bytes, Tensor] = {}
-    given = []
+    ranges = []
     for first, (low, high) in zip(
         range(0, length, tile), (axis.visited_ranges * axis.kv_tile).tolist(), strict=True
     ):
-        given.append((range(first, min(first + tile, length)), range(low, min(high, length))))
-    # Keys before a tile of which its windows cut none: what such tiles mask is a part of one mask.
-    uncut = [own.start - keys.start for own, keys in given if start[own[-1]] <= keys.start]
-    behind = torch.full((tile, tile), -torch.inf, dtype=dtype).triu(1)
-    widest = torch.cat([torch.zeros(tile, most := max(uncut, default=0), dtype=dtype), behind], 1)
-    found = []
-    for own, keys in given:
+        ranges.append((range(first, min(first + tile, length)), range(low, min(high, length))))
+    # If all queries of a tile attend to all keys before the tile, its mask is a slice of one mask.
+    uncut = [own.start - keys.start for own, keys in ranges if start[own[-1]] <= keys.start]
+    causal = torch.full((tile, tile), -torch.inf, dtype=dtype).triu(1)
+    widest = torch.cat(
+        [torch.zeros(tile, max_before := max(uncut, default=0), dtype=dtype), causal], 1
+    )
+    result = []
+    for own, keys in ranges:
         mask, before = None, own.start - keys.start
         if start[own[-1]] > keys.start:
             at, query = np.asarray(keys), np.asarray(own)[:, None]
@@ -124,23 +149,24 @@ def _build_query_tiles(
                 )
             mask = masks[key]
         elif before:
-            mask = widest[: len(own), most - before : most + len(own)]
-        found.append(_QueryTile(slice(own.start, own.stop), slice(keys.start, keys.stop), mask))
-    return tuple(found)
+            mask = widest[: len(own), max_before - before : max_before + len(own)]
+        result.append(_QueryTile(slice(own.start, own.stop), slice(keys.start, keys.stop), mask))
+    return tuple(result)
 
 
 class _TiledAttention(torch.autograd.Function):
-    """Attention in tiles of queries, by what `scaled_dot_product_attention` runs on a CPU.
+    """Attention in tiles of queries, with torch's flash attention operation for CPUs.
 
-    It saves what that does: q, k and v, what comes out, and a number for each query.  Gradients of
-    keys are summed over tiles in float32, or in q's type where that is longer.
+    It saves the same tensors as that operation: q, k, v, the output, and a number per query.
+    Gradients of keys and values are summed over tiles in float32 or in the type of q, whichever is
+    wider.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[_QueryTile, ...]) -> Tensor:
         q, k, v = map(_to_dense_rows, (q, k, v))
         b, heads, length, width = q.shape
-        out = q.new_empty(b, length, heads, width).transpose(1, 2)  # as that lays it out
+        out = q.new_empty(b, length, heads, width).transpose(1, 2)  # The layout of torch's output.
         sums = q.new_empty(b, length, heads, dtype=_accumulation_dtype(q.dtype)).transpose(1, 2)
         for queries, keys, mask in tiles:
             own = q[:, :, queries], *(_repeat_heads(x[:, :, keys], heads) for x in (k, v))
@@ -175,17 +201,17 @@ _FLASH_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Heads of keys or values, each as often as queries share it."""
+    """Repeat each head of keys or values for the queries that share it."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _sum_shared_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """Gradients of so many heads: the sums over the queries that share each."""
+    """Sum the gradients of repeated heads, the reverse of `_repeat_heads`."""
     return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2, dtype=dtype)
 
 
 def _to_dense_rows(x: Tensor) -> Tensor:
-    """What those take: the numbers of a head one behind the other."""
+    """Return the tensor with a last stride of 1, as the flash attention operation requires."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -198,20 +224,28 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @lru_cache(_MASK_CACHE_SIZE)
 def build_block_mask(length: int, window: int, stride: int, device: torch.device) -> Any:
-    """FlexAttention's BlockMask of a window, of the tiles that `compute_device_tiles` tells for a
-    GPU."""
+    """Return the `BlockMask` of a window for FlexAttention.
+
+    It has the tiles of `compute_device_tiles`.
+
+    Args:
+        length: Tokens of the sequence.
+        window: Tokens of the window.
+        stride: Tokens by which the window moves.
+        device: The GPU.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    found = compute_device_tiles(length, window, stride, "cuda")
-    tile, grid = TILE_SIZE["cuda"], torch.from_numpy(found.grid)
-    first = torch.from_numpy(found.axes[0].axis.visible_keys[0]).to(device)
+    tiles = compute_device_tiles(length, window, stride, "cuda")
+    tile, grid = TILE_SIZE["cuda"], torch.from_numpy(tiles.grid)
+    first = torch.from_numpy(tiles.axes[0].axis.visible_keys[0]).to(device)
 
     def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # Of a tensor, and no numbers: so all windows are compiled at once.
+        # The limits are in a tensor, so one compiled kernel works for all windows.
         return (key <= query) & (key >= first[query])
 
     def listed(kind: int) -> tuple[Tensor, Tensor]:
-        """By query tile, how many key tiles are of a kind, and which, those first."""
+        """Return the number of key tiles of a kind for each query tile, and their indices."""
         chosen = grid == kind
         which = torch.argsort(chosen, dim=1, descending=True, stable=True)
         number, which = (x.to(device, torch.int32)[None, None] for x in (chosen.sum(1), which))
@@ -228,7 +262,7 @@ def build_block_mask(length: int, window: int, stride: int, device: torch.device
 
 @lru_cache(1)
 def _compile_flex_attention() -> Any:
-    """FlexAttention, compiled, for it is only then that it skips anything."""
+    """Return compiled FlexAttention. Only the compiled version skips tiles."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)

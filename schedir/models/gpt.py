@@ -1,11 +1,13 @@
-"""A GPT cut into pipeline stages, each shared by a tensor-parallel group.
+"""A GPT in pipeline stages, with tensor parallelism within each stage.
 
-The model is GPT-2's (pre-LayerNorm, GELU, learned positions), parallel within a layer as in
-Megatron-LM (arXiv 1909.08053). What a parameter starts as depends on the seed and its name
-alone: any number of stages and tensor-parallel ranks starts from the same model. What dropout
-leaves out depends on the layer, whatever its stage; tensor-parallel ranks leave out the same of
-what each holds whole, and each its own of its attention heads, as in Megatron-LM (appendix B.2),
-and of its tokens, where they share the sequence (arXiv 2205.05198, section 4.2.2).
+The model is that of GPT-2 (pre-LayerNorm, GELU, learned positions). Tensor parallelism is that of
+Megatron-LM (arXiv 1909.08053). The initial value of a parameter depends only on the seed and its
+name, so any number of stages and tensor-parallel ranks starts with the same model.
+
+Dropout masks depend on the layer but not on its stage. Tensor-parallel ranks use the same mask for
+tensors that all of them have. They use different masks for their own attention heads, as in
+Megatron-LM (appendix B.2), and for their own tokens with sequence parallelism (arXiv 2205.05198,
+section 4.2.2).
 """
 
 from __future__ import annotations
@@ -56,13 +58,26 @@ def build_stage(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Stage:
-    """Stage `stage` of `stages`, this rank's shard of it, in `dtype` on `device`.
+    """Build a pipeline stage of a GPT, with the shard of this tensor-parallel rank.
 
-    To make it takes the shard's own memory, and on the CPU one block of a weight (`Drawn`).  Its
-    numbers are the same on any device, but rounded to `dtype`.  With `sequence_parallel`
-    tensor-parallel ranks share the tokens, too: for a program with `sequence_parallel yes`.
-    `layers_per_stage` is the number of layers of each stage (`split_layers`).  Raises UsageError if
-    the layers do not fit the stages, or the heads the tensor-parallel ranks.
+    The memory of initialization is the shard's own, and on the CPU one block of a weight
+    (`SlicedInit`). The values are the same on all devices, up to rounding to `dtype`.
+
+    Args:
+        config: The configuration of the model.
+        stage: The number of the stage.
+        stages: The number of stages.
+        tp: The tensor-parallel group. None is a group of one rank.
+        sequence_parallel: True if tensor-parallel ranks also share the tokens. The program must
+            have `sequence_parallel yes`.
+        layers_per_stage: The number of layers of each stage (`split_layers`). None divides them
+            evenly.
+        device: The device of the parameters.
+        dtype: The type of the parameters.
+
+    Raises:
+        UsageError: The stage does not exist, the layers do not fit the stages, or the heads cannot
+            be divided among the tensor-parallel ranks.
     """
     counts = split_layers(config.layers, stages, layers_per_stage)
     if not 0 <= stage < stages:
@@ -86,10 +101,19 @@ def build_stage(
 class Stage(nn.Module):
     """Consecutive layers of a GPT, with the embedding if first and the head if last.
 
-    Maps (b, T, hidden) to (b, T, hidden), or with `sequence_parallel` (b, T/t, hidden) to the same,
-    of the rank's own tokens. The first stage takes tokens instead, int64 (b, T); the last gives
-    this rank's logits, (b, T, ceil(V/t)). Parameters bear the names that they have in the model of
-    one stage.
+    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel` both are (b, T/t,
+    hidden), the tokens of this rank. The first stage takes int64 tokens of shape (b, T). The last
+    stage returns the logits of this rank, of shape (b, T, ceil(V/t)). Parameters have the names
+    that they have in a model of one stage.
+
+    Args:
+        config: The configuration of the model.
+        layers: The layers of the stage, as numbers in the model.
+        is_first: True if the stage has the embedding.
+        is_last: True if the stage has the head.
+        tp: The tensor-parallel group. None is a group of one rank.
+        placement: The device and the type of the parameters.
+        sequence_parallel: True if tensor-parallel ranks also share the tokens.
     """
 
     def __init__(
@@ -130,17 +154,29 @@ class Stage(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of the embedding, if another stage has one (`find_tied_weight`)."""
+        """This stage's copy of the embedding, if another stage has one too (`find_tied_weight`)."""
         return find_tied_weight(self.config, self.embedding, self.head)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the stage.
+
+        Args:
+            x: The input of the stage.
+        """
         x = self.embed(x)
         for block in self.layers.values():
             x = block(x)
         return self.apply_head(x)
 
     def embed(self, x: Tensor) -> Tensor:
-        """The embedding of tokens; what is none, as it is."""
+        """Return the embedding of tokens if this is the first stage, and `x` otherwise.
+
+        Args:
+            x: Tokens, int64 of shape (b, T), or the input of a later stage.
+
+        Raises:
+            UsageError: There are more tokens than the context of the model.
+        """
         if self.embedding is not None and self.positions is not None:
             length = x.shape[-1]
             if length > self.config.context:
@@ -155,14 +191,26 @@ class Stage(nn.Module):
         return x
 
     def apply_head(self, x: Tensor) -> Tensor:
-        """Logits, if this is the last stage; else x as it is."""
+        """Return the logits if this is the last stage, and `x` otherwise.
+
+        Args:
+            x: The output of the last layer.
+        """
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x
 
 
 class Layer(nn.Module):
-    """One transformer layer; tensor-parallel ranks share its heads and its feed-forward width."""
+    """A transformer layer. Tensor-parallel ranks share its heads and its feed-forward width.
+
+    Args:
+        config: The configuration of the model.
+        index: The number of the layer in the model.
+        tp: The tensor-parallel group. None is a group of one rank.
+        placement: The device and the type of the parameters.
+        sequence_parallel: True if tensor-parallel ranks also share the tokens.
+    """
 
     def __init__(
         self,
@@ -176,7 +224,8 @@ class Layer(nn.Module):
         super().__init__()
         hidden, self.head_width = config.hidden, config.hidden // config.heads
         self.layer_number, self.dropout, self.tp_rank = 1 + index, config.dropout, tp_rank(tp)
-        # What is drawn for its heads: where it has its own tokens, too, for these it draws apart.
+        # The random stream of this rank's heads. With sequence parallelism the stream `tp_rank` is
+        # for its tokens, so its heads use another one.
         self.head_stream = self.tp_rank + tp_size(tp) * sequence_parallel
         self.window, self.sequence_parallel = get_windows(config)[index], sequence_parallel
         weights = LayerParameters(
@@ -189,7 +238,7 @@ class Layer(nn.Module):
             sequence_parallel,
         )
         self.attention_norm = weights.make_norm()
-        # Rows in the order (head, q k v, width): a slice of them is whole heads.
+        # Rows have the order (head, q k v, width), so a slice of them has complete heads.
         self.qkv = weights.make_column_linear("qkv", 3 * hidden)
         self.proj = weights.make_row_linear("proj", hidden)
         self.mlp_norm = weights.make_norm()
@@ -197,23 +246,38 @@ class Layer(nn.Module):
         self.down = weights.make_row_linear("down", 4 * hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the residual stream after the layer.
+
+        Args:
+            x: The residual stream before the layer.
+        """
         with self.use_dropout_stream():
             attended = self.proj(self.attend(self.qkv(self.attention_norm(x))))
             x, normed = self.add_attention(attended, x)
             return self.add_feed_forward(self.down(self.activate(self.up.project(normed))), x)
 
     def use_dropout_stream(self) -> AbstractContextManager[None]:
-        """Within this the layer draws: what is dropped of what attention adds comes first."""
-        own = self.tp_rank if self.sequence_parallel else None
-        return fork_layer_rng(self.layer_number, own) if self.dropout_rate else nullcontext()
+        """Return a context in which dropout outside of the attention heads uses the layer's stream.
+
+        The dropout after the attention must come before the one after the feed-forward network.
+        """
+        stream = self.tp_rank if self.sequence_parallel else None
+        return fork_layer_rng(self.layer_number, stream) if self.dropout_rate else nullcontext()
 
     @property
     def dropout_rate(self) -> float:
-        """The share of dropout, 0 where it does not train."""
+        """The dropout probability, which is 0 in evaluation mode."""
         return self.dropout if self.training else 0.0
 
     def attend(self, qkv: Tensor) -> Tensor:
-        """Attention of this rank's heads: (b, T, 3 * hidden/t) to (b, T, hidden/t)."""
+        """Return the attention of this rank's heads.
+
+        Args:
+            qkv: Queries, keys and values, of shape (b, T, 3 * hidden/t).
+
+        Returns:
+            A tensor of shape (b, T, hidden/t).
+        """
         b, length, _ = qkv.shape
         q, k, v = qkv.view(b, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
         with (
@@ -225,18 +289,40 @@ class Layer(nn.Module):
         return heads.transpose(1, 2).reshape(b, length, -1)
 
     def add_attention(self, attended: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream with what attention adds to it, and its norm."""
+        """Add the attention output to the residual stream, and normalize the sum.
+
+        Args:
+            attended: The attention output after its projection.
+            x: The residual stream.
+
+        Returns:
+            The new residual stream, and its LayerNorm.
+        """
         norm = self.mlp_norm
         return add_layer_norm(self.apply_dropout(attended), x, norm.weight, norm.bias, norm.eps)
 
     def activate(self, product: Tensor) -> Tensor:
-        """What the feed-forward makes of its first product."""
+        """Return the GELU of the first feed-forward product, with its bias.
+
+        Args:
+            product: The product without the bias.
+        """
         assert self.up.bias is not None
         return bias_gelu(product, self.up.bias)
 
     def add_feed_forward(self, down: Tensor, x: Tensor) -> Tensor:
-        """The residual stream with what the feed-forward adds to it."""
+        """Add the feed-forward output to the residual stream.
+
+        Args:
+            down: The output of the second product, with its bias.
+            x: The residual stream.
+        """
         return x + self.apply_dropout(down)
 
     def apply_dropout(self, x: Tensor) -> Tensor:
+        """Apply dropout in training mode, with the current random stream.
+
+        Args:
+            x: The tensor.
+        """
         return F.dropout(x, self.dropout_rate) if self.dropout_rate else x

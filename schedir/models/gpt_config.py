@@ -1,4 +1,4 @@
-"""The shape of a GPT, and how stages and tensor-parallel ranks divide it.  Needs no torch."""
+"""The shape of a GPT, and its division among stages and tensor-parallel ranks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,31 @@ from schedir.models.partitioning import split_heads as split_heads
 from schedir.models.partitioning import split_layers as split_layers
 from schedir.models.window_config import PerLayer, require_windows
 
-# Where tensor-parallel ranks meet in a layer: around its attention, and its feed-forward.
+# The tensor-parallel collectives of a layer: before and after attention and feed-forward network.
 LAYER_BOUNDARIES: Final = 2 * (ENTRY_COLLECTIVE + EXIT_COLLECTIVE)
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a GPT.  A size that is not positive is refused.
+    """The configuration of a GPT.
 
-    - `vocab`, `layers`, `hidden`, `heads`: the size of the vocabulary, and the numbers of layers,
-      of hidden units, and of attention heads.  The feed-forward layer has 4 * hidden units.
-    - `context`: the longest sequence, in tokens.
-    - `tied`: whether the head uses the weight of the embedding.
-    - `seed`: the seed of the initial parameters.
-    - `dropout`: the share that is left out, while training, of the embedding, of the attention's
-      weights and of the output of both halves of a layer, as in GPT-2.
-    - `window`: how many tokens each token sees, itself included: one number, or one per layer;
-      0 is all before it.  `stride` is by how many tokens the window moves, so that kernels skip
-      more: 1 slides it, and stride = window divides the sequence into blocks (arXiv 2504.16922).
+    Args:
+        vocab: Size of the vocabulary.
+        layers: Number of layers.
+        hidden: Hidden size. The feed-forward network has 4 * hidden units.
+        heads: Attention heads of a layer.
+        context: The longest sequence, in tokens.
+        tied: True if the head uses the weight of the embedding.
+        seed: The seed of the initial parameters.
+        dropout: The dropout probability of the embedding, of attention weights, and of the outputs
+            of attention and feed-forward network, as in GPT-2.
+        window: Tokens that each token attends to, including itself: one number, or one per layer. 0
+            is all earlier tokens.
+        stride: Tokens by which the window moves, so that kernels skip more. 1 is a sliding window.
+            A stride equal to the window divides the sequence into blocks (arXiv 2504.16922).
+
+    Raises:
+        UsageError: A size is not positive, or does not fit the others.
     """
 
     vocab: int = 256
@@ -59,7 +66,7 @@ class GPTConfig:
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers the model has; a tied weight counts once."""
+        """Number of parameters. A tied weight counts once."""
         layer = 12 * self.hidden**2 + 13 * self.hidden
         ends = self.vocab * (2 - self.tied) + self.context + 2
         return self.layers * layer + ends * self.hidden

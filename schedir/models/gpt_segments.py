@@ -1,16 +1,17 @@
-"""Stages of a GPT, split into segments at their tensor-parallel collectives
-(`compile(stage_segments=)`).
+"""Stages of a GPT, split into segments at their tensor-parallel collectives.
 
-A layer is four pieces, between the sums of Megatron-LM (arXiv 1909.08053, section 3):
+`compile(stage_segments=)` makes a program for them. A layer has four segments, between the
+collectives of Megatron-LM (arXiv 1909.08053, section 3):
 
     norm | f | attention | g | bias, residual, norm | f | feed-forward | g | bias, residual, ...
 
-What ends a layer begins the next one, so a stage of n layers has 4 n + 1 pieces.  All but the last
-pass two tensors on, what is summed and then the residual stream.  The sums are the program's; the
-pieces have the stage's own parameters, under their names.
+The last segment of a layer is the first one of the next layer, so a stage of n layers has 4n + 1
+segments. All but the last return two tensors: the one that is reduced or gathered, and the residual
+stream. The program runs the collectives. The segments have the parameters of the stage, with the
+same names.
 
-Where ranks share the sequence (arXiv 2205.05198, section 4.2.2), what is between g and f is of each
-one's own tokens, and so is the residual stream; what f enters is of all.
+With sequence parallelism (arXiv 2205.05198, section 4.2.2), tensors between g and f have only the
+tokens of a rank, and so does the residual stream. The segments between f and g have all tokens.
 """
 
 from __future__ import annotations
@@ -33,14 +34,19 @@ Tensors = tuple[Tensor, ...]
 
 
 class _SegmentStep(NamedTuple):
-    """Something that a piece computes of what it is given, and the parameters that it takes."""
+    """A function that a segment runs, and the names of the parameters that it uses."""
 
     parameter_names: list[str]
     run: Callable[..., Tensors]
 
 
 class StageSegment(Stage):
-    """A piece of a stage: it has some of its parameters, and computes what they are for."""
+    """A segment of a stage, with the parameters that it uses.
+
+    Args:
+        stage: The stage. The segment shares its parameters.
+        steps: The functions to run, in order.
+    """
 
     def __init__(self, stage: Stage, steps: list[_SegmentStep]) -> None:
         vars(self).update(
@@ -51,27 +57,34 @@ class StageSegment(Stage):
         self.steps = steps
 
     def forward(self, *inputs: Tensor) -> Any:
-        """One tensor, or what is summed and the residual stream."""
+        """Return one tensor, or the tensor for the collective and the residual stream."""
         for step in self.steps:
             inputs = step.run(self, *inputs)
         return inputs if len(inputs) > 1 else inputs[0]
 
 
 def split_stage(stage: Stage) -> list[nn.Module]:
-    """The pieces of a stage, in order: stages of a program whose `segments_per_stage` says so many.
+    """Split a stage into its segments, in order.
 
-    They share its parameters, and draw what it draws for dropout.  With one tensor-parallel rank
-    they are as right: nothing is summed.  Raises ModelError for a stage that is the whole model,
-    and whose embedding is its head's weight.
+    The segments are the stages of a program with this number in `segments_per_stage`. They share
+    the parameters of the stage, and use the same random streams for dropout. With one
+    tensor-parallel rank the collectives do nothing.
 
-    >>> from schedir import PipelineShape, compile, schedules
-    >>> from schedir.models.gpt import GPTConfig, build_stage
-    >>> from schedir.models.gpt_segments import count_segments, split_stage
-    >>> stages = [build_stage(GPTConfig(layers=4), s, 2) for s in range(2)]
-    >>> program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tied_weights=True,
-    ...     stage_segments=count_segments([2, 2]))
-    >>> program.shape.stages, sum(len(split_stage(stage)) for stage in stages)
-    (18, 18)
+    Args:
+        stage: The stage.
+
+    Raises:
+        ModelError: The stage is the full model and has a tied weight, which two segments would use.
+
+    Example:
+        >>> from schedir import PipelineShape, compile, schedules
+        >>> from schedir.models.gpt import GPTConfig, build_stage
+        >>> from schedir.models.gpt_segments import count_segments, split_stage
+        >>> stages = [build_stage(GPTConfig(layers=4), s, 2) for s in range(2)]
+        >>> program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tied_weights=True,
+        ...     stage_segments=count_segments([2, 2]))
+        >>> program.shape.stages, sum(len(split_stage(stage)) for stage in stages)
+        (18, 18)
     """
     if (
         stage.embedding is not None
@@ -84,21 +97,28 @@ def split_stage(stage: Stage) -> list[nn.Module]:
             "pieces of one stage",
             hint="two stages, or a model that is not tied",
         )
-    found = [[_SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
+    segments = [[_SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
     for number in stage.layers:
-        own = _LayerSegments(number)
-        found[-1].append(own.make_step(own.normalize, "attention_norm"))
-        found.append([own.make_step(own.attend, "qkv", "proj.weight")])
-        found.append([own.make_step(own.add_attention, "proj.bias", "mlp_norm")])
-        found.append([own.make_step(own.feed_forward, "up", "down.weight")])
-        found.append([own.make_step(own.add_feed_forward, "down.bias")])
-    found[-1].append(_SegmentStep(["norm", "head"] * (stage.head is not None), _apply_head))
-    return [StageSegment(stage, steps) for steps in found]
+        layer_segments = _LayerSegments(number)
+        segments[-1].append(layer_segments.make_step(layer_segments.normalize, "attention_norm"))
+        segments.append([layer_segments.make_step(layer_segments.attend, "qkv", "proj.weight")])
+        segments.append(
+            [layer_segments.make_step(layer_segments.add_attention, "proj.bias", "mlp_norm")]
+        )
+        segments.append(
+            [layer_segments.make_step(layer_segments.feed_forward, "up", "down.weight")]
+        )
+        segments.append([layer_segments.make_step(layer_segments.add_feed_forward, "down.bias")])
+    segments[-1].append(_SegmentStep(["norm", "head"] * (stage.head is not None), _apply_head))
+    return [StageSegment(stage, steps) for steps in segments]
 
 
 def count_segments(layers: Iterable[int]) -> tuple[int, ...]:
-    """How many pieces stages of so many layers have, as `compile(..., stage_segments=...)` takes
-    it."""
+    """Return the number of segments of each stage, for `compile(..., stage_segments=...)`.
+
+    Args:
+        layers: The number of layers of each stage.
+    """
     return tuple(len(LAYER_BOUNDARIES) * number + 1 for number in layers)
 
 
@@ -108,37 +128,54 @@ def build_boundaries(
     frozen_stages: int = 0,
     tp_size: int = 1,
 ) -> dict[int, Any]:
-    """What passes behind each piece of stages that are cut so: a boundary of the stages, or two.
+    """Return the boundaries after each segment of split stages.
 
-    Of the first stage behind `frozen_stages` ones the residual stream depends on nothing that is
-    trained, and has no gradient, until its attention adds to it.  Where so many tensor-parallel
-    ranks `tp_size` the sequence, the boundary of the stages is of a rank's own tokens; of what is
-    summed a piece gives or takes all of them.
+    A boundary between stages is one tensor. A boundary within a stage is two tensors: the one for
+    the collective, and the residual stream. In the first stage after frozen ones, the residual
+    stream has no gradient before the attention adds to it, because it depends on no trained
+    parameter. With sequence parallelism, boundaries have the tokens of one rank. The collective
+    then changes the shape, so a segment sends or receives all tokens.
 
-    >>> from schedir.models.gpt_segments import build_boundaries
-    >>> behind = build_boundaries((2, 1), (8, 64))
-    >>> [str(one) for one in behind[0]], str(behind[1])
-    (['[8, 64] of torch.float32', '[8, 64] of torch.float32'], '[8, 64] of torch.float32')
-    >>> str(build_boundaries((1, 5), (8, 64), frozen_stages=1)[1][1])
-    '[8, 64] of torch.float32 without gradient'
-    >>> str(build_boundaries((5,), (8, 64), tp_size=2)[0][0])
-    '[8, 64] of torch.float32, taken as [16, 64]'
+    Args:
+        segments_per_stage: The number of segments of each stage.
+        boundary: The boundary between stages, or its shape.
+        frozen_stages: The number of frozen stages.
+        tp_size: The number of tensor-parallel ranks that share the sequence. 1 is without sequence
+            parallelism.
+
+    Returns:
+        The boundary after each segment but the last, by the number of the segment.
+
+    Example:
+        >>> from schedir.models.gpt_segments import build_boundaries
+        >>> behind = build_boundaries((2, 1), (8, 64))
+        >>> [str(one) for one in behind[0]], str(behind[1])
+        (['[8, 64] of torch.float32', '[8, 64] of torch.float32'], '[8, 64] of torch.float32')
+        >>> str(build_boundaries((1, 5), (8, 64), frozen_stages=1)[1][1])
+        '[8, 64] of torch.float32 without gradient'
+        >>> str(build_boundaries((5,), (8, 64), tp_size=2)[0][0])
+        '[8, 64] of torch.float32, taken as [16, 64]'
     """
-    one, found = Boundary.from_shape(boundary), list[Any]()
-    many = len(one.shape) - 2
-    all_tokens = tuple(tp_size * n if k == many else n for k, n in enumerate(one.shape))
-    met = {
-        ENTRY_COLLECTIVE: replace(one, received_shape=all_tokens),
-        EXIT_COLLECTIVE: replace(one, shape=all_tokens, received_shape=one.shape),
+    stage_boundary, boundaries = Boundary.from_shape(boundary), list[Any]()
+    token_dim = len(stage_boundary.shape) - 2
+    all_tokens = tuple(
+        tp_size * n if k == token_dim else n for k, n in enumerate(stage_boundary.shape)
+    )
+    by_collective = {
+        ENTRY_COLLECTIVE: replace(stage_boundary, received_shape=all_tokens),
+        EXIT_COLLECTIVE: replace(
+            stage_boundary, shape=all_tokens, received_shape=stage_boundary.shape
+        ),
     }
     for stage, number in enumerate(segments_per_stage):
-        stream = [one] * (number - 1)
+        stream = [stage_boundary] * (number - 1)
         if frozen_stages and stage == frozen_stages:
-            stream[:2] = [replace(one, requires_grad=False) for _ in stream[:2]]
-        found += [
-            (met[LAYER_BOUNDARIES[k % len(LAYER_BOUNDARIES)]], own) for k, own in enumerate(stream)
-        ] + [one]
-    return dict(enumerate(found[:-1]))
+            stream[:2] = [replace(stage_boundary, requires_grad=False) for _ in stream[:2]]
+        boundaries += [
+            (by_collective[LAYER_BOUNDARIES[k % len(LAYER_BOUNDARIES)]], own)
+            for k, own in enumerate(stream)
+        ] + [stage_boundary]
+    return dict(enumerate(boundaries[:-1]))
 
 
 def _embed(stage: Stage, x: Tensor) -> Tensors:
@@ -150,7 +187,7 @@ def _apply_head(stage: Stage, x: Tensor) -> Tensors:
 
 
 class _LayerSegments:
-    """What pieces compute of the layer of a number."""
+    """The functions that segments run for one layer."""
 
     def __init__(self, layer_key: str) -> None:
         self.layer_key = layer_key
@@ -183,6 +220,6 @@ class _LayerSegments:
     def add_feed_forward(self, stage: Stage, part: Tensor, x: Tensor) -> Tensors:
         layer = self.get_layer(stage)
         with layer.use_dropout_stream():
-            if layer.dropout_rate:  # what `add_attention` has drawn
+            if layer.dropout_rate:  # Advance the random stream past the mask of `add_attention`.
                 F.dropout(x.detach(), layer.dropout_rate)
             return (layer.add_feed_forward(layer.down.add_bias(part), x),)

@@ -1,4 +1,4 @@
-"""What all language models share: embedding, head, initialization and loss."""
+"""The common parts of all language models: embedding, head, initialization and loss."""
 
 from __future__ import annotations
 
@@ -16,28 +16,40 @@ from schedir.tensor_parallel.vocab_parallel import (
     vocab_parallel_cross_entropy,
 )
 
-IGNORE_INDEX = -1  # a target that counts neither in the loss nor in `count_tokens`
-INIT_STD = 0.02
+IGNORE_INDEX = -1  # Tokens with this target do not count in the loss and in `count_tokens`.
+INIT_STD = 0.02  # The standard deviation of initial weights in GPT-2.
 
 
 class ParameterPlacement(TypedDict):
-    """Where parameters lie, and their type."""
+    """The device and the type of parameters.
+
+    Attributes:
+        device: The device.
+        dtype: The type.
+    """
 
     device: torch.device | str
     dtype: torch.dtype
 
 
 class TokenModelConfig(Protocol):
-    """A configuration of a model that has tokens at both ends."""
+    """The part of a configuration that the embedding and the head need."""
 
     @property
-    def vocab(self) -> int: ...
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+
     @property
-    def hidden(self) -> int: ...
+    def hidden(self) -> int:
+        """Hidden size."""
+
     @property
-    def tied(self) -> bool: ...
+    def tied(self) -> bool:
+        """Return whether the head uses the weight of the embedding."""
+
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """Seed of the initial parameters."""
 
 
 def make_normal_init(
@@ -49,15 +61,29 @@ def make_normal_init(
     dim: int = 0,
     std: float = INIT_STD,
 ) -> SlicedInit:
-    """The parameter `name`, (k, n), normal(0, std), which tensor-parallel ranks share along `dim`.
+    """Return the initializer of a (k, n) parameter with the distribution normal(0, std).
 
-    What it is depends on the seed and the name alone.
+    The values depend only on the seed and the name.
+
+    Args:
+        seed: The seed of the model.
+        name: The name of the parameter.
+        k: The first dimension.
+        n: The second dimension.
+        placement: The device and the type of the parameter.
+        dim: The dimension that tensor-parallel ranks share.
+        std: The standard deviation.
     """
     return SlicedInit(f"{seed} {name}", torch.Size((k, n)), dim, std, **placement)
 
 
 class EmbeddingAndHead(NamedTuple):
-    """The embedding of a stage that is the first, and the head of one that is the last."""
+    """The embedding of the first stage, and the head of the last stage.
+
+    Attributes:
+        embedding: The embedding, or None.
+        head: The head, or None.
+    """
 
     embedding: VocabParallelEmbedding | None
     head: VocabParallelHead | None
@@ -73,21 +99,39 @@ class EmbeddingAndHead(NamedTuple):
         *,
         sequence_parallel: bool = False,
     ) -> EmbeddingAndHead:
-        """This rank's shards of them; where they are tied, they share one Parameter, or have
-        copies of it if they are in two stages."""
+        """Build the embedding and the head that a stage has, with the shards of this rank.
+
+        If the weight is tied, both share one Parameter. On two stages, each has a copy.
+
+        Args:
+            config: The configuration of the model.
+            is_first: True if the stage is the first.
+            is_last: True if the stage is the last.
+            tp: The tensor-parallel group. None is a group of one rank.
+            placement: The device and the type of the parameters.
+            sequence_parallel: True if tensor-parallel ranks also share the tokens.
+        """
 
         def weight(name: str) -> nn.Parameter:
             return shard_vocab(
                 make_normal_init(config.seed, name, config.vocab, config.hidden, placement), tp
             )
 
-        shared = weight("embedding.weight") if is_first or (is_last and config.tied) else None
-        own = shared if config.tied else weight("head.weight") if is_last else None
+        embedding_weight = (
+            weight("embedding.weight") if is_first or (is_last and config.tied) else None
+        )
+        head_weight = (
+            embedding_weight if config.tied else weight("head.weight") if is_last else None
+        )
         embedding = head = None
-        if is_first and shared is not None:
-            embedding = VocabParallelEmbedding(shared, tp, sequence_parallel=sequence_parallel)
-        if is_last and own is not None:
-            head = VocabParallelHead(own, config.vocab, tp, sequence_parallel=sequence_parallel)
+        if is_first and embedding_weight is not None:
+            embedding = VocabParallelEmbedding(
+                embedding_weight, tp, sequence_parallel=sequence_parallel
+            )
+        if is_last and head_weight is not None:
+            head = VocabParallelHead(
+                head_weight, config.vocab, tp, sequence_parallel=sequence_parallel
+            )
         return cls(embedding, head)
 
 
@@ -96,23 +140,38 @@ def find_tied_weight(
     embedding: VocabParallelEmbedding | None,
     head: VocabParallelHead | None,
 ) -> nn.Parameter | None:
-    """A stage's copy of the embedding, if another stage has one: their gradients are summed.
+    """Return a stage's copy of a tied weight if another stage has one too.
 
-    None where nothing is tied, on the stages between, and where one stage is the model, in which
-    the head shares the embedding's parameter.
+    The gradients of both copies are summed. The result is None if the weight is not tied, on inner
+    stages, and on a stage with both ends, where the head uses the parameter of the embedding.
+
+    Args:
+        config: The configuration of the model.
+        embedding: The embedding of the stage, or None.
+        head: The head of the stage, or None.
     """
     ends = [end for end in (embedding, head) if end is not None]
     return ends[0].weight if config.tied and len(ends) == 1 else None
 
 
 def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
-    """Sum of the cross entropies of the counted tokens, 0-dim float32, the same on all ranks.
+    """Return the sum of the cross entropies of all tokens that count.
 
-    `logits` (b, T, V/t) are this rank's, as the last stage returns them; `targets` int64 (b, T).
+    Args:
+        logits: The logits of this rank, of shape (b, T, V/t), from the last stage.
+        targets: int64 of shape (b, T). Tokens with the target `IGNORE_INDEX` do not count.
+        tp: The tensor-parallel group. None is a group of one rank.
+
+    Returns:
+        A 0-dimensional float32 tensor, the same on all tensor-parallel ranks.
     """
     return vocab_parallel_cross_entropy(logits, targets, tp, IGNORE_INDEX)
 
 
 def count_tokens(targets: Tensor) -> int:
-    """How many targets count: divide the summed loss by it for the mean."""
+    """Return the number of targets that count. The mean loss is the summed loss divided by it.
+
+    Args:
+        targets: int64, of any shape.
+    """
     return int((targets != IGNORE_INDEX).sum())

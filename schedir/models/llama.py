@@ -1,11 +1,16 @@
-"""A Llama-like GPT cut into pipeline stages, each shared by a tensor-parallel group.
+"""A Llama model in pipeline stages, with tensor parallelism within each stage.
 
-The model is that of Touvron et al. (LLaMA, arXiv 2302.13971, section 2.2): RMSNorm before each half
-of a layer (Zhang and Sennrich, arXiv 1910.07467), positions as rotations of queries and keys (Su et
-al., RoPE, arXiv 2104.09864, eq. 34, in the order of pairs that `transformers` has), a feed-forward
-gated by SiLU (Shazeer, SwiGLU, arXiv 2002.05202, eq. 6), no biases; and heads of queries may share
-those of keys and values (Ainslie et al., GQA, arXiv 2305.13245).  As in the GPT (`models/gpt.py`)
-what a parameter starts as depends on the seed and its name alone.
+The model is that of Touvron et al. (LLaMA, arXiv 2302.13971, section 2.2):
+
+- RMSNorm before attention and feed-forward network (Zhang and Sennrich, arXiv 1910.07467).
+- Rotary positions of queries and keys (Su et al., RoPE, arXiv 2104.09864, eq. 34), with pairs in
+  the order of `transformers`.
+- A feed-forward network with a SiLU gate (Shazeer, SwiGLU, arXiv 2002.05202, eq. 6).
+- No biases.
+- Query heads may share a head of keys and values (Ainslie et al., GQA, arXiv 2305.13245).
+
+As in the GPT (`models/gpt.py`), the initial value of a parameter depends only on the seed and its
+name.
 """
 
 from __future__ import annotations
@@ -41,13 +46,25 @@ def build_stage(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Stage:
-    """Stage `stage` of `stages`, this rank's shard of it, in `dtype` on `device`.
+    """Build a pipeline stage of a Llama model, with the shard of this tensor-parallel rank.
 
-    With `sequence_parallel` tensor-parallel ranks share the tokens, too: for a program that says
-    `sequence yes`.  `layers_per_stage` is the number of layers of each stage (`split_layers`).
-    Tensor-parallel ranks share out whole groups: a head of keys and values, with its queries.
-    Raises UsageError if the layers do not fit the stages, or the groups or the feed-forward width
-    the ranks.
+    Tensor-parallel ranks have complete groups: a head of keys and values with its query heads.
+
+    Args:
+        config: The configuration of the model.
+        stage: The number of the stage.
+        stages: The number of stages.
+        tp: The tensor-parallel group. None is a group of one rank.
+        sequence_parallel: True if tensor-parallel ranks also share the tokens. The program must
+            have `sequence_parallel yes`.
+        layers_per_stage: The number of layers of each stage (`split_layers`). None divides them
+            evenly.
+        device: The device of the parameters.
+        dtype: The type of the parameters.
+
+    Raises:
+        UsageError: The stage does not exist, the layers do not fit the stages, or the groups or the
+            feed-forward width cannot be divided among the tensor-parallel ranks.
     """
     counts = split_layers(config.layers, stages, layers_per_stage)
     if not 0 <= stage < stages:
@@ -69,12 +86,21 @@ def build_stage(
 
 
 class Stage(nn.Module):
-    """Consecutive layers, with the embedding if first and the head if last.
+    """Consecutive layers of a Llama model, with the embedding if first and the head if last.
 
-    Maps (b, T, hidden) to (b, T, hidden), or with `sequence_parallel` (b, T/t, hidden) to the same,
-    of the rank's own tokens. The first stage takes tokens instead, int64 (b, T); the last gives
-    this rank's logits, (b, T, ceil(V/t)). Parameters bear the names that they have in the model of
-    one stage.
+    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel` both are (b, T/t,
+    hidden), the tokens of this rank. The first stage takes int64 tokens of shape (b, T). The last
+    stage returns the logits of this rank, of shape (b, T, ceil(V/t)). Parameters have the names
+    that they have in a model of one stage.
+
+    Args:
+        config: The configuration of the model.
+        layers: The layers of the stage, as numbers in the model.
+        is_first: True if the stage has the embedding.
+        is_last: True if the stage has the head.
+        tp: The tensor-parallel group. None is a group of one rank.
+        placement: The device and the type of the parameters.
+        sequence_parallel: True if tensor-parallel ranks also share the tokens.
     """
 
     def __init__(
@@ -107,27 +133,43 @@ class Stage(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of the embedding, if another stage has one (`find_tied_weight`)."""
+        """This stage's copy of the embedding, if another stage has one too (`find_tied_weight`)."""
         return find_tied_weight(self.config, self.embedding, self.head)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the stage.
+
+        Args:
+            x: The input of the stage.
+
+        Raises:
+            UsageError: There are more tokens than the context of the model.
+        """
         length = x.shape[1] * (1 if self.embedding is not None else self.sequence_shards)
         if length > self.config.context:
             raise UsageError(f"{length} tokens do not fit a context of {self.config.context}")
         if self.embedding is not None:
             x = self.embedding(x)
-        turns = compute_rotations(
+        rotations = compute_rotations(
             length, self.config.hidden // self.config.heads, self.config.theta, x
         )
         for block in self.layers.values():
-            x = block(x, turns)
+            x = block(x, rotations)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x
 
 
 class Layer(nn.Module):
-    """One layer; tensor-parallel ranks share its groups of heads and its feed-forward width."""
+    """A Llama layer. Tensor-parallel ranks share its groups of heads and its feed-forward width.
+
+    Args:
+        config: The configuration of the model.
+        index: The number of the layer in the model.
+        tp: The tensor-parallel group. None is a group of one rank.
+        placement: The device and the type of the parameters.
+        sequence_parallel: True if tensor-parallel ranks also share the tokens.
+    """
 
     def __init__(
         self,
@@ -155,30 +197,41 @@ class Layer(nn.Module):
             )
 
         self.attention_norm = norm()
-        # Rows in the order (group, its queries k v, width): a slice of them is whole groups.
+        # Rows have the order (group, its queries k v, width), so a slice has complete groups.
         self.qkv = weights.make_column_linear(
             "qkv", config.kv_groups * (self.queries_per_group + 2) * self.head_width, bias=False
         )
         self.proj = weights.make_row_linear("proj", hidden, bias=False)
         self.mlp_norm = norm()
-        # Rows in the order (unit, gate up): a slice of them is whole units.
+        # Rows have the order (unit, gate up), so a slice has complete units.
         self.gate_up = weights.make_column_linear("gate_up", 2 * width, bias=False)
         self.down = weights.make_row_linear("down", width, bias=False)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        """Return the residual stream after the layer.
+
+        Args:
+            x: The residual stream before the layer.
+            rotary: The rotations, from `compute_rotations`.
+        """
         x = x + self.proj(self.attend(self.attention_norm(x), rotary))
         gate, up = self.gate_up(self.mlp_norm(x)).unflatten(-1, (-1, 2)).unbind(-1)
         x = x + self.down(F.silu(gate) * up)
         return x
 
     def attend(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """What `qkv` takes to this rank's heads, (b, T, hidden / t)."""
+        """Return the attention of this rank's heads, of shape (b, T, hidden/t).
+
+        Args:
+            x: The normalized residual stream.
+            rotary: The rotations, from `compute_rotations`.
+        """
         qkv = self.qkv(x)
         b, length, _ = qkv.shape
         qkv = qkv.view(b, length, -1, self.queries_per_group + 2, self.head_width)
         q, k, v = qkv.split(
             (self.queries_per_group, 1, 1), 3
-        )  # each (b, T, groups/t, heads of it, width)
+        )  # Each has the shape (b, T, groups/t, heads per group, width).
         q, k, v = (one.flatten(2, 3).transpose(1, 2) for one in (q, k, v))
         q, k = apply_rotations(q, rotary), apply_rotations(k, rotary)
         heads = attention(q, k, v, self.window)
@@ -186,10 +239,16 @@ class Layer(nn.Module):
 
 
 def compute_rotations(length: int, width: int, theta: float, like: Tensor) -> Tensor:
-    """Cosines and sines of each position's angles, (2, T, width), in the type of `like`.
+    """Return the cosines and sines of the rotary angles, of shape (2, T, width).
 
-    The angle of pair i of a head at position p is p / theta^(2i / width) (2104.09864, eq. 15); a
-    pair is the numbers i and i + width / 2 of a head.
+    The angle of pair i at position p is p / theta^(2i / width) (2104.09864, eq. 15). A pair is the
+    numbers i and i + width/2 of a head.
+
+    Args:
+        length: Tokens of the sequence, T.
+        width: Width of a head.
+        theta: The base of the angles.
+        like: A tensor with the device and the type of the result.
     """
     pairs = torch.arange(0, width, 2, device=like.device, dtype=torch.float32)
     at = torch.arange(length, device=like.device, dtype=torch.float32)
@@ -198,6 +257,11 @@ def compute_rotations(length: int, width: int, theta: float, like: Tensor) -> Te
 
 
 def apply_rotations(x: Tensor, rotary: Tensor) -> Tensor:
-    """Heads (b, heads, T, width), their pairs turned by `compute_rotations`."""
+    """Rotate the pairs of each head.
+
+    Args:
+        x: Heads, of shape (b, heads, T, width).
+        rotary: The rotations, from `compute_rotations`.
+    """
     low, high = x.chunk(2, -1)
     return x * rotary[0] + torch.cat([-high, low], -1) * rotary[1]

@@ -1,4 +1,4 @@
-"""The shape of a Llama-like GPT.  Needs no torch."""
+"""The configuration of a Llama model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ from schedir.models.window_config import PerLayer, require_windows
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The sizes of a Llama model.  A size that is not positive is refused.
+    """The configuration of a Llama model.
 
-    - `vocab`, `layers`, `hidden`, `heads`: the size of the vocabulary, and the numbers of layers,
-      of hidden units, and of attention heads.
-    - `kv_heads`: the number of heads of keys and values (grouped-query attention); by default
-      `heads`.
-    - `feed_forward`: the width of the gated layer; by default 8/3 of `hidden`, rounded up to a
-      multiple of 8.
-    - `context`: the longest sequence, in tokens.
-    - `theta`: the base of the rotary position embedding.
-    - `eps`: the epsilon of the RMS norms.
-    - `tied`: whether the head uses the weight of the embedding.
-    - `seed`: the seed of the initial parameters.
-    - `window`: how many tokens each token sees, itself included: one number, or one per layer;
-      0 is all before it.  `stride` is by how many tokens the window moves.  With stride 1 it is
-      Mistral's sliding window (Jiang et al., arXiv 2310.06825, section 2).
+    Args:
+        vocab: Size of the vocabulary.
+        layers: Number of layers.
+        hidden: Hidden size.
+        heads: Attention heads of a layer.
+        kv_heads: Heads of keys and values (grouped-query attention). None is `heads`.
+        feed_forward: Width of the feed-forward network. None is 8/3 of `hidden`, rounded up to a
+            multiple of 8.
+        context: The longest sequence, in tokens.
+        theta: The base of the rotary position embedding.
+        eps: The epsilon of the RMS norms.
+        tied: True if the head uses the weight of the embedding.
+        seed: The seed of the initial parameters.
+        window: Tokens that each token attends to, including itself: one number, or one per layer. 0
+            is all earlier tokens.
+        stride: Tokens by which the window moves. 1 is the sliding window of Mistral (Jiang et al.,
+            arXiv 2310.06825, section 2).
+
+    Raises:
+        UsageError: A size is not positive, or does not fit the others.
     """
 
     vocab: int = 256
@@ -68,17 +74,17 @@ class LlamaConfig:
 
     @property
     def kv_groups(self) -> int:
-        """Heads of keys and values, each with the queries that share it."""
+        """Number of heads of keys and values. Each has a group of query heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def ffn_width(self) -> int:
-        """The feed-forward width."""
+        """Width of the feed-forward network."""
         return -(-self.hidden // 3) * 8 if self.feed_forward is None else self.feed_forward
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers the model has; a tied weight counts once."""
+        """Number of parameters. A tied weight counts once."""
         shared = self.hidden * self.kv_groups // self.heads
         layer = self.hidden * (2 * self.hidden + 2 * shared + 3 * self.ffn_width + 2)
         return self.layers * layer + self.hidden * (self.vocab * (2 - self.tied) + 1)

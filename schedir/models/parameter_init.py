@@ -1,4 +1,4 @@
-"""Initial values of the parameters of a layer, and the ranks that share them."""
+"""Factories of the linear layers and norms of a transformer layer, with their initial values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ from schedir.tensor_parallel.mappings import mark_sequence_parallel
 
 
 class LayerParameters(NamedTuple):
-    """What makes the linear layers and norms of the layer `name`, `hidden` wide at its ends.
+    """A factory of the linear layers and norms of one transformer layer.
 
-    As in GPT-2, what adds to the residual stream starts smaller, the more there is that
-    `residual_adds`. With `sequence_parallel` tensor-parallel ranks share the tokens, too.
+    As in GPT-2, weights whose output is added to the residual stream have a smaller initial
+    standard deviation: `INIT_STD` / sqrt(`residual_adds`).
+
+    Args:
+        seed: The seed of the model.
+        name: The name of the layer, the prefix of its parameters.
+        hidden: Hidden size.
+        residual_adds: The number of outputs that the full model adds to the residual stream.
+        tp: The tensor-parallel group. None is a group of one rank.
+        placement: The device and the type of the parameters.
+        sequence_parallel: True if tensor-parallel ranks also share the tokens.
     """
 
     seed: int
@@ -30,7 +39,13 @@ class LayerParameters(NamedTuple):
     sequence_parallel: bool = False
 
     def make_column_linear(self, name: str, k: int, *, bias: bool = True) -> ColumnParallelLinear:
-        """(..., hidden) to this rank's part of (..., k)."""
+        """Return a linear layer from (..., hidden) to this rank's shard of (..., k).
+
+        Args:
+            name: The name of the weight within the layer.
+            k: Output features of all ranks.
+            bias: True if the layer has a bias.
+        """
         weight = make_normal_init(
             self.seed, f"{self.name}.{name}.weight", k, self.hidden, self.placement
         )
@@ -40,13 +55,21 @@ class LayerParameters(NamedTuple):
         )
 
     def make_row_linear(self, name: str, n: int, *, bias: bool = True) -> RowParallelLinear:
-        """This rank's part of (..., n) to (..., hidden), the sum of all ranks'."""
+        """Return a linear layer from this rank's shard of (..., n) to (..., hidden).
+
+        The output is the sum over all ranks.
+
+        Args:
+            name: The name of the weight within the layer.
+            n: Input features of all ranks.
+            bias: True if the layer has a bias.
+        """
         name, std = f"{self.name}.{name}.weight", INIT_STD / math.sqrt(self.residual_adds)
         weight = make_normal_init(self.seed, name, self.hidden, n, self.placement, 1, std)
         zeros = torch.zeros(self.hidden, **self.placement) if bias else None
         return RowParallelLinear(weight, zeros, self.tp, sequence_parallel=self.sequence_parallel)
 
     def make_norm(self) -> nn.LayerNorm:
-        """A LayerNorm."""
+        """Return a LayerNorm."""
         norm = nn.LayerNorm(self.hidden, **self.placement)
         return mark_sequence_parallel(norm, self.tp, sequence_parallel=self.sequence_parallel)

@@ -1,4 +1,4 @@
-"""A module that shares submodules and parameters with another one."""
+"""Modules that share submodules and parameters with another module."""
 
 from __future__ import annotations
 
@@ -15,34 +15,41 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def select_submodules(module: M, names: Iterable[str]) -> M:
-    """A module like another, with those of its submodules and parameters that are named: the very
-    same, under the same names.  What is not named is None there, or missing in a ModuleDict.
+    """Return a copy of a module that has only the named submodules and parameters.
 
-    A piece of a stage that computes with `part.proj.weight`, and another with `part.proj.bias`, are
-    so stages with parameters of their own; their methods are those of the module.
+    They are shared with the module, under the same names. Other parameters and submodules are None
+    in the copy, or missing in a ModuleDict. Methods are those of the module. So one segment of a
+    stage can use `part.proj.weight` and another one `part.proj.bias`, each with its own parameters
+    only.
 
-    Raises ModelError for a name that the module has not.
+    Args:
+        module: The module.
+        names: Dotted names of submodules and parameters.
 
-    >>> from torch import nn
-    >>> layer = nn.Linear(4, 2)
-    >>> bias = select_submodules(layer, ["bias"])
-    >>> bias.bias is layer.bias, bias.weight, [name for name, _ in bias.named_parameters()]
-    (True, None, ['bias'])
+    Raises:
+        ModelError: The module has no submodule or parameter with one of the names.
+
+    Example:
+        >>> from torch import nn
+        >>> layer = nn.Linear(4, 2)
+        >>> bias = select_submodules(layer, ["bias"])
+        >>> bias.bias is layer.bias, bias.weight, [name for name, _ in bias.named_parameters()]
+        (True, None, ['bias'])
     """
-    inside: dict[str, list[str]] = defaultdict(list)
+    names_below: dict[str, list[str]] = defaultdict(list)
     for name in names:
         first, _, rest = name.partition(".")
-        inside[first].append(rest)
+        names_below[first].append(rest)
     part = copy(module)
     many = isinstance(module, nn.ModuleDict)
     part._parameters = dict.fromkeys(module._parameters)
     part._modules = {} if many else dict.fromkeys(module._modules)
-    part._buffers = dict(module._buffers) if not inside.keys() - module._buffers.keys() else {}
-    for name, below in inside.items():
+    part._buffers = dict(module._buffers) if not names_below.keys() - module._buffers.keys() else {}
+    for name, below in names_below.items():
         if name in module._parameters:
             part._parameters[name] = module._parameters[name]
-        elif (own := module._modules.get(name)) is not None:
-            part._modules[name] = own if "" in below else select_submodules(own, below)
+        elif (submodule := module._modules.get(name)) is not None:
+            part._modules[name] = submodule if "" in below else select_submodules(submodule, below)
         else:
             raise ModelError(f"{type(module).__name__} has no parameter or submodule {name!r}")
     return part

@@ -1,4 +1,4 @@
-"""Divide a model among stages and tensor-parallel ranks.  Needs no torch."""
+"""Divide a model among stages and tensor-parallel ranks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from schedir.ir.cost.number_parsing import MAX_LAYERS, MAX_WIDTH
 
 
 def require_positive(config: object, *names: str) -> None:
-    """Raise UsageError for a field of a configuration that is not 1 or more, or is too large.
+    """Raise an error if a field of a configuration is below 1 or too large.
 
-    A field with "layers" in its name is at most `MAX_LAYERS`, and any other at most `MAX_WIDTH`.
+    Args:
+        config: The configuration.
+        *names: The fields. A field with "layers" in its name is at most `MAX_LAYERS`, and any other
+            at most `MAX_WIDTH`.
+
+    Raises:
+        UsageError: A field is out of range.
     """
     for name in names:
         value, most = getattr(config, name), MAX_LAYERS if "layers" in name else MAX_WIDTH
@@ -26,37 +32,43 @@ def require_positive(config: object, *names: str) -> None:
 def split_layers(
     layers: int, stages: int, layers_per_stage: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Layers per stage: the same for all, or `layers_per_stage`, which may be uneven.
+    """Return the number of layers of each stage.
 
-    Only the first and the last stage of several may have no layer: they hold the embedding and
-    the head. Raises UsageError if `layers_per_stage` does not fit, or if there is none and the
-    layers cannot be divided.
+    Args:
+        layers: Layers of the model.
+        stages: The number of stages.
+        layers_per_stage: An uneven division. Only the first and the last of several stages may have
+            0 layers, because they have the embedding and the head. None divides the layers evenly.
 
-    >>> split_layers(8, 4)
-    (2, 2, 2, 2)
-    >>> split_layers(10, 4, layers_per_stage=(2, 4, 4, 0))
-    (2, 4, 4, 0)
+    Raises:
+        UsageError: `layers_per_stage` does not fit, or the layers cannot be divided evenly.
+
+    Example:
+        >>> split_layers(8, 4)
+        (2, 2, 2, 2)
+        >>> split_layers(10, 4, layers_per_stage=(2, 4, 4, 0))
+        (2, 4, 4, 0)
     """
-    cut = ("layers", "ranks", "stages_per_rank", "placement")
+    field_names = ("layers", "ranks", "stages_per_rank", "placement")
     if stages < 1:
-        raise UsageError(f"{stages} stages; there must be 1 or more", fields=cut)
-    each, over = divmod(layers, stages)
+        raise UsageError(f"{stages} stages; there must be 1 or more", fields=field_names)
+    each, remainder = divmod(layers, stages)
     if layers_per_stage is None:
         if not each:
-            raise UsageError(f"{layers} layers do not fill {stages} stages", fields=cut)
-        if over:
-            uneven = [each + (stage < over) for stage in range(stages)]
+            raise UsageError(f"{layers} layers do not fill {stages} stages", fields=field_names)
+        if remainder:
+            uneven = [each + (stage < remainder) for stage in range(stages)]
             raise UsageError(
                 f"{layers} layers cannot be divided by {stages} stages",
                 hint=f"an uneven division can be given: {uneven}",
-                fields=cut,
+                fields=field_names,
             )
         return (each,) * stages
     if len(layers_per_stage) != stages or sum(layers_per_stage) != layers:
         raise UsageError(
             f"layers_per_stage {tuple(layers_per_stage)} is not one of {layers} layers on "
             f"{stages} stages",
-            fields=["layers_per_stage", *cut],
+            fields=["layers_per_stage", *field_names],
         )
     if min(layers_per_stage) < 0 or 0 in layers_per_stage[1:-1]:
         raise UsageError(
@@ -67,9 +79,16 @@ def split_layers(
 
 
 def split_heads(heads: int, tp: int, subject: str = "heads", field: str = "heads") -> int:
-    """Heads per tensor-parallel rank, of all kinds or of those that `subject` says.
+    """Return the number of heads per tensor-parallel rank.
 
-    Raises UsageError if they cannot be shared evenly.
+    Args:
+        heads: The number of heads.
+        tp: The tensor-parallel size.
+        subject: The kind of heads, for the error message.
+        field: The name of their field, for the error.
+
+    Raises:
+        UsageError: `tp` does not divide the heads.
     """
     if heads % tp:
         raise UsageError(f"tp {tp} does not divide {heads} {subject}", fields=["tp", field])
@@ -77,9 +96,14 @@ def split_heads(heads: int, tp: int, subject: str = "heads", field: str = "heads
 
 
 def split_tokens(context: int, tp: int) -> int:
-    """Tokens of each of the tensor-parallel ranks that share a sequence of so many.
+    """Return the number of tokens per rank with sequence parallelism.
 
-    Raises UsageError if they cannot be shared evenly.
+    Args:
+        context: Tokens of the sequence.
+        tp: The tensor-parallel size.
+
+    Raises:
+        UsageError: `tp` does not divide the tokens.
     """
     if context % tp:
         raise UsageError(

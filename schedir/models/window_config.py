@@ -1,4 +1,4 @@
-"""Attention windows by layer.  Needs no torch."""
+"""Attention windows by layer. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,33 +10,50 @@ PerLayer = int | tuple[int, ...]
 
 
 class WindowedModelConfig(Protocol):
-    """A configuration of a model whose layers may have windows: one number for all, or one for
-    each, and 0 is none."""
+    """A configuration of a model with attention windows.
+
+    `window` and `stride` are one number for all layers, or one for each. A window of 0 is none.
+    """
 
     @property
-    def layers(self) -> int: ...
+    def layers(self) -> int:
+        """Number of layers."""
+
     @property
-    def context(self) -> int: ...
+    def context(self) -> int:
+        """The longest sequence, in tokens."""
+
     @property
-    def window(self) -> PerLayer: ...
+    def window(self) -> PerLayer:
+        """Tokens of the window. 0 is all earlier tokens."""
+
     @property
-    def stride(self) -> PerLayer: ...
+    def stride(self) -> PerLayer:
+        """Tokens by which the window moves."""
 
 
 def require_windows(config: WindowedModelConfig) -> None:
-    """Raise UsageError for windows and strides that are none, or do not fit the layers."""
-    for name, least in (("window", 0), ("stride", 1)):
-        given = getattr(config, name)
-        each = given if isinstance(given, tuple) else (given,)
-        if isinstance(given, tuple) and len(given) != config.layers:
+    """Raise an error if the windows or strides of a configuration are invalid.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        UsageError: A number is out of range, a tuple does not have a number for each layer, a
+            stride is longer than its window, or there are strides without a window.
+    """
+    for name, min_value in (("window", 0), ("stride", 1)):
+        setting = getattr(config, name)
+        each = setting if isinstance(setting, tuple) else (setting,)
+        if isinstance(setting, tuple) and len(setting) != config.layers:
             raise UsageError(
-                f"{name} has {len(given)} numbers for {config.layers} layers",
+                f"{name} has {len(setting)} numbers for {config.layers} layers",
                 hint="one number is for all layers",
                 fields=[name, "layers"],
             )
-        if wrong := [one for one in each if type(one) is not int or one < least]:
+        if wrong := [one for one in each if type(one) is not int or one < min_value]:
             raise UsageError(
-                f"{name} is {describe(wrong[0])}; it must be a whole number of {least} or more",
+                f"{name} is {describe(wrong[0])}; it must be a whole number of {min_value} or more",
                 fields=[name],
             )
     pairs = _list_windows(config)
@@ -56,12 +73,19 @@ def require_windows(config: WindowedModelConfig) -> None:
 
 
 def get_windows(config: WindowedModelConfig) -> tuple[tuple[int, int] | None, ...]:
-    """Window and stride of each layer; None of those that see all, as with a window that is no
-    shorter than the context.
+    """Return the window and the stride of each layer.
 
-    >>> from schedir.models.llama_config import LlamaConfig
-    >>> get_windows(LlamaConfig(layers=3, context=64, window=(16, 0, 64), stride=(4, 1, 1)))
-    ((16, 4), None, None)
+    Args:
+        config: The configuration.
+
+    Returns:
+        (window, stride) by layer. None is a layer without a window, or with one that is at least as
+        long as the context.
+
+    Example:
+        >>> from schedir.models.llama_config import LlamaConfig
+        >>> get_windows(LlamaConfig(layers=3, context=64, window=(16, 0, 64), stride=(4, 1, 1)))
+        ((16, 4), None, None)
     """
     return tuple(
         (window, stride) if 0 < window < config.context else None
@@ -70,7 +94,7 @@ def get_windows(config: WindowedModelConfig) -> tuple[tuple[int, int] | None, ..
 
 
 def _list_windows(config: WindowedModelConfig) -> list[tuple[int, int]]:
-    """Window and stride of each layer, as they are said."""
+    """Return the configured window and stride of each layer."""
     windows, strides = (
         given if isinstance(given, tuple) else (given,) * config.layers
         for given in (config.window, config.stride)

@@ -1,10 +1,10 @@
-"""Linear layers shared by a tensor-parallel group (1909.08053, section 3), splittable into dI, dW.
+"""Linear layers of a tensor-parallel group (1909.08053, section 3), with a split backward.
 
-Each is made from the full weight, a tensor or one that is drawn by slice (`SlicedInit`), and keeps
-its slice: so what is computed does not depend on how many ranks share it.
+A layer takes the full weight, a tensor or a `SlicedInit` that is initialized slice by slice, and
+keeps its shard. The result does not depend on the number of ranks.
 
-With `sequence_parallel` they share the tokens, too (2205.05198, section 4.2.2): "the same on all
-ranks" is then each rank's own 1/t of them, (..., s / t, n).
+With `sequence_parallel` the ranks also share the tokens (2205.05198, section 4.2.2). A tensor that
+is otherwise the same on all ranks then has the tokens of each rank, (..., s / t, n).
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ from schedir.tensor_parallel.mappings import (
 
 
 class ColumnParallelLinear(nn.Module):
-    """Output features shared out: (..., n), the same on all ranks, to (..., k / t).
+    """A linear layer with divided output features: (..., n) on all ranks to (..., k / t).
 
-    Made from the full `weight` (k, n) and `bias` (k,), if it has one. Raises UsageError if t does
-    not divide k.
+    Args:
+        weight: The full weight, of shape (k, n).
+        bias: The full bias, of shape (k,), or None.
+        group: The tensor-parallel group. None is a group of one rank.
+        sequence_parallel: True if the ranks also share the tokens of the input.
+
+    Raises:
+        UsageError: t does not divide k.
     """
 
     def __init__(
@@ -43,18 +49,37 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None if bias is None else shard(bias, 0, group)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's output features.
+
+        Args:
+            x: The input, the same on all ranks.
+        """
         return self._add_bias(self.project(x))
 
     def forward_local(self, x: Tensor) -> Tensor:
-        """The output, where others sum the gradient of x over the group."""
+        """Return the output, without communication.
+
+        The caller gathers x and reduces its gradient over the group.
+
+        Args:
+            x: The input.
+        """
         return self._add_bias(self.project_local(x))
 
     def project(self, x: Tensor) -> Tensor:
-        """The output without the bias, for who adds it along with what comes next."""
+        """Return the output without the bias, which the caller fuses with the next operation.
+
+        Args:
+            x: The input, the same on all ranks.
+        """
         return split_backward.linear(x, self.weight, input_rule=self.input_rule)
 
     def project_local(self, x: Tensor) -> Tensor:
-        """That without the bias."""
+        """Return the output without communication and without the bias.
+
+        Args:
+            x: The input.
+        """
         return split_backward.linear(x, self.weight)
 
     def _add_bias(self, y: Tensor) -> Tensor:
@@ -62,10 +87,16 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Input features shared out: (..., n / t) to (..., k), the same on all ranks.
+    """A linear layer with divided input features: (..., n / t) to (..., k) on all ranks.
 
-    Made from the full `weight` (k, n) and `bias` (k,), if it has one. Raises UsageError if t does
-    not divide n.
+    Args:
+        weight: The full weight, of shape (k, n).
+        bias: The full bias, of shape (k,), or None.
+        group: The tensor-parallel group. None is a group of one rank.
+        sequence_parallel: True if the ranks also share the tokens of the output.
+
+    Raises:
+        UsageError: t does not divide n.
     """
 
     def __init__(
@@ -86,6 +117,11 @@ class RowParallelLinear(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output, summed over the group.
+
+        Args:
+            x: This rank's input features.
+        """
         return self.add_bias(
             leave_tp_region(
                 self.project_partial(x), self.group, sequence_parallel=self.sequence_parallel
@@ -93,9 +129,17 @@ class RowParallelLinear(nn.Module):
         )
 
     def project_partial(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum that is the output without the bias."""
+        """Return this rank's part of the sum over the group, without the bias.
+
+        Args:
+            x: This rank's input features.
+        """
         return split_backward.linear(x, self.weight)
 
     def add_bias(self, y: Tensor) -> Tensor:
-        """The output, of that sum: the bias after it, or it would be added t times."""
+        """Add the bias to the sum over the group. Before the sum, it would be added t times.
+
+        Args:
+            y: The sum.
+        """
         return y if self.bias is None else y + self.bias

@@ -1,11 +1,11 @@
 """The tensor-parallel group, its shards, and the mappings f and g of Megatron-LM.
 
-A group is a `ProcessGroup`, or None for tensor parallelism of 1, where nothing is sent.
+A group is a `ProcessGroup`. None is a tensor-parallel size of 1, without communication.
 
-With sequence parallelism ("Reducing Activation Recomputation in Large Transformer Models",
-arXiv 2205.05198, section 4.2.2) each rank of it has 1/t of the tokens wherever layers are not
-shared out: rank r those from r * s / t on, of the last dimension but one.  An all-reduce is then
-cut in its two halves: a reduce-scatter where ranks go apart, and an all-gather where they meet.
+With sequence parallelism (Korthikanti et al., arXiv 2205.05198, section 4.2.2), each rank has 1/t
+of the tokens outside of the tensor-parallel layers. The tokens are the last dimension but one, and
+rank r has those from r * s / t on. An all-reduce then becomes a reduce-scatter where the tokens are
+divided, and an all-gather where they are needed on all ranks.
 """
 
 from __future__ import annotations
@@ -30,31 +30,56 @@ _Replicated = TypeVar("_Replicated", bound=nn.Parameter | nn.Module)
 
 
 def tp_size(group: ProcessGroup | None) -> int:
-    """How many ranks share each layer."""
+    """Return the number of ranks in a tensor-parallel group.
+
+    Args:
+        group: The group. None has one rank.
+    """
     return 1 if group is None else group.size()
 
 
 def tp_rank(group: ProcessGroup | None) -> int:
-    """Which of them this one is: it holds slice number `tp_rank`."""
+    """Return the number of this rank in the group, which is also the number of its shard.
+
+    Args:
+        group: The group. None has one rank.
+    """
     return 0 if group is None else group.rank()
 
 
 class ShardableWeight(Protocol):
-    """A whole weight, of which a slice can be had: a Tensor, or a `Drawn`."""
+    """A full weight that can return slices: a Tensor or a `SlicedInit`."""
 
     @property
-    def shape(self) -> torch.Size: ...
+    def shape(self) -> torch.Size:
+        """Shape of the full weight."""
 
-    def narrow(self, dim: int, start: int, length: int, /) -> Tensor: ...
+    def narrow(self, dim: int, start: int, length: int, /) -> Tensor:
+        """Return a slice, as `Tensor.narrow` does.
+
+        Args:
+            dim: The dimension.
+            start: The first row or column.
+            length: The number of rows or columns.
+        """
 
 
 def shard(
     full: ShardableWeight, dim: int, group: ProcessGroup | None, *, padded: bool = False
 ) -> nn.Parameter:
-    """This rank's 1/t of `full`, cut along `dim`, as a parameter that knows it is a slice.
+    """Return this rank's 1/t of a weight, as a parameter with its own memory.
 
-    Where t does not divide that dimension, zeros fill up the last slices if `padded`; else it
-    raises UsageError.
+    If t > 1, the parameter has the attributes `shard_dim` and `shard_size`, the size of the full
+    dimension.
+
+    Args:
+        full: The full weight.
+        dim: The dimension to divide.
+        group: The tensor-parallel group. None is a group of one rank.
+        padded: True if zeros pad the last shards if t does not divide the dimension.
+
+    Raises:
+        UsageError: t does not divide the dimension, and `padded` is False.
     """
     t, size = tp_size(group), full.shape[dim]
     if size % t and not padded:
@@ -62,16 +87,16 @@ def shard(
     each = -(-size // t)
     start = min(tp_rank(group) * each, size)
     there = min(each, size - start)
-    own = full.narrow(dim, start, there)
+    local = full.narrow(dim, start, there)
     if there < each:
-        sizes = list(own.shape)
+        sizes = list(local.shape)
         sizes[dim] = each
-        own, part = own.new_zeros(sizes), own
-        own.narrow(dim, 0, there).copy_(part)
+        local, part = local.new_zeros(sizes), local
+        local.narrow(dim, 0, there).copy_(part)
     elif isinstance(full, Tensor):
-        # A copy of its own, or the slice would keep the whole alive.
-        own = own.clone(memory_format=torch.contiguous_format)
-    param = nn.Parameter(own.detach())
+        # A view would keep the memory of the full weight alive.
+        local = local.clone(memory_format=torch.contiguous_format)
+    param = nn.Parameter(local.detach())
     if t > 1:
         param.shard_dim = dim  # type: ignore[attr-defined]
         param.shard_size = size  # type: ignore[attr-defined]
@@ -79,7 +104,11 @@ def shard(
 
 
 def get_shard_dim(param: Tensor) -> int | None:
-    """The dimension along which a parameter is cut, or None if every rank holds it whole."""
+    """Return the dimension along which a parameter is sharded, or None.
+
+    Args:
+        param: The parameter.
+    """
     return getattr(param, "shard_dim", None)
 
 
@@ -90,10 +119,22 @@ def mark_sequence_parallel(
     sequence_parallel: bool,
     has_local_tokens: bool = True,
 ) -> _Replicated:
-    """A parameter, or a module with its own, that each rank holds whole, and that sees 1/t of the
-    tokens if they share the `sequence_parallel`: then each parameter says that its gradients are to
-    be summed over them, which a program with `sequence_parallel yes` does.  With own=False it sees
-    the same on all ranks nevertheless, and says so."""
+    """Mark replicated parameters whose gradients must be summed over sequence-parallel ranks.
+
+    A replicated parameter receives only 1/t of the tokens on each rank, so its gradient is a
+    partial sum. A program with `sequence_parallel yes` sums the gradients of marked parameters.
+    Without sequence parallelism nothing is marked.
+
+    Args:
+        replicated: A parameter, or a module with parameters, that each rank has unsharded.
+        group: The tensor-parallel group. None is a group of one rank.
+        sequence_parallel: True if the ranks share the tokens.
+        has_local_tokens: True if the parameter receives different tokens on each rank. If False, it
+            is marked as one whose gradient is the same on all ranks.
+
+    Returns:
+        `replicated`.
+    """
     for parameter in (
         replicated.parameters() if isinstance(replicated, nn.Module) else (replicated,)
     ):
@@ -105,11 +146,19 @@ def mark_sequence_parallel(
 def enter_tp_region(
     group: ProcessGroup | None, *, sequence_parallel: bool = False
 ) -> SharedInputRule | None:
-    """Enter a sharded region: identity forward, all-reduce backward (1909.08053, section 3); with
-    `sequence_parallel`, all-gather forward, reduce-scatter backward.
+    """Return the rule for the input of a sharded layer, the mapping f (1909.08053, section 3).
 
-    For `split.linear(x, weight, entry=f(group))`, which starts the sum before it computes the
-    weight's gradient; None where there is nobody to sum with.
+    Its forward is the identity and its backward an all-reduce. With `sequence_parallel`, the
+    forward is an all-gather and the backward a reduce-scatter. Pass the rule to
+    `split_backward.linear(x, weight, input_rule=...)`, which starts the reduction before it
+    computes the weight gradient.
+
+    Args:
+        group: The tensor-parallel group. None is a group of one rank.
+        sequence_parallel: True if the ranks share the tokens of the input.
+
+    Returns:
+        The rule. It is None for a single rank, where no communication is needed.
     """
     if group is None or group.size() == 1:
         return None
@@ -123,12 +172,19 @@ def enter_tp_region(
 def leave_tp_region(
     x: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool = False
 ) -> Tensor:
-    """Leave a sharded region: all-reduce forward, identity backward (1909.08053, section 3); with
-    `sequence_parallel`, reduce-scatter forward, all-gather backward: (..., s, n) to (..., s / t,
-    n).
+    """Reduce the partial outputs of a sharded layer, the mapping g (1909.08053, section 3).
 
-    A sum of all may be written over x, which is to be what nobody else needs, as a product.
-    Raises UsageError for tokens that ranks cannot share evenly.
+    The forward is an all-reduce and the backward the identity. With `sequence_parallel`, the
+    forward is a reduce-scatter from (..., s, n) to (..., s / t, n), and the backward an all-gather.
+
+    Args:
+        x: The partial output of this rank. The all-reduce overwrites it if it is contiguous, so no
+            other operation may need it.
+        group: The tensor-parallel group. None is a group of one rank.
+        sequence_parallel: True if the ranks share the tokens of the output.
+
+    Raises:
+        UsageError: The ranks cannot share the tokens evenly.
     """
     if tp_size(group) == 1:
         return x
@@ -139,18 +195,31 @@ def leave_tp_region(
 def select_local_tokens(
     x: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool = True
 ) -> Tensor:
-    """Of (..., s, n) the rank's own tokens, (..., s / t, n); all, if they do not share the
-    `sequence_parallel`.  Raises UsageError for tokens that cannot be shared evenly."""
+    """Return the tokens of this rank: (..., s / t, n) of (..., s, n).
+
+    Args:
+        x: All tokens.
+        group: The tensor-parallel group. None is a group of one rank.
+        sequence_parallel: True if the ranks share the tokens. If False, the result has all tokens.
+
+    Raises:
+        UsageError: The ranks cannot share the tokens evenly.
+    """
     t = tp_size(group) if sequence_parallel else 1
     require_even_split(x.shape[-2], t)
     return x.chunk(t, -2)[tp_rank(group) if t > 1 else 0]
 
 
 def get_first_token(x: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool) -> Tensor:
-    """Of (b, s, n) the first token, (b, n), the same on all ranks, also where they share the
-    `sequence_parallel`, and the first has it.
+    """Return the first token, (b, n) of (b, s, n), on all ranks.
 
-    All are to compute the same with it: then each has its whole gradient, and the first keeps it.
+    With sequence parallelism, rank 0 sends it to all ranks. All ranks must compute the same with
+    it. Each then has its full gradient, and only rank 0 uses it.
+
+    Args:
+        x: The tokens, of this rank or all.
+        group: The tensor-parallel group. None is a group of one rank.
+        sequence_parallel: True if the ranks share the tokens.
     """
     if not sequence_parallel or group is None or group.size() == 1:
         return x[:, 0]
@@ -159,9 +228,14 @@ def get_first_token(x: Tensor, group: ProcessGroup | None, *, sequence_parallel:
 
 
 def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> None:
-    """Make `output` of the `shard` of each rank, one after the other; both are contiguous.
+    """Gather the shards of all ranks into one tensor, in the order of ranks.
 
-    NCCL writes it in its place; a list of parts it would copy.
+    NCCL writes directly to `output`. With a list of outputs it would copy them.
+
+    Args:
+        output: The gathered tensor. It is contiguous, with t times the size of `shard`.
+        shard: The shard of this rank, contiguous.
+        group: The group.
     """
     # torch 2.13 has a new name for it and warns of the old one.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -179,7 +253,7 @@ def _start_all_reduce(group: ProcessGroup, x: Tensor) -> PendingTensor:
 
 
 def _start_all_gather(group: ProcessGroup, part: Tensor) -> PendingTensor:
-    """Of (..., s / t, n) of each rank what all have, (..., s, n)."""
+    """Start to gather (..., s / t, n) of each rank to (..., s, n) on all ranks."""
     part = part.contiguous()
     parts = part.new_empty(group.size(), *part.shape)
     # torch 2.13 has a new name for it and warns of the old one.
@@ -194,15 +268,15 @@ def _start_all_gather(group: ProcessGroup, part: Tensor) -> PendingTensor:
 
 
 def _start_reduce_scatter(group: ProcessGroup, x: Tensor) -> PendingTensor:
-    """Of (..., s, n) of each rank the sum of the own tokens, (..., s / t, n)."""
+    """Start to sum (..., s, n) over the ranks, and to scatter the sum as (..., s / t, n)."""
     parts = split_by_rank(x, group.size())
-    own = torch.empty_like(parts[0])
+    local = torch.empty_like(parts[0])
     start: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work = start(own.view(-1), parts.view(-1), group=group, async_op=True)
+    work = start(local.view(-1), parts.view(-1), group=group, async_op=True)
 
     def wait() -> Tensor:
         work.wait()
-        return own
+        return local
 
     return wait
 

@@ -1,10 +1,10 @@
-"""Initialize weights slice by slice: a rank draws its own slice and one block beside it.
+"""Initialize weights slice by slice, so that no rank needs memory for the full weight.
 
-A weight is cut into blocks along the dimension that tensor-parallel ranks share, and each block is
-drawn by a generator of its own.  So a number is decided by seed, name and place: any number of
-ranks holds slices of one weight, and none draws the whole of it.
+A weight is divided into blocks along the dimension that tensor-parallel ranks share. Each block has
+its own random generator. A value depends only on the seed, the name and the position, so any number
+of ranks has slices of the same weight. A rank needs memory for its slice and one block.
 
-Blocks are drawn on the CPU, wherever the slice is to be: torch's generators of other devices give
+Blocks are generated on the CPU for all devices, because torch's generators of other devices return
 other numbers.
 """
 
@@ -16,14 +16,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK_SIZE = 1 << 22  # numbers in a block, or one row or column: 16 MiB of float32
+# Numbers in a block: 16 MiB of float32. A block has at least one row or column.
+BLOCK_SIZE = 1 << 22
 
 
 @dataclass(frozen=True)
 class SlicedInit:
-    """A weight, normal(0, std), to be cut along `dim`; slices are in `dtype` on `device`.
+    """The initializer of a weight with the distribution normal(0, std), which returns slices.
 
-    `key` is the seed and what names the weight: others have other numbers.
+    Args:
+        key: The seed and the name of the weight. It determines the values.
+        shape: The shape of the full weight.
+        dim: The dimension that tensor-parallel ranks share.
+        std: The standard deviation.
+        device: The device of the slices.
+        dtype: The type of the slices.
     """
 
     key: str
@@ -34,31 +41,38 @@ class SlicedInit:
     dtype: torch.dtype = torch.float32
 
     def narrow(self, dim: int, start: int, length: int) -> Tensor:
-        """A slice, as of a tensor, in memory of its own."""
+        """Return a slice in its own memory, like `Tensor.narrow`.
+
+        Args:
+            dim: The dimension. It must be `self.dim`.
+            start: The first row or column.
+            length: The number of rows or columns.
+        """
         assert dim == self.dim, "blocks lie along the dimension that is shared"
         sizes = list(self.shape)
         sizes[dim] = length
-        own = torch.empty(sizes, device=self.device, dtype=self.dtype)
-        each, end = self._lines_per_block, start + length
-        for block in range(start // each, -(-end // each)):
-            drawn, first = self._draw_block(block), block * each
-            low, high = max(start, first), min(end, first + each)
-            own.narrow(dim, low - start, high - low).copy_(
-                drawn.narrow(dim, low - first, high - low)
+        result = torch.empty(sizes, device=self.device, dtype=self.dtype)
+        lines, end = self._lines_per_block, start + length
+        for block in range(start // lines, -(-end // lines)):
+            values, first = self._draw_block(block), block * lines
+            low, high = max(start, first), min(end, first + lines)
+            result.narrow(dim, low - start, high - low).copy_(
+                values.narrow(dim, low - first, high - low)
             )
-        return own
+        return result
 
     @property
     def _lines_per_block(self) -> int:
-        """Rows, or columns, that a block has: as many as hold so many numbers, and one at least."""
+        """Rows or columns of a block: as many as `BLOCK_SIZE` allows, and at least one."""
         return max(1, BLOCK_SIZE * self.shape[self.dim] // max(1, self.shape.numel()))
 
     def _draw_block(self, number: int) -> Tensor:
-        # The first by the name alone, as a weight of one block always was.
+        # The key of the first block has no number. Models that were initialized before there were
+        # blocks so keep their values.
         key = f"{self.key} {number}" if number else self.key
         digest = hashlib.sha256(key.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         sizes, first = list(self.shape), number * self._lines_per_block
         sizes[self.dim] = min(self._lines_per_block, sizes[self.dim] - first)
-        drawn = torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
-        return drawn.mul_(self.std)
+        values = torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
+        return values.mul_(self.std)

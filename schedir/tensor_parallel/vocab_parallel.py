@@ -1,11 +1,12 @@
-"""Embedding, head and cross entropy over a vocabulary that a tensor-parallel group shares.
+"""Embedding, head and cross entropy with a vocabulary that tensor-parallel ranks share.
 
-Rank r holds tokens r*k .. (r+1)*k - 1 with k = ceil(vocab / t). Rows past the vocabulary are
-padding: zero, never looked up, and with logits of -inf no token's probability.
-(1909.08053, section 3; the loss needs one MAX and one SUM of a few numbers per token, where
-gathering the logits would send all of the vocabulary. On a GPU it is one gather of three numbers
-per token and rank, and the logits are never copied: `schedir.kernels.cross_entropy`. Where some are
-padding their gradient is, once.)
+Rank r has the tokens r*k to (r+1)*k - 1, with k = ceil(vocab / t). Rows after the vocabulary are
+padding: they are zero, no token uses them, and their logits are -inf.
+
+The loss (1909.08053, section 3) needs one MAX and one SUM reduction of a few numbers per token; a
+gather of the logits would send the full vocabulary. On a GPU it is one gather of three numbers per
+token and rank, and the logits are never copied (`schedir.kernels.cross_entropy`). If some logits
+are padding, their gradient is copied once.
 """
 
 from __future__ import annotations
@@ -32,14 +33,25 @@ from schedir.tensor_parallel.mappings import (
 
 
 def shard_vocab(full: ShardableWeight, group: ProcessGroup | None = None) -> nn.Parameter:
-    """This rank's rows of a (vocab, n) weight, padded so that all ranks hold equally many."""
+    """Return this rank's rows of a (vocab, n) weight, padded to the same number on all ranks.
+
+    Args:
+        full: The full weight.
+        group: The tensor-parallel group. None is a group of one rank.
+    """
     return shard(full, 0, group, padded=True)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids int64 (...) to (..., n), the same on all ranks; `weight` from `shard_vocab`.
+    """The embedding of int64 tokens (...) as vectors (..., n), the same on all ranks.
 
-    Of ids (..., s) with `sequence_parallel` to the rank's own tokens, (..., s / t, n).
+    With `sequence_parallel`, tokens of shape (..., s) become the vectors of this rank's tokens,
+    (..., s / t, n).
+
+    Args:
+        weight: This rank's rows, from `shard_vocab`.
+        group: The tensor-parallel group. None is a group of one rank.
+        sequence_parallel: True if the ranks share the tokens of the output.
     """
 
     def __init__(
@@ -54,6 +66,11 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the vectors of tokens.
+
+        Args:
+            tokens: int64, all tokens of the sequence on each rank.
+        """
         if tp_size(self.group) == 1:
             return split_backward.embedding(tokens, self.weight)
         row, absent = _find_local_rows(tokens, len(self.weight), self.group)
@@ -62,10 +79,17 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """(..., n) to this rank's logits (..., k), padding -inf; `weight` from `shard_vocab`.
+    """The projection of (..., n) to this rank's logits (..., k), with -inf for padding.
 
-    The weight may be the embedding's own parameter (tied).  With `sequence_parallel`, of the rank's
-    own tokens (..., s / t, n) to its logits of all, (..., s, k).
+    With `sequence_parallel`, the input has this rank's tokens, (..., s / t, n), and the logits have
+    all tokens, (..., s, k).
+
+    Args:
+        weight: This rank's rows, from `shard_vocab`. It may be the parameter of the embedding
+            (tied).
+        vocab: Size of the vocabulary.
+        group: The tensor-parallel group. None is a group of one rank.
+        sequence_parallel: True if the ranks share the tokens of the input.
     """
 
     def __init__(
@@ -79,10 +103,15 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         self.input_rule = enter_tp_region(group, sequence_parallel=sequence_parallel)
         self.weight = weight
-        # How many rows are no padding.
+        # The number of rows without padding.
         self.local_vocab = min(max(vocab - tp_rank(group) * len(weight), 0), len(weight))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's logits.
+
+        Args:
+            x: The output of the last norm.
+        """
         logits = split_backward.linear(x, self.weight, input_rule=self.input_rule)
         if self.local_vocab < len(self.weight):
             logits[..., self.local_vocab :] = float("-inf")
@@ -92,11 +121,19 @@ class VocabParallelHead(nn.Module):
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, ignore_index: int = -1
 ) -> Tensor:
-    """Sum of -log p(target) over the tokens whose target is not `ignore_index`: 0-dim float32.
+    """Return the sum of -log p(target) over all tokens that count.
 
-    `logits` is this rank's shard (..., k), in any floating type; `targets` int64 (...), the same
-    on all ranks, as is the result. A target outside the vocabulary is not detected here.
-    On a GPU the backward pass overwrites the logits.
+    On a GPU the backward overwrites the logits. The function does not detect targets outside of the
+    vocabulary.
+
+    Args:
+        logits: This rank's logits, of shape (..., k), in any floating type.
+        targets: int64 of shape (...), the same on all ranks.
+        group: The tensor-parallel group. None is a group of one rank.
+        ignore_index: Tokens with this target do not count.
+
+    Returns:
+        A 0-dimensional float32 tensor, the same on all ranks.
     """
     if uses_triton(logits):
         return fused_cross_entropy(logits, targets, group, ignore_index)
@@ -107,12 +144,19 @@ def vocab_parallel_cross_entropy(
 def fused_cross_entropy(
     logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, ignore_index: int = -1
 ) -> Tensor:
-    """As `vocab_parallel_cross_entropy`, by the kernels or their references on any device.
+    """Return the same as `vocab_parallel_cross_entropy`, from fused operations on any device.
 
-    Backward writes the gradient over the logits, and raises RuntimeError the second time.
+    On a GPU with Triton these are kernels, otherwise their references. The backward overwrites the
+    logits with the gradient. A second backward raises RuntimeError.
+
+    Args:
+        logits: This rank's logits, of shape (..., k), in any floating type.
+        targets: int64 of shape (...), the same on all ranks.
+        group: The tensor-parallel group. None is a group of one rank.
+        ignore_index: Tokens with this target do not count.
     """
     if logits.is_leaf and logits.requires_grad:
-        logits = logits.clone()  # someone's parameter is not ours to overwrite
+        logits = logits.clone()  # The backward must not overwrite a parameter of the caller.
     loss: Tensor = _FusedCrossEntropy.apply(logits, targets, group, ignore_index)  # type: ignore[no-untyped-call]
     return loss
 
@@ -120,7 +164,7 @@ def fused_cross_entropy(
 def _find_local_rows(
     tokens: Tensor, rows: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """For each token its row on this rank, 0 if it is elsewhere, and whether it is elsewhere."""
+    """Return the row of each token on this rank, or 0, and whether it is on another rank."""
     row = tokens - tp_rank(group) * rows
     absent = (row < 0) | (row >= rows)
     return row.masked_fill(absent, 0), absent
@@ -183,6 +227,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         logits, flat, parts = ctx.saved_tensors
         rows = logits.view(-1, logits.shape[-1])
         cross_entropy.write_gradient_(rows, flat, parts, dlosses[0], ctx.first, ctx.ignore)
-        # A kernel's writing goes unseen: say it, so that a second backward is refused.
+        # Autograd does not see that a kernel wrote to the logits. With a new version, it refuses a
+        # second backward.
         torch.autograd.graph.increment_version(logits)
         return logits, None, None, None

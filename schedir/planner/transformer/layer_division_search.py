@@ -226,7 +226,7 @@ class _DivisionSearch:
     # ------------------------------------------------------------ divisions
 
     def _iter_balanced(self, rank_times: Floats) -> Iterator[tuple[int, ...]]:
-        """Yield the balanced divisions with the fewest and with the most layers on the first ranks."""
+        """Yield balanced divisions with the fewest and the most layers on the first ranks."""
         yield balance_layers(rank_times)
         yield balance_layers(rank_times[::-1])[::-1]
 
