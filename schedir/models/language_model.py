@@ -142,8 +142,9 @@ def find_tied_weight(
 ) -> nn.Parameter | None:
     """Return a stage's copy of a tied weight if another stage has one too.
 
-    The gradients of both copies are summed. The result is None if the weight is not tied, on inner
-    stages, and on a stage with both ends, where the head uses the parameter of the embedding.
+    The gradients of both copies are summed. It is None if the weight
+    is not tied, and on inner stages. It is also None on a stage with both ends, because the head
+    there uses the parameter of the embedding.
 
     Args:
         config: The configuration of the model.
