@@ -142,7 +142,7 @@ def find_tied_weight(
 ) -> nn.Parameter | None:
     """Return a stage's copy of a tied weight if another stage has one too.
 
-    The gradients of both copies are summed. It is None if the weight
+    The gradients of both copies are summed. The result is None if the weight
     is not tied, and on inner stages. It is also None on a stage with both ends, because the head
     there uses the parameter of the embedding.
 
