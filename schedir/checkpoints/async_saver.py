@@ -7,7 +7,7 @@ for step in range(1000):
         saver.due(step)  # what the executor is after so many steps
     executor.step(inputs, targets)
     saver.write()  # once nothing takes back what was due
-saver.ended()
+saver.wait()
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Saver:
         if self._save_plan is not None:
             raise ModelError(
                 f"step {self._save_plan.step} is due, and would not be saved any more",
-                hint="saver.write() or saver.drop() before another step is due",
+                hint="saver.write() or saver.cancel() before another step is due",
             )
         self.wait()
         taken = plan_save(self.executor, step=step, name_map=self.name_map, extra_state=extra_state)
@@ -220,7 +220,7 @@ class Saver:
         if self._save_plan is not None:
             raise ModelError(
                 f"step {self._save_plan.step} is due, and is not being written",
-                hint="saver.write() or saver.drop() before saver.ended()",
+                hint="saver.write() or saver.cancel() before saver.wait()",
             )
 
     def _get_host_buffer(self, name: str, piece: TensorPiece) -> Tensor:

@@ -326,7 +326,7 @@ def _require_trainable(
     if plan.offload != "none" and offload_program is None:
         raise UsageError(
             "which microbatches are offloaded a program says, and nobody gives it",
-            hint="config(model, choice, moves=program_for(model, cluster, choice))",
+            hint="train_config(model, plan, simulated_program(model, cluster, plan))",
             fields=["offload"],
         )
     if plan.recompute == "selective":

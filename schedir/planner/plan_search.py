@@ -299,7 +299,7 @@ def all_plans(
 
 def _require_types(model: TransformerSpec, cluster: Cluster) -> None:
     require_type(model, TransformerSpec, 'planner.load_model("gpt-22b")')
-    require_type(cluster, Cluster, 'planner.cluster("a100", nodes=8)')
+    require_type(cluster, Cluster, 'planner.cluster_preset("a100", nodes=8)')
 
 
 def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: ParallelPlan) -> None:

@@ -157,7 +157,7 @@ def _require_between_steps(state: State) -> None:
     ):
         raise CheckpointError(
             "weights are shown whole, and are kept in parts",
-            hint="leave `with executor.whole():` before",
+            hint="leave `with executor.full_parameters():` before",
         )
 
 

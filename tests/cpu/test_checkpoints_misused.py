@@ -165,7 +165,7 @@ def test_a_save_does_not_tidy_away_what_a_saver_writes(
     assert written.wait(60)
     with pytest.raises(CheckpointError, match="step 0 is being written") as caught:
         save(ranks, tmp_path, step=1)
-    assert "saver.ended()" in caught.value.hint
+    assert "saver.wait()" in caught.value.hint
     go_on.set()
     saver.wait()
     save(ranks, tmp_path, step=1)

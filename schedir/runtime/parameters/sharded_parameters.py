@@ -150,14 +150,14 @@ class ShardedParameters:
         if self.summoned_flat:
             raise ModelError(
                 "weights are shown whole, and a step keeps them in parts",
-                hint="leave `with executor.whole():` before the next step",
+                hint="leave `with executor.full_parameters():` before the next step",
             )
         for p, shard in self.parameter_shards.items():
             if p.data_ptr() != shard.data_ptr() or p.shape != shard.shape:
                 raise ModelError(
                     f"{self.gradients.names[p]} is not the piece that this replica keeps of it: "
                     "it has been moved, or its data set",
-                    hint="write to weights within `with executor.whole():`",
+                    hint="write to weights within `with executor.full_parameters():`",
                 )
 
     def start_unshard(self, collective: StartCollective) -> None:
@@ -321,7 +321,7 @@ def _warn_of_shards(module: nn.Module, *_: object) -> None:
         if owner is not None and not owner.summoned_flat and not owner.is_in_step:
             warnings.warn(
                 f"a state_dict has the piece of {name} that this replica keeps (zero "
-                f"{owner.shard_spec.zero}), and nobody else's; within `with executor.whole():` "
+                f"{owner.shard_spec.zero}), and nobody else's; within `with executor.full_parameters():` "
                 "it has "
                 "whole weights",
                 stacklevel=2,
