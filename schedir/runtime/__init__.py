@@ -1,6 +1,6 @@
-"""The runtime: executors that run programs with torch.
+"""Executors that run programs with torch.
 
-What users need is here by name, and each is loaded where it is first used.
+Each public name is imported when it is first used.
 """
 
 from importlib import import_module
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 from schedir.extras import require_package
 from schedir.retired_names import make_attribute_error
 
-require_package("torch", "schedir.runtime")  # the imports below would fail without a hint
+# Without this check the imports below would fail without a hint how to install torch.
+require_package("torch", "schedir.runtime")
 
 if TYPE_CHECKING:
     from schedir.runtime.autograd.splittable_layers import (

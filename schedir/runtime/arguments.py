@@ -20,9 +20,13 @@ _PROGRAM_EXAMPLE = "schedir.compile(schedule, PipelineShape(ranks=2, microbatche
 
 
 def require_shape(value: object) -> tuple[int, ...]:
-    """A shape of whole numbers from 1 on; one number alone is that of a vector.
+    """Return the shape of a boundary tensor as a tuple of integers.
 
-    Raises ModelError for anything else.
+    Args:
+        value: Integers of at least 1. A single integer is the length of a vector.
+
+    Raises:
+        ModelError: `value` is no such shape.
     """
     try:
         if isinstance(value, str | bytes | torch.Tensor | Set):
@@ -42,7 +46,14 @@ def require_shape(value: object) -> tuple[int, ...]:
 
 
 def require_program(value: object) -> Program:
-    """A Program.  Raises UsageError for anything else."""
+    """Return `value` if it is a program.
+
+    Args:
+        value: The argument to check.
+
+    Raises:
+        UsageError: `value` is not a `Program`.
+    """
     require_type(value, Program, _PROGRAM_EXAMPLE)
     assert isinstance(value, Program)
     return value
@@ -51,12 +62,20 @@ def require_program(value: object) -> Program:
 def require_stages(
     value: object, program: Program, rank: int | None = None
 ) -> dict[int, nn.Module]:
-    """The stages of a rank by number, or of the whole model: a mapping, or all stages in order.
+    """Return the stages of a rank, or all stages of the model, by stage number.
 
-    Of all stages a rank takes its own.  Raises ModelError for others, and for what is no module.
+    Args:
+        value: A mapping from stage number to module that has exactly these stages, or a sequence
+            of all stages of the model in order. A rank takes its local stages from the sequence.
+        program: The program that will run the stages.
+        rank: The pipeline rank. By default the function returns all stages of the model.
+
+    Raises:
+        ModelError: `value` is neither a mapping nor a sequence, stages are missing or superfluous,
+            or a stage is not an `nn.Module`.
     """
-    every = range(program.shape.stages)
-    own = every if rank is None else program.shape.stages_on_rank[rank]
+    all_stages = range(program.shape.stages)
+    expected = all_stages if rank is None else program.shape.stages_on_rank[rank]
     wants = "the stages of the model in order" if rank is None else "{stage: module}"
 
     def refuse(fact: str) -> ModelError:
@@ -64,42 +83,56 @@ def require_stages(
 
     whose = "the program has" if rank is None else f"rank {rank} owns"
     if isinstance(value, Mapping):
-        found = dict(value)
-        if {*found} != {*own}:
-            raise refuse(f"{whose} stages {[*own]}, and is given {describe([*found])}")
+        result = dict(value)
+        if {*result} != {*expected}:
+            raise refuse(f"{whose} stages {[*expected]}, and is given {describe([*result])}")
     elif isinstance(value, Sequence | nn.Sequential | nn.ModuleList) and not isinstance(value, str):
-        if len(value) != len(every):
-            raise refuse(f"{len(value)} stages are given, the program has {len(every)}")
-        found = {s: value[s] for s in own}
+        if len(value) != len(all_stages):
+            raise refuse(f"{len(value)} stages are given, the program has {len(all_stages)}")
+        result = {s: value[s] for s in expected}
     else:
         raise refuse(f"{type(value).__name__} is given for stages")
-    for s, module in found.items():
+    for s, module in result.items():
         if not isinstance(module, nn.Module):
             raise refuse(f"stage {s} is no nn.Module, but {describe(module)}")
-    return found
+    return result
 
 
 def require_model_stages(value: object, *, allow_missing: bool = False) -> list[Any]:
-    """All the stages of a model, in order, where there is no program to compare them with.
+    """Return all stages of a model as a list, without a program to compare them with.
 
-    With `allow_missing`, None stands for stages that others have.  Raises ModelError for what is no
-    sequence of modules.
+    Args:
+        value: The stages, in order.
+        allow_missing: Accept None in the place of a stage that another process has.
+
+    Raises:
+        ModelError: `value` is empty, or not a sequence of modules.
     """
-    found: list[Any] = []
+    result: list[Any] = []
     if isinstance(value, Sequence | nn.Sequential | nn.ModuleList):
-        found = [*value]
-    if not found or not all(
-        isinstance(m, nn.Module) or (allow_missing and m is None) for m in found
+        result = [*value]
+    if not result or not all(
+        isinstance(m, nn.Module) or (allow_missing and m is None) for m in result
     ):
         raise ModelError(
             f"the stages of a model are modules, in order, not {describe(value)}",
             hint="[nn.Linear(8, 8), nn.Linear(8, 8)]",
         )
-    return found
+    return result
 
 
 def count_microbatches(values: object, name: str, program: Program | None = None) -> int:
-    """How many microbatches are given.  Raises ExecutionError for what does not count any."""
+    """Return the number of microbatches.
+
+    Args:
+        values: A sequence with an entry for each microbatch, or a tensor that stacks them in its
+            first dimension.
+        name: The name of the argument in the error message.
+        program: The program that the error names. By default the error names none.
+
+    Raises:
+        ExecutionError: `values` is a string, or has no length or no items.
+    """
     try:
         if not hasattr(values, "__getitem__") or isinstance(values, str | bytes):
             raise TypeError
@@ -112,7 +145,17 @@ def count_microbatches(values: object, name: str, program: Program | None = None
 
 
 def require_all_microbatches(values: object, name: str, program: Program, rank: int) -> None:
-    """Raise ExecutionError for what is not one of each microbatch."""
+    """Require one entry for each microbatch of a program.
+
+    Args:
+        values: The entries, one for each microbatch.
+        name: The name of the argument in the error message.
+        program: The program that runs the microbatches.
+        rank: The pipeline rank, for the error message.
+
+    Raises:
+        ExecutionError: The number of entries differs from the number of microbatches.
+    """
     number, wanted = count_microbatches(values, name, program), program.shape.microbatches
     if number != wanted:
         raise ExecutionError(
@@ -121,14 +164,30 @@ def require_all_microbatches(values: object, name: str, program: Program, rank: 
 
 
 def require_callable(value: _T, name: str, example: str) -> _T:
-    """What can be called.  Raises ModelError for anything else."""
+    """Return `value` if it is callable.
+
+    Args:
+        value: The argument to check.
+        name: The name of the argument in the error message.
+        example: An example of a correct argument, which the error gives as its hint.
+
+    Raises:
+        ModelError: `value` is not callable.
+    """
     if not callable(value):
         raise ModelError(f"{name} is called, and {describe(value)} cannot be", hint=example)
     return value
 
 
 def require_loss(value: _T) -> _T:
-    """A loss.  Raises ModelError for what cannot be called, and for a class that makes one."""
+    """Return `value` if it is a loss function or a loss module.
+
+    Args:
+        value: The argument to check.
+
+    Raises:
+        ModelError: `value` is not callable, or is a module class instead of an instance.
+    """
     example = "loss=lambda y, target: (y - target).square().sum()"
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise ModelError(f"the loss is {describe(value)}, and not one of it", hint=example)
@@ -138,14 +197,30 @@ def require_loss(value: _T) -> _T:
 def require_factory(
     value: Callable[..., _T] | None, name: str, example: str
 ) -> Callable[..., _T] | None:
-    """What makes an optimizer or a loss scale of each rank.  Raises ModelError for one of them."""
+    """Return a factory that creates an object for each rank, or None.
+
+    Args:
+        value: The factory, such as an optimizer class.
+        name: The name of the created object in the error message.
+        example: An example of a correct argument, which the error gives as its hint.
+
+    Raises:
+        ModelError: `value` is not callable, such as an optimizer instead of its class.
+    """
     if value is None:
         return None
     return require_callable(value, f"what makes {name} of each rank", example)
 
 
 def require_optimizer(value: _T) -> _T:
-    """What steps.  Raises ModelError for what cannot, as a function that makes an optimizer."""
+    """Return `value` if it is an optimizer or None.
+
+    Args:
+        value: The argument to check.
+
+    Raises:
+        ModelError: `value` has no `step` method, or is a class instead of an instance.
+    """
     step = getattr(value, "step", None)
     if value is not None and (isinstance(value, type) or not callable(step)):
         raise ModelError(
@@ -156,7 +231,15 @@ def require_optimizer(value: _T) -> _T:
 
 
 def require_rank(value: int, program: Program) -> int:
-    """One of a program's ranks.  Raises ModelError for another."""
+    """Return `value` if it is a pipeline rank of a program.
+
+    Args:
+        value: The argument to check.
+        program: The program with the ranks 0 to `program.shape.ranks` - 1.
+
+    Raises:
+        ModelError: The program has no such rank.
+    """
     if value in range(program.shape.ranks):
         return value
     raise ModelError(
@@ -166,21 +249,42 @@ def require_rank(value: int, program: Program) -> int:
 
 
 def require_loss_scale(value: LossScale | None) -> LossScale | None:
-    """A loss scale, or none.  Raises UsageError for anything else."""
+    """Return `value` if it is a loss scale or None.
+
+    Args:
+        value: The argument to check.
+
+    Raises:
+        UsageError: `value` is neither a `LossScale` nor None.
+    """
     if value is not None:
         require_type(value, LossScale, "LossScale()")
     return value
 
 
 def require_transport(value: _T) -> _T:
-    """A transport.  Raises ModelError for anything else."""
+    """Return `value` if it is a transport.
+
+    Args:
+        value: The argument to check.
+
+    Raises:
+        ModelError: `value` has no `check_agreement` method, so it is not a transport.
+    """
     if not hasattr(value, "check_agreement"):
         raise ModelError(f"{describe(value)} is no transport", hint="GlooTransport(program)")
     return value
 
 
 def require_seed(value: object) -> int:
-    """A seed: any whole number.  Raises ModelError for another."""
+    """Return a seed as an `int`.
+
+    Args:
+        value: Any integer.
+
+    Raises:
+        ModelError: `value` is not an integer.
+    """
     try:
         return index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -188,16 +292,28 @@ def require_seed(value: object) -> int:
 
 
 def require_spill_dir(value: object) -> Path | None:
-    """A folder, or None.  Raises ModelError for what is no path."""
+    """Return the folder of the spill file, or None.
+
+    Args:
+        value: The path of the folder, or None.
+
+    Raises:
+        ModelError: `value` is not a path, or an empty string.
+    """
     if value is None or (isinstance(value, str | Path) and str(value)):
         return None if value is None else Path(value)
     raise ModelError(f"spill_dir is a path, not {describe(value)}", hint="spill_dir='/nvme'")
 
 
 def require_max_norm(value: float | None, program: Program) -> float:
-    """The largest norm of the gradients: a number above 0, or 1 where none is given.
+    """Return the largest allowed global norm of the gradients.
 
-    Raises ModelError for another, and for one that the program would not clip to.
+    Args:
+        value: A number above 0, which may be infinity. None means 1.0.
+        program: The program that clips the gradients.
+
+    Raises:
+        ModelError: `value` is not a number above 0, or the program does not clip gradients.
     """
     if value is None:
         return 1.0
@@ -220,7 +336,14 @@ def require_max_norm(value: float | None, program: Program) -> float:
 
 
 def require_scalar_loss(loss: object) -> torch.Tensor:
-    """A loss, 0-dim.  Raises ModelError for what is not one number."""
+    """Return a loss as a 0-dimensional tensor.
+
+    Args:
+        loss: A floating-point tensor with one element.
+
+    Raises:
+        ModelError: `loss` is no such tensor.
+    """
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss if not loss.dim() else loss.reshape(())
     raise ModelError(

@@ -1,4 +1,4 @@
-"""The state of a run that a checkpoint saves: tensors by stage and by name."""
+"""The state of a run that a checkpoint saves and loads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ from schedir.runtime.rank_state import State
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.transport import TransportWrapper
 
-RUN_OPTIMIZER: Final = object()  # in the place of an optimizer: whoever trains has it
+# The default of the argument `optimizer` of save and load: the optimizer of the executor.
+RUN_OPTIMIZER: Final = object()
 
 
 class ShardRange(NamedTuple):
-    """The shape of what a tensor-parallel rank has, and which of its numbers are own, from and
-    to."""
+    """The elements of a parameter that a replica owns.
+
+    Args:
+        shape: The shape of the parameter on this tensor-parallel rank.
+        low: The index of the first owned element, in the flattened parameter.
+        high: The index after the last owned element.
+    """
 
     shape: tuple[int, ...]
     low: int
@@ -32,9 +38,16 @@ class ShardRange(NamedTuple):
 
 @dataclass(frozen=True)
 class StageCheckpointState:
-    """A stage of a rank: its module; the names of what is trained, by what the stage computes with;
-    of these the ranges that the replica keeps or writes, where they are no equal shares; and those
-    of which it has nothing but its range, 1-dim."""
+    """The state of one stage of a rank.
+
+    Args:
+        module: The module of the stage.
+        parameter_names: The name of each trained parameter, by the Parameter that the stage
+            computes with.
+        shard_ranges: The elements of each parameter that the replica owns or writes. A parameter
+            that is missing here is split equally over the replicas.
+        shards: The 1-dimensional shard of each parameter that the replica stores only as a shard.
+    """
 
     module: nn.Module
     parameter_names: Mapping[nn.Parameter, str]
@@ -44,15 +57,29 @@ class StageCheckpointState:
 
 @dataclass(frozen=True)
 class RankCheckpointState:
-    """What a rank has, between two steps.
+    """The state of a rank between two steps.
 
-    `tied_weights` are the tied weights of which it has copies, in the order in which all ranks have
-    them, and `aliases` what is in another parameter's memory.  `shard_spec` is which replica it is,
-    and
-    `tp` and `tp_rank` which slice.  `world_shape` decides which process draws for what.
-    `set_loading` is told True before a load writes to any of it, and False when all has been:
-    between, nobody goes on. Where replicas are `has_external_reduction`, whether they are equal is
-    looked at.
+    Args:
+        program: The program that trains.
+        rank: The pipeline rank.
+        stages: The local stages by number.
+        shard_spec: The number of replicas, the number of this replica, and the ZeRO level.
+        optimizer: The optimizer of the rank, or None.
+        loss: The loss function or module.
+        random_streams: The random streams of the rank.
+        world_shape: Numbers that identify the arrangement of the processes: ranks,
+            tensor-parallel ranks, replicas and stages first. Without a seed, a load restores the
+            states of the generators only if the saved numbers are equal.
+        set_loading: A function to call with True before a load writes to the state, and with False
+            after the load is complete. The executor runs no step in between.
+        loss_scale: The loss scale, if the rank has one.
+        tied_weights: The tied weights that the rank has copies of. All ranks list them in the same
+            order.
+        aliases: For each parameter that uses the memory of another parameter, the other one.
+        tp: The tensor-parallel size.
+        tp_rank: The tensor-parallel rank of this process.
+        has_external_reduction: Another library, such as DDP, reduces the gradients. Saving then
+            compares the replicas.
     """
 
     program: Program
@@ -74,10 +101,17 @@ class RankCheckpointState:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """What a process has: `ranks(optimizer)`, which raises CheckpointError where it is not between
-    steps; `validate_last_update`, which all processes call before they look at weights; and the
-    `group` of torch.distributed that saves and loads together, unless the process is
-    `is_single_process`."""
+    """The state of a process, and how to read it.
+
+    Args:
+        collect_rank_states: A function that takes the optimizer to save or load, and returns the
+            states of the ranks of this process. It raises `CheckpointError` during a step, and
+            after a step or a load that failed.
+        validate_last_update: A function that all processes must call before they read weights.
+        group: The process group of torch.distributed that saves and loads together. None is the
+            default group.
+        is_single_process: The process saves and loads alone, without torch.distributed.
+    """
 
     collect_rank_states: Callable[[Any], Sequence[RankCheckpointState]]
     validate_last_update: Callable[[], None]
@@ -86,18 +120,25 @@ class CheckpointState:
 
 
 class Checkpointable(Protocol):
-    """What is saved and loaded: an Executor, an InProcessExecutor, or a
-    `schedir.torch_pipelining.Schedule`."""
+    """An object with a state to save and load.
+
+    Examples are an `Executor`, an `InProcessExecutor` and a `schedir.torch_pipelining.Schedule`.
+    """
 
     def checkpoint_state(self) -> CheckpointState:
-        """What this process has; all processes call this."""
+        """Return the state of this process. All processes must call this."""
         ...
 
 
 def build_checkpoint_state(
     states: Sequence[State], validate_last_update: Callable[[], None]
 ) -> CheckpointState:
-    """What the executors of a process have, and how they are settled."""
+    """Return the checkpoint state of the executors of a process.
+
+    Args:
+        states: The state of each rank of this process.
+        validate_last_update: A function that validates the last update of all these ranks.
+    """
     transport: Any = states[0].transport
     while isinstance(transport, TransportWrapper):
         transport = transport.inner

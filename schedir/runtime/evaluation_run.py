@@ -15,10 +15,16 @@ from schedir.runtime.rank_state import State
 
 @contextmanager
 def evaluation_mode(state: State) -> Iterator[None]:
-    """Within this modules are as `eval()` has them, and what they draw is drawn for no step; after
-    it modes, buffers and generators are as they were.
+    """Switch the modules of a rank to evaluation mode within a context.
 
-    Raises ModelError where a forward has written to a Parameter.
+    At the end, the context restores the modes and buffers of the modules and torch's generators.
+    The random numbers of an evaluation are not those of any step.
+
+    Args:
+        state: The state of the program that evaluates. A loss that is a module is included.
+
+    Raises:
+        ModelError: A forward wrote to a Parameter.
     """
     modules = [stage.module for stage in state.stages.values()]
     if isinstance(state.loss, nn.Module):
@@ -26,7 +32,7 @@ def evaluation_mode(state: State) -> Iterator[None]:
     modes = [(one, one.training) for module in modules for one in module.modules()]
     backs = [make_buffer_restorer(module) for module in modules]
     names = {p: name for module in modules for name, p in module.named_parameters()}
-    # Those in parts have other memory meanwhile, and whoever gathers them looks at their traces.
+    # Sharded parameters are gathered into other memory, and `ShardedParameters` checks them.
     parts = {
         p
         for s in state.stages.values()

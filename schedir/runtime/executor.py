@@ -1,4 +1,4 @@
-"""Executor: run the Stream of one rank."""
+"""Executor: run the stream of one pipeline rank."""
 
 from __future__ import annotations
 
@@ -29,17 +29,23 @@ from schedir.runtime.warm_up import WARM_UP_STEPS as WARM_UP_STEPS
 from schedir.transports.serialized_transport import SerializedTransport
 from schedir.transports.transport import Transport
 
-# ---------------------------------------------------------------- whole weights
+# ---------------------------------------------------------------- full parameters
 
-# With ZeRO, the weights of a rank are sharded between steps.  This context gathers them.
+# With ZeRO, the weights of a rank are sharded between steps. This context gathers them.
 
 
 @contextmanager
 def gather_full_parameters(state: State) -> Iterator[None]:
     """Gather every parameter of the rank's stages, and shard them again at the end.
 
-    Within this context parameters may be written to.  All processes must enter and leave it
-    together, and write the same.  Raises ModelError if replicas have written different numbers.
+    The caller may write to parameters within this context. All processes must enter and leave it
+    together, and must write the same values.
+
+    Args:
+        state: The state of a rank between two steps.
+
+    Raises:
+        ModelError: Replicas wrote different values.
     """
     weights = [
         stage.sharded_parameters
@@ -51,7 +57,7 @@ def gather_full_parameters(state: State) -> Iterator[None]:
     try:
         yield
         if state.shard_spec.zero:
-            # Compare in any case: a write to `.data` does not change a tensor's version.
+            # The version of a tensor does not show a write to `.data`, so always compare values.
             state.transport.check_agreement(_checksum_parameters(state))
     finally:
         for one in weights:
@@ -59,7 +65,7 @@ def gather_full_parameters(state: State) -> Iterator[None]:
 
 
 def _checksum_parameters(state: State) -> dict[str, str]:
-    """Return checksums of the parameters, which replicas compare."""
+    """Return the checksums of the parameters by description, for `check_agreement`."""
     modules = {s: stage.module for s, stage in state.stages.items()}
     return {
         f"the numbers of {p.names[0]} in stage {s}, "
@@ -70,103 +76,128 @@ def _checksum_parameters(state: State) -> dict[str, str]:
 
 
 class Executor(ProgramRunner):
-    """One rank of a program, ready to run steps.
+    """An executor that runs training steps of one pipeline rank.
 
-    `stages` are the rank's own stages by number, or all of the model in order, of which it takes
-    its own; they are any modules: `module(*tensors, **keywords)`, the first takes inputs, the last
-    gives what `loss(y, target)` sums up.  `optimizer.step()` runs at OptimizerStep, after gradients
-    are scaled to a global norm of at most `max_norm`, 1 unless told, if the program clips; of one
-    that does not, a `max_norm` is refused.  With a `loss_scale`, gradients are those of the scaled
-    loss until they are reduced.
+    Each process creates an executor for its rank, and calls `step` once per training step. All
+    processes of a transport must create their executors together, because the executors compare
+    what the processes must agree on.
 
-    What others take and give, a tensor or a tuple of them, is `boundary`: a Boundary or a shape;
-    several Boundaries for several tensors; or, where edges differ, a mapping from each stage but
-    the last to what it gives; or, where microbatches differ, PerMicrobatch of these.
-    `infer_boundaries` finds it for a microbatch.  A tensor with a gradient depends on what
-    is trained, or on what came in with one; one without is passed on detached.  What a stage does
-    not use has a gradient of zeros.
+    The set of trainable parameters is fixed when the executor is created. `step` raises
+    `ModelError` if `requires_grad_` or a new Parameter has changed the set.
 
-    An update is made only where it is finite, losses and gradients; else weights and the state of
-    the optimizer stay as they are, but not buffers that a forward writes, as running statistics.
-    `finite`, bool of shape (updates,) on the rank's device, says it of each update of the last
-    step.  If the program clips, all ranks judge by the norm and come to the same; if not, each by
-    its own gradients, and others may step: then copies of one weight, tied or of tensor-parallel
-    ranks, are no longer the same.  `compile(..., clip_grad_norm=True)` with a `max_norm` of
-    infinity clips nothing.  torch's own fused optimizers are told on the device; for any other, and
-    for one with hooks on its step, the host reads it, and on a GPU waits.
+    Finite updates: the executor makes an update only if its losses and gradients are finite.
+    Otherwise the weights and the optimizer state stay unchanged. Buffers that a forward wrote,
+    such as running statistics, keep their new values. `finite_updates` has the result for each
+    update of the last step. If the program clips gradients, all ranks decide by the global norm
+    and decide alike. If it does not, each rank decides by its own gradients, so some ranks may make
+    an update that others skip. Copies of one weight then differ, whether the weight is tied or
+    on several tensor-parallel ranks. To let all ranks decide alike without clipping, use
+    `compile(..., clip_grad_norm=True)` with `max_norm=math.inf`. A fused optimizer of torch reads
+    the decision on the device. For any other optimizer, or one with hooks on its step, the host
+    reads the decision, and on a GPU it waits for it.
 
-    `tied_weights` says which parameters are copies of one weight:
-    `schedir.find_tied_weights(stages)`, made of all the stages, the same in every process.  It may
-    be left out where a process sees it, as its stages have one Parameter, and where modules name
-    their copy, in an attribute `tied_weight`. Each copy keeps a gradient of its own; these are
-    added once, in the order of stages, all copies get the sum, and norm and optimizer count the
-    weight once.  Processes compare their parameters: trained ones of different stages that are
-    equal, not constant and not tied are refused, unless
-    `allow_identical_stages` says that stages may have been seeded alike.  Between steps a Parameter
-    that stages share is in all of them; within a step all but the first compute with one that
-    stands in.
+    Post-validation: if the program has `norm_check="after_step"`, an update does not wait for the
+    global norm. If the norm is then too large or not finite, the executor makes the update again,
+    and runs the following step again. Call `validate_last_update` before you read weights. See
+    `schedir.runtime.parameters.optimistic_step`.
 
-    If the program validates "after", an update waits for no norm, and may be made again, with the
-    step behind it (`runtime/parameters/optimistic_step.py`): `validate_last_update` before anybody
-    looks at weights.
+    Tied weights: each copy has its own gradient. A step adds these gradients once, in the order of
+    stages, and gives the sum to all copies. The norm and the optimizer count the weight once.
+    Several local stages may share a Parameter. Within a step, each of them but the first computes
+    with a substitute Parameter in the same memory.
 
-    With `zero` from 1 on (ZeRO, arXiv 1910.02054) each of `dp` replicas keeps a part of what they
-    share.  Between steps a trained parameter is then the replica's piece of it, 1-dim, and so is
-    its gradient; the optimizer, which must be elementwise, steps pieces.  `full_parameters` shows
-    weights.
+    ZeRO: from level 1 on, each of the `dp` replicas keeps a shard of the state that they share.
+    Between steps, a trained parameter and its gradient are the replica's 1-dimensional shard. The
+    optimizer steps shards, so it must be elementwise. `full_parameters` gathers the weights.
 
-    `extra_programs` are programs that run on the same stages, each alone or with a boundary of its
-    own where that is another: what evaluates between steps, what has another number of
-    microbatches.  The transport is made for them, too, if it is told of its edges.
+    Tensor parallelism: a parameter that is split over the tensor-parallel ranks has an attribute
+    `shard_dim`, the dimension along which it is split. All ranks have a full copy of any other
+    parameter, and the global norm counts it once.
 
-    Under tensor parallelism, a parameter of which each rank holds a slice has an attribute
-    `shard_dim`, the dimension along which it is cut; others are held whole by all, and the global
-    norm counts them once.  `parameter_copies` is an InProcessExecutor's, in which ranks share
-    Parameters, and so is `other_rank_stages`: the stages of its other ranks, which may have the
-    same buffers.
+    Recomputation: a recomputed forward must give the same output as the first one. On a CPU the
+    executor compares checksums of the two outputs. On a GPU it does so only with `debug`.
 
-    What is trained is settled when the executor is made.  A step after a change to that, by
-    `requires_grad_` or by a new Parameter, is refused.
+    Profiling: under torch.profiler each instruction is a profiler range. Its name is torch's own
+    name for the action where there is one, such as `PP:0F3`, `PP:1REDUCE_GRAD` or `PP:step`.
 
-    Whatever modules draw from torch's default generators is decided by `seed`, the step, the
-    microbatch and the stage, as `schedir.runtime.autograd.random_streams` says; after a step the
-    generators are as they were before it.  With None for a seed modules draw as they come.
+    Args:
+        program: The program to run. It must be proven for the progress model of the transport.
+        rank: The pipeline rank of this process.
+        stages: The local stages by number, or all stages of the model in order, from which the
+            executor takes the local ones. A stage is any module that is called as
+            `module(*tensors, **keywords)`. The first stage takes the inputs of the model.
+        transport: The transport that sends tensors to other ranks and receives theirs.
+        loss: A function or module `loss(output, target)` of the last stage's output that returns a
+            floating-point tensor with one element.
+        boundary: The tensors that pass between stages. One `Boundary` or shape, or a sequence with
+            a `Boundary` for each of several tensors, is for all stages. A mapping from each stage
+            but the last to its boundary is for stages that differ, with the pair of stages as the
+            key of a skip connection. A `PerMicrobatchBoundary` is for microbatches that differ.
+            `infer_boundaries` determines the boundary from one microbatch. A tensor has a gradient
+            if it depends on trained parameters or on an input with a gradient. Any other tensor is
+            detached before it is passed on. An input that a stage does not use gets a gradient of
+            zeros.
+        optimizer: The optimizer of the local parameters. Its `step` runs at OptimizerStep, after
+            clipping. By default nothing is stepped.
+        max_norm: The largest global norm of the gradients, if the program clips them; 1.0 by
+            default. It must be None if the program does not clip.
+        loss_scale: The loss scale of float16 training. Gradients are those of the scaled loss until
+            they are reduced. By default the loss is not scaled.
+        seed: With the step, microbatch and stage, it determines the random numbers that modules
+            draw from torch's default generators (see `schedir.runtime.autograd.random_streams`).
+            After a step the generators have the same state as before it. With None, modules draw
+            from the generators as they are.
+        tied_weights: The parameters that are copies of one weight, as
+            `schedir.find_tied_weights(stages)` returns them for all stages of the model, and the
+            same in every process. Not needed if local stages share a Parameter, or if each module
+            names its copy in an attribute `tied_weight`.
+        allow_identical_stages: Allow equal trained parameters in different stages, such as after
+            equal seeds. By default they are an error if they are neither constant nor tied,
+            because they may be an undeclared tie.
+        extra_programs: Other programs for the same stages, such as one for evaluation or one with
+            another number of microbatches. An entry is a program, or a pair of a program and its
+            boundary if that differs. The transport must be created for these programs, too.
+        parameter_copies: For `InProcessExecutor`: the Parameter with which this rank computes, by
+            each Parameter that several ranks share.
+        other_rank_stages: For `InProcessExecutor`: the stages of other ranks in this process, which
+            may share buffers with the local stages.
+        accumulate_grads: Add to the existing gradients, as autograd does. The step then leaves
+            optimizer, norm, sum over replicas and finiteness checks to the caller.
+        record_timestamps: Record in `timestamps` when each instruction begins and ends. The
+            attribute of this name may be set to False and back to True between steps.
+        debug: Allow checks for which the host reads results from a GPU and waits for them.
+        spill_dir: The folder of the file for values that the program moves to the disk. The file
+            has no name, so nothing remains of it when the process ends. The first step extends it
+            to its full length, so a full disk is an error then. A folder in memory gives a warning.
 
-    With `accumulate_grads`, a step adds to the gradients that there are, as autograd does, and
-    leaves the rest to others: no optimizer, norm or sum over replicas, and nothing is judged to be
-    finite.
+    Raises:
+        ModelError: Processes do not agree, or stages, transport, options and program do not fit
+            together.
+        UsageError: An argument has a wrong type.
+        SchedirError: The program is not proven for the transport, as `schedir.check` raises it.
 
-    What a program spills to the disk goes into a file in `spill_dir` that has no name: nothing is
-    left of it, however the process ends.  It is made as long as is needed in the first step, so
-    that a disk that is full is so then.  Of a folder that is in memory it warns.
+    Example:
+        >>> import schedir, torch
+        >>> from torch import distributed, nn
+        >>> from schedir.runtime import Executor, GlooTransport
+        >>> distributed.init_process_group(
+        ...     "gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        >>> shape = schedir.PipelineShape(ranks=1, microbatches=4, stages_per_rank=2)
+        >>> program = schedir.compile(schedir.schedules.interleaved, shape)
+        >>> stages, loss = [nn.Linear(8, 8), nn.Linear(8, 1)], nn.functional.mse_loss
+        >>> sgd = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.01)
+        >>> how = dict(loss=loss, boundary=(2, 8), optimizer=sgd)
+        >>> rank = Executor(program, 0, stages, GlooTransport(program),
+        ...     **how)  # of several, each makes its own
+        >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)  # of each microbatch two samples
+        >>> bool(rank.step(x, y) > rank.step(x, y))  # it has learned
+        True
+        >>> distributed.destroy_process_group()
 
-    With `record_timestamps`, `stamps` notes when each instruction begins and ends; the attribute of
-    that name may be turned off and on between steps.  Under torch.profiler, an instruction is a
-    range that says which it is, in torch's words where it has any (`PP:0F3`, `PP:1REDUCE_GRAD`,
-    `PP:step`).
-
-    What is recomputed must give what it gave the first time.  On a CPU a sum of its bits is looked
-    at; on a GPU so with `debug`, for which the host waits.
-
-    All processes of a transport make theirs together: it compares what they must agree on.
-    Raises ModelError where they do not, or where modules, transport and program do not go
-    together, and whatever `check` raises where the program is not proven for the transport.
-
-    >>> import schedir, torch
-    >>> from torch import distributed, nn
-    >>> from schedir.runtime import Executor, GlooTransport
-    >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    >>> shape = schedir.PipelineShape(ranks=1, microbatches=4, stages_per_rank=2)
-    >>> program = schedir.compile(schedir.schedules.interleaved, shape)
-    >>> stages, loss = [nn.Linear(8, 8), nn.Linear(8, 1)], nn.functional.mse_loss
-    >>> sgd = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=0.01)
-    >>> how = dict(loss=loss, boundary=(2, 8), optimizer=sgd)
-    >>> rank = Executor(program, 0, stages, GlooTransport(program),
-    ...     **how)  # of several, each makes its own
-    >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)  # of each microbatch two samples
-    >>> bool(rank.step(x, y) > rank.step(x, y))  # it has learned
-    True
-    >>> distributed.destroy_process_group()
+    References:
+        Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054).
+        Qi et al. 2024, zero bubble pipeline parallelism (arXiv 2401.10241), section 4:
+        post-validation.
     """
 
     def __init__(
@@ -193,8 +224,8 @@ class Executor(ProgramRunner):
         spill_dir: str | Path | None = None,
     ) -> None:
         program = arguments.require_program(program)
-        passing = BoundaryTable.from_boundary(boundary, program)
-        beside = resolve_extra_programs(extra_programs, program, passing)
+        boundaries = BoundaryTable.from_boundary(boundary, program)
+        extra_runs = resolve_extra_programs(extra_programs, program, boundaries)
         every = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
         stages = arguments.require_stages(stages, program, arguments.require_rank(rank, program))
         other_rank_stages = [
@@ -216,35 +247,35 @@ class Executor(ProgramRunner):
             arguments.require_transport(transport),
             arguments.require_loss_scale(loss_scale),
         )
-        programs = [program, *(other for other, _ in beside)]
+        programs = [program, *(other for other, _ in extra_runs)]
         tiers = MemoryTiers(
             find_device(stages), rank, programs, arguments.require_spill_dir(spill_dir)
         )
         weights = check_rank_agreement(
-            program, rank, stages, transport, passing,
+            program, rank, stages, transport, boundaries,
             optimizer, max_norm, loss_scale, seed, tied_weights,
             allow_identical_stages=allow_identical_stages, accumulate_grads=accumulate_grads,
-            extra_programs=beside,
+            extra_programs=extra_runs,
         )  # fmt: skip
-        held = RankResources(
+        resources = RankResources(
             program, rank, stages,
             SerializedTransport(transport) if transport.uses_static_buffers else transport,
             loss, optimizer, max_norm, loss_scale, seed, weights, parameter_copies,
             other_rank_stages, accumulate_grads, debug,
             tiers,
         )  # fmt: skip
-        held.allocate_buffers([(program, passing), *beside])
-        super().__init__(program, held, passing, 0, record_timestamps=record_timestamps)
-        # Of the programs that it runs each by its digest; the first is the executor itself.
+        resources.allocate_buffers([(program, boundaries), *extra_runs])
+        super().__init__(program, resources, boundaries, 0, record_timestamps=record_timestamps)
+        # The runner of each program by the program's digest. The executor runs the first program.
         self.runners: dict[str, ProgramRunner] = {program.digest: self}
-        for number, (other, passes) in enumerate(beside, 1):
-            running = self.runners[other.digest] = ProgramRunner(
-                other, held, passes, number, record_timestamps=False
+        for number, (other, extra_boundaries) in enumerate(extra_runs, 1):
+            runner = self.runners[other.digest] = ProgramRunner(
+                other, resources, extra_boundaries, number, record_timestamps=False
             )
-            running.progress = self.progress
+            runner.progress = self.progress
         self.program_order = ProgramOrder(programs, rank, transport)
-        self.current_runner: ProgramRunner = self  # what runs, or ran last
-        held.shard_parameters()
+        self.current_runner: ProgramRunner = self  # The runner of the current or last step.
+        resources.shard_parameters()
 
     def step(
         self,
@@ -255,24 +286,38 @@ class Executor(ProgramRunner):
         *,
         program: Program | None = None,
     ) -> Tensor | None:
-        """Run the whole Stream once, in its order: all its updates, if it has several.  That of the
-        first program, or of `program`, another one that trains.
+        """Run one training step: all instructions of the rank, with all updates of the program.
 
-        `inputs[mb]` is what the first stage takes, a tensor or a tuple of them, and `targets[mb]`
-        what the loss of the last is taken against; ranks that hold neither may give empty ones.
-        `keywords[mb]` is a mapping of what all stages are given by name, if anything.  Gradients
-        are those of `grad_scale` times the sum of all losses, or of an update's; it may be a 0-dim
-        tensor on the rank's device, which the host does not read.  Returns the sum of all,
-        unscaled, on the rank of the last stage, and None elsewhere; each of two such ranks sums up
-        those taken there.
+        Before the first step over a transport that uses CUDA streams, such as NCCL, the executor
+        runs warm-up steps on the same data, one instruction at a time, and undoes them. Loading a
+        kernel, allocating memory or connecting to a peer may wait for all work on the GPU. Next to
+        a receive that waits for its peer, this would be a deadlock. The executor does not undo
+        changes to other state of modules, losses and hooks than Parameters and buffers, such as a
+        counter.
 
-        Before the first step over a transport of streams, as NCCL, steps are run that are undone
-        (`undone.undone`), with what this one is given, one instruction after the other: loading a
-        kernel, allocating memory or connecting to a peer may wait for all that runs on a GPU, and
-        beside a receive that waits for a peer it would wait for ever.  What modules, losses and
-        their hooks keep elsewhere than in Parameters and buffers, as a count, is not undone.
+        Args:
+            inputs: The input of the first stage for each microbatch: a tensor or a tuple of
+                tensors. A rank without the first stage may pass an empty sequence.
+            targets: The target of the loss for each microbatch. A rank without the last stage may
+                pass an empty sequence.
+            grad_scale: The gradients are those of `grad_scale` times the sum of the losses of an
+                update. It may be a 0-dimensional tensor on the rank's device, which the host does
+                not read.
+            keywords: Keyword arguments of all stages for each microbatch. By default there are
+                none.
+            program: The program to run, if it is not the only one of this executor that trains.
 
-        Raises ExecutionError that names the instruction.
+        Returns:
+            The unscaled sum of the losses, 0-dimensional, on a rank with the last stage, and None
+            on other ranks. If two ranks have the last stage, each returns the sum of its own
+            losses.
+
+        Raises:
+            ExecutionError: An instruction failed, which the error names; the inputs are not one for
+                each microbatch; or an earlier step failed.
+            ModelError: The trained parameters have changed, or the executor was not created with
+                `program`.
+            ProgramSequenceError: Ranks run different programs.
         """
         running = self if program is None else self.find_runner(program, has_backward=True)
         self._switch_program(running)
@@ -286,13 +331,27 @@ class Executor(ProgramRunner):
         *,
         program: Program | None = None,
     ) -> Tensor | None:
-        """Run the forwards of a program between two steps, with modules as `eval()` has them;
-        returns the sum of losses as `step`.  `program` is the only one that does not train, unless
-        told.
+        """Run the forwards of a program between two steps, with all modules in evaluation mode.
 
-        Nothing of it is left: no gradient is touched, buffers and modes are put back, no number is
-        drawn that a step would draw, and `draws.step` stays.  Raises ModelError where a forward
-        writes to a Parameter, and ExecutionError as `step`.
+        An evaluation does not change the state of training. Gradients stay unchanged, and buffers,
+        module modes and generators are restored. `random_streams.step` stays the same, so later
+        steps draw the same random numbers.
+
+        Args:
+            inputs: See `step`.
+            targets: See `step`.
+            keywords: See `step`.
+            program: The program to run, if it is not the only one of this executor without a
+                backward.
+
+        Returns:
+            The sum of the losses, as `step` returns it.
+
+        Raises:
+            ExecutionError: As in `step`.
+            ModelError: A forward wrote to a Parameter, or the executor was not created with
+                `program`.
+            ProgramSequenceError: Ranks run different programs.
         """
         running = self.find_runner(program, has_backward=False)
         self.validate_last_update()
@@ -300,9 +359,14 @@ class Executor(ProgramRunner):
         return running.run_evaluation(StepInputs(inputs, targets, 1.0, keywords))
 
     def find_runner(self, program: Program | None, *, has_backward: bool) -> ProgramRunner:
-        """What runs a program that trains or does not, the only one of its kind unless told.
+        """Return the runner of one of the programs of this executor.
 
-        Raises ModelError for one that the executor was not made with.
+        Args:
+            program: The program. By default the only one with the given `has_backward`.
+            has_backward: True for a program that trains, False for one that only evaluates.
+
+        Raises:
+            ModelError: The executor has no such program, or several and `program` is None.
         """
         found = [
             one
@@ -323,16 +387,21 @@ class Executor(ProgramRunner):
         )
 
     def _switch_program(self, runner: ProgramRunner) -> None:
-        """Note what runs next, as all processes must."""
+        """Make `runner` the current runner. All processes must do so together."""
         self._require_no_failed_step()
         self.program_order.start_run(runner.state.program_number)
         self.current_runner = runner
 
     def validate_last_update(self) -> None:
-        """Validate the last update, where the program validates after: until then weights and the
-        optimizer's state may be wrong.  What a step returns, `norm` and `finite` are right always.
+        """Validate the last update of a program with `norm_check="after_step"`.
 
-        All processes must call this, after the same step.
+        Until then the weights and the optimizer state may be wrong. The result of `step`,
+        `grad_norm` and `finite_updates` are always right. For other programs the method does
+        nothing. All processes must call it after the same step.
+
+        Raises:
+            ModelError: The processes call it after different steps.
+            ExecutionError: An earlier step failed.
         """
         if self.state.optimistic_step is not None:
             self._require_no_failed_step()
@@ -342,12 +411,18 @@ class Executor(ProgramRunner):
             self.state.optimistic_step.finish_validation()
 
     def checkpoint_state(self) -> CheckpointState:
-        """What `schedir.checkpoints` saves and loads."""
+        """Return the state that `schedir.checkpoints` saves and loads."""
         return build_checkpoint_state([self.state], self.validate_last_update)
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """Within this, between steps, every weight is whole where replicas keep parts (ZeRO), to be
-        saved or loaded.  All processes must enter and leave it together, and write the same; it
-        raises ModelError where they differ."""
+        """Return a context in which every parameter is unsharded (ZeRO), to be saved or loaded.
+
+        Use it between steps. All processes must enter and leave the context together, and must
+        write the same values to parameters.
+
+        Raises:
+            ExecutionError: An earlier step failed.
+            ModelError: At the end of the context: replicas wrote different values.
+        """
         self._require_no_failed_step()
         return gather_full_parameters(self.state)
