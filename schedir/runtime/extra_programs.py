@@ -1,4 +1,4 @@
-"""Run further programs on the same stages, and the order in which ranks run them."""
+"""Extra programs of an executor, and the check that all ranks run programs in one order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from schedir.runtime.boundaries.boundary_table import BoundaryTable, PerMicrobat
 from schedir.transports.transport import Transport
 from schedir.verify.program_sequence import check_program_sequence
 
-# A program, or one with what passes between its stages, where that is not as in the first.
+# A program, or a pair of a program and its boundary if that differs from the first program's.
 ExtraProgram = (
     Program | tuple[Program, BoundaryLike | BoundaryByEdge | PerMicrobatchBoundary | BoundaryTable]
 )
 
+# Attributes that are equal in all programs of an executor that train.
 _TRAINING_ATTRIBUTES = (
     "tied_weights",
     "clip_grad_norm",
@@ -25,7 +26,7 @@ _TRAINING_ATTRIBUTES = (
     "norm_check",
     "reduce_scatter_at",
     "optimizer_placement",
-)  # alike in all that train
+)
 
 
 class _ScheduledRun(NamedTuple):
@@ -36,9 +37,18 @@ class _ScheduledRun(NamedTuple):
 def resolve_extra_programs(
     extra_programs: Sequence[ExtraProgram], program: Program, boundaries: BoundaryTable
 ) -> list[_ScheduledRun]:
-    """The programs beside one, each with what passes between its stages.
+    """Return the extra programs of an executor, each with its boundaries.
 
-    Raises ModelError for one that cannot run on the same stages, and as `BoundaryTable.of`.
+    Args:
+        extra_programs: Programs, or pairs of a program and its boundary.
+        program: The first program of the executor.
+        boundaries: The boundaries of the first program. An extra program without a boundary of its
+            own uses them.
+
+    Raises:
+        UsageError: An entry is not a program.
+        ModelError: `extra_programs` is not a sequence, a program cannot run on the same stages or
+            occurs twice, a boundary is missing, or it is wrong (see `BoundaryTable.from_boundary`).
     """
     if not isinstance(extra_programs, Sequence):
         raise ModelError(
@@ -76,7 +86,7 @@ def _is_pair(one: object) -> TypeGuard[tuple[Any, Any]]:
 
 
 def _require_compatible(program: Program, other: Program) -> None:
-    """Refuse a program for which what the first has made of its stages is not right."""
+    """Raise ModelError if a program cannot run on stages that were prepared for the first one."""
 
     def refuse(fact: str, hint: str = "") -> None:
         raise ModelError(fact, program=other.name, hint=hint)
@@ -120,23 +130,34 @@ def _require_compatible(program: Program, other: Program) -> None:
 
 
 class ProgramOrder:
-    """In which order a rank runs programs, and whether all ranks do so.
+    """The order in which a rank runs programs, with a check that all ranks use the same order.
 
-    Nothing in a message says of which program it is.  So where a rank goes over to another program
-    all processes tell each other what they run; one that does not go over would wait for those
-    that do, and no message of one program arrives in another.
+    A message does not contain the program that it belongs to. So before a rank switches to another
+    program, all processes exchange which program they are about to run. A process that does not
+    switch blocks the others at this exchange. No process receives a message of another program.
+
+    Args:
+        programs: The programs of the executor, the first one first.
+        rank: The pipeline rank.
+        transport: The transport of the rank.
     """
 
     def __init__(self, programs: Sequence[Program], rank: int, transport: Transport) -> None:
         self.programs, self.rank, self.transport = programs, rank, transport
-        self.current_number = self.run_count = (
-            0  # which runs, and how often it did since ranks told each other
-        )
+        # The number of the current program, and its runs since the last exchange between processes.
+        self.current_number = self.run_count = 0
 
     def start_run(self, program_number: int) -> None:
-        """Note that a program is about to run, by its number.
+        """Check that all processes run the same program next, if this rank switches programs.
 
-        Raises ProgramSequenceError, in all processes, where others are about to run another.
+        All processes must call this before each run.
+
+        Args:
+            program_number: The index of the program in `programs`.
+
+        Raises:
+            ProgramSequenceError: Another process is about to run another program, or has run the
+                current one more or less often. All processes raise it.
         """
         if program_number == self.current_number:
             self.run_count += 1
@@ -150,7 +171,7 @@ class ProgramOrder:
         self.current_number, self.run_count = program_number, 1
 
     def _order_error(self, reports: Sequence[tuple[int, ...]]) -> ProgramSequenceError:
-        """What is wrong with the order in which ranks run programs, as they tell it."""
+        """Return the error for the reports (dp_rank, tp_rank, rank, runs, number) of all ranks."""
         least = min(times for *_, times, _ in reports)
         rows: dict[tuple[int, int], list[list[Program]]] = {}
         for dp_rank, tp_rank, _, times, which in reports:

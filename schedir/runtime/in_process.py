@@ -1,7 +1,7 @@
 """InProcessExecutor: run all ranks of a program in one process, in any legal order.
 
-For property tests and for looking at a schedule on one machine: what the dependency graph
-allows is what happens, in an order that a seed decides.
+It is for property tests, and for the study of a schedule on one machine. A seed selects one of the
+orders that the dependency graph allows.
 """
 
 from __future__ import annotations
@@ -48,31 +48,56 @@ _COLLECTIVE_CONSUMERS = tuple(row.op for row in INSTRUCTIONS if _COLLECTIVE_RESU
 
 
 class InProcessExecutor:
-    """All ranks of a program as virtual ranks of this process.
+    """An executor that runs all ranks of a program as virtual ranks of one process.
 
-    `stages` are all the stages of the model, in order; where stages have several holders, all but
-    the first have copies.  `optimizer` makes each rank's from its parameters, `loss_scale` each
-    rank's own.  On a GPU, each rank has streams of its own.  `order_seed`, `tied_weights`,
-    `allow_identical_stages`, `record_timestamps`,
-    `debug` and `spill_dir` are as an Executor's.  Of a Parameter that stages on several ranks
-    share, the first of these ranks has itself, and others a copy, as processes would.  Copies begin
-    each step as what they are of.  Tensor hooks on weights of a stage with several holders are
-    called in each; post-accumulate hooks there are refused. Raises ModelError as an Executor, for
-    programs with tensor- or data-parallel groups, whose ranks run at once and need processes, and
-    for those of which messages between two ranks pass each other, as they may under the model
-    "torch".
+    Each virtual rank has an `Executor`. On a GPU, each of them has its own CUDA streams. All legal
+    orders of the instructions give the same bits.
 
-    >>> import schedir, torch
-    >>> from torch import nn
-    >>> from schedir.runtime import InProcessExecutor
-    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
-    >>> stages = [nn.Linear(8, 8), nn.Linear(8, 1)]
-    >>> ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(2, 8))
-    >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)
-    >>> bool(ranks.step(x, y) == ranks.step(x, y, order_seed=7))  # each legal order: the same bits
-    True
-    >>> ranks.timeline().unit
-    's'
+    Stage replicas: if several ranks have a stage, the first of them computes with the given module,
+    and the others with copies of it. At the start of each step, a copy gets the state of the given
+    module. Tensor hooks on its weights run in each copy. Post-accumulate hooks on them are refused.
+
+    Shared Parameters: if stages on several ranks share a Parameter, the first of these ranks
+    computes with the Parameter itself, and the others with copies. Ranks in separate processes
+    would do the same.
+
+    Args:
+        program: The program to run, with tp=1 and dp=1. Tensor-parallel ranks and replicas run
+            concurrently, so they need processes.
+        stages: All stages of the model: a sequence in order, or a mapping from stage number.
+        loss: See `Executor`.
+        boundary: See `Executor`.
+        progress_model: The progress model for which the program must be proven.
+        optimizer: A function that creates the optimizer of a rank from its parameters. By default
+            nothing is stepped.
+        max_norm: See `Executor`.
+        loss_scale: A function that creates the loss scale of a rank. By default the loss is not
+            scaled.
+        seed: See `Executor`.
+        tied_weights: See `Executor`.
+        allow_identical_stages: See `Executor`.
+        extra_programs: See `Executor`.
+        record_timestamps: See `Executor`.
+        debug: See `Executor`.
+        spill_dir: See `Executor`.
+
+    Raises:
+        ModelError: As in `Executor`. Also if tp or dp is not 1, or if messages between two ranks
+            overtake each other, as they may under the progress model "torch_lazy".
+
+    Example:
+        >>> import schedir, torch
+        >>> from torch import nn
+        >>> from schedir.runtime import InProcessExecutor
+        >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
+        >>> stages = [nn.Linear(8, 8), nn.Linear(8, 1)]
+        >>> ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(2, 8))
+        >>> x, y = torch.ones(4, 2, 8), torch.ones(4, 2, 1)
+        >>> bool(ranks.step(x, y) ==
+        ...     ranks.step(x, y, order_seed=7))  # each legal order: the same bits
+        True
+        >>> ranks.timeline().unit
+        's'
     """
 
     def __init__(
@@ -95,19 +120,21 @@ class InProcessExecutor:
         spill_dir: str | Path | None = None,
     ) -> None:
         program = require_program(program)
-        make = require_factory(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
-        scale = require_factory(loss_scale, "the loss scale", "loss_scale=LossScale")
+        make_optimizer = require_factory(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
+        make_loss_scale = require_factory(
+            loss_scale, "the loss make_loss_scale", "loss_scale=LossScale"
+        )
         if (program.tp, program.dp) != (1, 1):
             raise ModelError("virtual ranks run with tp 1 and dp 1", program=program.name)
         stages = [module for _, module in sorted(require_stages(stages, program).items())]
         shape = program.shape
-        passing = BoundaryTable.from_boundary(boundary, program)
+        boundaries = BoundaryTable.from_boundary(boundary, program)
         self.program = program
         cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
-        told = (
+        payloads = (
             [(0, fingerprint_parameters(dict(enumerate(stages))))] if program.has_backward else []
         )
-        self.mailboxes = make_mailboxes(program, progress_model, cuda, told)
+        self.mailboxes = make_mailboxes(program, progress_model, cuda, payloads)
         if program.has_backward:
             require_rank_local_memory(
                 dict(enumerate(stages)), shape.first_rank_per_stage.tolist(), program.name
@@ -117,36 +144,43 @@ class InProcessExecutor:
         copies = copy_shared_parameters(program, stages)
         self.executors = []
         self.stage_replicas: list[StageReplica] = []
-        copied = [  # before an executor cuts what they are of (ZeRO)
+        # Copy all stages first, because with ZeRO an executor shards the originals.
+        rank_stages = [
             {
                 s: stages[s] if shape.first_rank_per_stage[s] == rank else copy_stage(stages[s])
                 for s in own
             }
             for rank, own in enumerate(shape.stages_on_rank)
         ]
-        for rank, (own, held) in enumerate(zip(shape.stages_on_rank, copied, strict=True)):
+        for rank, (own, local_stages) in enumerate(
+            zip(shape.stages_on_rank, rank_stages, strict=True)
+        ):
             replicas = [
-                StageReplica(s, held[s], stages[s]) for s in own if held[s] is not stages[s]
+                StageReplica(s, local_stages[s], stages[s])
+                for s in own
+                if local_stages[s] is not stages[s]
             ]
             for replica in replicas:
                 replica.share_hooks(program)
             self.stage_replicas += replicas
-            own_of = copies[rank]
+            rank_copies = copies[rank]
             parameters = [
                 *dict.fromkeys(
-                    own_of.get(p, p) for stage in held.values() for p in stage.parameters()
+                    rank_copies.get(p, p)
+                    for stage in local_stages.values()
+                    for p in stage.parameters()
                 )
             ]
             executor = Executor(
                 program,
                 rank,
-                held,
+                local_stages,
                 self.mailboxes[rank],
                 loss=loss,
-                boundary=passing,
-                optimizer=make(parameters) if make and parameters else None,
+                boundary=boundaries,
+                optimizer=make_optimizer(parameters) if make_optimizer and parameters else None,
                 max_norm=max_norm,
-                loss_scale=scale and scale(),
+                loss_scale=make_loss_scale and make_loss_scale(),
                 seed=seed,
                 tied_weights=tied_weights,
                 allow_identical_stages=allow_identical_stages,
@@ -176,13 +210,26 @@ class InProcessExecutor:
         *,
         program: Program | None = None,
     ) -> Tensor:
-        """Run every rank's Stream once, in the legal order that `order_seed` picks.
+        """Run one training step of all ranks, in a legal order of the instructions.
 
-        Without a seed each Stream is run in its own order, as processes would, one instruction
-        of each rank in turn as far as they need not wait; where hosts that do so would wait for
-        each other, it is the order of seed 0.
+        Args:
+            inputs: See `Executor.step`.
+            targets: See `Executor.step`.
+            grad_scale: See `Executor.step`.
+            order_seed: The seed that selects a legal order. By default each rank runs its stream in
+                order, as a process would: the ranks alternate, one instruction at a time, and a
+                rank that must wait is skipped. If all ranks would wait in that order, it is the
+                order of seed 0.
+            keywords: See `Executor.step`.
+            program: See `Executor.step`.
 
-        As Executor.step; returns the sum of losses.
+        Returns:
+            The unscaled sum of the losses, 0-dimensional.
+
+        Raises:
+            ExecutionError: As in `Executor.step`.
+            ModelError: As in `Executor.step`. Also if a module that has stage replicas has changed
+                in a way that its copies do not follow.
         """
         ranks = [
             one if program is None else one.find_runner(program, has_backward=True)
@@ -201,7 +248,18 @@ class InProcessExecutor:
         *,
         program: Program | None = None,
     ) -> Tensor:
-        """As Executor.evaluate; returns the sum of losses."""
+        """Run the forwards of a program on all ranks between two steps. See `Executor.evaluate`.
+
+        Args:
+            inputs: See `Executor.step`.
+            targets: See `Executor.step`.
+            keywords: See `Executor.step`.
+            order_seed: See `step`.
+            program: See `Executor.evaluate`.
+
+        Returns:
+            The sum of the losses, 0-dimensional.
+        """
         ranks = [one.find_runner(program, has_backward=False) for one in self.executors]
         self.validate_last_update()
         for replica in self.stage_replicas:
@@ -221,24 +279,24 @@ class InProcessExecutor:
             total = self._run_once(runners, batch, order_seed)
             while self._needs_rerun(runners):
                 total = self._run_once(runners, batch, order_seed)
-        except BaseException:  # an interrupt, too, must not leave modules what stands in
+        except BaseException:  # KeyboardInterrupt, too, must not leave substitutes in modules.
             for rank in runners:
                 rank.state.abort_step(has_begun=rank.is_in_step)
             raise
         return total
 
     def _needs_rerun(self, runners: Sequence[ProgramRunner]) -> bool:
-        """As Executor.is_in_vain, of all ranks."""
-        found = []
+        """Return whether the ranks must run the step again. See `ProgramRunner.needs_rerun`."""
+        results = []
         for rank, mail in zip(runners, self.mailboxes, strict=True):
             mail.wait_for_caller()
             with mail.use_compute_stream():
-                found.append(rank.needs_rerun())
+                results.append(rank.needs_rerun())
             mail.make_caller_wait()
-        return any(found)
+        return any(results)
 
     def validate_last_update(self) -> None:
-        """As Executor.settle, of all ranks."""
+        """Validate the last update of all ranks. See `Executor.validate_last_update`."""
         self._lift_guards()
         for rank, mail in zip(self.executors, self.mailboxes, strict=True):
             mail.wait_for_caller()
@@ -247,13 +305,13 @@ class InProcessExecutor:
             mail.make_caller_wait()
 
     def checkpoint_state(self) -> CheckpointState:
-        """As Executor.kept, of all ranks."""
+        """Return the state that `schedir.checkpoints` saves and loads, of all ranks."""
         return build_checkpoint_state(
             [rank.state for rank in self.executors], self.validate_last_update
         )
 
     def _lift_guards(self) -> None:
-        """As Ahead.lift, before ranks write to what others hold, too."""
+        """Lift the guards of all ranks before any rank writes to memory that ranks share."""
         for rank in self.executors:
             if rank.state.optimistic_step is not None:
                 rank.state.optimistic_step.lift_guard()
@@ -261,8 +319,8 @@ class InProcessExecutor:
     def _run_once(
         self, runners: Sequence[ProgramRunner], batch: StepInputs, order_seed: int | None
     ) -> Tensor:
-        last, program = [], runners[0].program
-        turns = self.execution_orders[program.digest]
+        rank_losses, program = [], runners[0].program
+        orders = self.execution_orders[program.digest]
         for replica in () if runners[0].state.is_evaluating else self.stage_replicas:
             replica.sync_state(program)
             replica.share_hooks(program)
@@ -275,32 +333,34 @@ class InProcessExecutor:
             torch.set_grad_enabled(program.has_backward),
         ):
             for r, index in (
-                turns.round_robin_order if order_seed is None else turns.random_order(order_seed)
+                orders.round_robin_order if order_seed is None else orders.random_order(order_seed)
             ):
                 with self.mailboxes[r].use_compute_stream():
                     runners[r].run_instruction(index)
         for rank, mail in zip(runners, self.mailboxes, strict=True):
             with mail.use_compute_stream():
                 if rank.finish_step() is not None:
-                    last.append(rank.state.losses)
+                    rank_losses.append(rank.state.losses)
             mail.make_caller_wait()
         for replica in self.stage_replicas:
             replica.record_state()
-        zero = torch.zeros((), device=last[0][0].device)
-        each = (sum(losses, zero) for losses in zip(*last, strict=True))
-        total = sum(each, zero)  # by microbatch; each loss is 0 but on one rank
+        zero = torch.zeros((), device=rank_losses[0][0].device)
+        each = (sum(losses, zero) for losses in zip(*rank_losses, strict=True))
+        # Sum by microbatch, in order. The loss of a microbatch is 0 on all ranks but one.
+        total = sum(each, zero)
         for mail in self.mailboxes:
-            # a rank's stream may reuse its losses' memory only after this read them
+            # A rank's stream may reuse the memory of its losses only after the sum has read them.
             mail.wait_for_caller()
         return total
 
     def timeline(self) -> Timeline:
-        """The Timeline of the last step that was recorded, in seconds from its first instruction.
+        """Return the timeline of the last recorded step, in seconds from its first instruction.
 
-        On a CPU virtual ranks take turns: while one computes, all others wait.  On a GPU they
-        run beside each other as its streams do; this waits for all of them.
+        On a CPU, one virtual rank computes at a time, and all others wait. On a GPU, the ranks run
+        concurrently on their streams, and this method waits for all of them.
 
-        Raises ModelError where no step has been recorded.
+        Raises:
+            ModelError: No step was recorded.
         """
         ranks, _ = read_step_times([rank.timestamps for rank in self.executors])
         start, end = (np.concatenate(times) for times in zip(*ranks, strict=True))
@@ -308,23 +368,28 @@ class InProcessExecutor:
 
 
 class ExecutionOrders:
-    """The orders in which the instructions of a program may be run, by one after the other.
+    """The legal sequential orders of all instructions of a program.
 
-    Raises ModelError for messages that pass each other.
+    Args:
+        program: The program.
+        progress_model: The progress model under which an order must be legal.
+
+    Raises:
+        ModelError: Two messages between two ranks overtake each other.
     """
 
     def __init__(self, program: Program, progress_model: ProgressModel) -> None:
         self.graph = Graph.from_program(program, progress_model)
-        if cross := find_crossed_messages(
-            Graph.from_program(program, "per_edge")
-        ):  # which "torch" allows
+        # "torch_lazy" allows messages to overtake each other, but a mailbox has one queue.
+        if cross := find_crossed_messages(Graph.from_program(program, "per_edge")):
             raise ModelError(
                 f"{cross.sites[0].instr} and {cross.sites[1].instr} pass each other, on two "
                 f"communicators of {progress_model!r}, but virtual ranks have one mailbox for both",
                 program=program.name,
                 sites=cross.sites,
             )
-        # Who is at a node, by (rank, index); a send names its node, so it comes first.
+        # The (rank, index) of the instructions of each node. The position of a send is the number
+        # of its node, so the send comes first.
         self.node_instructions: list[list[tuple[int, int]]] = [
             [] for _ in range(self.graph.node_id_limit)
         ]
@@ -335,7 +400,11 @@ class ExecutionOrders:
             )
 
     def random_order(self, seed: int) -> Iterator[tuple[int, int]]:
-        """Rank and index of every instruction, in a legal order."""
+        """Return the rank and index of every instruction, in a random legal order.
+
+        Args:
+            seed: The seed that selects the order.
+        """
         return (
             one
             for node in self.graph.random_topological_order(seed)
@@ -344,31 +413,33 @@ class ExecutionOrders:
 
     @cached_property
     def round_robin_order(self) -> list[tuple[int, int]]:
-        """Rank and index of every instruction in the order of a step without a seed."""
-        turns = list(_iterate_round_robin(self.graph))
-        return turns if len(turns) == len(self.graph.program) else list(self.random_order(0))
+        """The rank and index of every instruction, in the order of a step without a seed."""
+        order = list(_iterate_round_robin(self.graph))
+        return order if len(order) == len(self.graph.program) else list(self.random_order(0))
 
 
 def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Rank and index of instructions, each Stream in its order; stops where all would wait.
+    """Yield the rank and index of instructions, each stream in order, until all ranks would wait.
 
-    Before an instruction comes what it waits for, with all its sides: a host that does not wait
-    can let a stream wait for what has been issued only.
+    All sides of each message or collective that an instruction waits for come before the
+    instruction. The reason is that a host can make a CUDA stream wait only for issued work.
     """
     program, node, leave = graph.program, graph.node.tolist(), graph.entry_exit_nodes[1].tolist()
-    sides: dict[int, list[int]] = defaultdict(list)  # of a node
+    sides: dict[int, list[int]] = defaultdict(list)  # The positions of each node.
     for position, one in enumerate(node):
         sides[one].append(position)
-    whole: dict[int, list[int]] = defaultdict(list)  # of what an instruction ends with: its group
+    # The positions that must be issued before an exit node is complete: all sides of a group.
+    members: dict[int, list[int]] = defaultdict(list)
     for position, gate in enumerate(leave):
-        whole[gate] += sides[node[position]]
-    # What needs what a collective gives waits for all collectives before it on its rank.
-    meets = graph.index.is_op(COLLECTIVE_OPS)
-    met = np.maximum.accumulate(np.where(meets, np.arange(len(meets)), NO_POSITION))
-    before = np.full((1, len(meets)), NO_POSITION)
-    before[0, 1:] = met[:-1]
-    late = graph.index.is_op(_COLLECTIVE_CONSUMERS)
-    before[0, ~late | (before[0] < program.offsets[graph.index.rank])] = NO_POSITION
+        members[gate] += sides[node[position]]
+    # A consumer of the result of a collective waits for all earlier collectives of its rank.
+    is_collective = graph.index.is_op(COLLECTIVE_OPS)
+    latest = np.where(is_collective, np.arange(len(is_collective)), NO_POSITION)
+    latest = np.maximum.accumulate(latest)
+    before = np.full((1, len(is_collective)), NO_POSITION)
+    before[0, 1:] = latest[:-1]
+    is_consumer = graph.index.is_op(_COLLECTIVE_CONSUMERS)
+    before[0, ~is_consumer | (before[0] < program.offsets[graph.index.rank])] = NO_POSITION
     waits = [
         {*one} - {NO_POSITION} for one in np.concatenate([graph.local_waits, before]).T.tolist()
     ]
@@ -378,7 +449,7 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
         moved = False
         for rank, end in enumerate(program.offsets[1:].tolist()):
             at = next_of[rank]
-            if at < end and all(issued[q] for p in waits[at] for q in whole[leave[p]]):
+            if at < end and all(issued[q] for p in waits[at] for q in members[leave[p]]):
                 yield rank, at - int(program.offsets[rank])
                 issued[at] = moved = True
                 next_of[rank] += 1

@@ -1,7 +1,7 @@
-"""Copies of stages and Parameters that several ranks of one process hold.
+"""Copies of stages and Parameters that several virtual ranks of one process have.
 
-The first of these ranks computes with the stage or Parameter itself.  Each of the others computes
-with a copy, as it would in a process of its own.
+The first of these ranks computes with the stage or Parameter itself. Each of the others computes
+with a copy, as it would in a separate process.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from schedir.runtime.parameters.parameter_copies import (
 )
 from schedir.runtime.parameters.tied_parameters import describe_places
 
-_SYNCED_TYPES: Final = (bool, int, float, str)  # of attributes that a copy follows
-_SYNCED_DICTS: Final = ("_parameters", "_buffers")  # attributes of nn.Module that it follows, too
-_AttributeState = dict[
-    str, tuple[object, int]
-]  # by name, a value and the version of its tensor, else 0
+# `StageReplica.sync_state` copies attributes of these types, and these attributes of nn.Module.
+_SYNCED_TYPES: Final = (bool, int, float, str)
+_SYNCED_DICTS: Final = ("_parameters", "_buffers")
+# For each attribute name: the value, and the tensor's version, or 0 for other values.
+_AttributeState = dict[str, tuple[object, int]]
 _ABSENT: Final = object()
 
 
 @dataclass
 class StageReplica:
-    """The copy of a stage, on a rank other than the first that holds the stage.
+    """The copy of a stage, on a rank other than the first one with the stage.
 
     Args:
         stage: The number of the stage.
         copy: The copy.
-        module: The module that was copied, with which the first rank computes.
-        recorded_state: What of the module the copy does not follow, as it was after the last step.
+        module: The module that was copied. The first rank computes with it.
+        recorded_state: The attributes of the module that `sync_state` does not copy, with their
+            values after the last step.
     """
 
     stage: int
@@ -49,15 +50,18 @@ class StageReplica:
     recorded_state: _AttributeState | None = None
 
     def record_state(self) -> None:
-        """Note what of the module the copy does not follow, so that `sync_state` finds changes."""
+        """Record the attributes that `sync_state` does not copy, so that it finds changes."""
         self.recorded_state = _collect_unsynced_state(self.module)
 
     @torch.no_grad()
     def sync_state(self, program: Program) -> None:
         """Set the copy to the present state of the module.
 
-        A copy follows Parameters, buffers, the mode, and numbers and strings such as a dropout's
-        `p`.  Users may change these between steps.
+        The method copies Parameters, buffers, the training mode, and attributes that are numbers or
+        strings, such as the `p` of a dropout. Users may change these between steps.
+
+        Args:
+            program: The program that the error names.
 
         Raises:
             ModelError: Something else has changed since `record_state`: a submodule, a hook, or an
@@ -84,11 +88,15 @@ class StageReplica:
                 mine._buffers[name] = None if buffer is None else buffer.clone()
 
     def share_hooks(self, program: Program) -> None:
-        """Make the copy's Parameters call the tensor hooks of the module's Parameters.
+        """Make the Parameters of the copy call the tensor hooks of the module's Parameters.
+
+        Args:
+            program: The program that runs. Without a backward, the method does nothing.
 
         Raises:
-            ModelError: A Parameter has a post-accumulate hook.  It would see only the sum over the
-                microbatches of one rank.
+            ModelError: A Parameter has a post-accumulate hook. It would get only the sum over the
+                microbatches of one rank. Or hooks are registered on the autograd node of a
+                Parameter.
         """
         if not program.has_backward:
             return
@@ -107,7 +115,7 @@ class StageReplica:
 
 
 def _collect_unsynced_state(module: nn.Module) -> _AttributeState:
-    """Return what a module has that its copies do not follow."""
+    """Return the attributes of a module, and of its submodules, that copies do not follow."""
     found: _AttributeState = {}
     for path, owner in module.named_modules():
         for attribute, value in vars(owner).items():
@@ -135,9 +143,13 @@ def _find_changed_name(before: _AttributeState, now: _AttributeState) -> str:
 
 
 def copy_stage(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a stage."""
+    """Return a deep copy of a stage, with the attributes of its Parameters.
+
+    Args:
+        module: The module of the stage.
+    """
     copy = deepcopy(module)
-    # deepcopy does not copy the attributes of Parameters and the types of their gradients.
+    # deepcopy omits the attributes of Parameters and the dtypes of their gradients.
     for p, own in zip(copy.parameters(), module.parameters(), strict=True):
         vars(p).update(vars(own))
         p.grad_dtype = own.grad_dtype
@@ -147,17 +159,22 @@ def copy_stage(module: nn.Module) -> nn.Module:
 def copy_shared_parameters(
     program: Program, stages: Sequence[nn.Module]
 ) -> list[dict[nn.Parameter, nn.Parameter]]:
-    """Return, for each rank, the tensors with which it computes for Parameters of several ranks.
+    """Return the copies of the trained Parameters that stages on several ranks share.
+
+    Args:
+        program: The program. Without a backward, there are no copies.
+        stages: All stages of the model, in order.
 
     Returns:
-        For each rank, a map from each Parameter that other ranks have, too.  On the first of these
-        ranks its value is the Parameter itself, and on the others a copy.
+        For each rank, a mapping whose keys are the Parameters that it shares with other ranks. On
+        the first of these ranks the value is the Parameter itself. On the others it is a copy.
 
     Raises:
-        ModelError: ZeRO would shard such a Parameter on each of its ranks.
+        ModelError: The program uses ZeRO, which would shard the Parameter on each of its ranks. Or
+            hooks are registered on the autograd node of such a Parameter.
     """
     copies: list[dict[nn.Parameter, nn.Parameter]] = [{} for _ in range(program.shape.ranks)]
-    # By Parameter and rank: the first stage that has the Parameter, and its name there.
+    # By Parameter and rank: the first stage with the Parameter, and the name in that stage.
     places: dict[nn.Parameter, dict[int, tuple[int, str]]] = {}
     for s, (rank, module) in enumerate(
         zip(program.shape.first_rank_per_stage.tolist(), stages, strict=True)

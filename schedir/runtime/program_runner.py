@@ -1,7 +1,7 @@
 """ProgramRunner: one program of a rank, linked and ready to run steps.
 
-A step is a loop over calls, to which the Stream was linked once.  A Transport moves the tensors.
-The caller chooses one of the legal orders of the calls: a process makes them in Stream order.
+The stream is linked once to a list of calls, and a step is a loop over these calls. A transport
+moves the tensors. The caller chooses a legal order of the calls; a process uses stream order.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ from schedir.transports.serialized_transport import SerializedTransport
 
 # ---------------------------------------------------------------- position in the program
 
-# The instruction that the host of a rank issues.
+# The instruction that the host of a rank currently issues.
 
 
 class DispatchPosition:
-    """The words of a black box in which the dispatch loop notes what it has begun, and when.
+    """The position of the dispatch loop, recorded in the words of a black box.
 
-    `progress` is memory of the process alone, unless it is given that of a file.
+    Attributes:
+        progress: The words with the index of the current instruction and its start time, in
+            nanoseconds. They are in private memory. A caller may set them to the words of a file.
+        calls: The linked calls of the stream.
     """
 
     calls: list[Call]
@@ -50,14 +53,19 @@ class DispatchPosition:
 
     @property
     def position(self) -> int:
-        """The instruction that was begun last, by its index in the Stream."""
+        """The index in the stream of the instruction that began last."""
         return min(self.progress[POSITION_FIELD], len(self.calls) - 1)
 
 
 class ProgramRunner(DispatchPosition):
-    """A program on what a rank holds.
+    """A program of a rank, linked to the resources of the rank.
 
-    With `record_timestamps`, `timestamps` notes when each instruction begins and ends.
+    Args:
+        program: The program.
+        resources: The stages, gradients, optimizer and memory of the rank.
+        boundaries: The tensors that pass between stages.
+        program_number: The index of the program among those of the executor.
+        record_timestamps: Record in `timestamps` when each instruction begins and ends.
     """
 
     def __init__(
@@ -93,22 +101,22 @@ class ProgramRunner(DispatchPosition):
 
     @property
     def program(self) -> Program:
-        """The program of this run."""
+        """The program that this runner runs."""
         return self.state.program
 
     @property
     def rank(self) -> int:
-        """Which of the pipeline's ranks this is."""
+        """The pipeline rank."""
         return self.state.rank
 
     @property
     def stages(self) -> Mapping[int, StageState]:
-        """Own stages by number, with their modules and gradients."""
+        """The local stages by number, with their modules and gradients."""
         return self.state.stages
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the rank is in a step, or in one that has failed."""
+        """True during a step, and after a step that failed."""
         return self.resources.is_in_step
 
     @is_in_step.setter
@@ -117,28 +125,54 @@ class ProgramRunner(DispatchPosition):
 
     @property
     def random_streams(self) -> RandomStreams:
-        """What modules draw from; its `step` is the number of the next step."""
+        """The random streams of the modules. Their `step` is the number of the next step."""
         return self.state.random_streams
 
     @property
     def grad_norm(self) -> Tensor:
-        """The global norm of the last update's gradients before clipping, if the program clips:
-        0-dim, float64, on the rank's device."""
+        """The global norm of the gradients of the last update before clipping.
+
+        A 0-dimensional float64 tensor on the rank's device; 0 if the program does not clip.
+        """
         return (self.resources.get_last_update_result or self.state.get_update_result)()[0]
 
     @property
     def finite_updates(self) -> Tensor:
-        """Of each update of the last step whether it was made: bool, on the rank's device."""
+        """For each update of the last step, True if the executor made it.
+
+        A bool tensor of shape (updates,) on the rank's device.
+        """
         return (self.resources.get_last_update_result or self.state.get_update_result)()[1]
 
     def run_step(self, batch: StepInputs) -> Tensor | None:
-        """As Executor.step."""
+        """Run one training step, after the warm-up steps if it is the first one.
+
+        Args:
+            batch: The inputs of the step.
+
+        Returns:
+            See `Executor.step`.
+
+        Raises:
+            ExecutionError: See `Executor.step`.
+        """
         if not self.is_warm:
             self._warm_up(batch)
         return self._run_until_valid(batch)
 
     def run_evaluation(self, batch: StepInputs) -> Tensor | None:
-        """As Executor.evaluate."""
+        """Run the forwards between two steps, in evaluation mode.
+
+        Args:
+            batch: The inputs of the evaluation.
+
+        Returns:
+            See `Executor.evaluate`.
+
+        Raises:
+            ExecutionError: See `Executor.step`.
+            ModelError: A forward wrote to a Parameter.
+        """
         with evaluation_mode(self.state):
             return self.run_step(batch)
 
@@ -149,10 +183,23 @@ class ProgramRunner(DispatchPosition):
         grad_scale: float | Tensor = 1.0,
         keywords: Keywords = (),
     ) -> Tensor | None:
-        """As `step`, over a transport of streams, but one instruction after the other, in an order
-        that all ranks share: nothing overlaps, and nothing hangs, whoever waits for the device.
+        """Run one training step without overlap, one instruction after the other.
 
-        All processes must call this.  Raises ModelError over another transport.
+        All ranks use one common order, so nothing hangs, even if an instruction waits for the
+        device. All processes must call this.
+
+        Args:
+            inputs: See `Executor.step`.
+            targets: See `Executor.step`.
+            grad_scale: See `Executor.step`.
+            keywords: See `Executor.step`.
+
+        Returns:
+            See `Executor.step`.
+
+        Raises:
+            ModelError: The transport does not use CUDA streams.
+            ExecutionError: See `Executor.step`.
         """
         if self.serialized_transport is None:
             raise ModelError(
@@ -173,7 +220,7 @@ class ProgramRunner(DispatchPosition):
         return [*map(int, find_total_order(graph)[self.rank])]
 
     def _warm_up(self, batch: StepInputs) -> None:
-        """Do whatever a step does at first use, in steps in turn that are undone."""
+        """Run the warm-up steps, which are undone, without recording timestamps."""
         self.state.require_inputs(batch)
         record, self.record_timestamps = self.record_timestamps, False
         try:
@@ -185,12 +232,12 @@ class ProgramRunner(DispatchPosition):
     def _run_until_valid(
         self, batch: StepInputs, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """A step in the order of the Stream, or another one; again where it was in vain."""
+        """Run a step in stream order or in `order`, and again if its weights were wrong."""
         try:
             total = self._run_once(batch, order)
             while self.needs_rerun():
                 total = self._run_once(batch, order)
-        except BaseException:  # an interrupt, too, must not leave modules what stands in
+        except BaseException:  # KeyboardInterrupt, too, must not leave substitutes in modules.
             self.state.abort_step(has_begun=self.is_in_step)
             raise
         return total
@@ -209,7 +256,7 @@ class ProgramRunner(DispatchPosition):
         return self.finish_step()
 
     def _run_instructions(self) -> None:
-        """Every call in order, and nothing else."""
+        """Make all calls in stream order, without timestamps and profiler ranges."""
         self.is_in_step, at, clock = True, self.progress, monotonic_ns
         try:
             for k, (wait, run) in enumerate(self.calls):
@@ -221,34 +268,46 @@ class ProgramRunner(DispatchPosition):
             raise self.state.wrap_error(self.position, error) from error
 
     def begin_step(self, batch: StepInputs) -> None:
-        """Make ready for a step; then every call is made once, in a legal order."""
+        """Prepare a step. The caller then runs every instruction once, in a legal order.
+
+        Args:
+            batch: The inputs of the step.
+
+        Raises:
+            ExecutionError: An earlier step failed, or an input is missing.
+            ModelError: The trained parameters have changed.
+        """
         state = self.state
         self._require_no_failed_step()
         self.resources.parameter_guard.require_unchanged(self.program.name)
         state.require_inputs(batch)
         self.is_profiled = self.is_warm and torch.autograd.profiler._is_profiler_enabled
         if state.optimistic_step is not None and state.optimistic_step.begin_step():
-            noted = RecordedState(state, batch, self.unstepped_parameters)
-            batch, state.optimistic_step.restore_step_state = noted.batch, noted.restore
+            recorded = RecordedState(state, batch, self.unstepped_parameters)
+            batch, state.optimistic_step.restore_step_state = recorded.batch, recorded.restore
         self.progress[POSITION_FIELD] = 0
         state.begin_step(batch)
 
     def needs_rerun(self) -> bool:
-        """Whether the step that has ended was run on wrong weights, on all ranks: these are right
-        now, all else is as it was, and it must be run again."""
-        ahead, self.is_in_step = (
-            self.state.optimistic_step,
-            True,
-        )  # who fails here has failed in the step
+        """Return whether all ranks must run the step again, because its weights were wrong.
+
+        If so, the weights are now right, and all other state is as before the step. Call this once
+        after each step.
+
+        Raises:
+            ExecutionError: The validation of the update failed.
+        """
+        optimistic_step = self.state.optimistic_step
+        self.is_in_step = True  # An error in the validation counts as a failed step.
         try:
-            in_vain = ahead is not None and ahead.end_step()
+            must_repeat = optimistic_step is not None and optimistic_step.end_step()
         except Exception as error:
             raise self.state.wrap_error(self.position, error) from error
         self.is_in_step = False
-        return in_vain
+        return must_repeat
 
     def _require_no_failed_step(self) -> None:
-        """Raise ExecutionError after a step that has failed."""
+        """Raise ExecutionError if an earlier step failed."""
         if self.is_in_step:
             raise ExecutionError(
                 f"rank {self.rank} has failed in the step before, and left messages on their way",
@@ -258,11 +317,20 @@ class ProgramRunner(DispatchPosition):
 
     @cached_property
     def _profiler_range_names(self) -> list[str]:
-        """The names of the ranges that instructions are under torch.profiler, by their index."""
+        """The names of the profiler ranges of the instructions, by index in the stream."""
         return format_range_names(self.state.stream)
 
     def run_instruction(self, index: int) -> None:
-        """Run the instruction at index k of the Stream; `step` has set whether gradients flow."""
+        """Run one instruction, with its timestamps and profiler range.
+
+        The caller must have called `begin_step`, and must have set torch's gradient mode.
+
+        Args:
+            index: The index of the instruction in the stream.
+
+        Raises:
+            ExecutionError: The instruction failed.
+        """
         self.is_in_step, self.progress[POSITION_FIELD], self.progress[POSITION_TIME_FIELD] = (
             True,
             index,
@@ -286,7 +354,11 @@ class ProgramRunner(DispatchPosition):
             raise self.state.wrap_error(self.position, error) from error
 
     def finish_step(self) -> Tensor | None:
-        """End a step: everything that is still on its way out is waited for."""
+        """End a step: wait for all pending sends.
+
+        Returns:
+            The sum of the losses on a rank with the last stage, and None on other ranks.
+        """
         self.progress[POSITION_FIELD], self.progress[POSITION_TIME_FIELD] = (
             len(self.calls),
             monotonic_ns(),

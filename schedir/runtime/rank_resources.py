@@ -1,4 +1,4 @@
-"""RankResources: stages, gradients, optimizer and memory of a rank, whatever program it runs."""
+"""RankResources: stages, gradients, optimizer and memory of a rank, for all its programs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,36 @@ from schedir.runtime.parameters.tied_parameters import (
 from schedir.runtime.stage_state import StageState
 from schedir.transports.transport import SlotKey, Transport
 
-Loss = Callable[[Any, Any], Tensor]  # of what the last stage gives, and a target
+Loss = Callable[[Any, Any], Tensor]  # Its arguments: the output of the last stage, and a target.
 
 
 class RankResources:
-    """A rank's stages with their gradients, the optimizer, what modules draw from, and who moves
-    tensors.  What is on its way in a step is the State of the program that runs.
+    """The stages of a rank with their gradients, its optimizer, random streams and transport.
 
-    `program` is the one that trains.
+    All programs of the rank share these. The values and messages of a step are in the `State` of
+    the program that runs.
+
+    Args:
+        program: The first program. Its attributes determine sharding, frozen stages and offload.
+        rank: The pipeline rank.
+        stages: The modules of the local stages, by number.
+        transport: The transport of the rank.
+        loss: The loss function or module.
+        optimizer: The optimizer of the local parameters, or None.
+        max_norm: The largest global norm of the gradients.
+        loss_scale: The loss scale, or None.
+        seed: The seed of the random streams, or None.
+        tied_weights: The tied weights with copies on this rank.
+        parameter_copies: The Parameter with which this rank computes, by each Parameter that
+            virtual ranks of the process share.
+        other_rank_stages: The stages of other ranks, if they are in this process.
+        accumulate_grads: Add to the existing gradients, as autograd does.
+        debug: Allow checks for which the host reads results from a GPU.
+        memory_tiers: The host and disk memory of the rank. By default there is no disk memory.
+
+    Raises:
+        ModelError: The parameters are on several devices, or the optimizer cannot step one stage
+            at a time although the program offloads its state.
     """
 
     def __init__(
@@ -65,8 +87,8 @@ class RankResources:
         debug: bool = False,
         memory_tiers: MemoryTiers | None = None,
     ) -> None:
-        self.debug = debug  # the host may look at what is computed, wherever that is
-        self.accumulate_grads = accumulate_grads  # gradients, to what is there, as autograd does
+        self.debug = debug
+        self.accumulate_grads = accumulate_grads
         self.rank, self.transport, self.loss = rank, transport, loss
         self.optimizer, self.max_norm, self.loss_scale = optimizer, max_norm, loss_scale
         self.tied_weights, self.parameter_copies, shape = (
@@ -74,10 +96,8 @@ class RankResources:
             parameter_copies,
             program.shape,
         )
-        self.other_rank_stages = (
-            other_rank_stages  # stages of other ranks, as far as this process knows them
-        )
-        instead, self.aliases = make_substitutes(tied_weights, parameter_copies)
+        self.other_rank_stages = other_rank_stages
+        substitutes, self.aliases = make_substitutes(tied_weights, parameter_copies)
         self.has_separate_copies = any(
             has_separate_copies(weight, shape) for weight in tied_weights
         )
@@ -85,7 +105,7 @@ class RankResources:
         self.stages = {
             s: StageState(
                 stages[s],
-                instead.get(s, {}),
+                substitutes.get(s, {}),
                 max_bucket_bytes=None
                 if accumulate_grads
                 else overlapped_reduction.BUCKET_BYTES
@@ -102,16 +122,15 @@ class RankResources:
             for s in shape.stages_on_rank[rank]
         }
         self.parameter_guard = ParameterGuard({s: stages[s] for s in self.stages})
-        self.can_step = True  # else the optimizer is held back
+        self.can_step = True  # False in warm-up steps whose optimizer step cannot be undone.
         self.device = find_device(stages)
         self.snapshots = SnapshotCopies(self.device)
         self.copy_lanes, self.memory_tiers = (
             CopyLanes(self.device),
             memory_tiers or MemoryTiers(self.device, rank, (), None),
         )
-        self.host_optimizer_state: HostOptimizerState | None = (
-            None  # where the optimizer's lie elsewhere
-        )
+        # The offloaded optimizer state, if the program offloads it.
+        self.host_optimizer_state: HostOptimizerState | None = None
         if program.optimizer_placement != "device" and program.has_backward:
             trained = {s: stages[s].parameters() for s in self.stages if s >= program.frozen_stages}
             parameters = {
@@ -130,19 +149,18 @@ class RankResources:
                 [stage.gradients for stage in own], [stage.module for stage in own],
                 optimizer, loss_scale, self.random_streams, self.device, debug,
             )  # fmt: skip
-        self.is_in_step = False  # in a step, or one that has failed
-        # Of the last update, its norm and what of it was finite.
+        self.is_in_step = False  # Also True after a step that failed.
+        # Returns the gradient norm and the finite updates of the last step.
         self.get_last_update_result: Callable[[], tuple[Tensor, Tensor]] | None = None
-        self.buffer_sizes: dict[Value, list[int]] = {}  # the bytes of each slot, by kind
-        self.receive_buffers: dict[SlotKey, Tensor] = {}  # static memory of what is received
-        # Static memory of sent values, also by the instructions that change their form.
+        self.buffer_sizes: dict[Value, list[int]] = {}  # Bytes of each slot, by kind.
+        self.receive_buffers: dict[SlotKey, Tensor] = {}  # Static memory of received values.
+        # Static memory of sent values, by kind, slot, and the instructions that changed their form.
         self.send_buffers: dict[tuple[Value, int, tuple[Opcode, ...]], Tensor] = {}
 
     def _create_optimizer_state(
         self, program: Program, parameters: Mapping[int, Sequence[Tensor]], optimizer: OptimizerLike
     ) -> HostOptimizerState:
-        """Return what moves the optimizer's states as the program says.  Raises ModelError for an
-        optimizer that cannot step one stage after the other."""
+        """Return the object that moves or steps the optimizer state off the device."""
         names: dict[Tensor, str] = {
             p: f"{name} of stage {s}"
             for s, stage in self.stages.items()
@@ -160,8 +178,14 @@ class RankResources:
             raise
 
     def allocate_buffers(self, runs: Sequence[tuple[Program, BoundaryTable]]) -> None:
-        """Make memory for the messages of programs, in which none is while another runs: for each
-        slot that of the largest; all processes must call this."""
+        """Allocate the message buffers, which all programs of the rank share.
+
+        A buffer has the size of the largest message of its slot in all programs. Only one program
+        runs at a time. All processes must call this.
+
+        Args:
+            runs: Each program with its boundaries.
+        """
         for program, passing in runs:
             for kind, sizes in compute_buffer_sizes(program, self.rank, passing).items():
                 both = zip_longest(self.buffer_sizes.get(kind, ()), sizes, fillvalue=0)
@@ -173,44 +197,60 @@ class RankResources:
         self.receive_buffers = self.transport.allocate_buffers(received, self.device, programs)
 
     def shard_parameters(self) -> None:
-        """Keep of what replicas share no more than the own part: the end of what can be undone."""
-        parts: dict[nn.Parameter, Tensor] = {}
-        pieces: dict[nn.Parameter, tuple[torch.Size, int, int]] = {}
+        """Shard the parameters and the optimizer state over the replicas (ZeRO).
+
+        Call this last in the construction of an executor, because it cannot be undone.
+        """
+        alias_shards: dict[nn.Parameter, Tensor] = {}
+        shard_ranges: dict[nn.Parameter, tuple[torch.Size, int, int]] = {}
         for stage in self.stages.values():
             if (weights := stage.sharded_parameters) is not None:
-                weights.shard_weights(parts)
-                for bucket, own in zip(weights.buckets, weights.shards, strict=True):
-                    parts |= dict.fromkeys(bucket.parameters[:1], own)
+                weights.shard_weights(alias_shards)
+                for bucket, shard in zip(weights.buckets, weights.shards, strict=True):
+                    alias_shards |= dict.fromkeys(bucket.parameters[:1], shard)
                     ranges = bucket.list_shard_ranges(self.shard_spec.replica)
                     for p, shape, (low, high, _) in zip(
                         bucket.parameters, bucket.shapes, ranges, strict=True
                     ):
-                        pieces[p] = shape, low, high
-        shard_optimizer_state(self.optimizer, pieces)
+                        shard_ranges[p] = shape, low, high
+        shard_optimizer_state(self.optimizer, shard_ranges)
 
 
 def compute_buffer_sizes(
     program: Program, rank: int, boundaries: BoundaryTable
 ) -> dict[Value, list[int]]:
-    """The bytes of each slot that messages leave or come into, by kind: of the largest."""
-    number = dict(zip(SLOT_KINDS, count_slots(program)[rank].tolist(), strict=True))
-    rooms = {kind: [0] * number[kind] for kind in BOUNDARY_VALUES}
+    """Return the bytes of the message buffer of each slot, by kind of value.
+
+    A buffer has the size of the largest value that is sent from the slot or received into it. It is
+    0 for a slot whose values stay on the rank.
+
+    Args:
+        program: The program.
+        rank: The pipeline rank.
+        boundaries: The tensors that pass between stages.
+    """
+    slot_counts = dict(zip(SLOT_KINDS, count_slots(program)[rank].tolist(), strict=True))
+    sizes = {kind: [0] * slot_counts[kind] for kind in BOUNDARY_VALUES}
     for (kind, stage, mb), fills in assign_slots(program, rank).items():
-        if kind in rooms and program.peer_stage(kind, stage) >= 0:
+        if kind in sizes and program.peer_stage(kind, stage) >= 0:
             size = boundaries[mb].get_value_tensors(kind, stage).nbytes
             for slot in fills.values():
-                rooms[kind][slot] = max(rooms[kind][slot], size)
-    return rooms
+                sizes[kind][slot] = max(sizes[kind][slot], size)
+    return sizes
 
 
 def find_device(stages: Mapping[int, nn.Module]) -> torch.device:
-    """Where a rank's stages are: where their parameters are.
+    """Return the device of the parameters of a rank's stages, or the CPU if there are none.
 
-    Raises ModelError if they are in several places.
+    Args:
+        stages: The local stages by number.
+
+    Raises:
+        ModelError: The parameters are on several devices.
     """
-    found = {p.device for stage in stages.values() for p in stage.parameters()}
-    if len(found) > 1:
+    devices = {p.device for stage in stages.values() for p in stage.parameters()}
+    if len(devices) > 1:
         raise ModelError(
-            f"the parameters of one rank are on {' and '.join(sorted(map(str, found)))}"
+            f"the parameters of one rank are on {' and '.join(sorted(map(str, devices)))}"
         )
-    return next(iter(found), torch.device("cpu"))
+    return next(iter(devices), torch.device("cpu"))
