@@ -122,7 +122,7 @@ class RankResources:
             for s in shape.stages_on_rank[rank]
         }
         self.parameter_guard = ParameterGuard({s: stages[s] for s in self.stages})
-        self.can_step = True  # False in warm-up steps whose optimizer step cannot be undone.
+        self.can_step = True  # False in warm-up steps in which the optimizer must not step.
         self.device = find_device(stages)
         self.snapshots = SnapshotCopies(self.device)
         self.copy_lanes, self.memory_tiers = (

@@ -48,14 +48,14 @@ from schedir.runtime.step_inputs import StepInputs
 from schedir.runtime.value_slots import OutputSlot, Slot, SlotTable
 from schedir.transports.transport import Transport, Work, allocate_bytes, describe_peer_error
 
-# ---------------------------------------------------------------- implied arrivals
+# ---------------------------------------------------------------- implied acknowledgements
 
-# Gloo cannot tell whether a send has ended.  It can only wait for it, and a wait that comes too
-# early may block the receiver.  But a message from the receiver, sent after it used the first
-# message, proves that the first one has arrived.
+# Gloo has no query for the completion of a send, only a wait. A wait that comes too early may block
+# the receiver. But a message from the receiver, sent after it used the first message, proves that
+# the first message has arrived.
 
 
-# Who takes in what another stage sent: which sends these are, and where their stage is.
+# For each opcode, the send opcodes whose values it consumes, with the direction of their stage.
 _SENDS_BY_CONSUMER: Final = {
     row.op: [
         (send, LOCAL_HANDOVER[token][1])
@@ -68,29 +68,33 @@ _SENDS_BY_CONSUMER: Final = {
 
 
 def find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
-    """For receives of a rank, the sends that have arrived when it has; both by index.
+    """Return, for each receive of a rank, the sends whose arrival it proves.
 
-    Each send is there once, with the first receive that proves it, if there is one.
+    Args:
+        program: The program.
+        rank: The pipeline rank.
+
+    Returns:
+        By the index of a receive in the stream, the indices of the sends. Each send is listed once,
+        with the first receive that proves its arrival, if there is one.
     """
-    own, there = (
-        program.streams[rank],
-        {hop: program.neighbor_stages(hop).tolist() for hop in PeerRule},
-    )
-    where: dict[tuple[int | None, ...], int] = {instr: k for k, instr in enumerate(own)}
-    peers = {program.peer_rank(i) for i in own if i.op in SEND_OPS}
-    known: dict[int, list[int]] = {}
+    stream = program.streams[rank]
+    neighbors = {hop: program.neighbor_stages(hop).tolist() for hop in PeerRule}
+    index_of: dict[tuple[int | None, ...], int] = {instr: k for k, instr in enumerate(stream)}
+    peers = {program.peer_rank(i) for i in stream if i.op in SEND_OPS}
+    acks: dict[int, list[int]] = {}
     for peer in peers:
-        used: list[int] = []  # since the peer's last send to this rank
+        used: list[int] = []  # Sends that the peer used since its last send to this rank.
         for op, stage, mb in program.streams[peer]:
             row = INSTRUCTIONS[op]
             for send, hop in _SENDS_BY_CONSUMER[op]:
-                k = where.pop((send, there[hop][stage], mb), None)
+                k = index_of.pop((send, neighbors[hop][stage], mb), None)
                 used += [k] if k is not None else []
             if row.peer and op in SEND_OPS and used:
-                back = where.get((row.partner, there[row.peer][stage], mb))
-                if back is not None:
-                    known[back], used = used, []
-    return known
+                receive = index_of.get((row.partner, neighbors[row.peer][stage], mb))
+                if receive is not None:
+                    acks[receive], used = used, []
+    return acks
 
 
 _TIED_RANDOM_WARNING = (
@@ -99,13 +103,18 @@ _TIED_RANDOM_WARNING = (
 
 
 class Call(NamedTuple):
-    """A linked instruction: first wait for what must have arrived, if anything, then run."""
+    """A linked instruction.
+
+    Attributes:
+        wait: Waits until the inputs of the instruction have arrived. None if it needs no wait.
+        run: Runs the instruction.
+    """
 
     wait: Callable[[], None] | None
     run: Callable[[], None]
 
 
-Handler = Callable[["State", Instr], Call]  # links an instruction
+Handler = Callable[["State", Instr], Call]  # Links an instruction.
 
 
 Callback = Callable[[], None]
@@ -116,32 +125,43 @@ def chain_calls(first: Callback, /, *others: Callback | None) -> Callback: ...
 @overload
 def chain_calls(*calls: Callback | None) -> Callback | None: ...
 def chain_calls(*calls: Callback | None) -> Callback | None:
-    """What makes those of these calls that there are, one after the other; None if there are none.
+    """Return a function that makes the given calls in order.
 
-    In a step nothing is looked up any more: two are called as they are.
+    Args:
+        *calls: Functions without arguments. None entries are skipped.
+
+    Returns:
+        None if there are no calls. A single call is returned as it is. A chain of two has no loop,
+        because it runs in every step.
     """
-    made = [call for call in calls if call is not None]
-    if len(made) < 2:
-        return made[0] if made else None
-    first, *between, last = made
+    present = [call for call in calls if call is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    first, *between, last = present
 
     def both() -> None:
         first()
         last()
 
     def all_of() -> None:
-        for call in made:
+        for call in present:
             call()
 
     return all_of if between else both
 
 
 class State:
-    """A program on a rank: slots of its values, what is on its way, and what the step was given.
+    """The state of one program on a rank: its slots, pending messages and step inputs.
 
-    This is what handlers link instructions to.  What the rank has, whatever it runs, is
-    `resources`.
-    `index_of` finds an instruction (op, stage, mb) in the rank's Stream.
+    Handlers link instructions to this state. `resources` has the state that all programs of the
+    rank share. `index_of` maps an instruction (op, stage, mb) to its index in the stream.
+
+    Args:
+        program: The program.
+        resources: The resources of the rank.
+        transport: The transport, which may be a wrapper that records timestamps.
+        boundaries: The tensors that pass between stages.
+        program_number: The index of the program among those of the rank.
     """
 
     def __init__(
@@ -155,7 +175,7 @@ class State:
         self.program, self.shape = program, program.shape
         self.rank = rank = resources.rank
         self.resources, self.transport, self.boundaries = resources, transport, boundaries
-        self.program_number = program_number  # of the program, among those that the rank runs
+        self.program_number = program_number
         self.stages, self.random_streams, self.device = (
             resources.stages,
             resources.random_streams,
@@ -172,10 +192,8 @@ class State:
         )
         self.accumulate_grads, self.debug = resources.accumulate_grads, resources.debug
         self.stream, self.has_backward = program.streams[rank], program.has_backward
-        self.is_evaluating = self.has_evaluated = (
-            False  # between steps, where nothing is changed; or it has
-        )
-        self.weight_versions: dict[int, WeightVersions] = {}  # of weights, by stage
+        self.is_evaluating = self.has_evaluated = False  # `has_evaluated`: at least once.
+        self.weight_versions: dict[int, WeightVersions] = {}  # By stage.
         for s, stage in (
             self.stages.items() if self.has_backward and self.shape.optimizer_steps > 1 else ()
         ):
@@ -183,32 +201,31 @@ class State:
                 own = ((k, i) for k, i in enumerate(self.stream) if i.stage == s)
                 self.weight_versions[s] = stage.create_weight_versions(self.shape, own)
         self.batch = StepInputs()
-        self.grad_scale: float | Tensor = 1.0  # by which sums of gradients are multiplied
-        self.loss_gradient: Tensor | None = None  # with which backwards begin, where it is not 1
+        self.grad_scale: float | Tensor = 1.0  # The factor of the sum of gradients.
+        self.loss_gradient: Tensor | None = None  # The initial gradient of backwards. None is 1.
         self.losses = [torch.zeros((), device=self.device)] * self.shape.microbatches
         self.grad_norm = torch.zeros((), dtype=torch.float64, device=self.device)
-        # Of updates that nobody has judged, the sum of squares of all gradients: a rank that adds
-        # to none may be told that of the next one before.
+        # The sum of squares of all gradients, by update, until the update is clipped. There may be
+        # several: a rank without gradients may reduce the norm of the next update first.
         self.squared_norms: dict[int, Tensor] = {}
         self.finite_updates = torch.ones(
             self.shape.optimizer_steps, dtype=torch.bool, device=self.device
         )
-        # Under way: what is sent, by index in the Stream, as long as it may not have arrived, and
-        # reductions that nobody has waited for.
+        # Sends that may not have arrived, by index in the stream, with the sent tensor.
         self.pending_sends: dict[int, tuple[Work, Tensor]] = {}
         self.pending_reductions: list[Work] = []
-        self.pending_reduce_scatters: deque[tuple[int, list[Work]]] = (
-            deque()
-        )  # by index, the first first
-        # Sums over replicas, and what each begins under, unless they are `reduce_after_backward`.
+        # Reduce-scatters of gradients, oldest first, with the index of their instruction.
+        self.pending_reduce_scatters: deque[tuple[int, list[Work]]] = deque()
+        # Sums over replicas, and the last backward before each. The sum overlaps with this backward
+        # unless `reduce_after_backward` is True.
         self.reductions: dict[Instr, GradientReduction] = {}
         self.overlapped_reductions = find_last_accumulations(self.stream) if program.dp > 1 else {}
         self.reduce_after_backward = False
-        # Within `as_of(k)` the recorder counts what is started as instruction k's.
+        # Within the context `record_as(k)`, the recorder attributes started work to instruction k.
         self.record_as: Callable[[int], AbstractContextManager[object]] = nullcontext
-        # Whom an instruction tells when it begins and ends on a lane of the rank's, if anybody.
+        # Returns the observer of the begin and end of an instruction's work on a lane of the rank.
         self.get_lane_observer: Callable[[], LaneObserver | None] = lambda: None
-        # For receives, by index in the Stream, the sends that have arrived when they have.
+        # For each receive, the sends whose arrival it proves. Both are indices in the stream.
         self.implied_acks = find_implied_acks(program, rank)
         self.index_of: dict[tuple[int, ...], int] = {i: k for k, i in enumerate(self.stream)}
         self.slot_assignment = assign_slots(program, rank)
@@ -225,26 +242,38 @@ class State:
             self.slot_tables, self.slot_assignment, self.receive_buffers, parts, self.device
         )
         self.sends_before_reuse = _find_sends_before_reuse(program, rank)
-        # For what adds to a gradient that is whole anew, the reduction whose room that takes.
+        # For each instruction that starts a new full gradient, the reduction that freed its slot.
         self.gradient_freed_by = find_freeing_instructions(program, rank, Value.WGRAD)
-        self.is_update_finite: Tensor | None = None  # on an update that is made stage by stage
-        self.clip_factor: Tensor | None = None  # what an update's gradients were multiplied by
-        # For what fills a slot of what forwards save, who has left it; and what of that is moved.
+        # The finiteness and the clipping factor of an update that is made one stage at a time.
+        self.is_update_finite: Tensor | None = None
+        self.clip_factor: Tensor | None = None
+        # For each instruction that fills a slot of saved activations, the one that freed the slot.
         self.saved_freed_by = find_freeing_instructions(program, rank, Value.SAVED)
         self.offload_moves = OffloadMoves(
             has_fixed_slots=bool(program.slots) and program.slots[rank].saved != UNSHARED_SLOTS
         )
 
     def require_inputs(self, batch: StepInputs) -> None:
-        """Raise ExecutionError where the rank takes microbatches, and is not given all."""
+        """Check that the inputs of a step are complete for this rank.
+
+        Args:
+            batch: The inputs of the step.
+
+        Raises:
+            ExecutionError: An input, target or keyword mapping of a microbatch is missing.
+        """
         first, last = (s in self.stages for s in (0, self.shape.stages - 1))
         batch.require_complete(self.program, self.rank, has_first_stage=first, has_last_stage=last)
 
     def begin_step(self, batch: StepInputs) -> None:
-        """Make ready for a step, or to look at what there is."""
-        own = self.shape.microbatches
+        """Prepare a step or an evaluation.
+
+        Args:
+            batch: The inputs of the step.
+        """
+        microbatches = self.shape.microbatches
         numbers = list_stream_numbers(
-            own, self.shard_spec.replica * own, self.shape.optimizer_steps
+            microbatches, self.shard_spec.replica * microbatches, self.shape.optimizer_steps
         )
         if self.is_evaluating:
             self.random_streams.begin_without_update(numbers)
@@ -258,7 +287,7 @@ class State:
             gradient = (self.loss_scale.value * self.grad_scale).float()
             if self.loss_gradient is None:
                 self.loss_gradient = gradient
-            else:  # in its place, where a graph reads it
+            else:  # In place, because a graph may refer to this tensor.
                 self.loss_gradient.copy_(gradient)
             self.grad_scale = self.loss_scale.inverse
         for shared, copy in self.resources.parameter_copies.items():
@@ -271,14 +300,23 @@ class State:
             versions.begin_step()
 
     def finish_step(self) -> Tensor | None:
-        """End a step: wait for what is still on its way out; returns the sum of losses on the rank
-        of the last stage, and None elsewhere."""
+        """End a step or an evaluation: wait for pending sends, and restore the parameters.
+
+        Returns:
+            The sum of the losses, 0-dimensional, on a rank with the last stage, and None on other
+            ranks.
+
+        Raises:
+            ModelError: A check of the first step failed, or a stage wrote to weights that it must
+                not write to.
+        """
         for work, _ in self.pending_sends.values():
             work.wait()
         self.pending_sends.clear()
         total = None
         if self.shape.stages - 1 in self.stages:
-            # By microbatch, whatever their order was; a loss may lie in what was received.
+            # Sum by microbatch, so the order of execution does not change the bits. Sum before
+            # `on_step_end`, because a loss may be in receive memory.
             total = sum(self.losses, torch.zeros((), device=self.device))
         if not self.is_evaluating:
             self.resources.get_last_update_result = self.get_update_result
@@ -293,7 +331,13 @@ class State:
         return total
 
     def save_loss(self, mb: int, loss: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Keep the loss of a microbatch, or a copy if it shares memory with the stage's inputs."""
+        """Store the loss of a microbatch, or a copy if it shares memory with the stage's inputs.
+
+        Args:
+            mb: The microbatch.
+            loss: The loss, 0-dimensional.
+            inputs: The inputs of the last stage.
+        """
         value = loss.detach()
         if any(has_same_storage(value, x) for x in inputs):
             value = value.clone()
@@ -302,11 +346,10 @@ class State:
             self.first_step_checks.loss_versions[mb] = get_versions((value,))
 
     def begin_update(self) -> None:
-        """Make ready for an update: no gradients, and whole weights where they are to be."""
+        """Prepare an update: set gradients to zero, and prepare the sharded weights."""
         for alias, one in self.resources.aliases.items():
-            if (
-                not self.shard_spec.zero and alias.data_ptr() != one.data_ptr()
-            ):  # its `data` is another
+            # The caller may have replaced the `data` of the Parameter.
+            if not self.shard_spec.zero and alias.data_ptr() != one.data_ptr():
                 alias.data = one.data
             if self.accumulate_grads:
                 alias.grad = None
@@ -317,13 +360,22 @@ class State:
                 stage.gradients.zero()
 
     def save_weight_version(self, step: Instr) -> None:
-        """Keep the weights as a step has made them, for what computes the next updates."""
+        """Store the weights after an optimizer step, for the computes of later updates.
+
+        Args:
+            step: The OptimizerStep; its `mb` is the number of the update.
+        """
         for versions in self.weight_versions.values():
             versions.keep_version(step.mb + 1, self.index_of[step])
 
     def step_optimizer(self, finite: Tensor, stage: int | None = None) -> None:
-        """Let the optimizer step if `finite_updates`, 0-dim bool, is true: all, or one of the
-        stages whose states lie on the host."""
+        """Run the optimizer step if the update is finite.
+
+        Args:
+            finite: 0-dimensional bool tensor: True if the update is finite.
+            stage: The stage to step, if the optimizer state is offloaded. By default all stages
+                are stepped.
+        """
         finite = finite if self.resources.can_step else torch.zeros_like(finite)
         if self.optimizer is not None:
             draws = (
@@ -338,14 +390,22 @@ class State:
                     self.resources.host_optimizer_state.step(stage, finite)
 
     def get_update_result(self) -> tuple[Tensor, Tensor]:
-        """Of the last step, as `Executor.norm` and `Executor.finite` have it."""
+        """Return `Executor.grad_norm` and `Executor.finite_updates` of the last step."""
         if self.optimistic_step is None:
             return self.grad_norm, self.finite_updates
         norm = self.optimistic_step.get_last_norm()
         return norm, norm.isfinite().view(1)
 
     def find_slot(self, kind: Value, stage: int, mb: int, index: int | None = None) -> Slot:
-        """Where a value lives; as the instruction at an index of the Stream finds or fills it."""
+        """Return the slot of a value.
+
+        Args:
+            kind: The kind of the value.
+            stage: The stage.
+            mb: The microbatch.
+            index: The index in the stream of the instruction that reads or fills the slot. A value
+                may be in several slots in turn; the default is the last one.
+        """
         fills = self.slot_assignment[kind, stage, mb]
         last = max(fill for fill in fills if index is None or fill <= index)
         if kind in OUTPUT_KINDS:
@@ -355,26 +415,33 @@ class State:
     def get_send_buffer(
         self, kind: Value, number: int, form_changes: tuple[Opcode, ...]
     ) -> Tensor | None:
-        """Return the memory from which the value in a slot is sent, as bytes; it is made once.
+        """Return the memory from which the value in a slot is sent. It is allocated once.
 
         Args:
-            kind: The value.
+            kind: The kind of the value.
             number: The number of its slot.
-            form_changes: The instructions that have changed its form.
+            form_changes: The opcodes that changed the form of the value.
 
         Returns:
-            None if the transport sends a value from the memory in which it was computed. The next
-            instruction that fills the slot waits for the send, or runs in a later step.
+            A flat uint8 tensor, or None if the transport sends a value from the memory in which it
+            was computed. The next instruction that fills the slot waits for the send, or runs in a
+            later step.
         """
-        own = self.resources.send_buffers
-        if self.transport.uses_static_buffers and (kind, number, form_changes) not in own:
+        buffers = self.resources.send_buffers
+        if self.transport.uses_static_buffers and (kind, number, form_changes) not in buffers:
             split = any(op in TP_SPLIT_OPS for op in form_changes)
             size = self.resources.buffer_sizes[kind][number] // (self.program.tp if split else 1)
-            own[kind, number, form_changes] = allocate_bytes(self.device, size)
-        return own.get((kind, number, form_changes))
+            buffers[kind, number, form_changes] = allocate_bytes(self.device, size)
+        return buffers.get((kind, number, form_changes))
 
     def get_outgoing_tensors(self, kind: Value, stage: int, mb: int) -> Sequence[Tensor]:
-        """The tensors of a value in its slot, that is handed over or about to be sent."""
+        """Return the tensors of a value that is in its slot, before it is sent or handed over.
+
+        Args:
+            kind: The kind of the value, an output or the gradient of an input.
+            stage: The stage that computed it.
+            mb: The microbatch.
+        """
         value = self.find_slot(kind, stage, mb).peek()
         if isinstance(value, tuple):
             return value
@@ -382,22 +449,36 @@ class State:
         return (value,) if carried.is_single_tensor else carried.place_tensors(value)[1]
 
     def compute_loss_gradient(self, mb: int) -> Tensor:
-        """The gradient of a loss: NaN where it is not finite, so that all who step with it know;
-        where gradients are added to others and nothing is scaled later, the scale."""
+        """Return the initial gradient of the backward of a microbatch.
+
+        It is NaN if the loss is not finite. The gradients of the update are then NaN, too, so all
+        ranks detect it. With `accumulate_grads` it is `grad_scale`, because gradients are not
+        scaled later.
+
+        Args:
+            mb: The microbatch.
+
+        Returns:
+            A 0-dimensional tensor.
+        """
         loss = self.losses[mb]
         if self.accumulate_grads:
             return torch.as_tensor(self.grad_scale, dtype=loss.dtype, device=loss.device)
         return loss - loss + (1.0 if self.loss_gradient is None else self.loss_gradient)
 
     def complete_send(self, send: int) -> None:
-        """Wait for a send, unless somebody has, and then let go what was sent."""
+        """Wait for a send if it is pending, and then free the sent tensor.
+
+        Args:
+            send: The index of the send in the stream.
+        """
         if send in self.pending_sends:
             work, tensor = self.pending_sends.pop(send)
             work.wait()
-            del tensor  # not before: on a GPU what comes next may take its memory
+            del tensor  # Not before the wait: on a GPU the memory may be reused at once.
 
     def wait_for_reductions(self) -> None:
-        """Wait until every reduction that was begun has ended."""
+        """Wait for all pending reductions."""
         while self.pending_reduce_scatters:
             self._wait_for_reduce_scatter()
         for work in self.pending_reductions:
@@ -405,8 +486,14 @@ class State:
         self.pending_reductions.clear()
 
     def allocate_gradient(self, stage: int, index: int) -> None:
-        """Let there be a stage's whole gradient, for the instruction at an index to add to: when
-        that is reduced whose slot it takes."""
+        """Allocate the full gradient of a stage, after the reduction that frees its slot.
+
+        It does nothing if the full gradient exists already.
+
+        Args:
+            stage: The stage.
+            index: The index in the stream of the instruction that adds to the gradient.
+        """
         gradients = self.stages[stage].gradients
         if gradients.is_allocated:
             return
@@ -417,19 +504,25 @@ class State:
         gradients.allocate()
 
     def _wait_for_reduce_scatter(self) -> None:
-        """Wait for the first reduction to parts that nobody has waited for."""
+        """Wait for the oldest pending reduce-scatter."""
         _, works = self.pending_reduce_scatters.popleft()
         for work in works:
             work.wait()
 
     def restore_parameters(self) -> None:
-        """Let the modules have their parameters as between steps."""
+        """Restore the parameters of all modules to their state between steps."""
         for s, stage in self.stages.items():
             stage.restore_parameters(self.weight_versions.get(s))
 
     def abort_step(self, *, has_begun: bool) -> None:
-        """After an error, where a step was `has_begun` or was to begin: no module keeps what stands
-        in, and nobody takes an update for right that is not validated."""
+        """Clean up after an error in a step.
+
+        Modules get their own parameters back. An update that is not validated is undone if the step
+        had begun, and stays guarded if it had not.
+
+        Args:
+            has_begun: True if an instruction of the step had begun.
+        """
         self.restore_parameters()
         if self.resources.host_optimizer_state is not None:
             self.resources.host_optimizer_state.fail()
@@ -437,8 +530,15 @@ class State:
             self.optimistic_step.fail(has_begun=has_begun)
 
     def wrap_error(self, index: int, error: Exception) -> ExecutionError:
-        """An error as that of the instruction at index k of the Stream, unless it says already of
-        which one it is: of what was started before, and has failed on its lane."""
+        """Return an error as the `ExecutionError` of an instruction.
+
+        An `ExecutionError` that already names an instruction keeps it. It comes from an earlier
+        instruction whose work failed later on its lane.
+
+        Args:
+            index: The index of the current instruction in the stream.
+            error: The error.
+        """
         if isinstance(error, ExecutionError) and error.sites:
             return ExecutionError(
                 error.fact, program=error.program, sites=error.sites, hint=error.hint
@@ -451,33 +551,51 @@ class State:
         )
 
     def find_local_stage(self, stage: int, mb: int) -> StageState | None:
-        """The stage if this rank runs it for the microbatch: then values are handed over."""
+        """Return a stage if this rank runs it for a microbatch, and None otherwise.
+
+        Values between two such stages are handed over without a message.
+
+        Args:
+            stage: The number of the stage.
+            mb: The microbatch.
+        """
         if stage not in self.stages or self.shape.rank_of_stage(stage, mb) != self.rank:
             return None
         return self.stages[stage]
 
 
 def _find_sends_before_reuse(program: Program, rank: int) -> dict[int, list[int]]:
-    """For what fills slots that sends must have left, these sends; by index in the Stream."""
-    found: dict[int, list[int]] = {}
+    """Return, for each instruction that reuses slots, the sends that must end first (indices)."""
+    sends: dict[int, list[int]] = {}
     stream = program.streams[rank]
     for _, fill, free in _find_slot_reuses(program, rank):
         if stream[free].op in SEND_OPS:
-            found.setdefault(fill, []).append(free)
-    return found
+            sends.setdefault(fill, []).append(free)
+    return sends
 
 
 def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[int, int]:
-    """For what fills a slot of a kind that had a value before, who has freed it; by index in a
-    rank's Stream."""
+    """Return, for each instruction that reuses a slot, the instruction that freed the slot.
+
+    Args:
+        program: The program.
+        rank: The pipeline rank.
+        kind: The kind of values in the slots.
+
+    Returns:
+        Both instructions as indices in the stream of the rank.
+    """
     return {fill: free for _, fill, free in _find_slot_reuses(program, rank, kind)}
 
 
 def _find_slot_reuses(
     program: Program, rank: int, *kinds: Value
 ) -> Iterator[tuple[Value, int, int]]:
-    """Who fills a slot that had a value before, and who frees it, by index in a rank's Stream; of
-    some kinds, or of all."""
+    """Yield (kind, fill, free) for each reuse of a slot of these kinds; by default of all kinds.
+
+    `fill` is the index in the stream of the instruction that fills the slot again, and `free` the
+    index of the one that freed it.
+    """
     lo, end = map(int, program.offsets[rank : rank + 2])
     for kind, (fills, frees) in find_slot_reuses(program).items():
         for fill, free in zip(fills.tolist(), frees.tolist(), strict=True):

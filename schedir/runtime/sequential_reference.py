@@ -1,6 +1,7 @@
-"""`run_sequential`: run the same stages in one process without a pipeline.
+"""Run the stages of a model in one process without a pipeline, as a reference for schedules.
 
-What every schedule must reproduce.  An ascending one does, bit for bit.
+Every schedule must reproduce the result. A schedule with microbatches in ascending order reproduces
+it bit for bit.
 """
 
 from __future__ import annotations
@@ -69,52 +70,75 @@ def run_sequential(
     tied_weights: TiedWeights | None = None,
     keywords: Keywords = (),
 ) -> Tensor:
-    """The gradients of `grad_scale` times the sum of losses, left in `.grad`; returns that sum.
+    """Compute the gradients of all microbatches in one process, and return the sum of the losses.
 
-    Stage by stage all microbatches forward in order; then, the last stage first, all backward in
-    order.  With a `program` those of each stage come in its order.  Then the gradients are scaled;
-    of several holders of a stage, which have a sum each, these are added in the order of ranks (so
-    do virtual ranks; of processes, three or more may add in another); then the sums of a tied
-    weight, one for each stage that has it, are added once, in the order of stages, and all copies
-    get the total.  What is tied is found as an Executor finds it.
+    Each stage, from first to last, runs the forwards of all microbatches in order. Then each stage,
+    from last to first, runs all backwards in order. The gradients are then in the `grad` of the
+    parameters. Tensors between stages are contiguous, and have a gradient if the output of the
+    stage has one.
 
-    Random numbers are those of an executor of that `seed` in the step of that number, from 0;
-    afterwards torch's generators are as they were.  What passes between stages is contiguous, and
-    has a gradient where what a stage gives does.  `keywords` are those of a step.
+    Gradients are reduced in this order:
 
-    Raises ModelError for stages, a loss or a seed of another kind, ExecutionError for inputs and
-    targets that are not as many.
+    1. The gradients of a stage are multiplied by `grad_scale`.
+    2. If several ranks have a stage, each of them has its own sum. These are added in the order of
+       ranks, as virtual ranks do. Three or more processes may add in another order.
+    3. Each stage with a copy of a tied weight has its own sum. These are added once, in the order
+       of stages, and all copies get the total. Ties are found as in `Executor`.
 
-    >>> import schedir, torch
-    >>> from copy import deepcopy
-    >>> from torch import nn
-    >>> from schedir.runtime import InProcessExecutor, run_sequential
-    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
-    >>> stages = [nn.Linear(8, 8), nn.Linear(8, 1)]
-    >>> plain = deepcopy(stages)
-    >>> x, y, loss = torch.ones(4, 2, 8), torch.ones(4, 2, 1), nn.functional.mse_loss
-    >>> total = InProcessExecutor(program, stages, loss=loss, boundary=(2, 8)).step(x, y)
-    >>> bool(total == run_sequential(plain, x, y, loss=loss))
-    True
-    >>> torch.equal(stages[0].weight.grad, plain[0].weight.grad)
-    True
+    Args:
+        stages: All stages of the model, in order.
+        inputs: The input of the first stage for each microbatch: a tensor or a tuple of tensors.
+        targets: The target of the loss for each microbatch.
+        loss: See `Executor`.
+        grad_scale: The gradients are those of `grad_scale` times the sum of the losses.
+        program: The program whose order of forwards and backwards each stage uses, with its split
+            backwards, frozen stages, skip connections and stage replicas. By default the
+            microbatches are in ascending order.
+        seed: The seed of the random streams, as in `Executor`. Afterwards torch's generators have
+            the same state as before.
+        step: The number of the step, from 0, which determines the random numbers.
+        tied_weights: See `Executor`.
+        keywords: Keyword arguments of all stages for each microbatch. By default there are none.
+
+    Returns:
+        The unscaled sum of the losses, 0-dimensional.
+
+    Raises:
+        ModelError: The stages, the loss or the seed are invalid.
+        ExecutionError: The numbers of inputs, targets and keywords differ.
+        UsageError: `program` is not a `Program`.
+
+    Example:
+        >>> import schedir, torch
+        >>> from copy import deepcopy
+        >>> from torch import nn
+        >>> from schedir.runtime import InProcessExecutor, run_sequential
+        >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
+        >>> stages = [nn.Linear(8, 8), nn.Linear(8, 1)]
+        >>> plain = deepcopy(stages)
+        >>> x, y, loss = torch.ones(4, 2, 8), torch.ones(4, 2, 1), nn.functional.mse_loss
+        >>> total = InProcessExecutor(program, stages, loss=loss, boundary=(2, 8)).step(x, y)
+        >>> bool(total == run_sequential(plain, x, y, loss=loss))
+        True
+        >>> torch.equal(stages[0].weight.grad, plain[0].weight.grad)
+        True
     """
     stages, loss, seed = require_model_stages(stages), require_loss(loss), require_seed(seed)
     program = require_program(program) if program is not None else None
-    several, others = count_microbatches(inputs, "inputs"), count_microbatches(targets, "targets")
-    if several != others:
-        raise ExecutionError(f"there are {several} inputs and {others} targets")
+    microbatches = count_microbatches(inputs, "inputs")
+    target_count = count_microbatches(targets, "targets")
+    if microbatches != target_count:
+        raise ExecutionError(f"there are {microbatches} inputs and {target_count} targets")
     require_keywords(keywords)
-    if len(keywords) not in (0, several):
-        raise ExecutionError(f"there are {several} inputs and {len(keywords)} keywords")
+    if len(keywords) not in (0, microbatches):
+        raise ExecutionError(f"there are {microbatches} inputs and {len(keywords)} keywords")
     batch = StepInputs(inputs, targets, grad_scale, keywords)
     device = next((p.device for stage in stages for p in stage.parameters()), torch.device("cpu"))
-    draws = RandomStreams(seed, device, step=step)
-    draws.begin_step(list_stream_numbers(several))
-    with draws.preserve_generators():
-        return _run_step(
-            stages, batch, loss, program, draws, _find_tied_places(stages, tied_weights)
-        )
+    random_streams = RandomStreams(seed, device, step=step)
+    random_streams.begin_step(list_stream_numbers(microbatches))
+    tied_places = _find_tied_places(stages, tied_weights)
+    with random_streams.preserve_generators():
+        return _run_step(stages, batch, loss, program, random_streams, tied_places)
 
 
 def _run_step(
@@ -125,7 +149,7 @@ def _run_step(
     random_streams: RandomStreams,
     tied_places: Sequence[tuple[ParameterLocation, ...]],
 ) -> Tensor:
-    """As `run_sequential`, with the random numbers of a step that has begun."""
+    """Run the step of `run_sequential`, with random streams whose step has begun."""
     gradients, frozen = (
         [GradientBuffers(stage) for stage in stages],
         program.frozen_stages if program else 0,
@@ -133,19 +157,21 @@ def _run_step(
     saved: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
     skips = program.skips if program is not None else ()
     ends, begins = dict(skips), {end: begin for begin, end in skips}
-    skipped: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by the stage it comes from, and mb
-    back: dict[tuple[int, int], list[Tensor]] = {}  # its gradients
+    # The tensors of skip connections and their gradients, by source stage and microbatch.
+    skipped: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+    back: dict[tuple[int, int], list[Tensor]] = {}
     given = {mb: require_input_tensors(batch.inputs[mb], mb) for mb in range(len(batch.inputs))}
     losses = [torch.zeros(())] * len(given)
     for k, stage in enumerate(stages):
-        lender = StageInputAdapter()  # as an executor's: a copy might lie, and so round, otherwise
+        # An executor uses the same adapter. Inputs with another memory layout may round otherwise.
+        adapter = StageInputAdapter()
         for mb in _list_forwards(program, k, len(given)):
             random_streams.make_seeded(FORWARD, k, mb)()
             came = skipped[begins[k], mb] if k in begins else ()
-            lent, named = (*given[mb], *came), batch.get_keywords(mb)
+            args, named = (*given[mb], *came), batch.get_keywords(mb)
             with torch.set_grad_enabled(k >= frozen):
-                y, xs = lender.run(
-                    stage, lent, named, is_exclusive=k > 0, skip_input_count=len(came)
+                y, xs = adapter.run(
+                    stage, args, named, is_exclusive=k > 0, skip_input_count=len(came)
                 )
             ys: Sequence[Tensor] = ()
             if k in ends:
@@ -168,21 +194,21 @@ def _run_step(
         sums = []
         for backwards in _list_backwards(program, k, len(dys)):
             gradients[k].zero()
-            tapes: dict[int, DeferredGradients] = {}
+            deferred: dict[int, DeferredGradients] = {}
             for op, _, mb in backwards:
                 weight = op in BACKWARD_WEIGHT_OPS
                 random_streams.make_seeded(BACKWARD_WEIGHT if weight else BACKWARD, k, mb)()
                 if weight:
-                    tapes.pop(mb).run()
+                    deferred.pop(mb).run()
                     continue
                 leaves, roots = saved[k][mb]
                 split = op in BACKWARD_INPUT_OPS
                 with (
-                    defer_weight_gradients(tapes.setdefault(mb, DeferredGradients()))
+                    defer_weight_gradients(deferred.setdefault(mb, DeferredGradients()))
                     if split
                     else nullcontext()
                 ):
-                    if roots:  # a first stage may have nothing to train
+                    if roots:  # The first stages may have nothing to train.
                         dy = dys[mb]
                         torch.autograd.backward(roots, dy and [*dy, *back.pop((k, mb), ())])
                 dxs = [
@@ -201,21 +227,21 @@ def _run_step(
     views = [{id(p): view for p, view in own.bound_views} for own in gradients]
     for places in tied_places:
         copies = [views[s][id(stages[s].get_parameter(name))] for s, name in places]
-        whole = copies[0].clone()
+        total_gradient = copies[0].clone()
         for copy in copies[1:]:
-            whole += copy
+            total_gradient += copy
         for copy in copies:
-            copy.copy_(whole)
+            copy.copy_(total_gradient)
     return total
 
 
 def _copy_as_message(value: Tensor) -> Tensor:
-    """A copy as a message brings it: contiguous."""
+    """Return a contiguous copy, as a receiver would get it."""
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _list_forwards(program: Program | None, stage: int, microbatches: int) -> list[int]:
-    """The microbatches of a stage in the order of its forwards; of several holders ascending."""
+    """Return the microbatches in the order of a stage's forwards, ascending for stage replicas."""
     if program is None or program.shape.placement_rows > 1:
         return [*range(microbatches)]
     stream = program.streams[int(program.shape.first_rank_per_stage[stage])]
@@ -225,16 +251,16 @@ def _list_forwards(program: Program | None, stage: int, microbatches: int) -> li
 def _find_tied_places(
     stages: Sequence[nn.Module], tied_weights: TiedWeights | None
 ) -> list[tuple[ParameterLocation, ...]]:
-    """The places of each tied weight."""
-    told = fingerprint_parameters(dict(enumerate(stages)))
-    named = tuple(s for s, own in told.items() if any(p.is_named_tied for p in own))
-    return ParameterTable([told], tied_weights, (named,)).weights
+    """Return the stages and names of each tied weight's copies."""
+    fingerprints = fingerprint_parameters(dict(enumerate(stages)))
+    named = tuple(s for s, own in fingerprints.items() if any(p.is_named_tied for p in own))
+    return ParameterTable([fingerprints], tied_weights, (named,)).weights
 
 
 def _list_backwards(
     program: Program | None, stage: int, microbatches: int
 ) -> Iterator[list[Instr]]:
-    """What each holder of a stage runs of it but forwards, in order; the first rank first."""
+    """Yield the backward instructions of a stage, for each rank that has it, in rank order."""
     if program is None:
         yield [Instr(FULL_BACKWARD_OPS[0], stage, mb) for mb in range(microbatches)]
         return

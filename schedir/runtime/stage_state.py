@@ -1,4 +1,4 @@
-"""One stage of a rank: its module, gradients and pending values."""
+"""StageState: the module, gradients and pending inputs of one stage of a rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from schedir.transports.transport import Work
 
 
 class StageState:
-    """One own stage: its module, and what is on its way to it."""
+    """The state of one local stage that all programs of a rank share.
+
+    Args:
+        module: The module of the stage.
+        stand_ins: Substitutes for Parameters that other stages of the process share, by Parameter.
+        max_bucket_bytes: The largest size of a gradient bucket, in bytes. None keeps autograd's own
+            gradients.
+        shard_spec: The number of replicas, the number of this replica, and the ZeRO level.
+        tied_parameters: The Parameters of the stage that are copies of tied weights.
+        aliases: For each parameter that uses the memory of another parameter, the other one.
+    """
 
     def __init__(
         self,
@@ -32,44 +42,47 @@ class StageState:
     ) -> None:
         self.module = module
         self.input_adapter = StageInputAdapter()
-        self.local_ties = (
-            LocalTies(module, stand_ins) if stand_ins else None
-        )  # where it shares a Parameter
+        self.local_ties = LocalTies(module, stand_ins) if stand_ins else None
         if self.local_ties is not None:
             self.local_ties.install_substitutes()
         self.gradients = GradientBuffers(module, max_bucket_bytes, shard_spec, tied_parameters)
         self.sharded_parameters = (
             ShardedParameters(self.gradients, shard_spec, aliases) if shard_spec.zero else None
         )
-        # What is on its way to an instruction that takes in a value, by kind and microbatch.
+        # The pending transfers of values that an instruction will read, by kind and microbatch.
         self.arrivals: dict[tuple[Value, int], Work] = {}
-        self.has_checked_layers = False  # what is split, in a backward that used all that could be
-        self.has_warned_of_layers = False  # that some are not split
-        self.has_checked_parameters = (
-            max_bucket_bytes is None
-        )  # that an output depends on no Parameters of others
-        self.has_warned_of_buffers = False  # that they are not what a plain loop leaves
-        self.checked_buffer_modes: set[tuple[Opcode, bool]] = (
-            set()
-        )  # buffers, by value, in which mode
-        self.rewritten_buffers: set[tuple[str, str]] = set()  # buffers that have been, as they were
-        # Buffers that forwards write to, by whether the stage is training: of what is recomputed.
+        # Checks that run only until they have passed once. A mode is the module's `training`.
+        # A split backward deferred weight gradients, or no layer of the stage could.
+        self.has_checked_layers = False
+        # The warning about layers that are not split was given.
+        self.has_warned_of_layers = False
+        # The outputs depend on no Parameters other than the stage's.
+        self.has_checked_parameters = max_bucket_bytes is None
+        # The warning about buffers that differ from those of a plain loop was given.
+        self.has_warned_of_buffers = False
+        # Opcodes and modes in which buffers were compared by value.
+        self.checked_buffer_modes: set[tuple[Opcode, bool]] = set()
+        # Module paths and names of buffers that were written with their old values, as a cache is.
+        self.rewritten_buffers: set[tuple[str, str]] = set()
+        # Names of buffers and frozen Parameters that recomputed forwards write to, by mode.
         self.written_buffers: dict[bool, set[str]] = {}
-        # The instructions and training modes that were seen to write to no weight that has copies.
+        # Opcodes and modes that wrote to no weight with copies.
         self.checked_weight_modes: set[tuple[Opcode, bool]] = set()
-        self.checked_read_modes: set[bool] = (
-            set()
-        )  # that it reads weights of its own only, in which mode
-        self.checked_recompute_modes: set[bool] = (
-            set()
-        )  # what it trains was looked at by value, in which mode
+        # Modes in which a forward read no weights of other stages (ZeRO).
+        self.checked_read_modes: set[bool] = set()
+        # Modes in which recomputation compared the trained weights by value.
+        self.checked_recompute_modes: set[bool] = set()
         self.restore_parameters()
 
     def create_weight_versions(
         self, shape: PipelineShape, instrs: Iterable[tuple[int, Instr]]
     ) -> WeightVersions:
-        """What keeps its weights after each update of a step; `instrs` are those of the stage, with
-        their indices in the Stream."""
+        """Return the storage of the stage's weights after each update of a step.
+
+        Args:
+            shape: The shape of the pipeline.
+            instrs: The instructions of the stage, with their indices in the stream.
+        """
         if self.local_ties is not None:
             self.local_ties.install_substitutes()
         versions = WeightVersions(self.module, shape, instrs)
@@ -77,8 +90,12 @@ class StageState:
         return versions
 
     def restore_parameters(self, versions: WeightVersions | None = None) -> None:
-        """Let the module have its parameters as everybody sees them, and not
-        `create_weight_versions` of them."""
+        """Restore the module's own parameters, in their state between steps.
+
+        Args:
+            versions: The weight versions of a program, which are removed from the module. By
+                default the module has none.
+        """
         if self.sharded_parameters is not None:
             self.sharded_parameters.to_resting_state()
         if versions is not None:

@@ -11,12 +11,21 @@ from schedir.errors import ExecutionError, ModelError, describe
 from schedir.ir.program import Program
 from schedir.runtime.arguments import require_all_microbatches
 
-Microbatches = Sequence[Any] | Tensor  # a tensor or a tuple of tensors each, or stacked
-Keywords = Sequence[Mapping[str, Any]]  # of each microbatch; empty where there are none
+# A tensor or a tuple of tensors for each microbatch, or a tensor that stacks the microbatches.
+Microbatches = Sequence[Any] | Tensor
+# The keyword arguments of each microbatch; empty if there are none.
+Keywords = Sequence[Mapping[str, Any]]
 
 
 class StepInputs(NamedTuple):
-    """What a step is given; by index, what is there of each microbatch."""
+    """The arguments of a step.
+
+    Args:
+        inputs: The input of the first stage, for each microbatch.
+        targets: The target of the loss, for each microbatch.
+        grad_scale: The factor of the losses whose gradients are computed.
+        keywords: The keyword arguments of all stages, for each microbatch.
+    """
 
     inputs: Microbatches = ()
     targets: Microbatches = ()
@@ -26,9 +35,18 @@ class StepInputs(NamedTuple):
     def require_complete(
         self, program: Program, rank: int, *, has_first_stage: bool, has_last_stage: bool
     ) -> None:
-        """Raise ExecutionError where a rank takes microbatches, and is not given all: inputs if it
-        has the `has_first_stage` stage, targets if it has the `has_last_stage`, keywords in any
-        case, if at all."""
+        """Check that a rank has all the inputs that it needs.
+
+        Args:
+            program: The program that will run.
+            rank: The pipeline rank.
+            has_first_stage: The rank has the first stage, so it needs all inputs.
+            has_last_stage: The rank has the last stage, so it needs all targets.
+
+        Raises:
+            ExecutionError: Inputs or targets that the rank needs are missing. Or `keywords` is not
+                empty, and not a mapping for each microbatch.
+        """
         for name, given, takes in (
             ("inputs", self.inputs, has_first_stage),
             ("targets", self.targets, has_last_stage),
@@ -40,7 +58,11 @@ class StepInputs(NamedTuple):
             require_all_microbatches(self.keywords, "keywords", program, rank)
 
     def get_keywords(self, mb: int) -> Mapping[str, Any]:
-        """What every stage is given by name for a microbatch."""
+        """Return the keyword arguments of a microbatch, which all stages get.
+
+        Args:
+            mb: The microbatch.
+        """
         return self.keywords[mb] if self.keywords else _NO_KEYWORDS
 
 
@@ -48,9 +70,14 @@ _NO_KEYWORDS: Mapping[str, Any] = {}
 
 
 def require_input_tensors(value: object, mb: int) -> tuple[Tensor, ...]:
-    """What the first stage takes of a microbatch: a tensor, or a tuple or list of them.
+    """Return the input tensors of a microbatch as a tuple.
 
-    Raises ModelError for anything else.
+    Args:
+        value: A tensor, or a tuple or list of tensors.
+        mb: The microbatch, for the error message.
+
+    Raises:
+        ModelError: `value` is anything else.
     """
     if isinstance(value, Tensor):
         return (value,)
@@ -63,9 +90,17 @@ def require_input_tensors(value: object, mb: int) -> tuple[Tensor, ...]:
 
 
 def require_keywords(value: object, program: Program | None = None) -> None:
-    """Raise ExecutionError for what is not a mapping of names for each microbatch."""
-    whole = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    wrong = [each for each in value if not _has_string_keys(each)] if whole else [value]  # type: ignore[attr-defined]
+    """Check that keywords are a sequence of mappings with string keys.
+
+    Args:
+        value: The keyword arguments of each microbatch.
+        program: The program that the error names. By default the error names none.
+
+    Raises:
+        ExecutionError: `value` is anything else.
+    """
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    wrong = [each for each in value if not _has_string_keys(each)] if is_list else [value]  # type: ignore[attr-defined]
     if wrong:
         raise ExecutionError(
             "keywords are for each microbatch a mapping whose keys are names, and "

@@ -1,4 +1,4 @@
-"""Slots that hold the values of a rank while a program runs, by kind and number."""
+"""Slots: the values of a rank while a program runs, by kind and slot number."""
 
 from __future__ import annotations
 
@@ -13,30 +13,50 @@ from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums, g
 
 
 class SlotTable:
-    """The slots of one kind: what is in each, how many are taken, and the most that ever were."""
+    """The slots of one kind of values.
+
+    Args:
+        count: The number of slots.
+
+    Attributes:
+        values: The value in each slot, or None.
+        num_occupied: The number of slots with a value.
+        max_occupied: The largest `num_occupied` since the table was created or cleared.
+        compute_fingerprint: In the first step, a function whose result changes if a value is
+            written to. None in later steps.
+        fingerprints: The fingerprint of the value in each slot.
+    """
 
     def __init__(self, count: int) -> None:
         self.values: list[Any] = [None] * count
         self.num_occupied = self.max_occupied = 0
-        # In the first step: a function whose result changes if a value is written to, and its
-        # result for the value in each slot.
         self.compute_fingerprint: Callable[[Any], list[int]] | None = None
         self.fingerprints: list[list[int]] = [[]] * count
 
     def set_value(self, number: int, value: Any) -> None:
-        """Let a slot have a value, or None."""
+        """Set the value of a slot.
+
+        Args:
+            number: The slot.
+            value: The value, or None to free the slot.
+        """
         self.num_occupied += (value is not None) - (self.values[number] is not None)
         self.values[number] = value
         self.max_occupied = max(self.max_occupied, self.num_occupied)
 
     def clear(self) -> None:
-        """Let go whatever is in them."""
+        """Free all slots."""
         self.values[:] = [None] * len(self.values)
         self.num_occupied = self.max_occupied = 0
 
 
 class Slot:
-    """The slot of one value, looked up when an instruction is linked."""
+    """A reference to the slot of one value, which is created when an instruction is linked.
+
+    Args:
+        slots: The slots of the kind.
+        number: The number of the slot.
+    """
 
     __slots__ = ("number", "table", "values")
 
@@ -44,7 +64,11 @@ class Slot:
         self.table, self.values, self.number = slots, slots.values, number
 
     def fill(self, value: object) -> None:
-        """Put the value in; whatever was there must be gone."""
+        """Put a value into the slot, which must be free.
+
+        Args:
+            value: The value.
+        """
         slots, values, number = self.table, self.values, self.number
         assert values[number] is None, "the checker proves that slots are free"
         values[number] = value
@@ -55,13 +79,13 @@ class Slot:
             slots.fingerprints[number] = slots.compute_fingerprint(value)
 
     def peek(self) -> Any:
-        """The value; it stays."""
+        """Return the value without freeing the slot."""
         value = self.values[self.number]
         assert value is not None, "the checker proves that every value is there"
         return value
 
     def free(self) -> None:
-        """Let the value go."""
+        """Free the slot."""
         self.values[self.number] = None
         self.table.num_occupied -= 1
 
@@ -70,6 +94,13 @@ class OutputSlot(Slot):
     """The slot of a value that a stage returned. Its memory must not change until it is used.
 
     Only the first step checks this.
+
+    Args:
+        slots: The slots of the kind.
+        number: The number of the slot.
+        kind: The kind of the value.
+        stage: The stage that returned it.
+        mb: The microbatch.
     """
 
     __slots__ = ("kind", "mb", "stage")
@@ -85,7 +116,11 @@ class OutputSlot(Slot):
             slots.fingerprints[number] = slots.compute_fingerprint(self.values[number])
 
     def peek(self) -> Any:
-        """Return the value.  Raises ModelError if it was written to since the slot was filled."""
+        """Return the value without freeing the slot.
+
+        Raises:
+            ModelError: The value was written to after the slot was filled.
+        """
         value, fingerprint_of = self.values[self.number], self.table.compute_fingerprint
         assert value is not None, "the checker proves that every value is there"
         before = self.table.fingerprints[self.number]
@@ -107,14 +142,21 @@ class OutputSlot(Slot):
 
 
 def collect_versions(value: Any) -> list[int]:
-    """Return the version counter of a tensor, or those of a tuple: torch adds 1 at each write."""
+    """Return the version counters of a value. torch adds 1 to the counter at each write.
+
+    Args:
+        value: A tensor or a tuple of tensors.
+    """
     return get_versions((value,) if isinstance(value, Tensor) else value)
 
 
 def collect_versions_and_sums(value: Any) -> list[int]:
-    """Return the version counters and checksums of a tensor, or of each tensor of a tuple.
+    """Return the version counters and the checksums of a value.
 
-    Checksums also find writes to `data`, and writes by kernels that torch does not track.
+    Checksums also detect writes to `data`, and writes by kernels that torch does not track.
+
+    Args:
+        value: A tensor or a tuple of tensors.
     """
     return collect_versions(value) + compute_checksums(
         (value,) if isinstance(value, Tensor) else value
