@@ -1,4 +1,4 @@
-"""Run a warm-up step, and undo its effects."""
+"""Run warm-up steps and undo their effects, or prepare to undo a step that must run again."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ from schedir.runtime.parameters.mixed_precision import (
 from schedir.runtime.rank_state import State
 from schedir.runtime.step_inputs import Microbatches, StepInputs
 
-# Steps before the first.  One makes an optimizer's state, where activations have left memory; the
-# next finds room for these beside it, and one more for what then lies in pieces.
+# The number of warm-up steps. The first one creates the optimizer state, in memory that activations
+# have freed. The second one allocates activations next to that state. The third one allocates what
+# fragmented memory still lacks.
 WARM_UP_STEPS: Final = 3
 
 
 def warm_up(state: State, step: Callable[..., object], batch: StepInputs) -> None:
-    """Run as many steps, each on a copy of a batch, and undo them."""
+    """Run the warm-up steps, each on a copy of the inputs, and undo them.
+
+    Args:
+        state: The state of the program.
+        step: A function that runs one step, with the fields of `StepInputs` as its arguments.
+        batch: The inputs of the first real step.
+    """
     with undo_steps(state):
         for _ in range(WARM_UP_STEPS):
             step(*copy_on_access(batch))
@@ -37,67 +44,82 @@ def warm_up(state: State, step: Callable[..., object], batch: StepInputs) -> Non
 
 @contextmanager
 def undo_steps(state: State) -> Iterator[None]:
-    """What steps change is after this context what it was, in the same memory.
+    """Undo at the end of the context all changes that steps made within it.
 
-    That is weights, which a forward may write to, and of which the host keeps a copy meanwhile;
-    buffers, of a loss that is a module, too; the loss scale; torch's generators; and the gradients
-    that Parameters have which are the optimizer's or the loss's alone.
+    All tensors keep their memory. The context restores:
 
-    An optimizer that the device can hold back is launched, and held back: what it has it keeps,
-    and state that it makes at its first step is there.  Any other of torch's own steps, and the
-    host keeps a copy of its state, too.  One that is not torch's, or has hooks on its step, is left
-    out: it may change what nobody else knows of.
+    - weights, because a forward may write to them; the host keeps a copy meanwhile,
+    - buffers, including those of a loss that is a module,
+    - the loss scale and torch's generators,
+    - gradients of Parameters that only the optimizer or only the loss has.
+
+    The optimizer is treated in one of three ways. A fused optimizer of torch is launched, but the
+    device skips its update. It keeps its state, and creates the state that its first step needs.
+    Any other optimizer of torch makes its update, and the context restores its state from a copy on
+    the host. An optimizer that is not torch's own, or that has hooks on its step, is not run,
+    because its effects are unknown.
+
+    Args:
+        state: The state of the program that runs the steps.
     """
     inner: Any = unwrap_optimizer(state.optimizer)
-    steps = has_known_effects(state.optimizer) and not has_gated_step(state.optimizer)
+    makes_update = has_known_effects(state.optimizer) and not has_gated_step(state.optimizer)
     modules = [stage.module for stage in state.stages.values()]
     own = {p for module in modules for p in module.parameters() if p.requires_grad}
     if isinstance(state.loss, nn.Module):
         modules.append(state.loss)
     gradients = [(p, p.grad) for p in find_unmanaged_parameters(state)]
-    kept: list[object] = [*own, *(gradient for _, gradient in gradients)]
-    stepped = state.resources.get_last_update_result
+    restored: list[object] = [*own, *(gradient for _, gradient in gradients)]
+    last_update_result = state.resources.get_last_update_result
     if state.loss_scale is not None:
-        kept += [state.loss_scale.value, state.loss_scale.good_steps]
-    if steps:
-        kept += [*inner.param_groups, *inner.state.values()]
-    tensors = dict.fromkeys(t for t in tree_leaves(kept) if isinstance(t, Tensor))
-    was = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
-    rank, step, might = (
-        state.resources,
-        state.random_streams.step,
-        state.resources.can_step,
-    )  # within another
-    rank.can_step = might and steps
-    held = state.optimistic_step is not None and state.optimistic_step.is_warm_up
+        restored += [state.loss_scale.value, state.loss_scale.good_steps]
+    if makes_update:
+        restored += [*inner.param_groups, *inner.state.values()]
+    tensors = dict.fromkeys(t for t in tree_leaves(restored) if isinstance(t, Tensor))
+    copies = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
+    rank, step = state.resources, state.random_streams.step
+    could_step = rank.can_step  # False within another such context.
+    rank.can_step = could_step and makes_update
+    was_warm_up = state.optimistic_step is not None and state.optimistic_step.is_warm_up
     if state.optimistic_step is not None:
         state.optimistic_step.is_warm_up = True
     try:
-        with ExitStack() as changed:
+        with ExitStack() as stack:
             for module in modules:
-                changed.enter_context(preserve_buffers(module, state.device))
-            if steps:
-                changed.enter_context(_restore_optimizer_tables(inner))
+                stack.enter_context(preserve_buffers(module, state.device))
+            if makes_update:
+                stack.enter_context(_restore_optimizer_tables(inner))
             yield
     finally:
-        rank.can_step, state.random_streams.step = might, step
-        rank.get_last_update_result = stepped
+        rank.can_step, state.random_streams.step = could_step, step
+        rank.get_last_update_result = last_update_result
         if state.optimistic_step is not None:
-            state.optimistic_step.is_warm_up = held
+            state.optimistic_step.is_warm_up = was_warm_up
         for p, gradient in gradients:
             p.grad = gradient
         with torch.no_grad():
-            for t, before in was:
+            for t, before in copies:
                 t.copy_(before)
 
 
 class RecordedState:
-    """A step that may be in vain: `restore` lets all be as before it, but weights and optimizer.
+    """The state before a step that may have to run again.
 
-    That is buffers of modules, and of a loss that is one; Parameters that no optimizer steps, and a
-    forward writes to; gradients that are not the stages';
-    torch's generators, where no seed decides what is drawn; and what is in `batch`, which is the
-    one given, and notes what somebody looks at.
+    It excludes weights and optimizer state, which `OptimisticStep` restores. It includes:
+
+    - buffers, including those of a loss that is a module,
+    - Parameters that no optimizer steps, because a forward may write to them,
+    - gradients of Parameters that no stage has,
+    - torch's generators if there is no seed,
+    - the inputs of the step that the step reads.
+
+    Args:
+        state: The state of the program.
+        batch: The inputs of the step.
+        unstepped: The Parameters of the rank that no optimizer steps.
+
+    Attributes:
+        batch: The same inputs. The step must read them from here, so that they are recorded.
     """
 
     def __init__(self, state: State, batch: StepInputs, unstepped: UnsteppedParameters) -> None:
@@ -117,28 +139,31 @@ class RecordedState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Let all be as it was."""
-        for back in self.restore_functions:
-            back()
-        for generator, drawn in self.generators:
-            generator.set_state(drawn)
-        given = [one for looks in self.probes for one in reversed(looks.gradients)]
-        for p, gradient, before in (*self.gradients, *given):
+        """Restore the recorded state."""
+        for restore in self.restore_functions:
+            restore()
+        for generator, generator_state in self.generators:
+            generator.set_state(generator_state)
+        input_gradients = [one for probe in self.probes for one in reversed(probe.gradients)]
+        for p, gradient, before in (*self.gradients, *input_gradients):
             p.grad = gradient
             if gradient is not None and before is not None:
                 gradient.copy_(before)
-        for looks in self.probes:
-            for t, version, before in reversed(looks.values):
+        for probe in self.probes:
+            for t, version, before in reversed(probe.values):
                 if t._version != version:
                     t.copy_(before)
 
 
 class UnsteppedParameters:
-    """Parameters that a rank's optimizer does not step.  A forward may write to them as to buffers,
-    as to a mean of others, but most are written to by nobody, and may be many.
+    """The Parameters of a rank that its optimizer does not step.
 
-    The first step that may be in vain has copies of all, in the host's memory; each that follows
-    has copies of those that were written to.
+    A forward may write to such a Parameter, as it does to a buffer. Most of them are never written
+    to, and they may need much memory. So the first `capture` copies all of them to the host. Later
+    ones copy only those that the first step wrote to.
+
+    Args:
+        state: The state of the program.
     """
 
     def __init__(self, state: State) -> None:
@@ -158,9 +183,11 @@ class UnsteppedParameters:
         self.written_parameters: set[Tensor] | None = None
 
     def capture(self) -> Callable[[], None]:
-        """What puts them back as they are now.
+        """Record the present values of the Parameters.
 
-        That raises ModelError for one that has been written to, and has no copy.
+        Returns:
+            A function that restores the values. It raises `ModelError` if a Parameter without a
+            copy was written to.
         """
         if self.initial_copies:
             self.written_parameters = {
@@ -194,10 +221,17 @@ class UnsteppedParameters:
 
 
 class ProbedMicrobatches(Sequence[Any]):
-    """Microbatches of which is noted what there was when somebody looked at one.
+    """Microbatches that record the tensors of each microbatch that is read.
 
-    Raises ModelError for a tensor that somebody's graph has made: a backward through it, which
-    there may be another one of, would not be theirs alone.
+    Reading a microbatch raises `ModelError` if one of its tensors requires a gradient and is not a
+    leaf. The caller's graph computed such a tensor, and a second backward cannot use that graph.
+
+    Args:
+        microbatches: The inputs, targets or keywords of a step.
+
+    Attributes:
+        values: For each tensor that was read: the tensor, its version and a copy.
+        gradients: For each tensor that requires a gradient: the leaf, its `grad` and a copy.
     """
 
     def __init__(self, microbatches: Microbatches) -> None:
@@ -209,11 +243,11 @@ class ProbedMicrobatches(Sequence[Any]):
         return len(self.microbatches)
 
     def __getitem__(self, mb: Any) -> Any:
-        found = self.microbatches[mb]
-        for t in tree_leaves(found):
+        microbatch = self.microbatches[mb]
+        for t in tree_leaves(microbatch):
             if isinstance(t, Tensor):
                 self._record_tensor(t)
-        return found
+        return microbatch
 
     def _record_tensor(self, t: Tensor) -> None:
         leaf = self.microbatches if isinstance(self.microbatches, Tensor) else t
@@ -225,7 +259,7 @@ class ProbedMicrobatches(Sequence[Any]):
             )
         if t.requires_grad:
             self.gradients.append((leaf, leaf.grad, _clone(leaf.grad)))
-        if not t.is_inference():  # which nobody writes to
+        if not t.is_inference():  # Nothing writes to a tensor of inference mode.
             self.values.append((t, t._version, t.detach().clone()))
 
 
@@ -234,7 +268,13 @@ def _clone(t: Tensor | None) -> Tensor | None:
 
 
 def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
-    """Parameters that are the optimizer's or the loss's alone: nobody zeroes their gradients."""
+    """Return the Parameters of the optimizer and of the loss that no stage has.
+
+    An executor does not zero the gradients of these.
+
+    Args:
+        state: The state of the program.
+    """
     own = {p for stage in state.stages.values() for p in stage.module.parameters()}
     groups = getattr(unwrap_optimizer(state.optimizer), "param_groups", ())
     others = {p for group in groups for p in group["params"]}
@@ -244,14 +284,23 @@ def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
 
 
 def copy_on_access(batch: StepInputs) -> StepInputs:
-    """A batch of which each look gives a copy, as a loss may write to its target, and inputs may
-    have a `grad`."""
+    """Return step inputs of which each read returns a copy.
+
+    A loss may write to its target, and a backward to the `grad` of the inputs.
+
+    Args:
+        batch: The inputs of a step.
+    """
     inputs, targets, keywords = map(ProbedCopies, (batch.inputs, batch.targets, batch.keywords))
     return batch._replace(inputs=inputs, targets=targets, keywords=keywords)
 
 
 class ProbedCopies(Sequence[Any]):
-    """Microbatches of which each look gives a copy."""
+    """Microbatches of which each read returns a copy.
+
+    Args:
+        microbatches: The inputs, targets or keywords of a step.
+    """
 
     def __init__(self, microbatches: Microbatches) -> None:
         self.microbatches = microbatches
@@ -269,7 +318,7 @@ def _copy(x: Tensor) -> Tensor:
 
 @contextmanager
 def _restore_optimizer_tables(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """After this context an optimizer's state and its groups hold what they held before."""
+    """Restore the entries of an optimizer's state and parameter groups at the end of a context."""
     tables: list[dict[Any, Any]] = [
         optimizer.state, *optimizer.state.values(), *optimizer.param_groups,
     ]  # fmt: skip

@@ -1,1 +1,1 @@
-"""Tensors that pass between stages: their shapes, types and bytes."""
+"""The tensors that pass between stages: their shapes, dtypes and bytes."""

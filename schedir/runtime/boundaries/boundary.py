@@ -1,8 +1,7 @@
-"""Boundary: the tensors that pass between stages, and the messages that carry them.
+"""Boundary: the tensors that pass between stages, and the layout of their messages.
 
-What crosses from one stage to the next is one value of a program, whatever it is made of: it has
-one slot, one message, one place in a queue.  Several tensors lie in one piece of memory, one
-behind the other, and are one message.
+All tensors that pass from one stage to the next are one value of a program, with one slot and one
+message. Several tensors are consecutive in one contiguous block of memory.
 """
 
 from __future__ import annotations
@@ -21,29 +20,35 @@ from schedir.ir.isa.instructions import TRAINING_VALUES, VALUES, PeerRule, Value
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.runtime.arguments import require_shape
 
-# Bytes: by where a tensor begins, too, products round.  A cache line is 64 of them, and what a
-# GPU's library of products looks at is 256 (cuBLAS, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES).
+# Bytes. The alignment of a tensor may change how matrix products round. A cache line has 64 bytes,
+# and cuBLAS considers alignments up to 256 (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES).
 ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Shape and type of a tensor that passes between stages, for one microbatch.
+    """The shape and dtype of a tensor that passes between stages, for one microbatch.
 
-    `requires_grad` says whether its gradient goes back: unless told that of floating and complex
-    types does.  One without, as a table or a mask, is passed on detached.  `received_shape` is its
-    shape as the next stage takes it, where that is another: where pieces meet whose ranks share the
-    sequence.
+    Args:
+        shape: The shape, with sizes of at least 1.
+        dtype: The dtype.
+        requires_grad: True if the gradient of the tensor goes back to the stage that computed it.
+            By default it is True for floating-point and complex dtypes. A tensor without a
+            gradient, such as a mask, is detached before it is passed on.
+        received_shape: The shape in the next stage, if it differs. It differs between segments of a
+            stage if tensor-parallel ranks share the sequence (sequence parallelism).
 
-    Raises ModelError for a shape that no tensor has, for a type that is none of torch, and for
-    gradients of whole numbers.
+    Raises:
+        ModelError: The shape or the dtype is invalid, or `requires_grad` is True for a dtype
+            without gradients.
 
-    >>> import torch
-    >>> from schedir.runtime import Boundary
-    >>> print(Boundary((8, 512, 64), torch.bfloat16))
-    [8, 512, 64] of torch.bfloat16
-    >>> Boundary((8, 512), torch.int64).requires_grad
-    False
+    Example:
+        >>> import torch
+        >>> from schedir.runtime import Boundary
+        >>> print(Boundary((8, 512, 64), torch.bfloat16))
+        [8, 512, 64] of torch.bfloat16
+        >>> Boundary((8, 512), torch.int64).requires_grad
+        False
     """
 
     shape: tuple[int, ...]
@@ -76,7 +81,14 @@ class Boundary:
 
     @classmethod
     def from_shape(cls, boundary: Boundary | Sequence[int]) -> Boundary:
-        """The boundary that is meant: itself, or of a shape one of float32."""
+        """Return a boundary unchanged, or the float32 boundary of a shape.
+
+        Args:
+            boundary: A boundary or a shape.
+
+        Raises:
+            ModelError: `boundary` is neither of the two.
+        """
         return boundary if isinstance(boundary, Boundary) else cls(boundary)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -87,7 +99,7 @@ class Boundary:
 
     @cached_property
     def received(self) -> Boundary:
-        """That of the next stage's side."""
+        """The boundary with the shape that the next stage receives."""
         return (
             replace(self, shape=self.received_shape, received_shape=None)
             if self.received_shape
@@ -96,18 +108,23 @@ class Boundary:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Those of a contiguous tensor."""
+        """The strides of a contiguous tensor of this shape, in elements."""
         return torch.empty(self.shape, device="meta").stride()
 
     @property
     def nbytes(self) -> int:
-        """Of one such tensor."""
+        """The bytes of one such tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def tensor_at(self, memory: Tensor, offset: int) -> Tensor:
-        """Such a tensor in bytes of memory, from one of them on.
+        """Return a tensor of this boundary in given memory.
 
-        No view: of those of one memory each would look changed when another is.
+        The tensor is not a view. Views of one tensor share a version counter, so a write to one of
+        them would count as a write to all.
+
+        Args:
+            memory: A flat uint8 tensor.
+            offset: The byte of `memory` at which the tensor begins, aligned to the dtype.
         """
         at, rest = divmod(int(memory.storage_offset()) + offset, self.dtype.itemsize)
         assert not rest, "memory is aligned"
@@ -115,24 +132,34 @@ class Boundary:
         return tensor.set_(memory.untyped_storage(), at, self.shape, self.strides)
 
     def to_message_layout(self, value: Tensor) -> Tensor:
-        """The value laid out as a message brings it, in memory of its own: what computes with it
-        rounds by its layout, and a part would keep the whole alive."""
-        alone = value.untyped_storage().nbytes() == value.nbytes
-        if value.stride() == self.strides and alone:
+        """Return a value in the layout of a received message: contiguous, with its own storage.
+
+        The memory layout may change how computations round. And a view would keep the memory of
+        its base tensor alive.
+
+        Args:
+            value: A tensor of this shape. It is returned as it is if it has this layout already.
+        """
+        is_only_user = value.untyped_storage().nbytes() == value.nbytes
+        if value.stride() == self.strides and is_only_user:
             return value
         return torch.empty(self.shape, dtype=value.dtype, device=value.device).copy_(value)
 
 
-Edge = int | tuple[int, int]  # the stage that puts something out; or from where to where a skip is
+# The number of a stage, for its boundary to the next stage; or the two stages of a skip connection.
+Edge = int | tuple[int, int]
 BoundaryLike = Boundary | Sequence[int] | Sequence["Boundary | Sequence[int]"]
 BoundaryByEdge = Mapping[int, BoundaryLike] | Mapping[Edge, BoundaryLike]
 
 
 @dataclass(frozen=True)
 class BoundaryTensors:
-    """The tensors that one stage passes on to the next, in order, or the gradients that go back.
+    """The tensors that one stage passes to another, in order, or their gradients.
 
-    Their message can be cut into so many equal `num_parts`.
+    Args:
+        tensors: The boundary of each tensor.
+        num_parts: The number of equal parts into which the message can be split. It is the
+            tensor-parallel size, for scatter-gather.
     """
 
     tensors: tuple[Boundary, ...]
@@ -140,7 +167,16 @@ class BoundaryTensors:
 
     @classmethod
     def from_boundary(cls, boundary: BoundaryLike, num_parts: int = 1) -> BoundaryTensors:
-        """The tensors that are meant: a sequence that has a Boundary is one of several."""
+        """Return the tensors of a boundary argument.
+
+        Args:
+            boundary: A boundary, a shape, or a sequence with a boundary or shape for each tensor.
+                A sequence without a `Boundary` is a shape.
+            num_parts: See the class.
+
+        Raises:
+            ModelError: A boundary is invalid.
+        """
         if isinstance(boundary, tuple | list) and any(
             isinstance(one, Boundary) for one in boundary
         ):
@@ -152,38 +188,38 @@ class BoundaryTensors:
 
     @cached_property
     def requires_grad(self) -> tuple[bool, ...]:
-        """Of each tensor whether it has a gradient."""
+        """For each tensor, True if it has a gradient."""
         return tuple(bool(one.requires_grad) for one in self.tensors)
 
     @cached_property
     def gradients(self) -> BoundaryTensors:
-        """What goes back."""
+        """The gradients that go back."""
         return BoundaryTensors(
             tuple(one for one in self.tensors if one.requires_grad), self.num_parts
         )
 
     @cached_property
     def received(self) -> BoundaryTensors:
-        """What the next stage takes."""
+        """The tensors with the shapes that the next stage receives."""
         return BoundaryTensors(tuple(one.received for one in self.tensors), self.num_parts)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of what one stage puts out and another takes; where these differ, of both."""
-        more = sum(one.received.nbytes for one in self.tensors if one.received_shape)
-        return self.nbytes + more
+        """The bytes of the message, plus those of received tensors whose shape differs."""
+        received_bytes = sum(one.received.nbytes for one in self.tensors if one.received_shape)
+        return self.nbytes + received_bytes
 
     # ------------------------------------------------------------ as a message
 
     @cached_property
     def is_single_tensor(self) -> bool:
-        """Whether the message is one tensor as it is; else it is bytes, with room between."""
-        each = [torch.Size(one.shape).numel() for one in self.tensors]
-        return len(each) == 1 and each[0] % self.num_parts == 0
+        """True if the message is one tensor as it is. Otherwise it is bytes with padding."""
+        sizes = [torch.Size(one.shape).numel() for one in self.tensors]
+        return len(sizes) == 1 and sizes[0] % self.num_parts == 0
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The byte of the message at which each tensor begins, and the first behind it."""
+        """The byte offset of each tensor in the message, and the bytes of the message."""
         if self.is_single_tensor:
             return 0, self.tensors[0].nbytes
         ends = accumulate((_align(one.nbytes) for one in self.tensors), initial=0)
@@ -192,11 +228,18 @@ class BoundaryTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the message."""
+        """The bytes of the message, with padding."""
         return self.offsets[-1]
 
     def place_tensors(self, memory: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """In bytes of memory: what is sent or received there, and the tensors in it."""
+        """Return the message and its tensors in given memory.
+
+        Args:
+            memory: A flat uint8 tensor of at least `nbytes` bytes.
+
+        Returns:
+            The tensor to send or receive, and the boundary tensors in the same memory.
+        """
         tensors = tuple(
             one.tensor_at(memory, begin)
             for one, begin in zip(self.tensors, self.offsets, strict=False)
@@ -206,16 +249,27 @@ class BoundaryTensors:
         return memory[: self.nbytes], tensors
 
     def slice_part(self, memory: Tensor) -> Tensor:
-        """In bytes of memory, flat: one of the equal parts of the message."""
-        own = memory[: self.nbytes // self.num_parts]
-        return own.view(self.tensors[0].dtype) if self.is_single_tensor else own
+        """Return the memory of one of the equal parts of the message, as a flat tensor.
 
-    # ------------------------------------------------------------ what a stage gives
+        Args:
+            memory: A flat uint8 tensor, whose first bytes are used.
+        """
+        part = memory[: self.nbytes // self.num_parts]
+        return part.view(self.tensors[0].dtype) if self.is_single_tensor else part
+
+    # ------------------------------------------------------------ outputs of a stage
 
     def require_outputs(self, outputs: object, stage: int) -> Sequence[Tensor]:
-        """The tensors that a stage gives: one, or a tuple or list of them.
+        """Return the output tensors of a stage if they match the boundary.
 
-        Raises ModelError for what cannot pass: the other side has made room for these.
+        The receiver has allocated memory for exactly these tensors.
+
+        Args:
+            outputs: The output of the stage: a tensor, or a tuple or list of tensors.
+            stage: The stage, for the error message.
+
+        Raises:
+            ModelError: The number, shapes, dtypes or gradients of the outputs do not match.
         """
         one = self.tensors[0]
         if len(self.tensors) > 1 or not isinstance(outputs, Tensor):
@@ -229,7 +283,7 @@ class BoundaryTensors:
         )
 
     def _require_each(self, outputs: object, stage: int) -> Sequence[Tensor]:
-        """The same, whatever it is."""
+        """Do the checks of `require_outputs` for any kind of output."""
         values: Sequence[Any] = outputs if isinstance(outputs, tuple | list) else (outputs,)
         if len(values) != len(self.tensors):
             several = f"{len(self.tensors)} tensors, " if len(self.tensors) > 1 else ""
@@ -277,14 +331,19 @@ def _align(size: int, alignment: int = ALIGNMENT) -> int:
     return -(-size // alignment) * alignment
 
 
-# The tensors of boundary values that other instructions than stages give. The module with the
-# handlers of such an instruction adds them.
+# The tensors of boundary values that other instructions than computes produce. The module with the
+# handlers of such an instruction adds an entry.
 EXTRA_BOUNDARY_TENSORS: dict[Value, BoundaryTensors] = {}
 
 
 @dataclass(frozen=True)
 class ModelBoundaries:
-    """What passes from each stage of a model, but the last, to the next; and along each skip."""
+    """The boundaries of a model for one microbatch.
+
+    Args:
+        stage_boundaries: The tensors that each stage but the last passes to the next.
+        skips: For each skip connection, its two stages and the tensors that it passes.
+    """
 
     stage_boundaries: tuple[BoundaryTensors, ...]
     skips: tuple[tuple[tuple[int, int], BoundaryTensors], ...] = ()
@@ -297,10 +356,17 @@ class ModelBoundaries:
         num_parts: int = 1,
         skips: Skips = (),
     ) -> ModelBoundaries:
-        """What is meant: of one Boundary, or a sequence of them, that passes everywhere; of a
-        mapping, what each stage puts out that it names, and each skip, by its two stages.
+        """Return the boundaries of a model from a boundary argument.
 
-        Raises ModelError for a mapping that leaves one out, or has another.
+        Args:
+            boundary: A boundary for all edges, or a mapping from each edge to its boundary. An edge
+                is the number of a stage but the last, or the two stages of a skip connection.
+            stages: The number of stages.
+            num_parts: See `BoundaryTensors`.
+            skips: The skip connections, as pairs of stages.
+
+        Raises:
+            ModelError: The mapping lacks an edge or has an unknown one, or a boundary is invalid.
         """
         each: dict[Edge, BoundaryLike]
         if isinstance(boundary, ModelBoundaries):
@@ -336,7 +402,7 @@ class ModelBoundaries:
 
     @cached_property
     def _by_hop(self) -> dict[tuple[PeerRule, int], BoundaryTensors]:
-        """What passes between a stage and the one that is a hop away."""
+        """The tensors between a stage and a peer stage, by direction and stage."""
         found = {(PeerRule.NEXT, s): one for s, one in enumerate(self.stage_boundaries)}
         found |= {
             (PeerRule.PREVIOUS, s + 1): one.received for s, one in enumerate(self.stage_boundaries)
@@ -346,7 +412,13 @@ class ModelBoundaries:
         return found
 
     def get_value_tensors(self, kind: Value, stage: int) -> BoundaryTensors:
-        """What a value of a kind that crosses is, of a stage: tensors, or their gradients."""
+        """Return the tensors of a boundary value.
+
+        Args:
+            kind: A kind of value that passes between stages. For gradients, the result has the
+                gradients of the tensors.
+            stage: The stage that has the value.
+        """
         if kind in EXTRA_BOUNDARY_TENSORS:
             return EXTRA_BOUNDARY_TENSORS[kind]
         across = VALUES[kind].peer
@@ -355,7 +427,11 @@ class ModelBoundaries:
         return crossing.gradients if kind in TRAINING_VALUES else crossing
 
     def list_inputs(self, stage: int) -> list[tuple[int, Boundary]]:
-        """All tensors that a stage takes in, the skip behind the rest: which stage gives each."""
+        """Return all input tensors of a stage, each with the stage that computes it.
+
+        Args:
+            stage: The stage. Inputs from skip connections come last.
+        """
         came = self.stage_boundaries[stage - 1].received.tensors if stage else ()
         found = [(stage - 1, one) for one in came]
         for (begin, end), skip in self.skips:
@@ -363,20 +439,32 @@ class ModelBoundaries:
         return found
 
     def get_outputs(self, stage: int) -> BoundaryTensors:
-        """All that a stage puts out, the skip behind the rest."""
+        """Return all output tensors of a stage.
+
+        Args:
+            stage: The stage. Outputs to a skip connection come last.
+        """
         ways = ((PeerRule.NEXT, stage), (PeerRule.SKIP_TO, stage))
         return BoundaryTensors(
             tuple(one for way in ways if way in self._by_hop for one in self._by_hop[way].tensors)
         )
 
     def count_skip_inputs(self, stage: int) -> int:
-        """How many tensors a stage takes of a skip."""
+        """Return the number of input tensors from a skip connection.
+
+        Args:
+            stage: The stage.
+        """
         skip = self._by_hop.get((PeerRule.SKIP_FROM, stage))
         return len(skip.tensors) if skip else 0
 
     def make_output_validator(self, stage: int) -> Callable[[object, int], Sequence[Tensor]]:
-        """`BoundaryTensors.expect` of all that a stage puts out, which it gives as
-        `split_skip_output` says."""
+        """Return a function that checks all outputs of a stage, as `require_outputs` does.
+
+        Args:
+            stage: The stage. If a skip connection begins at it, its output has the form of
+                `split_skip_output`.
+        """
         expect = self.get_outputs(stage).require_outputs
         if (PeerRule.SKIP_TO, stage) not in self._by_hop:
             return expect
@@ -389,8 +477,19 @@ class ModelBoundaries:
 
 
 def split_skip_output(outputs: object, stage: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The tensors of what a stage gives that a skip leads from: (y, skip), or (*ys, skip), of which
-    the skip is a tensor or several.  Raises ModelError for anything else."""
+    """Split the output of a stage at which a skip connection begins.
+
+    Args:
+        outputs: A tuple or list of at least two entries. The last one is the skip output, a tensor
+            or a tuple of tensors.
+        stage: The stage, for the error message.
+
+    Returns:
+        The tensors for the next stage, and those of the skip connection.
+
+    Raises:
+        ModelError: `outputs` has another form.
+    """
     if not isinstance(outputs, tuple | list) or len(outputs) < 2:
         raise ModelError(
             f"stage {stage} gives {_describe_value(outputs)}, and a skip leads from it",
@@ -401,8 +500,15 @@ def split_skip_output(outputs: object, stage: int) -> tuple[Sequence[Tensor], Se
 
 
 def require_output_tensors(outputs: object, stage: int) -> Sequence[Tensor]:
-    """What a stage gives, where nobody has said what it is: tensors.  Raises ModelError for
-    anything else."""
+    """Return the output tensors of a stage whose boundary is unknown.
+
+    Args:
+        outputs: A tensor, or a tuple or list of tensors.
+        stage: The stage, for the error message.
+
+    Raises:
+        ModelError: `outputs` is anything else.
+    """
     values = outputs if isinstance(outputs, tuple | list) else (outputs,)
     for value in values:
         if not isinstance(value, Tensor):
@@ -415,8 +521,14 @@ def require_output_tensors(outputs: object, stage: int) -> Sequence[Tensor]:
 
 
 def infer_requires_grad(values: Sequence[Tensor]) -> tuple[bool, ...]:
-    """Of tensors that a stage has given, which have a gradient: those that depend on what is
-    trained, or on what came in with one.  Of nothing but tables, and where all before is frozen,
-    any that can have one."""
+    """Return, for each output tensor of a stage, whether it has a gradient.
+
+    A tensor has a gradient if it depends on trained parameters or on an input with a gradient. If
+    none of the tensors does, each tensor of a floating-point or complex dtype counts as having one.
+    An example is a stage after which all earlier layers are frozen.
+
+    Args:
+        values: The output tensors.
+    """
     has = tuple(value.requires_grad for value in values)
     return has if any(has) else tuple(v.is_floating_point() or v.is_complex() for v in values)

@@ -21,11 +21,16 @@ from schedir.runtime.boundaries.boundary import (
 
 
 def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
-    """Check boundaries against a program.
+    """Check that the boundaries of a model fit a program.
+
+    Args:
+        boundaries: The boundaries of one microbatch.
+        program: The program.
 
     Raises:
-        ModelError: The program sends a gradient back for a boundary of which no tensor has one, or
-            a tensor has another shape in the next stage than tensor-parallel ranks give it.
+        ModelError: The program sends a gradient back over a boundary whose tensors have none. Or
+            the `received_shape` of a tensor differs from the shape after the tensor-parallel
+            collective.
     """
     own = [(s, f"stage {s} passes on", one) for s, one in enumerate(boundaries.stage_boundaries)]
     own += [(s, f"passes from stage {s} to {t}", one) for (s, t), one in boundaries.skips]
@@ -53,10 +58,10 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
 
 
 def _compute_received_shape(one: Boundary, stage: int, program: Program) -> tuple[int, ...]:
-    """Return the shape that the first tensor of a boundary has in the next stage.
+    """Return the shape of the first tensor of a boundary in the next stage.
 
-    If tensor-parallel ranks share the sequence, they gather all tokens where they enter a region,
-    and each keeps its own tokens where they leave it.
+    With sequence parallelism, tensor-parallel ranks gather all tokens at the entry of a parallel
+    region. At its exit, each rank keeps its own tokens.
     """
     letter, t = program.segment_boundaries[stage : stage + 1], program.tp
     if not program.sequence_parallel or letter not in (ENTRY_COLLECTIVE, EXIT_COLLECTIVE):
@@ -82,22 +87,27 @@ _PER_MICROBATCH_HINT = "PerMicrobatchBoundary([(length, 64) for length in length
 class PerMicrobatchBoundary:
     """The boundaries of each microbatch, if microbatches have different shapes.
 
-    Examples are packed data, a last batch that is smaller, and segments of a sequence.  `each[mb]`
-    is what an Executor takes as `boundary` if all microbatches have one shape.  A slot has room for
-    the largest value that it ever holds.  A message has the size of its value.
+    Examples are packed data, a smaller last batch, and sequence segments. A slot has the size of
+    its largest value. A message has the size of its own value.
 
-    Raises ModelError if `boundaries` is not a list or a tuple.
+    Args:
+        boundaries: For each microbatch, a boundary as `Executor` takes it if all microbatches have
+            one shape.
 
-    >>> import schedir, torch
-    >>> from torch import nn
-    >>> from schedir.runtime import InProcessExecutor, PerMicrobatchBoundary
-    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 3))
-    >>> stages, loss = [nn.Linear(8, 8), nn.Linear(8, 1)], nn.functional.mse_loss
-    >>> lengths = 4, 4, 1
-    >>> boundary = PerMicrobatchBoundary([(n, 8) for n in lengths])
-    >>> x, y = [torch.ones(n, 8) for n in lengths], [torch.ones(n, 1) for n in lengths]
-    >>> InProcessExecutor(program, stages, loss=loss, boundary=boundary).step(x, y).shape
-    torch.Size([])
+    Raises:
+        ModelError: `boundaries` is not a list or a tuple.
+
+    Example:
+        >>> import schedir, torch
+        >>> from torch import nn
+        >>> from schedir.runtime import InProcessExecutor, PerMicrobatchBoundary
+        >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 3))
+        >>> stages, loss = [nn.Linear(8, 8), nn.Linear(8, 1)], nn.functional.mse_loss
+        >>> lengths = 4, 4, 1
+        >>> boundary = PerMicrobatchBoundary([(n, 8) for n in lengths])
+        >>> x, y = [torch.ones(n, 8) for n in lengths], [torch.ones(n, 1) for n in lengths]
+        >>> InProcessExecutor(program, stages, loss=loss, boundary=boundary).step(x, y).shape
+        torch.Size([])
     """
 
     boundaries: Sequence[BoundaryLike | BoundaryByEdge]
@@ -113,7 +123,11 @@ class PerMicrobatchBoundary:
 
 @dataclass(frozen=True)
 class BoundaryTable:
-    """The boundaries of a program: `rows` has one for each microbatch, or a single one for all."""
+    """The boundaries of a program, by microbatch.
+
+    Args:
+        rows: The boundaries of each microbatch, or a single entry for all microbatches.
+    """
 
     rows: tuple[ModelBoundaries, ...]
 
@@ -127,14 +141,16 @@ class BoundaryTable:
         | BoundaryTable,
         program: Program,
     ) -> BoundaryTable:
-        """Return the boundaries of a program from what a user has given.
+        """Return the boundaries of a program from a boundary argument.
 
-        A PerMicrobatch has those of each microbatch.  Anything else is for all microbatches, and
-        `ModelBoundaries.of` reads it.
+        Args:
+            boundary: A `PerMicrobatchBoundary`, another table, or a boundary for all microbatches
+                (see `ModelBoundaries.from_edges`).
+            program: The program.
 
         Raises:
-            ModelError: The number of microbatches is another one, or `ModelBoundaries.of` raises
-            it.
+            ModelError: The number of microbatches differs from the program's, or a boundary is
+                invalid.
         """
         stages, parts, skips = program.shape.stages, program.tp, program.skips
         several = isinstance(boundary, PerMicrobatchBoundary)
@@ -162,6 +178,13 @@ class BoundaryTable:
         return "; ".join(f"microbatch {mb}: {row}" for mb, row in enumerate(self.rows))
 
     def require_program_fit(self, program: Program) -> None:
-        """Check all boundaries against a program.  Raises ModelError as `require_fit`."""
+        """Check that the boundaries of all microbatches fit a program.
+
+        Args:
+            program: The program.
+
+        Raises:
+            ModelError: See `require_fit`.
+        """
         for row in self.rows:
             require_fit(row, program)
