@@ -78,7 +78,7 @@ def undo_steps(state: State) -> Iterator[None]:
     tensors = dict.fromkeys(t for t in tree_leaves(restored) if isinstance(t, Tensor))
     copies = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
     rank, step = state.resources, state.random_streams.step
-    could_step = rank.can_step  # False within another such context.
+    could_step = rank.can_step  # It is False within another such context that set it.
     rank.can_step = could_step and makes_update
     was_warm_up = state.optimistic_step is not None and state.optimistic_step.is_warm_up
     if state.optimistic_step is not None:

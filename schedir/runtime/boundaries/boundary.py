@@ -309,7 +309,8 @@ class BoundaryTensors:
                 f"the boundary says that it has {'none' if has[k] else 'one'}",
                 hint="pass it on detached, or without requires_grad=False"
                 if has[k]
-                else "Boundary(..., requires_grad=False), if it depends on nothing that is trained",
+                else "Boundary(..., requires_grad=False) for what depends on nothing that is "
+                "trained",
             )
         return values
 

@@ -1,4 +1,4 @@
-"""Measure the Sizes of a model by running one microbatch."""
+"""Measure the sizes and boundaries of a model by running one microbatch."""
 
 from __future__ import annotations
 
@@ -41,14 +41,13 @@ from schedir.runtime.step_inputs import require_input_tensors
 
 # ---------------------------------------------------------------- training state
 
-# Bytes of the trained parameters of a stage, of their gradients and of the optimizer's state.
+# Bytes of the trained parameters of a stage, of their gradients and of the optimizer state.
 
 
-OptimizerFactory = Callable[[list[nn.Parameter]], Any]  # makes an optimizer
+OptimizerFactory = Callable[[list[nn.Parameter]], Any]  # Creates an optimizer of parameters.
 
 
 def _count_gradient_bytes(p: nn.Parameter) -> float:
-    """Bytes of a parameter's gradient."""
     return float(p.numel() * (p.grad_dtype or p.dtype).itemsize)
 
 
@@ -58,10 +57,16 @@ def measure_model_states(
     shard_spec: ShardSpec,
     replicas: range,
 ) -> ModelStates:
-    """Bytes of a stage's parameters that are trained, of their gradients and the optimizer's state.
+    """Return the bytes of a stage's trained parameters, their gradients and the optimizer state.
 
-    All are whole, as `measure_sizes` tells them; `replicas` are those of which the one with most
-    counts.
+    All are unsharded sizes, as in `measure_sizes`.
+
+    Args:
+        module: The module of the stage.
+        optimizer_state: Bytes of optimizer state per trained element, or an optimizer factory.
+        shard_spec: The number of replicas and the ZeRO level.
+        replicas: The replicas whose shards are measured. The largest optimizer state of them
+            counts.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in trained)}
@@ -81,39 +86,38 @@ def measure_model_states(
     params = float(sum(b.numel * b.dtype.itemsize for b in buckets))
     most = 0.0
     for k in replicas:
-        pieces = []
+        shards = []
         for bucket in buckets:
             for low, high, _ in bucket.list_shard_ranges(k):
                 if high > low:
                     numbers = torch.empty(high - low, dtype=bucket.dtype, device="meta")
-                    pieces.append(nn.Parameter(numbers))
-                    pieces[-1].grad_dtype = bucket.grad_dtype
-        most = max(most, _measure_optimizer_state(pieces, optimizer_state))
+                    shards.append(nn.Parameter(numbers))
+                    shards[-1].grad_dtype = bucket.grad_dtype
+        most = max(most, _measure_optimizer_state(shards, optimizer_state))
     return ModelStates(params, grads, shard_spec.replicas * most)
 
 
 def _measure_optimizer_state(
     trained: Sequence[nn.Parameter], optimizer_state: float | OptimizerFactory
 ) -> float:
-    """Bytes that an optimizer holds for parameters once it has stepped, without them and their
-    gradients.
+    """Return the bytes of an optimizer's state and main parameters after its first step.
 
-    One that is made is made of parameters on the device "meta", which have no memory, and so
-    takes none itself.
+    An optimizer that a factory creates gets parameters on the device "meta". These need no memory,
+    so its state needs none either.
     """
     if not callable(optimizer_state):
         return optimizer_state * sum(p.numel() for p in trained)
     if not trained:
         return 0.0
-    own = []
+    parameters = []
     for p in trained:
-        own.append(nn.Parameter(torch.empty_like(p, device="meta")))
-        own[-1].grad_dtype = p.grad_dtype
-        own[-1].grad = torch.empty_like(p, device="meta", dtype=p.grad_dtype or p.dtype)
+        parameters.append(nn.Parameter(torch.empty_like(p, device="meta")))
+        parameters[-1].grad_dtype = p.grad_dtype
+        parameters[-1].grad = torch.empty_like(p, device="meta", dtype=p.grad_dtype or p.dtype)
     try:
-        optimizer = optimizer_state(own)
+        optimizer = optimizer_state(parameters)
         optimizer.step()
-        held = [
+        state = [
             *getattr(optimizer, "main_parameters", ()),
             *tree_leaves([*unwrap_optimizer(optimizer).state.values()]),
         ]
@@ -122,8 +126,8 @@ def _measure_optimizer_state(
             f"the optimizer cannot be measured without its memory: {describe_exception(error)}",
             hint="optimizer_state=8.0, say: how many bytes it holds for each number",
         ) from error
-    # On "meta" all memory is at the address 0, so what has one memory is told by its tensor.
-    tensors = {id(x): x for x in held if isinstance(x, Tensor)}
+    # All "meta" memory is at address 0, so distinguish tensors by their identity.
+    tensors = {id(x): x for x in state if isinstance(x, Tensor)}
     return float(sum(x.untyped_storage().nbytes() for x in tensors.values()))
 
 
@@ -141,44 +145,64 @@ def measure_sizes(
     zero: int = 0,
     replica: int | None = None,
 ) -> Sizes:
-    """The Sizes of a model of those stages, in order; those of None, which others hold, are 0.
+    """Measure the sizes of a model's values by a forward and a backward of one microbatch.
 
-    `input` is one microbatch of the first stage's, `target` of the loss's, `keywords` what all are
-    given by name for it; other stages get zeros.
-    `optimizer_state` is how many bytes an optimizer holds for each number that is trained: 8 are
-    AdamW's two moments in float32.  Or it makes an optimizer of parameters, of which then all is
-    counted that it holds after a step: copies in float32 that it steps, and numbers of steps.  The
-    first
-    `frozen_stages` stages keep nothing of a microbatch, as in a program with so many, and the stage
-    behind them nothing for a gradient of its input.
+    The sizes, in bytes, are:
 
-    `saved` is the input of a stage and what autograd saves, each storage once; `deferred_wgrad` is
-    what is left for a BackwardWeight, and `saved_and_deferred` the most that there is of the two at
-    once in a BackwardInput, in which autograd lets go what was saved as it is done with it.
-    Parameters, buffers, the model's input and the target are in none: they are there all the time.
-    Of a checkpointed part what it keeps is counted, and not what it makes again.  `checkpoint` is
-    what a forward keeps that is to be run again: its inputs, and buffers that it writes to.
-    Nothing counts that an instruction needs only while it runs.
+    - `saved`: the input of a stage and the tensors that autograd saves, each storage once. A
+      checkpointed part of a stage counts with what it saves, not with what it recomputes.
+    - `deferred_wgrad`: what a BackwardInput leaves for its BackwardWeight.
+    - `saved_and_deferred`: the largest sum of the two during a BackwardInput. Autograd frees saved
+      tensors while the BackwardInput runs.
+    - `checkpoint`: what a forward keeps so that it can run again: its inputs, and the buffers and
+      frozen Parameters that it writes to.
+    - `params`, `grads` and `optimizer`: unsharded sizes. Sharding at a ZeRO level leaves 1/dp of
+      them. With several replicas, `grads` is the size of padded buckets. From level 1 on, `params`
+      is, too, and `optimizer` is `dp` times the optimizer state of the replica with the largest
+      one.
 
-    With `dp` replicas gradients lie in buckets, and from level 1 of `zero` on weights do, too:
-    `params` and `grads` are then those of buckets, which are padded so that all parts are of one
-    length.  Of the optimizer's state each replica has that of the numbers in its parts; `optimizer`
-    is `dp` times that of the one that has most, or of the `replica` with that number.  So all are
-    whole ones, of which a program at that level leaves 1/dp where it cuts them.
+    Parameters, buffers, the input of the model and the target exist all the time, so `saved` and
+    the other activation sizes exclude them. Memory that an instruction needs only while it runs is
+    not measured.
 
-    Gradients, buffers and random numbers are left as they were.  Hooks run, and stages that talk
-    within their tensor-parallel group do: all its ranks must call this.  Raises ModelError where
-    a stage gives what cannot pass the boundary, and for arguments of another kind.
+    The function restores gradients, buffers and random generators. Hooks of the modules run. All
+    ranks of a tensor-parallel group must call this, because their stages communicate.
 
-    >>> import torch
-    >>> from torch import nn
-    >>> from schedir.runtime import measure_sizes
-    >>> stages, x = [nn.Linear(64, 64), nn.Linear(64, 64)], torch.ones(8, 64)
-    >>> sizes = measure_sizes(stages, x, x, loss=nn.functional.mse_loss, boundary=(8, 64))
-    >>> sizes.activation, sizes.saved, sizes.params  # bytes; of saved and params for each stage
-    (2048.0, (0.0, 4096.0), (16640.0, 16640.0))
-    >>> sizes.for_stages("model_states", 2)  # with gradients and the optimizer's state
-    array([66560., 66560.])
+    Args:
+        stages: All stages of the model, in order. The sizes of a stage that is None are 0.
+        input: One microbatch for the first stage. Other stages get zeros.
+        target: The target of the loss for this microbatch.
+        loss: See `Executor`.
+        boundary: See `Executor`. It must be for one microbatch, not a `PerMicrobatchBoundary`.
+        optimizer_state: Bytes of optimizer state per trained element. The default of 8 is for the
+            two float32 moments of AdamW. A function that creates an optimizer from parameters is
+            also allowed. All tensors that this optimizer has after a step then count, such as
+            float32 main parameters and step counters.
+        frozen_stages: The number of frozen stages. They save nothing of a microbatch, and the next
+            stage saves nothing for the gradient of its input.
+        keywords: Keyword arguments of all stages for this microbatch.
+        dp: The number of replicas.
+        zero: The ZeRO level.
+        replica: The replica whose optimizer state counts. By default the largest one counts.
+
+    Returns:
+        The sizes of each stage, in bytes.
+
+    Raises:
+        ModelError: The output of a stage does not match the boundary, the optimizer cannot step on
+            the device "meta", or an argument is invalid.
+        UsageError: `zero` or `dp` is invalid.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from schedir.runtime import measure_sizes
+        >>> stages, x = [nn.Linear(64, 64), nn.Linear(64, 64)], torch.ones(8, 64)
+        >>> sizes = measure_sizes(stages, x, x, loss=nn.functional.mse_loss, boundary=(8, 64))
+        >>> sizes.activation, sizes.saved, sizes.params  # bytes; of saved and params for each stage
+        (2048.0, (0.0, 4096.0), (16640.0, 16640.0))
+        >>> sizes.for_stages("model_states", 2)  # with gradients and the optimizer's state
+        array([66560., 66560.])
     """
     loss = require_loss(loss)
     if not isinstance(target, Tensor):
@@ -193,7 +217,7 @@ def measure_sizes(
             hint="sizes_of for each microbatch with its own boundary",
         )
     boundaries = ModelBoundaries.from_edges(boundary, len(stages), skips=skips)
-    zero_model_states(0, 0, 0, zero, dp)  # which says what levels and numbers of replicas there are
+    zero_model_states(0, 0, 0, zero, dp)  # Raises UsageError for an invalid `zero` or `dp`.
     if replica is not None and replica not in range(dp):
         raise ModelError(f"there are replicas 0 to {dp - 1}, not {describe(replica)}")
     parts = range(dp) if replica is None else range(replica, replica + 1)
@@ -232,25 +256,38 @@ def infer_boundaries(
     frozen_stages: int = 0,
     skips: Skips = (),
 ) -> dict[Edge, tuple[Boundary, ...]]:
-    """What passes between stages, found by running them once, in order: of each stage but the last
-    the tensors that it puts out, and those of each of the `skips`.  It is what an Executor takes as
-    `boundary`.
+    """Determine the boundaries of a model by running the forwards of all stages but the last.
 
-    `input` is one microbatch of the first stage's, `keywords` what all stages are given by name
-    for it.  A tensor has a gradient if it depends on something that is trained, or on what came in
-    with one, and where nothing does so, if it can have one.  What the first `frozen_stages` stages
-    give has none.
+    A tensor has a gradient if it depends on trained parameters or on an input with a gradient. If
+    no output of a stage does, each output whose dtype can have a gradient has one. Outputs of
+    frozen stages have none.
 
-    Gradients, buffers and random numbers are left as they were.  Hooks run, and stages that talk
-    within their tensor-parallel group do: all its ranks must call this.  Raises ModelError where a
-    stage gives what is no tensor, or no tuple of tensors, and for arguments of another kind.
+    The function restores gradients, buffers and random generators. Hooks of the modules run. All
+    ranks of a tensor-parallel group must call this, because their stages communicate.
 
-    >>> import torch
-    >>> from torch import nn
-    >>> from schedir.runtime import infer_boundaries
-    >>> found = infer_boundaries([nn.Embedding(50, 32), nn.Linear(32, 50)], torch.ones(4, 8).long())
-    >>> print(*found[0])
-    [4, 8, 32] of torch.float32
+    Args:
+        stages: All stages of the model, in order.
+        input: One microbatch for the first stage: a tensor or a tuple of tensors.
+        keywords: Keyword arguments of all stages for this microbatch.
+        frozen_stages: The number of frozen stages.
+        skips: The skip connections, as pairs of stages.
+
+    Returns:
+        The boundaries of the tensors that each stage but the last passes to the next, by stage, and
+        those of each skip connection, by its two stages. `Executor` takes this as `boundary`.
+
+    Raises:
+        ModelError: The output of a stage is neither a tensor nor a tuple of tensors, or an argument
+            is invalid.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from schedir.runtime import infer_boundaries
+        >>> found = infer_boundaries(
+        ...     [nn.Embedding(50, 32), nn.Linear(32, 50)], torch.ones(4, 8).long())
+        >>> print(*found[0])
+        [4, 8, 32] of torch.float32
     """
     stages, xs = require_model_stages(stages), _require_microbatch(input)
     found: dict[Edge, tuple[Boundary, ...]] = {}
@@ -285,7 +322,7 @@ def infer_boundaries(
 
 
 class _StageBytes(NamedTuple):
-    """Bytes that one stage keeps."""
+    """The sizes of one stage, in bytes."""
 
     saved: float = 0.0
     deferred_wgrad: float = 0.0
@@ -299,7 +336,7 @@ class _StageBytes(NamedTuple):
 
 
 class _StageInputs(NamedTuple):
-    """What stages are run with."""
+    """The arguments of `measure_sizes` that all stages use."""
 
     xs: tuple[Tensor, ...]
     target: Tensor
@@ -309,11 +346,11 @@ class _StageInputs(NamedTuple):
     optimizer_state: float | OptimizerFactory
     frozen_stages: int
     shard_spec: ShardSpec
-    replicas: range  # of which the one with most counts
+    replicas: range  # The largest optimizer state of these replicas counts.
 
 
 def _require_microbatch(value: object) -> tuple[Tensor, ...]:
-    """The tensors of an input.  Raises ModelError for anything else."""
+    """Return the tensors of an input microbatch, or raise ModelError for any other value."""
     try:
         return require_input_tensors(value, 0)
     except ModelError:
@@ -323,14 +360,14 @@ def _require_microbatch(value: object) -> tuple[Tensor, ...]:
 
 
 def _collapse_equal_sizes(sizes: list[int]) -> float | tuple[float, ...]:
-    """What each stage puts out, the last nothing: a number where that of all others is one."""
+    """Return one number if all sizes are equal, or else all sizes and 0 for the last stage."""
     return float(sizes[0]) if len({*sizes}) == 1 else (*map(float, sizes), 0.0)
 
 
 def _measure_stage(
     stages: Sequence[nn.Module | None], s: int, stage_inputs: _StageInputs
 ) -> _StageBytes:
-    """What stage `s` keeps."""
+    """Return the sizes of stage `s`."""
     module, last, boundaries = stages[s], s == len(stages) - 1, stage_inputs.boundaries
     assert module is not None
     device = _find_stage_device(module, stage_inputs.xs)
@@ -352,40 +389,42 @@ def _measure_stage(
             )
             for begin, one in boundaries.list_inputs(s)
         )
-    packed: WeakSet[_PackedTensor] = WeakSet()  # what the graph has let go is not in it
+    packed: WeakSet[_PackedTensor] = WeakSet()  # Without the tensors that the graph has freed.
 
     def pack(tensor: Tensor) -> _PackedTensor:
-        # Detached: what a node saves of its own output would keep the node, for ever.
+        # Detach: a node that saves its own output would otherwise be in a reference cycle.
         packed.add(one := _PackedTensor(tensor.detach()))
         return one
 
     with _preserve_state(module, device), torch.set_grad_enabled(s >= stage_inputs.frozen_stages):
         with saved_tensors_hooks(pack, lambda one: one.tensor):
-            # Of a model's own inputs, which are there, a module that writes gets a copy.
-            lent, lender = xs if s else tuple(x.clone() for x in xs), StageInputAdapter()
-            together = boundaries.count_skip_inputs(s)
+            # The module may write to its inputs, so it gets copies of the inputs of the model.
+            args, adapter = xs if s else tuple(x.clone() for x in xs), StageInputAdapter()
+            skip_inputs = boundaries.count_skip_inputs(s)
             buffers = [(b, b.clone()) for b in module.buffers()]
-            still = [p for p in module.parameters() if not p.requires_grad]
-            sums = compute_checksums(still)
-            y, _ = lender.run(module, lent, keywords, is_exclusive=True, skip_input_count=together)
+            frozen = [p for p in module.parameters() if not p.requires_grad]
+            sums = compute_checksums(frozen)
+            y, _ = adapter.run(
+                module, args, keywords, is_exclusive=True, skip_input_count=skip_inputs
+            )
             written = sum(b.nbytes for b, was in buffers if not has_same_bits(b, was))
-            now = zip(still, sums, compute_checksums(still), strict=True)
-            written += sum(p.nbytes for p, was, bits in now if bits != was)
-            if not lender.writes_inputs[module.training]:
-                always |= {*_measure_storages(lent)} - {*_measure_storages(xs if s else [])}
+            checksums = zip(frozen, sums, compute_checksums(frozen), strict=True)
+            written += sum(p.nbytes for p, before, after in checksums if after != before)
+            if not adapter.writes_inputs[module.training]:
+                always |= {*_measure_storages(args)} - {*_measure_storages(xs if s else [])}
             ys = (
                 (require_scalar_loss(stage_inputs.loss(y, target)),)
                 if last
                 else boundaries.make_output_validator(s)(y, s)
             )
-        kept = [x for x in xs if x.requires_grad]
-        tape = _PeakTape(
-            lambda t: size([*kept, *(one.tensor for one in packed), *t.list_saved_tensors()])
+        inputs = [x for x in xs if x.requires_grad]
+        deferred = _PeakTape(
+            lambda t: size([*inputs, *(one.tensor for one in packed), *t.list_saved_tensors()])
         )
-        saved = tape.max_bytes
+        saved = deferred.max_bytes
         roots = [y for y in ys if y.requires_grad]
         if roots:
-            with defer_weight_gradients(tape):
+            with defer_weight_gradients(deferred):
                 torch.autograd.backward(roots, [torch.ones_like(y) * last for y in roots])
     trained = [p for p in module.parameters() if p.requires_grad]
     own = _measure_storages(trained)
@@ -395,8 +434,8 @@ def _measure_stage(
     )
     return _StageBytes(
         saved=saved,
-        deferred_wgrad=size(tape.list_saved_tensors()),
-        saved_and_deferred=tape.max_bytes,
+        deferred_wgrad=size(deferred.list_saved_tensors()),
+        saved_and_deferred=deferred.max_bytes,
         checkpoint=size(xs) + written,
         params=states.params,
         grads=states.grads,
@@ -407,9 +446,9 @@ def _measure_stage(
 
 
 class _PeakTape(DeferredGradients):
-    """A tape, and the most bytes of what is saved and what is on it that there were at once.
+    """Deferred weight gradients, with the largest sum of saved and deferred bytes.
 
-    That only grows as the tape does.
+    That sum grows only when a gradient is deferred, so it is measured only then.
     """
 
     def __init__(self, measure_live_bytes: Callable[[DeferredGradients], int]) -> None:
@@ -422,27 +461,27 @@ class _PeakTape(DeferredGradients):
 
 
 class _PackedTensor:
-    """A tensor that autograd saves."""
+    """A tensor that autograd saves. Unlike the tensor itself, it is freed with the graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def _measure_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address and bytes of the memory of tensors that are all there, each once."""
+    """Return the bytes of each storage of these tensors, by its address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def _find_stage_device(module: nn.Module, xs: Sequence[Tensor]) -> torch.device:
-    """Where a stage is: where its parameters are, or else what it takes in."""
+    """Return the device of a stage's parameters, or of its inputs if it has none."""
     tensors = (*module.parameters(), *xs)
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 @contextmanager
 def _preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Leaves gradients, buffers and the state of random numbers as they were."""
+    """Restore gradients, buffers and random generators at the end of a context."""
     gradients = [(p, p.grad) for p in module.parameters()]
     try:
         with preserve_buffers(module, device):

@@ -1,1 +1,1 @@
-"""Measure a step: timestamps, live memory, progress of a GPU, and the first NaN."""
+"""Measurements of a step: timestamps, live memory, progress of a GPU, and the first NaN."""

@@ -1,7 +1,7 @@
-"""Count how often a step allocated GPU memory.
+"""Count how often torch allocated or freed GPU memory.
 
-What steps need is asked for before the first one (`Executor.step`).  To ask for more, or to give
-some back, may wait for all that runs on the GPU, and so for a receive that waits for its peer.
+The warm-up steps allocate all memory that steps need (see `Executor.step`). A later allocation or
+free may wait for all work on the GPU. This may include a receive that waits for its peer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ _ALLOCATION_STATS: Final = ("num_device_alloc", "num_device_free", "num_alloc_re
 
 
 def count_allocations(device: torch.device) -> int:
-    """How often torch has asked a GPU for memory so far, in this process, or given some back; an
-    allocation that failed and was tried again counts, too.  0 of any other device."""
+    """Return how often torch has allocated or freed memory of a GPU so far, in this process.
+
+    An allocation that failed and was retried also counts.
+
+    Args:
+        device: The device. The count is 0 for a device that is not a GPU.
+    """
     if device.type != "cuda":
         return 0
     stats: dict[str, Any] = torch.cuda.memory_stats(device)
@@ -23,7 +28,12 @@ def count_allocations(device: torch.device) -> int:
 
 
 def describe_growth(processes: int, total_processes: int) -> str:
-    """What to tell of a run in which so many of its processes have asked after the first step."""
+    """Return a warning about processes that allocated GPU memory after the first step.
+
+    Args:
+        processes: The number of such processes.
+        total_processes: The number of processes of the run.
+    """
     return (
         f"memory: {processes} of {total_processes} processes asked their GPU for memory after "
         "the first step; "

@@ -1,8 +1,8 @@
 """Copy scalars of a step to the host without waiting for the GPU.
 
-A host that reads a number of a step right away waits until the device has done the step, and
-the device then waits until the host has issued the next.  So the numbers are copied behind the
-step, into pinned memory, and read when the next step has been issued.
+A host that reads a result of a step at once waits until the device has finished the step. The
+device then waits until the host has issued the next step. So the scalars are copied to pinned
+memory after the step, and the host reads them when it has issued the next step.
 """
 
 from __future__ import annotations
@@ -16,13 +16,29 @@ from schedir.runtime.recording.stream_events import make_event
 
 
 class AsyncScalarBuffer:
-    """Memory for `count` numbers of each of `max_steps` steps that are on their way at once."""
+    """Host memory for the scalars of several steps.
+
+    Args:
+        device: The device that computes the scalars. For a GPU the memory is pinned.
+        count: The number of scalars per step.
+        max_steps: The largest number of steps whose scalars are copied but not yet read.
+    """
 
     def __init__(self, device: torch.device, count: int, max_steps: int) -> None:
         self.free_rows = deque(_Row(device, count) for _ in range(max_steps))
 
     def copy(self, numbers: Tensor) -> AsyncScalars:
-        """Let float64 numbers follow what has been issued, without waiting for it."""
+        """Start to copy scalars to the host, after all issued work of the current stream.
+
+        Args:
+            numbers: A float64 tensor of shape (count,) on the device.
+
+        Returns:
+            The scalars, to be read once.
+
+        Raises:
+            IndexError: `max_steps` copies have not been read yet.
+        """
         row = self.free_rows.popleft()
         row.memory.copy_(numbers, non_blocking=True)
         row.copy_event.record()
@@ -30,22 +46,30 @@ class AsyncScalarBuffer:
 
 
 class AsyncScalars:
-    """Numbers on their way."""
+    """The scalars of one step, which may still be copied.
+
+    Args:
+        buffer: The buffer that gets the memory back.
+        row: The memory of the scalars.
+    """
 
     def __init__(self, buffer: AsyncScalarBuffer, row: _Row) -> None:
         self.buffer, self.row = buffer, row
 
     def read(self) -> list[float]:
-        """The numbers, once: waits until they are there, and for nothing behind them."""
+        """Wait for the copy, and return the scalars. Call this once.
+
+        It does not wait for work that was issued after the copy.
+        """
         self.row.copy_event.synchronize()
-        found: list[float] = self.row.values.tolist()
+        scalars: list[float] = self.row.values.tolist()
         self.buffer.free_rows.append(self.row)
-        return found
+        return scalars
 
 
 class _Row:
     def __init__(self, device: torch.device, count: int) -> None:
         cuda = device.type == "cuda"
         self.memory = torch.zeros(count, dtype=torch.float64, pin_memory=cuda)
-        self.values = self.memory.numpy()  # the same memory, in which torch has no part
+        self.values = self.memory.numpy()  # The same memory, read without torch.
         self.copy_event = make_event(device)

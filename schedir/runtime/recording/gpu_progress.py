@@ -1,8 +1,8 @@
 """Find which instructions a GPU has finished, without blocking.
 
-A host that waits for a GPU has issued all of a step, and perhaps the next one, too: where it is
-says nothing of where the GPU is.  Each instruction has an event at its end, and what it started on
-a lane, as NCCL's work, is asked itself.
+A host that waits for a GPU has issued all of a step, and perhaps the next step, too. So the
+position of the host does not show the position of the GPU. Each instruction records a CUDA event at
+its end. Work that it started on another lane, such as NCCL work, has its own completion query.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from schedir.runtime.executor import Executor
 from schedir.runtime.rank_state import Call, State
 from schedir.runtime.recording.stream_events import make_event
 
-MAX_STEPS_IN_FLIGHT: Final = (
-    2  # steps that may be under way: the host issues one while the one before runs
-)
+# The number of steps that may be unfinished: the host issues one while the GPU runs another.
+MAX_STEPS_IN_FLIGHT: Final = 2
 
 _GROUP_DESCRIPTIONS: Final = {
     "model": "all ranks",
@@ -40,8 +39,13 @@ _GROUP_DESCRIPTIONS: Final = {
 
 
 class StepProgress(NamedTuple):
-    """The oldest step that is under way: its number, from 1, what of it has not ended
-    (`unfinished`), and what of that the host has `issued`, by index in the Stream."""
+    """The progress of the oldest unfinished step of a rank.
+
+    Args:
+        step: The number of the step, from 1.
+        unfinished: The indices in the stream of the instructions that have not finished.
+        issued: Those of the unfinished instructions that the host has issued.
+    """
 
     step: int
     unfinished: tuple[int, ...]
@@ -49,18 +53,20 @@ class StepProgress(NamedTuple):
 
 
 class GpuProgress:
-    """What has ended of the last `MAX_STEPS_IN_FLIGHT` steps of an executor, whose calls it follows
-    from now on.
+    """The progress of the GPU in the last steps of an executor.
 
-    Events are made here, and recorded anew in each step: an instruction costs the host an event
-    more, some microseconds.  Any thread may ask for `get_progress`.
+    The constructor wraps the calls of the executor. Each instruction then records one more CUDA
+    event, which takes the host some microseconds. The events are created once, and each step
+    records them again. Any thread may call `get_progress`.
+
+    Args:
+        executor: The executor to observe.
     """
 
     def __init__(self, executor: Executor) -> None:
         state, self.executor = executor.state, executor
-        state.first_step_checks.counts_references = (
-            False  # the works that are kept here refer to memory
-        )
+        # The stored works refer to memory, so the first step must not count references to it.
+        state.first_step_checks.counts_references = False
         self.step_events = [
             _StepEvents(state.device, len(state.stream)) for _ in range(MAX_STEPS_IN_FLIGHT)
         ]
@@ -70,30 +76,39 @@ class GpuProgress:
         ]
 
     def _run(self, k: int, run: Callable[[], None], started: Callable[[], Sequence[Any]]) -> None:
-        if self.step_events[-1].issued[k]:  # a step begins, in whatever order it is run
+        # A step begins if the latest one has issued this instruction already, in any order.
+        if self.step_events[-1].issued[k]:
             self.step_events = [*self.step_events[1:], self.step_events[0]]
             self.step_events[-1].begin_step(self.executor.random_streams.step)
-        turn, reducing = self.step_events[-1], self.executor.state.pending_reductions
-        before = len(reducing)
+        step, reductions = self.step_events[-1], self.executor.state.pending_reductions
+        before = len(reductions)
         run()
-        turn.works[k] = [*reducing[before:], *started()]
-        turn.events[k].record()
-        turn.issued[k] = True
+        step.works[k] = [*reductions[before:], *started()]
+        step.events[k].record()
+        step.issued[k] = True
 
     def get_progress(self) -> StepProgress | None:
-        """Where the GPU stands, without waiting for it; None where all that was begun has ended."""
-        for turn in [*self.step_events]:
-            standing = turn.get_progress()
-            if standing.unfinished:
-                return standing
+        """Return the progress of the oldest unfinished step, or None if all steps have finished.
+
+        It does not wait for the GPU.
+        """
+        for step in [*self.step_events]:
+            progress = step.get_progress()
+            if progress.unfinished:
+                return progress
         return None
 
     def find_running(self, progress: StepProgress) -> list[int]:
-        """What is under way: of what is open and issued, or being issued, what waits for nothing
-        of its own rank; by index in the Stream.  Lanes run beside each other, so there may be
-        several."""
+        """Return the instructions that run or wait for other ranks, as indices in the stream.
+
+        These are unfinished, issued or being issued, and wait for no other instruction of their
+        rank. Lanes run concurrently, so there may be several.
+
+        Args:
+            progress: The progress of a step.
+        """
         program = self.executor.program
-        # What is issued to a lane waits for all that was issued to compute before it.
+        # Work that is issued to a lane waits for all computes that were issued before.
         graph = Graph.from_program(
             program, self.executor.state.transport.progress_model, blocking_hosts=True
         )
@@ -105,12 +120,12 @@ class GpuProgress:
         is_open[[*progress.unfinished]] = True
         elsewhere = (before < 0) | (before >= end - first)
         waits = is_open[np.where(elsewhere, end - first, before)].any(0)
-        there = {*progress.issued, self.executor.position}
-        return [k for k in progress.unfinished if k in there and not waits[k]]
+        issued = {*progress.issued, self.executor.position}
+        return [k for k in progress.unfinished if k in issued and not waits[k]]
 
 
 class _StepEvents:
-    """A step: its events, and what its instructions have started."""
+    """The events of one step, and the work that its instructions started."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.events = [make_event(device) for _ in range(count)]
@@ -118,7 +133,7 @@ class _StepEvents:
         self.step, self.issued, self.unfinished = 0, [True] * count, list[int]()
 
     def begin_step(self, step: int) -> None:
-        # In this order: another thread looks at what is open, and then at what is issued.
+        # Reset `issued` first, because another thread reads `unfinished` first.
         self.step, self.issued = step, [False] * len(self.events)
         self.unfinished = [*range(len(self.events))]
 
@@ -135,7 +150,7 @@ class _StepEvents:
 
 
 def _find_started_work(state: State, k: int, i: Instr) -> Callable[[], Sequence[Any]]:
-    """Finds the message or gather that an instruction has just started."""
+    """Return a function that returns the transfers that an instruction has just started."""
     if i.op in SEND_OPS:
         return lambda: state.pending_sends[k][:1]
     if i.op in RECV_OPS + BOUNDARY_COLLECTIVE_OPS:
@@ -145,7 +160,12 @@ def _find_started_work(state: State, k: int, i: Instr) -> Callable[[], Sequence[
 
 
 def describe_wait(program: Program, i: Instr) -> str:
-    """What an instruction under way does, in words: for whom it waits, or that it computes."""
+    """Return a phrase for what a running instruction waits for, or "computes".
+
+    Args:
+        program: The program.
+        i: The instruction.
+    """
     row = INSTRUCTIONS[i.op]
     if row.peer:
         peer = program.peer_rank(i)

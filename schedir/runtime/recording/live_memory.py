@@ -1,8 +1,8 @@
-"""Measure the bytes that are alive on a rank during a step.
+"""Measure the bytes of live tensors on a rank during a step.
 
-It is what `analysis.memory.footprint` predicts: weights, gradients, the optimizer's state, slots,
-and what compute keeps for later compute.  What an instruction needs only while it runs is in
-neither, nor is what the step is given.
+They are what `schedir.analysis.memory.footprint` predicts: weights, gradients, optimizer state,
+slots, and the values that computes keep for later computes. Both exclude memory that an instruction
+needs only while it runs, and the inputs of the step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ from schedir.runtime.rank_state import Call
 
 
 class LiveMemory(TorchDispatchMode):
-    """Within this context `peak_bytes` is how many bytes were alive at most before or behind any
-    instruction of the executor's steps, each storage counted once; `peak_by_tier` says it by tier:
-    also how many were in use of the host's memory and of the disk, for what was moved there.
+    """A context that measures the peak of live memory in the steps of an executor.
 
-    On a CPU, where memory is given back as soon as nobody needs it.  A step takes longer meanwhile.
+    It counts the bytes before and after each instruction, each storage once. It works on a CPU
+    only, where unused memory is freed at once. Steps within the context are slower.
+
+    Args:
+        executor: The executor to measure.
+
+    Attributes:
+        peak_by_tier: The largest number of bytes in each memory tier. On the host and the disk,
+            only offloaded values count.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -57,13 +63,13 @@ class LiveMemory(TorchDispatchMode):
         return out
 
     def _run(self, run: Any) -> None:
-        self._update_peaks()  # what it waited for, and what it frees
+        self._update_peaks()  # With received inputs, and with values that the instruction frees.
         run()
         self._update_peaks()
 
     def _update_peaks(self) -> None:
         device, before = self._count_live_bytes(), -1
-        while device != before:  # threads let go and make memory meanwhile
+        while device != before:  # Other threads may allocate and free memory meanwhile.
             device, before = self._count_live_bytes(), device
         tiers = self.executor.resources.memory_tiers
         for tier in TIERS:
@@ -71,23 +77,22 @@ class LiveMemory(TorchDispatchMode):
             self.peak_by_tier[tier] = max(self.peak_by_tier[tier], used)
 
     def _count_live_bytes(self) -> int:
-        """Bytes that are alive on the device."""
         self.created_storages = {
             ref: size for ref, size in self.created_storages.items() if not ref.expired()
         }
-        here = self.created_storages | _measure_storages(_list_static_tensors(self.executor))
+        storages = self.created_storages | _measure_storages(_list_static_tensors(self.executor))
         states = self.executor.state.resources.host_optimizer_state
-        away = _measure_storages([] if states is None else states.list_host_memory())
-        return sum(size for ref, size in here.items() if ref not in away)
+        on_host = _measure_storages([] if states is None else states.list_host_memory())
+        return sum(size for ref, size in storages.items() if ref not in on_host)
 
     @property
     def peak_bytes(self) -> int:
-        """The most on the device."""
+        """The largest number of live bytes on the device."""
         return self.peak_by_tier[TIERS[0]]
 
 
 def _list_static_tensors(executor: Executor) -> Iterable[object]:
-    """The tensors that a rank has in all steps; some of them have memory only at times."""
+    """Yield the tensors that a rank has in all steps. Some have memory only part of the time."""
     state = executor.state
     for stage in executor.stages.values():
         yield from (*stage.module.parameters(), *stage.module.buffers())
@@ -99,11 +104,11 @@ def _list_static_tensors(executor: Executor) -> Iterable[object]:
         for p in state.optimizer.main_parameters:
             yield from (p, p.grad)
     yield from tree_leaves(state.receive_buffers)
-    for value in state.offload_moves.values.values():  # what threads have made
+    for value in state.offload_moves.values.values():  # Threads created these.
         yield from value.list_device_tensors()
 
 
 def _measure_storages(values: Iterable[object]) -> dict[StorageWeakRef, int]:
-    """The memory of those that are tensors, and its bytes now; a sparse one is made of others."""
+    """Return the storages of all dense tensors among these values, with their present bytes."""
     tensors = (x for x in values if isinstance(x, Tensor) and not x.is_sparse)
     return {StorageWeakRef(x): x.nbytes() for x in (t.untyped_storage() for t in tensors)}

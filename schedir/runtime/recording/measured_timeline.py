@@ -1,4 +1,4 @@
-"""Build the Timeline of a step that processes have run."""
+"""Build the timeline of a step that several processes have run."""
 
 from __future__ import annotations
 
@@ -18,22 +18,31 @@ from schedir.transports.json_collectives import gather_bytes
 
 
 def gather_timeline(executor: Executor, transport: ProcessTransport) -> Timeline | None:
-    """The Timeline of the last step that was recorded, in seconds from its first instruction; None
-    but on process 0.
+    """Return the timeline of the last recorded step, in seconds from its first instruction.
 
-    Of the replicas and tensor-parallel ranks, the first ones are shown.  A message lasts from
-    when both sides are there until the receiver saw it arrive, or, on GPUs, until it arrived.  All
-    processes must call this; clocks are compared now, so that they have had no time to drift.
+    All processes must call this, soon after the step. It measures the offsets of their clocks, so
+    that drift since the step is small. A message begins when both sides have started it. It ends
+    when it arrives, or on a CPU when the receiver detects its arrival.
 
-    Raises ModelError where no step has been recorded.
+    Args:
+        executor: The executor of this process.
+        transport: The transport of the executor.
+
+    Returns:
+        On process 0, the timeline of the ranks of the first replica and first tensor-parallel rank.
+        None on other processes.
+
+    Raises:
+        ModelError: No step was recorded, or a rank sent another number of times than its stream
+            has.
     """
     (times,), error = read_step_times([executor.timestamps])
     offset, between = measure_clock_offset()
-    own = np.concatenate([times.start - offset, times.end - offset, [error + between]])
-    told = gather_bytes(own.astype("<f8").tobytes())
+    local_times = np.concatenate([times.start - offset, times.end - offset, [error + between]])
+    messages = gather_bytes(local_times.astype("<f8").tobytes())
     if dist.get_rank():
         return None
-    everyone = [np.frombuffer(told[int(k)], "<f8") for k in transport.mesh[0, :, 0]]
+    everyone = [np.frombuffer(messages[int(k)], "<f8") for k in transport.mesh[0, :, 0]]
     for each, stream in zip(everyone, executor.program.streams, strict=True):
         if len(each) != 2 * len(stream) + 1:
             raise ModelError(f"a rank tells {len(each)} times for {len(stream)} instructions")

@@ -1,8 +1,8 @@
-"""Find the instruction that first gave inf or NaN.
+"""Find the instruction that first produced inf or NaN.
 
-The device alone decides that an update is not made (`mixed_precision.step_if`).  Who wants to know
-where it went wrong runs the step again: its weights are still there, and what it ran has been let
-go.
+The device alone decides that an update is skipped (`mixed_precision.step_if_finite`), and the
+intermediate values of the step are freed. To find the origin, the step runs again, with the same
+weights.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from schedir.runtime.step_inputs import Keywords, Microbatches
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.json_collectives import gather
 
-_REDUCTION_OPS = find_producers(
-    Value.GRAD
-)  # what makes an update's gradient of those of its microbatches
+# The opcodes that produce the gradient of an update from those of its microbatches.
+_REDUCTION_OPS = find_producers(Value.GRAD)
 
 
 def find_origin(
@@ -48,11 +47,23 @@ def find_origin(
     scale: float | Tensor,
     keywords: Keywords = (),
 ) -> NanOrigin | None:
-    """Where the step before `draws.step`, which was not finite, went wrong; None if nobody saw it.
+    """Find the instruction at which the last step, which was not finite, went wrong.
 
-    The step is run again; what cannot be seen so, as nobody can draw its numbers again, is told
-    from what it `residue`, as `StepResidue.spoilt` says.  All processes must call this, and come to
-    the same.
+    All processes must call this, and all return the same. They run the step again. Without a seed,
+    the new run draws other random numbers and may be finite. The result then comes from `residue`.
+
+    Args:
+        executor: The executor, after the step.
+        transport: The transport of the executor.
+        residue: The local instructions whose results were not finite in the first run, as
+            `StepResidue.find_nonfinite` returns them.
+        inputs: The inputs of the step.
+        targets: The targets of the step.
+        scale: The `grad_scale` of the step.
+        keywords: The keyword arguments of the step.
+
+    Returns:
+        The origin, or None if no rank found one.
     """
     who = dist.get_rank(), transport.dp_rank
     before = [NanOrigin(*who, executor.rank, executor.state.index_of[i], i) for i in residue]
@@ -64,7 +75,15 @@ def find_origin(
 
 
 class NanOrigin(NamedTuple):
-    """An instruction of a rank that gives what is not finite, or leaves it in a gradient."""
+    """An instruction of a rank whose output, loss or gradient is not finite.
+
+    Args:
+        process: The number of the process.
+        replica: The data-parallel replica.
+        rank: The pipeline rank.
+        stream_index: The index of the instruction in the stream of the rank.
+        instr: The instruction.
+    """
 
     process: int
     replica: int
@@ -74,22 +93,27 @@ class NanOrigin(NamedTuple):
 
     @property
     def is_forward(self) -> bool:
-        """Whether it is a forward's output, or a loss."""
+        """True if the output of a forward, or a loss, is not finite."""
         return self.instr.op in FORWARD_OPS
 
     @property
     def sort_key(self) -> tuple[int, ...]:
-        """What was earlier is less: the first stage of a forward, the last of a backward."""
+        """The order of data flow: forwards by ascending stage, backwards by descending stage."""
         op, stage, mb = self.instr
-        if op not in COMPUTE_OPS:  # of an update, whichever microbatch it was
+        if op not in COMPUTE_OPS:  # A reduction; `mb` is the number of the update.
             return 1, 0, 0, -stage, self.process
         return 0, mb, not self.is_forward, stage if self.is_forward else -stage, self.process
 
 
 def find_earliest(origins: Iterable[NanOrigin], last_stage: int) -> NanOrigin | None:
-    """Where it began, of all that all ranks have found; `last_stage` is the last stage.
+    """Return the earliest of the origins that all ranks found, or None if there are none.
 
-    An output may be infinite, as that of a mask, where the loss of its microbatch is finite.
+    Forwards count only if the loss of their microbatch is not finite, too. Otherwise an infinite
+    output is intended, such as that of a mask.
+
+    Args:
+        origins: The origins of all ranks.
+        last_stage: The number of the last stage.
     """
     origins = [*origins]
     lost = {
@@ -103,7 +127,13 @@ def find_earliest(origins: Iterable[NanOrigin], last_stage: int) -> NanOrigin | 
 
 
 def make_nonfinite_error(origin: NanOrigin | None, program: Program, step: int) -> NonFiniteError:
-    """The error of a step (from 1) that was not finite, and began where `origin` says."""
+    """Return the error for a step that was not finite.
+
+    Args:
+        origin: The instruction at which it began, if known.
+        program: The program.
+        step: The number of the step, from 1.
+    """
     what = "the loss" if origin and origin.is_forward else "a gradient"
     taken = (
         "was not made"
@@ -126,10 +156,13 @@ def make_nonfinite_error(origin: NanOrigin | None, program: Program, step: int) 
 
 
 class StepResidue:
-    """What a step leaves to look at: losses, and the gradients of its last update.
+    """The losses of a step and the gradients of its last update, which remain after the step.
 
-    `check_finite` says what of it is, without the host; who has read that asks for the instructions
-    that gave what is not.
+    `check_finite` checks them on the device, without waiting. Later, when the host has read the
+    result, `find_nonfinite` returns the instructions that produced the values that are not finite.
+
+    Args:
+        executor: The executor of the rank.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -154,7 +187,11 @@ class StepResidue:
         return len(self.instructions)
 
     def check_finite(self) -> Tensor:
-        """Of gradients by stage, then of losses by microbatch: bool, on the rank's device."""
+        """Return whether each value is finite, as a bool tensor on the rank's device.
+
+        The gradients of the local trained stages come first. On a rank with the last stage, the
+        losses of all microbatches follow.
+        """
         state = self.executor.state
         each = [are_finite(stage.gradients.reduced_flat) for stage in self.trained_stages.values()]
         if len(each) < len(self):
@@ -162,7 +199,11 @@ class StepResidue:
         return torch.stack(each) if each else state.finite_updates[:0]
 
     def find_nonfinite(self, finite: Sequence[float]) -> list[Instr]:
-        """The instructions that gave what is not finite, as `finite` said."""
+        """Return the instructions that produced values that are not finite.
+
+        Args:
+            finite: The result of `check_finite`, read by the host.
+        """
         return [
             i for of, sound in zip(self.instructions, finite, strict=True) if not sound for i in of
         ]
@@ -177,10 +218,22 @@ def rerun_step(
     scale: float | Tensor,
     keywords: Keywords = (),
 ) -> list[NanOrigin]:
-    """Run a step without its updates, and look at what each instruction gives.
+    """Run the last step again without its updates, and check the results of each compute.
 
-    All ranks must call this.  Of a stage's gradients the first instruction is told that spoils
-    them: what comes after adds to the same sum.
+    All ranks must call this. For the gradients of a stage, only the first instruction that makes
+    them non-finite is returned, because later ones add to the same sum.
+
+    Args:
+        executor: The executor.
+        process: The number of the process, for the result.
+        replica: The data-parallel replica, for the result.
+        inputs: The inputs of the step.
+        targets: The targets of the step.
+        scale: The `grad_scale` of the step.
+        keywords: The keyword arguments of the step.
+
+    Returns:
+        The local instructions with results that are not finite, in execution order.
     """
     found: list[NanOrigin] = []
     usual = (
@@ -202,10 +255,9 @@ def rerun_step(
 
     executor.calls = [watch(k, i, executor.calls[k]) for k, i in enumerate(executor.state.stream)]
     executor.state.optimizer, executor.record_timestamps = None, False
-    executor.state.reduce_after_backward = (
-        True  # a sum over replicas would be looked at for a rank's own
-    )
-    executor.random_streams.step -= 1  # the same random numbers
+    # An overlapped sum over replicas would show the NaN of another replica as the rank's own.
+    executor.state.reduce_after_backward = True
+    executor.random_streams.step -= 1  # Draw the same random numbers.
     try:
         executor.step(inputs, targets, scale, keywords)
     finally:
@@ -219,7 +271,7 @@ def rerun_step(
 
 
 def _list_outputs(executor: Executor, i: Instr) -> list[Tensor]:
-    """What a compute has just given: its output, or the sums of gradients and what it passes on."""
+    """Return the results of a compute: its output or loss, or the gradients that it computed."""
     if i.op in FORWARD_OPS and i.stage == executor.state.shape.stages - 1:
         return [executor.state.losses[i.mb]]
     given = [] if i.op in FORWARD_OPS else [*executor.stages[i.stage].gradients.flat]

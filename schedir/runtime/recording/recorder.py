@@ -1,12 +1,12 @@
 """Record when each instruction of a rank begins and ends.
 
-On a CPU the host reads its clock.  On a GPU the host issues an instruction long before it runs,
-so events are recorded on streams, and read when the step is over:
+On a CPU the host reads its clock. On a GPU the host issues an instruction long before it runs. So
+the host records CUDA events on the streams, and reads them after the step:
 
-- what computes begins when its stream has passed all that it waits for, and not before the host
-  has issued it; it ends when its stream has done it;
-- a message or a reduction begins, on a rank, when its stream comes to where it is issued and its
-  queue is free, and ends when it has ended on its own lane, whenever the compute stream looks.
+- A compute begins when the host has issued it and its stream has finished everything that it waits
+  for. It ends when its stream has finished it.
+- A message or a reduction begins when the stream that issues it has reached it and its queue is
+  free. It ends when it ends on its own lane, even if the compute stream waits for it later.
 """
 
 from __future__ import annotations
@@ -32,146 +32,202 @@ from schedir.transports.transport import CompletedWork, Transport, TransportWrap
 
 FloatArray = NDArray[np.float64]
 
-ANCHOR_ROUNDS: Final = 16
-EVENT_RESOLUTION: Final = 0.5e-6  # s, of an event's clock: CUDA Runtime API, cudaEventElapsedTime
+ANCHOR_ROUNDS: Final = 16  # Measurements of the offset of the GPU's clock; the shortest counts.
+# Seconds. The resolution of events (CUDA Runtime API, cudaEventElapsedTime).
+EVENT_RESOLUTION: Final = 0.5e-6
 
 
 class InstructionTimes(NamedTuple):
-    """Seconds of this process's clock at which each instruction of a rank began and ended."""
+    """The times of the instructions of a rank, in seconds of this process's `perf_counter`.
+
+    Args:
+        start: The time at which each instruction began, by index in the stream.
+        end: The time at which each instruction ended.
+    """
 
     start: FloatArray
     end: FloatArray
 
 
 class Timestamps(ABC):
-    """When the instructions of one rank begin and end.
+    """A recorder of when the instructions of one rank begin and end.
 
-    `current_index` is the index in the Stream of the instruction that runs, if it is recorded.
-    `is_complete` says that all of a step was.
+    Attributes:
+        current_index: The index in the stream of the recorded instruction that runs, or None.
+        is_complete: True if a full step has been recorded.
+        ends_on_lane: The instructions whose end is recorded on their lane, not when the call ends.
     """
 
     def __init__(self) -> None:
         self.current_index: int | None = None
         self.is_complete = False
-        self.ends_on_lane: set[int] = set()  # what ends where its lane says, and not with the call
+        self.ends_on_lane: set[int] = set()
 
     @abstractmethod
     def begin_instruction(self, k: int) -> None:
-        """Note that an instruction has what it waits for."""
+        """Record that an instruction begins, after it has waited for its inputs.
+
+        Args:
+            k: The index of the instruction in the stream.
+        """
 
     @abstractmethod
     def end_instruction(self, k: int) -> None:
-        """Note that an instruction has run.  What it has started may end later: see
-        `follow_work`."""
+        """Record that an instruction has run. Work that it started may end later (`follow_work`).
+
+        Args:
+            k: The index of the instruction in the stream.
+        """
 
     @abstractmethod
     def follow_work(self, work: Work) -> Work:
-        """Note when what the instruction starts ends; returns what to wait for instead."""
+        """Record the end of work that the current instruction has started.
+
+        Args:
+            work: The work.
+
+        Returns:
+            The work that the caller must wait for instead.
+        """
 
     @contextmanager
     def attribute_to(self, k: int) -> Iterator[None]:
-        """Within this, what is started counts as instruction k's, at whose turn it may be over."""
-        at, self.current_index = self.current_index, None if self.current_index is None else k
+        """Attribute work that is started within a context to another instruction.
+
+        The work may end before that instruction begins.
+
+        Args:
+            k: The index of the other instruction in the stream.
+        """
+        previous = self.current_index
+        self.current_index = None if previous is None else k
         try:
             yield
         finally:
-            self.current_index = at
+            self.current_index = previous
 
     @abstractmethod
     def on_issued(self) -> None:
-        """What is followed has been issued: of a group, all at once."""
+        """Note that the followed work has been issued, a group of transfers all at once."""
 
     def make_lane_observer(self) -> LaneTimestamps | None:
-        """Who is told, on a lane of the rank's own, when what the instruction has there begins and
-        ends; None if it is not recorded."""
+        """Return the observer of the current instruction's work on a lane of the rank.
+
+        Returns:
+            None if the current instruction is not recorded.
+        """
         return None if self.current_index is None else LaneTimestamps(self, self.current_index)
 
     @abstractmethod
     def note_on_lane(self, k: int, is_end: bool) -> None:
-        """Note that what an instruction has on a lane of the rank's own begins, or ends."""
+        """Record that the work of an instruction on a lane of the rank begins or ends now.
+
+        Args:
+            k: The index of the instruction in the stream.
+            is_end: True if the work ends, False if it begins.
+        """
 
     def end_step(self) -> None:
-        """End a step."""
+        """End the recording of a step."""
         self.is_complete = True
 
 
 class LaneTimestamps:
-    """The stamps of one instruction, for the thread or the stream that runs it."""
+    """The lane observer of one instruction. The thread or stream of the lane calls it.
+
+    Args:
+        timestamps: The recorder of the rank.
+        k: The index of the instruction in the stream.
+    """
 
     def __init__(self, timestamps: Timestamps, k: int) -> None:
         timestamps.ends_on_lane.add(k)
         self.timestamps, self.k = timestamps, k
 
     def on_begin(self) -> None:
-        """Note that it begins, here and now."""
+        """Record that the work begins now."""
         self.timestamps.note_on_lane(self.k, is_end=False)
 
     def on_end(self) -> None:
-        """Note that it ends."""
+        """Record that the work ends now."""
         self.timestamps.note_on_lane(self.k, is_end=True)
 
 
 class HostTimestamps(Timestamps):
-    """By the host's clock."""
+    """A recorder that reads the clock of the host.
+
+    Args:
+        count: The number of instructions of the rank.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.start_times, self.end_times = [0.0] * count, [0.0] * count
 
     def note_on_lane(self, k: int, is_end: bool) -> None:
-        """As Stamps.note."""
+        """See `Timestamps.note_on_lane`."""
         (self.end_times if is_end else self.start_times)[k] = perf_counter()
 
     def begin_instruction(self, k: int) -> None:
-        """As Stamps.begins."""
+        """See `Timestamps.begin_instruction`."""
         self.current_index = k
         self.start_times[k] = perf_counter()
 
     def end_instruction(self, k: int) -> None:
-        """As Stamps.ends."""
+        """See `Timestamps.end_instruction`."""
         self.current_index = None
         if k not in self.ends_on_lane:
             self.end_times[k] = perf_counter()
 
     def follow_work(self, work: Work) -> Work:
-        """As Stamps.follow."""
+        """See `Timestamps.follow_work`."""
         k = self.current_index
         return (
             work if k is None or isinstance(work, CompletedWork) else _ObservedWork(self, k, work)
         )
 
     def on_issued(self) -> None:
-        """Nothing: who waits will see."""
+        """Do nothing: `wait` records the end of the work."""
 
 
 class _ObservedWork:
-    """Work whose end is when somebody who waited saw it: on a CPU nobody else can tell."""
+    """Work that records its end when a wait for it returns; a CPU has no better time."""
 
     def __init__(self, timestamps: HostTimestamps, k: int, work: Work) -> None:
         self.timestamps, self.k, self.work = timestamps, k, work
 
     def wait(self) -> None:
         self.work.wait()
-        # Not `ends`: whoever waits may be an instruction that is recorded, too, and goes on.
+        # Not `end_instruction`: the caller may be another instruction, which has not ended.
         self.timestamps.end_times[self.k] = perf_counter()
 
 
 @runtime_checkable
 class TransportTimestamps(Protocol):
-    """Work on a lane that is the transport's own: it can record there, too."""
+    """Work on a lane of the transport that can record an event there."""
 
     def record_end(self, event: torch.cuda.Event) -> None:
-        """Record an event where the work ends, now or when it is issued."""
+        """Record an event at the end of the work, now or when it is issued.
+
+        Args:
+            event: The event to record.
+        """
 
 
 class EventTimestamps(Timestamps):
-    """The same by events on the streams of a GPU, which nobody waits for inside a step.
+    """A recorder that records CUDA events on the streams of a GPU.
 
-    All events are made here.
+    The constructor creates all events. A step does not wait for them.
 
-    A message that cannot be `record_end`ed, as NCCL's, is awaited by a stream that does nothing
-    else, one for each queue in which the rank receives, and recorded there.  That costs the host
-    some microseconds a message, and the GPU a wait and an event beside the lane.
+    Some messages, such as those of NCCL, have no `record_end`. A side stream waits for each of
+    them and records its end. There is one side stream for each queue in which the rank receives.
+    This takes the host some microseconds per message, and the GPU a wait and an event.
+
+    Args:
+        program: The program.
+        rank: The pipeline rank.
+        progress_model: The progress model of the transport, which defines the queues.
+        device: The GPU.
     """
 
     def __init__(
@@ -184,7 +240,7 @@ class EventTimestamps(Timestamps):
         )
         self.join_event = torch.cuda.Event()
         for event in (*self.start_events, *self.end_events, self.join_event):
-            event.record(stream)  # made at first use
+            event.record(stream)  # CUDA creates an event at its first use.
         own = program.streams[rank]
         queue = Graph.from_program(program, progress_model).queue[
             slice(*program.offsets[rank : rank + 2].tolist())
@@ -193,7 +249,8 @@ class EventTimestamps(Timestamps):
             queue.tolist(),
             np.cumsum(~own.joined).tolist(),
         )
-        # What may end later than it is issued, on whatever lane; of sends their receivers know it.
+        # Instructions that may end later than they are issued. The receiver records a message, so
+        # sends are not in the list.
         self.lane_instructions = np.flatnonzero(~np.isin(own.op, SEND_OPS)).tolist()
         queues = sorted(
             {
@@ -202,29 +259,28 @@ class EventTimestamps(Timestamps):
             }
         )
         self.side_streams = {q: torch.cuda.Stream(device) for q in queues}
-        self.pending_works: list[tuple[int, Work]] = []  # not issued yet
-        self.active_queues: set[int] = set()  # queues whose stream of `side_streams` is in use
+        self.pending_works: list[tuple[int, Work]] = []  # Followed, but not issued yet.
+        self.active_queues: set[int] = set()  # Queues whose side stream this step has used.
 
     def note_on_lane(self, k: int, is_end: bool) -> None:
-        """As Stamps.note, on the current stream."""
+        """See `Timestamps.note_on_lane`. The event is recorded on the current stream."""
         (self.end_events if is_end else self.start_events)[k].record()
 
     def begin_instruction(self, k: int) -> None:
-        """As Stamps.begins, on the current stream."""
+        """See `Timestamps.begin_instruction`. The event is recorded on the current stream."""
         self.current_index = k
         self.start_events[k].record()
 
     def end_instruction(self, k: int) -> None:
-        """As Stamps.ends, on the current stream."""
+        """See `Timestamps.end_instruction`. The event is recorded on the current stream."""
         self.current_index = None
         if k not in self.ends_on_lane:
             self.end_events[k].record()
 
     def follow_work(self, work: Work) -> Work:
-        """As Stamps.follow, on the work's own lane or beside it."""
-        if self.current_index is not None and isinstance(
-            work, CompletedWork
-        ):  # where the current stream is
+        """See `Timestamps.follow_work`. `on_issued` records the end."""
+        if self.current_index is not None and isinstance(work, CompletedWork):
+            # The work ended on the current stream, so `end_instruction` records its end.
             self.ends_on_lane.discard(self.current_index)
         elif self.current_index is not None:
             self.ends_on_lane.add(self.current_index)
@@ -232,7 +288,7 @@ class EventTimestamps(Timestamps):
         return work
 
     def on_issued(self) -> None:
-        """As Stamps.issued: from here on the end of what is followed can be recorded."""
+        """Record the ends of the followed work, on its lane or on a side stream."""
         for k, work in self.pending_works:
             if isinstance(work, TransportTimestamps):
                 work.record_end(self.end_events[k])
@@ -244,7 +300,7 @@ class EventTimestamps(Timestamps):
         self.pending_works.clear()
 
     def end_step(self) -> None:
-        """End a step: the current stream waits for the streams beside it."""
+        """End a step: make the current stream wait for the side streams."""
         for queue in self.active_queues:
             self.join_event.record(self.side_streams[queue])
             torch.cuda.current_stream().wait_event(self.join_event)
@@ -252,14 +308,21 @@ class EventTimestamps(Timestamps):
         super().end_step()
 
     def read(self, anchor: torch.cuda.Event, anchor_time: float) -> InstructionTimes:
-        """Times of the last step, by those of an event that came after it."""
+        """Return the times of the instructions of the last step.
+
+        Args:
+            anchor: An event that was recorded after the step.
+            anchor_time: The time of the anchor, in seconds of `perf_counter`.
+        """
         began, ended = (
             anchor_time - np.array([event.elapsed_time(anchor) for event in events]) / 1e3
             for events in (self.start_events, self.end_events)
         )
-        # What is in a queue is not under way before that is free; a group is so together.
+        # An instruction begins no earlier than its queue is free. The members of a group of
+        # transfers run concurrently.
         free: dict[int, float] = {}
-        before: dict[int, tuple[int, float]] = {}  # the last group, and when all of it has ended
+        # By queue: the last group, and the time when all its members have ended.
+        before: dict[int, tuple[int, float]] = {}
         for k in self.lane_instructions:
             queue, group, last = (
                 self.queue_by_instruction[k],
@@ -268,7 +331,7 @@ class EventTimestamps(Timestamps):
             if group != self.group_by_instruction[k]:
                 free[queue] = last
             began[k] = max(began[k], free[queue])
-            ended[k] = max(began[k], ended[k])  # what was started for it early may be over
+            ended[k] = max(began[k], ended[k])  # Work that started early may have ended already.
             before[queue] = self.group_by_instruction[k], max(last, float(ended[k]))
         return InstructionTimes(began, ended)
 
@@ -276,33 +339,45 @@ class EventTimestamps(Timestamps):
 def make_timestamps(
     program: Program, rank: int, progress_model: ProgressModel, device: torch.device
 ) -> Timestamps:
-    """The stamps of a rank whose stages are on a device."""
+    """Return the recorder of a rank.
+
+    Args:
+        program: The program.
+        rank: The pipeline rank.
+        progress_model: The progress model of the transport.
+        device: The device of the rank's stages.
+    """
     if device.type == "cuda":
         return EventTimestamps(program, rank, progress_model, device)
     return HostTimestamps(len(program.streams[rank]))
 
 
 class RecordedTransport(TransportWrapper):
-    """A transport whose messages and collectives are followed to their end."""
+    """A transport that records the ends of receives and collectives.
+
+    Args:
+        inner: The transport that moves the tensors.
+        timestamps: The recorder of the rank.
+    """
 
     def __init__(self, inner: Transport, timestamps: Timestamps) -> None:
         super().__init__(inner)
         self.timestamps, self.send = timestamps, inner.send
-        self.is_in_group = False  # within a group
+        self.is_in_group = False  # Between `start_group` and `end_group`.
 
     def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """As Transport.recv."""
+        """See `Transport.recv`."""
         return self._follow(self.inner.recv(tensor, peer, lane))
 
     def start_collective(
         self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        """As Transport.collective."""
+        """See `Transport.start_collective`."""
         return self._follow(self.inner.start_collective(kind, group, output_tensor, input_tensor))
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        """As Transport.aside: an instruction that goes there begins there."""
+        """See `Transport.side_stream`. The current instruction begins on that stream."""
         with self.inner.side_stream():
             if self.timestamps.current_index is not None:
                 self.timestamps.begin_instruction(self.timestamps.current_index)
@@ -315,12 +390,12 @@ class RecordedTransport(TransportWrapper):
         return work
 
     def start_group(self) -> None:
-        """As Transport.start_group."""
+        """See `Transport.start_group`."""
         self.inner.start_group()
         self.is_in_group = True
 
     def end_group(self) -> None:
-        """As Transport.end_group."""
+        """See `Transport.end_group`."""
         self.inner.end_group()
         self.is_in_group = False
         self.timestamps.on_issued()
@@ -329,32 +404,38 @@ class RecordedTransport(TransportWrapper):
 def read_step_times(
     timestamps: Sequence[Timestamps | None],
 ) -> tuple[list[InstructionTimes], float]:
-    """What ranks of this process have noted of their last step, and how wrong it may be.
+    """Return the recorded times of the last step of the ranks of this process.
 
-    In seconds of `perf_counter`.  What is wrong is so for all of them alike: it does not come
-    between ranks of one GPU, and by the host's clock there is nothing.  On a GPU this waits for
-    all that runs there.
+    On a GPU this waits for all work on the device.
 
-    Raises ModelError for a rank that has recorded no step.
+    Args:
+        timestamps: The recorder of each rank, or None for a rank that does not record.
+
+    Returns:
+        The times of each rank, and their largest error, both in seconds of `perf_counter`. The
+        error is a common offset of all ranks of a GPU. It is 0 for the host's clock.
+
+    Raises:
+        ModelError: A rank has recorded no step.
     """
-    error, found, anchor = 0.0, [], None
+    error, times, anchor = 0.0, [], None
     for stamps in timestamps:
         if stamps is None or not stamps.is_complete:
             raise ModelError("no step has been recorded", hint="record_timestamps=True, and a step")
         if isinstance(stamps, EventTimestamps):
             anchor = anchor or _record_anchor(stamps.device)
-            event, at, error = anchor
-            found.append(stamps.read(event, at))
+            event, anchor_time, error = anchor
+            times.append(stamps.read(event, anchor_time))
         elif isinstance(stamps, HostTimestamps):
-            found.append(InstructionTimes(np.array(stamps.start_times), np.array(stamps.end_times)))
-    return found, error
+            times.append(InstructionTimes(np.array(stamps.start_times), np.array(stamps.end_times)))
+    return times, error
 
 
 def _record_anchor(device: torch.device) -> tuple[torch.cuda.Event, float, float]:
-    """An event, when it was by the host's clock, and how wrong that may be.
+    """Return an event, its time on the host's clock, and the error of that time, in seconds.
 
-    The GPU has nothing else to do, and passes it somewhere between when the host issues it and
-    when the host sees that it is over.  Of some rounds the shortest says most.
+    The GPU is idle, so it passes the event between the time at which the host issues it and the
+    time at which the host sees its end. The shortest of several rounds has the smallest error.
     """
     best = None
     torch.cuda.synchronize(device)

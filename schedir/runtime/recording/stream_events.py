@@ -1,4 +1,4 @@
-"""Events of a CUDA stream, and their stand-in on CPUs."""
+"""Events of a CUDA stream, and a substitute for CPUs."""
 
 from __future__ import annotations
 
@@ -8,29 +8,43 @@ import torch
 
 
 class Event(Protocol):
-    """What is asked of a torch.cuda.Event."""
+    """The used part of the interface of `torch.cuda.Event`."""
 
-    def record(self) -> object: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> object: ...
+    def record(self) -> object:
+        """Record the event on the current stream."""
+        ...
+
+    def query(self) -> bool:
+        """Return whether the work before the event has ended."""
+        ...
+
+    def synchronize(self) -> object:
+        """Wait on the host until the work before the event has ended."""
+        ...
 
 
 class CpuEvent:
-    """An event on a CPU: what the host has issued there has run."""
+    """An event on a CPU, where all issued work has already run."""
 
     def record(self) -> None:
-        """Nothing: the point is passed."""
+        """Do nothing, because all issued work has ended."""
 
     def query(self) -> bool:
-        """Yes."""
+        """Return True, because all issued work has ended."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once, because all issued work has ended."""
 
 
 def make_event(device: torch.device) -> Event:
-    """An event on a device, recorded once: CUDA makes one when it is recorded first."""
+    """Return an event of a device that has been recorded once.
+
+    CUDA creates an event when it is first recorded, so this keeps the creation out of steps.
+
+    Args:
+        device: The device.
+    """
     event: Event = torch.cuda.Event() if device.type == "cuda" else CpuEvent()
     event.record()
     return event
