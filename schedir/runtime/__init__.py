@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from schedir.extras import require_package
 from schedir.retired_names import make_attribute_error
 
-# Without this check the imports below would fail without a hint how to install torch.
+# Without this check the imports below would fail without a hint on how to install torch.
 require_package("torch", "schedir.runtime")
 
 if TYPE_CHECKING:

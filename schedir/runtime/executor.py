@@ -91,10 +91,10 @@ class Executor(ProgramRunner):
     update of the last step. If the program clips gradients, all ranks decide by the global norm
     and decide alike. If it does not, each rank decides by its own gradients, so some ranks may make
     an update that others skip. Copies of one weight then differ, whether the weight is tied or
-    on several tensor-parallel ranks. To let all ranks decide alike without clipping, use
-    `compile(..., clip_grad_norm=True)` with `max_norm=math.inf`. A fused optimizer of torch reads
-    the decision on the device. For any other optimizer, or one with hooks on its step, the host
-    reads the decision, and on a GPU it waits for it.
+    on several tensor-parallel ranks. With `compile(..., clip_grad_norm=True)` and
+    `max_norm=math.inf`, all ranks decide alike and nothing is clipped. A fused optimizer of torch
+    reads the decision on the device. For any other optimizer, or one with hooks on its step, the
+    host reads the decision, and on a GPU it waits for it.
 
     Post-validation: if the program has `norm_check="after_step"`, an update does not wait for the
     global norm. If the norm is then too large or not finite, the executor makes the update again,
@@ -130,13 +130,13 @@ class Executor(ProgramRunner):
         loss: A function or module `loss(output, target)` of the last stage's output that returns a
             floating-point tensor with one element.
         boundary: The tensors that pass between stages. One `Boundary` or shape, or a sequence with
-            a `Boundary` for each of several tensors, is for all stages. A mapping from each stage
-            but the last to its boundary is for stages that differ, with the pair of stages as the
-            key of a skip connection. A `PerMicrobatchBoundary` is for microbatches that differ.
-            `infer_boundaries` determines the boundary from one microbatch. A tensor has a gradient
-            if it depends on trained parameters or on an input with a gradient. Any other tensor is
-            detached before it is passed on. An input that a stage does not use gets a gradient of
-            zeros.
+            a `Boundary` for each of several tensors, is for all stages. If stages differ, it is a
+            mapping from each stage but the last to the boundary after it. The key of a skip
+            connection is the pair of its stages. If microbatches differ, it is a
+            `PerMicrobatchBoundary`. `infer_boundaries` determines the boundary from one microbatch.
+            A tensor has a gradient if it depends on trained parameters or on an input with a
+            gradient. Any other tensor is detached before it is passed on. An input that a stage
+            does not use gets a gradient of zeros.
         optimizer: The optimizer of the local parameters. Its `step` runs at OptimizerStep, after
             clipping. By default nothing is stepped.
         max_norm: The largest global norm of the gradients, if the program clips them; 1.0 by
@@ -166,9 +166,10 @@ class Executor(ProgramRunner):
         record_timestamps: Record in `timestamps` when each instruction begins and ends. The
             attribute of this name may be set to False and back to True between steps.
         debug: Allow checks for which the host reads results from a GPU and waits for them.
-        spill_dir: The folder of the file for values that the program moves to the disk. The file
-            has no name, so nothing remains of it when the process ends. The first step extends it
-            to its full length, so a full disk is an error then. A folder in memory gives a warning.
+        spill_dir: The folder of the file for values that the program moves to the disk. A program
+            that uses the disk requires it. The file has no name, so nothing remains of it when the
+            process ends. The first step extends it to its full length, so a full disk is an error
+            then. A folder in memory (tmpfs) gives a warning.
 
     Raises:
         ModelError: Processes do not agree, or stages, transport, options and program do not fit
@@ -288,12 +289,12 @@ class Executor(ProgramRunner):
     ) -> Tensor | None:
         """Run one training step: all instructions of the rank, with all updates of the program.
 
-        Before the first step over a transport that uses CUDA streams, such as NCCL, the executor
-        runs warm-up steps on the same data, one instruction at a time, and undoes them. Loading a
-        kernel, allocating memory or connecting to a peer may wait for all work on the GPU. Next to
-        a receive that waits for its peer, this would be a deadlock. The executor does not undo
-        changes to other state of modules, losses and hooks than Parameters and buffers, such as a
-        counter.
+        Some transports, such as NCCL, use CUDA streams. Before the first step over one of them, the
+        executor runs warm-up steps on the same data, and undoes them. They run one instruction at a
+        time. The reason is that loading a kernel, allocating memory or connecting to a peer may
+        wait for all work on the GPU. During a receive that waits for its peer, this would be a
+        deadlock. The executor undoes changes to Parameters and buffers. It does not undo changes to
+        other state of modules, losses and hooks, such as a counter.
 
         Args:
             inputs: The input of the first stage for each microbatch: a tensor or a tuple of

@@ -47,8 +47,8 @@ def resolve_extra_programs(
 
     Raises:
         UsageError: An entry is not a program.
-        ModelError: `extra_programs` is not a sequence, a program cannot run on the same stages or
-            occurs twice, a boundary is missing, or it is wrong (see `BoundaryTable.from_boundary`).
+        ModelError: `extra_programs` is not a sequence, a program cannot run on the same stages, or
+            it occurs twice. Or a boundary is missing or invalid.
     """
     if not isinstance(extra_programs, Sequence):
         raise ModelError(

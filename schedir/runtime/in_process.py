@@ -217,7 +217,7 @@ class InProcessExecutor:
             targets: See `Executor.step`.
             grad_scale: See `Executor.step`.
             order_seed: The seed that selects a legal order. By default each rank runs its stream in
-                order, as a process would: the ranks alternate, one instruction at a time, and a
+                order, as a process would. The ranks alternate, one instruction at a time, and a
                 rank that must wait is skipped. If all ranks would wait in that order, it is the
                 order of seed 0.
             keywords: See `Executor.step`.
@@ -419,7 +419,7 @@ class ExecutionOrders:
 
 
 def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Yield the rank and index of instructions, each stream in order, until all ranks would wait.
+    """Yield the rank and index of instructions in stream order, until all ranks would wait.
 
     All sides of each message or collective that an instruction waits for come before the
     instruction. The reason is that a host can make a CUDA stream wait only for issued work.

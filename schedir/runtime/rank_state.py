@@ -404,7 +404,7 @@ class State:
             stage: The stage.
             mb: The microbatch.
             index: The index in the stream of the instruction that reads or fills the slot. A value
-                may be in several slots in turn; the default is the last one.
+                may be in several slots, one after the other. The default is the last one.
         """
         fills = self.slot_assignment[kind, stage, mb]
         last = max(fill for fill in fills if index is None or fill <= index)

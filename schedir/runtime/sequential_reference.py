@@ -70,7 +70,7 @@ def run_sequential(
     tied_weights: TiedWeights | None = None,
     keywords: Keywords = (),
 ) -> Tensor:
-    """Compute the gradients of all microbatches in one process, and return the sum of the losses.
+    """Compute the gradients of all microbatches in one process; return the sum of the losses.
 
     Each stage, from first to last, runs the forwards of all microbatches in order. Then each stage,
     from last to first, runs all backwards in order. The gradients are then in the `grad` of the

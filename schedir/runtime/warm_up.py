@@ -284,7 +284,7 @@ def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
 
 
 def copy_on_access(batch: StepInputs) -> StepInputs:
-    """Return step inputs of which each read returns a copy.
+    """Return step inputs that return a copy at each read.
 
     A loss may write to its target, and a backward to the `grad` of the inputs.
 
@@ -296,7 +296,7 @@ def copy_on_access(batch: StepInputs) -> StepInputs:
 
 
 class ProbedCopies(Sequence[Any]):
-    """Microbatches of which each read returns a copy.
+    """Microbatches that return a copy at each read.
 
     Args:
         microbatches: The inputs, targets or keywords of a step.

@@ -273,8 +273,9 @@ def infer_boundaries(
         skips: The skip connections, as pairs of stages.
 
     Returns:
-        The boundaries of the tensors that each stage but the last passes to the next, by stage, and
-        those of each skip connection, by its two stages. `Executor` takes this as `boundary`.
+        The boundaries of the tensors that each stage but the last passes to the next, by stage. The
+        boundaries of a skip connection are under the pair of its two stages. `Executor` takes this
+        as `boundary`.
 
     Raises:
         ModelError: The output of a stage is neither a tensor nor a tuple of tensors, or an argument
@@ -448,7 +449,7 @@ def _measure_stage(
 class _PeakTape(DeferredGradients):
     """Deferred weight gradients, with the largest sum of saved and deferred bytes.
 
-    That sum grows only when a gradient is deferred, so it is measured only then.
+    The sum grows only when a gradient is deferred, so it is measured only then.
     """
 
     def __init__(self, measure_live_bytes: Callable[[DeferredGradients], int]) -> None:

@@ -130,7 +130,7 @@ def make_nonfinite_error(origin: NanOrigin | None, program: Program, step: int) 
     """Return the error for a step that was not finite.
 
     Args:
-        origin: The instruction at which it began, if known.
+        origin: The instruction at which it began, or None.
         program: The program.
         step: The number of the step, from 1.
     """

@@ -434,8 +434,8 @@ def read_step_times(
 def _record_anchor(device: torch.device) -> tuple[torch.cuda.Event, float, float]:
     """Return an event, its time on the host's clock, and the error of that time, in seconds.
 
-    The GPU is idle, so it passes the event between the time at which the host issues it and the
-    time at which the host sees its end. The shortest of several rounds has the smallest error.
+    The GPU is idle. So it passes the event after the host issues it, and before the host's wait for
+    it returns. The shortest of several rounds has the smallest error.
     """
     best = None
     torch.cuda.synchronize(device)
