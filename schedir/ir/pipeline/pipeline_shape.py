@@ -224,6 +224,15 @@ class PipelineShape:
             plain[name] = str(value) if isinstance(value, str) else int(value)
         return replace(self, **plain) if plain else self
 
+    def with_stage_ranks(self, placement: Placement, **changes: Any) -> PipelineShape:
+        """Return a copy with the stages on other ranks.
+
+        Args:
+            placement: The rank of each stage. The number of stages per rank follows from it.
+            **changes: New values of other fields.
+        """
+        return replace(self, placement=placement, stages_per_rank=_DefaultNumber(1), **changes)
+
     def __repr__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         defaults = {f.name: f.default for f in fields(self)}

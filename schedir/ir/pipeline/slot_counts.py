@@ -80,4 +80,5 @@ class SlotCounts(_Slots):
         return {kind: number for kind, number in self._asdict().items() if number != UNSHARED_SLOTS}
 
     def __repr__(self) -> str:
-        return f"SlotCounts({', '.join(f'{kind}={number}' for kind, number in self.specified().items())})"
+        counts = ", ".join(f"{kind}={number}" for kind, number in self.specified().items())
+        return f"SlotCounts({counts})"

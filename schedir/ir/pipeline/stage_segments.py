@@ -116,7 +116,7 @@ def merge_segments(
     if isinstance(delay, tuple):
         delay = tuple(delay[stage] for stage in first)
     placement = rows if len(rows) > 1 else rows[0]
-    shape = replace(shape, placement=placement, stages_per_rank=1, weight_delay=delay)
+    shape = shape.with_stage_ranks(placement, weight_delay=delay)
     return UnsegmentedShape(shape, segments, chunks_per_microbatch)
 
 

@@ -293,7 +293,7 @@ def _split_shape(shape: PipelineShape, segment_counts: Words, chunks: int) -> Pi
         if isinstance(delay, tuple):
             delay = tuple(np.repeat(delay, segment_counts).tolist())
         placement = rows if len(rows) > 1 else rows[0]
-        shape = replace(shape, placement=placement, stages_per_rank=1, weight_delay=delay)
+        shape = shape.with_stage_ranks(placement, weight_delay=delay)
     shape = replace(shape, microbatches=more)
     if shape.microbatch_row_offsets != tuple(chunks * end for end in parts):
         raise UsageError(

@@ -55,7 +55,8 @@ def require_shardable(
         if owner is not None and (program.zero or not owner.summoned_flat):
             raise refuse(
                 f"{name} of stage {s} is in parts, which another executor keeps",
-                "one executor for them; a program with zero 0 runs within `with first.full_parameters():`",
+                "one executor for them; a program with zero 0 runs within "
+                "`with first.full_parameters():`",
             )
     fused = _find_fused_parameters(optimizer) if program.dp > 1 or program.trained_ties else set()
     for s, name, p in trained:

@@ -321,9 +321,8 @@ def _warn_of_shards(module: nn.Module, *_: object) -> None:
         if owner is not None and not owner.summoned_flat and not owner.is_in_step:
             warnings.warn(
                 f"a state_dict has the piece of {name} that this replica keeps (zero "
-                f"{owner.shard_spec.zero}), and nobody else's; within `with executor.full_parameters():` "
-                "it has "
-                "whole weights",
+                f"{owner.shard_spec.zero}), and nobody else's; within "
+                "`with executor.full_parameters():` it has whole weights",
                 stacklevel=2,
             )
             return

@@ -12,7 +12,10 @@ from schedir.errors import ModelError
 from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums, get_write_traces
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike, unwrap_optimizer
 
-VALIDATE_HINT: Final = "executor.validate_last_update(), on all ranks, before anybody looks at weights or writes to them"
+VALIDATE_HINT: Final = (
+    "executor.validate_last_update(), on all ranks, before anybody looks at weights or writes to "
+    "them"
+)
 _UNVALIDATED_MESSAGE: Final = "the last update is not validated yet, and may have to be made again"
 
 
