@@ -48,7 +48,7 @@ def test_every_rank_validates_behind_its_step() -> None:
 @given(compute_programs())
 def test_it_is_legal_wherever_the_norm_is(drawn: Any) -> None:
     """Under every progress model, on hosts that block, too; and its text says the same."""
-    if drawn.shape.optimizer_steps > 1 or not drawn.trains:
+    if drawn.shape.optimizer_steps > 1 or not drawn.has_backward:
         return
     lowered = compile(drawn, clip_grad_norm=True, norm_check="after_step")
     for model in MODELS:

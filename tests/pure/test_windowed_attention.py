@@ -80,18 +80,18 @@ def test_tiles_are_those_of_single_queries_and_keys(found: list[Case]) -> None:
     got = of(found)
     grid, pairs = by_hand(found)
     assert got.grid.tolist() == grid.tolist()
-    assert got.visited == (grid > 0).sum() and got.partial == (grid == 1).sum()
-    assert got.block_sparse == (1 not in grid)
+    assert got.visited_count == (grid > 0).sum() and got.partial_count == (grid == 1).sum()
+    assert got.is_block_sparse == (1 not in grid)
     if len(found) == 1:
-        assert [[*got.of(row)[0]] for row in range(len(grid))] == [
+        assert [[*got.visited_by(row)[0]] for row in range(len(grid))] == [
             np.flatnonzero(row).tolist() for row in grid
         ]
     dense = [(Axis(axis.length, 99, 1, axis.causal), q, kv) for axis, q, kv in found]
     dense_grid, dense_pairs = by_hand(dense)
-    assert got.dense == (dense_grid > 0).sum()
-    assert got.speedup == got.dense / got.visited
-    assert got.speedup_of_worst == (dense_grid > 0).sum(1).max() / (grid > 0).sum(1).max()
-    assert got.speedup_of_pairs == pytest.approx(dense_pairs / pairs)
+    assert got.dense_count == (dense_grid > 0).sum()
+    assert got.speedup == got.dense_count / got.visited_count
+    assert got.worst_tile_speedup == (dense_grid > 0).sum(1).max() / (grid > 0).sum(1).max()
+    assert got.pair_speedup == pytest.approx(dense_pairs / pairs)
 
 
 @given(cases(30))
@@ -131,7 +131,7 @@ def test_aligned_tiles_are_masked_at_the_diagonal_only(one: Case) -> None:
         grid[i // q, j // kv] and not sees(i, j, axis) and not (axis.causal and j > i)
         for i, j in product(range(axis.length), repeat=2)
     )
-    assert of([one]).aligned == (not masked_by_the_window)
+    assert of([one]).is_aligned == (not masked_by_the_window)
 
 
 # HunyuanVideo in 2504.16922: tokens, window, tiles, and what attention takes of a run (Table 1),
