@@ -53,12 +53,12 @@ class ProgramStages:
             self.segmentation.layers_per_stage,
             {*self.program.shape.stages_on_rank[rank]},
         )
-        more = {"sequence": True} if self.program.sequence_parallel else {}
+        more = {"sequence_parallel": True} if self.program.sequence_parallel else {}
         for stage, first in enumerate(self.segmentation.first_segments[:-1]):
             if first not in own:
                 continue
             whole = self.model.module.build_stage(
-                self.config.model, stage, len(division), tp=tp, division=division, device=device,
+                self.config.model, stage, len(division), tp=tp, layers_per_stage=division, device=device,
                 dtype=self.dtype, **more,
             )  # fmt: skip
             each = [whole]
