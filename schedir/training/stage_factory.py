@@ -58,7 +58,8 @@ class ProgramStages:
             if first not in own:
                 continue
             whole = self.model.module.build_stage(
-                self.config.model, stage, len(division), tp=tp, layers_per_stage=division, device=device,
+                self.config.model, stage, len(division), tp=tp, layers_per_stage=division,
+                device=device,
                 dtype=self.dtype, **more,
             )  # fmt: skip
             each = [whole]

@@ -205,7 +205,7 @@ def of_kind(kind: str, group: Any) -> Told:
     module, config, named, _ = MODELS[kind]
     how: Told = {"tp": group, "sequence_parallel": True}
     if kind == "encoder_decoder":  # the memory is made in the first stage, and passes with the rest
-        how["division"] = [2, 1]
+        how["layers_per_stage"] = [2, 1]
     x: Any = (TOKENS[:, :-1],)
     stages = [module.build_stage(config, s, 2, **how) for s in range(2)]
     for stage in stages:
