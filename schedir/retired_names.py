@@ -71,8 +71,11 @@ RENAMED_COSTS: Final = MappingProxyType(
 )
 # Fields of `Sizes`.
 RENAMED_SIZES: Final = MappingProxyType(
-    {"both": "saved_and_deferred", "tape": "deferred_wgrad", "weights": "model_states"}
-)
+    {
+        "both": "saved_and_deferred", "checkpoint": "recompute_inputs",
+        "gradient": "activation_grad", "tape": "deferred_wgrad", "weights": "model_states",
+    }
+)  # fmt: skip
 # Kinds of static buffers in the text form.
 RENAMED_BUFFERS: Final = MappingProxyType({"full": "unsharded_params"})
 

@@ -167,7 +167,7 @@ class Machine:
         if self.limit < 0:
             return False
         maker = i.stage if kind == "act" else i.stage - 1  # of what the gradient is of
-        name = {"grad": "gradient", "act": "activation"}.get(kind, "skip")
+        name = {"grad": "activation_grad", "act": "activation"}.get(kind, "skip")
         if "skip" in kind:
             maker = i.stage if kind == "skip" else self.beginning(i.stage)
         size = float(self.sizes.for_stages(name, self.program.shape.stages)[maker])

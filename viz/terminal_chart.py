@@ -85,7 +85,7 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
 
 def _find_tier_peaks(timeline: Timeline, tier: str) -> list[int]:
     """Per rank, the most (stage, mb) of which a tier below the device has something at once."""
-    each = replace(timeline, sizes=Sizes(saved=1, checkpoint=1))
+    each = replace(timeline, sizes=Sizes(saved=1, recompute_inputs=1))
     return [round(float(curve.total.max())) for curve in each.memory_on(tier)]
 
 

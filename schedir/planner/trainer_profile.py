@@ -84,7 +84,7 @@ def compute_trainer_sizes(
         "saved": saved,
         "deferred_wgrad": deferred,
         "saved_and_deferred": saved_and_deferred,
-        "checkpoint": checkpoint,
+        "recompute_inputs": checkpoint,
     }
     return Sizes(
         activation=boundary, **{name: tuple(value.tolist()) for name, value in each.items()}

@@ -201,7 +201,7 @@ def test_of_each_edge_its_own_shapes_are_counted() -> None:
 
     stages = [Made(two), Made(narrow), Made(lambda w, x: w[:3] * x)]
     sizes = measure_sizes(stages, X[0], X[0, :3], loss=total, boundary=edges)
-    assert sizes.activation == (512.0, 6.0, 0.0) and sizes.gradient == (16.0, 6.0, 0.0)
+    assert sizes.activation == (512.0, 6.0, 0.0) and sizes.activation_grad == (16.0, 6.0, 0.0)
     world = InProcessExecutor(
         compile(gpipe, PipelineShape(3, 2)), stages, loss=loss, boundary=edges
     )

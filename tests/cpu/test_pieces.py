@@ -303,7 +303,7 @@ def test_what_a_piece_takes_in_is_held_whole() -> None:
         behind = build_boundaries((5,), (2, 4, 32), tp_size=share)
         said = tokens[:, : 8 // 2]
         sizes = measure_sizes(parts, said, said, loss=gpt.loss, boundary=behind)
-        assert sizes.activation == each and sizes.gradient is None
+        assert sizes.activation == each and sizes.activation_grad is None
         widths = 3 + 1 + 1  # what attention keeps at least: its input, q, k and v, what it gives
         assert np.all(
             sizes.per_microbatch("saved", PipelineShape(1, 1, 5))[1] >= widths * share * own

@@ -85,7 +85,7 @@ def test_what_lives_is_what_was_predicted(
 
 def test_a_checkpoint_has_the_buffers_that_are_written() -> None:
     x = runs.batch(1)[0][0]
-    found = measure_sizes(noisy(2), x, x, loss=squares, boundary=runs.BOUNDARY).checkpoint
+    found = measure_sizes(noisy(2), x, x, loss=squares, boundary=runs.BOUNDARY).recompute_inputs
     written = 2 * 4 * WIDTH + 8  # mean and variance, and the number of batches
     assert found == (written, 4 * 2 * WIDTH + written)
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_has_the_buffers_that_are_written() -> None:
 def test_a_checkpoint_has_the_parameters_that_are_written_and_nobody_trains() -> None:
     x, stages = runs.batch(1)[0][0], noisy(2, Means)
     was = [stage.state_dict()[name].clone() for stage in stages for name in stage.state_dict()]
-    found = measure_sizes(stages, x, x, loss=squares, boundary=runs.BOUNDARY).checkpoint
+    found = measure_sizes(stages, x, x, loss=squares, boundary=runs.BOUNDARY).recompute_inputs
     assert found == (3 * 4 * WIDTH, 4 * 2 * WIDTH + 3 * 4 * WIDTH)
     now = [stage.state_dict()[name] for stage in stages for name in stage.state_dict()]
     assert all(map(torch.equal, was, now))

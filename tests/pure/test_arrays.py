@@ -47,7 +47,7 @@ from tests.oracle import Machine
 from tests.strategies import with_slots
 
 COSTS = ("F", "I", "W", "B", "send", "tp_scatter", "tp_gather")
-SIZES = ("activation", "gradient", "saved", "deferred_wgrad")
+SIZES = ("activation", "activation_grad", "saved", "deferred_wgrad")
 
 
 def arrays(shape: PipelineShape, most: int = 5) -> st.SearchStrategy[PerStage]:
@@ -123,7 +123,11 @@ def swept(program: Program, rank: int, sizes: Sizes) -> float:
         ops = {"act_out": Opcode.SendAct, "grad_out": Opcode.SendGrad}
         if kind in ops and Instr(ops[kind], s, mb) not in own:
             continue  # handed over on the rank
-        said = sizes.gradient if row.size == "gradient" and sizes.gradient is not None else None
+        said = (
+            sizes.activation_grad
+            if row.size == "activation_grad" and sizes.activation_grad is not None
+            else None
+        )
         value = sizes.activation if said is None else said
         kinds.setdefault(kind, []).append(naive(value, s - (kind in ("act_in", "grad_out")), mb))
     total = 0.0
@@ -147,7 +151,10 @@ def test_bytes_are_those_of_a_sweep(ranks: int, microbatches: int, data: Any) ->
     which = data.draw(st.sampled_from([schedules.gpipe, schedules.one_f_one_b]))
     program = with_slots(compile(which, shape), random.Random(data.draw(st.integers(0, 9))))
     sizes = Sizes(
-        **{name: data.draw(arrays(shape), name) for name in ("activation", "gradient", "saved")}
+        **{
+            name: data.draw(arrays(shape), name)
+            for name in ("activation", "activation_grad", "saved")
+        }
     )
     footprints = compute_footprints(program, sizes)
     most = [float(own.total_bytes.max()) for own in footprints]
@@ -163,7 +170,8 @@ def test_bytes_are_those_of_a_sweep(ranks: int, microbatches: int, data: Any) ->
 def test_messages_have_their_own_sizes(drafted: Program, data: Any) -> None:
     program = compile(drafted)
     sizes = Sizes(
-        activation=data.draw(arrays(program.shape)), gradient=data.draw(arrays(program.shape))
+        activation=data.draw(arrays(program.shape)),
+        activation_grad=data.draw(arrays(program.shape)),
     )
     index = InstructionIndex.from_program(program)
     sends = index.find_all_positions(SEND_OPS)
@@ -171,7 +179,9 @@ def test_messages_have_their_own_sizes(drafted: Program, data: Any) -> None:
     for at in sends.tolist():
         _, _, (op, s, mb) = index.locate(at)
         act = op is Opcode.SendAct
-        expected.append(naive(sizes.activation if act else sizes.gradient, s - (not act), mb))
+        expected.append(
+            naive(sizes.activation if act else sizes.activation_grad, s - (not act), mb)
+        )
     assert compute_message_sizes(program, sizes, sends).tolist() == expected
 
 
@@ -258,7 +268,7 @@ def test_arrays_are_kept_as_tuples() -> None:
     assert {costs: 1}[Costs(F=((1, 2), (3, 4)))] == 1
     program = compile(schedules.gpipe, PipelineShape(2, 2))
     assert parse_eager_limit(1.0, sizes, program) in {parse_eager_limit(1.0, sizes, program)}
-    assert sizes.for_stages("gradient", 3).tolist() == [2.0] * 3  # the largest
+    assert sizes.for_stages("activation_grad", 3).tolist() == [2.0] * 3  # the largest
 
 
 def test_greedy_knows_what_each_microbatch_takes() -> None:

@@ -380,7 +380,7 @@ def test_memory_is_of_the_program(tmp_path: Path) -> None:
     """What fits is known when the sizes are; anything else at once."""
     path = tmp_path / "config.toml"
     path.write_text('[pipeline]\nranks = 2\n[memory]\nmemory_limit = "15"\nrecompute = "fit"\n')
-    sizes = Sizes(saved=10, checkpoint=1)
+    sizes = Sizes(saved=10, recompute_inputs=1)
     config = read_config(str(path), [])
     assert RECOMPUTE not in config.request.program.used_opcodes
     assert RECOMPUTE in config.request_with_sizes(sizes).program.used_opcodes

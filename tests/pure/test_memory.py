@@ -38,7 +38,7 @@ def sizes(draw: st.DrawFn, shape: PipelineShape) -> Sizes:
         each = st.lists(one, min_size=shape.stages, max_size=shape.stages).map(tuple)
         return draw(one | each)
 
-    names = ("activation", "gradient", "saved", "deferred_wgrad", "model_states")
+    names = ("activation", "activation_grad", "saved", "deferred_wgrad", "model_states")
     given = Sizes(**{name: some() for name in names if draw(st.booleans())})
     if draw(st.booleans()):
         saved, tape = (given.for_stages(name, shape.stages) for name in ("saved", "deferred_wgrad"))
@@ -52,7 +52,7 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
     program = machine.program
     shape, stream = program.shape, program.streams[rank]
     size = {name: given.for_stages(name, shape.stages).tolist() for name in
-            ("activation", "gradient", "saved", "deferred_wgrad", "saved_and_deferred",
+            ("activation", "activation_grad", "saved", "deferred_wgrad", "saved_and_deferred",
              "model_states")}  # fmt: skip
     values, at = machine.values(rank), {i: k for k, i in enumerate(stream)}
     number = slots_by_hand(machine, rank)
@@ -64,7 +64,7 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
             if one != kind:
                 continue
             edge = stage - 1 if kind in ("act_in", "grad_out") else stage
-            whole = size["activation" if kind.startswith("act") else "gradient"][edge]
+            whole = size["activation" if kind.startswith("act") else "activation_grad"][edge]
             out = {"act_out": Opcode.TPScatterAct, "grad_out": Opcode.TPScatterGrad}.get(kind)
             cut = at.get(Instr(out, stage, mb)) if out is not None else None
             taken = out is None or stream[free].op in SEND_OPS

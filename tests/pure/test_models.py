@@ -157,7 +157,7 @@ def _agrees(
     machine = Machine(program, progress_model, priced)
     if eager_messages:
         act, grad, skip = (
-            getattr(eager_messages.sizes, k) for k in ("activation", "gradient", "skip")
+            getattr(eager_messages.sizes, k) for k in ("activation", "activation_grad", "skip")
         )
         machine.small, machine.sizes = eager_messages.max_bytes, (act, grad, skip)
     try:
@@ -181,7 +181,7 @@ def test_times_where_small_messages_wait_for_nobody(
     seed: int, name: str, progress_model: ProgressModel, limit: float
 ) -> None:
     _, program = mutate(name, seed)
-    eager = EagerMessages(limit, Sizes(activation=2.0, gradient=4.0, skip=1.0))
+    eager = EagerMessages(limit, Sizes(activation=2.0, activation_grad=4.0, skip=1.0))
     _agrees(with_slots(program, random.Random(seed)), progress_model, eager, seed)
 
 
@@ -237,7 +237,7 @@ def test_a_gradient_is_as_large_as_what_the_stage_before_puts_out() -> None:
     sends = {}
     for name, sizes in {
         "equal": Sizes(activation=(3.0, 100.0)),
-        "own": Sizes(activation=(3.0, 100.0), gradient=(9.0, 1.0)),
+        "own": Sizes(activation=(3.0, 100.0), activation_grad=(9.0, 1.0)),
     }.items():
         for limit in (2, 3, 8, 9):
             graph = Graph(program, eager_messages=EagerMessages(limit, sizes))
@@ -290,7 +290,7 @@ def test_a_limit_goes_with_the_sizes_of_messages(sizes: Sizes | None) -> None:
 
 def test_sizes_are_of_the_stages_that_there_are() -> None:
     right = compile(one_f_one_b, PipelineShape(2, 2))
-    for sizes in (Sizes(activation=(1, 2, 3)), Sizes(activation=1, gradient=(1, 2, 3))):
+    for sizes in (Sizes(activation=(1, 2, 3)), Sizes(activation=1, activation_grad=(1, 2, 3))):
         for eager in (None, 1):
             with pytest.raises(UsageError, match="3"):
                 check(right, eager_limit=eager, sizes=sizes)

@@ -28,7 +28,7 @@ from schedir.schedules import forward_only, get_built_in_schedules, gpipe, inter
 from schedir.verify.check import check
 from tests.laws import ZOO, least, shape_of
 
-SIZES = Sizes(saved=10, checkpoint=1)
+SIZES = Sizes(saved=10, recompute_inputs=1)
 COSTS = Costs(F=1, I=1, W=1, offload=1, reload=1, offload_to_disk=0.5, reload_from_disk=0.5)
 TRAINED = {
     name: each for name, each in ZOO.items() if each is not get_built_in_schedules()["forward_only"]
@@ -203,7 +203,7 @@ NODE = Cluster(1, 2, flops=1e12, memory=80e9, hbm_bandwidth=1e12, nvlink_bandwid
 
 
 def test_a_cluster_prices_moves_by_their_bytes() -> None:
-    sizes = Sizes(activation=1e6, saved=(1e9, 2e9), params=1, grads=1, checkpoint=1e8)
+    sizes = Sizes(activation=1e6, saved=(1e9, 2e9), params=1, grads=1, recompute_inputs=1e8)
     told = Costs(F=0.1, B=0.2)
     found = NODE.fill_costs(PipelineShape(2, 4), sizes, told, offload=True, offload_to_disk=True)
     assert found.offload == found.reload == (0.101, 0.201)

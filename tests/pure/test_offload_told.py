@@ -90,7 +90,7 @@ def test_free_copies_are_tried_and_free_snapshots_are_not_they() -> None:
 # ---------------------------------------------------------------- what ranks could hold
 
 PRICED = Costs(F=1, B=2, offload=1, reload=1)
-SIZES = Sizes(saved=10, checkpoint=1)
+SIZES = Sizes(saved=10, recompute_inputs=1)
 
 
 def advice_of(costs: Costs, limit: float | None = None, **options: Any) -> Advice:
@@ -158,7 +158,9 @@ def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = "gpipe --ranks 2 --microbatches 4 --sizes saved=10MB,checkpoint=1MB --costs F=1,B=2"
+    shape = (
+        "gpipe --ranks 2 --microbatches 4 --sizes saved=10MB,recompute_inputs=1MB --costs F=1,B=2"
+    )
     moved = (
         f"{shape},offload=0.5,reload=0.5,offload_to_disk=0.5,reload_from_disk=0.5 -O offload=all"
     )

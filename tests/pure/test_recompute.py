@@ -38,7 +38,7 @@ from schedir.testing import compute_programs
 from schedir.verify.check import check
 from tests.laws import ZOO, least, shape_of
 
-SIZES = Sizes(saved=10, checkpoint=1)
+SIZES = Sizes(saved=10, recompute_inputs=1)
 
 
 def again(program: Program) -> list[list[str]]:
@@ -107,7 +107,7 @@ def test_memory_is_that_counted_by_hand() -> None:
 def test_a_checkpoint_is_the_activation_of_the_stage_before() -> None:
     sizes = Sizes(activation=(1, 2, 3), saved=10)
     assert sizes.for_stages("checkpoint", 3).tolist() == [0, 1, 2]
-    assert Sizes(checkpoint=5).for_stages("checkpoint", 2).tolist() == [5, 5]
+    assert Sizes(recompute_inputs=5).for_stages("recompute_inputs", 2).tolist() == [5, 5]
 
 
 def test_an_r_costs_as_much_as_its_f_unless_told() -> None:
@@ -292,7 +292,15 @@ def test_commands_show_what_is_recomputed(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_commands_say_what_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    fits = ["gpipe", "--ranks", "2", "--microbatches", "4", "--sizes", "saved=10,checkpoint=1"]
+    fits = [
+        "gpipe",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "4",
+        "--sizes",
+        "saved=10,recompute_inputs=1",
+    ]
     for command in ("check", "simulate"):
         assert main([command, *fits, "--memory-limit", "25", "-O", "recompute=fit"]) == 0
         said = "recomputed: 4 of 8 forwards: of stage 0 2-3, of stage 1 2-3\n"

@@ -211,7 +211,7 @@ def test_a_sum_of_all_cannot_be_cut() -> None:
 
 def test_recomputation_fits_beside_what_is_whole() -> None:
     """As few forwards are run again as the limit asks for, with parts counted as parts."""
-    sizes = replace(SIZES, checkpoint=1.0)
+    sizes = replace(SIZES, recompute_inputs=1.0)
     again = {}
     for zero in (0, 3):
         program = compile(

@@ -180,7 +180,8 @@ def fill_offload_costs(
     if recomputed:
         wide = (shape.stages, shape.microbatches)
         size, small = (
-            np.broadcast_to(sizes.per_microbatch(n, shape), wide) for n in ("saved", "checkpoint")
+            np.broadcast_to(sizes.per_microbatch(n, shape), wide)
+            for n in ("saved", "recompute_inputs")
         )
         again = np.zeros(wide, bool)
         again[tuple(np.array([*recomputed]).T)] = True
@@ -336,7 +337,8 @@ class _CostFiller:
     def _find_sent_bytes(self, cost: str) -> tuple[Floats, Floats]:
         """Return the bytes of each stage's activation and gradient, or 0 if they are not sent."""
         act, grad = (
-            self.sizes.per_microbatch(name, self.shape) for name in ("activation", "gradient")
+            self.sizes.per_microbatch(name, self.shape)
+            for name in ("activation", "activation_grad")
         )
         if self._is_sent_onward.any() and not act[self._is_sent_onward].all():
             raise _make_missing_size_error(cost, "activation=16MB")

@@ -80,16 +80,16 @@ class Sizes:
             sends a part of it. With a sharded boundary, it is the rank's own part. Between segments
             with sequence parallelism, it is the output plus the result of the collective, because
             both exist at the same time.
-        gradient: Gradient of the output. The default is `activation`.
+        activation_grad: Gradient of the output. The default is `activation`.
         saved: Tensors that a Forward saves for its backward.
         deferred_wgrad: Tensors that a BackwardInput keeps for its BackwardWeight: a part of
             `saved`, and gradients of outputs. The default is `saved`.
         saved_and_deferred: Peak of both together while a BackwardInput runs. Tensors that both use
             count once. The default is the larger of the two, which is the lowest possible value. It
             matches arXiv 2401.10241, where M_W <= M_B. `measure_sizes` measures it.
-        checkpoint: Tensors that a Forward saves if a Recompute runs it again: the inputs of the
-            stage. The default is the `activation` of the previous stage. It is 0 for the first
-            stage, whose inputs exist all the time.
+        recompute_inputs: Inputs of the stage, which a Forward saves if a Recompute runs it again.
+            The default is the `activation` of the previous stage. It is 0 for the first stage,
+            whose inputs exist all the time.
         model_states: Sum of `params`, `grads`, `optimizer` and `buffers`, as one number instead of
             these four.
         params: Trained parameters.
@@ -121,11 +121,11 @@ class Sizes:
     """
 
     activation: Size = 0.0
-    gradient: Size | None = None
+    activation_grad: Size | None = None
     saved: Size = 0.0
     deferred_wgrad: Size | None = None
     saved_and_deferred: Size | None = None
-    checkpoint: Size | None = None
+    recompute_inputs: Size | None = None
     model_states: Size | None = None
     params: Size = 0.0
     grads: Size = 0.0
@@ -235,7 +235,7 @@ class Sizes:
                 self._expand(part, stages, microbatches) for part in ("saved", "deferred_wgrad")
             )
             return np.maximum(*each)
-        if name == "checkpoint" and self.checkpoint is None:
+        if name == "recompute_inputs" and self.recompute_inputs is None:
             before = self._expand("activation", stages, microbatches)
             return np.concatenate([np.zeros_like(before[:1]), before[:-1]])
         if name == "model_states" and self.model_states is None:

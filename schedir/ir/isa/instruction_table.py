@@ -36,12 +36,13 @@ VALUES: Final[tuple[ValueRow, ...]] = (
     ValueRow(_V.SAVED, _MB, _ONCE, "the saved activations", size="saved", is_training_only=True),
     ValueRow(
         _V.GRAD_IN, _MB, _ONCE, "the gradient",
-        size="gradient", peer=PeerRule.NEXT, local_source=_V.GRAD_OUT, is_training_only=True,
+        size="activation_grad", peer=PeerRule.NEXT, local_source=_V.GRAD_OUT, is_training_only=True,
         size_fallback="activation",
     ),
     ValueRow(
         _V.GRAD_OUT, _MB, _ONCE, "the gradient",
-        size="gradient", peer=PeerRule.PREVIOUS, is_training_only=True, size_fallback="activation",
+        size="activation_grad", peer=PeerRule.PREVIOUS, is_training_only=True,
+        size_fallback="activation",
     ),
     ValueRow(
         _V.DEFERRED_WGRAD, _MB, _ONCE, "the deferred weight gradients",
@@ -344,7 +345,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         needs=(_V.SAVED, _V.PARAMS, _V.UNSHARDED_PARAMS),
         gives=(_V.SAVED,),
         doc="Runs a stage forward again, on its inputs; its F then saves only these.",
-        cost="R", changes=(Change(_V.SAVED, "checkpoint", "saved"),), is_compute=True,
+        cost="R", changes=(Change(_V.SAVED, "recompute_inputs", "saved"),), is_compute=True,
     ),
     Row(
         _O.ReduceNormAfterStep, "reduce_norm_after_step", _L.DP, _RANK,

@@ -270,7 +270,9 @@ def _choose_for_rank(
     candidates, first, last = candidates[here], first[here], last[here]
     stage, mb = candidates >> STAGE_SHIFT & 0xFFFF, candidates & 0xFFFFFFFF
     less = look_up(
-        sizes.per_microbatch("saved", shape) - sizes.per_microbatch("checkpoint", shape), stage, mb
+        sizes.per_microbatch("saved", shape) - sizes.per_microbatch("recompute_inputs", shape),
+        stage,
+        mb,
     )
     begin, end = (
         np.searchsorted(footprint.positions, first),

@@ -97,7 +97,9 @@ def compute_costs(
         saved_sizes = get_trainer(cluster, constants, state_bytes).compute_sizes(
             model, plan, shape, constants, state_bytes
         )
-        sizes = replace(sizes, saved=saved_sizes.saved, checkpoint=saved_sizes.checkpoint)
+        sizes = replace(
+            sizes, saved=saved_sizes.saved, recompute_inputs=saved_sizes.recompute_inputs
+        )
         if plan.recompute == "full":
             recomputed = [*product(range(shape.stages), range(shape.microbatches))]
     process_mesh = build_process_mesh(plan)

@@ -136,7 +136,7 @@ def compute_sizes(
         activation=item * tokens / cut,
         saved=_to_tuple(saved),
         deferred_wgrad=_to_tuple(deferred),
-        checkpoint=None if recomputes_ahead or plan.recompute != "full" else _to_tuple(saved),
+        recompute_inputs=None if recomputes_ahead or plan.recompute != "full" else _to_tuple(saved),
         buffers=_to_tuple(buffers),
         **{name: _to_tuple(value) for name, value in each.items()},
     )

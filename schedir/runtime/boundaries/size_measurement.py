@@ -234,11 +234,11 @@ def measure_sizes(
     back = [crossing.gradients.memory_bytes for crossing in boundaries.stage_boundaries]
     return Sizes(
         activation=_collapse_equal_sizes(sent),
-        gradient=None if back == sent else _collapse_equal_sizes(back),
+        activation_grad=None if back == sent else _collapse_equal_sizes(back),
         saved=tuple(kept.saved for kept in found),
         deferred_wgrad=tuple(kept.deferred_wgrad for kept in found),
         saved_and_deferred=tuple(kept.saved_and_deferred for kept in found),
-        checkpoint=tuple(kept.checkpoint for kept in found),
+        recompute_inputs=tuple(kept.checkpoint for kept in found),
         params=tuple(kept.params for kept in found),
         grads=tuple(kept.grads for kept in found),
         optimizer=tuple(kept.optimizer for kept in found),

@@ -62,7 +62,7 @@ class ProgramBuilder:
     @property
     def counts_messages(self) -> bool:
         """Whether messages are to fit into the limit, too."""
-        kinds = ("activation", "gradient")
+        kinds = ("activation", "activation_grad")
         return self._memory_limit is not None and any(
             self._sizes is not None and self._sizes.per_microbatch(kind, self._problem.shape).any()
             for kind in kinds
