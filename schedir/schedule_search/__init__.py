@@ -1,6 +1,7 @@
 """Search for the shortest schedule within a memory limit, and compute lower bounds.
 
-What is searched is a SchedulingProblem: numbers of stages and ranks.  An Order is what each rank
-does in turn; microbatches are alike, so it does each kind of work of a stage in ascending order,
-and an order needs no microbatch numbers.
+A search solves a `SchedulingProblem`: times and sizes as plain numbers per stage and rank. Its
+solution is an `Order`: for each rank the sequence of its tasks. A task is one F, I or W of a
+microbatch on a stage. All microbatches are alike, so a rank processes them in ascending order, and
+an order needs no microbatch numbers.
 """

@@ -1,7 +1,8 @@
 """Solve scheduling problems and prove bounds with OR-Tools CP-SAT (`schedir[solver]`).
 
-It closes Problems of up to about 130 (stage, microbatch) in seconds, and finds little beyond:
-a search comes first, and hands over what it has found.  Nothing else of schedir needs it.
+CP-SAT proves problems of up to about 130 (stage, microbatch) pairs in seconds. It rarely improves
+on larger ones. So a search runs first, and CP-SAT starts from its best order. No other module of
+schedir needs OR-Tools.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from schedir.schedule_search.rank_order import (
 )
 from schedir.schedule_search.search_results import LowerBound
 
-PROOF_TOLERANCE: Final = 1e-6  # of itself, a value that is proved may be off
+PROOF_TOLERANCE: Final = 1e-6  # relative error of a proved length, since times may be rounded
 CLOSED_EXPLANATION: Final = "CP-SAT closed it: no order is shorter"
 TRIVIAL_BOUND: Final = LowerBound(0.0, "no schedule takes less than no time")
-_POLL_SECONDS = 0.1  # seconds after which there is a look at what the solver has
-_MAX_EXACT_INTEGER, _MAX_ROUNDED_INTEGER = (
-    2**40,
-    2**31,
-)  # largest whole number of a model; of one that has to be rounded
-
+_POLL_SECONDS = 0.1  # seconds between two reports of the solver's progress
+# The largest sum of an integer model with exact numbers, and with rounded numbers.
+_MAX_EXACT_INTEGER, _MAX_ROUNDED_INTEGER = 2**40, 2**31
 
 Task = tuple[int, int, int]  # stage, kind, microbatch
 
 
 class SolverResult(NamedTuple):
-    """What CP-SAT says of a SchedulingProblem.
+    """The result of CP-SAT for a scheduling problem.
 
-    `extract_order` is the shortest that it found, None where it found none that was asked for, and
-    `value_of` what that takes by `orders.length`.  No order takes less than `bound`; where shorter
-    ones than
-    `below` were asked for, none of those.  `is_proved` says that nothing is left to find:
-    `extract_order` is within 1e-6 of the shortest, or there is none.
+    Attributes:
+        order: The shortest order that was found. None if no order shorter than `shorter_than` was
+            found.
+        value: The length of `order`, see `compute_length`. Infinite if `order` is None.
+        bound: A lower bound on the length of every order that is shorter than `shorter_than`.
+        is_proved: True if `order` is within 1e-6 of the optimum, or if no order is shorter than
+            `shorter_than`.
+        interrupted: True if Ctrl-C ended the solver.
     """
 
     order: Order | None
@@ -70,27 +71,39 @@ def solve(
     seed: int = 0,
     report: Callable[[float, float], None] | None = None,
 ) -> SolverResult:
-    """The shortest order that CP-SAT finds in some seconds, and what it has proved.
+    """Search for the shortest order with CP-SAT, and compute a lower bound.
 
-    `add_hint` is a legal order to begin with, which what is found is never longer than;
-    `shorter_than` asks for shorter ones only; `known_bound` is a bound that is known.  It takes
-    `workers` threads, by default as many as there are processors.
-    `report` is told the length of the shortest order and the bound, whenever one gets better.
-    Ctrl-C ends it with what there is by then.
+    Ctrl-C ends the solver, and the best order so far is returned.
 
-    Raises MissingPackageError where ortools is not installed.
+    Args:
+        problem: The problem to solve.
+        seconds: The time limit of the solver.
+        hint: The order to start from. It must finish and fit into memory. The result is never
+            longer.
+        shorter_than: Search only for orders shorter than this. By default any order.
+        known_bound: A lower bound that is proved already.
+        workers: The number of threads. By default the number of processors.
+        seed: The random seed of the solver.
+        report: Called in the calling thread with the length of the shortest order and the bound,
+            after either improved. At most one call in 0.1 seconds.
+
+    Returns:
+        The shortest order, the bound, and whether they are proved.
+
+    Raises:
+        MissingPackageError: OR-Tools is not installed.
     """
     cp_model = import_cp_sat()
     known = compute_length(problem, hint) if hint is not None else None
-    most = shorter_than if known is None else min(known, shorter_than)
-    if known_bound.value >= most * (1 - RELATIVE_TOLERANCE):
+    max_length = shorter_than if known is None else min(known, shorter_than)
+    if known_bound.value >= max_length * (1 - RELATIVE_TOLERANCE):
         kept = hint if known is not None and known < shorter_than else None
-        return SolverResult(kept, inf if kept is None else most, known_bound, True, False)
-    whole = _to_integer_problem(problem)
-    least = floor(known_bound.value * whole.scale * (1 - RELATIVE_TOLERANCE))
-    model = _CpSatModel(cp_model, whole.problem, least)
+        return SolverResult(kept, inf if kept is None else max_length, known_bound, True, False)
+    scaled = _to_integer_problem(problem)
+    least = floor(known_bound.value * scaled.scale * (1 - RELATIVE_TOLERANCE))
+    model = _CpSatModel(cp_model, scaled.problem, least)
     if isfinite(shorter_than):
-        model.limit_total(whole.max_length_below(shorter_than))
+        model.limit_total(scaled.max_length_below(shorter_than))
     if hint is not None:
         model.add_hint(hint)
     solver = cp_model.CpSolver()
@@ -98,15 +111,15 @@ def solve(
     solver.parameters.num_workers = workers or os.cpu_count() or 1
     solver.parameters.random_seed = seed
     solver.parameters.catch_sigint_signal = False
-    status, interrupted = _run_solver(cp_model, solver, model.model, whole.scale, report)
+    status, interrupted = _run_solver(cp_model, solver, model.model, scaled.scale, report)
     if status == cp_model.INFEASIBLE:
         assert isfinite(shorter_than)
-        share = 1.0 if whole.is_exact else 1 - PROOF_TOLERANCE
+        share = 1.0 if scaled.is_exact else 1 - PROOF_TOLERANCE
         return SolverResult(
             None, inf, LowerBound(shorter_than * share, CLOSED_EXPLANATION), True, interrupted
         )
     bound = known_bound
-    if (value := solver.best_objective_bound / whole.scale) > known_bound.value * (
+    if (value := solver.best_objective_bound / scaled.scale) > known_bound.value * (
         1 + RELATIVE_TOLERANCE
     ):
         bound = LowerBound(value, f"CP-SAT has ruled out all orders shorter than {value:.6g}")
@@ -114,14 +127,15 @@ def solve(
     if known is not None and known < shorter_than:
         best, order = known, hint
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = model.extract_order(solver.value)
-        taken = compute_length(problem, found)
+        solver_order = model.extract_order(solver.value)
+        solver_length = compute_length(problem, solver_order)
         fits = (
-            problem.fits_on_rank(held, rank)
-            for rank, held in enumerate(compute_peaks(problem, found))
+            problem.fits_on_rank(peak, rank)
+            for rank, peak in enumerate(compute_peaks(problem, solver_order))
         )
-        if taken is not None and taken < best and all(fits):  # numbers may have been rounded
-            best, order = taken, found
+        # Rounded numbers may give an order that does not fit.
+        if solver_length is not None and solver_length < best and all(fits):
+            best, order = solver_length, solver_order
     proved = best <= bound.value * (1 + PROOF_TOLERANCE)
     if proved and bound is not known_bound:
         bound = LowerBound(min(bound.value, best), CLOSED_EXPLANATION)
@@ -129,7 +143,11 @@ def solve(
 
 
 def import_cp_sat() -> Any:
-    """Return the module of CP-SAT. Raises MissingPackageError if it is not installed."""
+    """Return the module `ortools.sat.python.cp_model`.
+
+    Raises:
+        MissingPackageError: OR-Tools is not installed.
+    """
     require_package("ortools", "a proof by the solver", field="prove")
     from ortools.sat.python import cp_model
 
@@ -143,7 +161,10 @@ def _run_solver(
     scale: float,
     report: Callable[[float, float], None] | None,
 ) -> tuple[Any, bool]:
-    """Solve in a thread, so that Ctrl-C gets through: the status, and whether it came."""
+    """Run the solver in a thread, and return its status and whether Ctrl-C interrupted it.
+
+    The main thread stays free to receive Ctrl-C.
+    """
     best = {"value": inf, "bound": 0.0}
 
     class Best(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
@@ -154,15 +175,15 @@ def _run_solver(
         best["bound"] = value / scale
 
     solver.best_bound_callback = bound
-    interrupted, told = False, dict(best)
+    interrupted, reported = False, dict(best)
     with ThreadPoolExecutor(1) as pool:
         status = pool.submit(solver.solve, model, Best())
         while not status.done():
             try:
                 wait((status,), timeout=_POLL_SECONDS)
-                if report is not None and best != told:
-                    told = dict(best)
-                    report(told["value"], told["bound"])
+                if report is not None and best != reported:
+                    reported = dict(best)
+                    report(reported["value"], reported["bound"])
             except KeyboardInterrupt:
                 interrupted = True
             if interrupted:
@@ -171,7 +192,13 @@ def _run_solver(
 
 
 class _CpSatModel:
-    """The starts of all work of a SchedulingProblem in whole numbers, as CP-SAT's variables."""
+    """A CP-SAT model with an integer variable for the start of each task.
+
+    Args:
+        cp_model: The module `ortools.sat.python.cp_model`.
+        problem: The problem, with integer times and sizes.
+        min_total: A lower bound on the length, in the unit of `problem`.
+    """
 
     def __init__(self, cp_model: Any, problem: SchedulingProblem, min_total: int) -> None:
         self.problem, self.min_total = problem, min_total
@@ -179,7 +206,7 @@ class _CpSatModel:
         self.durations = (problem.F, problem.I, problem.W)
         self.task_kinds = (F, I, W) if problem.split_backward else (F, I)
         rows = (*self.durations, problem.act_delay, problem.grad_delay, problem.tail_time)
-        self.max_time = int(problem.microbatches * sum(map(sum, rows)))  # one after the other
+        self.max_time = int(problem.microbatches * sum(map(sum, rows)))  # all tasks in sequence
         self.start_vars = {
             (s, kind): [
                 model.new_int_var(0, self.max_time, "") for _ in range(problem.microbatches)
@@ -190,10 +217,10 @@ class _CpSatModel:
         self.order_vars: dict[tuple[Task, Task], Any] = {}
         self.total_var = model.new_int_var(min_total, max(self.max_time, min_total), "")
         self._add_dependencies()
-        for rank, own in enumerate(problem.stages_of_rank):
+        for rank, local_stages in enumerate(problem.stages_of_rank):
             model.add_no_overlap(
                 model.new_fixed_size_interval_var(start, self.durations[kind][s], "")
-                for s in own
+                for s in local_stages
                 for kind in self.task_kinds
                 for start in self.start_vars[s, kind]
             )
@@ -206,7 +233,7 @@ class _CpSatModel:
         return self.start_vars[stage, kind][mb] + self.durations[kind][stage]
 
     def _add_dependencies(self) -> None:
-        """Work of a kind ascends, and nothing starts before it has what it needs."""
+        """Constrain tasks of a kind to ascend, and tasks to start after their inputs are ready."""
         problem, add = self.problem, self.model.add
         for (s, kind), starts in self.start_vars.items():
             for k, start in enumerate(starts):
@@ -220,55 +247,64 @@ class _CpSatModel:
                     add(start >= self.end_expression(s, kind - 1, k))
 
     def _add_memory_limit(self, rank: int) -> None:
-        """A rank never holds more than it has room for."""
-        problem, room = self.problem, int(self.problem.capacity[rank])
-        own = problem.stages_of_rank[rank]
-        most = sum(
+        """Constrain the memory of a rank to its capacity."""
+        problem, capacity = self.problem, int(self.problem.capacity[rank])
+        local_stages = problem.stages_of_rank[rank]
+        max_per_mb = sum(
             max(problem.saved[s], problem.saved_and_deferred[s], problem.deferred_wgrad[s])
-            for s in own
+            for s in local_stages
         )
-        if problem.microbatches * most <= room:
+        if problem.microbatches * max_per_mb <= capacity:
             return
-        for s in own:
-            self._add_implied_precedences(s, room)
-        whole = len(own) == 1 and problem.saved[own[0]] == problem.saved_and_deferred[own[0]]
-        if whole and (
-            not problem.split_backward or problem.deferred_wgrad[own[0]] == problem.saved[own[0]]
+        for s in local_stages:
+            self._add_implied_precedences(s, capacity)
+        is_constant = (
+            len(local_stages) == 1
+            and problem.saved[local_stages[0]] == problem.saved_and_deferred[local_stages[0]]
+        )
+        if is_constant and (
+            not problem.split_backward
+            or problem.deferred_wgrad[local_stages[0]] == problem.saved[local_stages[0]]
         ):
-            return  # that says it all
-        for s in own:
+            return  # the implied precedences are equivalent to the limit
+        for s in local_stages:
             for k in range(problem.microbatches):
-                self._add_memory_at_start((s, F, k), own, room)
+                self._add_memory_at_start((s, F, k), local_stages, capacity)
                 if problem.saved_and_deferred[s] > problem.saved[s]:
-                    self._add_memory_at_start((s, I, k), own, room)
+                    self._add_memory_at_start((s, I, k), local_stages, capacity)
 
     def _add_memory_at_start(self, task: Task, stages: Sequence[int], capacity: int) -> None:
-        """What is held as a piece of work starts fits: of all that comes before it on its rank.
+        """Constrain the memory at the start of a task to the capacity of its rank.
 
-        In numbers of pieces, as `compute_peaks` counts it: CP-SAT sees much further so than with
-        intervals of what is held from when to when.
+        The memory is a sum over the tasks that precede it on the rank, as in `compute_peaks`.
+        CP-SAT prunes much more with such sums than with intervals of memory use.
         """
         problem = self.problem
-        held = int(
+        memory = int(
             problem.saved[task[0]]
             if task[1] == F
             else problem.saved_and_deferred[task[0]] - problem.saved[task[0]]
         )
         terms = []
         for s in stages:
-            saved, tape = int(problem.saved[s]), int(problem.deferred_wgrad[s])
-            for kind, more in zip(self.task_kinds, (saved, tape - saved, -tape), strict=False):
+            saved, deferred = int(problem.saved[s]), int(problem.deferred_wgrad[s])
+            for kind, more in zip(
+                self.task_kinds, (saved, deferred - saved, -deferred), strict=False
+            ):
                 for k in range(problem.microbatches):
                     if more and (s, kind, k) != task:
                         before = self._order_literal((s, kind, k), task)
                         if before is True:
-                            held += more
+                            memory += more
                         elif before is not False:
                             terms.append(before * more)
-        self.model.add(sum(terms) + held <= capacity)
+        self.model.add(sum(terms) + memory <= capacity)
 
     def _order_literal(self, task: Task, other_task: Task) -> Any:
-        """Whether a piece of work of a rank comes before another: known, or a variable."""
+        """Return whether a task precedes another task of its rank.
+
+        The result is a bool if the dependencies imply it, else a boolean variable of the model.
+        """
         if self._must_precede(task, other_task):
             return True
         if self._must_precede(other_task, task):
@@ -276,30 +312,33 @@ class _CpSatModel:
         if (other_task, task) in self.order_vars:
             return ~self.order_vars[other_task, task]
         if (task, other_task) not in self.order_vars:
-            is_so = self.order_vars[task, other_task] = self.model.new_bool_var("")
-            for so, (s, kind, k), (t, what, n) in (
-                (is_so, task, other_task),
-                (~is_so, other_task, task),
+            is_before = self.order_vars[task, other_task] = self.model.new_bool_var("")
+            for literal, (s, kind, k), (t, other_kind, n) in (
+                (is_before, task, other_task),
+                (~is_before, other_task, task),
             ):
                 self.model.add(
-                    self.start_vars[t, what][n] >= self.end_expression(s, kind, k)
-                ).only_enforce_if(so)
+                    self.start_vars[t, other_kind][n] >= self.end_expression(s, kind, k)
+                ).only_enforce_if(literal)
         return self.order_vars[task, other_task]
 
     def _must_precede(self, task: Task, other_task: Task) -> bool:
-        """Whether work must come before other work, for what that needs."""
-        (s, kind, k), (t, what, n) = task, other_task
+        """Return whether the dependencies imply that `task` runs before `other_task`."""
+        (s, kind, k), (t, other_kind, n) = task, other_task
         if kind == W:
-            return (s, kind) == (t, what) and k < n
-        turn = 2 * self.problem.shape.stages - 1
-        depth = turn - t if what != F else t
-        return k <= n and (turn - s if kind == I else s) <= depth
+            return (s, kind) == (t, other_kind) and k < n
+        last_depth = 2 * self.problem.shape.stages - 1
+        depth = last_depth - t if other_kind != F else t
+        return k <= n and (last_depth - s if kind == I else s) <= depth
 
     def _add_implied_precedences(self, stage: int, capacity: int) -> None:
-        """What must have ended before an F of a stage, as that alone would not fit: implied."""
-        saved, tape = self.problem.saved[stage], self.problem.deferred_wgrad[stage]
+        """Add precedences that the memory of a stage alone implies for its F's.
+
+        CP-SAT could derive them from the memory limit, but slowly.
+        """
+        saved, deferred = self.problem.saved[stage], self.problem.deferred_wgrad[stage]
         for k in range(self.problem.microbatches):
-            # The fewest I's, with a W for each; the fewest W's, with as many I's as is best.
+            # The fewest Is assume that each has its W. The fewest Ws assume the best number of Is.
             i = next(i for i in range(k + 1) if (k + 1 - i) * saved <= capacity)
             if i:
                 self.model.add(self.start_vars[stage, F][k] >= self.end_expression(stage, I, i - 1))
@@ -307,7 +346,7 @@ class _CpSatModel:
                 w = next(
                     w
                     for w in range(k + 1)
-                    if min(saved + (k - w) * tape, (k + 1 - w) * saved) <= capacity
+                    if min(saved + (k - w) * deferred, (k + 1 - w) * saved) <= capacity
                 )
                 if w:
                     self.model.add(
@@ -315,37 +354,44 @@ class _CpSatModel:
                     )
 
     def _add_objective(self) -> None:
-        """What is to be short: `total_var` is no less than what each rank takes."""
+        """Constrain the objective `total_var` to be at least the time of each rank."""
         problem, last = self.problem, self.problem.microbatches - 1
         first = _find_first_starts(problem)
-        for rank, own in enumerate(problem.stages_of_rank):
+        for rank, local_stages in enumerate(problem.stages_of_rank):
             begin: Any = 0
             tail = int(problem.tail_time[rank])
             if problem.objective == "own":
-                begin, tail = self.start_vars[own[0], F][0], 0
-                if rank in first:  # it starts as early as it can, even if that makes it wait
+                begin, tail = self.start_vars[local_stages[0], F][0], 0
+                if rank in first:  # each rank starts as early as it can, as in `compute_starts`
                     self.model.add(begin == first[rank])
-            for s in own:
+            for s in local_stages:
                 self.model.add(
                     self.total_var
                     >= self.end_expression(s, self.task_kinds[-1], last) + tail - begin
                 )
-            work = (
-                int(problem.get_compute_time(rank)) + tail
-            )  # implied, but CP-SAT would be long to see it
-            self.model.add(self.total_var >= self.start_vars[own[0], F][0] + work - begin)
+            # The other constraints imply this one, but CP-SAT takes long to derive it.
+            work = int(problem.get_compute_time(rank)) + tail
+            self.model.add(self.total_var >= self.start_vars[local_stages[0], F][0] + work - begin)
 
     def limit_total(self, max_total: int) -> None:
-        """Look for totals up to that."""
+        """Constrain the length of the order.
+
+        Args:
+            max_total: The largest length, in the integer unit of the model.
+        """
         self.model.add(self.total_var <= max_total)
 
     def add_hint(self, order: Order) -> None:
-        """Begin with an order that ends."""
+        """Start the solver from an order, and limit the length to that of the order.
+
+        Args:
+            order: An order that finishes.
+        """
         starts = compute_starts(self.problem, order)
         assert starts is not None
-        for codes, own in zip(order, starts, strict=True):
+        for codes, rank_starts in zip(order, starts, strict=True):
             done: dict[int, int] = {}
-            for code, start in zip(codes, own, strict=True):
+            for code, start in zip(codes, rank_starts, strict=True):
                 k = done.setdefault(code, 0)
                 self.model.add_hint(self.start_vars[divmod(code, KINDS)][k], int(start))
                 done[code] += 1
@@ -354,23 +400,27 @@ class _CpSatModel:
         self.model.add(self.total_var <= total)
 
     def extract_order(self, value_of: Callable[[Any], int]) -> Order:
-        """The order of the starts that have been found.
+        """Return the order of the starts that the solver found.
 
-        Where several start at once, all but the last take no time: microbatch by microbatch then.
+        Several tasks may start at the same time if all but the last take no time. They are then
+        sorted by microbatch.
+
+        Args:
+            value_of: The function that returns the solver's value of a variable.
         """
-        turn = 2 * self.problem.shape.stages
-        found: list[list[tuple[float, ...]]] = [[] for _ in self.problem.stages_of_rank]
+        num_depths = 2 * self.problem.shape.stages
+        tasks_of_rank: list[list[tuple[float, ...]]] = [[] for _ in self.problem.stages_of_rank]
         for (s, kind), starts in self.start_vars.items():
-            depth = (s, turn - 1 - s, turn)[kind]
+            depth = (s, num_depths - 1 - s, num_depths)[kind]
             for k, start in enumerate(starts):
                 begin = value_of(start)
                 when = (begin, begin + self.durations[kind][s], k, depth)
-                found[self.problem.rank_of[s]].append((*when, KINDS * s + kind))
-        return tuple(tuple(int(each[-1]) for each in sorted(own)) for own in found)
+                tasks_of_rank[self.problem.rank_of[s]].append((*when, KINDS * s + kind))
+        return tuple(tuple(int(each[-1]) for each in sorted(tasks)) for tasks in tasks_of_rank)
 
 
 def _find_first_starts(problem: SchedulingProblem) -> dict[int, int]:
-    """When the ranks start of which that is known: whose first F only first F's come before."""
+    """Return the start of each rank whose first F only depends on the first F's of other ranks."""
     start, first = 0.0, {}
     for s, rank in enumerate(problem.rank_of):
         if rank in first:
@@ -381,25 +431,36 @@ def _find_first_starts(problem: SchedulingProblem) -> dict[int, int]:
 
 
 class _IntegerProblem(NamedTuple):
-    """A Problem of whole numbers, times `scale` as long, or less by rounding where not
-    `is_exact`."""
+    """A scheduling problem with integer times and sizes.
+
+    Attributes:
+        problem: The problem with integers.
+        scale: The factor from the original times to the integer times.
+        is_exact: True if no time was rounded. Rounding makes lengths shorter, never longer.
+    """
 
     problem: SchedulingProblem
     scale: float
     is_exact: bool
 
     def max_length_below(self, below: float) -> int:
-        """The largest whole length that is less than that, by 1e-6 where lengths are rounded."""
+        """Return the largest integer length that is less than an original length.
+
+        If times were rounded, it is less by a factor of 1e-6 or more.
+
+        Args:
+            below: A length in the unit of the original problem.
+        """
         if self.is_exact:
             return ceil(below * self.scale * (1 - RELATIVE_TOLERANCE)) - 1
         return floor(below * self.scale * (1 - PROOF_TOLERANCE))
 
 
 def _to_integer_problem(problem: SchedulingProblem) -> _IntegerProblem:
-    """The Problem in whole numbers that allows all that it allows, and takes no longer.
+    """Scale a problem to integers, so that every order that fits still fits and is not longer.
 
-    Decimal costs are exact.  Others are rounded down, and so is a bound; what each rank holds is
-    rounded down as well, and its room up.
+    Decimal numbers are exact if their sum is small enough. Other times and sizes are rounded down,
+    so a bound is rounded down too. Capacities include the rounding tolerance.
     """
     times = {
         name: getattr(problem, name)
@@ -411,20 +472,22 @@ def _to_integer_problem(problem: SchedulingProblem) -> _IntegerProblem:
         name: list(getattr(problem, name))
         for name in ("saved", "deferred_wgrad", "saved_and_deferred")
     }
-    room = list(problem.capacity)
-    for rank, own in enumerate(problem.stages_of_rank):
-        if isfinite(room[rank]):
-            held = [row[s] for row in sizes.values() for s in own]
-            unit, _ = _choose_scale([*held, room[rank]], room[rank])
+    capacity = list(problem.capacity)
+    for rank, local_stages in enumerate(problem.stages_of_rank):
+        if isfinite(capacity[rank]):
+            rank_sizes = [row[s] for row in sizes.values() for s in local_stages]
+            unit, _ = _choose_scale([*rank_sizes, capacity[rank]], capacity[rank])
             for row in sizes.values():
-                for s in own:
+                for s in local_stages:
                     row[s] = _scale_down(row[s], unit)
-            room[rank] = _scale_down(problem.rounded_capacity[rank], unit)
-    whole: dict[str, Any] = {
+            capacity[rank] = _scale_down(problem.rounded_capacity[rank], unit)
+    fields: dict[str, Any] = {
         name: tuple(_scale_down(cost, scale) for cost in row) for name, row in times.items()
     }
-    whole |= {name: tuple(row) for name, row in sizes.items()}
-    return _IntegerProblem(replace(problem, **whole, capacity=tuple(room)), float(scale), exact)
+    fields |= {name: tuple(row) for name, row in sizes.items()}
+    return _IntegerProblem(
+        replace(problem, **fields, capacity=tuple(capacity)), float(scale), exact
+    )
 
 
 def _scale_down(number: float, scale: Fraction) -> int:
@@ -432,7 +495,7 @@ def _scale_down(number: float, scale: Fraction) -> int:
 
 
 def _choose_scale(numbers: Sequence[float], largest: float) -> tuple[Fraction, bool]:
-    """By what to multiply numbers to make all of them whole, if none gets large; and whether so."""
+    """Return a factor that makes all numbers integers, and whether no number must be rounded."""
     exact = [Fraction(str(n)) for n in numbers if n]
     scale = Fraction(lcm(*(n.denominator for n in exact)))
     scale /= gcd(*(int(n * scale) for n in exact)) or 1

@@ -31,12 +31,18 @@ from schedir.schedule_search.search_results import SearchResult, SearchStep, com
 from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import Schedule, has_free_v
 
-_BOUND_SAMPLES: Final = 60  # limits for which there is a bound
-_BISECTION_STEPS: Final = 30  # of a range, until a limit is found
+_BOUND_SAMPLES: Final = 60  # limits for which a bound is computed, for a smooth curve
+_BISECTION_STEPS: Final = 30  # halvings of the range of limits: exact to about 1e-9 of the range
 
 
 class FrontierLevel(NamedTuple):
-    """Within a limit, in bytes or in flight: the shortest run that was found, and its bound."""
+    """The shortest run that was found within one memory limit.
+
+    Attributes:
+        limit: The limit of a rank, in bytes or in (stage, microbatch) pairs in flight.
+        timeline: The prediction of the run.
+        bound: The lower bound on the span within the limit.
+    """
 
     limit: float
     timeline: Timeline
@@ -45,13 +51,21 @@ class FrontierLevel(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryFrontier:
-    """Memory against time: `num_levels` of ascending limits, and `timelines` that others have made.
+    """The shortest runs at ascending memory limits, with lower bounds.
 
-    A level's run is never longer than that of a smaller limit, since what fits there fits here.
-    After the last level nothing is gained any more, or it is not known.  `bounds` has more limits:
-    (limit, bound), never ascending, the last without any limit.  Limits are in bytes of a rank, or
-    where the runs have no sizes they count (stage, mb) in flight.  `is_complete` is False where
-    somebody has interrupted it.  `numba` is that of `SearchResult`, for all searches together.
+    Limits are bytes of a rank, or, without sizes, the number of (stage, microbatch) pairs in
+    flight.
+
+    Attributes:
+        shape: The pipeline shape.
+        levels: The results at ascending limits. A run is never longer than that of a smaller limit,
+            since it fits there too. Limits above the last level bring no gain, or were not
+            searched.
+        bounds: Pairs (limit, bound) in ascending order of limits, more than `levels` has. The
+            bounds never ascend. The last limit is infinite.
+        timelines: The predictions of the initial and the built-in schedules.
+        is_complete: False if Ctrl-C ended the search early.
+        numba: See `SearchResult`, for all searches together.
     """
 
     shape: PipelineShape
@@ -63,15 +77,23 @@ class MemoryFrontier:
 
     @property
     def is_in_bytes(self) -> bool:
-        """Whether limits are in bytes."""
+        """Return whether limits are in bytes."""
         return self.levels[0].timeline.sizes is not None
 
     def compute_bubble(self, span: float) -> float:
-        """The idle share of all ranks in a run of these stages that takes so long."""
+        """Return the idle share of all ranks in a run of these stages.
+
+        Args:
+            span: The span of the run, in the unit of the costs.
+        """
         return max(1 - float(self.levels[0].timeline.busy.sum()) / (self.shape.ranks * span), 0.0)
 
     def measure_memory(self, timeline: Timeline) -> float:
-        """What a run holds at most, in the unit of limits."""
+        """Return the peak memory over all ranks of a run, in the unit of the limits.
+
+        Args:
+            timeline: The run, with sizes if the limits are in bytes.
+        """
         return float((timeline.peak_memory if self.is_in_bytes else timeline.peak_in_flight).max())
 
 
@@ -88,22 +110,40 @@ def memory_frontier(
     initial_schedules: Sequence[Schedule | Program] = (),
     report: Callable[[float, SearchStep, float], None] | None = None,
 ) -> MemoryFrontier:
-    """What a search finds at each of some limits, in so many seconds, or evaluations, in all.
+    """Search for the shortest schedule at each of several memory limits.
 
-    Limits are bytes of `sizes`, or without these how many (stage, mb) are in flight.  About
-    `num_levels` lie between the least that works and where the bound is that without any limit;
-    each limit that a built-in schedule, or one of `initial_schedules`, just fits is one, too.  A
-    search begins with what the one before has found.  It ends where nothing can be shorter at any
-    limit, or with Ctrl-C.  `report` is called with the limit, and with what `search_schedule`
-    reports.
+    The limits range from the smallest that works to the one above which the bound does not improve.
+    Each limit that a built-in or an initial schedule just fits is added. Each search starts from
+    the result of the previous limit. The searches end when no limit can make the schedule shorter,
+    or with Ctrl-C.
 
-    Raises what `search_schedule` raises.
+    Args:
+        shape: The pipeline shape.
+        costs: The costs of stages. By default `Costs()`.
+        sizes: The sizes of values, for limits in bytes. Without sizes, limits count the (stage,
+            microbatch) pairs in flight.
+        split_backward: True to split backwards into I and W.
+        levels: The approximate number of limits to search.
+        seconds: The time of all searches together.
+        evaluations: The number of evaluated orders of all searches together. By default there is no
+            limit.
+        seed: The random seed.
+        initial_schedules: Schedules to start from, in addition to the built-in schedules.
+        report: Called with the limit, and with the arguments of the `report` of `search_schedule`.
 
-    >>> from schedir import Costs, PipelineShape, memory_frontier
-    >>> found = memory_frontier(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
-    ...     evaluations=2000)
-    >>> [(level.limit, level.timeline.span, level.bound) for level in found.levels]
-    [(1.0, 72.0, 72.0), (2.0, 41.0, 40.0), (3.0, 32.0, 31.0), (4.0, 27.0, 27.0)]
+    Returns:
+        The frontier. It is incomplete if Ctrl-C ended it.
+
+    Raises:
+        UsageError: `levels` is not a positive integer.
+        SchedirError: See `search_schedule`.
+
+    Example:
+        >>> from schedir import Costs, PipelineShape, memory_frontier
+        >>> found = memory_frontier(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
+        ...     evaluations=2000)
+        >>> [(level.limit, level.timeline.span, level.bound) for level in found.levels]
+        [(1.0, 72.0, 72.0), (2.0, 41.0, 40.0), (3.0, 32.0, 31.0), (4.0, 27.0, 27.0)]
     """
     if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
         raise UsageError(f"levels are a whole number above 0, not {describe(levels)}")
@@ -120,7 +160,7 @@ def memory_frontier(
         rest = len(limits) - k
         part = (seconds - (perf_counter() - began)) / rest
         if evaluations is not None:
-            part = seconds / len(limits)  # no clock decides how much is proven
+            part = seconds / len(limits)  # the clock must not decide how much is proved
         try:
             last = _search_at_limit(
                 shape, costs, sizes, limit,
@@ -133,7 +173,7 @@ def memory_frontier(
                 ],
                 report=None if report is None else _add_limit_to_report(report, limit),
             )  # fmt: skip
-        except MemoryLimitError:  # there is no room for messages
+        except MemoryLimitError:  # messages do not fit
             if k + 1 == len(limits):
                 raise
             continue
@@ -156,7 +196,10 @@ def memory_frontier(
 
 
 def _tighten_level(level: FrontierLevel, bound: float) -> FrontierLevel:
-    """The level with this bound; sums of floats, each in an order of its own, may differ a bit."""
+    """Return the level with a bound that is at most its span.
+
+    Sums of floats in a different order may differ slightly.
+    """
     span = level.timeline.span
     return level._replace(bound=span if span <= bound * (1 + RELATIVE_TOLERANCE) else bound)
 
@@ -197,10 +240,10 @@ def _simulate_schedules(
     sizes: Sizes | None,
     initial_schedules: Sequence[Schedule | Program],
 ) -> Iterator[Timeline]:
-    """What is given, and the built-in schedules of this shape, each once.
+    """Yield the predictions of the initial and the built-in schedules of this shape, each once.
 
-    A bound of split backwards says nothing of whole ones that take less than both halves, and one
-    of whole ones nothing of split ones: these are left out.
+    A bound for split backwards does not apply to full backwards that take less than I and W. A
+    bound for full backwards does not apply to split ones. Such schedules are left out.
     """
     shape, seen = problem.shape, set[str]()
     shorter = is_full_backward_cheaper(costs, shape)
@@ -210,7 +253,7 @@ def _simulate_schedules(
     ):
         try:
             program = compile(schedule, shape, costs=costs)
-        except SchedirError:  # it is for other shapes
+        except SchedirError:  # the schedule does not support this shape
             continue
         ops = program.used_opcodes
         of_others = BACKWARD in ops and shorter if problem.split_backward else BACKWARD_INPUT in ops
@@ -233,27 +276,27 @@ def _choose_limits(
     *,
     split_backward: bool,
 ) -> list[float]:
-    """Limits to search, ascending."""
+    """Return the limits to search, ascending."""
     free = _make_problem(shape, costs, sizes, None, split_backward=split_backward)
     weights = [0.0] * shape.ranks
-    all_held = max(map(len, shape.stages_on_rank)) * float(shape.microbatches)
+    max_memory = max(map(len, shape.stages_on_rank)) * float(shape.microbatches)
     if sizes is not None:
         each = sizes.for_stages("model_states", shape.stages)
         weights = [float(each[list(own)].sum()) for own in shape.stages_on_rank]
-        all_held = max(
+        max_memory = max(
             sum((free.saved[s] + free.saved_and_deferred[s]) * shape.microbatches for s in own)
             + weights[rank]
             for rank, own in enumerate(shape.stages_on_rank)
         )
     least = max(free.get_min_capacity(rank) + weights[rank] for rank in range(shape.ranks))
-    never = compute_bound(free, 0).value
+    unlimited_bound = compute_bound(free, 0).value
 
     def gains(limit: float) -> bool:
         return compute_bound(
             _make_problem(shape, costs, sizes, limit, split_backward=split_backward), 0
-        ).value > never * (1 + RELATIVE_TOLERANCE)
+        ).value > unlimited_bound * (1 + RELATIVE_TOLERANCE)
 
-    low, most = least, max(least, all_held)
+    low, most = least, max(least, max_memory)
     for _ in range(_BISECTION_STEPS if gains(least) else 0):
         middle = (low + most) / 2
         if not gains(middle):
@@ -265,7 +308,8 @@ def _choose_limits(
     step = (most - least) / max(num_levels - 1, 1) or 1.0
     if sizes is None:
         step = max(round(step), 1)
-    # What a bound does not say to gain nothing may do so: as many again lie behind.
+    # More memory may help where the bound no longer improves. So up to `num_levels` larger limits
+    # are added.
     last = min(max(most, *peaks, least), most + num_levels * step)
     between = [least + step * k for k in range(2 * num_levels) if least + step * k <= last]
     return sorted({*between, most, *(peak for peak in peaks if peak >= least)})
@@ -281,7 +325,10 @@ def _compute_bounds(
     *,
     split_backward: bool,
 ) -> tuple[tuple[float, float], ...]:
-    """Bounds of more limits than are searched.  One of a larger limit holds for a smaller, too."""
+    """Return (limit, bound) for more limits than are searched.
+
+    A bound of a larger limit is also a bound of a smaller one.
+    """
     low, high = limits[0], limits[-1]
     between = [low + (high - low) * k / _BOUND_SAMPLES for k in range(_BOUND_SAMPLES + 1)]
     if sizes is None:

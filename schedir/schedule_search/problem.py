@@ -1,4 +1,4 @@
-"""SchedulingProblem: what a search solves, as plain numbers per stage and rank."""
+"""The input of a schedule search: times and sizes as plain numbers per stage and rank."""
 
 from __future__ import annotations
 
@@ -38,30 +38,35 @@ from schedir.predict.possible_saving import RELATIVE_TOLERANCE
 
 Objective = Literal["span", "own"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
-_REDUCE_OP: Final = find_producers(Value.GRAD)[
-    0
-]  # whole; what is kept in parts is no matter of orders
-MAX_TIME: Final = 1e299  # what has no limit, as a number, which all times are less than
+# The reduction of full gradients. Sharded gradients do not change the order of compute.
+_REDUCE_OP: Final = find_producers(Value.GRAD)[0]
+MAX_TIME: Final = 1e299  # a finite number for "no limit"; all times are less
 
 
 @dataclass(frozen=True)
 class SchedulingProblem:
-    """A pipeline whose microbatches are alike, in plain numbers; tuples are by stage or by rank.
+    """A pipeline of identical microbatches, in plain numbers per stage and rank.
 
-    `F`, `I` and `W` are times of a microbatch on each stage.  Where backwards are not
-    `split_backward`, `I` is the time of a whole one, and `W` is 0 and never run.  What a stage's F
-    puts out is there for the next stage `act_delay` later, and the gradient of an I for the stage
-    before `grad_delay`
-    later: 0 where both are on one rank.  `tail_time` is the least time from a rank's last compute
-    to its end: to reduce the gradients of a stage, and to step.
-
-    A rank may hold `capacity`, of whatever unit: of each microbatch `saved` from the start of F,
-    `saved_and_deferred` from the start of I, `deferred_wgrad` from its end until the end of W.
-    Where backwards are whole,
-    `saved` is held until the end of I.
-
-    `objective` says what is to be short: the "span" of the whole run, or "own", the longest time
-    that a rank takes from its first compute to its last.
+    Args:
+        shape: The pipeline shape.
+        split_backward: True if backwards are split into I and W.
+        objective: The length to minimize. "span": the time of the run from start to end. "own": the
+            longest time of a rank from its first compute to its last.
+        F: The time of a microbatch's forward, by stage.
+        I: The time of its gradient of inputs, by stage. If backwards are not split, the time of a
+            full backward.
+        W: The time of its weight gradients, by stage. If backwards are not split, 0.
+        act_delay: The time from the end of a stage's F until the next stage has its output, by
+            stage. 0 if both stages are on one rank.
+        grad_delay: The time from the end of a stage's I until the previous stage has its gradient,
+            by stage. 0 if both stages are on one rank.
+        tail_time: The least time from a rank's last compute to its end, by rank: the reduction of
+            one stage's gradients, and the optimizer step.
+        saved: The memory of a microbatch from the start of its F to the start of its I, by stage.
+            If backwards are not split, to the end of I.
+        deferred_wgrad: The memory from the end of its I to the end of its W, by stage.
+        saved_and_deferred: The memory during its I, by stage.
+        capacity: The memory for these values, by rank, in the same unit. Infinite means no limit.
     """
 
     shape: PipelineShape
@@ -80,17 +85,17 @@ class SchedulingProblem:
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches there are."""
+        """The number of microbatches."""
         return self.shape.microbatches
 
     @property
     def num_task_kinds(self) -> int:
-        """How many kinds of work there are: F, I, and where backwards are split W."""
+        """The number of kinds of tasks: F, I, and, if backwards are split, W."""
         return 2 + self.split_backward
 
     @property
     def num_tasks(self) -> int:
-        """How many pieces of work there are: of each kind, stage and microbatch one."""
+        """The number of tasks: one for each kind, stage and microbatch."""
         return self.num_task_kinds * self.shape.stages * self.microbatches
 
     @property
@@ -100,33 +105,46 @@ class SchedulingProblem:
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """The rank that holds each stage."""
+        """The rank of each stage."""
         return tuple(self.shape.first_rank_per_stage.tolist())
 
     @cached_property
     def rounded_capacity(self) -> tuple[float, ...]:
-        """The room of each rank, and what sums of sizes may be above it by rounding."""
+        """The capacity of each rank plus a tolerance for rounding in sums of sizes."""
         return tuple(map(add_tolerance, self.capacity))
 
     def get_compute_time(self, rank: int) -> float:
-        """The time that a rank computes."""
+        """Return the total compute time of a rank, in the unit of the costs.
+
+        Args:
+            rank: The rank.
+        """
         each = (self.F[s] + self.I[s] + self.W[s] for s in self.stages_of_rank[rank])
         return self.microbatches * sum(each)
 
     def get_min_capacity(self, rank: int) -> float:
-        """The least that a rank must be able to hold: one microbatch, there and back.
+        """Return the least capacity with which a rank can run one microbatch at a time.
 
-        Its stages go forward one after the other, and back again; each W comes at once.
+        With less, no schedule works. The microbatch passes all stages of the rank forward and then
+        back, and each W follows its I.
+
+        Args:
+            rank: The rank.
         """
-        held = sum(self.saved[s] for s in self.stages_of_rank[rank])
-        most = held
+        memory = sum(self.saved[s] for s in self.stages_of_rank[rank])
+        peak = memory
         for s in reversed(self.stages_of_rank[rank]):
-            most = max(most, held - self.saved[s] + self.saved_and_deferred[s])
-            held -= self.saved[s]
-        return most
+            peak = max(peak, memory - self.saved[s] + self.saved_and_deferred[s])
+            memory -= self.saved[s]
+        return peak
 
     def fits_on_rank(self, memory: float, rank: int) -> bool:
-        """Whether a rank may hold that much."""
+        """Return whether an amount of memory is within the capacity of a rank.
+
+        Args:
+            memory: The memory, in the unit of `capacity`.
+            rank: The rank.
+        """
         return memory <= self.rounded_capacity[rank]
 
 
@@ -140,20 +158,32 @@ def make_problem(
     objective: Objective = "span",
     split_backward: bool = True,
 ) -> SchedulingProblem:
-    """The Problem of a shape, its costs, and what a rank may hold.
+    """Return the scheduling problem of a shape, its costs and a memory limit.
 
-    `memory_limit` is in bytes of `sizes`, what there is of weights included; `in_flight` is the
-    count that `greedy_schedule` takes, of (stage, mb) from their F to their W, or B.  Without
-    either there is no limit.  Messages take no room here: a program that is found must fit with
-    them.
+    Messages use no memory here. The caller must check that a resulting program fits with its
+    messages.
 
-    Raises ShapeError for a shape with several holders of a stage, updates or segments; CostsError
-    for costs per microbatch, those that are all 0 or too large to add up, those of other stages,
-    and `FB` that saves time; UsageError for a limit that is none, and for one within which no
-    schedule works.
+    Args:
+        shape: The pipeline shape.
+        costs: The costs of stages. By default `Costs()`.
+        sizes: The sizes in bytes, required with `memory_limit`.
+        memory_limit: The memory of each rank, in bytes, including model states. By default there is
+            no limit.
+        in_flight: The largest number of (stage, microbatch) pairs between F and W, or F and B, on a
+            rank. An integer, or a function of the rank, as in `greedy_schedule`. By default there
+            is no limit. It excludes `memory_limit`.
+        objective: The length to minimize, see `SchedulingProblem`.
+        split_backward: True to split backwards into I and W.
+
+    Raises:
+        ShapeError: The shape has stage replicas, several updates or sequence segments.
+        CostsError: The costs differ between microbatches, are all 0, or add up to more than 1e299.
+            They are of other stages, or contain B without I and W for split backwards. Or `FB` is
+            less than a forward and a backward.
+        UsageError: The limit is invalid, or too small for any schedule.
     """
     require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
-    shape = shape.resolve_defaults()  # a schedule that a search starts from keeps to this shape
+    shape = shape.resolve_defaults()  # initial schedules are compared with the resolved shape
     costs = Costs() if costs is None else costs
     require_type(costs, Costs, "Costs(F=1, B=2)")
     if objective not in OBJECTIVES:
@@ -195,26 +225,30 @@ def make_problem(
     ]
     if not shape.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MAX_TIME:
         raise CostsError(f"the costs add up to more than a search can count, {MAX_TIME:g}")
-    saved, tape, both, room = _stage_memory(
+    saved, deferred, both, capacity = _stage_memory(
         shape, sizes, memory_limit, in_flight, split_backward=split_backward
     )
     problem = SchedulingProblem(
         shape, split_backward, objective, F, I, W, tuple(act), tuple(grad), tuple(tail),
-        saved, tape, both, room,
+        saved, deferred, both, capacity,
     )  # fmt: skip
     _require_capacity(problem, memory_limit)
     return problem
 
 
 def is_full_backward_cheaper(costs: Costs, shape: PipelineShape) -> bool:
-    """Whether a whole backward takes less than both of its halves, on any stage.
+    """Return whether a full backward takes less than I and W together on any stage.
 
-    What is proven of schedules with split backwards then says nothing of those with whole ones.
+    A bound for split backwards then does not apply to schedules with full backwards.
+
+    Args:
+        costs: The costs of stages.
+        shape: The pipeline shape.
     """
-    whole, I, W = (
+    full, I, W = (
         _stage_costs(op, costs, shape) for op in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
     )
-    return any(b < (i + w) * (1 - RELATIVE_TOLERANCE) for b, i, w in zip(whole, I, W, strict=True))
+    return any(b < (i + w) * (1 - RELATIVE_TOLERANCE) for b, i, w in zip(full, I, W, strict=True))
 
 
 def _require_searchable_shape(shape: PipelineShape) -> None:
@@ -248,16 +282,16 @@ def _stage_memory(
     *,
     split_backward: bool,
 ) -> tuple[tuple[float, ...], ...]:
-    """What is saved, the tape, both, and the room for them."""
+    """Return `saved`, `deferred_wgrad`, `saved_and_deferred` and `capacity` of a problem."""
     one, zero = (1.0,) * shape.stages, _zeros(shape)
     if limit is not None and in_flight is not None:
         raise UsageError("limit is in bytes, and in_flight counts: say one of the two")
     if limit is None:
-        room = (inf,) * shape.ranks
+        capacity = (inf,) * shape.ranks
         if in_flight is not None:
-            ask = in_flight if callable(in_flight) else lambda _: in_flight
-            room = tuple(_require_in_flight(ask(rank)) for rank in range(shape.ranks))
-        return one, one if split_backward else zero, one, room
+            get_in_flight = in_flight if callable(in_flight) else lambda _: in_flight
+            capacity = tuple(_require_in_flight(get_in_flight(rank)) for rank in range(shape.ranks))
+        return one, one if split_backward else zero, one, capacity
     if sizes is None:
         raise UsageError(
             "a limit in bytes needs the sizes of what is held",
@@ -273,10 +307,10 @@ def _stage_memory(
     }
     if any(of_stage.shape[1] > 1 for of_stage in each.values()):
         raise UsageError("a search takes sizes that are the same for all microbatches")
-    saved, tape, both = (tuple(of_stage[:, 0].tolist()) for of_stage in each.values())
+    saved, deferred, both = (tuple(of_stage[:, 0].tolist()) for of_stage in each.values())
     weights = sizes.for_stages("model_states", shape.stages)
-    room = tuple(float(most - weights[list(own)].sum()) for own in shape.stages_on_rank)
-    return (saved, tape, both, room) if split_backward else (saved, zero, saved, room)
+    capacity = tuple(float(most - weights[list(own)].sum()) for own in shape.stages_on_rank)
+    return (saved, deferred, both, capacity) if split_backward else (saved, zero, saved, capacity)
 
 
 def _require_in_flight(value: object) -> float:
@@ -296,7 +330,7 @@ def _describe_in_flight(count: float) -> str:
 
 
 def _require_capacity(problem: SchedulingProblem, limit: float | None) -> None:
-    """Raise UsageError where a rank cannot take one microbatch there and back."""
+    """Raise UsageError if a rank cannot run one microbatch at a time within its capacity."""
     for rank in range(problem.shape.ranks):
         least = problem.get_min_capacity(rank)
         if problem.fits_on_rank(least, rank):

@@ -1,8 +1,9 @@
-"""The order of work of each rank without microbatch numbers, and its time.
+"""The order of tasks of each rank without microbatch numbers, and its time.
 
-Microbatches are alike, so a rank loses nothing by doing each kind of work of a stage in ascending
-order: of any schedule, sort the starts of a kind, and the k-th F still follows the k-th F before
-it, and what is held depends on counts alone (docs/search.md).
+A task is one F, I or W of a microbatch on a stage. All microbatches are alike, so a rank loses
+nothing if it runs each kind of task of a stage in ascending order of microbatches. Sorting the
+starts of a kind keeps the dependencies of the k-th tasks, and memory depends on counts alone
+(docs/search.md).
 """
 
 from __future__ import annotations
@@ -17,79 +18,111 @@ from schedir.schedule_search.problem import SchedulingProblem
 KINDS: Final = 3
 F, I, W = range(KINDS)
 
-Order = tuple[tuple[int, ...], ...]  # by rank: KINDS * stage + kind
+Order = tuple[tuple[int, ...], ...]  # for each rank the codes of its tasks: KINDS * stage + kind
 
 
 def order_of_program(program: Program, *, split_backward: bool) -> Order:
-    """The order of a program's compute; its microbatches need not ascend.
+    """Return the order of a program's compute instructions.
 
-    Where backwards are `split_backward`, a whole one is an I and its W; where they are not, an I is
-    one.
+    Args:
+        program: The program. Its microbatches need not ascend.
+        split_backward: If true, a full backward becomes an I and a W. If false, an I becomes a full
+            backward, and a W is left out.
     """
-    of: dict[int, tuple[int, ...]] = {FORWARD: (F,), BACKWARD: (I, W) if split_backward else (I,)}
-    of |= {BACKWARD_INPUT: (I,), BACKWARD_WEIGHT: (W,) if split_backward else ()}
+    kinds_of_op: dict[int, tuple[int, ...]] = {
+        FORWARD: (F,),
+        BACKWARD: (I, W) if split_backward else (I,),
+    }
+    kinds_of_op |= {BACKWARD_INPUT: (I,), BACKWARD_WEIGHT: (W,) if split_backward else ()}
     return tuple(
         tuple(
             KINDS * stage + kind
             for op, stage in zip(stream.op.tolist(), stream.stage.tolist(), strict=True)
-            for kind in of.get(op, ())
+            for kind in kinds_of_op.get(op, ())
         )
         for stream in program.streams
     )
 
 
 def order_one_by_one(problem: SchedulingProblem) -> Order:
-    """One microbatch after the other, forward and back, each W at once: what holds the least."""
+    """Return the order that runs one microbatch after the other, which needs the least memory.
+
+    Each microbatch runs forward and back, and each W follows its I.
+
+    Args:
+        problem: The problem.
+    """
     each = []
-    for own in problem.stages_of_rank:
-        there = [KINDS * stage + F for stage in own]
-        back = [
-            KINDS * s + kind for s in reversed(own) for kind in (I, W)[: problem.num_task_kinds - 1]
+    for local_stages in problem.stages_of_rank:
+        forwards = [KINDS * stage + F for stage in local_stages]
+        backwards = [
+            KINDS * s + kind
+            for s in reversed(local_stages)
+            for kind in (I, W)[: problem.num_task_kinds - 1]
         ]
-        each.append((*there, *back) * problem.microbatches)
+        each.append((*forwards, *backwards) * problem.microbatches)
     return tuple(each)
 
 
 def draft_from_order(
     problem: SchedulingProblem, order: Sequence[Sequence[int]], name: str = "search"
 ) -> Program:
-    """The draft of an order: each kind of work of a stage takes its microbatches in turn."""
+    """Return the draft of an order, with ascending microbatches for each kind of task.
+
+    Args:
+        problem: The problem of the order.
+        order: For each rank the codes of its tasks.
+        name: The name of the draft.
+    """
     ops = (FORWARD, BACKWARD_INPUT if problem.split_backward else BACKWARD, BACKWARD_WEIGHT)
     streams = []
     for codes in order:
         done: dict[int, int] = {}
-        own = []
+        instructions = []
         for code in codes:
-            own.append(Instr(ops[code % KINDS], code // KINDS, done.setdefault(code, 0)))
+            instructions.append(Instr(ops[code % KINDS], code // KINDS, done.setdefault(code, 0)))
             done[code] += 1
-        streams.append(Stream.from_instructions(own))
+        streams.append(Stream.from_instructions(instructions))
     return Program(name, problem.shape, tuple(streams))
 
 
 def compute_peaks(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> list[float]:
-    """The most that each rank holds, in the unit of `SchedulingProblem.room`."""
-    found = []
+    """Return the peak memory of each rank, in the unit of `SchedulingProblem.capacity`.
+
+    Args:
+        problem: The problem of the order.
+        order: For each rank the codes of its tasks.
+    """
+    peaks = []
     for codes in order:
-        held = most = 0.0
+        memory = peak = 0.0
         for code in codes:
             stage, kind = divmod(code, KINDS)
             if kind == F:
-                held += problem.saved[stage]
-                most = max(most, held)
+                memory += problem.saved[stage]
+                peak = max(peak, memory)
             elif kind == I:
-                held -= problem.saved[stage]
-                most = max(most, held + problem.saved_and_deferred[stage])
-                held += problem.deferred_wgrad[stage]
+                memory -= problem.saved[stage]
+                peak = max(peak, memory + problem.saved_and_deferred[stage])
+                memory += problem.deferred_wgrad[stage]
             else:
-                held -= problem.deferred_wgrad[stage]
-        found.append(most)
-    return found
+                memory -= problem.deferred_wgrad[stage]
+        peaks.append(peak)
+    return peaks
 
 
 def compute_starts(
     problem: SchedulingProblem, order: Sequence[Sequence[int]]
 ) -> list[list[float]] | None:
-    """The earliest start of each piece of work, by rank; None for an order that never ends."""
+    """Return the earliest start of each task, by rank.
+
+    Args:
+        problem: The problem of the order.
+        order: For each rank the codes of its tasks.
+
+    Returns:
+        The starts in the order of the tasks, in the unit of the costs. None if the order deadlocks.
+    """
     stages = problem.shape.stages
     F_end: list[list[float]] = [[] for _ in range(stages)]
     I_end: list[list[float]] = [[] for _ in range(stages)]
@@ -99,9 +132,9 @@ def compute_starts(
     while moved:
         moved = False
         for rank in sorted(todo):
-            codes, own, time = order[rank], started[rank], now[rank]
-            while len(own) < len(codes):
-                stage, kind = divmod(codes[len(own)], KINDS)
+            codes, rank_starts, time = order[rank], started[rank], now[rank]
+            while len(rank_starts) < len(codes):
+                stage, kind = divmod(codes[len(rank_starts)], KINDS)
                 ready = 0.0
                 if kind == F:
                     k = len(F_end[stage])
@@ -118,7 +151,7 @@ def compute_starts(
                     elif len(F_end[stage]) <= k:
                         break
                 time = max(time, ready)
-                own.append(time)
+                rank_starts.append(time)
                 time += (problem.F, problem.I, problem.W)[kind][stage]
                 if kind == F:
                     F_end[stage].append(time)
@@ -126,21 +159,30 @@ def compute_starts(
                     I_end[stage].append(time)
                 moved = True
             now[rank] = time
-            if len(own) == len(codes):
+            if len(rank_starts) == len(codes):
                 todo.discard(rank)
     return None if todo else started
 
 
 def compute_length(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> float | None:
-    """What an order takes by the SchedulingProblem's objective; None for one that never ends."""
+    """Return the length of an order by the objective of the problem.
+
+    Args:
+        problem: The problem of the order.
+        order: For each rank the codes of its tasks.
+
+    Returns:
+        The length in the unit of the costs. None if the order deadlocks.
+    """
     started = compute_starts(problem, order)
     if started is None:
         return None
     cost = (problem.F, problem.I, problem.W)
     longest = 0.0
-    for rank, (codes, own) in enumerate(zip(order, started, strict=True)):
-        end = own[-1] + cost[codes[-1] % KINDS][codes[-1] // KINDS]
+    for rank, (codes, rank_starts) in enumerate(zip(order, started, strict=True)):
+        end = rank_starts[-1] + cost[codes[-1] % KINDS][codes[-1] // KINDS]
         longest = max(
-            longest, end - own[0] if problem.objective == "own" else end + problem.tail_time[rank]
+            longest,
+            end - rank_starts[0] if problem.objective == "own" else end + problem.tail_time[rank],
         )
     return longest

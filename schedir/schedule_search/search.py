@@ -29,11 +29,11 @@ from schedir.schedules.schedule_algebra import Schedule
 
 ProofMethod = Literal["closed", "solver"]
 _PROOF_METHODS: Final = get_args(ProofMethod)
-_HEURISTIC_SHARE: Final = 0.3  # of the seconds that a search takes before the solver
-_MAX_PILOTS: Final = 8  # short hunts at most, for the room of messages
-_PILOT_EVALUATIONS: Final = 400  # evaluations of one, and its part of the seconds
-_PILOT_SECONDS_SHARE: Final = 0.04
-_BUILD_SECONDS_PER_TASK: Final = 2e-5  # seconds for each piece of work, to make programs at last
+_HEURISTIC_SHARE: Final = 0.3  # share of the seconds for the local search before the solver
+_MAX_PILOTS: Final = 8  # pilots at most: short searches that estimate the memory of messages
+_PILOT_EVALUATIONS: Final = 400  # evaluations of one pilot
+_PILOT_SECONDS_SHARE: Final = 0.04  # share of the seconds for one pilot
+_BUILD_SECONDS_PER_TASK: Final = 2e-5  # seconds per task, reserved to build the programs
 
 
 def search_schedule(
@@ -52,39 +52,58 @@ def search_schedule(
     prove: ProofMethod = "closed",
     report: Callable[[SearchStep, float], None] | None = None,
 ) -> SearchResult:
-    """The shortest schedule that is found in some seconds, and a bound below which there is none.
+    """Search for the shortest schedule within a memory limit, and compute a lower bound.
 
-    `costs` are of stages, and each rank holds at most `memory_limit` bytes of `sizes`, or
-    `in_flight` (stage, mb) as `greedy_schedule` counts them; without either there is no limit.
-    What is short is the span of the run, or with the objective "own" the longest time that any rank
-    takes from its first compute to its last.  Backwards are I and W, or with `split=False` whole;
-    where a whole one is told to take less than I and W together, the bound is of split ones alone.
+    The search first evaluates the built-in and the initial schedules that fit. The result is never
+    longer than these. Then ranks choose their tasks by dispatch policies, and the best policies are
+    varied. At last simulated annealing moves single tasks.
 
-    Built-in schedules that fit, and those of `initial_schedules`, are looked at first, with their
-    backwards split, or whole; nothing longer is found.  Then idle ranks decide by policies of many
-    kinds, the best of these are changed, and at last single pieces of work are moved about.  It
-    ends with a proof, with `seconds`, after that many `evaluations` of orders, or where nothing
-    better comes any more.  With `evaluations`, and enough seconds for them, what is found depends
-    on `seed` alone.  Ctrl-C ends it, too: what has been found until then is returned.
+    The search ends with a proof, after `seconds`, after `evaluations`, or when it finds nothing
+    shorter. Ctrl-C ends it too, and the best schedule is returned. Each forward runs once: with
+    little memory, a schedule with activation recomputation may be shorter.
 
-    `prove="solver"` looks for three tenths of the time, and gives what is left to CP-SAT, which
-    proves small cases that the bound in closed form leaves open (`pip install 'schedir[solver]'`).
-    How far that gets depends on time, and not on `seed` alone.  `report` is called with each better
-    schedule, and with the bound; then with each better bound, too.
+    Args:
+        shape: The pipeline shape.
+        costs: The costs of stages. By default `Costs()`.
+        sizes: The sizes in bytes, required with `memory_limit`.
+        memory_limit: The memory of each rank, in bytes. By default there is no limit.
+        in_flight: The largest number of (stage, microbatch) pairs in flight on a rank. An integer,
+            or a function of the rank, as in `greedy_schedule`. It excludes `memory_limit`.
+        objective: The length to minimize. "span": the span of the run. "own": the longest time of a
+            rank from its first compute to its last.
+        split_backward: True to split backwards into I and W. If a full backward takes less than
+            I and W together, the bound is for split backwards only.
+        seconds: The time limit.
+        evaluations: The largest number of evaluated orders. If `seconds` are enough for them, the
+            result depends on `seed` alone. By default there is no limit.
+        seed: The random seed.
+        initial_schedules: Schedules to start from, in addition to the built-in schedules. Their
+            backwards are split or joined as `split_backward` demands.
+        prove: "closed" computes the bound from formulas. "solver" searches for three tenths of the
+            time, and then runs CP-SAT (`pip install 'schedir[solver]'`). CP-SAT proves small cases
+            that the formulas leave open. Its result depends on time, not on `seed` alone.
+        report: Called with each shorter schedule and the bound. While CP-SAT runs, it is also
+            called with each better bound.
 
-    Each forward runs once: one that recomputes may be shorter within little memory.
+    Returns:
+        The shortest schedule, its prediction, and the lower bound.
 
-    Raises UsageError for a limit within which no schedule works, and for a start that recomputes,
-    or trains not all; CostsError for `FB` that are less than a forward and a backward, as no pairs
-    are looked at; and what `compile` raises.
+    Raises:
+        UsageError: An argument is invalid, or no schedule fits into the limit. Or an initial
+            schedule recomputes, does not train all stages, or has another shape.
+        CostsError: See `make_problem`.
+        ShapeError: See `make_problem`.
+        MemoryLimitError: No program fits into the limit with its messages.
+        MissingPackageError: `prove` is "solver", and OR-Tools is not installed.
 
-    >>> from schedir import Costs, PipelineShape, search_schedule
-    >>> found = search_schedule(PipelineShape(ranks=4, microbatches=8), Costs(F=2, I=2, W=1),
-    ...     in_flight=4)
-    >>> found.span
-    49.0
-    >>> found.timeline
-    <predicted Timeline of search: span 49, bubble 18.4%>
+    Example:
+        >>> from schedir import Costs, PipelineShape, search_schedule
+        >>> found = search_schedule(PipelineShape(ranks=4, microbatches=8), Costs(F=2, I=2, W=1),
+        ...     in_flight=4)
+        >>> found.span
+        49.0
+        >>> found.timeline
+        <predicted Timeline of search: span 49, bubble 18.4%>
     """
     seconds = require_seconds(seconds)
     evaluations = require_evaluations(evaluations)
@@ -110,63 +129,60 @@ def search_schedule(
     )
     least = compute_bound(problem)
 
-    def told(step: SearchStep) -> None:
+    def report_step(step: SearchStep) -> None:
         if report is not None:
             report(step, least.value)
 
-    def tighter() -> float:
+    def tighten_bound() -> float:
         nonlocal least
         least = max(least, compute_bound(problem, seconds / 20), key=lambda bound: bound.value)
         return least.value
 
-    maker = ProgramBuilder(problem, costs, sizes, memory_limit)
+    builder = ProgramBuilder(problem, costs, sizes, memory_limit)
     orders = list(list_initial_orders(problem, initial_schedules))
-    made, within = _reserve_message_memory(maker, problem, orders, least.value, seconds, seed)
-    making = min(problem.num_tasks * _BUILD_SECONDS_PER_TASK, seconds / 2)
-    hunting = seconds * (_HEURISTIC_SHARE if by_solver else 1) - making
-    hunt = LocalSearch(
-        within, least.value, start_time=begin, seconds=hunting,
+    made, within = _reserve_message_memory(builder, problem, orders, least.value, seconds, seed)
+    build_seconds = min(problem.num_tasks * _BUILD_SECONDS_PER_TASK, seconds / 2)
+    search_seconds = seconds * (_HEURISTIC_SHARE if by_solver else 1) - build_seconds
+    local_search = LocalSearch(
+        within, least.value, start_time=begin, seconds=search_seconds,
         evaluations=evaluations, seed=seed,
-        report=told,
+        report=report_step,
     )  # fmt: skip
     stopped: StopReason = "time"
     try:
-        hunt.add_initial_orders(orders)
-        if hunt.run(tighter):
+        local_search.add_initial_orders(orders)
+        if local_search.run(tighten_bound):
             stopped = "no better"
-        if by_solver and not hunt.is_proved:
-            solved = _solve_with_cp_sat(problem, hunt, least, seconds, seed, report)
+        if by_solver and not local_search.is_proved:
+            solved = _solve_with_cp_sat(problem, local_search, least, seconds, seed, report)
             least = solved.bound
             if solved.order is not None:
-                hunt.add_order(solved.value, solved.order, "CP-SAT")
+                local_search.add_order(solved.value, solved.order, "CP-SAT")
             if solved.interrupted:
                 raise KeyboardInterrupt
             stopped = "no better" if solved.is_proved else "time"
     except KeyboardInterrupt:
         stopped = "interrupted"
-    tried = hunt.num_evaluated
+    tried = local_search.num_evaluated
     try:
-        made = maker.build_shortest(hunt.shortest_orders[:1], made)
-        made = maker.build_shortest(
-            hunt.initial_orders, made
-        )  # their messages may wait less for each other
-        made = maker.build_shortest(hunt.list_finalists(), made, begin + seconds)
+        made = builder.build_shortest(local_search.shortest_orders[:1], made)
+        # Messages of the initial orders may wait less for each other.
+        made = builder.build_shortest(local_search.initial_orders, made)
+        made = builder.build_shortest(local_search.list_finalists(), made, begin + seconds)
     except KeyboardInterrupt:
         stopped, made = (
             "interrupted",
-            made or maker.build_shortest(hunt.shortest_orders, deadline=begin),
+            made or builder.build_shortest(local_search.shortest_orders, deadline=begin),
         )
-    length, timeline = made or maker.build_smallest()
+    length, timeline = made or builder.build_smallest()
     assert least.value <= length * (1 + 1e-6), "a bug: this is shorter than any schedule can be"
     bound = least.value
-    if length <= bound * (
-        1 + RELATIVE_TOLERANCE
-    ):  # they are sums of floats, each in an order of its own
+    # Both are sums of floats in a different order.
+    if length <= bound * (1 + RELATIVE_TOLERANCE):
         stopped, bound = "proved", length
     return SearchResult(
-        timeline.program, timeline, length, bound, least.explanation, tuple(hunt.improvements),
-        tried,
-        seed, stopped, hunt.numba,
+        timeline.program, timeline, length, bound, least.explanation,
+        tuple(local_search.improvements), tried, seed, stopped, local_search.numba,
     )  # fmt: skip
 
 
@@ -178,10 +194,10 @@ def _reserve_message_memory(
     seconds: float,
     seed: int,
 ) -> tuple[BuiltProgram | None, SchedulingProblem]:
-    """The Problem with as little less room as messages need, and a first program that fits.
+    """Return a first program that fits, and the problem with a capacity reduced for messages.
 
-    How much they need is up to the order.  So short hunts are made, each with less room by what the
-    last one's order held too much.
+    The memory of messages depends on the order. So short pilot searches run. Each has a capacity
+    reduced by the excess of the previous pilot's order.
     """
     best, within, found = None, problem, problem
     for _ in range(_MAX_PILOTS if builder.counts_messages else 0):
@@ -211,9 +227,9 @@ def _solve_with_cp_sat(
     seed: int,
     report: Callable[[SearchStep, float], None] | None,
 ) -> SolverResult:
-    """Let CP-SAT go on where a hunt has ended, for what is left of its time."""
+    """Run CP-SAT for the remaining time, from the best order of the local search."""
 
-    def told(value: float, bound: float) -> None:
+    def report_progress(value: float, bound: float) -> None:
         if report is not None:
             shortest = min(value, local_search.length)
             report(
@@ -222,4 +238,6 @@ def _solve_with_cp_sat(
 
     left = max(seconds - local_search.elapsed, 0.0)
     hint = local_search.best_order if local_search.shortest_orders else None
-    return solve(problem, left, hint=hint, known_bound=known_bound, seed=seed, report=told)
+    return solve(
+        problem, left, hint=hint, known_bound=known_bound, seed=seed, report=report_progress
+    )

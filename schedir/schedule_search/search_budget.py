@@ -1,4 +1,4 @@
-"""Limits of a search: seconds, evaluations and seed."""
+"""Check the limits of a search: seconds, evaluations and seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ _EVALUATIONS_RULE = "evaluations are a whole number above 0"
 
 
 def require_seconds(value: object) -> float:
-    """A time, which may be without end.  Raises UsageError for what is none."""
+    """Return a time as a float. It may be infinite.
+
+    Args:
+        value: The argument to check.
+
+    Raises:
+        UsageError: `value` is not a positive number.
+    """
     seconds = to_float(value)
     if seconds is None or seconds <= 0:
         raise UsageError(f"seconds are a number above 0, not {describe(value)}", fields=["seconds"])
@@ -18,7 +25,14 @@ def require_seconds(value: object) -> float:
 
 
 def require_evaluations(value: object) -> int | None:
-    """How many evaluations, or None for any.  Raises UsageError for what is no such number."""
+    """Return a number of evaluations, or None for no limit.
+
+    Args:
+        value: The argument to check.
+
+    Raises:
+        UsageError: `value` is neither None nor a positive integer.
+    """
     if value is None:
         return None
     if (evaluations := require_integer(value, "evaluations", _EVALUATIONS_RULE)) < 1:
@@ -27,7 +41,16 @@ def require_evaluations(value: object) -> int | None:
 
 
 def require_integer(value: object, field: str, rule: str) -> int:
-    """A whole number, as numpy says it, too.  Raises UsageError, which says what is one."""
+    """Return an integer. Integers of numpy are accepted.
+
+    Args:
+        value: The argument to check.
+        field: The name of the argument, for the error.
+        rule: The first clause of the error, which states the allowed values.
+
+    Raises:
+        UsageError: `value` is not an integer.
+    """
     try:
         if isinstance(value, bool):
             raise TypeError

@@ -15,15 +15,25 @@ StopReason = Literal["proved", "time", "no better", "interrupted"]
 
 
 class LowerBound(NamedTuple):
-    """No schedule takes less than `value`, in the unit of the costs; `explanation` says it in
-    words."""
+    """A time that no schedule can beat.
+
+    Attributes:
+        value: The time, in the unit of the costs.
+        explanation: The proof in words.
+    """
 
     value: float
     explanation: str
 
 
 class SearchStep(NamedTuple):
-    """A shorter schedule, when it was found, in seconds from the beginning, and by what."""
+    """A shorter schedule that a search found.
+
+    Attributes:
+        seconds: The time since the start of the search.
+        method: The method that found it, or the name of an initial schedule.
+        span: Its length by the objective of the search, in the unit of the costs.
+    """
 
     seconds: float
     method: str
@@ -32,15 +42,23 @@ class SearchStep(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The shortest schedule that a search has found, and how short any can be.
+    """The shortest schedule that a search found, with a lower bound.
 
-    `program` is compiled with the costs of the search and checked, `timeline` its prediction, and
-    `span` what was to be short of that.  No schedule within the limit takes less than `bound`, for
-    the reason that `explanation` says.  `improvements` has each better schedule in turn, and
-    `num_evaluated` is how many were looked at.  `stop_reason` says why the search ended: with a
-    proof that nothing is shorter, with its time, with nothing better to be found, or because
-    somebody interrupted it.  `numba` says whether the search ran loops that numba compiled, and if
-    not, why: a search without them tries far fewer schedules in the same time.
+    Attributes:
+        program: The compiled and checked program.
+        timeline: The prediction of the program.
+        span: The length of the schedule by the objective of the search: the span, or the longest
+            active span of a rank.
+        bound: No schedule within the memory limit takes less than this.
+        explanation: The proof of the bound in words.
+        improvements: Each shorter schedule in the order in which the search found it.
+        num_evaluated: The number of orders that were evaluated.
+        seed: The random seed of the search.
+        stop_reason: The reason why the search ended. "proved": no schedule is shorter. "time": the
+            budget is spent. "no better": the search no longer found shorter schedules.
+            "interrupted": Ctrl-C.
+        numba: "used" if the search ran loops that numba compiled, else the reason why it did not.
+            Without them a search tries far fewer schedules in the same time.
     """
 
     program: Program
@@ -56,12 +74,18 @@ class SearchResult:
 
     @property
     def gap_to_bound(self) -> float:
-        """By how much of the bound the schedule is longer than that, 0 where it is proved."""
+        """The relative gap from the bound to the span: 0 if the schedule is proved shortest."""
         return 0.0 if self.stop_reason == "proved" else max(self.span / self.bound - 1, 0.0)
 
 
 def combine_numba(results: Iterable[NumbaStatus]) -> NumbaStatus:
-    """Return what to report of several searches: that numba was missing if any search lacked it."""
+    """Return one numba status for several searches.
+
+    If any search lacked numba, the result is the reason.
+
+    Args:
+        results: The status of each search.
+    """
     found = set(results)
     order: tuple[NumbaStatus, ...] = ("not installed", "not usable", "no time", "used")
     return next((numba for numba in order if numba in found), "not needed")
@@ -70,8 +94,12 @@ def combine_numba(results: Iterable[NumbaStatus]) -> NumbaStatus:
 def describe_numba(numba: NumbaStatus) -> str:
     """Return how a search used numba, as the end of a sentence.
 
-    >>> describe_numba("no time")
-    'without numba, as its first use needs 8 s in one search, and a later use 0.4 s'
+    Args:
+        numba: The status of the search.
+
+    Example:
+        >>> describe_numba("no time")
+        'without numba, as its first use needs 8 s in one search, and a later use 0.4 s'
     """
     return {
         "used": "with numba",

@@ -1,9 +1,12 @@
-"""Lower bounds from the work and the waits of each rank, in formulas.
+"""Lower bounds from the work and the idle time of one rank, in closed form.
 
-Each is of one rank.  Before its first I it can only run F's, as many as it may hold; after its last
-F only what it still holds; and while a microbatch is on its way there and back, only what it may
-hold beside that one.  These times do not overlap, so what it must wait in them adds up to its work.
-docs/search.md has the proofs.
+Each bound is of one rank. Its idle time has up to three parts, which do not overlap:
+
+- Before its first I, a rank can only run as many F's as fit into its memory.
+- After its last F, it can only run the I's and W's of microbatches in its memory.
+- Between a microbatch's F and I, it can only run other microbatches that fit next to that one.
+
+So a rank takes at least its compute time plus these idle times. docs/search.md has the proofs.
 """
 
 from __future__ import annotations
@@ -21,7 +24,11 @@ from schedir.schedule_search.search_results import LowerBound
 
 
 def compute_closed_bound(problem: SchedulingProblem) -> LowerBound:
-    """The largest closed bound of a SchedulingProblem, over all ranks."""
+    """Return the largest closed-form bound over all ranks.
+
+    Args:
+        problem: The problem.
+    """
     paths, lags = MicrobatchLatency.from_problem(problem), MemoryLags.from_problem(problem)
     ranks = range(problem.shape.ranks)
     each = (bound for rank in ranks for bound in rank_bounds(problem, paths, lags, rank))
@@ -31,12 +38,25 @@ def compute_closed_bound(problem: SchedulingProblem) -> LowerBound:
 def rank_bounds(
     problem: SchedulingProblem, latency: MicrobatchLatency, lags: MemoryLags, rank: int
 ) -> Iterator[LowerBound]:
-    """The closed bounds of a rank."""
+    """Yield the closed-form bounds of one rank.
+
+    Args:
+        problem: The problem.
+        latency: The unobstructed times of a microbatch in the problem.
+        lags: The precedences that memory forces in the problem.
+        rank: The rank.
+    """
     return _RankWait(problem, latency, lags, rank).bounds()
 
 
 class _WorkType(NamedTuple):
-    """What can be taken: the time that one is worth, what it takes of the room, how many."""
+    """Tasks of one type, for a knapsack.
+
+    Attributes:
+        time: The compute time of one task.
+        memory: The memory of one task.
+        number: The number of tasks.
+    """
 
     time: float
     memory: float
@@ -44,25 +64,27 @@ class _WorkType(NamedTuple):
 
 
 def _max_time_in_memory(work_types: Sequence[_WorkType], capacity: float) -> float:
-    """The most time that fits into a room: a knapsack whose last item may be cut."""
+    """Return the largest total time of tasks that fit into a capacity.
+
+    This is a fractional knapsack: the last task may be divided.
+    """
     if (
         len({kind.memory for kind in work_types}) == 1
         and (size := work_types[0].memory)
         and capacity < inf
     ):
         capacity = size * count_fitting(capacity, size, sum(kind.number for kind in work_types))
-    worth, capacity = 0.0, max(capacity, 0.0)
+    total, capacity = 0.0, max(capacity, 0.0)
     for kind in sorted(work_types, key=lambda kind: kind.memory / kind.time if kind.time else inf):
         number = min(float(kind.number), capacity / kind.memory if kind.memory else inf)
-        worth += number * kind.time
+        total += number * kind.time
         capacity -= number * kind.memory
-    return worth
+    return total
 
 
 @dataclass(frozen=True)
 class _RankWait:
-    """A rank, and how long it must wait; times are those of `MicrobatchLatency` and
-    `MemoryLags`."""
+    """The least idle times of a rank, in the unit of the costs."""
 
     problem: SchedulingProblem
     latency: MicrobatchLatency
@@ -83,101 +105,120 @@ class _RankWait:
 
     @cached_property
     def max_forwards_ahead(self) -> int:
-        """How many F's of the rank's last stage may be there before its first I has ended."""
+        """The largest number of F's of the rank's last stage that start before its first I ends."""
         return self.lags.max_forwards_ahead(self.problem, self.stages[-1])
 
     @cached_property
     def max_other_work(self) -> float:
-        """The most work that is left of other microbatches than one of which all F's have run."""
+        """The largest time of I's and W's between a microbatch's last F and its first I.
+
+        They are of other microbatches, which must fit into memory next to that one.
+        """
         problem, own, others = self.problem, self.stages, self.problem.microbatches - 1
-        room = problem.rounded_capacity[self.rank] - sum(problem.saved[s] for s in own)
-        all_of = others * sum(problem.I[s] + problem.W[s] for s in own)
+        capacity = problem.rounded_capacity[self.rank] - sum(problem.saved[s] for s in own)
+        all_work = others * sum(problem.I[s] + problem.W[s] for s in own)
         if len(own) > 1:
             kinds = [_WorkType(problem.I[s] + problem.W[s], problem.saved[s], others) for s in own]
             kinds += [_WorkType(problem.W[s], problem.deferred_wgrad[s], others) for s in own]
-            return min(_max_time_in_memory(kinds, room), all_of)
+            return min(_max_time_in_memory(kinds, capacity), all_work)
         (s,) = own
-        I, W, saved, tape = problem.I[s], problem.W[s], problem.saved[s], problem.deferred_wgrad[s]
-        whole = count_fitting(room, saved, others)
-        if whole == others:
-            return all_of
-        each = ((x, count_fitting(room - x * saved, tape, others - x)) for x in range(whole + 1))
+        I, W, saved, deferred = (
+            problem.I[s],
+            problem.W[s],
+            problem.saved[s],
+            problem.deferred_wgrad[s],
+        )
+        max_saved = count_fitting(capacity, saved, others)
+        if max_saved == others:
+            return all_work
+        each = (
+            (x, count_fitting(capacity - x * saved, deferred, others - x))
+            for x in range(max_saved + 1)
+        )
         return max((x * (I + W) + y * W for x, y in each), default=0.0)
 
     @cached_property
     def idle_before_first_I(self) -> float:
-        """The idle time until the rank's first I starts; until then it can only run F's."""
+        """The least idle time before the rank's first I. Until then it can only run F's."""
         problem, first, last = self.problem, self.stages[0], self.stages[-1]
         head, m = self.latency.until_forward, problem.microbatches
-        way = head[last] - head[first] + problem.F[last] + self.latency.forward_to_backward[last]
-        room = (
+        round_trip = (
+            head[last] - head[first] + problem.F[last] + self.latency.forward_to_backward[last]
+        )
+        capacity = (
             problem.rounded_capacity[self.rank]
             + problem.saved[last]
             - problem.saved_and_deferred[last]
         )
         ahead = _max_time_in_memory(
-            [_WorkType(problem.F[s], problem.saved[s], m) for s in self.stages], room
+            [_WorkType(problem.F[s], problem.saved[s], m) for s in self.stages], capacity
         )
-        return max(way - ahead, 0.0)
+        return max(round_trip - ahead, 0.0)
 
     @cached_property
     def round_trip_idle(self) -> tuple[int, float]:
-        """How often a microbatch, neither the first nor the last, must be back before the next one
-        of these may come, and the idle time while it is away; for a rank of one stage."""
+        """The number of round trips in sequence, and the least idle time of each.
+
+        The sequence excludes the first and the last microbatch. A microbatch must return before the
+        next one may start. Only for a rank of one stage, else (0, 0).
+        """
         often = (self.problem.microbatches - 1) // self.max_forwards_ahead - 1
         if len(self.stages) > 1 or often < 1:
             return 0, 0.0
         (s,) = self.stages
-        beside = (self.max_forwards_ahead - 1) * self.problem.F[s] + self.max_other_work
-        return often, max(self.latency.forward_to_backward[s] - beside, 0.0)
+        other_work = (self.max_forwards_ahead - 1) * self.problem.F[s] + self.max_other_work
+        return often, max(self.latency.forward_to_backward[s] - other_work, 0.0)
 
     @cached_property
     def idle_before_last_I(self) -> float:
-        """The idle time between the rank's last F and its last I."""
+        """The least idle time between the rank's last F and its last I."""
         problem, (first, *later), last = self.problem, self.stages, self.stages[-1]
-        way = self.latency.forward_to_backward[last]
+        round_trip = self.latency.forward_to_backward[last]
         if later:
-            way += (
+            round_trip += (
                 problem.I[last]
                 + self.latency.backward_to_stage_0[last]
                 - self.latency.backward_to_stage_0[first]
             )
-            way -= problem.I[first]
-        return max(way - self.max_other_work - sum(problem.I[s] + problem.W[s] for s in later), 0.0)
+            round_trip -= problem.I[first]
+        return max(
+            round_trip - self.max_other_work - sum(problem.I[s] + problem.W[s] for s in later), 0.0
+        )
 
     @cached_property
     def max_work_after_last_I(self) -> float:
-        """The most that the rank can still work after its last I: W's of what it holds."""
+        """The largest compute time after the rank's last I: the W's that its memory can defer."""
         problem, (first, *later) = self.problem, self.stages
-        m, room = (
+        m, capacity = (
             problem.microbatches,
             problem.rounded_capacity[self.rank] - problem.saved_and_deferred[first],
         )
         late = [_WorkType(problem.W[s], problem.deferred_wgrad[s], m) for s in later]
         late.append(_WorkType(problem.W[first], problem.deferred_wgrad[first], m - 1))
-        return problem.W[first] + _max_time_in_memory(late, room)
+        return problem.W[first] + _max_time_in_memory(late, capacity)
 
     def bounds(self) -> Iterator[LowerBound]:
-        """Each of the bounds of the rank."""
+        """Yield each bound of the rank."""
         problem = self.problem
         start, end = self.idle_before_first_I, self.idle_before_last_I
-        if (
-            problem.microbatches <= self.max_forwards_ahead
-        ):  # the last F may come before the first I
+        # The last F may run before the first I: the two idle times may overlap.
+        if problem.microbatches <= self.max_forwards_ahead:
             start, end = (start, 0.0) if start > end else (0.0, end)
         often, each = self.round_trip_idle
         busy = start + often * each + end + problem.get_compute_time(self.rank)
-        said = self._describe_idle(start, end)
-        yield LowerBound(self.first_arrival + busy + self.tail_time, said + self._describe_ends())
+        idle_text = self._describe_idle(start, end)
+        yield LowerBound(
+            self.first_arrival + busy + self.tail_time, idle_text + self._describe_ends()
+        )
         around, left = self.latency.outside_stage[self.stages[0]], self.max_work_after_last_I
         yield LowerBound(
             around + busy - left,
-            f"{said}, after which it can work {left:.6g}; to it and back from it a microbatch "
+            f"{idle_text}, after which it can work {left:.6g}; to it and back from it a microbatch "
             f"takes {around:.6g}",
         )
-        room = problem.capacity[self.rank]
-        if 0 < room < inf:
-            area = problem.microbatches * sum(map(self._memory_time_area, self.stages)) / room
+        capacity = problem.capacity[self.rank]
+        if 0 < capacity < inf:
+            area = problem.microbatches * sum(map(self._memory_time_area, self.stages)) / capacity
             yield LowerBound(
                 self.first_arrival + area + self.tail_time,
                 f"rank {self.rank} holds each microbatch on its way there and back, and what "
@@ -185,7 +226,7 @@ class _RankWait:
             )
 
     def _memory_time_area(self, stage: int) -> float:
-        """The least of memory times time that a microbatch takes on a stage."""
+        """Return the least integral of memory over time that a microbatch needs on a stage."""
         problem = self.problem
         there = problem.F[stage] + self.latency.forward_to_backward[stage]
         return (
@@ -195,7 +236,7 @@ class _RankWait:
         )
 
     def _describe_idle(self, start: float, end: float) -> str:
-        """Work and idle times in words."""
+        """Return the work and the idle times in words."""
         m, (often, each) = self.problem.microbatches, self.round_trip_idle
         one = len(self.stages) == 1
         ahead = (
@@ -214,7 +255,7 @@ class _RankWait:
         return text + (f": it idles {', '.join(rest)}{', and ' * bool(rest)}{last}" if last else "")
 
     def _describe_ends(self) -> str:
-        """What is before and after the rank's work in words."""
+        """Return the times before and after the rank's work in words."""
         begin = f"; its first activation comes at {self.first_arrival:.6g}" * (
             self.first_arrival > 0
         )

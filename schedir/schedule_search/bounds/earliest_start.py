@@ -1,11 +1,15 @@
 """Lower bounds from earliest starts that are propagated over all ranks.
 
-What must have run on a rank before a piece of work starts there is known: each kind of work of a
-stage is in ascending order, and lags say what memory asks for besides.  Each of that has an
-earliest start of its own, and a rank does one after the other: so the piece of work starts no
-earlier than all of that can end.  Backwards in time it is the same, and gives what must still come
-after it.  With both, the shortest that a rank can take is Jackson's preemptive schedule (Carlier,
-"The one-machine sequencing problem", EJOR 11, 1982): a bound, for no rank can do better.
+The tasks that precede a task on its rank are partly given: tasks of a kind ascend, and a memory
+limit forces lags. Each of these tasks has an earliest start, and a rank runs one task at a time. So
+the task starts no earlier than all of them can end.
+
+The same computation backward in time gives each task's tail: the least time from its end to the end
+of the run. Jackson's preemptive schedule with these releases and tails is a lower bound on the time
+of the rank.
+
+References:
+    Carlier, "The one-machine sequencing problem", EJOR 11, 1982.
 """
 
 from __future__ import annotations
@@ -22,11 +26,20 @@ from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import KINDS, F, I, W
 from schedir.schedule_search.search_results import LowerBound
 
-Times = list[list[float]]  # by code, as of an Order, and microbatch
+Times = list[list[float]]  # by code of an Order, and microbatch
 
 
 class Precedence(NamedTuple):
-    """A microbatch's work of one code starts `delay` after what another ended, `lag` before."""
+    """A precedence between the tasks of two codes.
+
+    The task of microbatch j starts at least `delay` after the predecessor of microbatch j - `lag`
+    ends.
+
+    Attributes:
+        predecessor: The code of the earlier task.
+        lag: The distance in microbatches.
+        delay: The time between the two, in the unit of the costs.
+    """
 
     predecessor: int
     lag: int
@@ -34,9 +47,12 @@ class Precedence(NamedTuple):
 
 
 class PrecedenceTable(NamedTuple):
-    """By code: what each piece of work needs of other ranks, and what has run before on its own.
+    """The precedences of the tasks of each code.
 
-    `topological_order` has the codes in an order in which those of one microbatch can run.
+    Attributes:
+        from_other_ranks: By code, the tasks whose values it needs from the neighbouring stages.
+        on_same_rank: By code, the tasks that precede it on its rank.
+        topological_order: The codes, in an order in which the tasks of one microbatch can run.
     """
 
     from_other_ranks: Sequence[Sequence[Precedence]]
@@ -44,7 +60,7 @@ class PrecedenceTable(NamedTuple):
     topological_order: Sequence[int]
 
     def reverse_in_time(self) -> PrecedenceTable:
-        """The same, seen from the end of the run."""
+        """Return the precedences of the reversed run."""
         return PrecedenceTable(
             _reverse_precedences(self.from_other_ranks),
             _reverse_precedences(self.on_same_rank),
@@ -53,15 +69,15 @@ class PrecedenceTable(NamedTuple):
 
 
 def _reverse_precedences(precedences: Sequence[Sequence[Precedence]]) -> list[list[Precedence]]:
-    turned: list[list[Precedence]] = [[] for _ in precedences]
+    reversed_precedences: list[list[Precedence]] = [[] for _ in precedences]
     for code, each in enumerate(precedences):
         for need in each:
-            turned[need.predecessor].append(need._replace(predecessor=code))
-    return turned
+            reversed_precedences[need.predecessor].append(need._replace(predecessor=code))
+    return reversed_precedences
 
 
 def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> PrecedenceTable:
-    """Those of the stages from `first_stage` on."""
+    """Return the precedences of the stages from `first_stage` on."""
     stages, m = problem.shape.stages, problem.microbatches
     needs: list[list[Precedence]] = [[] for _ in range(KINDS * stages)]
     ran: list[list[Precedence]] = [[] for _ in range(KINDS * stages)]
@@ -69,12 +85,12 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
     for s in range(first_stage + 1, stages):
         needs[KINDS * s + F].append(Precedence(KINDS * (s - 1) + F, 0, problem.act_delay[s - 1]))
         needs[KINDS * (s - 1) + I].append(Precedence(KINDS * s + I, 0, problem.grad_delay[s]))
-    for own in problem.stages_of_rank:
-        there = [s for s in own if s >= first_stage]
-        for s in there:
+    for local_stages in problem.stages_of_rank:
+        active_stages = [s for s in local_stages if s >= first_stage]
+        for s in active_stages:
             for kind in kinds:
                 ran[KINDS * s + kind].append(Precedence(KINDS * s + kind, 1, 0.0))
-            for q in there:
+            for q in active_stages:
                 if q < s:
                     ran[KINDS * s + F].append(Precedence(KINDS * q + F, 0, 0.0))
                 elif q > s:
@@ -83,21 +99,22 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
                     ran[KINDS * s + kind].append(Precedence(KINDS * q + F, 0, 0.0))
                 if q >= s and problem.split_backward:
                     ran[KINDS * s + W].append(Precedence(KINDS * q + I, 0, 0.0))
-    for kind, before, of in (
+    for kind, before, rank_lags in (
         (F, I, lags.F_after_I),
         (F, W, lags.F_after_W),
         (I, W, lags.I_after_W),
     ):
-        for lag in of:
+        for lag in rank_lags:
             if lag.stage >= first_stage <= lag.before_stage:
                 code = KINDS * lag.stage + kind
                 ran[code].append(Precedence(KINDS * lag.before_stage + before, lag.lag, 0.0))
-        for lag in lags.F_after_I:  # what has an I has had the Is behind it, and all Fs
-            for q in there if lag.before_stage in there else ():
+        # A microbatch that has run an I has run the I's of later stages of the rank, and all F's.
+        for lag in lags.F_after_I:
+            for q in active_stages if lag.before_stage in active_stages else ():
                 if q > lag.before_stage:
                     code = KINDS * lag.stage + F
                     ran[code] += (Precedence(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
-    # Of two that say the same, the one with the smaller lag is enough.
+    # A precedence with a larger lag follows from one with a smaller lag.
     for code, each in enumerate(ran):
         least: dict[int, int] = {}
         for need in each:
@@ -110,17 +127,20 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
 
 
 class _SerialWork:
-    """Work that one rank does, one after the other, each from its release on: when all is done."""
+    """Tasks that one rank runs in sequence, each not before its release.
+
+    `ends[-1]` is the time when all are done.
+    """
 
     __slots__ = ("durations", "ends", "releases")
 
     def __init__(self) -> None:
         self.releases: list[float] = []
         self.durations: list[float] = []
-        self.ends: list[float] = []  # of all up to each, in the order of releases
+        self.ends: list[float] = []  # the end of each task, in the order of releases
 
     def add(self, release: float, duration: float) -> None:
-        """Add a piece of work."""
+        """Add a task, and update the ends of the tasks after it."""
         releases, takes, ends = self.releases, self.durations, self.ends
         end = ends[-1] if ends else -inf
         if not releases or release >= releases[-1]:
@@ -145,8 +165,7 @@ def _compute_earliest_starts(
     min_starts: Sequence[float],
     microbatches: int,
 ) -> Times:
-    """The earliest start of each piece of work; those of a code are no earlier than its
-    `min_starts`."""
+    """Return the earliest start of each task, given the least start of each code."""
     needs, ran, turn = precedences
     times: Times = [[] for _ in durations]
     done = [_SerialWork() for _ in durations]
@@ -167,7 +186,7 @@ def _compute_earliest_starts(
 
 
 class _SchedulingJob(NamedTuple):
-    """A piece of work: its release, its time, and what must come after it."""
+    """A task with its release, its duration, and the least time from its end to the end."""
 
     release: float
     duration: float
@@ -175,13 +194,13 @@ class _SchedulingJob(NamedTuple):
 
 
 def _preemptive_makespan(jobs: Sequence[_SchedulingJob]) -> tuple[float, float]:
-    """The end of Jackson's preemptive schedule of a rank, and the tail of what is last.
+    """Return the end of Jackson's preemptive schedule of a rank, and the tail of the last task.
 
-    What has the longest tail runs first.
+    Among the released tasks, the one with the longest tail runs first.
     """
     jobs = sorted(jobs)
     waiting: list[list[float]] = []
-    now, at, longest, decides = -inf, 0, 0.0, 0.0
+    now, at, longest, last_tail = -inf, 0, 0.0, 0.0
     while at < len(jobs) or waiting:
         if not waiting:
             now = max(now, jobs[at].release)
@@ -194,20 +213,23 @@ def _preemptive_makespan(jobs: Sequence[_SchedulingJob]) -> tuple[float, float]:
             heappop(waiting)
             now += time
             if now + tail > longest:
-                longest, decides = now + tail, tail
+                longest, last_tail = now + tail, tail
         else:
             waiting[0][1] -= until - now
             now = until
-    return longest, decides
+    return longest, last_tail
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """What is known of all work until the end of a run, or until the end of one rank's.
+    """Earliest starts and tails of all tasks, until the end of the run or of one rank.
 
-    `heads` has the earliest start of each piece of work, by code and microbatch, and `tails` what
-    comes after its end at least, -inf where it need not be done by then; `codes` has those of each
-    rank.
+    Attributes:
+        durations: The duration of the tasks of each code.
+        codes: The codes of each rank.
+        heads: The earliest start of each task, by code and microbatch.
+        tails: The least time from the end of each task to the end, by code and microbatch. -inf if
+            the task need not run before the end.
     """
 
     durations: Sequence[float]
@@ -219,9 +241,13 @@ class Relaxation:
     def from_problem(
         cls, problem: SchedulingProblem, first_stage: int, min_tails: Sequence[float]
     ) -> Relaxation:
-        """From the first F of stage `first_stage` on, of the stages from there.
+        """Return the relaxation of a problem, from the first F of a stage on.
 
-        `min_tails` is the least from a rank's last work to the end, -inf if it may come later.
+        Args:
+            problem: The problem.
+            first_stage: The relaxation has this stage and all later ones.
+            min_tails: By rank, the least time from its last task to the end. -inf if the task may
+                run after the end.
         """
         each = (problem.F, problem.I, problem.W)
         cost = [times[s] for s in range(problem.shape.stages) for times in each]
@@ -230,15 +256,24 @@ class Relaxation:
         backwards = relations.reverse_in_time()
         heads = _compute_earliest_starts(relations, cost, [0.0] * len(cost), problem.microbatches)
         tails = _compute_earliest_starts(backwards, cost, ends, problem.microbatches)
-        there = {*relations.topological_order}
+        active_codes = {*relations.topological_order}
         codes = [
-            [code for s in own for code in range(KINDS * s, KINDS * (s + 1)) if code in there]
+            [
+                code
+                for s in own
+                for code in range(KINDS * s, KINDS * (s + 1))
+                if code in active_codes
+            ]
             for own in problem.stages_of_rank
         ]
         return cls(cost, codes, heads, [times[::-1] for times in tails])
 
     def jobs_of_rank(self, rank: int) -> list[_SchedulingJob]:
-        """The work of a rank."""
+        """Return the tasks of a rank that must run before the end.
+
+        Args:
+            rank: The rank.
+        """
         return [
             _SchedulingJob(head, self.durations[code], tail)
             for code in self.codes[rank]
@@ -248,8 +283,14 @@ class Relaxation:
 
 
 def make_relaxations(problem: SchedulingProblem) -> Iterator[Relaxation]:
-    """What is known until the end of the run; of own spans, until the ends of two ranks: that of
-    the first stage, and the one that works longest."""
+    """Yield the relaxations from which a problem is bounded.
+
+    For the objective "span" there is one, until the end of the run. For "own" there are up to two:
+    one until the end of the rank of stage 0, and one until the end of the rank with most work.
+
+    Args:
+        problem: The problem.
+    """
     if problem.objective == "span":
         yield Relaxation.from_problem(problem, 0, problem.tail_time)
         return
@@ -260,7 +301,11 @@ def make_relaxations(problem: SchedulingProblem) -> Iterator[Relaxation]:
 
 
 def compute_earliest_bound(relaxation: Relaxation) -> LowerBound:
-    """The bound by earliest starts and tails of all work."""
+    """Return the largest bound of all ranks from earliest starts and tails.
+
+    Args:
+        relaxation: The earliest starts and tails of all tasks.
+    """
     best = LowerBound(0.0, "nothing is to be done")
     for rank in range(len(relaxation.codes)):
         value, tail = _preemptive_makespan(jobs := relaxation.jobs_of_rank(rank))
@@ -270,7 +315,10 @@ def compute_earliest_bound(relaxation: Relaxation) -> LowerBound:
 
 
 def _explain_bound(jobs: Sequence[_SchedulingJob], rank: int, tail: float) -> str:
-    """The work that decides, in words: what can begin only then, and has that tail at least."""
+    """Return in words which work decides the bound.
+
+    This is the last busy period of the tasks whose tail is at least `tail`.
+    """
     begin, busy, end = 0.0, 0.0, -inf
     for release, time, _ in sorted(job for job in jobs if job.tail >= tail):
         if release > end:

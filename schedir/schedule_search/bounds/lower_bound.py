@@ -16,7 +16,7 @@ from schedir.schedule_search.problem import Objective, SchedulingProblem, make_p
 from schedir.schedule_search.search_budget import require_seconds
 from schedir.schedule_search.search_results import LowerBound
 
-# How long pure Python takes to find the earliest start of a piece of work, in seconds.
+# The time to compute one earliest start in pure Python, in seconds.
 _SECONDS_PER_TASK: Final = 4e-6
 
 
@@ -31,22 +31,35 @@ def lower_bound(
     split_backward: bool = True,
     seconds: float = 0.005,
 ) -> LowerBound:
-    """Below what no schedule of a shape can be within a limit of memory, and why.
+    """Return a lower bound on the length of every schedule of a shape within a memory limit.
 
-    `memory_limit`, `in_flight`, `objective` and `split_backward` are those of `search`.
-    `LowerBound.value` is in the unit of the costs; `LowerBound.why` is the proof in words.  In
-    about so many `seconds` it is the tightest bound that is known; the clock does not decide it, so
-    that it is always the same. The formulas, and their proofs, are on the page of the search.
+    Args:
+        shape: The pipeline shape.
+        costs: The costs of stages. By default `Costs()`.
+        sizes: The sizes in bytes, required with `memory_limit`.
+        memory_limit: The memory of each rank, in bytes. By default there is no limit.
+        in_flight: The largest number of (stage, microbatch) pairs in flight on a rank, or a
+            function of the rank. It excludes `memory_limit`.
+        objective: The length to bound: "span" or "own", see `search_schedule`.
+        split_backward: True for schedules with split backwards, False for full backwards.
+        seconds: The approximate time for the computation. It decides by the number of tasks which
+            bounds are computed, not by a clock. So the result is deterministic.
 
-    Raises what `search` raises for a shape, costs, sizes or a limit that it does not take.
+    Returns:
+        The tightest bound of those computed, in the unit of the costs, and its proof in words.
 
-    >>> from schedir import Costs, PipelineShape, lower_bound
-    >>> least = lower_bound(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
-    ...     in_flight=4)
-    >>> least.value
-    27.0
-    >>> print(least.explanation)
-    rank 0 works 24 and holds 4: it idles 3 between its 4th F and its first I
+    Raises:
+        UsageError: `seconds` is not a positive number.
+        SchedirError: See `make_problem`.
+
+    Example:
+        >>> from schedir import Costs, PipelineShape, lower_bound
+        >>> least = lower_bound(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
+        ...     in_flight=4)
+        >>> least.value
+        27.0
+        >>> print(least.explanation)
+        rank 0 works 24 and holds 4: it idles 3 between its 4th F and its first I
     """
     taken = require_seconds(seconds)
     problem = make_problem(
@@ -62,19 +75,23 @@ def lower_bound(
 
 
 def compute_bound(problem: SchedulingProblem, seconds: float = 0.005) -> LowerBound:
-    """The largest bound of a SchedulingProblem that is found in about so many seconds, as its size
-    says.
+    """Return the largest bound of a problem that can be computed in about the given time.
 
-    Without any time it is the closed one, which takes some milliseconds however large it is.
+    Args:
+        problem: The problem.
+        seconds: The time, compared with an estimate from the number of tasks. With 0 only
+            closed-form bounds are computed, which take some milliseconds for any size.
     """
-    found = max(
+    best = max(
         compute_closed_bound(problem),
         compute_round_trip_bound(problem),
         key=lambda bound: bound.value,
     )
     if problem.num_tasks * _SECONDS_PER_TASK > seconds:
-        return found
-    for known in make_relaxations(problem):
-        if (other := compute_earliest_bound(known)).value > found.value * (1 + RELATIVE_TOLERANCE):
-            found = other  # else the closed one is easier to follow
-    return found
+        return best
+    for relaxation in make_relaxations(problem):
+        if (other := compute_earliest_bound(relaxation)).value > best.value * (
+            1 + RELATIVE_TOLERANCE
+        ):
+            best = other  # if both are equal, the closed-form proof is easier to follow
+    return best

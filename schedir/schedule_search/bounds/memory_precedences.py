@@ -10,10 +10,16 @@ from schedir.schedule_search.problem import SchedulingProblem
 
 
 def count_fitting(capacity: float, size: float, max_count: int) -> int:
-    """How many of a size fit into a room, at most `max_count`; -1 where there is less than no room.
+    """Return the number of values of a size that fit into a capacity.
 
-    The room is `SchedulingProblem.ample`, less what else is there: that allows for rounding, which
-    may be more than a part of what is left.
+    Args:
+        capacity: The capacity: `SchedulingProblem.rounded_capacity` less the memory of other
+            values. The rounding tolerance may exceed a share of the rest.
+        size: The size of one value, in the same unit.
+        max_count: The largest result.
+
+    Returns:
+        The number, at most `max_count`. -1 if `capacity` is negative.
     """
     if capacity < 0:
         return -1
@@ -21,7 +27,16 @@ def count_fitting(capacity: float, size: float, max_count: int) -> int:
 
 
 class MemoryLag(NamedTuple):
-    """Before the work of microbatch j on one stage, that of j - `lag` on another has ended."""
+    """A precedence on one rank that a memory limit forces.
+
+    Before the task of microbatch j starts on one stage, that of microbatch j - `lag` on another
+    stage has ended.
+
+    Attributes:
+        stage: The stage of the later task.
+        before_stage: The stage of the earlier task.
+        lag: The distance in microbatches.
+    """
 
     stage: int
     before_stage: int
@@ -29,22 +44,30 @@ class MemoryLag(NamedTuple):
 
 
 class MemoryLags(NamedTuple):
-    """What must have ended on a rank before an F or an I may start there: Is and Ws.
+    """The I's and W's that must have ended on a rank before an F or an I may start there.
 
-    `F_after_I` has the lags of F's behind I's, and so on.  Where there is no room for less than one
-    microbatch behind another, the lag is 1; a lag of all microbatches is not said.
+    If not even one microbatch fits after another, the lag is 1. Lags of all microbatches are left
+    out.
 
-    Why they hold.  Let F j of stage s start on a rank.  `F_after_I`: until the I of a microbatch a
-    on stage q, at or behind s, has ended, nothing of a and of what follows it has gone from the
-    stages up to q; all from a to j are on those up to s, and a must get to q, too: so that fits,
-    with
-    `saved_and_deferred` for a on q.  Of a stage q before s: if it has run i I's, stages up to q
-    hold j + 1 - i microbatches whole, and those between q and s one.  `F_after_W`: until the W of a
-    on q has ended, each from a to j - 1 has its tape there, or is whole on the stages up to s.
-    Where q is not behind s and a tape is no larger than that, j is whole up to s, and the rest are
-    tapes.
-    `I_after_W`: while I j of stage s runs, it holds `saved_and_deferred`, and stages before s hold
-    j; on q there are tapes, and stages behind s have run I j.
+    The proof, for F j of stage s on a rank:
+
+    - `F_after_I`, stage q not before s: until I a on q ends, no microbatch from a on has freed
+      memory on the rank's stages up to q. All from a to j are saved on the stages up to s.
+      Microbatch a must also reach q. So both must fit, with `saved_and_deferred` of a on q.
+    - `F_after_I`, stage q before s: if q has run i I's, the stages up to q save j + 1 - i
+      microbatches, and those between q and s save one.
+    - `F_after_W`: until W a on q ends, each microbatch from a to j - 1 uses memory. It has deferred
+      weight gradients on q, or is saved on the stages up to s. If q is not after s, and deferred
+      weight gradients are not larger, j is saved up to s, and the others are deferred.
+
+    The proof of `I_after_W`: while I j of stage s runs, it uses `saved_and_deferred`, and the
+    stages before s save j. Stage q has deferred weight gradients, and the stages after s have run I
+    j.
+
+    Attributes:
+        F_after_I: The lags of F's after I's.
+        F_after_W: The lags of F's after W's.
+        I_after_W: The lags of I's after W's.
     """
 
     F_after_I: tuple[MemoryLag, ...]
@@ -53,7 +76,11 @@ class MemoryLags(NamedTuple):
 
     @classmethod
     def from_problem(cls, problem: SchedulingProblem) -> MemoryLags:
-        """Those of a SchedulingProblem."""
+        """Return the lags of all ranks of a problem.
+
+        Args:
+            problem: The problem.
+        """
         kinds: tuple[list[MemoryLag], ...] = ([], [], [])
         for rank in range(problem.shape.ranks):
             for found, lags in zip(kinds, _rank_lags(problem, rank), strict=True):
@@ -61,44 +88,67 @@ class MemoryLags(NamedTuple):
         return cls(*map(tuple, kinds))
 
     def max_forwards_ahead(self, problem: SchedulingProblem, stage: int) -> int:
-        """How many F's of a stage may have started before its first I has ended."""
+        """Return the largest number of F's of a stage that start before its first I ends.
+
+        Args:
+            problem: The problem of the lags.
+            stage: The stage.
+        """
         found = (lag.lag for lag in self.F_after_I if lag.stage == lag.before_stage == stage)
         return min(found, default=problem.microbatches)
 
 
 def _rank_lags(problem: SchedulingProblem, rank: int) -> Iterator[list[MemoryLag]]:
-    own, never, saved, tape = (
+    """Yield the lists F_after_I, F_after_W and I_after_W of a rank."""
+    local_stages, all_microbatches, saved, deferred = (
         problem.stages_of_rank[rank],
         problem.microbatches,
         problem.saved,
         problem.deferred_wgrad,
     )
-    room, whole, sum_ = problem.rounded_capacity[rank], {}, 0.0
-    for s in own:
+    capacity, saved_up_to, sum_ = problem.rounded_capacity[rank], {}, 0.0
+    for s in local_stages:
         sum_ += saved[s]
-        whole[s] = sum_
+        saved_up_to[s] = sum_
     F_I, F_W, I_W = [], [], []
-    for s in own:
-        below = whole[s] - saved[s]
-        for q in own:
+    for s in local_stages:
+        below = saved_up_to[s] - saved[s]
+        for q in local_stages:
             if q >= s:
-                others = room - (whole[q] - whole[s]) - (problem.saved_and_deferred[q] - saved[q])
-                F_I.append(MemoryLag(s, q, max(count_fitting(others, whole[s], never), 1)))
+                others = (
+                    capacity
+                    - (saved_up_to[q] - saved_up_to[s])
+                    - (problem.saved_and_deferred[q] - saved[q])
+                )
+                F_I.append(
+                    MemoryLag(s, q, max(count_fitting(others, saved_up_to[s], all_microbatches), 1))
+                )
             else:
-                others = room - (whole[s] - whole[q])
-                F_I.append(MemoryLag(s, q, max(count_fitting(others, whole[q], never), 1)))
+                others = capacity - (saved_up_to[s] - saved_up_to[q])
+                F_I.append(
+                    MemoryLag(s, q, max(count_fitting(others, saved_up_to[q], all_microbatches), 1))
+                )
             if not problem.split_backward:
                 continue
             if q > s:
-                tapes = count_fitting(room - whole[s], min(whole[s], tape[q]), never) + 1
-            elif tape[q] <= whole[q]:
-                tapes = count_fitting(room - whole[s], tape[q], never) + 1
+                count = (
+                    count_fitting(
+                        capacity - saved_up_to[s],
+                        min(saved_up_to[s], deferred[q]),
+                        all_microbatches,
+                    )
+                    + 1
+                )
+            elif deferred[q] <= saved_up_to[q]:
+                count = count_fitting(capacity - saved_up_to[s], deferred[q], all_microbatches) + 1
             else:
-                tapes = count_fitting(room - (whole[s] - whole[q]), whole[q], never)
-            F_W.append(MemoryLag(s, q, max(tapes, 1)))
-            if q >= s:  # behind s it has run the I of this microbatch, too
-                tapes = count_fitting(
-                    room - below - problem.saved_and_deferred[s], tape[q], never
+                count = count_fitting(
+                    capacity - (saved_up_to[s] - saved_up_to[q]), saved_up_to[q], all_microbatches
+                )
+            F_W.append(MemoryLag(s, q, max(count, 1)))
+            if q >= s:  # stages after s have run the I of this microbatch too
+                count = count_fitting(
+                    capacity - below - problem.saved_and_deferred[s], deferred[q], all_microbatches
                 ) + (q == s)
-                I_W.append(MemoryLag(s, q, max(tapes, 0)))
+                I_W.append(MemoryLag(s, q, max(count, 0)))
     yield from (F_I, F_W, I_W)

@@ -30,7 +30,7 @@ from schedir.schedule_search.problem import Objective, SchedulingProblem, make_p
 from schedir.schedule_search.search_results import LowerBound
 
 _SEARCHED_OPS: Final = {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
-# What holds, moves or frees what is kept of a microbatch in a way of its own, as offloads do.
+# Instructions that keep, move or free values of a microbatch in another way, such as offloads.
 _UNSUPPORTED_OPS: Final = {
     row.op for row in INSTRUCTIONS
     if row.op not in _SEARCHED_OPS
@@ -39,7 +39,7 @@ _UNSUPPORTED_OPS: Final = {
         or {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.needs, *row.gives, *row.frees}
     )
 }  # fmt: skip
-_SLOT_SIZES: Final = {kind.name.lower() for kind in SLOT_VALUES}  # other programs may have fewer
+_SLOT_SIZES: Final = {kind.name.lower() for kind in SLOT_VALUES}  # other programs may need fewer
 
 
 def compute_program_bound(
@@ -50,20 +50,27 @@ def compute_program_bound(
     objective: Objective = "span",
     split_backward: bool | None = None,
 ) -> LowerBound | None:
-    """Below what no program of the same work can be that needs no more memory than this one.
+    """Return a lower bound on the length of every program with the same work and no more memory.
 
-    Its memory is, with sizes, the most bytes that a rank has, messages and all, as a prediction
-    tells it; else the most microbatches in flight on a rank.  Each rank of the other program may
-    have as much, and use for backwards what this one has for messages.  `split_backward` says
-    whether that one may split backwards in I and W, also some of them only; by default it may if
-    this one does. In a program that does not, F and B may still be in any order.
+    The memory limit of every rank is the largest memory of a rank of `program`. With sizes it
+    counts bytes of the prediction, including messages. Without sizes it counts microbatches in
+    flight. Other programs may use the memory of this program's messages for saved activations.
 
-    Costs and sizes that differ between microbatches are taken as the least of each stage, and a
-    backward as what it takes whole or split, whichever is less: the bound is lower then, but holds.
+    If costs or sizes differ between microbatches, the least of each stage counts, and a backward
+    counts as the cheaper of full and split. The bound is then lower, but still valid.
 
-    None where nothing is known: of a program with several holders of a stage, updates or segments,
-    with frozen stages, without backwards, with instructions that run forwards again or keep what
-    they saved elsewhere, or with `Costs.FB` that are less than a forward and a backward.
+    Args:
+        program: The program to compare with.
+        costs: The costs of stages. By default `Costs()`.
+        sizes: The sizes in bytes. By default memory is counted in microbatches in flight.
+        objective: The length to bound: "span" or "own", see `search_schedule`.
+        split_backward: True if other programs may split some or all backwards into I and W. By
+            default they may if `program` does. If False, F's and B's may still run in any order.
+
+    Returns:
+        The bound. None if no bound applies: the program has stage replicas, several updates,
+        sequence segments, frozen stages or no backwards. Or it recomputes or offloads, or
+        `Costs.FB` is less than a forward and a backward.
     """
     costs = Costs() if costs is None else costs
     shape = program.shape
@@ -90,7 +97,7 @@ def _relax_program(
     *,
     split_backward: bool | None,
 ) -> SchedulingProblem | None:
-    """A Problem that no program of this work and memory takes less than."""
+    """Return a problem whose bound applies to every program of this work and memory, or None."""
     shape = program.shape
     if split_backward is None:
         split_backward = not program.used_opcodes.isdisjoint({BACKWARD_INPUT, BACKWARD_WEIGHT})
@@ -105,7 +112,7 @@ def _relax_program(
             OPTIMIZER_STEP_OPS[0],
         )
     )
-    if split_backward:  # a backward that is whole is an I with its W behind it
+    if split_backward:  # a full backward counts as an I followed by its W
         I = np.minimum(I, B)
         W = np.minimum(W, B - I)
     steps = step if set(OPTIMIZER_STEP_OPS) & program.used_opcodes else 0 * step
@@ -114,18 +121,20 @@ def _relax_program(
                   step=_to_floats(steps))  # fmt: skip
     try:
         problem = make_problem(shape, least, objective=objective, split_backward=split_backward)
-    except CostsError:  # they are all 0, or too large
+    except CostsError:  # the costs are all 0, or too large
         return None
     if sizes is None:
         return replace(problem, capacity=(float(peak_in_flight(program).max()),) * shape.ranks)
     ranks = compute_footprints(program, sizes)
     most = max(float(own.total_bytes.max()) for own in ranks)
-    room = tuple(most - _constant_bytes(own) for own in ranks)
-    saved, tape = (sizes.per_microbatch(name, shape).min(1) for name in ("saved", "deferred_wgrad"))
-    # A whole backward keeps what was saved until its end, and never has a tape.
+    capacity = tuple(most - _constant_bytes(own) for own in ranks)
+    saved, deferred = (
+        sizes.per_microbatch(name, shape).min(1) for name in ("saved", "deferred_wgrad")
+    )
+    # A full backward keeps the saved activations until its end, and defers nothing.
     return replace(
-        problem, capacity=room, saved=_to_floats(saved), saved_and_deferred=_to_floats(saved),
-        deferred_wgrad=_to_floats(np.minimum(tape, saved) if split_backward else 0 * tape),
+        problem, capacity=capacity, saved=_to_floats(saved), saved_and_deferred=_to_floats(saved),
+        deferred_wgrad=_to_floats(np.minimum(deferred, saved) if split_backward else 0 * deferred),
     )  # fmt: skip
 
 
@@ -134,7 +143,7 @@ def _to_floats(values: NDArray[np.float64]) -> tuple[float, ...]:
 
 
 def _constant_bytes(footprint: Footprint) -> float:
-    """The bytes that a rank has all the time, whatever the program: none of slots."""
+    """Return the static bytes of a rank that every program of this work needs, without slots."""
     return sum(
         size for name, (_, size) in footprint.static_memory.items() if name not in _SLOT_SIZES
     )

@@ -1,10 +1,11 @@
 """Lower bounds from the round trip of forwards and backwards.
 
-Where fewer microbatches fit than there are ranks, a rank waits for one to come back before it may
-begin another, and how long that takes sets the pace.  Two that are away at once meet: the later
-one's F and the earlier one's I want the same rank.  Unless the second began a certain time after
-the first, one of them is late.  These times are few, and whether two of them add up to the pace is
-a matter of the costs; where they do not, the pace is slower.  docs/search.md has the proof.
+If fewer microbatches fit than there are ranks, a rank waits for one to return before it starts
+another. The round trip then sets the pace.
+
+Two microbatches on a round trip at the same time cross: the later one's F and the earlier one's I
+need the same rank. One of them is late unless their distance in time has one of few values. If no
+two of these distances add up to the pace, the pace is slower. docs/search.md has the proof.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ from schedir.schedule_search.bounds.microbatch_latency import MicrobatchLatency
 from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.search_results import LowerBound
 
+# Each weight gives a valid bound of the average delay. The largest bound counts.
 _LATENESS_WEIGHTS: Final = [k / 8 for k in range(9)]
 
 
 def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
-    """The bound by what crosses behind the stage that sets the pace; of spans."""
+    """Return the bound from crossing microbatches after the stage that sets the pace.
+
+    Args:
+        problem: The problem.
+
+    Returns:
+        The bound. 0 for the objective "own", and if the argument does not apply.
+    """
     paths, lags = MicrobatchLatency.from_problem(problem), MemoryLags.from_problem(problem)
     m, stages = problem.microbatches, problem.shape.stages
     best = LowerBound(0.0, "")
@@ -39,22 +48,22 @@ def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
     k = lags.max_forwards_ahead(problem, s)
     if k < 2 or m < 2 * k + 2:
         return best
-    away = k * pace[s]
-    late = _min_average_delay(problem, paths, s, away)
-    if not late > 0:
+    round_trip = k * pace[s]
+    delay = _min_average_delay(problem, paths, s, round_trip)
+    if not delay > 0:
         return best
     for often in ((m - 2) // k, (m - 2) // k - 1):
         first, second = (
             _min_remaining_time(problem, paths, lags, s, m - often * k - c) for c in range(2)
         )
         after = (first + problem.F[s] + second) / 2
-        value = paths.until_forward[s] + often * away + (often - 1) * late + after
+        value = paths.until_forward[s] + often * round_trip + (often - 1) * delay + after
         if value > best.value:
             best = LowerBound(
                 value,
-                f"rank {problem.rank_of[s]} may have {k} microbatches away: {away:.6g} after one "
-                f"another may come, {often} times; their forwards cross what comes back, and so "
-                f"they are {late:.6g} late on average; what is left then takes {after:.6g}",
+                f"rank {problem.rank_of[s]} may have {k} microbatches away: {round_trip:.6g} after "
+                f"one another may come, {often} times; their forwards cross what comes back, and so "
+                f"they are {delay:.6g} late on average; what is left then takes {after:.6g}",
             )
     return best
 
@@ -62,7 +71,7 @@ def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
 def _min_average_delay(
     problem: SchedulingProblem, latency: MicrobatchLatency, stage: int, round_trip: float
 ) -> float:
-    """The least, on average, that microbatches are late which cross behind a stage."""
+    """Return the least average delay of microbatches that cross after a stage."""
     options = [*crossing_delays(problem, latency, stage, round_trip)]
     return max(
         min(x + weight * max(y - x, 0.0) for x, y in options) / (1 + 2 * weight)
@@ -73,18 +82,30 @@ def _min_average_delay(
 def crossing_delays(
     problem: SchedulingProblem, latency: MicrobatchLatency, stage: int, round_trip: float
 ) -> Iterator[tuple[float, float]]:
-    """How three microbatches can cross, the second between the first and the one that may come when
-    that is back: what the second is late at least, and all three together."""
+    """Yield the ways in which three microbatches can cross after a stage, as pairs of delays.
+
+    The second microbatch starts between the first and the one that may start when the first
+    returns.
+
+    Args:
+        problem: The problem.
+        latency: The unobstructed times of a microbatch.
+        stage: The stage that sets the pace.
+        round_trip: The time from the start of the first to the start of the third, without delays.
+
+    Yields:
+        The least delay of the second microbatch, and the least total delay of all three.
+    """
     stages, turn = range(stage, problem.shape.stages), latency.forward_to_backward
-    loop = [problem.F[r] + turn[r] + problem.I[r] for r in range(problem.shape.stages)]
+    round_trips = [problem.F[r] + turn[r] + problem.I[r] for r in range(problem.shape.stages)]
     for r in stages:
         for q in range(stage, r + 1):
             x = max(round_trip - turn[r] - turn[q], 0.0)
-            both = r < stages[-1]  # else x is the larger one
-            y = loop[r + 1] + loop[q + 1] - round_trip if both else x
+            both = r < stages[-1]  # on the last stage, x is the larger delay
+            y = round_trips[r + 1] + round_trips[q + 1] - round_trip if both else x
             yield x, max(x, y)
-    rest = round_trip - loop[stage]  # one is back before the next one comes
-    least = min(problem.F[stage], min(loop[stage:]) - rest)
+    rest = round_trip - round_trips[stage]  # the first returns before the second starts
+    least = min(problem.F[stage], min(round_trips[stage:]) - rest)
     yield 0.0, max(least, 0.0)
 
 
@@ -95,7 +116,7 @@ def _min_remaining_time(
     stage: int,
     microbatches: int,
 ) -> float:
-    """The least time from an F on, with that many microbatches left, to the end of the run."""
+    """Return the least time from an F of a stage to the end, with `microbatches` left to run."""
     rank = problem.rank_of[stage]
     left = replace(problem, shape=replace(problem.shape, microbatches=microbatches))
     if stage == 0:
