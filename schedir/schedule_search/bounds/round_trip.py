@@ -62,8 +62,8 @@ def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
             best = LowerBound(
                 value,
                 f"rank {problem.rank_of[s]} may have {k} microbatches away: {round_trip:.6g} after "
-                f"one another may come, {often} times; their forwards cross what comes back, and so "
-                f"they are {delay:.6g} late on average; what is left then takes {after:.6g}",
+                f"one another may come, {often} times; their forwards cross what comes back, and "
+                f"so they are {delay:.6g} late on average; what is left then takes {after:.6g}",
             )
     return best
 

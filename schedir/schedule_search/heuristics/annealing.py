@@ -1,16 +1,17 @@
 """Simulated annealing of rank orders, in loops that numba can compile.
 
-Everything that they read or fill comes as a list or an array.  Codes are those of an Order.
+All inputs and outputs are lists or arrays. A code is KINDS * stage + kind, as in an `Order`. A
+position is an index into `codes`, the concatenated codes of all ranks.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-Vector = Any  # of one dimension: a list, or an array
+Vector = Any  # a list or a one-dimensional array
 
-_NEVER: Final = 1e300
-_WAVE_INTERVAL: Final = 4  # one of so many moves is of several ranks
+_NEVER: Final = 1e300  # a time that is never reached
+_WAVE_INTERVAL: Final = 4  # one of this many moves changes several ranks
 
 
 def compute_times(
@@ -33,9 +34,30 @@ def compute_times(
     start: Vector,
     mb_at: Vector,
 ) -> float:
-    """Fill the earliest `start` of each piece of work of an order, and say what all takes.
+    """Compute the earliest start of each task of an order, and return the length of the order.
 
-    `mb_at` gets the microbatch of each.  What never ends takes _NEVER.
+    Args:
+        ranks: The number of ranks.
+        stages: The number of stages.
+        microbatches: The number of microbatches.
+        rank_of: The rank of each stage.
+        rank_offsets: The first position of each rank, and the total number of tasks.
+        codes: The order: the codes of all ranks, concatenated.
+        cost: The time of a task, by code.
+        delays: The time from the end of a task until its value arrives, by code.
+        tail: The time from the last compute of a rank to its end, by rank.
+        own_span: 1 for the objective "own", 0 for "span".
+        arrivals: Buffer: when the input of a task arrives, by code and microbatch.
+        next_mb: Buffer: the next microbatch, by code.
+        next_position: Buffer: the next position of each rank.
+        rank_time: Output: the end of the last task of each rank.
+        stack: Buffer: ranks that may go on.
+        is_on_stack: Buffer: 1 for each rank on the stack.
+        start: Output: the start of each task, by position.
+        mb_at: Output: the microbatch of each task, by position.
+
+    Returns:
+        The length of the order, or `_NEVER` if it deadlocks.
     """
     for c in range(3 * stages):
         next_mb[c] = 0
@@ -135,16 +157,54 @@ def anneal(
     random_state: Vector,
     goal: float,
 ) -> float:
-    """Move one piece of work at a time of the order `codes`, and keep the shortest in `best_codes`.
+    """Move one task at a time in the order `codes`, and keep the shortest order in `best_codes`.
 
-    Most moves are of work on a critical path: one of two that follow each other without a pause.
-    Some have the like done on several ranks (`move_on_several_ranks`): where memory is short, or a
-    rank has several stages, one rank alone can change but little. What would hold too much, or
-    never end, is not done; what is longer is done if it is by less than a random part of a heat.
-    `heat_state` has that, a time, and by what factor it falls in each of the `num_moves`;
-    `random_state` has the last random number, and gets how many turns were made. These are of a
-    linear congruence, so Python and machine code draw the same.  All goes on where it ended, if it
-    is called again.
+    Most moves exchange two tasks of a critical path that follow each other without idle time. Some
+    moves change several ranks in the same way, see `move_on_several_ranks`: with little memory, or
+    with several stages per rank, one rank alone can change little.
+
+    A move that exceeds a capacity or deadlocks is undone. A longer order is kept if the increase is
+    less than a random share of the heat. Random numbers come from a linear congruential generator,
+    so Python and compiled code draw the same. A later call continues where the last one ended.
+
+    Args:
+        ranks: See `compute_times`.
+        stages: See `compute_times`.
+        microbatches: See `compute_times`.
+        rank_of: See `compute_times`.
+        rank_offsets: See `compute_times`.
+        codes: The order, changed in place.
+        cost: See `compute_times`.
+        delays: See `compute_times`.
+        tail: See `compute_times`.
+        own_span: See `compute_times`.
+        arrivals: See `compute_times`.
+        next_mb: See `compute_times`.
+        next_position: See `compute_times`.
+        rank_time: See `compute_times`.
+        stack: See `compute_times`.
+        is_on_stack: See `compute_times`.
+        start: See `compute_times`.
+        mb_at: See `compute_times`.
+        start_memory: The memory that must be free at the start of a task, by code.
+        memory_change: The memory that a task adds until its end, by code. Negative if it frees
+            memory.
+        capacity: The memory of each rank.
+        rank_at: The rank of each position.
+        rank_stages: The stages of all ranks, concatenated.
+        stage_offsets: The first index of each rank in `rank_stages`, and the number of stages.
+        path_joints: Buffer: positions on the critical path without idle time before them.
+        best_codes: Output: the shortest order so far.
+        saved_codes: Buffer: the order before a move.
+        num_moves: The number of moves.
+        heat_state: The heat, the factor by which each move reduces it, and the shortest length so
+            far. Updated in place. The heat is a time.
+        random_state: The last random number, updated in place. The second entry is an output: the
+            number of moves that were tried.
+        goal: Stop if an order is not longer than this.
+
+    Returns:
+        The shortest length so far.
     """
     n = rank_offsets[ranks]
     length = compute_times(
@@ -164,7 +224,8 @@ def anneal(
         draw = random >> 8
         x = -1
         if draw % 8 > 0:
-            # One critical path, from its end on: work that starts as the one before it ends.
+            # Follow one critical path backward from its end: each task starts when the previous one
+            # ends.
             y = -1
             for r in range(ranks):
                 takes = rank_time[r] + tail[r]
@@ -189,7 +250,7 @@ def anneal(
                     source = c + 3 if c + 3 < 3 * stages else c - 1
                 if source < 0:
                     break
-                # Where the work stands whose value this waited for.
+                # Find the position of the task that produced the value this task waited for.
                 q = rank_of[source // 3]
                 lo, hi = rank_offsets[q], rank_offsets[q + 1] - 1
                 due = start[y] - delays[source] - cost[source]
@@ -210,7 +271,8 @@ def anneal(
             x = (random >> 8) % n
             random = (random * 1103515245 + 12345) % 2147483648
         draw = random >> 8
-        # The work from x on goes before that which ends there: mostly one of the two is one piece.
+        # The tasks from x on move before the tasks that end there. Mostly one of the two is one
+        # task.
         ahead, behind = 1, 1
         if draw % 4 == 1:
             ahead = 1 + (draw >> 8) % 8
@@ -254,7 +316,7 @@ def anneal(
                 lo = rank_offsets[r]
             if hi > rank_offsets[r + 1]:
                 hi = rank_offsets[r + 1]
-            # Nothing goes past its like, nor past what makes what it needs, or needs what it makes.
+            # No task passes a task of the same code, or a task of the same stage and microbatch.
             for y in range(x, hi):
                 c = codes[y]
                 z = x - 1
@@ -330,14 +392,27 @@ def move_on_several_ranks(
     position: int,
     move_behind: int,
 ) -> int:
-    """Have the work at `position` go before that ahead of it, and the like on ranks from `low_rank`
-    to `high_rank`.
+    """Exchange a task with the one before it, and the corresponding tasks on other ranks.
 
-    The like is of the same kinds and microbatches, of the stages that are their ranks' as many-th.
-    What goes ahead takes the place right before the other, or with `move_behind` the other the
-    place right after it.  Where it is so already, or would pass its like or what it needs, a rank
-    stays as it is.  `mb_at` has the microbatches of the order as it was.  Returns how many ranks
-    changed.
+    Corresponding tasks have the same kinds, microbatches and local stages. They need not be
+    neighbours. A rank stays unchanged if its two tasks are in the new order already. It also stays
+    unchanged if a task would pass one of the same code, or of the same stage and microbatch.
+
+    Args:
+        low_rank: The first rank to change.
+        high_rank: The last rank to change.
+        rank_stages: The stages of all ranks, concatenated.
+        stage_offsets: The first index of each rank in `rank_stages`, and the number of stages.
+        rank_offsets: The first position of each rank, and the total number of tasks.
+        codes: The order, changed in place.
+        mb_at: The microbatch of each position, before the change.
+        rank_at: The rank of each position.
+        position: The position of the later task.
+        move_behind: 0 to move the later task directly before the earlier one. 1 to move the earlier
+            task directly after the later one.
+
+    Returns:
+        The number of changed ranks.
     """
     r = rank_at[position]
     one, other = codes[position], codes[position - 1]
@@ -366,7 +441,7 @@ def move_on_several_ranks(
                 break
         if lo < 0 or hi < 0:
             continue
-        # What moves is one piece; nothing between the two may be its like, or of its microbatch.
+        # One task moves. No task between the two may have its code, or its stage and microbatch.
         moves, n = (d, met) if move_behind else (c, mb)
         free = 1
         for y in range(lo + move_behind, hi + move_behind):

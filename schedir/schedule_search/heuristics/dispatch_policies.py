@@ -1,4 +1,4 @@
-"""Dispatch policies, and their neighbours."""
+"""Dispatch policies for list scheduling, and their neighbours."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from schedir.schedule_search.problem import SchedulingProblem
 
 
 def generate_policies(problem: SchedulingProblem, random: Random) -> Iterator[DispatchPolicy]:
-    """Policies to try: those that are most often best, and then the rest in random turn.
+    """Yield policies to try: those that are most often best, then the others in random order.
 
-    What each rank does is ruled by how far its forwards lead, and by when it runs its W's.  The
-    `idle_share` balances idle time over the ranks, as the heuristic of arXiv 2401.10241 does,
-    section 3.1: a rank that has idled less than others may wait, and others run a W instead.
+    A policy limits how far the forwards of a rank lead, and decides when the rank runs its W's.
+    `idle_share` balances idle time over the ranks: a rank that idled less than others may wait, and
+    others run a W instead.
+
+    Args:
+        problem: The problem.
+        random: The source of random numbers.
+
+    References:
+        Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1.
     """
     m, P = problem.microbatches, problem.shape.ranks
     several = problem.shape.stages > P
@@ -43,14 +50,14 @@ def generate_policies(problem: SchedulingProblem, random: Random) -> Iterator[Di
 
 
 def _list_leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
-    """How many more F than I each stage may have run, the likeliest first.
+    """Return values of `max_lead`, the likeliest first.
 
-    As many as fit before the first gradient can come, or some more; all there are; or a number
-    that grows with the stages behind.
+    Candidates are: as many F's as fit before the first gradient can arrive, or some more; all
+    microbatches; and a number that grows with the number of later stages.
     """
     m, S = problem.microbatches, problem.shape.stages
     fit = []
-    comes = 0.0  # from the end of an F to the start of its I
+    comes = 0.0  # the time from the end of an F to the start of its I
     for stage in reversed(range(S)):
         own = sum(problem.F[other] for other in problem.stages_of_rank[problem.rank_of[stage]])
         fit.append((comes / problem.F[stage], comes / own) if own else (inf, inf))
@@ -83,7 +90,13 @@ def _clip_count(number: float, max_count: int) -> int:
 def generate_neighbours(
     problem: SchedulingProblem, policy: DispatchPolicy, random: Random
 ) -> Iterator[DispatchPolicy]:
-    """Policies that differ from one in one thing, in random turn."""
+    """Return policies that differ from a policy in one parameter, in random order.
+
+    Args:
+        problem: The problem.
+        policy: The policy to vary.
+        random: The source of random numbers.
+    """
     m = problem.microbatches
     most = m * len(max(problem.stages_of_rank, key=len))
     found = []

@@ -1,4 +1,4 @@
-"""Orders with which a search begins: built-in schedules, and those that a user gives."""
+"""Orders from which a search starts: built-in schedules, and those of the user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ from schedir.schedules.schedule_expansion import expand_schedule
 def list_initial_orders(
     problem: SchedulingProblem, schedules: Sequence[Schedule | Program]
 ) -> Iterator[tuple[str, Order]]:
-    """The orders of what is given, and of built-in schedules for this shape, that fit."""
+    """Yield the name and the order of each schedule from which a search starts.
+
+    These are the given schedules, and the built-in schedules that support the shape. Schedules that
+    do not run exactly the tasks of the problem are left out.
+
+    Args:
+        problem: The problem.
+        schedules: The schedules of the user.
+
+    Raises:
+        UsageError: A schedule of the user recomputes, does not train all stages, has no backwards
+            or has tensor-parallel collectives between stage segments. Or it has another shape.
+    """
     for each in schedules:
         program = each if isinstance(each, Program) else expand_schedule(each, problem.shape)
         if how := describe_unsearchable(program):
@@ -29,18 +41,21 @@ def list_initial_orders(
                 fields=["initial_schedules"],
             )
         yield from _order_if_complete(problem, program)
-    for schedule in sorted(
-        get_built_in_schedules().values(), key=has_free_v
-    ):  # the plainest name of each first
+    # If two schedules are equal, the one without a parameter `v` gives the name.
+    for schedule in sorted(get_built_in_schedules().values(), key=has_free_v):
         try:
             program = expand_schedule(schedule, problem.shape)
-        except SchedirError:  # it is for other shapes
+        except SchedirError:  # the schedule does not support this shape
             continue
         yield from _order_if_complete(problem, program)
 
 
 def describe_unsearchable(program: Program) -> str:
-    """What a program does that none does that is searched for, in words; else nothing."""
+    """Return the reason why a program cannot be searched, as the rest of a sentence, else "".
+
+    Args:
+        program: The program.
+    """
     for is_so, what in (
         (not program.has_backward, "has no backwards"),
         (program.frozen_stages, "has stages that are not trained"),
@@ -53,7 +68,7 @@ def describe_unsearchable(program: Program) -> str:
 
 
 def _order_if_complete(problem: SchedulingProblem, program: Program) -> Iterator[tuple[str, Order]]:
-    """The order of a program that runs all of the SchedulingProblem's work."""
+    """Yield the name and the order of a program if it runs all tasks of the problem."""
     order = order_of_program(program, split_backward=problem.split_backward)
     whole = problem.microbatches * problem.num_task_kinds
     if all(

@@ -1,15 +1,15 @@
-"""Greedy list scheduling: an idle rank starts what its policy ranks first.
+"""Greedy list scheduling: an idle rank starts the task that its policy prefers.
 
-Everything that it reads or fills comes as a list or an array.  Codes are those of an Order.
+All inputs and outputs are lists or arrays. A code is KINDS * stage + kind, as in an `Order`.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-Vector = Any  # of one dimension: a list, or an array
+Vector = Any  # a list or a one-dimensional array
 
-_NEVER: Final = 1e300
+_NEVER: Final = 1e300  # a time that is never reached
 
 
 def dispatch_by_policy(
@@ -44,20 +44,59 @@ def dispatch_by_policy(
     num_started: Vector,
     codes: Vector,
 ) -> float:
-    """Let each idle rank decide by a policy what it does next, and fill `codes` with the order.
+    """Fill `codes` with the order in which idle ranks choose their tasks by a policy.
 
-    An idle rank runs, in this turn: a W where more than `max_lag` of them wait; an I that is there,
-    after an F if `forward_first`; an F below its stage's `max_lead` that fits, unless an I comes
-    within
-    `wait_share` of its cost; a W if memory keeps other work from running, if nothing is known to
-    come, if it ends at most `late_share` of its cost after the next value comes, or if else the
-    rank would have idled more than `idle_share` of what any has, since its first F.  Else it waits.
-    Of several stages the I and the F with the lowest microbatch go first, and of these the deepest;
-    by
-    `stage_choice` 1 the deepest F, by 2 the first.
+    An idle rank starts the first of these tasks that is possible:
 
-    `reserved_memory` is the room that later stages of its rank need to go on, which no F of a stage
-    takes: so the deepest microbatch can always move.  Returns 0, or _NEVER if that was not enough.
+    1. A W, if more than `max_lag` W's wait.
+    2. An I whose gradient has arrived. With `forward_first`, an F precedes it.
+    3. An F that fits into memory and does not exceed the `max_lead` of its stage. But not if an I
+       arrives within `wait_share` of the F's cost.
+    4. A W, if memory blocks other tasks, if no arrival is scheduled, or if it ends at most
+       `late_share` of its cost after the next arrival. Also if the rank would else idle more than
+       `idle_share` allows.
+
+    Otherwise the rank waits. Among several stages, the I with the lowest microbatch goes first, and
+    then that of the deepest stage. For F's the same applies, unless `stage_choice` differs.
+
+    Args:
+        ranks: The number of ranks.
+        stages: The number of stages.
+        microbatches: The number of microbatches.
+        split: 1 if backwards are split into I and W, else 0.
+        rank_of: The rank of each stage.
+        rank_stages: The stages of all ranks, concatenated.
+        stage_offsets: The first index of each rank in `rank_stages`, and the number of stages.
+        rank_offsets: The first index of each rank in `codes`.
+        cost: The time of a task, by code.
+        delays: The time from the end of a task until its value arrives, by code.
+        start_memory: The memory that must be free at the start of a task, by code.
+        memory_change: The memory that a task adds until its end, by code. Negative if it frees
+            memory.
+        capacity: The memory of each rank.
+        reserved_memory: By stage, the memory that an F must leave free for later stages of its
+            rank. So the microbatch at the deepest stage can always continue.
+        max_lead: By stage, the largest number of F's without a finished I.
+        max_lag: By rank, the largest number of W's that wait.
+        wait_share: A rank waits for an I that arrives within this share of an F's cost.
+        late_share: A W may end later than the next arrival by this share of its cost.
+        idle_share: A rank runs a W if waiting made its idle time exceed this share of the largest
+            idle time of all ranks. Idle time counts from the rank's first F.
+        forward_first: 1 if an F goes before an I.
+        stage_choice: The F among several stages. 0: the lowest microbatch. 1: the deepest stage. 2:
+            the first stage.
+        next_mb: Buffer: the next microbatch, by code.
+        arrivals: Buffer: when the input of a task arrives, by code and microbatch.
+        memory: Buffer: the memory in use, by rank.
+        rank_time: Buffer: when each rank decides next.
+        idle_time: Buffer: the idle time of each rank.
+        idle_since: Buffer: the start of the current idle time of each rank.
+        is_waiting: Buffer: 1 for each rank that waits.
+        num_started: Buffer: the number of tasks that each rank has started.
+        codes: Output: the codes of all ranks, concatenated.
+
+    Returns:
+        0, or `_NEVER` if the ranks cannot continue within their memory.
     """
     for r in range(ranks):
         rank_time[r] = 0.0
@@ -88,7 +127,7 @@ def dispatch_by_policy(
                 if idle_time[r] > most:
                     most = idle_time[r]
         free = capacity[r] - memory[r]
-        # What it could do: the best of each kind, and when the next value comes.
+        # Find the preferred stage of each kind of task, and the time of the next arrival.
         f = i = w = -1
         pending = 0
         blocked = 0
@@ -155,7 +194,8 @@ def dispatch_by_policy(
         rank_time[r] = end
         left -= 1
         if kind < 2:
-            # Whose value it is: the next stage's F, the stage's own I, or that of the stage before.
+            # The result is the input of the next stage's F, of the same stage's I, or of the
+            # previous stage's I.
             target = -1
             if kind == 0:
                 target = code + 3 if s + 1 < stages else code + 1
@@ -168,7 +208,7 @@ def dispatch_by_policy(
                 if is_waiting[q] and given < rank_time[q]:
                     rank_time[q] = given
         if next_mb[3 * rank_stages[stage_offsets[r]]] == microbatches:
-            # A rank through with everything never comes up again.
+            # A rank that has run all its tasks must not be selected again.
             over = 1
             for x in range(stage_offsets[r], stage_offsets[r + 1]):
                 c = 3 * rank_stages[x]

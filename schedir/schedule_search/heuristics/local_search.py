@@ -20,39 +20,42 @@ from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import Order, compute_peaks, order_one_by_one
 from schedir.schedule_search.search_results import SearchStep
 
-_IMPROVEMENT_FACTOR = 1 - 1e-12  # times that differ by less are the same
-_CLOCK_SECONDS = 0.05  # seconds between two looks at the clock
-# Until when policies are tried, and then changed, in parts of the budget; the rest is annealing.
+_IMPROVEMENT_FACTOR = 1 - 1e-12  # lengths that differ by less are equal up to rounding
+_CLOCK_SECONDS = 0.05  # seconds between two checks of the budget
+# Shares of the budget at which the trial and the variation of policies end, in two phases. The rest
+# of the budget is for annealing.
 _POLICY_PHASES = ((0.08, 0.2), (0.35, 0.5))
-_MAX_FINALISTS = 4  # of the shortest orders that are kept
-_MAX_EQUAL_ORDERS = (
-    32  # orders as short as the shortest that are looked at, whose messages may wait less
-)
-_MAX_EQUAL_MOVES = 500  # moves at most from the shortest to one of these
-_FIRST_MOVES = 16  # moves of work between two looks at the clock
-_POOL_SIZE = 24  # policies whose orders are starting points
-_COMPILE_AFTER_SECONDS = (
-    0.2  # seconds before machine code is asked for, which takes as long to come
-)
-_MAX_FAILED_ROUNDS = (
-    64  # rounds of annealing without anything better, after which there is hardly any
-)
-# The heat at which rounds begin, in mean times of a piece of work, and moves for each piece.
+_MAX_FINALISTS = 4  # shortest orders to keep
+# Orders as short as the shortest that are compiled at the end. Their messages may wait less.
+_MAX_EQUAL_ORDERS = 32
+_MAX_EQUAL_MOVES = 500  # moves from the shortest order to one of these, at most
+_FIRST_MOVES = 16  # moves before the first check of the budget
+_POOL_SIZE = 24  # policies whose orders annealing starts from
+_COMPILE_AFTER_SECONDS = 0.2  # a search that ends earlier does not pay for loading compiled loops
+_MAX_FAILED_ROUNDS = 64  # annealing rounds without a shorter order; more rarely find one
+# For each round the initial heat, in mean times of a task, and the number of moves per task.
 _ANNEALING_ROUNDS = ((4.0, 100), (8.0, 400), (16.0, 100), (4.0, 1600), (2.0, 400))
-_UNLIMITED_EVALUATIONS = 2**62  # evaluations where nobody counts them
-_MIN_HEAT = 0.1  # the least heat
-_FINAL_HEAT_SHARE = 1 / 30  # what is left of a round's heat at its end
+_UNLIMITED_EVALUATIONS = 2**62  # the number for "no limit"
+_MIN_HEAT = 0.1  # the least initial heat, in mean times of a task
+_FINAL_HEAT_SHARE = 1 / 30  # share of a round's initial heat at its end
 
 
 class BudgetExhausted(Exception):
-    """The budget is spent."""
+    """Raised when the budget of a search is spent."""
 
 
 class LocalSearch:
-    """The shortest orders so far, and how they came.
+    """A search for short orders, with its results so far.
 
-    The budget is in `seconds`, or in `evaluations` of orders: then what is found depends on the
-    seed alone, as long as the seconds are enough.
+    Args:
+        problem: The problem.
+        bound: A lower bound on the length. The search ends if an order reaches it.
+        start_time: The start of the search, by `time.perf_counter`.
+        seconds: The time limit, from `start_time`.
+        evaluations: The largest number of evaluated orders, or None for no limit. If `seconds` are
+            enough for them, the results depend on `seed` alone.
+        seed: The random seed.
+        report: Called with each shorter order.
     """
 
     def __init__(
@@ -67,52 +70,60 @@ class LocalSearch:
         report: Callable[[SearchStep], None],
     ) -> None:
         self.problem, self.bound = problem, bound
-        self.shortest_orders: list[tuple[float, Order]] = []  # the shortest first
-        self.initial_orders: list[
-            tuple[float, Order]
-        ] = []  # those that it began with, the shortest first
+        # Lengths and orders, the shortest first.
+        self.shortest_orders: list[tuple[float, Order]] = []
+        self.initial_orders: list[tuple[float, Order]] = []
         self.improvements: list[SearchStep] = []
         self.start_time = start_time
         self._seconds, self._evaluations, self._report = seconds, evaluations, report
         self._random = Random(seed)
         self.numba: NumbaStatus = "not needed"
         self._evaluator, self._earlier_evaluations = OrderEvaluator(problem), 0
-        self._moves_per_second = 1e4  # moves of work in a second
+        self._moves_per_second = 1e4  # an estimate until the first round of annealing
         self._pool: list[tuple[float, DispatchPolicy]] = []
-        self._exhausted_policies: set[DispatchPolicy] = set()  # of which no neighbour is better
+        self._exhausted_policies: set[DispatchPolicy] = set()  # policies without a better neighbour
 
     @property
     def length(self) -> float:
-        """What the shortest order takes; infinite if there is none."""
+        """The length of the shortest order. Infinite if there is none."""
         return self.shortest_orders[0][0] if self.shortest_orders else inf
 
     @property
     def best_order(self) -> Order:
-        """The shortest order."""
+        """The shortest order so far."""
         return self.shortest_orders[0][1]
 
     @property
     def is_proved(self) -> bool:
-        """Whether no order can be shorter than the best."""
+        """Return whether no order can be shorter than the best."""
         return self.length <= self.proof_length
 
     @property
     def proof_length(self) -> float:
-        """The bound, and what sums of times may differ from it by rounding."""
+        """The bound plus a tolerance for rounding in sums of times."""
         return self.bound * (1 + RELATIVE_TOLERANCE)
 
     @property
     def num_evaluated(self) -> int:
-        """How many orders were evaluated."""
+        """The number of orders that were evaluated."""
         return self._earlier_evaluations + self._evaluator.evaluations
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the beginning."""
+        """The seconds since the start of the search."""
         return perf_counter() - self.start_time
 
     def add_order(self, length: float, order: Order, method: str) -> bool:
-        """Keep an order if it is the shortest so far, and say whether it is."""
+        """Keep an order if it is the shortest so far, and report it.
+
+        Args:
+            length: The length of the order.
+            order: The order.
+            method: The method that found it, for the report.
+
+        Returns:
+            True if the order is the shortest so far.
+        """
         if length >= self.length * _IMPROVEMENT_FACTOR:
             return False
         self.shortest_orders.insert(0, (length, order))
@@ -122,7 +133,11 @@ class LocalSearch:
         return True
 
     def add_initial_orders(self, orders: Iterable[tuple[str, Order]]) -> None:
-        """Look at orders that somebody has made, as far as they fit."""
+        """Evaluate the initial orders that fit into memory, and keep them.
+
+        Args:
+            orders: Names and orders.
+        """
         for name, order in orders:
             if all(map(self.problem.fits_on_rank, compute_peaks(self.problem, order), count())):
                 self.initial_orders.append((self._evaluator.evaluate_order(order), order))
@@ -130,9 +145,14 @@ class LocalSearch:
         self.initial_orders.sort(key=itemgetter(0))
 
     def run(self, tighten_bound: Callable[[], float] | None = None) -> bool:
-        """Look until there is a proof, the budget is spent (False), or nothing better comes.
+        """Search until a proof, the end of the budget, or no more improvements.
 
-        What is not soon proved asks once for a tighter bound.
+        Args:
+            tighten_bound: Called once for a tighter bound if there is no proof after the first
+                phase.
+
+        Returns:
+            False if the budget is spent, else True.
         """
         try:
             tried = generate_policies(self.problem, self._random)
@@ -147,9 +167,10 @@ class LocalSearch:
         return True
 
     def list_finalists(self) -> Iterator[tuple[float, Order]]:
-        """The shortest order, others that are as short, and then those that were it before.
+        """Yield lengths and orders to compile, the shortest first.
 
-        Others are looked for in what is left of the seconds.
+        After the shortest order come others of the same length, and then earlier shortest orders.
+        The search for orders of the same length uses the remaining seconds.
         """
         yield from self.shortest_orders[:1]
         for order in islice(self._generate_equal_orders(), _MAX_EQUAL_ORDERS):
@@ -157,7 +178,7 @@ class LocalSearch:
         yield from self.shortest_orders[1:]
 
     def _generate_equal_orders(self) -> Iterator[Order]:
-        """Orders as short as the shortest, of which some work is moved."""
+        """Yield orders as short as the shortest, made from it by random moves."""
         while self.shortest_orders and self.elapsed < self._seconds:
             self._use_compiled_loops()
             moving = self._evaluator.start_annealing(
@@ -166,10 +187,10 @@ class LocalSearch:
             moving.run(min(self.problem.num_tasks, _MAX_EQUAL_MOVES), 0.0)
             yield moving.current_order
 
-    # ------------------------------------------------------------ ways of looking
+    # ------------------------------------------------------------ methods of the search
 
     def _try_policies(self, policies_to_try: Iterator[DispatchPolicy], budget_share: float) -> None:
-        """Policies of all kinds."""
+        """Evaluate policies until a share of the budget is spent, and keep the best in the pool."""
         while (
             not self.is_proved
             and self._check_budget() <= budget_share
@@ -182,7 +203,7 @@ class LocalSearch:
         del self._pool[_POOL_SIZE:]
 
     def _improve_policies(self, budget_share: float) -> None:
-        """The best policies, changed in one thing after another as long as that is better."""
+        """Replace each policy of the pool by its first better neighbour, repeatedly."""
         for k, (length, policy) in enumerate(self._pool):
             better = None if policy in self._exhausted_policies else policy
             while (
@@ -190,9 +211,9 @@ class LocalSearch:
             ):
                 policy, better = better, None
                 for other in generate_neighbours(self.problem, policy, self._random):
-                    found = self._evaluate_policy(other, "changed policy")
-                    if found < length * _IMPROVEMENT_FACTOR:
-                        length, better = found, other
+                    changed_length = self._evaluate_policy(other, "changed policy")
+                    if changed_length < length * _IMPROVEMENT_FACTOR:
+                        length, better = changed_length, other
                         break
                     if self.is_proved or self._check_budget() > budget_share:
                         break
@@ -201,31 +222,43 @@ class LocalSearch:
             self._pool[k] = length, policy
 
     def _anneal(self) -> None:
-        """Rounds of annealing, from the best and from where policies led."""
+        """Run rounds of annealing from the best order and from the orders of policies."""
         if not self.is_proved:
             self._use_compiled_loops()
-        if not self.shortest_orders:  # no policy has led to the end in so little room
+        if not self.shortest_orders:  # with little memory, all policies may fail
             order = order_one_by_one(self.problem)
             self.add_order(self._evaluator.evaluate_order(order), order, "one by one")
         starts = [self._order_from_policy(policy) for length, policy in self._pool if length < inf]
-        pieces = self.problem.num_tasks
+        num_tasks = self.problem.num_tasks
         mean = (
             sum(self.problem.get_compute_time(rank) for rank in range(self.problem.shape.ranks))
-            / pieces
+            / num_tasks
         )
-        vain = turn = 0
-        while not self.is_proved and vain < _MAX_FAILED_ROUNDS:
-            heat, turns = _ANNEALING_ROUNDS[turn % len(_ANNEALING_ROUNDS)]
-            turns *= pieces
-            order = starts[turn // 2 % len(starts)] if turn % 2 and starts else self.best_order
-            most = self._count_affordable_moves() // 3
-            if turns > most:  # in a short round heat does more harm than good
-                heat, turns, order = max(heat * most / turns, _MIN_HEAT), most, self.best_order
-            vain = 0 if self._run_annealing_round(order, heat * mean, max(turns, 1)) else vain + 1
-            turn += 1
+        num_failed = round_number = 0
+        while not self.is_proved and num_failed < _MAX_FAILED_ROUNDS:
+            heat, num_moves = _ANNEALING_ROUNDS[round_number % len(_ANNEALING_ROUNDS)]
+            num_moves *= num_tasks
+            order = (
+                starts[round_number // 2 % len(starts)]
+                if round_number % 2 and starts
+                else self.best_order
+            )
+            max_moves = self._count_affordable_moves() // 3
+            if num_moves > max_moves:  # a short round needs less heat
+                heat, num_moves, order = (
+                    max(heat * max_moves / num_moves, _MIN_HEAT),
+                    max_moves,
+                    self.best_order,
+                )
+            num_failed = (
+                0
+                if self._run_annealing_round(order, heat * mean, max(num_moves, 1))
+                else num_failed + 1
+            )
+            round_number += 1
 
     def _run_annealing_round(self, order: Order, heat: float, num_moves: int) -> bool:
-        """Whether a round of annealing finds anything better."""
+        """Run a round of annealing, and return whether it found a shorter order."""
         cooling = float(_FINAL_HEAT_SHARE ** (1 / num_moves))
         moving = self._evaluator.start_annealing(
             order, heat, cooling, self._random.randrange(2**31)
@@ -244,7 +277,7 @@ class LocalSearch:
             self._check_budget()
         return better
 
-    # ------------------------------------------------------------ the machine, and the budget
+    # ------------------------------------------------------------ the evaluator and the budget
 
     def _evaluate_policy(self, policy: DispatchPolicy, method: str) -> float:
         length = self._evaluator.evaluate_policy(policy)
@@ -257,7 +290,7 @@ class LocalSearch:
         return self._evaluator.last_order
 
     def _use_compiled_loops(self) -> None:
-        """Go on with machine code, where there is time to get it."""
+        """Switch to compiled loops if the remaining time pays for loading or compiling them."""
         if self._evaluator.is_compiled:
             return
         loops, self.numba = compile_within(LOOPS, self._seconds - self.elapsed)
@@ -266,7 +299,7 @@ class LocalSearch:
             self._evaluator = OrderEvaluator(self.problem, loops)
 
     def _count_affordable_moves(self) -> int:
-        """How many moves of work the budget is enough for, as far as one can tell."""
+        """Return an estimate of the moves that the remaining budget allows."""
         if self._evaluations is not None:
             return self._count_remaining()
         return int(
@@ -274,7 +307,6 @@ class LocalSearch:
         )
 
     def _count_remaining(self) -> int:
-        """How many evaluations are left."""
         return (
             _UNLIMITED_EVALUATIONS
             if self._evaluations is None
@@ -282,7 +314,7 @@ class LocalSearch:
         )
 
     def _check_budget(self) -> float:
-        """The part of the budget that is spent; raises Spent where it is all."""
+        """Return the share of the budget that is spent. Raise BudgetExhausted at 1."""
         time = self.elapsed / self._seconds
         part = time if self._evaluations is None else self.num_evaluated / self._evaluations
         if time >= 1 or part >= 1:

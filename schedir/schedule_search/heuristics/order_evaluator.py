@@ -1,4 +1,4 @@
-"""Evaluate policies and orders of a problem, interpreted or compiled."""
+"""Evaluate policies and orders of a problem, in interpreted or compiled loops."""
 
 from __future__ import annotations
 
@@ -15,12 +15,22 @@ from schedir.schedule_search.heuristics.list_scheduling import dispatch_by_polic
 from schedir.schedule_search.problem import MAX_TIME, SchedulingProblem
 from schedir.schedule_search.rank_order import KINDS, Order
 
-LOOPS: Final = (compute_times, dispatch_by_policy, anneal)  # what is compiled
+LOOPS: Final = (compute_times, dispatch_by_policy, anneal)  # the loops that numba compiles
 
 
 class DispatchPolicy(NamedTuple):
-    """How idle ranks decide: see `dispatch_by_policy`.  `max_lead` is by stage, and `max_lag` by
-    rank."""
+    """The parameters by which idle ranks choose their tasks: see `dispatch_by_policy`.
+
+    Attributes:
+        max_lead: By stage, the largest number of F's without a finished I.
+        max_lag: By rank, the largest number of W's that wait.
+        wait_share: A rank waits for an I that arrives within this share of an F's cost.
+        late_share: A W may end later than the next arrival by this share of its cost.
+        idle_share: A rank runs a W rather than idle more than this share of the largest idle time.
+        forward_first: True if an F goes before an I.
+        stage_choice: The F among several stages. 0: the lowest microbatch. 1: the deepest stage. 2:
+            the first stage.
+    """
 
     max_lead: tuple[int, ...]
     max_lag: tuple[int, ...]
@@ -32,10 +42,14 @@ class DispatchPolicy(NamedTuple):
 
 
 class OrderEvaluator:
-    """Runs policies and orders of one SchedulingProblem, by Python over lists, or compiled over
-    arrays.
+    """Evaluates policies and orders of one problem.
 
-    The results have the same bits.
+    Interpreted loops use lists, and compiled loops use arrays. The results are bitwise equal. An
+    evaluator reuses its buffers, so it is not thread-safe.
+
+    Args:
+        problem: The problem.
+        loops: The compiled `LOOPS`. By default Python runs them.
     """
 
     def __init__(self, problem: SchedulingProblem, loops: tuple[Loop, ...] | None = None) -> None:
@@ -50,31 +64,31 @@ class OrderEvaluator:
             both - saved
             for saved, both in zip(problem.saved, problem.saved_and_deferred, strict=True)
         ]
-        leaves = [
+        I_change = [
             tape - saved for saved, tape in zip(problem.saved, problem.deferred_wgrad, strict=True)
         ]
-        kept = [0.0] * S
+        reserved = [0.0] * S
         for own in problem.stages_of_rank:
             for k, stage in enumerate(own):
                 later = sum(problem.saved[other] for other in own[k + 1 :])
-                kept[stage] = later + max(0.0, *(grows[other] for other in own))
-        room = [min(most, MAX_TIME) for most in problem.rounded_capacity]
+                reserved[stage] = later + max(0.0, *(grows[other] for other in own))
+        capacity = [min(most, MAX_TIME) for most in problem.rounded_capacity]
         counts = (P, S, m)
         rank_of = self._to_ints(problem.rank_of)
         first = [0]
         for own in problem.stages_of_rank:
             first.append(first[-1] + len(own))
-        per = m * problem.num_task_kinds
-        self._rank_offsets = [k * per for k in first]
+        tasks_per_stage = m * problem.num_task_kinds
+        self._rank_offsets = [k * tasks_per_stage for k in first]
         cost = self._to_floats(_interleave_by_code(problem.F, problem.I, problem.W))
-        hop = self._to_floats(_interleave_by_code(problem.act_delay, problem.grad_delay, none))
+        delays = self._to_floats(_interleave_by_code(problem.act_delay, problem.grad_delay, none))
         more = self._to_floats(_interleave_by_code(problem.saved, grows, none))
         change = self._to_floats(
-            _interleave_by_code(problem.saved, leaves, [-tape for tape in problem.deferred_wgrad])
+            _interleave_by_code(problem.saved, I_change, [-tape for tape in problem.deferred_wgrad])
         )
         at, done = self._to_floats([0.0] * (KINDS * S * m)), self._to_ints([0] * (KINDS * S))
         now = self._to_floats([0.0] * P)
-        n = S * per
+        n = S * tasks_per_stage
         self._codes, self._starts = self._to_ints([0] * n), self._to_floats([0.0] * n)
         starts = self._to_ints(self._rank_offsets)
         own_span = int(problem.objective == "own")
@@ -82,7 +96,8 @@ class OrderEvaluator:
         begin = self._to_ints(first)
         self._policy_inputs = (
             *counts, int(problem.split_backward), rank_of, own_stages, begin,
-            starts, cost, hop, more, change, self._to_floats(room), self._to_floats(kept),
+            starts, cost, delays, more, change,
+            self._to_floats(capacity), self._to_floats(reserved),
         )  # fmt: skip
         self._policy_buffers = (
             done, at, self._to_floats([0.0] * P), now, self._to_floats([0.0] * P),
@@ -90,20 +105,24 @@ class OrderEvaluator:
         )  # fmt: skip
         self._order_inputs = (*counts, rank_of, starts)
         self._order_buffers = (
-            cost, hop, self._to_floats(problem.tail_time), own_span, at, done,
+            cost, delays, self._to_floats(problem.tail_time), own_span, at, done,
             self._to_ints([0] * P), now,
             self._to_ints([0] * P), self._to_ints([0] * P), self._starts, self._to_ints([0] * n),
         )  # fmt: skip
-        rank_at = [r for r, own in enumerate(problem.stages_of_rank) for _ in range(len(own) * per)]
+        rank_at = [
+            r
+            for r, own in enumerate(problem.stages_of_rank)
+            for _ in range(len(own) * tasks_per_stage)
+        ]
         self._annealing_inputs = (
-            more, change, self._to_floats(room), self._to_ints(rank_at), own_stages, begin,
+            more, change, self._to_floats(capacity), self._to_ints(rank_at), own_stages, begin,
         )  # fmt: skip
         self._path_buffer, self._undo_buffer = self._to_ints([0] * n), self._to_ints([0] * n)
         self.evaluations = 0
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it runs machine code."""
+        """Return whether the loops are compiled."""
         return self._uses_arrays
 
     def _to_ints(self, each: Sequence[int]) -> Any:
@@ -113,7 +132,11 @@ class OrderEvaluator:
         return np.array(each, float) if self._uses_arrays else list(map(float, each))
 
     def evaluate_policy(self, policy: DispatchPolicy) -> float:
-        """What the order takes that a policy makes; infinite if it makes none."""
+        """Return the length of the order that a policy gives. Infinite if the policy gets stuck.
+
+        Args:
+            policy: The policy.
+        """
         self.evaluations += 1
         stuck = self._dispatch(
             *self._policy_inputs, self._to_ints(policy.max_lead), self._to_ints(policy.max_lag),
@@ -125,19 +148,29 @@ class OrderEvaluator:
 
     @property
     def last_order(self) -> Order:
-        """The order that the last policy made."""
+        """The order of the last evaluated policy."""
         return self._split_by_rank(self._codes)
 
     def evaluate_order(self, order: Order) -> float:
-        """What an order takes, by the SchedulingProblem's objective; infinite for one that never
-        ends."""
+        """Return the length of an order by the objective. Infinite if the order deadlocks.
+
+        Args:
+            order: The order.
+        """
         self.evaluations += 1
         return self._evaluate_codes(self._to_ints([code for codes in order for code in codes]))
 
     def start_annealing(
         self, order: Order, heat: float, cooling: float, seed: int
     ) -> AnnealingState:
-        """What moves the work of an order about: see `anneal`."""
+        """Return a new state of simulated annealing, see `anneal`.
+
+        Args:
+            order: The order to start from.
+            heat: The initial heat, in the unit of the costs.
+            cooling: The factor by which each move reduces the heat.
+            seed: The random seed, 0 to 2**31 - 1.
+        """
         return AnnealingState(self, order, heat, cooling, seed)
 
     def _evaluate_codes(self, codes: Any) -> float:
@@ -151,7 +184,15 @@ class OrderEvaluator:
 
 
 class AnnealingState:
-    """An order whose work is moved about, and the shortest that it has been."""
+    """An order that annealing changes, and the shortest order so far.
+
+    Args:
+        evaluator: The evaluator of the problem. Its buffers are used.
+        order: The order to start from.
+        heat: The initial heat, in the unit of the costs.
+        cooling: The factor by which each move reduces the heat.
+        seed: The random seed, 0 to 2**31 - 1.
+    """
 
     def __init__(
         self, evaluator: OrderEvaluator, order: Order, heat: float, cooling: float, seed: int
@@ -164,22 +205,27 @@ class AnnealingState:
         self._randoms = evaluator._to_ints([seed, 0])
 
     def run(self, num_moves: int, goal: float) -> float:
-        """Go on for some turns, or until it takes no more than the goal; the shortest so far."""
-        machine = self._evaluator
+        """Make some moves, and return the shortest length so far.
+
+        Args:
+            num_moves: The largest number of moves.
+            goal: Stop if an order is not longer than this.
+        """
+        evaluator = self._evaluator
         self.length = float(
-            machine._anneal(
-                *machine._order_inputs, self._codes, *machine._order_buffers,
-                *machine._annealing_inputs,
-                machine._path_buffer, self._best_codes, machine._undo_buffer, num_moves,
+            evaluator._anneal(
+                *evaluator._order_inputs, self._codes, *evaluator._order_buffers,
+                *evaluator._annealing_inputs,
+                evaluator._path_buffer, self._best_codes, evaluator._undo_buffer, num_moves,
                 self._heats, self._randoms, goal,
             )
         )  # fmt: skip
-        machine.evaluations += int(self._randoms[1])
+        evaluator.evaluations += int(self._randoms[1])
         return self.length
 
     @property
     def current_order(self) -> Order:
-        """The order as it is now."""
+        """The current order."""
         return self._evaluator._split_by_rank(self._codes)
 
     @property
@@ -189,5 +235,5 @@ class AnnealingState:
 
 
 def _interleave_by_code(*kinds: Sequence[float]) -> list[float]:
-    """Numbers of each kind of work, by code."""
+    """Return numbers by code, from numbers by stage for each kind."""
     return [number for stage in zip(*kinds, strict=True) for number in stage]

@@ -1,4 +1,4 @@
-"""Compile orders into programs with the costs and the limit of a search."""
+"""Compile orders into programs with the costs and the memory limit of a search."""
 
 from __future__ import annotations
 
@@ -32,17 +32,27 @@ _BUFFER_SHARING_CHOICES: tuple[BufferSharing | None, ...] = (None, "latency_pres
 
 
 class BuiltProgram(NamedTuple):
-    """A program's prediction, and what that takes."""
+    """The prediction of a program.
+
+    Attributes:
+        length: The length by the objective of the search.
+        timeline: The prediction.
+    """
 
     length: float
     timeline: Timeline
 
 
 class ProgramBuilder:
-    """Makes programs of orders of a SchedulingProblem.
+    """Compiles orders of a problem into programs that fit with their messages.
 
-    Messages take room beside what the SchedulingProblem counts, in slots of which there may be more
-    or fewer.
+    Messages use memory that the problem does not count. The number of their slots can vary.
+
+    Args:
+        problem: The problem.
+        costs: The costs of stages.
+        sizes: The sizes in bytes, if there is a memory limit in bytes.
+        memory_limit: The memory of each rank in bytes, or None.
     """
 
     def __init__(
@@ -61,18 +71,26 @@ class ProgramBuilder:
 
     @property
     def counts_messages(self) -> bool:
-        """Whether messages are to fit into the limit, too."""
-        kinds = ("activation", "activation_grad")
+        """Return whether messages must fit into the memory limit."""
+        kinds = ("activation", "gradient")
         return self._memory_limit is not None and any(
             self._sizes is not None and self._sizes.per_microbatch(kind, self._problem.shape).any()
             for kind in kinds
         )
 
     def reserve_message_memory(self, order: Order, problem: SchedulingProblem) -> SchedulingProblem:
-        """A Problem with less room than `problem`, too little for an order that holds too much,
-        messages and all, with enough slots to lose no time.  The same where it fits.
+        """Return a problem with less capacity if an order with its messages exceeds the limit.
 
-        Less by half of that only, since orders with less room have fewer messages waiting, too.
+        The messages get as many slots as they need to lose no time. The capacity is reduced by half
+        of the excess only, since orders in less memory usually have fewer messages.
+
+        Args:
+            order: The order to check.
+            problem: The problem with the capacity to reduce.
+
+        Returns:
+            The problem with less capacity, too little for `order`. `problem` itself if the order
+            fits.
         """
         if not self.counts_messages:
             return problem
@@ -82,22 +100,22 @@ class ProgramBuilder:
             costs=self._costs,
             buffer_sharing="latency_preserving",
         )
-        most = np.array(
+        peak_bytes = np.array(
             [
                 own.total_bytes.max()
                 for own in compute_footprints(program, self._sizes, worst_case=True)
             ]
         )
-        over = np.maximum(most - add_tolerance(self._memory_limit), 0).tolist()
-        room = tuple(
-            max(min(room - more / 2, peak * (1 - 1e-6)), problem.get_min_capacity(rank))
-            if more
-            else room
-            for rank, (room, more, peak) in enumerate(
-                zip(problem.capacity, over, compute_peaks(problem, order), strict=True)
+        excess = np.maximum(peak_bytes - add_tolerance(self._memory_limit), 0).tolist()
+        capacity = tuple(
+            max(min(capacity - extra / 2, peak * (1 - 1e-6)), problem.get_min_capacity(rank))
+            if extra
+            else capacity
+            for rank, (capacity, extra, peak) in enumerate(
+                zip(problem.capacity, excess, compute_peaks(problem, order), strict=True)
             )
         )
-        return replace(problem, capacity=room)
+        return replace(problem, capacity=capacity)
 
     def build_shortest(
         self,
@@ -105,17 +123,27 @@ class ProgramBuilder:
         best: BuiltProgram | None = None,
         deadline: float = inf,
     ) -> BuiltProgram | None:
-        """What the shortest of some orders takes as a program, or None if none fits.
+        """Compile orders, and return the shortest program.
 
-        `best` is the shortest that there is already.  The shortest order comes first; `deadline`
-        then, by perf_counter, others may be tried.  Opposite messages are grouped where that is
-        shorter: they then wait less for each other.
+        Each order is tried without and with grouped opposite messages (`overlap`): grouped messages
+        may wait less for each other.
+
+        Args:
+            orders: Lengths and orders, the shortest first.
+            best: The shortest program so far.
+            deadline: No further order is tried after this time, by `time.perf_counter`, if there is
+                a program.
+
+        Returns:
+            The shortest program, or None if none fits.
         """
         for length, order in orders:
             for overlap in (False, True):
-                as_thought = best is not None and best.length <= length * (1 + RELATIVE_TOLERANCE)
-                if best is not None and (as_thought or perf_counter() > deadline):
-                    return best  # those that follow are longer, or nobody has time for them
+                best_is_shorter = best is not None and best.length <= length * (
+                    1 + RELATIVE_TOLERANCE
+                )
+                if best is not None and (best_is_shorter or perf_counter() > deadline):
+                    return best  # the next orders are longer, or the time is over
                 try:
                     timeline = self._simulate_draft(draft_from_order(self._problem, order), overlap)
                 except MemoryLimitError:
@@ -125,29 +153,38 @@ class ProgramBuilder:
         return best
 
     def build_smallest(self) -> BuiltProgram:
-        """What holds the least as a program.  Raises MemoryLimitError where that does not fit."""
+        """Compile the order that needs the least memory.
+
+        Raises:
+            MemoryLimitError: It does not fit into the memory limit.
+        """
         timeline = self._simulate_draft(
             draft_from_order(self._problem, order_one_by_one(self._problem)), False
         )
         return BuiltProgram(objective_value(timeline, self._problem.objective), timeline)
 
     def _simulate_draft(self, draft: Program, overlap: bool) -> Timeline:
-        """The prediction of a draft's program, with as many slots as fit."""
-        ways = _BUFFER_SHARING_CHOICES if self.counts_messages else _BUFFER_SHARING_CHOICES[:1]
-        for slots in ways:
+        """Return the prediction of a draft's program, with as many message slots as fit."""
+        choices = _BUFFER_SHARING_CHOICES if self.counts_messages else _BUFFER_SHARING_CHOICES[:1]
+        for sharing in choices:
             try:
                 program = compile(
                     draft, costs=self._costs, sizes=self._sizes, memory_limit=self._memory_limit,
-                    buffer_sharing=slots,
+                    buffer_sharing=sharing,
                     overlap=overlap,
                 )  # fmt: skip
                 break
             except MemoryLimitError:
-                if slots == ways[-1]:
+                if sharing == choices[-1]:
                     raise
         return simulate(program, self._costs, sizes=self._sizes)
 
 
 def objective_value(timeline: Timeline, objective: Objective) -> float:
-    """What a prediction takes, by what was to be short."""
+    """Return the length of a prediction by the objective.
+
+    Args:
+        timeline: The prediction.
+        objective: "span" or "own".
+    """
     return float(timeline.active_span.max()) if objective == "own" else timeline.span
