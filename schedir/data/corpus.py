@@ -20,9 +20,15 @@ Source = str | Sequence[str] | None
 
 
 def get_tokenizer(name: str, vocab: int, end_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer "bytes", or that of the tokenizer.json at a path.
+    """Return the tokenizer "bytes", or that of a tokenizer.json.
 
-    Raises UsageError if it cannot be used, or if it has more than `vocab` tokens.
+    Args:
+        name: "bytes", or the path of a tokenizer.json.
+        vocab: The vocabulary size of the model.
+        end_token: The token that ends a document. By default a common name that the tokenizer has.
+
+    Raises:
+        UsageError: The tokenizer cannot be used, or it has more than `vocab` tokens.
     """
     if name == "bytes":
         return Bytes()
@@ -41,15 +47,24 @@ def get_tokenizer(name: str, vocab: int, end_token: str | None = None) -> Tokeni
 def read_documents(
     source: Source, tokenizer: Tokenizer, vocab: int, *, with_document_ends: bool = False
 ) -> Documents:
-    """Return the tokens of a source.
+    """Return the tokens of a source, and the ends of its documents if it defines them.
+    - A `.bin` contains tokens. An `.idx` next to it contains the ends of documents. Both are
+      memory-mapped.
+    - With the tokenizer "bytes", text files are joined to one stream without ends. A single file is
+      memory-mapped.
+    - With another tokenizer, or for `with_document_ends`, each text file becomes a document with an
+      end token.
 
-    A `.bin` contains tokens, and the `.idx` beside it, if there is one, the ends of documents.  It
-    is memory-mapped.  With the tokenizer "bytes", text files are joined to one stream without ends.
-    A single one is memory-mapped.  With another tokenizer, or for `with_document_ends` documents,
-    each text file is encoded as a document with an end.
+    Args:
+        source: Paths and patterns, see `load_tokens`. None for the sources of Python's standard
+            library.
+        tokenizer: The tokenizer for text.
+        vocab: The vocabulary size of the model.
+        with_document_ends: True to add an end to each text file with the tokenizer "bytes".
 
-    Raises UsageError if the source cannot be read, or if `vocab` has no token for the end of
-    documents of bytes.
+    Raises:
+        UsageError: The source cannot be read, or `vocab` has no token for the end of documents of
+            bytes.
     """
     paths = find_files(source) if source is not None else []
     if any(path.suffix == ".bin" for path in paths):
@@ -75,7 +90,7 @@ def read_documents(
 
 
 def _encode_files(paths: Iterable[Path], tokenizer: Tokenizer) -> Documents:
-    """Encode text files, each a document with its end.  Empty files are left out."""
+    """Encode text files, each as a document with an end token. Empty files are left out."""
     kind = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<i4")
     documents = [np.zeros(0, kind)]
     for path in paths:
@@ -90,10 +105,18 @@ def _encode_files(paths: Iterable[Path], tokenizer: Tokenizer) -> Documents:
 
 
 def split_documents(documents: Documents, validation_share: float) -> tuple[Documents, Documents]:
-    """Split a stream into its begin and its end, which has at least this share of the tokens.
+    """Split a stream into a training part and a validation part.
 
-    If the ends of documents are known, no document is split.  Raises UsageError if no document
-    would be left in the begin.
+    Args:
+        documents: The stream.
+        validation_share: The least share of the tokens in the validation part, which is the end of
+            the stream. If the ends of documents are given, no document is split.
+
+    Returns:
+        The training part and the validation part.
+
+    Raises:
+        UsageError: The training part would have no document.
     """
     tokens, ends = documents
     first = len(tokens) - round(len(tokens) * validation_share)

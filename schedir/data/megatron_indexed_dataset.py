@@ -1,15 +1,15 @@
-"""Read Megatron-LM's indexed datasets: tokens from `.bin`, ends of documents from `.idx`.
+r"""Read Megatron-LM's indexed datasets: tokens from `.bin`, ends of documents from `.idx`.
 
 The format is that of Megatron-LM's IndexedDataset (megatron/core/datasets/indexed_dataset.py).  An
 `.idx` contains, in this order:
 
-- "MMIDIDX\\0\\0", the version 1 (uint64) and a code for the type of the tokens (uint8);
+- "MMIDIDX\0\0", the version 1 (uint64) and a code for the type of the tokens (uint8);
 - the number of sequences and the number of bounds of documents (uint64 each);
 - the length in tokens of each sequence (int32);
 - the first byte of each sequence in the `.bin` (int64);
 - the first sequence of each document, and last the number of sequences (int64).
 
-A mode for each sequence may follow, which is not read.
+A mode for each sequence may follow. It is ignored.
 """
 
 from __future__ import annotations
@@ -34,20 +34,31 @@ _TOKEN_DTYPES: Final = {
     4: "<i4",
     5: "<i8",
     8: "<u2",
-}  # 6 and 7 are floats
+}  # codes 6 and 7 are floats
 
 
 class Documents(NamedTuple):
-    """A stream of tokens, and the ascending ends of its documents; None if these are not known."""
+    """A stream of tokens with the ends of its documents.
+
+    Attributes:
+        tokens: The tokens. Shape (n,).
+        ends: The ascending positions after the last token of each document. None if they are not
+            given.
+    """
 
     tokens: Tokens
     ends: NDArray[np.int64] | None = None
 
 
 def read_indexed_dataset(path: Path) -> Documents:
-    """Return the documents of a `.bin` with an `.idx` beside it, memory-mapped.
+    """Return the documents of a `.bin` with an `.idx` next to it, memory-mapped.
 
-    Raises UsageError if the `.idx` is damaged, has another format, or does not fit its `.bin`.
+    Args:
+        path: The path of the `.bin`.
+
+    Raises:
+        UsageError: A file cannot be read. Or the `.idx` is damaged, has another format, or does not
+            match its `.bin`.
     """
     index = path.with_suffix(".idx")
 

@@ -1,9 +1,13 @@
 """Shuffle the windows of an epoch without a list of them.
 
-A keyed permutation of the numbers below `size` in O(1) memory: a balanced Feistel network (Luby and
-Rackoff, SIAM J. Comput. 17, 1988) over the next even number of bits, followed along its cycle until
-it is below `size` again (Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002,
-section 4).  Its arithmetic is that of whole numbers: any version of any library gives the same.
+The shuffle is a keyed permutation of the integers below `size` in O(1) memory. It is a balanced
+Feistel network over the next even number of bits. Results that are not below `size` pass the
+network again (cycle walking). All arithmetic is on integers, so every version of every library
+gives the same result.
+
+References:
+    Luby and Rackoff, SIAM J. Comput. 17, 1988. Black and Rogaway, Ciphers with Arbitrary Finite
+    Domains, CT-RSA 2002, section 4.
 """
 
 from __future__ import annotations
@@ -14,28 +18,38 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS: Final = 8
-_MIN_HALF_BITS: Final = 3  # bits of a half: of fewer, there are few permutations
+_ROUNDS: Final = 8  # rounds of the network, one for each 64-bit key of a blake2b digest
+_MIN_HALF_BITS: Final = 3  # bits of a half: fewer bits have few permutations
 
 Numbers = NDArray[np.uint64]
 
 
 def shuffle_indices(indices: Numbers, size: int, seed: int, epoch: int) -> Numbers:
-    """Where the `indices`-th numbers below `size` come in the order of an epoch: a permutation.
+    """Return the windows at some positions of the order of an epoch: a permutation.
 
-    >>> shuffle_indices(np.arange(6, dtype=np.uint64), 6, seed=0, epoch=0).tolist()
-    [2, 4, 3, 0, 1, 5]
+    Args:
+        indices: Positions in the epoch, below `size`. Shape (n,).
+        size: The number of windows.
+        seed: The random seed.
+        epoch: The number of the epoch.
+
+    Returns:
+        The window numbers, below `size`. Shape (n,).
+
+    Example:
+        >>> shuffle_indices(np.arange(6, dtype=np.uint64), 6, seed=0, epoch=0).tolist()
+        [2, 4, 3, 0, 1, 5]
     """
     keys = np.frombuffer(blake2b(f"{seed} {epoch}".encode()).digest(), "<u8")
     half = max(_MIN_HALF_BITS, -(-(size - 1).bit_length() // 2))
-    found = _feistel(indices, keys, half)
-    while len(over := np.flatnonzero(found >= size)):
-        found[over] = _feistel(found[over], keys, half)
-    return found
+    shuffled = _feistel(indices, keys, half)
+    while len(outside := np.flatnonzero(shuffled >= size)):
+        shuffled[outside] = _feistel(shuffled[outside], keys, half)
+    return shuffled
 
 
 def _feistel(indices: Numbers, keys: Numbers, half: int) -> Numbers:
-    """A permutation of the numbers of 2 * `half` bits."""
+    """Return a permutation of the integers of 2 * `half` bits."""
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = indices >> bits, indices & mask
     for key in keys[:_ROUNDS]:
@@ -44,7 +58,7 @@ def _feistel(indices: Numbers, keys: Numbers, half: int) -> Numbers:
 
 
 def _mix_bits(x: Numbers) -> Numbers:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Mix bits with the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

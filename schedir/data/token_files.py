@@ -21,10 +21,16 @@ from schedir.retired_names import RETIRED_HINTS
 def load_tokens(source: str | Path | Sequence[str | Path] | None = None) -> Tokens:
     """Return a stream of tokens, memory-mapped if it is in one file.
 
-    `source` is None for the Python source of this interpreter's standard library (some 10 to 30
-    million bytes, always at hand); a `.bin` of uint16 tokens, as nanoGPT writes; or text files,
-    given as paths and globs, of which each byte is a token. Raises UsageError for what is missing
-    or cannot be read, and for a `.bin` of odd size.
+    Args:
+        source: A `.bin` of uint16 tokens, as nanoGPT writes, or paths and patterns of text files,
+            in which each byte is a token. By default the Python sources of this interpreter's
+            standard library, 10 to 30 million bytes.
+
+    Returns:
+        The tokens, uint8 or uint16. Shape (n,).
+
+    Raises:
+        UsageError: A file is missing or cannot be read, or a `.bin` has an odd size.
     """
     if source is None:
         return load_python_sources(Path(sysconfig.get_path("stdlib")))
@@ -40,10 +46,17 @@ def load_tokens(source: str | Path | Sequence[str | Path] | None = None) -> Toke
 
 
 def load_python_sources(root: Path) -> Tokens:
-    """The `.py` files under `root` without installed packages, joined in order of their paths.
+    """Return the bytes of the `.py` files in a directory, without installed packages.
 
-    Joined once, into a file in the cache folder ($XDG_CACHE_HOME/schedir) named after `root` and
-    the Python version, and read from there afterwards. Raises UsageError if that cannot be written.
+    The files are joined in the order of their paths. The first call writes them to a file in the
+    cache directory ($XDG_CACHE_HOME/schedir), named after `root` and the Python version. Later
+    calls read that file.
+
+    Args:
+        root: The directory.
+
+    Raises:
+        UsageError: The cache cannot be written or read.
     """
     place = sha256(str(root).encode()).hexdigest()[:8]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "schedir"
@@ -54,15 +67,25 @@ def load_python_sources(root: Path) -> Tokens:
 
 
 def find_python_files(root: Path) -> list[Path]:
-    """The `.py` files under `root` without installed packages, in order of their paths."""
+    """Return the `.py` files in a directory, without installed packages, sorted by path.
+
+    Args:
+        root: The directory, searched recursively.
+    """
     installed = {"site-packages", "dist-packages"}
     return sorted(p for p in root.rglob("*.py") if not installed & {*p.relative_to(root).parts})
 
 
 def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Return the files that paths and globs name, in that order; those of one glob are sorted.
+    """Return the files that paths and patterns refer to, in that order.
 
-    Raises UsageError if a path or a glob names no file, or a `.jsonl`.
+    The files of one pattern are sorted.
+
+    Args:
+        sources: Paths, or patterns of `glob`.
+
+    Raises:
+        UsageError: A path or pattern matches no file, or a `.jsonl`.
     """
     found: list[Path] = []
     for source in [sources] if isinstance(sources, str | Path) else sources:
@@ -100,16 +123,17 @@ def _memory_map(path: Path, dtype: str) -> Tokens:
 
 
 def _join_files(paths: Iterable[Path], target: Path) -> None:
-    """Write the files one after the other to `target`, which appears whole or not at all."""
+    """Write the contents of all files to `target`, atomically."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Several ranks may do this at once: each renames a file of its own, all the same.
+        # Several ranks may do this at the same time. Each renames its own file, with the same
+        # contents.
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            whole = Path(folder, "whole")
-            with whole.open("wb") as out:
+            joined = Path(folder, "whole")
+            with joined.open("wb") as out:
                 for path in paths:
                     out.write(path.read_bytes())
-            os.replace(whole, target)
+            os.replace(joined, target)
     except OSError as error:
         raise UsageError(
             f"cannot write {target}: {error}", hint="set XDG_CACHE_HOME to a folder to write in"

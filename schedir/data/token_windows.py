@@ -1,4 +1,4 @@
-"""Cut a stream of tokens into training windows."""
+"""Divide a stream of tokens into training windows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from numpy.typing import NDArray
 
 from schedir.errors import UsageError
 
-Tokens = NDArray[np.integer[Any]]  # uint8 where bytes are the tokens
+Tokens = NDArray[np.integer[Any]]  # uint8 if each byte is a token
 
 
 class WindowBatch(NamedTuple):
-    """Where the tokens of some windows stand in the stream, int64 (n, context + 1), and whether
-    each but the first counts as the target of the one before it, bool (n, context)."""
+    """The positions and the targets of some windows.
+
+    Attributes:
+        positions: The position of each token in the stream. Shape (n, context + 1), int64.
+        is_target: True where a token is a target of the token before it, for each token but the
+            first. Shape (n, context), bool.
+    """
 
     positions: NDArray[np.int64]
     is_target: NDArray[np.bool_]
@@ -28,24 +33,37 @@ class TokenWindows(Protocol):
 
     @property
     def description(self) -> str:
-        """How a stream is cut, in words."""
+        """A description of the windows, in words."""
         ...
 
     def __len__(self) -> int: ...
 
     def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
-        """Where windows stand."""
+        """Return the positions and the targets of windows.
+
+        Args:
+            indices: The numbers of the windows. Shape (n,).
+        """
         ...
 
 
 class ConcatenatedWindows:
-    """A stream cut at even distances, whatever documents it has: each token but the first is a
-    target once, and what is left at the end, shorter than a window, is none.
+    """Windows at even distances in a stream, across documents.
 
-    Raises UsageError for a stream that is shorter than a window.
+    Each token but the first is a target once. The tokens at the end that do not fill a window are
+    left out.
 
-    >>> ConcatenatedWindows(10, 4).locate(np.array([1])).positions.tolist()
-    [[4, 5, 6, 7, 8]]
+    Args:
+        tokens: The number of tokens in the stream.
+        context: The number of targets in a window. A window has one token more.
+        source: The name of the source, for errors.
+
+    Raises:
+        UsageError: The stream is shorter than a window.
+
+    Example:
+        >>> ConcatenatedWindows(10, 4).locate(np.array([1])).positions.tolist()
+        [[4, 5, 6, 7, 8]]
     """
 
     def __init__(self, tokens: int, context: int, source: str = "the corpus") -> None:
@@ -58,27 +76,39 @@ class ConcatenatedWindows:
 
     @property
     def description(self) -> str:
+        """See `TokenWindows.description`."""
         return f"in windows of {self.context}"
 
     def __len__(self) -> int:
         return self.window_count
 
     def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
+        """See `TokenWindows.locate`."""
         at = indices[:, None] * self.context + np.arange(self.context + 1)
         return WindowBatch(at, np.ones((len(indices), self.context), bool))
 
 
 class PackedWindows:
-    """Whole documents of a stream, which end before `ends`, put into as few windows as best-fit
-    decreasing takes (Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830,
-    section 3.2): from the longest on, each goes where the least room is left that is enough.
+    """Complete documents of a stream, packed into few windows by best-fit decreasing.
 
-    A document longer than a window begins with windows of its own; what follows begins with the
-    last token before it, so that each token of a document but its first is a target once.  The
-    first token of a next document is no target, nor is what fills up a window.  Attention is not
-    cut: it sees the documents before in the window.
+    From the longest to the shortest, each document goes into the window with the least remaining
+    space that is enough. A document longer than a window first fills windows of its own. Its next
+    part begins with the last token of the previous part. So each token of a document but its first
+    is a target once.
 
-    Raises UsageError for documents that have no targets.
+    The first token of a later document in a window is no target, and neither is padding. Attention
+    is not masked: it includes the earlier documents of the window.
+
+    Args:
+        ends: The ascending positions after the last token of each document. Shape (documents,).
+        context: The number of targets in a window. A window has one token more.
+        source: The name of the source, for errors.
+
+    Raises:
+        UsageError: No document has two tokens or more.
+
+    References:
+        Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830, section 3.2.
     """
 
     def __init__(self, ends: NDArray[np.int64], context: int, source: str = "the corpus") -> None:
@@ -87,13 +117,14 @@ class PackedWindows:
         if not len(begins):
             raise UsageError(f"{source} has no document of two tokens or more", fields=["source"])
         order = np.argsort(-lengths, kind="stable")
-        of = np.array(_pack_best_fit(lengths[order].tolist(), context + 1), np.int64)
-        order = order[np.argsort(of, kind="stable")]
+        window_of = np.array(_pack_best_fit(lengths[order].tolist(), context + 1), np.int64)
+        order = order[np.argsort(window_of, kind="stable")]
         self.begins, self.lengths = begins[order], lengths[order]
-        self.first_segments = np.concatenate([[0], np.cumsum(np.bincount(of))])
+        self.first_segments = np.concatenate([[0], np.cumsum(np.bincount(window_of))])
 
     @cached_property
     def description(self) -> str:
+        """See `TokenWindows.description`. It contains a digest of the ends of documents."""
         digest = blake2b(self.ends.astype("<i8").tobytes(), digest_size=8).hexdigest()
         return (
             f"{len(self.ends)} documents ({digest}) packed into {len(self)} windows of "
@@ -102,13 +133,14 @@ class PackedWindows:
 
     @property
     def fill_ratio(self) -> float:
-        """Which share of the windows is tokens, and no padding."""
+        """The share of the windows that is not padding."""
         return float(self.lengths.sum() / (len(self) * (self.context + 1)))
 
     def __len__(self) -> int:
         return len(self.first_segments) - 1
 
     def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
+        """See `TokenWindows.locate`."""
         at = np.empty((len(indices), self.context + 1), np.int64)
         counts = np.zeros((len(indices), self.context), bool)
         for row, number in enumerate(indices):
@@ -125,34 +157,34 @@ class PackedWindows:
 def _split_documents(
     ends: NDArray[np.int64], context: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each piece of a document begins, and how many tokens it has: at most context + 1."""
+    """Return the start and the length of each part of a document: at most context + 1 tokens."""
     begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
     targets = ends - begins - 1
-    pieces = np.maximum(-(-targets // context), 0)  # none of a single token
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    at = np.repeat(begins, pieces) + number * context
-    return at, np.minimum(np.repeat(ends, pieces) - at, context + 1)
+    num_parts = np.maximum(-(-targets // context), 0)  # a document of one token has no target
+    number = np.arange(num_parts.sum()) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    at = np.repeat(begins, num_parts) + number * context
+    return at, np.minimum(np.repeat(ends, num_parts) - at, context + 1)
 
 
 def _pack_best_fit(lengths: list[int], size: int) -> list[int]:
-    """In which window of that size each length goes; the lengths descend."""
-    rooms: dict[int, list[int]] = {}  # by room that is left, the windows
-    left: list[int] = []  # the rooms, ascending
-    found, windows = [], 0
+    """Return the window of each length, for windows of `size` tokens and descending lengths."""
+    windows_by_space: dict[int, list[int]] = {}  # the windows, by their remaining space
+    spaces: list[int] = []  # the keys of the dictionary, ascending
+    window_of, windows = [], 0
     for length in lengths:
-        k = bisect_left(left, length)
-        if k == len(left):
-            window, room = windows, size
+        k = bisect_left(spaces, length)
+        if k == len(spaces):
+            window, space = windows, size
             windows += 1
         else:
-            room = left[k]
-            window = rooms[room].pop()
-            if not rooms[room]:
-                del rooms[room], left[k]
-        found.append(window)
-        if (room := room - length) > 1:
-            if room not in rooms:
-                rooms[room] = []
-                insort(left, room)
-            rooms[room].append(window)
-    return found
+            space = spaces[k]
+            window = windows_by_space[space].pop()
+            if not windows_by_space[space]:
+                del windows_by_space[space], spaces[k]
+        window_of.append(window)
+        if (space := space - length) > 1:
+            if space not in windows_by_space:
+                windows_by_space[space] = []
+                insort(spaces, space)
+            windows_by_space[space].append(window)
+    return window_of

@@ -1,7 +1,9 @@
 """Tokenizers: one token per byte, or a byte-level BPE of Hugging Face's `tokenizers`.
 
-Byte-level BPE (Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section
-2.2) has a token for each byte, so that it encodes whatever there is, and nothing is lost.
+A byte-level BPE has a token for each byte. So it encodes any text without loss.
+
+References:
+    Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.2.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from schedir.extras import require_package
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-MAX_TEXT_BYTES: Final = 2**20  # bytes that are encoded at once
-# The names by which tokenizers call the end of a document.
+MAX_TEXT_BYTES: Final = 2**20  # bytes of a text that the library encodes as one string
+# Common names of the token that ends a document.
 _END_TOKENS: Final = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -37,44 +39,65 @@ TokenIds = NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
-    """Bytes as numbers below `vocab_size`, of which `end_token` ends a document and is in no text;
-    `digest` says which tokenizer it is."""
+    """An encoder of bytes as token ids.
+
+    Attributes:
+        vocab_size: All token ids are below this.
+        end_token: The id of the token that ends a document. It is not in any text.
+        digest: An identifier of the tokenizer and its settings.
+    """
 
     vocab_size: int
     end_token: int
     digest: str
 
     def encode(self, text: bytes) -> TokenIds:
-        """The tokens of a text."""
+        """Return the token ids of a text.
+
+        Args:
+            text: The text. It need not be UTF-8.
+        """
         ...
 
 
 class Bytes:
-    """Each byte is a token.
+    """A tokenizer in which each byte is a token.
 
-    >>> Bytes().encode(b"ab").tolist()
-    [97, 98]
+    Example:
+        >>> Bytes().encode(b"ab").tolist()
+        [97, 98]
     """
 
     vocab_size, end_token, digest = 257, 256, "bytes"
 
     def encode(self, text: bytes) -> TokenIds:
+        """See `Tokenizer.encode`."""
         return np.frombuffer(text, "u1").astype(np.int64)
 
 
 class BPE:
-    """A byte-level BPE of a `tokenizer.json`; `source` is what errors call it.
+    """A byte-level BPE of a `tokenizer.json`.
 
-    What is not UTF-8 is encoded byte by byte.  Text of more than `MAX_TEXT_BYTES` bytes is cut at
-    ends of lines, or else between characters.  The names of special tokens are text where they
-    stand in one.  Raises UsageError for a tokenizer of another kind, which would lose what it
-    encodes.
+    Bytes that are not UTF-8 are encoded one by one. Text of more than `MAX_TEXT_BYTES` bytes is
+    split at ends of lines, or else between characters. Names of special tokens in a text are
+    encoded as text.
+
+    Args:
+        text: The contents of the `tokenizer.json`.
+        source: The name of the tokenizer, for errors.
+        end_token: The token that ends a document. By default the first common name in the
+            vocabulary.
+
+    Raises:
+        UsageError: The tokenizer is of another kind, which may lose text. Or it has no such end
+            token.
+        MissingPackageError: The library `tokenizers` is not installed.
     """
 
     def __init__(self, text: str, source: str, end_token: str | None = None) -> None:
         self._library, library = _parse(text, source), require_library()
-        told = json.loads(self._library.to_str())
-        _require_byte_level(told, source)
+        config = json.loads(self._library.to_str())
+        _require_byte_level(config, source)
         self._library.no_truncation()
         self._library.no_padding()
         self._library.encode_special_tokens = True
@@ -86,18 +109,19 @@ class BPE:
         for character, byte in bytes_of.items():
             self._byte_tokens[byte] = vocabulary[character]
         names = _END_TOKENS if end_token is None else (end_token,)
-        known = next((name for name in names if name in vocabulary), None)
-        if known is None:
+        end_name = next((name for name in names if name in vocabulary), None)
+        if end_name is None:
             raise UsageError(
                 f"{source} has no token {' or '.join(names)} to end a document",
                 hint="[data] end_of_document names one",
                 fields=["end_of_document", "tokenizer"],
             )
-        self.end_token, self.vocab_size = vocabulary[known], max(vocabulary.values()) + 1
-        exact = f"{library.__version__} {known} {text}"
+        self.end_token, self.vocab_size = vocabulary[end_name], max(vocabulary.values()) + 1
+        exact = f"{library.__version__} {end_name} {text}"
         self.digest = blake2b(exact.encode(), digest_size=8).hexdigest()
 
     def encode(self, text: bytes) -> TokenIds:
+        """See `Tokenizer.encode`."""
         parts = list(_split_utf8(text))
         valid = [part for part in parts if isinstance(part, str)]
         encoded = iter(self._library.encode_batch_fast(valid, add_special_tokens=False))
@@ -112,7 +136,11 @@ class BPE:
 
 
 def require_library() -> Any:
-    """Return the library tokenizers. Raises MissingPackageError if it is not installed."""
+    """Return the module `tokenizers`.
+
+    Raises:
+        MissingPackageError: It is not installed.
+    """
     require_package("tokenizers", "a tokenizer other than bytes", field="tokenizer")
     import tokenizers
 
@@ -120,7 +148,16 @@ def require_library() -> Any:
 
 
 def load_tokenizer(path: str, end_token: str | None) -> BPE:
-    """The tokenizer of a file.  Raises UsageError for one that cannot be read or used."""
+    """Return the tokenizer of a file.
+
+    Args:
+        path: The path of a `tokenizer.json`.
+        end_token: The token that ends a document, see `BPE`.
+
+    Raises:
+        UsageError: The file cannot be read or used.
+        MissingPackageError: The library `tokenizers` is not installed.
+    """
     try:
         text = Path(path).read_bytes().decode()
     except OSError as error:
@@ -138,13 +175,13 @@ def _parse(text: str, source: str) -> Library:
     library = require_library()
     try:
         parsed: Library = library.Tokenizer.from_str(text)
-    except Exception as error:  # it has no class of its own
+    except Exception as error:  # the library raises plain Exception
         raise _unsupported_error(source, str(error).partition("\n")[0]) from None
     return parsed
 
 
 def _require_byte_level(description: Any, source: str) -> None:
-    """Refuse what encodes other than byte by byte, or not always the same."""
+    """Raise UsageError for a tokenizer that is not a byte-level BPE, or is not deterministic."""
     before = description["pre_tokenizer"] or {}
     steps = [before, *before.get("pretokenizers", ())]
     levels = [step for step in steps if step.get("type") == "ByteLevel"]
@@ -168,12 +205,13 @@ def _unsupported_error(source: str, reason: str) -> UsageError:
 
 
 def _split_utf8(text: bytes) -> Iterator[str | bytes]:
-    """A text cut into what is UTF-8, and what is not."""
+    """Split a text into strings of UTF-8 and bytes that are not UTF-8."""
     for piece in _split_long_text(text):
         try:
             yield piece.decode()
         except UnicodeDecodeError:
-            # Each byte that is in no character becomes one of 128 that no text has.
+            # The decoder maps each invalid byte to one of 128 code points that valid text never
+            # has.
             for part in re.split("([\udc80-\udcff]+)", piece.decode(errors="surrogateescape")):
                 if part:
                     odd = "\udc80" <= part[0] <= "\udcff"
@@ -181,15 +219,15 @@ def _split_utf8(text: bytes) -> Iterator[str | bytes]:
 
 
 def _split_long_text(text: bytes) -> Iterator[bytes]:
-    """A text in pieces of at most `MAX_TEXT_BYTES` bytes.
+    """Split a text into parts of at most `MAX_TEXT_BYTES` bytes.
 
-    They are cut behind an end of line between two visible characters, where patterns like GPT-2's
-    cut as well, so that the tokens are those of the whole.
+    If possible, a part ends after an end of line between two visible characters. Patterns like
+    GPT-2's split there too, so the tokens are the same as those of the complete text.
     """
     begin = 0
     while len(text) - begin > MAX_TEXT_BYTES:
         end = begin + MAX_TEXT_BYTES
-        cuts = [found.end() for found in _CUT_PATTERN.finditer(text, max(begin, end - 2**16), end)]
+        cuts = [match.end() for match in _CUT_PATTERN.finditer(text, max(begin, end - 2**16), end)]
         while not cuts and text[end] & 0xC0 == 0x80 and end > begin + MAX_TEXT_BYTES - 4:
             end -= 1
         end = cuts[-1] if cuts else end
@@ -199,8 +237,11 @@ def _split_long_text(text: bytes) -> Iterator[bytes]:
 
 
 def _map_characters() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary is: visible ones of Latin-1 are
-    themselves, others follow from 256 on, as in GPT-2."""
+    """Return the byte of each character of a byte-level vocabulary.
+
+    Visible characters of Latin-1 have their own byte. The other bytes have characters from 256 on,
+    as in GPT-2.
+    """
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in visible)
     return {chr(byte): byte for byte in visible} | {

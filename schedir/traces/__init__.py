@@ -1,4 +1,4 @@
-"""Import traces of real runs as programs and Timelines."""
+"""Import traces of real runs as programs and timelines."""
 
 from schedir.traces.trace_import import ImportedRun, read_run
 

@@ -1,9 +1,11 @@
 """Estimate the offsets between the clocks of hosts from messages.
 
-No message is received before it is sent.  So of a message from a to b that was posted at `sent`
-and was there at `got`, each by its own clock, offset(b) - offset(a) <= got - sent; those from b to
-a bound it from below.  Such differences are bounded by the shortest paths, as in NTP; the offsets
-taken lie in the middle of what the bounds allow, and the bounds say how far they may be off.
+No message arrives before it is sent. Host a posts a message at `sent`, host b receives it at `got`,
+each by its own clock. Then offset(b) - offset(a) <= got - sent. Messages from b to a give a lower
+bound of the same difference.
+
+Shortest paths combine these bounds over several hosts, as in NTP. The result is the middle of the
+allowed range. The distance from the bounds is its largest error.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ Floats = NDArray[np.float64]
 
 
 class ClockOffsets(NamedTuple):
-    """What to take from the times of each host, and by how much those of two may still differ."""
+    """The offsets of the clocks of hosts.
+
+    Attributes:
+        offsets: The time to subtract from the times of each host, in seconds. Shape (hosts,).
+        error: The largest remaining difference between the clocks of two hosts, in seconds.
+    """
 
     offsets: Floats
     error: float
@@ -32,32 +39,36 @@ def align_clocks(
     receiver: NDArray[np.int64],
     transfer_times: Floats,
 ) -> ClockOffsets:
-    """The offsets of the clocks of hosts, from messages between them.
+    """Return the offsets of the clocks of hosts, from messages between them.
 
-    `sender` and `receiver` are hosts, by their numbers, and `transfer_times` is when a message was
-    there, by the receiver's clock, less when it was posted, by the sender's; each of shape
-    (messages,).
+    Args:
+        hosts: The names of the hosts, for errors.
+        sender: The number of the sending host of each message. Shape (messages,).
+        receiver: The number of the receiving host. Shape (messages,).
+        transfer_times: The time of arrival by the receiver's clock minus the time of posting by the
+            sender's clock, in seconds. Shape (messages,).
 
-    Raises TraceError where messages contradict each other, as clocks that drift or jump make them,
-    and where two hosts are joined by messages in one direction only, or by none.
+    Raises:
+        TraceError: The messages contradict each other, because clocks drift or jump. Or two hosts
+            are not connected by messages in both directions.
     """
-    most = np.full((len(hosts), len(hosts)), np.inf)  # of offset(column) - offset(row)
-    np.fill_diagonal(most, 0.0)
-    np.minimum.at(most, (sender, receiver), transfer_times)
-    for via in range(len(hosts)):  # Floyd and Warshall
-        most = np.minimum(most, most[:, via, None] + most[None, via])
-    if (np.diag(most) < 0).any():
+    max_offset = np.full((len(hosts), len(hosts)), np.inf)  # of offset(column) - offset(row)
+    np.fill_diagonal(max_offset, 0.0)
+    np.minimum.at(max_offset, (sender, receiver), transfer_times)
+    for via in range(len(hosts)):  # the algorithm of Floyd and Warshall
+        max_offset = np.minimum(max_offset, max_offset[:, via, None] + max_offset[None, via])
+    if (np.diag(max_offset) < 0).any():
         raise TraceError(
             "the clocks of hosts cannot be aligned: messages come back before they were sent, by "
-            f"{-float(np.diag(most).min()):.3g} s, whatever the offsets"
+            f"{-float(np.diag(max_offset).min()):.3g} s, whatever the offsets"
         )
-    if not np.isfinite(most).all():
-        row, column = map(int, np.argwhere(~np.isfinite(most))[0])
+    if not np.isfinite(max_offset).all():
+        row, column = map(int, np.argwhere(~np.isfinite(max_offset))[0])
         raise TraceError(
             "the clocks of hosts cannot be aligned: no messages go from "
             f"{hosts[row] or 'one without a name'} to {hosts[column] or 'one without a name'}"
         )
-    # The latest and the earliest that all bounds allow; so does what lies between them.
-    offsets = (most[0] - most[:, 0]) / 2
+    # The latest and the earliest offsets satisfy all bounds, so their mean does too.
+    offsets = (max_offset[0] - max_offset[:, 0]) / 2
     differ = offsets[None] - offsets[:, None]
-    return ClockOffsets(offsets, float((most - differ).max()))  # of a pair seen from either side
+    return ClockOffsets(offsets, float((max_offset - differ).max()))  # covers both directions

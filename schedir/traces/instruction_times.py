@@ -1,12 +1,12 @@
 """Find when a rank ran each instruction, from profiler ranges and kernels.
 
-On a CPU an instruction's time is that of its range, but what the host waits in it for a message is
-not: torch's runtime waits for a receive inside of the F or B that needs it.  Gloo says until when
-somebody waited, and the last operator before says since when.
+On a CPU, the time of an instruction is that of its range without the waits for messages in it. For
+example, torch's runtime waits for a receive inside of the F or B that needs it. A range of Gloo
+gives the end of a wait, and the end of the previous operator gives its start.
 
-On a GPU the host's ranges say only who launched what.  An instruction's time is that of the kernels
-launched in its range, by the thread of the range or, for a backward, by those of autograd; a
-message's is that of NCCL's kernels.
+On a GPU, the ranges of the host only show which instruction launched which kernels. The time of an
+instruction is that of the kernels launched in its range. The launching thread is the thread of the
+range or, for a backward, a thread of autograd. The time of a message is that of NCCL's kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from schedir.io.torch_csv import ACTIONS
 from schedir.ir.isa.instructions import BACKWARD_OPS, COMPUTE_OPS, FORWARD, RECV_OPS, TRANSFER_OPS
 from schedir.traces.kineto import GpuKernels, Ints, ProfilerRange, Trace
 
-# What a message is that is posted inside of a forward, and of a backward.
+# The kind of a message that is posted inside of a forward (True) or of a backward (False).
 _POSTED_ACTIONS: Final = {
     ("send", True): ACTIONS["SEND_F"],
     ("recv", True): ACTIONS["RECV_F"],
@@ -34,12 +34,16 @@ _POSTED_ACTIONS: Final = {
 
 
 class ExecutedSpan(NamedTuple):
-    """What ran as one, from `start` to `end` in nanoseconds by the clock of the host.
+    """Instructions that ran as one, with their time by the clock of the host.
 
-    With `is_joined` it ran as one with what was seen before it.
-    `wait_time` nanoseconds of its range were a wait for messages, and are not in it.  Of a message
-    that was posted, and of which nothing says when it was there, `end` is None.  `has_operators`
-    says whether an operator ran in its range.
+    Attributes:
+        actions: The instructions.
+        start: The start, in nanoseconds.
+        end: The end, in nanoseconds. None for a posted message whose arrival is not recorded.
+        wait_time: The nanoseconds of its range that were a wait for messages. They are not between
+            `start` and `end`.
+        is_joined: True if it ran as one with the previous span.
+        has_operators: True if an operator ran in its range.
     """
 
     actions: tuple[NamedInstruction, ...]
@@ -52,7 +56,7 @@ class ExecutedSpan(NamedTuple):
 
 @dataclass
 class _RangeItem:
-    """A range, what it says, and of a forward or backward the messages posted inside."""
+    """A range, its instructions, and the messages posted inside of it."""
 
     actions: tuple[NamedInstruction, ...]
     range: ProfilerRange
@@ -67,13 +71,19 @@ class _RangeItem:
 def split_repetitions(
     trace: Trace, interval: tuple[int, int], default_stage: int
 ) -> list[list[ExecutedSpan]]:
-    """What a rank did between two times, once for each time that it ran its schedule.
+    """Return the spans of a rank between two times, split into repetitions of its schedule.
 
-    `default_stage` is that of marks which say none.  Each list is in the order in which the host
-    issued.
+    Args:
+        trace: The trace of the rank.
+        interval: The start and the end, in nanoseconds by the clock of the host.
+        default_stage: The stage of ranges that do not name one.
 
-    Raises TraceError for a mark that says nothing that is known, and for a run over NCCL without
-    kernels, of which only launches are there.
+    Returns:
+        One list for each repetition, in the order in which the host issued the instructions.
+
+    Raises:
+        TraceError: A range has an invalid name. Or the run used NCCL, and the trace has no kernels,
+            so only the times of launches are recorded.
     """
     items, waits = _collect_items(trace, interval, default_stage)
     if items and trace.kernels is None and "nccl" in trace.backend and not trace.receive_waits:
@@ -85,12 +95,12 @@ def split_repetitions(
     items = _add_posted_messages(trace, items)
     when = _make_gpu_timer(items, trace) if trace.kernels else _make_cpu_timer(trace, waits)
     parts: list[list[ExecutedSpan]] = []
-    known: set[NamedInstruction] = set()
+    seen_actions: set[NamedInstruction] = set()
     for item in items:
-        if not parts or not known.isdisjoint(item.actions):  # a step ran its schedule again
+        if not parts or not seen_actions.isdisjoint(item.actions):  # a step ran its schedule again
             parts.append([])
-            known.clear()
-        known.update(item.actions)
+            seen_actions.clear()
+        seen_actions.update(item.actions)
         received = [each for each in item.nested_messages if each.actions[0].op in RECV_OPS]
         sent = [each for each in item.nested_messages if each not in received]
         parts[-1] += [
@@ -104,25 +114,28 @@ def split_repetitions(
 
 
 def _merge_batches(spans: list[ExecutedSpan]) -> list[ExecutedSpan]:
-    """Messages that are issued as one have one kernel, which was launched with the last of them."""
+    """Give all messages of a batch the time of its kernel.
+
+    A batch has one kernel, which is launched with its last message.
+    """
     batches: list[list[ExecutedSpan]] = []
     for seen in spans:
         if not seen.is_joined:
             batches.append([])
         batches[-1].append(seen)
-    found = []
+    merged = []
     for batch in batches:
         kernels = [seen for seen in batch if seen.end is not None]
         if batch[0].actions[0].op in TRANSFER_OPS and kernels:
             began = min(seen.start for seen in kernels)
             ended = max(seen.end or 0 for seen in kernels)
             batch = [seen._replace(start=began, end=ended) for seen in batch]
-        found += batch
-    return found
+        merged += batch
+    return merged
 
 
 def _has_operators(trace: Trace, item_range: ProfilerRange) -> bool:
-    """Whether an operator ended in a range, on its thread or on one of autograd."""
+    """Return whether an operator ended in a range, on its thread or on a thread of autograd."""
     for thread in {item_range.thread, *trace.autograd_threads} & trace.op_end_times.keys():
         lo, hi = np.searchsorted(trace.op_end_times[thread], [item_range.start, item_range.end + 1])
         if lo < hi:
@@ -133,7 +146,7 @@ def _has_operators(trace: Trace, item_range: ProfilerRange) -> bool:
 def _collect_items(
     trace: Trace, interval: tuple[int, int], default_stage: int
 ) -> tuple[list[_RangeItem], list[_RangeItem]]:
-    """What is marked between two times, and the marked waits for messages."""
+    """Return the instructions marked between two times, and the marked waits for messages."""
     items: list[_RangeItem] = []
     waits: list[_RangeItem] = []
     for each in trace.instruction_ranges:
@@ -150,9 +163,10 @@ def _collect_items(
 
 
 def _add_posted_messages(trace: Trace, items: list[_RangeItem]) -> list[_RangeItem]:
-    """Forwards and backwards with the messages posted inside, where messages are not marked.
+    """Add the messages that were posted inside of each forward and backward, if none are marked.
 
-    If some are posted outside, which are whose is not known, and none is told.
+    If some messages are posted outside of them, their instructions are ambiguous, and none is
+    added.
     """
     if not items or any(action.op in TRANSFER_OPS for item in items for action in item.actions):
         return items
@@ -184,21 +198,21 @@ def _add_posted_messages(trace: Trace, items: list[_RangeItem]) -> list[_RangeIt
 
 
 def _make_cpu_timer(trace: Trace, waits: list[_RangeItem]) -> Callable[[_RangeItem], ExecutedSpan]:
-    """When each item was under way, by the host's ranges."""
+    """Return a function that finds the time of an item from the ranges of the host."""
     starts = np.array([each.start for each in trace.receive_waits], np.int64)
     ends = np.array([each.end for each in trace.receive_waits], np.int64)
-    told = np.sort(ends)
+    wait_ends = np.sort(ends)
     awaited: dict[NamedInstruction, int] = {}
     for wait in waits:
         for action in wait.actions:
             awaited[action] = max(awaited.get(action, 0), wait.range.end)
     marked = sorted((wait.range.start, wait.range.end) for wait in waits)
 
-    def when(item: _RangeItem) -> ExecutedSpan:
+    def get_span(item: _RangeItem) -> ExecutedSpan:
         start, end = item.range.start, item.range.end
         if item.is_compute:
-            lo, hi = np.searchsorted(told, [start, end], side="right")
-            spells = list(_list_wait_intervals(trace, item.range, told[lo:hi].tolist()))
+            lo, hi = np.searchsorted(wait_ends, [start, end], side="right")
+            spells = list(_list_wait_intervals(trace, item.range, wait_ends[lo:hi].tolist()))
             inside = marked[bisect_left(marked, (start, 0)) : bisect_left(marked, (end + 1, 0))]
             spells += [(since, until) for since, until in inside if until <= end]
             sent = [e.range.start for e in item.nested_messages if e.actions[0].op not in RECV_OPS]
@@ -211,13 +225,13 @@ def _make_cpu_timer(trace: Trace, waits: list[_RangeItem]) -> Callable[[_RangeIt
         seen = [int(e) for e in ends[lo:hi]] + [awaited[a] for a in item.actions if a in awaited]
         return ExecutedSpan(item.actions, start, max([end, *seen]) if seen else None)
 
-    return when
+    return get_span
 
 
 def _list_wait_intervals(
     trace: Trace, item_range: ProfilerRange, wait_ends: list[int]
 ) -> Iterator[tuple[int, int]]:
-    """The waits that ended at these times inside of a range: each since the operator before."""
+    """Yield the waits inside of a range: each starts at the end of the previous operator."""
     ops = trace.op_end_times.get(item_range.thread, np.empty(0, np.int64))
     for end in wait_ends:
         k = int(np.searchsorted(ops, end)) - 1
@@ -225,7 +239,7 @@ def _list_wait_intervals(
 
 
 def _union_length(intervals: list[tuple[int, int]]) -> int:
-    """How long some intervals are, together."""
+    """Return the length of the union of some intervals."""
     total, over = 0, 0
     for start, end in sorted(intervals):
         total += max(0, end - max(start, over))
@@ -237,7 +251,7 @@ def _union_length(intervals: list[tuple[int, int]]) -> int:
 
 
 def _make_gpu_timer(items: list[_RangeItem], trace: Trace) -> Callable[[_RangeItem], ExecutedSpan]:
-    """When each item was under way, by what was launched in it."""
+    """Return a function that finds the time of an item from the kernels launched in it."""
     kernels = trace.kernels
     assert kernels is not None
     flat = [each for item in items for each in (item, *item.nested_messages)]
@@ -250,38 +264,39 @@ def _make_gpu_timer(items: list[_RangeItem], trace: Trace) -> Callable[[_RangeIt
         [order[lo[k] : hi[k]] for k, each in enumerate(flat) if each.is_compute], kernels
     )
     on_stream = np.isin(kernels.stream, streams)
-    free = 0  # when the last compute ended: no GPU of ours computes two things at once
+    free = 0  # the end of the last compute: a rank's computes do not overlap
 
-    def when(item: _RangeItem) -> ExecutedSpan:
+    def get_span(item: _RangeItem) -> ExecutedSpan:
         nonlocal free
         k = number[id(item)]
-        own = order[lo[k] : hi[k]]
-        of_nccl = kernels.is_nccl[own]
-        # A collective among tensor-parallel ranks lies between an instruction's other kernels.
-        # What another stream fetches ahead or brings away does not: it may run while this waits.
+        indices = order[lo[k] : hi[k]]
+        of_nccl = kernels.is_nccl[indices]
+        # Collectives of tensor-parallel ranks run between the other kernels of an instruction, so
+        # its time includes them. Copies on other streams are left out: they may run while the
+        # instruction waits.
         wanted = ~of_nccl if item.is_compute else of_nccl
-        own = own[wanted] if wanted.any() else own
-        if item.is_compute and on_stream[own].any():
-            own = own[on_stream[own]]
-        if not len(own):
-            at = free or item.range.start
+        indices = indices[wanted] if wanted.any() else indices
+        if item.is_compute and on_stream[indices].any():
+            indices = indices[on_stream[indices]]
+        if not len(indices):
+            time = free or item.range.start
             message = item.actions[0].op in TRANSFER_OPS
-            return ExecutedSpan(item.actions, at, None if message else at)
-        start, end = int(kernels.start[own].min()), int(kernels.end[own].max())
+            return ExecutedSpan(item.actions, time, None if message else time)
+        start, end = int(kernels.start[indices].min()), int(kernels.end[indices].max())
         if item.is_compute:
             start, end = max(start, free), max(end, free)
             free = end
         return ExecutedSpan(item.actions, start, end)
 
-    return when
+    return get_span
 
 
 def _find_owners(items: list[_RangeItem], kernels: GpuKernels, autograd: set[int]) -> Ints:
-    """Which item launched each kernel, or -1; the innermost, of those that lie in each other."""
+    """Return the number of the item that launched each kernel, or -1. The innermost item counts."""
     owner = np.full(len(kernels.launch_time), -1, np.int64)
     by_launch = np.argsort(kernels.launch_time, kind="stable")
     launch = kernels.launch_time[by_launch]
-    for k, item in enumerate(items):  # what is nested comes behind what it is nested in
+    for k, item in enumerate(items):  # nested items come after the outer ones
         lo, hi = np.searchsorted(launch, [item.range.start, item.range.end + 1])
         own = by_launch[lo:hi]
         back = any(action.op in BACKWARD_OPS for action in item.actions)
@@ -291,7 +306,7 @@ def _find_owners(items: list[_RangeItem], kernels: GpuKernels, autograd: set[int
 
 
 def _find_compute_streams(kernels_per_item: list[Ints], kernels: GpuKernels) -> Ints:
-    """The streams that compute: those on which some instruction spends most of its time."""
+    """Return the streams on which at least one instruction spends most of its kernel time."""
     took = np.where(kernels.is_nccl, 0, kernels.end - kernels.start)
     found = set()
     for own in kernels_per_item:

@@ -1,11 +1,13 @@
-"""Read the files of torch.profiler.
+"""Read the trace files of torch.profiler.
 
-The form is Chrome's trace events with what torch adds (github.com/pytorch/kineto): ranges that the
-program named (`user_annotation`), operators (`cpu_op`), launches (`cuda_runtime`, `cuda_driver`)
-and what they launched (`kernel`, `gpu_memcpy`, `gpu_memset`), joined by `args.correlation`.
-`ts` and `dur` are microseconds; absolute time is `baseTimeNanoseconds + 1000 ts`.
+The format is Chrome's trace events with additions of torch (github.com/pytorch/kineto). The events
+are ranges that the program named (`user_annotation`), operators (`cpu_op`), launches
+(`cuda_runtime`, `cuda_driver`) and the launched work (`kernel`, `gpu_memcpy`, `gpu_memset`).
+`args.correlation` connects a launch and its work. `ts` and `dur` are microseconds, and absolute
+time is `baseTimeNanoseconds + 1000 ts`.
 
-A file may have gigabytes, of which little is of use: it is read as a stream, and only that is kept.
+A file may have gigabytes, most of them not needed. So it is parsed as a stream, and only the needed
+events are kept.
 """
 
 from __future__ import annotations
@@ -36,25 +38,28 @@ _MESSAGE_OPS: Final = {
     "c10d::recv_": "recv",
     "c10d::recv_any_source_": "recv",
 }
-_WAIT_RANGES: Final = (
-    "gloo:recv",
-)  # from when a receive is posted until somebody who waited saw it
+# Such a range starts when a receive is posted, and ends when a waiting thread sees the message.
+_WAIT_RANGES: Final = ("gloo:recv",)
 _AUTOGRAD_PREFIX: Final = "autograd::engine::"
-_LAUNCH_SUFFIXES: Final = (
-    "_runtime",
-    "_driver",
-)  # cuda_runtime, cuda_driver, and others' like them
+# cuda_runtime, cuda_driver, and the categories of other vendors.
+_LAUNCH_SUFFIXES: Final = ("_runtime", "_driver")
 _KEPT_CATEGORIES: Final = ("user_annotation", "cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
-_MAX_MICROSECONDS: Final = 2**61 / 1e3  # microseconds: since 1970, in files that say no base
-_MAX_OPEN_BRACKETS: Final = 1000  # brackets that may stay open in some bytes that are read
-_MAX_HEADER_BYTES: Final = (
-    2**22
-)  # bytes before the events: of torch's some thousands, more in large jobs
+# Microseconds. A file without a base time counts from 1970, and nanoseconds must fit into int64.
+_MAX_MICROSECONDS: Final = 2**61 / 1e3
+_MAX_OPEN_BRACKETS: Final = 1000  # brackets left open in one read; the parser keeps all open ones
+_MAX_HEADER_BYTES: Final = 2**22  # bytes before the events: usually thousands, more in large jobs
 _HEADER_KEYS: Final = ("distributedInfo", "host_name", "baseTimeNanoseconds")
 
 
 class ProfilerRange(NamedTuple):
-    """What happened on a thread of the host, numbered, from `start` to `end` in nanoseconds."""
+    """A range of time on a thread of the host.
+
+    Attributes:
+        name: The name of the range.
+        start: The start, in nanoseconds.
+        end: The end, in nanoseconds.
+        thread: The number of the thread within the file.
+    """
 
     name: str
     start: int
@@ -63,8 +68,16 @@ class ProfilerRange(NamedTuple):
 
 
 class GpuKernels(NamedTuple):
-    """What ran on the GPU, in nanoseconds, when and on which thread of the host it was launched,
-    on which stream it ran, and whether it is NCCL's; each of shape (n,)."""
+    """Kernels and copies that ran on the GPU, as arrays of shape (n,).
+
+    Attributes:
+        start: The start of each, in nanoseconds.
+        end: The end of each, in nanoseconds.
+        launch_time: The time when the host launched it, in nanoseconds.
+        launch_thread: The thread of the host that launched it.
+        stream: The stream on which it ran.
+        is_nccl: True for kernels of NCCL.
+    """
 
     start: Ints
     end: Ints
@@ -76,14 +89,22 @@ class GpuKernels(NamedTuple):
 
 @dataclass
 class Trace:
-    """What of one file is of use.  Times are nanoseconds by the clock of its host.
+    """The needed events of one file. Times are nanoseconds by the clock of its host.
 
-    `rank` is the number among all processes, if the file or its name says one, and `groups` are
-    the ranks of each process group that it is in, as far as the file says.  `instruction_ranges`
-    are the ranges that mark instructions, `messages` the operators that post sends and receives
-    (named "send" and "recv"), `receive_waits` the receives until they were seen, `steps` the start
-    and end of each ProfilerStep, `op_end_times` when each operator of a thread that marks or runs
-    backwards ended, in order, and `autograd_threads` the threads that run backwards.
+    Attributes:
+        path: The path of the file.
+        rank: The number among all processes, if the file or its name contains one.
+        host: The name of the host, or "".
+        backend: The backend of torch.distributed in lower case, or "".
+        groups: The ranks of each process group that the file lists.
+        instruction_ranges: The ranges that mark instructions.
+        messages: The operators that post messages, named "send" and "recv".
+        receive_waits: The receives, from posting until the message was seen.
+        steps: The start and the end of each ProfilerStep, by its number.
+        op_end_times: The end of each operator, ascending, by thread. Only of threads that mark
+            instructions or run backwards.
+        autograd_threads: The threads that run backwards.
+        kernels: The work on the GPU. None if the file has none.
     """
 
     path: str
@@ -101,10 +122,14 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """What a file of torch.profiler, packed by gzip or not, says of the instructions of a rank.
+    """Read the events of one rank from a file of torch.profiler.
 
-    Raises UsageError for a file that cannot be read, TraceError for one that is cut off, that is no
-    JSON, or no trace of torch.profiler.
+    Args:
+        path: The path of the file, which may be compressed by gzip.
+
+    Raises:
+        UsageError: The file cannot be read.
+        TraceError: The file is truncated, not JSON, or not a trace of torch.profiler.
     """
     try:
         header = _read_header(path)
@@ -122,9 +147,11 @@ def read_trace(path: str | Path) -> Trace:
 
 
 class _TraceFile:
-    """A file, unpacked where its first bytes say that it is packed, of which no more than
-    `max_bytes` bytes are read.  It is refused where it opens brackets and closes none: parsers keep
-    all."""
+    """A file that is decompressed if its first bytes are those of gzip.
+
+    It refuses to read more than `max_bytes` bytes. It also refuses files with many unclosed
+    brackets, since a parser keeps all of them in memory.
+    """
 
     def __init__(self, path: str | Path, max_bytes: int | None = None) -> None:
         self.path, self.max_bytes, self.bytes_read, self.raw_file = (
@@ -140,7 +167,11 @@ class _TraceFile:
         )
 
     def read(self, size: int) -> bytes:
-        """Some bytes, of which few are unclosed brackets."""
+        """Return up to `size` bytes.
+
+        Raises:
+            TraceError: They have too many unclosed brackets, or exceed `max_bytes`.
+        """
         data = self.file.read(size)
         self.bytes_read += len(data)
         unclosed = sum(map(data.count, (b"[", b"{"))) - sum(map(data.count, (b"]", b"}")))
@@ -161,7 +192,7 @@ class _TraceFile:
 
 
 def _parse_events(path: str | Path, events: Iterator[Any]) -> Iterator[Any]:
-    """What a parser gives, its errors in our words."""
+    """Yield the results of a parser, with its errors as TraceError."""
     import ijson
 
     try:
@@ -180,37 +211,38 @@ def _first_line(error: Exception) -> str:
 
 
 def _read_header(path: str | Path) -> dict[str, Any]:
-    """What stands beside the events, by name; of the events, that they are there.
+    """Return the needed values outside of the events, by name, and whether there are events.
 
-    torch writes it before them; where others have changed the order it is looked for behind.
+    torch writes them before the events. If other tools changed the order, they are read from after
+    the events.
     """
     import ijson
 
-    found: dict[str, Any] = {}
+    header: dict[str, Any] = {}
     with _TraceFile(path, _MAX_HEADER_BYTES) as file:
         builder, name = None, ""
         for prefix, event, value in _parse_events(path, ijson.parse(file, use_float=True)):
             if prefix == "" and event not in ("map_key", "start_map", "end_map"):
-                break  # no object
+                break  # the file is not an object
             if prefix == "traceEvents" and event == "start_array":
-                found["traceEvents"] = True
+                header["traceEvents"] = True
                 break
             if prefix == "" and event == "map_key":
                 if builder is not None:
-                    found[name] = getattr(builder, "value", None)
+                    header[name] = getattr(builder, "value", None)
                 builder, name = ijson.ObjectBuilder() if value in _HEADER_KEYS else None, value
             elif builder is not None and prefix:
                 builder.event(event, value)
-                found[name] = getattr(builder, "value", None)
-    for name in [name for name in _HEADER_KEYS if name not in found and "traceEvents" in found]:
+                header[name] = getattr(builder, "value", None)
+    for name in [name for name in _HEADER_KEYS if name not in header and "traceEvents" in header]:
         with _TraceFile(path) as file:
             for value in _parse_events(path, ijson.items(file, name, use_float=True)):
-                found[name] = value
-    return found
+                header[name] = value
+    return header
 
 
 class _TraceReader:
-    """Reads the events of one file, and keeps what is of use."""
+    """Reads the events of one file, and keeps the needed ones."""
 
     def __init__(self, path: str, header: dict[str, Any]) -> None:
         world = header.get("distributedInfo")
@@ -224,12 +256,12 @@ class _TraceReader:
         self.trace = Trace(path, rank, host, backend, _parse_groups(world.get("pg_config")))
         self.op_end_times: dict[int, array[int]] = defaultdict(lambda: array("q"))
         self.thread_numbers: dict[str, int] = {}
-        # Rows of a correlation, a time, and a thread; and of a correlation, start, end, stream,
-        # if NCCL's.
+        # Flat rows. A launch: correlation, time, thread. A kernel: correlation, start, end, stream,
+        # and whether it is of NCCL.
         self.launch_rows, self.kernel_rows = array("q"), array("q")
 
     def read(self, file: IO[bytes]) -> Trace:
-        """All that the file has."""
+        """Read all events of the file."""
         import ijson
 
         path, trace = self.trace.path, self.trace
@@ -238,7 +270,8 @@ class _TraceReader:
                 self._read_event(event)
         for ranges in (trace.instruction_ranges, trace.messages, trace.receive_waits):
             ranges.sort(key=lambda each: (each.start, -each.end))
-        # Where a GPipe is marked by others, its own ranges have messages and waits in them.
+        # A GPipe may have ranges of its own, which contain messages and waits. Ranges in torch's
+        # names are preferred.
         trace.instruction_ranges = [
             e for e in trace.instruction_ranges if is_torch_range(e.name)
         ] or trace.instruction_ranges
@@ -253,7 +286,7 @@ class _TraceReader:
         return trace
 
     def _read_event(self, event: dict[str, Any]) -> None:
-        """Keep what is of use of one event; most are not."""
+        """Keep the needed parts of one event. Most events are not needed."""
         kind, name, ts, dur = (event.get(key) for key in ("cat", "name", "ts", "dur"))
         launch = isinstance(kind, str) and kind.endswith(_LAUNCH_SUFFIXES)
         if not (launch or kind in _KEPT_CATEGORIES) or not isinstance(name, str):
@@ -291,20 +324,27 @@ class _TraceReader:
                 )
 
     def _build_kernels(self) -> GpuKernels:
-        """What ran and was launched while the trace was taken."""
+        """Return the kernels whose launch is in the trace."""
         launches = np.array(self.launch_rows, np.int64).reshape(-1, 3)
         ran = np.array(self.kernel_rows, np.int64).reshape(-1, 5)
         launches = launches[np.argsort(launches[:, 0], kind="stable")]
         at = np.searchsorted(launches[:, 0], ran[:, 0])
         inside = at < len(launches)
-        known = np.zeros(len(ran), bool)
-        known[inside] = launches[at[inside], 0] == ran[inside, 0]
-        ran, by = ran[known], launches[at[known]]
-        return GpuKernels(ran[:, 1], ran[:, 2], by[:, 1], by[:, 2], ran[:, 3], ran[:, 4] > 0)
+        has_launch = np.zeros(len(ran), bool)
+        has_launch[inside] = launches[at[inside], 0] == ran[inside, 0]
+        ran, launches_of_ran = ran[has_launch], launches[at[has_launch]]
+        return GpuKernels(
+            ran[:, 1],
+            ran[:, 2],
+            launches_of_ran[:, 1],
+            launches_of_ran[:, 2],
+            ran[:, 3],
+            ran[:, 4] > 0,
+        )
 
 
 def _parse_groups(config: object) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each process group, of those that say them."""
+    """Return the ranks of each process group that lists them."""
     each = [group.get("ranks") for group in config if isinstance(group, dict)] if isinstance(
         config, list) else []  # fmt: skip
     return tuple(
@@ -315,6 +355,6 @@ def _parse_groups(config: object) -> tuple[tuple[int, ...], ...]:
 
 
 def _correlation_id(args: object) -> int | None:
-    """What joins a launch and a kernel."""
+    """Return the number that connects a launch and a kernel, or None."""
     number = args.get("correlation") if isinstance(args, dict) else None
     return number if type(number) is int and 0 <= number < 2**63 else None

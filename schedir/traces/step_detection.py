@@ -17,32 +17,46 @@ _ORDINALS: Final = ("first", "second", "third")
 
 
 class ScheduleRun(NamedTuple):
-    """What a pipeline rank did while its schedule ran once, and the trace that says so."""
+    """One run of the schedule on a pipeline rank.
+
+    Attributes:
+        trace: The trace of the rank.
+        spans: The instructions with their times, in the order of issue.
+    """
 
     trace: Trace
     spans: list[ExecutedSpan]
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages that it computes, in order."""
+        """The stages that the rank computes, ascending."""
         actions = (action for seen in self.spans for action in seen.actions)
         return tuple(sorted({action.stage for action in actions if action.op in COMPUTE_OPS}))
 
     @property
     def has_only_forwards(self) -> bool:
-        """Whether forwards ran something and backwards, if they are marked, nothing: torch's
-        runtime marks those of an evaluation, too."""
+        """Return whether operators ran in forwards, and none in backwards.
+
+        Torch's runtime also marks the backwards of an evaluation.
+        """
         ran: dict[bool, bool] = {}
         for seen in self.spans:
             if seen.actions[0].op in COMPUTE_OPS:
-                back = all(action.op in BACKWARD_OPS for action in seen.actions)
-                ran[back] = ran.get(back, False) or seen.has_operators
+                is_backward = all(action.op in BACKWARD_OPS for action in seen.actions)
+                ran[is_backward] = ran.get(is_backward, False) or seen.has_operators
         return ran.get(False, False) and not ran.get(True, False)
 
 
 class ScheduleExecution(NamedTuple):
-    """One run of the schedule: of which step, in words, its ranks in their order, how many traces
-    of replicas were left out, and whether these ranks are known to talk to each other."""
+    """One run of the schedule on all ranks of a pipeline.
+
+    Attributes:
+        description: The step, in words.
+        ranks: The runs of the ranks, in the order of their stages.
+        num_replica_traces: The number of traces of replicas that were left out.
+        is_one_pipeline: True if process groups show that the ranks exchange messages with each
+            other.
+    """
 
     description: str
     ranks: list[ScheduleRun]
@@ -51,21 +65,24 @@ class ScheduleExecution(NamedTuple):
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether no backward ran anything."""
+        """Return whether every rank ran operators in forwards only."""
         return all(part.has_only_forwards for part in self.ranks)
 
     @property
     def has_backwards(self) -> bool:
-        """Whether any backward is marked."""
+        """Return whether any backward is marked."""
         seen = (seen for part in self.ranks for seen in part.spans)
         return any(action.op in BACKWARD_OPS for one in seen for action in one.actions)
 
 
 class TracedProcesses:
-    """The traces of a run by process, and by its steps.
+    """The traces of a run, grouped by process and by step.
 
-    A process may have several files, of one stretch of time each.  Where no file says whose it is,
-    each is one process's.
+    A process may have several files, each of a different time. If not all files contain a rank,
+    each file is a process of its own.
+
+    Args:
+        traces: The traces.
     """
 
     def __init__(self, traces: Sequence[Trace]) -> None:
@@ -75,12 +92,18 @@ class TracedProcesses:
             of[trace.rank if known and trace.rank is not None else k].append(trace)
         self.traces_by_process = dict(sorted(of.items()))
         groups = {group for trace in traces for group in trace.groups} if known else set()
-        # Those of which all are here, that of the smallest ranks first.
+        # Only groups whose ranks all have a trace, sorted by their ranks.
         self.groups = sorted(group for group in groups if self.traces_by_process.keys() >= {*group})
 
     @property
     def steps(self) -> list[int]:
-        """The ProfilerSteps of which all processes have a trace, and none where none is marked."""
+        """The numbers of the ProfilerSteps in the traces of all processes.
+
+        Empty if no step is marked.
+
+        Raises:
+            TraceError: Steps are marked, but none is in the traces of all processes.
+        """
         each = [
             {step for trace in own for step in trace.steps}
             for own in self.traces_by_process.values()
@@ -98,22 +121,23 @@ class TracedProcesses:
         return common
 
     def _infer_stages(self) -> dict[int, int]:
-        """The stage of each process whose marks say none: its place in a group of which the first
-        receives nothing in forwards, and the last sends nothing.
+        """Return the stage of each process, for ranges that do not name one.
 
-        Where no group is such, the processes are the stages in their order.
+        The stage is the position in a process group whose first process receives nothing in
+        forwards, and whose last process sends nothing. Without such a group, the stages follow the
+        order of processes.
         """
         ends = {
             number: _has_receives_and_sends(own) for number, own in self.traces_by_process.items()
         }
-        found: dict[int, int] = {}
+        stage_of_process: dict[int, int] = {}
         for group in (tuple(self.traces_by_process), *self.groups):
             last = len(group) - 1
             if last and all(ends[n] == (k > 0, k < last) for k, n in enumerate(group)):
                 for k, number in enumerate(group):
-                    found.setdefault(number, k)
-        if len(found) == len(self.traces_by_process):
-            return found
+                    stage_of_process.setdefault(number, k)
+        if len(stage_of_process) == len(self.traces_by_process):
+            return stage_of_process
         files = [trace for own in self.traces_by_process.values() for trace in own]
         alone = all(trace.op_end_times and not trace.messages for trace in files)
         return {number: 0 if alone else k for k, number in enumerate(self.traces_by_process)}
@@ -121,7 +145,7 @@ class TracedProcesses:
     def _choose_pipeline(
         self, stages_of_process: dict[int, tuple[int, ...]]
     ) -> tuple[dict[tuple[int, ...], int], bool]:
-        """One process for each set of stages, and whether these are known to be one pipeline."""
+        """Return one process for each set of stages, and whether they surely are one pipeline."""
         first: dict[tuple[int, ...], int] = {}
         for number, stages in stages_of_process.items():
             first.setdefault(stages, number)
@@ -134,19 +158,26 @@ class TracedProcesses:
         return first, False
 
     def list_executions(self, step: int | None) -> Iterator[ScheduleExecution]:
-        """Each time that the schedule ran in a step, or in all of the traces, the last one first.
+        """Yield each run of the schedule in a step, the last one first.
 
-        Raises TraceError where ranks ran it unlike often, and for two traces of one process.
+        Args:
+            step: The number of the ProfilerStep. None for all of the traces.
+
+        Raises:
+            TraceError: Ranks ran the schedule a different number of times. Or two traces of one
+                process contain the step, or a process computed nothing in it.
         """
         stages, each = self._infer_stages(), dict[int, list[ScheduleRun]]()
-        held: dict[int, tuple[int, ...]] = {}
+        stages_of_process: dict[int, tuple[int, ...]] = {}
         for number, own in self.traces_by_process.items():
             parts = [ScheduleRun(*part) for part in self._split_runs(own, step, stages[number])]
-            held[number] = tuple(sorted({stage for part in parts for stage in part.stages}))
-            if not held[number]:
+            stages_of_process[number] = tuple(
+                sorted({stage for part in parts for stage in part.stages})
+            )
+            if not stages_of_process[number]:
                 raise TraceError(f"{own[0].path} has no forward and no backward in this step")
             each[number] = parts
-        numbers, known = self._choose_pipeline(held)
+        numbers, known = self._choose_pipeline(stages_of_process)
         ranks = {stages: each[number] for stages, number in numbers.items()}
         few, most = (f(ranks.values(), key=len) for f in (min, max))
         if len(few) != len(most):
@@ -157,19 +188,19 @@ class TracedProcesses:
                 if step is not None
                 else "profile(schedule=...) and profiler.step() mark steps",
             )
-        said = "the whole trace" if step is None else f"ProfilerStep {step}"
+        description = "the whole trace" if step is None else f"ProfilerStep {step}"
         for k in reversed(range(len(most))):
             nth = _ORDINALS[k] if k < len(_ORDINALS) else f"{k + 1}th"
             which = f", the {nth} of {len(most)} times that it ran the schedule" * (len(most) > 1)
-            pipeline = [ranks[held][k] for held in sorted(ranks)]
+            pipeline = [ranks[stages_of_process][k] for stages_of_process in sorted(ranks)]
             yield ScheduleExecution(
-                said + which, pipeline, len(self.traces_by_process) - len(ranks), known
+                description + which, pipeline, len(self.traces_by_process) - len(ranks), known
             )
 
     def _split_runs(
         self, traces: list[Trace], step: int | None, default_stage: int
     ) -> Iterator[tuple[Trace, list[ExecutedSpan]]]:
-        """What one process did, once for each time that it ran its schedule."""
+        """Yield the trace and the spans of one process, for each time that it ran its schedule."""
         within = [trace for trace in traces if step is None or step in trace.steps]
         if len(within) > 1:
             of = "" if step is None else f" and have ProfilerStep {step}"
@@ -182,7 +213,10 @@ class TracedProcesses:
 
 
 def _has_receives_and_sends(traces: Sequence[Trace]) -> tuple[bool, bool]:
-    """Whether a process whose marks say no stage receives in its forwards, and whether it sends."""
+    """Return whether a process receives in its forwards, and whether it sends.
+
+    Only ranges that do not name a stage count as forwards.
+    """
     forwards = [
         each
         for trace in traces

@@ -15,15 +15,19 @@ from schedir.io.files import expand_paths
 from schedir.traces.kineto import Trace, read_trace
 
 FILE_PATTERNS: Final = ("*.json", "*.json.gz")
-PARALLEL_READ_BYTES: Final = (
-    2**26
-)  # bytes, from which on processes of their own read, and progress is of use
+# Bytes. More than this is read in several processes, and takes so long that progress is shown.
+PARALLEL_READ_BYTES: Final = 2**26
 
 
 def find_trace_files(sources: Iterable[str | Path]) -> list[Path]:
-    """The files that are named: files, folders of them, and patterns like `trace/rank*.json.gz`.
+    """Return the trace files that some names refer to, each once.
 
-    Raises UsageError for a name that names none.
+    Args:
+        sources: Files, directories, and patterns such as `trace/rank*.json.gz`. A directory means
+            its `*.json` and `*.json.gz` files.
+
+    Raises:
+        UsageError: A name refers to no file.
     """
     found: dict[Path, None] = {}
     for source in sources:
@@ -47,17 +51,29 @@ def _find_in_directory(directory: Path) -> list[Path]:
 
 
 def sum_file_sizes(files: Iterable[Path]) -> int:
-    """How many bytes some files have."""
+    """Return the total size of the existing files, in bytes.
+
+    Args:
+        files: The files. Other paths count as 0.
+    """
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def read_traces(
     files: Sequence[Path], on_read: Callable[[Path], object] | None = None
 ) -> list[Trace]:
-    """What is of use in each file; large ones are read by as many processes as there are cores.
+    """Read trace files. Large ones are read by as many processes as there are cores.
 
-    `on_read` is called with each that was read.  Raises what `read_trace` does, and TraceError
-    where none marks an instruction.
+    Args:
+        files: The files to read.
+        on_read: Called with each file after it was read.
+
+    Returns:
+        One trace for each file.
+
+    Raises:
+        UsageError: See `read_trace`.
+        TraceError: See `read_trace`. Or no file marks an instruction.
     """
     traces = []
     for path, trace in zip(files, _read_each(files), strict=True):
@@ -76,7 +92,7 @@ def read_traces(
 
 
 def _count_cores() -> int:
-    """How many cores this process may use; not every system says that of a process."""
+    """Return the number of cores that this process may use, if the system can list them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -85,7 +101,7 @@ def _read_each(files: Sequence[Path]) -> Iterator[Trace]:
     if workers < 2 or sum_file_sizes(files) < PARALLEL_READ_BYTES:
         yield from map(read_trace, files)
         return
-    # At Ctrl-C they end, as this one does, and only this one says so.
+    # At Ctrl-C the workers must end without a traceback, since this process reports it.
     end_quietly = signal.SIGINT, signal.SIG_DFL
     with ProcessPoolExecutor(
         workers, get_context("forkserver"), initializer=signal.signal, initargs=end_quietly

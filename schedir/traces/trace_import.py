@@ -1,4 +1,4 @@
-"""Turn the traces of all ranks into a Program and a Timeline."""
+"""Convert the traces of all ranks into a program and a timeline."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from schedir.verify.check import check
 Floats = NDArray[np.float64]
 
 _STEP_OP: Final = OPCODE_BY_TEXT["step"]
-# The models under which a run may have finished, the strictest first: it did finish.  Of those of
-# torch only where none of the others will do: a trace does not say who made which communicators.
+# Progress models to try, the strictest first. The run did finish, so one of them must accept it.
+# Torch's lazy model is the last, since a trace does not record which communicators exist.
 _GPU_MODELS: Final[tuple[ProgressModel, ...]] = (
     "per_device",
     "per_direction",
@@ -58,16 +58,23 @@ _CPU_MODELS: Final[tuple[ProgressModel, ...]] = ("per_edge",)
 
 @dataclass(frozen=True)
 class ImportedRun:
-    """What traces say: the run, which step of which it is, and what else is to be told of it.
+    """A run that was read from traces.
 
-    `steps` are the ProfilerSteps that could be read instead.
+    Args:
+        timeline: The recorded timeline, with its program.
+        step: The step that was read, in words.
+        steps: The ProfilerSteps that could be read instead.
+        notes: Facts that limit the accuracy or completeness, in words.
 
-    >>> from schedir import PipelineShape, compile, schedules, simulate
-    >>> from schedir.traces import ImportedRun
-    >>> run = simulate(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4)))
-    >>> read = ImportedRun(run, "ProfilerStep 3", steps=(2, 3), notes=("messages are not marked",))
-    >>> print(f"{read.step}: {read.timeline.bubble:.1%} idle; {read.notes[0]}")
-    ProfilerStep 3: 20.0% idle; messages are not marked
+    Example:
+        >>> from schedir import PipelineShape, compile, schedules, simulate
+        >>> from schedir.traces import ImportedRun
+        >>> run = simulate(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4)))
+        >>> read = ImportedRun(
+        ...     run, "ProfilerStep 3", steps=(2, 3), notes=("messages are not marked",)
+        ... )
+        >>> print(f"{read.step}: {read.timeline.bubble:.1%} idle; {read.notes[0]}")
+        ProfilerStep 3: 20.0% idle; messages are not marked
     """
 
     timeline: Timeline
@@ -85,35 +92,45 @@ def read_run(
     program_attributes: Mapping[str, Any] | None = None,
     on_read: Callable[[Path], object] | None = None,
 ) -> ImportedRun:
-    """The run whose ranks left these traces of torch.profiler, in any order.
+    """Read the run of a pipeline from the traces of its ranks.
 
-    `sources` are files, folders and patterns.  `step` is the number of a ProfilerStep, the last
-    whole one unless told; of a step that ran its schedule several times, the last time.  Without
-    `progress_model` it is the strictest under which the program finishes, as it did.
-    `program_attributes` are fields of the program that traces do not tell, as `tp`.  `on_read` is
-    called with each file that was read.
+    If there are replicas, which have the same stages, only the pipeline with the smallest rank is
+    read. A run of the schedule without operators in backwards is an evaluation, not a step. An
+    evaluation that marks no backwards is read if nothing else can be read.
 
-    Replicas, which hold the same stages, are read once: the pipeline that has the smallest rank.
-    An evaluation, in which no backward runs anything, is no step; if it marks none, either, it is
-    read where nothing trains.
+    Args:
+        sources: Files, directories and patterns of traces of torch.profiler, in any order.
+        step: The number of the ProfilerStep. By default the last complete one. If a step ran its
+            schedule several times, the last time is read.
+        progress_model: The progress model of the transport. By default the strictest one under
+            which the program finishes.
+        name: The name of the program.
+        program_attributes: Attributes of the program that traces do not contain, such as `tp`.
+        on_read: Called with each file after it was read.
 
-    Raises UsageError for what cannot be read, TraceError for what is no trace or marks no
-    instructions, for clocks that cannot be aligned and for a step that is not there, and what
-    `check` raises for a program that is not whole.
+    Returns:
+        The timeline, its step, and notes.
 
-    >>> import json
-    >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
-    >>> from schedir.traces import read_run
-    >>> marked = {"PP:0F0": (0, 10), "PP:0F1": (15, 10), "PP:0B0": (30, 20), "PP:0B1": (50, 20)}
-    >>> events = [
-    ...     {"ph": "X", "cat": "user_annotation", "name": name, "tid": 1, "ts": ts, "dur": dur}
-    ...     for name, (ts, dur) in marked.items()
-    ... ]
-    >>> with TemporaryDirectory() as folder:
-    ...     _ = Path(folder, "rank0.json").write_text(json.dumps({"traceEvents": events}))
-    ...     read_run([folder]).timeline
-    <measured Timeline of imported: span 7e-05s, bubble 14.3%>
+    Raises:
+        UsageError: A source cannot be read.
+        TraceError: A file is not a trace, or no file marks an instruction. Or the clocks cannot be
+            aligned, or the step does not exist.
+        SchedirError: The program is incomplete, see `check`.
+
+    Example:
+        >>> import json
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from schedir.traces import read_run
+        >>> marked = {"PP:0F0": (0, 10), "PP:0F1": (15, 10), "PP:0B0": (30, 20), "PP:0B1": (50, 20)}
+        >>> events = [
+        ...     {"ph": "X", "cat": "user_annotation", "name": name, "tid": 1, "ts": ts, "dur": dur}
+        ...     for name, (ts, dur) in marked.items()
+        ... ]
+        >>> with TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "rank0.json").write_text(json.dumps({"traceEvents": events}))
+        ...     read_run([folder]).timeline
+        <measured Timeline of imported: span 7e-05s, bubble 14.3%>
     """
     traces = read_traces(find_trace_files(sources), on_read)
     marked = [trace for trace in traces if trace.instruction_ranges]
@@ -129,30 +146,29 @@ def read_run(
         )
     failed: SchedirError | None = None
     tried: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
-    passed: list[str] = []
-    waiting: list[
-        ScheduleExecution
-    ] = []  # evaluations that mark no backward: read where nothing trains
+    skipped: list[str] = []
+    # Evaluations that mark no backward are read if no step trains.
+    waiting: list[ScheduleExecution] = []
     runs = (once for number in tried for once in processes.list_executions(number))
     for once in chain(runs, waiting):
         evaluates = f"{once.description} evaluates: not read"
-        if evaluates in passed:
-            passed.remove(evaluates)
+        if evaluates in skipped:
+            skipped.remove(evaluates)
         elif once.is_evaluation:
             failed = failed or TraceError(
                 f"{once.description} evaluates: in its forwards operators run, in backwards none do"
             )
-            passed.append(evaluates)
+            skipped.append(evaluates)
             if not once.has_backwards:
                 waiting.append(once)
             continue
         try:
-            timeline, told = _build_timeline(
+            timeline, timeline_notes = _build_timeline(
                 once.ranks, name, program_attributes or {}, progress_model
             )
         except (CompletenessError, OrderError, ShapeError) as error:  # it may have been cut off
             failed = failed or error
-            passed.append(f"{once.description} is not whole: not read")
+            skipped.append(f"{once.description} is not whole: not read")
             if isinstance(error, ReductionError) and not program_attributes:
                 error.add_note(
                     "traces do not tell tp, dp, tied_weights and clip_grad_norm: say what they were"
@@ -160,7 +176,7 @@ def read_run(
             continue
         of = once.num_replica_traces + len(once.ranks)
         replicas = "traces are of replicas, which hold the same stages as others"
-        notes += [*passed, *_note_unread(once.num_replica_traces, of, replicas), *told]
+        notes += [*skipped, *_note_unread(once.num_replica_traces, of, replicas), *timeline_notes]
         if not once.is_one_pipeline:
             notes.append(
                 "no group of processes in the traces holds each stage once: those that were "
@@ -188,7 +204,7 @@ def _build_timeline(
     program_attributes: Mapping[str, Any],
     progress_model: ProgressModel | None,
 ) -> tuple[Timeline, list[str]]:
-    """The run of a schedule once, and what is to be told of it."""
+    """Return the timeline of one run of a schedule, and notes about it."""
     notes = []
     gpu = any(part.trace.kernels is not None for part in ranks)
     if gpu and (lacking := [p.trace.path for p in ranks if p.trace.kernels is None]):
@@ -226,7 +242,7 @@ def _build_timeline(
 
 
 def _note_missing_times(spans: Sequence[ExecutedSpan], gpu: bool) -> list[str]:
-    """What is to be told of messages and computes of which traces do not say when they were."""
+    """Return notes about messages and computes whose times are not in the traces."""
     unseen = sum(seen.end is None for seen in spans)
     if not gpu:
         return [
@@ -246,7 +262,7 @@ def _note_missing_times(spans: Sequence[ExecutedSpan], gpu: bool) -> list[str]:
 
 
 def _encode_stream_words(run: ScheduleRun) -> list[int]:
-    """What a rank's marks say, as words of a Stream."""
+    """Return the marked instructions of a rank as words of a `Stream`."""
     return [
         int(action.op) << OP_SHIFT
         | action.stage << STAGE_SHIFT
@@ -258,7 +274,7 @@ def _encode_stream_words(run: ScheduleRun) -> list[int]:
 
 
 def _build_marked_program(ranks: list[ScheduleRun], name: str) -> Program:
-    """What the marks say, and nothing else."""
+    """Return a program of the marked instructions only."""
     rank_of = {stage: rank for rank, part in enumerate(ranks) for stage in part.stages}
     stages = max(rank_of) + 1
     if missing := [stage for stage in range(stages) if stage not in rank_of]:
@@ -276,7 +292,7 @@ def _build_marked_program(ranks: list[ScheduleRun], name: str) -> Program:
 def _check_under_models(
     program: Program, models: Sequence[ProgressModel], gpu: bool
 ) -> tuple[Program, ProgressModel]:
-    """The program, and the first of these models under which it finishes."""
+    """Return the checked program, and the first progress model under which it finishes."""
     error: SchedirError | None = None
     for model in models:
         try:
@@ -293,28 +309,28 @@ def _check_under_models(
 
 
 def _instruction_times(program: Program, ranks: list[ScheduleRun]) -> tuple[Floats, Floats]:
-    """When each instruction began and ended, in seconds; of what is not marked it is nan."""
+    """Return the start and the end of each instruction, in seconds. NaN if it is not marked."""
     began = min(seen.start for part in ranks for seen in part.spans)
     start, end = np.full((2, len(program)), np.nan)
     for stream, part, since in zip(program.streams, ranks, program.offsets, strict=False):
         words = stream.words & ~np.int64(JOINED_BIT)
         order = np.argsort(words, kind="stable")
-        own = np.array(_encode_stream_words(part), np.int64) & ~np.int64(JOINED_BIT)
-        at = np.searchsorted(words, own, sorter=order)
-        known = at < len(words)
-        known[known] = words[order[at[known]]] == own[known]
-        at = order[at[known]] + since
+        marked_words = np.array(_encode_stream_words(part), np.int64) & ~np.int64(JOINED_BIT)
+        at = np.searchsorted(words, marked_words, sorter=order)
+        is_found = at < len(words)
+        is_found[is_found] = words[order[at[is_found]]] == marked_words[is_found]
+        at = order[at[is_found]] + since
         sizes = [len(seen.actions) for seen in part.spans]
-        for times, told in (
+        for times, values in (
             (start, [seen.start - began for seen in part.spans]),
             (end, [np.nan if s.end is None else s.end - began for s in part.spans]),
         ):
-            times[at] = np.repeat(told, sizes)[known] / 1e9
+            times[at] = np.repeat(values, sizes)[is_found] / 1e9
     return start, end
 
 
 def _align_host_clocks(program: Program, hosts: list[str], start: Floats, end: Floats) -> float:
-    """Make times those of one clock; returns by how much two of them may still differ."""
+    """Align the times of all hosts in place, and return the remaining error in seconds."""
     names = [*dict.fromkeys(hosts)]
     if len(names) == 1:
         return 0.0
@@ -324,9 +340,8 @@ def _align_host_clocks(program: Program, hosts: list[str], start: Floats, end: F
     sends = sends[graph.partner[sends] != NO_POSITION]
     got = graph.partner[sends]
     start_of, end_of = start.copy(), end.copy()
-    for giver in Dataflow.from_program(
-        program
-    ).givers:  # of messages without times: what they lie between
+    # A message without times is between the instruction before it and the instruction after it.
+    for giver in Dataflow.from_program(program).givers:
         taker = np.flatnonzero(giver != NO_POSITION)
         sent = taker[np.isnan(start[taker]) & index.is_op(SEND_OPS)[taker]]
         start_of[sent] = np.fmax(start_of[sent], start[giver[sent]])
@@ -341,10 +356,11 @@ def _align_host_clocks(program: Program, hosts: list[str], start: Floats, end: F
 
 
 def _fill_missing_times(program: Program, start: Floats, end: Floats) -> None:
-    """Times of what traces do not tell, as much as what they tell leaves room for.
+    """Fill in the times that traces do not contain, within the limits that other times set.
 
-    What is not marked comes when all before it on its rank has ended, and takes no time.  But a
-    message of which it is not known when it was there may have been under way until it was taken.
+    An instruction without a mark starts when all instructions before it on its rank have ended, and
+    takes no time. A message without a recorded arrival may have been in transfer until its value
+    was used.
     """
     index, flow = InstructionIndex.from_program(program), Dataflow.from_program(program)
     lacking = np.isnan(start)
