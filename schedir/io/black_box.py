@@ -1,16 +1,19 @@
-"""Black box: a small memory-mapped file with the progress of a process, which outlives the process.
+"""Memory-mapped files with the progress of each process, which outlive the process.
 
-A file of `FILE_SIZE` bytes in the folder `read_black_boxes` of a run's output, one for each
-process, which maps it into its memory: what it writes there is seen by everybody on its machine,
-and stays when it is killed.  It is 64-bit words, each with one writer (`BlackBoxField`), then two
-texts.  Times are those of CLOCK_MONOTONIC, in nanoseconds: all processes of a machine have the
-same.
+The output folder of a run has a folder `BLACK_BOX_DIRECTORY` with one file for each process. The
+process maps its file into memory. Every process of the machine can read a value as soon as it is
+written. The file remains when the process is killed.
 
-The dispatch loop writes two words for an instruction: which one it has begun, by its index in the
-Stream, and when.  A host runs its Stream in order, so that is where it stands on every lane: of a
-lane it has begun what is not behind that index, and ended what is before it.  A GPU is elsewhere:
-of it the words from `FIRST_LANE_FIELD` on say, for each lane, the first instruction that has not
-ended.
+A file has `FILE_SIZE` bytes: 64-bit words (`BlackBoxField`), then two texts, a note and the reason
+of a failure. Each word is written by one thread only. Times are those of CLOCK_MONOTONIC in
+nanoseconds, which all processes of a machine share.
+
+For each instruction, the dispatch loop writes two words: the index of the instruction in the
+Stream, and its start time. A host runs its Stream in order, so this index is its position on every
+lane. Earlier instructions have ended, and later ones have not begun.
+
+A GPU runs instructions later than its host issues them. The words from `FIRST_LANE_FIELD` on have,
+for each lane of a GPU, the index of the first instruction that has not ended.
 """
 
 from __future__ import annotations
@@ -30,32 +33,54 @@ from schedir.errors import UsageError
 from schedir.io.files import open_regular_file
 from schedir.ir.isa.opcodes import Lane
 
-BLACK_BOX_DIRECTORY: Final = "boxes"  # in the output folder of a run
-PROGRAM_FILE: Final = "program.sched"  # in the folder of boxes: what is run
-VERDICT_FILE: Final = "said"  # there, too: of which run, and what its launcher has said of its end
-FILE_SIZE: Final = 16384
-FILE_FORMAT: Final = 0x5343_4845_4402  # the form of the file, and its version
-NOTE_OFFSET: Final = 1024  # where the texts begin; each has its length in front
+# Names of the folder in the output folder of a run, and of two files in it: the program of the
+# run, and the id of the run with the last message of its launcher.
+BLACK_BOX_DIRECTORY: Final = "boxes"
+PROGRAM_FILE: Final = "program.sched"
+VERDICT_FILE: Final = "said"
+FILE_SIZE: Final = 16384  # bytes
+FILE_FORMAT: Final = 0x5343_4845_4402  # identifies the format and its version
+# Bytes from the start of the file to each text. A text begins with its length, in 8 bytes.
+NOTE_OFFSET: Final = 1024
 REASON_OFFSET: Final = 2048
 
-POSITION_FIELD: Final = 16  # of the dispatch loop, in a cache line of their own
+# Indices of words. The dispatch loop writes these two often, so they have their own cache line.
+POSITION_FIELD: Final = 16
 POSITION_TIME_FIELD: Final = 17
 FIRST_LANE_FIELD: Final = 40
 
 
 class BlackBoxField(IntEnum):
-    """Where a number is.
+    """Index of a 64-bit word in a black box.
 
-    `RUN_ID` is the same for the processes of one run on one machine, `NAMESPACE_ID` for those that
-    see each other's numbers, `START_TIME` when the process began, as the system counts.  Of the
-    `WORLD_SIZE` processes
-    `TP` are a tensor-parallel group, and there are `DP` replicas.  `PHASE_COUNT` counts the phases
-    that were entered: all processes enter the same ones.  `STEP` counts from 1.  `HEARTBEAT` is
-    when the watchdog was last awake; `IS_WAITING`, 1 or 0, whether it has then found the process in
-    a collective or at a message.  `FAILURE_TIME` is when the process gave up, `EXIT_CODE` with
-    which exit code,
-    `HAS_ENDED` 1 if it came to its end; `KILLED_PROCESS` the process, plus 1, that it ends because
-    it keeps the others.
+    A word is 0 until it is written.
+
+    Attributes:
+        FORMAT: `FILE_FORMAT`. It is written last, when all words of the process are set.
+        RUN_ID: The same number for all processes of a run on one machine (`compute_run_id`).
+        NAMESPACE_ID: The same number for all processes that can see each other's PIDs
+            (`compute_namespace_id`).
+        PROCESS: The number of the process in the run, from 0.
+        WORLD_SIZE: The number of processes of the run.
+        PID: The process id.
+        START_TIME: The start time of the process, in clock ticks since the machine booted.
+        TP: The tensor-parallel size.
+        PHASE: The current `ProcessPhase`.
+        PHASE_COUNT: The number of phases that the process has entered. All processes enter the same
+            phases.
+        PHASE_TIME: The time when the process entered the phase.
+        STEP: The current step, from 1.
+        DP: The number of replicas.
+        POSITION: The index in the Stream of the instruction that the host has begun last.
+        POSITION_TIME: The time when it began.
+        HEARTBEAT: The time when the watchdog last ran.
+        IS_WAITING: 1 if the watchdog found the process in a collective or a message, else 0.
+        FAILURE_TIME: The time when the process reported a failure, 0 if it did not.
+        EXIT_CODE: The exit code of the failure.
+        HAS_ENDED: 1 if the process reached its end.
+        KILLED_PROCESS: The number, plus 1, of a process that this process killed because others
+            waited for it.
+        DEVICE_STEP: The step that the GPU runs, 0 if there is no GPU.
     """
 
     FORMAT = 0
@@ -79,15 +104,20 @@ class BlackBoxField(IntEnum):
     EXIT_CODE = 27
     HAS_ENDED = 28
     KILLED_PROCESS = 29
-    DEVICE_STEP = 39  # the step that a GPU is in, 0 where there is none
+    DEVICE_STEP = 39
 
 
 class ProcessPhase(IntEnum):
-    """What a process is at, as a number in its box, and in `description`."""
+    """The phase of a process, as a number with a text.
+
+    Attributes:
+        description: The phase as a message describes it. `{step}` is a placeholder for the step.
+    """
 
     description: str
 
     def __new__(cls, number: int, description: str = "") -> ProcessPhase:
+        """Create a member from its number and its description."""
         phase = int.__new__(cls, number)
         phase._value_, phase.description = number, description
         return phase
@@ -105,7 +135,23 @@ class ProcessPhase(IntEnum):
 
 
 class BlackBox:
-    """The box of this process, for it to write; without a path it is memory alone."""
+    """The black box of the current process, which writes it.
+
+    If the file cannot be created, the black box uses anonymous memory, which no other process can
+    read.
+
+    Args:
+        path: The file. An older file at this path is replaced. None uses anonymous memory.
+        process: The number of the process in the run.
+        world: The number of processes of the run.
+        tp: The tensor-parallel size.
+        dp: The number of replicas.
+
+    Attributes:
+        path: The file, or None.
+        memory: The mapped memory, `FILE_SIZE` bytes.
+        values: The memory as signed 64-bit words, which `BlackBoxField` indexes.
+    """
 
     def __init__(
         self,
@@ -119,7 +165,7 @@ class BlackBox:
         self.path = path
         self.memory = _map_memory(path)
         self.values = memoryview(self.memory).cast("q")
-        own = os.getpid()
+        pid = os.getpid()
         self.values[BlackBoxField.RUN_ID], self.values[BlackBoxField.NAMESPACE_ID] = (
             compute_run_id(os.getppid()),
             compute_namespace_id(),
@@ -127,8 +173,8 @@ class BlackBox:
         self.values[BlackBoxField.PROCESS], self.values[BlackBoxField.WORLD_SIZE] = process, world
         self.values[BlackBoxField.TP], self.values[BlackBoxField.DP] = tp, dp
         self.values[BlackBoxField.PID], self.values[BlackBoxField.START_TIME] = (
-            own,
-            _read_start_time(own),
+            pid,
+            _read_start_time(pid),
         )
         self.values[BlackBoxField.PHASE_TIME] = self.values[BlackBoxField.HEARTBEAT] = (
             monotonic_ns()
@@ -136,7 +182,12 @@ class BlackBox:
         self.values[BlackBoxField.FORMAT] = FILE_FORMAT
 
     def enter_phase(self, phase: ProcessPhase, step: int = 0) -> None:
-        """Note what the process is at from now on."""
+        """Record that the process enters a phase, and set its position to 0.
+
+        Args:
+            phase: The phase.
+            step: The step, from 1. 0 outside of steps.
+        """
         words = self.values
         words[BlackBoxField.STEP], words[BlackBoxField.PHASE], words[POSITION_FIELD] = (
             step,
@@ -147,34 +198,47 @@ class BlackBox:
         words[BlackBoxField.PHASE_COUNT] += 1
 
     def write_note(self, text: str) -> None:
-        """Note where in the code the process stands."""
+        """Write the location in the code at which the process is.
+
+        Args:
+            text: The location. It is cut at the end of its space. "" removes the note.
+        """
         self._write_text(NOTE_OFFSET, REASON_OFFSET, text)
 
     def report_failure(self, text: str, code: int) -> None:
-        """Note why the process gives up, "" where that is another's fault."""
+        """Record that the process fails, with the reason and the exit code.
+
+        Args:
+            text: The reason, or "" if another process caused the failure.
+            code: The exit code.
+        """
         self._write_text(REASON_OFFSET, FILE_SIZE, text)
         self.values[BlackBoxField.EXIT_CODE] = code
         self.values[BlackBoxField.FAILURE_TIME] = monotonic_ns()
 
     def _write_text(self, begin: int, end: int, text: str) -> None:
         data = text.encode(errors="replace")[: end - begin - 8]
+        # The length is 0 while the text changes, so that a reader does not get half of a text.
         self.values[begin // 8] = 0
         self.memory[begin + 8 : begin + 8 + len(data)] = data
         self.values[begin // 8] = len(data)
 
     @property
     def has_file(self) -> bool:
-        """Whether others can read it: it may never have had a file, or somebody removed it."""
+        """Return whether the file exists, so that other processes can read it.
+
+        The file may not exist because it could not be created, or because it was removed.
+        """
         return self.path is not None and self.path.exists()
 
     def remove(self) -> None:
-        """Remove the file; the memory stays."""
+        """Remove the file. The mapped memory remains valid."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
 
 def _map_memory(path: Path | None) -> mmap.mmap:
-    """Memory of a new file for its owner alone; of none, where it cannot be made."""
+    """Map a new file that only its owner can read, or anonymous memory if that fails."""
     if path is None:
         return mmap.mmap(-1, FILE_SIZE)
     try:
@@ -184,8 +248,8 @@ def _map_memory(path: Path | None) -> mmap.mmap:
     except OSError:
         return mmap.mmap(-1, FILE_SIZE)
     try:
-        # Written, so that it has its room: a store to a page that a full disk has no room for ends
-        # the process (SIGBUS).
+        # Writing zeros allocates the disk space. Without it, a store to a page for which a full
+        # disk has no space kills the process (SIGBUS).
         if os.write(file, bytes(FILE_SIZE)) == FILE_SIZE:
             return mmap.mmap(file, FILE_SIZE)
     except OSError:
@@ -203,7 +267,16 @@ ProcessState = Literal["runs", "stopped", "gone", "unknown"]
 
 @dataclass(frozen=True)
 class BlackBoxSnapshot:
-    """A box as it was read at `read_time`, and how the system saw its process then."""
+    """A copy of a black box, and the state of its process at the time of the copy.
+
+    `snapshot[field]` is the value of a `BlackBoxField`.
+
+    Args:
+        data: The bytes of the file.
+        read_time: The time of the copy, in nanoseconds of CLOCK_MONOTONIC.
+        state: "runs", "stopped" (by a signal or a debugger), "gone", or "unknown" if the process is
+            in another PID namespace.
+    """
 
     data: bytes
     read_time: int
@@ -214,37 +287,37 @@ class BlackBoxSnapshot:
 
     @property
     def process(self) -> int:
-        """Which process it is, among all."""
+        """The number of the process in its run."""
         return self[BlackBoxField.PROCESS]
 
     @property
     def phase(self) -> ProcessPhase:
-        """What it is at."""
+        """The phase of the process. Numbers out of range count as the first phase or `DONE`."""
         return ProcessPhase(min(max(self[BlackBoxField.PHASE], 0), ProcessPhase.DONE))
 
     @property
     def note(self) -> str:
-        """Where in the code it stood when it had not moved for a moment."""
+        """The location in the code at which the process stayed, "" if it made progress."""
         return self._read_text(NOTE_OFFSET, REASON_OFFSET)
 
     @property
     def reason(self) -> str:
-        """Why it has given up."""
+        """The reason of the failure, "" if there is none or if another process caused it."""
         return self._read_text(REASON_OFFSET, FILE_SIZE)
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has, for a reason of its own or of another."""
+        """Return whether the process reported a failure, of itself or of another process."""
         return bool(self[BlackBoxField.FAILURE_TIME])
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has ended, and neither well nor with a word."""
+        """Return whether the process ended early, and did not report a failure."""
         return self.state == "gone" and not self.has_failed and not self[BlackBoxField.HAS_ENDED]
 
     @property
     def seconds_at_position(self) -> float:
-        """For how long it has been at what it is at."""
+        """The seconds since the process began its current instruction or phase."""
         return (
             max(self.read_time - max(self[POSITION_TIME_FIELD], self[BlackBoxField.PHASE_TIME]), 0)
             / 1e9
@@ -252,11 +325,15 @@ class BlackBoxSnapshot:
 
     @property
     def heartbeat_age(self) -> float:
-        """For how many seconds its watchdog has not been awake."""
+        """The seconds since the watchdog of the process last ran."""
         return max(self.read_time - self[BlackBoxField.HEARTBEAT], 0) / 1e9
 
     def find_lane_position(self, lane: Lane) -> int:
-        """The first instruction of a lane that has not ended, by its index in the Stream."""
+        """Return the index in the Stream of the first instruction of a lane that has not ended.
+
+        Args:
+            lane: The lane. Without a GPU, all lanes have the position of the host.
+        """
         return (
             self[FIRST_LANE_FIELD + lane]
             if self[BlackBoxField.DEVICE_STEP]
@@ -265,12 +342,12 @@ class BlackBoxSnapshot:
 
     @property
     def position(self) -> int:
-        """The first instruction that has not ended, by its index in the Stream."""
+        """The index in the Stream of the first instruction that has not ended on some lane."""
         return min(map(self.find_lane_position, Lane))
 
     @property
     def activity(self) -> str:
-        """What it is at, in words."""
+        """The description of the phase, with the number of the step."""
         return self.phase.description.format(
             step=self[BlackBoxField.DEVICE_STEP] or self[BlackBoxField.STEP]
         )
@@ -280,62 +357,103 @@ class BlackBoxSnapshot:
         return self.data[begin + 8 : begin + 8 + length].decode(errors="replace")
 
     def to_bytes(self) -> bytes:
-        """As bytes for another machine, which has other clocks."""
+        """Return the snapshot as bytes for another machine.
+
+        The bytes contain `read_time`, because the clock of another machine differs.
+        """
         return f"{self.read_time} {self.state}\n".encode() + self.data
 
     @classmethod
     def from_bytes(cls, message: bytes) -> BlackBoxSnapshot | None:
-        """What `message` has made; None for anything else."""
+        """Return the snapshot that `to_bytes` encoded.
+
+        Args:
+            message: The bytes.
+
+        Returns:
+            The snapshot, or None if `message` is not an encoded snapshot of this format.
+        """
         head, _, data = message.partition(b"\n")
         now, _, state = head.decode(errors="replace").partition(" ")
         if not re.fullmatch("[0-9]{1,19}", now) or len(data) != FILE_SIZE:
             return None
-        found = (cls(data, int(now), one) for one in get_args(ProcessState) if one == state)
-        return next((seen for seen in found if seen[BlackBoxField.FORMAT] == FILE_FORMAT), None)
+        snapshots = (cls(data, int(now), one) for one in get_args(ProcessState) if one == state)
+        return next(
+            (snapshot for snapshot in snapshots if snapshot[BlackBoxField.FORMAT] == FILE_FORMAT),
+            None,
+        )
 
 
 def read_black_box(path: Path) -> BlackBoxSnapshot | None:
-    """A box, and its process; None where there is none, or something else."""
+    """Read a black box and the state of its process.
+
+    Args:
+        path: The file of the black box.
+
+    Returns:
+        The snapshot, or None if the file does not exist or is no black box of this format. The
+        state is "unknown" if the process is in another PID namespace.
+    """
     try:
         with open_regular_file(path) as file:
             data = file.read(FILE_SIZE + 1)
     except UsageError:
         return None
-    seen = BlackBoxSnapshot(data, monotonic_ns(), "unknown")
-    if len(data) != FILE_SIZE or seen[BlackBoxField.FORMAT] != FILE_FORMAT:
+    snapshot = BlackBoxSnapshot(data, monotonic_ns(), "unknown")
+    if len(data) != FILE_SIZE or snapshot[BlackBoxField.FORMAT] != FILE_FORMAT:
         return None
-    if seen[BlackBoxField.NAMESPACE_ID] != compute_namespace_id():
-        return seen
+    if snapshot[BlackBoxField.NAMESPACE_ID] != compute_namespace_id():
+        return snapshot
     return BlackBoxSnapshot(
         data,
-        seen.read_time,
-        read_process_state(seen[BlackBoxField.PID], seen[BlackBoxField.START_TIME]),
+        snapshot.read_time,
+        read_process_state(snapshot[BlackBoxField.PID], snapshot[BlackBoxField.START_TIME]),
     )
 
 
 def read_black_boxes(directory: Path, run_id: int | None = None) -> dict[int, BlackBoxSnapshot]:
-    """The boxes in a folder by process; of one run on this machine, if it is told which."""
-    found = [
-        seen for path in directory.glob("[0-9]*") if (seen := read_black_box(path)) is not None
+    """Read the black boxes in a folder.
+
+    Args:
+        directory: The folder. Files with names that begin with a digit are read.
+        run_id: If given, only black boxes of this run and of this PID namespace are returned.
+
+    Returns:
+        The snapshots by the number of the process.
+    """
+    snapshots = [
+        snapshot
+        for path in directory.glob("[0-9]*")
+        if (snapshot := read_black_box(path)) is not None
     ]
     if run_id is not None:
-        found = [
-            seen
-            for seen in found
-            if (seen[BlackBoxField.RUN_ID], seen[BlackBoxField.NAMESPACE_ID])
+        snapshots = [
+            snapshot
+            for snapshot in snapshots
+            if (snapshot[BlackBoxField.RUN_ID], snapshot[BlackBoxField.NAMESPACE_ID])
             == (run_id, compute_namespace_id())
         ]
-    return {seen.process: seen for seen in found}
+    return {snapshot.process: snapshot for snapshot in snapshots}
 
 
 def compute_run_id(parent: int, environment: Mapping[str, str] = os.environ) -> int:
-    """A number for the run whose processes on this machine somebody has started."""
+    """Compute a number that is the same for all processes of a run on this machine.
+
+    Args:
+        parent: The PID of the process that started them.
+        environment: The environment variables of the processes. The address of the rendezvous and
+            the torchelastic ids are used.
+    """
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     return crc32(" ".join([str(parent), *(environment.get(n, "") for n in names)]).encode())
 
 
 def compute_namespace_id() -> int:
-    """A number for those who see each other's process numbers: this boot, and their name space."""
+    """Compute a number that is the same for all processes that can see each other's PIDs.
+
+    Returns:
+        A checksum of the boot id and of the PID namespace, 0 if the system has no /proc.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return crc32(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode())
@@ -344,7 +462,17 @@ def compute_namespace_id() -> int:
 
 
 def read_process_state(pid: int, start_time: int) -> ProcessState:
-    """How the system sees a process."""
+    """Return the state of a process, as the system reports it.
+
+    Args:
+        pid: The PID.
+        start_time: The start time of the process in clock ticks since boot. A process with another
+            start time has reused the PID. 0 skips this check.
+
+    Returns:
+        "runs", "stopped", "gone" (a zombie counts as gone), or "unknown" if the system has no
+        /proc.
+    """
     fields = _read_stat(pid)
     if fields is None:
         return "gone" if Path("/proc/self/stat").exists() else "unknown"

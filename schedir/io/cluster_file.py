@@ -1,4 +1,4 @@
-"""Read and write a Cluster as TOML, one line per number."""
+"""Read and write a Cluster as a TOML file, with one line for each field."""
 
 from __future__ import annotations
 
@@ -21,20 +21,31 @@ _REQUIRED_FIELDS = [f.name for f in fields(Cluster) if f.default is MISSING]
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a Cluster from a TOML file, which has its fields, as numbers or as texts with units.
+    r"""Read a Cluster from a TOML file.
 
-    Raises ConfigError that says where, and UsageError for a file that cannot be read.
+    Args:
+        path: The file. Its keys are the fields of `Cluster`. A value is a number or a text with a
+            unit.
 
-    >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
-    >>> from schedir import load_cluster
-    >>> text = 'nodes = 2\\ngpus_per_node = 8\\nflops = "312TFLOP/s"\\nmemory = "80GB"\\n'
-    >>> text += 'hbm_bandwidth = "2039GB/s"\\nnvlink_bandwidth = "300GB/s"\\n'
-    >>> text += 'network_bandwidth = "25GB/s"\\n'
-    >>> with TemporaryDirectory() as folder:
-    ...     _ = Path(folder, "cluster.toml").write_text(text)
-    ...     load_cluster(f"{folder}/cluster.toml").gpu_count
-    16
+    Returns:
+        The cluster.
+
+    Raises:
+        ConfigError: The file is not TOML, or a field is unknown, missing or invalid. The error has
+            the line and the column.
+        UsageError: The file cannot be read.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from schedir import load_cluster
+        >>> text = 'nodes = 2\ngpus_per_node = 8\nflops = "312TFLOP/s"\nmemory = "80GB"\n'
+        >>> text += 'hbm_bandwidth = "2039GB/s"\nnvlink_bandwidth = "300GB/s"\n'
+        >>> text += 'network_bandwidth = "25GB/s"\n'
+        >>> with TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "cluster.toml").write_text(text)
+        ...     load_cluster(f"{folder}/cluster.toml").gpu_count
+        16
     """
     text = read_text(path, MAX_TOML_BYTES)
     table = parse_toml(text, str(path))
@@ -67,24 +78,32 @@ def save_cluster(
     comment: str = "",
     notes: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write a Cluster as a TOML file that `load_cluster` reads, whole or not at all.
+    """Write a Cluster as a TOML file that `load_cluster` reads.
 
-    What it has by default is left out.  `comment` stands at the top as a comment, line by line, and
-    `notes` beside the fields that they are of.  Raises UsageError for a file that cannot be
-    written, and for a note of no field.
+    Fields with their default value are left out. The file is written completely or not at all.
 
-    >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
-    >>> from schedir import Cluster, load_cluster, save_cluster
-    >>> node = Cluster(nodes=1, gpus_per_node=8, flops="252TFLOP/s", memory="80GB",
-    ...                hbm_bandwidth="1.7TB/s", nvlink_bandwidth="232GB/s",
-    ...                network_bandwidth="24GB/s", latency="5us")
-    >>> with TemporaryDirectory() as folder:
-    ...     save_cluster(node, f"{folder}/node.toml", notes={"flops": "of 312"})
-    ...     print(Path(f"{folder}/node.toml").read_text().splitlines()[2])
-    ...     load_cluster(f"{folder}/node.toml") == node
-    flops = "252TFLOP/s"  # of 312
-    True
+    Args:
+        cluster: The cluster.
+        path: The file.
+        comment: Lines that are written as comments at the top of the file.
+        notes: Comments by field. Each is written after the value of its field.
+
+    Raises:
+        UsageError: The file cannot be written, or a note has the name of no field.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from schedir import Cluster, load_cluster, save_cluster
+        >>> node = Cluster(nodes=1, gpus_per_node=8, flops="252TFLOP/s", memory="80GB",
+        ...                hbm_bandwidth="1.7TB/s", nvlink_bandwidth="232GB/s",
+        ...                network_bandwidth="24GB/s", latency="5us")
+        >>> with TemporaryDirectory() as folder:
+        ...     save_cluster(node, f"{folder}/node.toml", notes={"flops": "of 312"})
+        ...     print(Path(f"{folder}/node.toml").read_text().splitlines()[2])
+        ...     load_cluster(f"{folder}/node.toml") == node
+        flops = "252TFLOP/s"  # of 312
+        True
     """
     require_type(cluster, Cluster, "schedir.load_cluster(path)")
     if unknown := sorted({*notes} - {*_FIELD_NAMES}):
@@ -104,7 +123,7 @@ def save_cluster(
 def _make_setting_error(
     fact: str, name: str, path: str | Path, text: str, hint: str = ""
 ) -> ConfigError:
-    """The refusal of a setting, and where it stands."""
+    """Return the error for a setting, with its line and column in the text if it is found there."""
     line, column = 0, 0
     if found := re.search(rf"^[ \t\[]*[\"']?({re.escape(name)})\b", text, re.M):
         line = text.count("\n", 0, found.start(1)) + 1

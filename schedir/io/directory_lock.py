@@ -1,4 +1,4 @@
-"""Lock a directory for one process at a time."""
+"""Locks that give one process at a time exclusive use of a directory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system may say
+# Errors of a file system that does not support locks.
+_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class LockHeldError(Exception):
-    """A lock that another process has; `owner` is what that wrote of itself, "" if nothing."""
+    """Another process has the lock.
+
+    Args:
+        owner: The text that the other process wrote into the lock file: its PID and host, or "".
+    """
 
     def __init__(self, owner: str) -> None:
         super().__init__(owner)
@@ -21,8 +26,14 @@ class LockHeldError(Exception):
 
 
 class DirectoryLock:
-    """A lock of the system's, on a file that is open here: with the last process that has it open
-    it goes, however that ends.  The file may stay, and means nothing."""
+    """A lock of the operating system on an open file.
+
+    The system releases the lock when the last process that has the file open closes it or dies. A
+    lock file that remains without a process does not lock anything.
+
+    Args:
+        path: The lock file. It need not exist.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,13 +41,19 @@ class DirectoryLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether it is held here, by the file that has its name."""
+        """Return whether this object has the lock, and its file is still the one at `path`."""
         return self._file >= 0 and self._is_at_path()
 
     def acquire(self) -> str:
-        """Take it.  Returns what the file system says if it has no locks, and "" where it has.
+        """Acquire the lock without waiting, and write this process's PID and host into the file.
 
-        Raises LockHeldError if another process has it, and OSError.
+        Returns:
+            "" if the lock was acquired. If the file system does not support locks, the message of
+            its error.
+
+        Raises:
+            LockHeldError: Another process has the lock.
+            OSError: The file cannot be opened or locked for another reason.
         """
         while True:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -45,8 +62,8 @@ class DirectoryLock:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_at_path():
                     os.ftruncate(self._file, 0)
-                    own = f"process {os.getpid()} on {socket.gethostname()}\n"
-                    os.write(self._file, own.encode())
+                    process = f"process {os.getpid()} on {socket.gethostname()}\n"
+                    os.write(self._file, process.encode())
                     return ""
             except OSError as error:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
@@ -57,10 +74,14 @@ class DirectoryLock:
                     return error.strerror or "no locks"
                 self._close()
                 raise
-            self._close()  # it was removed by who had it before
+            # The previous owner removed the file after it was opened here. Try again.
+            self._close()
 
     def release(self) -> None:
-        """Let others have it.  Its file is removed before, so that it is nobody else's."""
+        """Remove the lock file and release the lock.
+
+        The file is removed first, while no other process can have its lock.
+        """
         with suppress(OSError):
             if self._is_at_path():
                 self.path.unlink()
@@ -72,7 +93,7 @@ class DirectoryLock:
         self._file = -1
 
     def _is_at_path(self) -> bool:
-        """Whether the open file is the one that has the name."""
+        """Return whether the open file is the file at `path`."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file))
         except OSError:

@@ -13,8 +13,8 @@ from typing import BinaryIO, Final
 
 from schedir.errors import UsageError, describe, format_bytes
 
-MAX_TEXT_BYTES: Final = 2**28  # of a text that is read whole
-_READ_SIZE: Final = 2**20  # bytes that are read at a time
+MAX_TEXT_BYTES: Final = 2**28  # bytes of a text file: a larger one is probably a mistake
+_READ_SIZE: Final = 2**20  # bytes of one read, so that memory grows with the data
 _SPECIAL_FILE_KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -25,24 +25,45 @@ _SPECIAL_FILE_KINDS: Final = (
 
 
 def open_regular_file(path: str | Path) -> BinaryIO:
-    """An ordinary file, to be read.
+    """Open an ordinary file for reading.
 
-    Raises UsageError for one that cannot be read, and for what is no ordinary file: a pipe and a
-    socket may wait for ever, and a device may have no end.
+    Other kinds of files are refused: a read of a pipe or a socket may wait forever, and a device
+    may have no end.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The open binary file, which the caller closes.
+
+    Raises:
+        UsageError: The file cannot be read, or it is a folder, pipe, socket or device.
     """
     try:
-        mode = os.stat(require_path(path)).st_mode  # opening a device, too, may do something
+        # The kind is checked first, because opening a device may already have an effect.
+        mode = os.stat(require_path(path)).st_mode
         if kind := next((kind for is_a, kind in _SPECIAL_FILE_KINDS if is_a(mode)), ""):
             raise UsageError(f"cannot read {path}: it is {kind}, and no ordinary file")
-        # What has become a pipe since keeps nobody waiting.
+        # The file may have become a pipe since the check. O_NONBLOCK opens that without waiting.
         return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
 
 
 def read_bytes(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """What is in an ordinary file.  Raises what `open_regular_file` does, and UsageError, before it
-    is read, for more than `max_bytes` bytes."""
+    """Read an ordinary file.
+
+    Args:
+        path: The file.
+        max_bytes: The largest size that is read.
+
+    Returns:
+        The bytes of the file.
+
+    Raises:
+        UsageError: The file cannot be read, is no ordinary file, or has more than `max_bytes`
+            bytes. A file that is too large is refused before it is read.
+    """
     with open_regular_file(path) as file:
         large = os.fstat(file.fileno()).st_size > max_bytes
         if large or len(data := read_prefix(file, max_bytes + 1)) > max_bytes:
@@ -51,7 +72,15 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def read_prefix(file: BinaryIO, max_bytes: int) -> bytes:
-    """The first bytes of a file, at most so many: memory is taken for those that are there."""
+    """Read the first bytes of a file, with memory for the bytes that exist only.
+
+    Args:
+        file: The open file.
+        max_bytes: The largest number of bytes to read.
+
+    Returns:
+        `max_bytes` bytes, or fewer if the file ends.
+    """
     parts, left = [], max_bytes
     while left and (part := file.read(min(left, _READ_SIZE))):
         parts.append(part)
@@ -60,9 +89,17 @@ def read_prefix(file: BinaryIO, max_bytes: int) -> bytes:
 
 
 def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """The text of a file, without the byte-order mark that some editors put before it.
+    """Read a UTF-8 text file, and drop its byte-order mark.
 
-    Raises what `read_bytes` does, and UsageError for what is no UTF-8.
+    Args:
+        path: The file.
+        max_bytes: The largest size that is read.
+
+    Returns:
+        The text.
+
+    Raises:
+        UsageError: As for `read_bytes`, or the file is not UTF-8.
     """
     data = read_bytes(path, max_bytes)
     try:
@@ -72,7 +109,14 @@ def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def require_path(value: object) -> Path:
-    """A path.  Raises UsageError for what names no file."""
+    """Return a value as a path.
+
+    Args:
+        value: A text or a path.
+
+    Raises:
+        UsageError: The value is neither, or it contains a zero byte.
+    """
     if not isinstance(value, str | os.PathLike):
         raise UsageError(f"a file is named by a text or a Path, not {describe(value)}")
     if "\0" in str(value):
@@ -81,28 +125,49 @@ def require_path(value: object) -> Path:
 
 
 def expand_paths(pattern: str | Path, list_directory: Callable[[Path], list[Path]]) -> list[Path]:
-    """The files that a person names: a file, those of a folder, or those that fit a pattern like
-    `trace/rank*.json`; none where there are none."""
+    """Return the files that a path or a pattern names.
+
+    Args:
+        pattern: A file, a folder, or a pattern such as `trace/rank*.json`.
+        list_directory: Returns the files of a folder.
+
+    Returns:
+        The file itself, the files of the folder, or the sorted files that match the pattern. The
+        list is empty if there are none.
+
+    Raises:
+        UsageError: The path is no path, or the system cannot read it.
+    """
     path = require_path(pattern)
     try:
         if path.is_dir():
             return list_directory(path)
         return [path] if path.exists() else [Path(name) for name in sorted(glob(str(pattern)))]
-    except OSError as error:  # of a name that is too long, a folder that cannot be listed
+    except OSError as error:  # the name is too long, or the folder cannot be listed
         raise UsageError(f"cannot read {pattern!s:.200}: {error.strerror}") from None
 
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """A temporary name beside `path`; what is written there becomes `path` when the block ends.
+    """Yield a temporary path, and rename it to `path` when the block ends.
 
-    If the block raises, `path` is left as it was.  Raises UsageError for a path that cannot be
-    written, and for one that is there but is no ordinary file.
+    The temporary file is in the folder of `path`. If the block raises, the temporary file is
+    removed, and `path` stays as it was.
+
+    Args:
+        path: The file to write.
+
+    Yields:
+        The temporary path, at which the block writes the content.
+
+    Raises:
+        UsageError: The file cannot be written, the block raised an OSError, or `path` exists and is
+            no ordinary file.
     """
     target = require_path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}") if target.name else target
     try:
-        if target.exists() and not target.is_file():  # never rename over a folder or a device
+        if target.exists() and not target.is_file():  # a rename would replace a device
             raise UsageError(f"cannot write {path}: it is there and is no ordinary file")
         yield temporary
         os.replace(temporary, target)
@@ -116,7 +181,14 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 def require_writable(path: str | Path) -> None:
     """Raise UsageError if no file can be written at `path`.
 
-    Call this before the long work that makes the content. A file at `path` stays as it is.
+    Call this before the long work that makes the content. An existing file at `path` stays as it
+    is.
+
+    Args:
+        path: The file that will be written.
+
+    Raises:
+        UsageError: As for `atomic_write`.
     """
     with suppress(_TrialDone), atomic_write(path) as temporary:
         temporary.touch()
@@ -124,15 +196,23 @@ def require_writable(path: str | Path) -> None:
 
 
 class _TrialDone(Exception):
-    """Leaves `atomic_write` before it renames the temporary file, which it then removes."""
+    """Leaves `atomic_write` before the rename, so that it removes the temporary file."""
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an OSError means that a disk, or the user's quota of it, is full."""
+    """Return whether an error means that the disk, or the user's quota of it, is full.
+
+    Args:
+        error: The error. Only an OSError can have this meaning.
+    """
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return why a file could not be written, in a few words."""
+    """Return the reason why a file could not be written, in a few words.
+
+    Args:
+        error: The error.
+    """
     why = error.strerror or str(error)
     return f"the disk is full ({why})" if is_disk_full(error) else why

@@ -1,8 +1,10 @@
 """Write a Timeline as Chrome trace JSON, for ui.perfetto.dev and chrome://tracing.
 
-Written after "Trace Event Format" (the Catapult project) and what Perfetto says of importing it:
-complete slices (X) that do not overlap on a track, flows (s, f), counters (C), and metadata (M).
-Times are in microseconds.
+The events are complete slices (X), flows (s, f), counters (C) and metadata (M). Slices of one track
+do not overlap. Times are in microseconds.
+
+References:
+    "Trace Event Format", the Catapult project; the Perfetto documentation of its import.
 """
 
 from __future__ import annotations
@@ -25,22 +27,32 @@ from schedir.predict.timeline import Timeline, require_timelines
 
 Event = dict[str, Any]
 
+# Microseconds of a trace for each unit of time. A unit of costs is shown as a millisecond.
 MICROSECONDS_PER_UNIT: Final = {
     "s": 1e6,
     "": 1e3,
-}  # of a unit; a unit of costs is shown as a millisecond
-_MAX_NANOSECONDS: Final = 2**53  # nanoseconds: what a float tells apart
+}
+_MAX_NANOSECONDS: Final = 2**53  # a float has every integer up to this
 _IDLE_TRACK: Final = "idle"
 
 
 def to_json(timeline: Timeline) -> str:
-    """The whole trace: JSON, one event per line.
+    """Return a Timeline as a JSON trace, with one event per line.
 
-    A rank is a process, and its lanes are threads: compute, idle (the cause of every idle
-    interval), and for each communication lane one thread or, where transfers overlap, several.
-    A message is an arrow; what is in flight is a counter.  A pair run together is one slice.
+    Each rank is a process, and its lanes are threads: compute, idle, and the communication lanes.
+    The idle thread shows the cause of every idle interval. A lane of transfers has separate threads
+    for incoming and outgoing ones. It has more threads if transfers overlap. A message is an arrow.
+    Activations in flight, unsharded stages and memory are counters. A pair of instructions that run
+    together is one slice.
 
-    Raises UsageError for a run that is too long to be told in nanoseconds.
+    Args:
+        timeline: The timeline.
+
+    Returns:
+        The text of the file.
+
+    Raises:
+        UsageError: The timeline is too long for a trace in nanoseconds.
     """
     require_timelines([timeline])
     facts = {
@@ -67,7 +79,17 @@ def _find_time_scale(timeline: Timeline) -> float:
 
 
 def generate_events(timeline: Timeline) -> Iterator[Event]:
-    """All events: names first, then slices, arrows and counters."""
+    """Yield all events of a trace: names first, then slices, arrows and counters.
+
+    Args:
+        timeline: The timeline.
+
+    Yields:
+        The events, as dictionaries of the trace format.
+
+    Raises:
+        UsageError: The timeline is too long for a trace in nanoseconds.
+    """
     sheet = _Tracks(timeline)
     yield from sheet.name_events()
     yield from sheet.slice_events()
@@ -76,7 +98,7 @@ def generate_events(timeline: Timeline) -> Iterator[Event]:
 
 
 class _Tracks:
-    """On which track each span is shown, and when, in whole nanoseconds."""
+    """The track of each span, and its start and end in integer nanoseconds."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, spans = timeline, timeline.spans
@@ -85,15 +107,18 @@ class _Tracks:
             self._to_nanoseconds(spans["start"]),
             self._to_nanoseconds(spans["end"]),
         )
-        self.second_of_pair = timeline.is_second_of_pair  # shown with the first
-        # Threads have a number of their own across all ranks, which is no rank's.
+        self.second_of_pair = timeline.is_second_of_pair  # these share the slice of the first
+        # Thread ids are unique over all ranks. None equals a process id, which is a rank.
         self.thread_ids: dict[tuple[int, str], int] = {}
         self.span_threads = self._assign_spans()
         for rank in np.unique(self.idle["rank"]).tolist():
             self._assign_thread_id(rank, _IDLE_TRACK)
 
     def _to_nanoseconds(self, times: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Rounded alike everywhere, so that what did not overlap still does not."""
+        """Return times as nanoseconds since the start of the timeline.
+
+        All times are rounded in the same way, so that spans that do not overlap still do not.
+        """
         with np.errstate(over="ignore"):
             since = (times - self.timeline.start_time) * (1e3 * _find_time_scale(self.timeline))
         if len(since) and not since.max() < _MAX_NANOSECONDS:
@@ -104,9 +129,10 @@ class _Tracks:
         return self.thread_ids.setdefault((rank, name), self.timeline.ranks + len(self.thread_ids))
 
     def _assign_spans(self) -> list[int]:
-        """The thread of each span: the first of its lane's that is free again."""
+        """Return the thread of each span: the first one of its lane that is free at its start."""
         spans = self.timeline.spans
-        free: dict[tuple[int, str], list[int]] = defaultdict(list)  # when each thread is
+        # By rank and lane, the time from which each thread is free.
+        free: dict[tuple[int, str], list[int]] = defaultdict(list)
         on = [0] * len(spans)
         order = np.lexsort((self.end, self.start))
         columns = (spans["rank"], spans["lane"], spans["op"], self.start, self.end)
@@ -126,7 +152,7 @@ class _Tracks:
     # ------------------------------------------------------------ events
 
     def name_events(self) -> Iterator[Event]:
-        """Ranks in order; in each, compute first, then what it waits for, then its messages."""
+        """Yield the names and the order of ranks and threads: compute, idle, then transfers."""
         first, *others = LANES
         ways = ((row.lane.name.lower(), row.has_messages) for row in others)
         order = [first.lane.name.lower(), _IDLE_TRACK]
@@ -144,13 +170,13 @@ class _Tracks:
         for rank in range(self.timeline.ranks):
             yield about("process_name", rank, None, name=f"rank {rank}")
             yield about("process_sort_index", rank, None, sort_index=rank)
-            own = sorted((name for r, name in self.thread_ids if r == rank), key=place)
-            for k, name in enumerate(own):
+            names = sorted((name for r, name in self.thread_ids if r == rank), key=place)
+            for k, name in enumerate(names):
                 yield about("thread_name", rank, self.thread_ids[rank, name], name=name)
                 yield about("thread_sort_index", rank, self.thread_ids[rank, name], sort_index=k)
 
     def slice_events(self) -> Iterator[Event]:
-        """What runs, and what each rank waits for."""
+        """Yield a slice for each instruction, and for each idle interval."""
         timeline = self.timeline
         offsets = timeline.program.offsets.tolist()
         names = [str(i) for s in timeline.program.streams for i in s]
@@ -173,7 +199,7 @@ class _Tracks:
             yield _make_slice(rank, thread, IdleCause(cause).name.lower(), start, end, why)
 
     def arrow_events(self) -> Iterator[Event]:
-        """From every send to its receive."""
+        """Yield an arrow from every send to its receive."""
         partner = self.timeline.graph.partner
         op, rank = self.timeline.spans["op"], self.timeline.spans["rank"].tolist()
         for at in np.flatnonzero(np.isin(op, SEND_OPS) & (partner >= 0)).tolist():
@@ -185,8 +211,11 @@ class _Tracks:
             yield {"ph": "f", "bp": "e", **both, **end}
 
     def counter_events(self) -> Iterator[Event]:
-        """How many (stage, microbatch) each rank holds, and of how many stages the weights are
-        whole, where they are gathered; where sizes are known, also bytes, on each tier."""
+        """Yield the counters of each rank.
+
+        The counters are the (stage, microbatch) pairs in flight, the unsharded stages if stages are
+        sharded, and the bytes on each tier if the timeline has sizes.
+        """
 
         def counter(name: str, rank: int, at: int, **args: float) -> Event:
             return {"ph": "C", "name": name, "pid": rank, "ts": at / 1e3, "args": args}
@@ -208,18 +237,22 @@ class _Tracks:
                     yield counter(name, rank, at, **dict(zip(curve.by_kind, sizes, strict=True)))
 
     def _unsharded_events(self, make_counter: Callable[..., Event]) -> Iterator[Event]:
-        """Of how many stages of each rank the weights are whole, from their Unshard on."""
+        """Yield the number of unsharded stages of each rank, from each Unshard to its Reshard."""
         if self.timeline.program.is_draft:
             return
         lives = Dataflow.from_program(self.timeline.program).find_lifetimes(Value.UNSHARDED_PARAMS)
         for rank in range(self.timeline.ranks):
-            own = lives.get_rank_slice(rank)
-            at = np.concatenate([self.start[lives.filled_at[own]], self.end[lives.freed_at[own]]])
+            rank_slice = lives.get_rank_slice(rank)
+            at = np.concatenate(
+                [self.start[lives.filled_at[rank_slice]], self.end[lives.freed_at[rank_slice]]]
+            )
             change = np.repeat([1, -1], len(at) // 2)
             times, last = np.unique(np.sort(at), return_index=True)
             order = np.argsort(at, kind="stable")
-            held = np.cumsum(change[order])[np.append(last[1:], len(at)) - 1] if len(at) else at
-            for when, stages in zip(times.tolist(), held.tolist(), strict=True):
+            unsharded = (
+                np.cumsum(change[order])[np.append(last[1:], len(at)) - 1] if len(at) else at
+            )
+            for when, stages in zip(times.tolist(), unsharded.tolist(), strict=True):
                 yield make_counter("whole weights", rank, when, stages=stages)
 
 

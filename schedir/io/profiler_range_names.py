@@ -1,12 +1,14 @@
-"""Names of profiler ranges, and the instructions that they mean.
+"""Names of profiler ranges, and the instructions that they mark.
 
-- `PP:0F3`, `PP:2SEND_F1`, `PP:(0F7;7B3)OVERLAP_F_B`: torch's runtime schedules
-  (torch.distributed.pipelining.schedules, `_get_profiler_function_name`), and whoever marks in
-  their words, as `schedir.instrument` does;
-- `PP:(0SEND_F1;0RECV_B0)BATCH_P2P`: messages issued as one, and `PP:1WAIT_RECV_F3`: where one that
-  was posted earlier is waited for;
-- `PP:` and an instruction as `schedir print` writes it: what torch has no word for;
-- `Forward 3`, `Backward 3`: torch's ScheduleGPipe, which has one stage on each rank.
+The names are:
+
+- `PP:0F3`, `PP:2SEND_F1`, `PP:(0F7;7B3)OVERLAP_F_B`: names of torch's runtime schedules
+  (`_get_profiler_function_name` in torch.distributed.pipelining.schedules). `schedir.instrument`
+  uses them too.
+- `PP:(0SEND_F1;0RECV_B0)BATCH_P2P`: messages that are issued as one.
+- `PP:1WAIT_RECV_F3`: the wait for a message that was posted earlier.
+- `PP:` and an instruction as `schedir print` writes it: instructions for which torch has no name.
+- `Forward 3`, `Backward 3`: names of torch's ScheduleGPipe, which has one stage on each rank.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.stream import Stream
 
-UNSPECIFIED_STAGE: Final = -1  # a stage that is not said: the rank has one only
+UNSPECIFIED_STAGE: Final = -1  # the name has no stage, because the rank has only one
 
 _WAIT_PREFIX: Final = "WAIT_"
 _JOINED_PREFIX: Final = "PP:&"
+# The kinds of groups. The value is True if the group is a wait for messages.
 _GROUP_KINDS: Final = {
     PAIR_ACTION: False,
     "BATCH_P2P": False,
     "WAIT": True,
-}  # and whether that is a wait
+}
 _ACTION_PATTERN: Final = re.compile(r"(\d{1,9})([A-Z_]+)(\d{0,9})", re.ASCII)
 _GROUP_PATTERN: Final = re.compile(r"\(([^()]*)\)(\w+)", re.ASCII)
 _INSTRUCTION_PATTERN: Final = re.compile(r"([a-z_A-Z]+)(?: (\d{1,9}))?(?:\.(\d{1,9}))?", re.ASCII)
@@ -46,7 +49,13 @@ _OTHER_OPS: Final = {"STEP": OPCODE_BY_TEXT["step"]}
 
 
 class NamedInstruction(NamedTuple):
-    """An instruction that a mark names."""
+    """An instruction that the name of a range contains.
+
+    Args:
+        op: The opcode.
+        stage: The stage, `UNSPECIFIED_STAGE` if the name has none, 0 if `op` has no stage.
+        mb: The microbatch, 0 if `op` has none.
+    """
 
     op: Opcode
     stage: int
@@ -54,9 +63,14 @@ class NamedInstruction(NamedTuple):
 
 
 class RangeName(NamedTuple):
-    """What a name says: instructions that run as one, or, with `is_wait`, the messages that the
-    range is the wait for.  None at all for what is read over.  What is `is_joined` runs as one with
-    what is marked before it."""
+    """The parsed name of a range.
+
+    Args:
+        actions: The instructions that run as one. For a wait, the messages that the range waits
+            for. Empty if the range is ignored.
+        is_wait: True if the range is a wait for messages.
+        is_joined: True if the instruction runs as one with the instruction of the previous range.
+    """
 
     actions: tuple[NamedInstruction, ...]
     is_wait: bool = False
@@ -64,44 +78,69 @@ class RangeName(NamedTuple):
 
 
 def is_torch_range(name: str) -> bool:
-    """Whether a range is named in the words of torch's runtime schedules."""
+    """Return whether the name of a range has the form of torch's runtime schedules.
+
+    Args:
+        name: The name of a range.
+    """
     return name.startswith("PP:")
 
 
 def is_instruction_range(name: str) -> bool:
-    """Whether a range with this name is meant to mark an instruction."""
+    """Return whether the name of a range is meant to mark an instruction.
+
+    Args:
+        name: The name of a range.
+    """
     return is_torch_range(name) or _GPIPE_PATTERN.fullmatch(name) is not None
 
 
 def format_range_name(instr: Instr, is_joined: bool = False) -> str:
-    """The name of a range around an instruction, from which `parse_range_name` reads it.
+    """Return the name of the range around an instruction, which `parse_range_name` parses.
 
-    `is_joined` says that it runs as one with the instruction before it.
+    Args:
+        instr: The instruction.
+        is_joined: True if it runs as one with the instruction before it.
 
-    >>> from schedir import Instr, Opcode
-    >>> ops = (Opcode.Forward, Opcode.ReduceGrads, Opcode.ReduceTied)
-    >>> [format_range_name(Instr(op, 1, 0)) for op in ops]
-    ['PP:1F0', 'PP:1REDUCE_GRAD', 'PP:reduce_tied 1']
+    Example:
+        >>> from schedir import Instr, Opcode
+        >>> ops = (Opcode.Forward, Opcode.ReduceGrads, Opcode.ReduceTied)
+        >>> [format_range_name(Instr(op, 1, 0)) for op in ops]
+        ['PP:1F0', 'PP:1REDUCE_GRAD', 'PP:reduce_tied 1']
     """
     if is_joined:
         return _JOINED_PREFIX + format_range_name(instr).removeprefix("PP:")
     word, each = _ACTION_BY_OP.get(instr.op), INSTRUCTIONS[instr.op].scope is Scope.MICROBATCH
-    if word is None or (instr.mb and not each):  # torch has no word for a later update
+    if word is None or (instr.mb and not each):  # torch has no name for an update after the first
         return f"PP:{instr}"
     return f"PP:{instr.stage}{word}" + f"{instr.mb}" * each
 
 
 @lru_cache(maxsize=1 << 16)
 def format_range_names(stream: Stream) -> list[str]:
-    """The ranges that a rank's instructions are, by their index."""
+    """Return the names of the ranges of a rank, by the index of the instruction.
+
+    Args:
+        stream: The instructions of the rank.
+    """
     return [format_range_name(*each) for each in zip(stream, stream.joined.tolist(), strict=True)]
 
 
 def parse_range_name(name: str) -> RangeName:
-    """What a mark says.  Raises TraceError for one that says nothing that is known."""
-    if found := _GPIPE_PATTERN.fullmatch(name):
+    """Parse the name of a range.
+
+    Args:
+        name: The name, for which `is_instruction_range` is true.
+
+    Returns:
+        The instructions that the name marks.
+
+    Raises:
+        TraceError: The name marks no instruction.
+    """
+    if match := _GPIPE_PATTERN.fullmatch(name):
         return RangeName(
-            (NamedInstruction(_GPIPE_OPS[found[1]], UNSPECIFIED_STAGE, int(found[2])),)
+            (NamedInstruction(_GPIPE_OPS[match[1]], UNSPECIFIED_STAGE, int(match[2])),)
         )
     if name.startswith(_JOINED_PREFIX):
         mark = _parse_single(name, name.removeprefix(_JOINED_PREFIX))
@@ -125,8 +164,8 @@ def parse_range_name(name: str) -> RangeName:
 def _parse_single(name: str, text: str) -> RangeName:
     if text in _OTHER_OPS:
         return RangeName((NamedInstruction(_OTHER_OPS[text], 0, 0),))
-    if found := _ACTION_PATTERN.fullmatch(text):
-        stage, kind, mb = found.groups()
+    if match := _ACTION_PATTERN.fullmatch(text):
+        stage, kind, mb = match.groups()
         if kind in ACTIONS:
             op = ACTIONS[kind]
             if (INSTRUCTIONS[op].scope is Scope.MICROBATCH) == bool(mb):
@@ -138,12 +177,11 @@ def _parse_single(name: str, text: str) -> RangeName:
             )
         elif kind in IGNORED_ACTIONS:
             return RangeName(())
-    elif (found := _INSTRUCTION_PATTERN.fullmatch(text)) and found[1] in OPCODE_BY_TEXT:
-        op = OPCODE_BY_TEXT[found[1]]
-        first, second = (None if n is None else int(n) for n in found.group(2, 3))
-        if (
-            INSTRUCTIONS[op].scope is Scope.RANK
-        ):  # written with its update, where that is not the first
+    elif (match := _INSTRUCTION_PATTERN.fullmatch(text)) and match[1] in OPCODE_BY_TEXT:
+        op = OPCODE_BY_TEXT[match[1]]
+        first, second = (None if n is None else int(n) for n in match.group(2, 3))
+        # An instruction of a rank has the number of its update, unless it is the first.
+        if INSTRUCTIONS[op].scope is Scope.RANK:
             return RangeName((NamedInstruction(op, 0, first or 0),))
         if first is not None and (
             second is not None or INSTRUCTIONS[op].scope is not Scope.MICROBATCH
