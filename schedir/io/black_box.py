@@ -292,7 +292,7 @@ class BlackBoxSnapshot:
 
     @property
     def phase(self) -> ProcessPhase:
-        """The phase of the process. Numbers out of range count as the first phase or `DONE`."""
+        """The phase of the process. A number above `DONE` counts as `DONE`."""
         return ProcessPhase(min(max(self[BlackBoxField.PHASE], 0), ProcessPhase.DONE))
 
     @property

@@ -1,6 +1,7 @@
-"""Resolve what a user asks for, a source and all options, into programs, costs and sizes.
+"""Resolve a source and its options into a program, costs and sizes.
 
-The command line makes a Request of its options, a training run of its configuration.
+The command line makes a Request from its options, and a training run makes one from its
+configuration.
 """
 
 from __future__ import annotations
@@ -53,31 +54,42 @@ def _make_conflict_error(source: str, field: Field, actual: str, specified: str)
 
 @dataclass(frozen=True)
 class Request:
-    """A source, and how its program is wanted.  Each property is found when it is first asked for.
+    """A source and the options with which its program is compiled or predicted.
 
-    `specified` are the fields of the shape and the program that somebody said, by name; what nobody
-    said the source decides, or `defaults`, which has at least `ranks` and `microbatches`.
-    `fill_costs`,
-    `sizes` and `progress_model` are those of a prediction, `overlap`, `buffer_sharing`,
-    `memory_limit`,
-    `blocking_hosts` and `compile_options` as `compile` takes them; None is what nobody said.
-    `compute_only` asks for the compute only.
+    Each property is computed at its first use.
 
-    A program in a file is taken as it is, and what contradicts it is refused, by
-    `contradicts(source, field, has, said)`.  With `lower_drafts` a draft in a file is lowered, with
-    the traits that are said, and values of a lowered program share the slots that are asked for.
-    With
-    `relower` any program in a file is a draft to be lowered, of its compute alone: as it was
-    lowered where nobody says otherwise, but for `overlap`.  Of a run that is a prediction, at the
-    run's mean times unless there are `fill_costs`.
+    A lowered program in a file is used as it is. An option that contradicts it raises the error of
+    `make_conflict_error`. `lower_drafts` and `relower` change this.
 
-    A `cluster` fills costs that nobody told, for this shape, in seconds.
+    Args:
+        source: The schedule, program or run.
+        specified: The fields of the shape and of the program that the user set, by name.
+        defaults: Values for the fields of a schedule's shape that are not in `specified`. `ranks`
+            and `microbatches` must be in one of the two.
+        costs: Costs of a prediction, per stage and microbatch. None uses the defaults of `Costs`.
+        cluster: Fills the costs that `costs` does not have, for this shape, in seconds.
+        sizes: Sizes of a prediction, per stage and microbatch.
+        progress_model: The progress model. None means that the user did not set it.
+        blocking_hosts: As for `compile`.
+        overlap: As for `compile`.
+        buffer_sharing: As for `compile`. None means that the user did not set it.
+        memory_limit: As for `compile`, in bytes. None means no limit.
+        compile_options: Other options of `compile`, by name.
+        draft: Return the draft of the program, without communication.
+        lower_drafts: Lower a draft in a file, with the attributes in `specified`. A lowered program
+            in a file shares buffers as `buffer_sharing` requires.
+        relower: Extract the compute of any program in a file, and lower it again. Options that are
+            not set are inferred from the file, except `overlap`. The timeline of a run is then a
+            prediction. It uses `costs`, or else the mean times of the run.
+        for_comparison: Compare schedules of one model. `costs` and `sizes` are then per rank, or
+            for any number of stages. They are divided evenly over the stages of the shape. Only
+            schedules for several stages per rank have several. Frozen stages count the model in as
+            many parts as there are ranks. Stage segments are per rank.
+        make_conflict_error: Called with the source, the field, the value in the file and the
+            specified value. It returns the error to raise.
 
-    `for_comparison` is for comparing schedules of one model: costs and sizes are a rank's, or those
-    of any number of stages, and are spread evenly over the stages of the shape; only schedules that
-    take
-    `v`, or are for several, have several.  What is frozen is said in parts of which there are as
-    many as ranks, then, and so is what is cut.
+    Raises:
+        UsageError: The progress model is unknown.
     """
 
     source: Source
@@ -108,43 +120,49 @@ class Request:
 
     @property
     def source_timeline(self) -> Timeline | None:
-        """The run in a file, if the source is one."""
+        """The run in a file, or None if the source is no run."""
         return self.source.timeline
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule, if the source is one."""
-        found = self.source.schedule_or_program
-        return None if isinstance(found, Program) else found
+        """The schedule, or None if the source is a program or a run."""
+        loaded = self.source.schedule_or_program
+        return None if isinstance(loaded, Program) else loaded
 
     @cached_property
     def shape(self) -> PipelineShape:
-        """The shape of the program in a file, or that on which a schedule is drafted.
+        """The shape of the program in a file, or the shape on which a schedule is expanded.
 
-        Raises ShapeError for one that cannot be, UsageError for one that contradicts a file.
+        Raises:
+            ShapeError: The shape is invalid.
+            UsageError: The options contradict a file.
         """
-        found = self.source.schedule_or_program
-        if isinstance(found, Program):
-            self._require_consistent_source(found)
-            return found.shape
-        return self._find_shape(found)
+        loaded = self.source.schedule_or_program
+        if isinstance(loaded, Program):
+            self._require_consistent_source(loaded)
+            return loaded.shape
+        return self._find_shape(loaded)
 
     @property
     def traits(self) -> dict[str, Any]:
-        """What somebody said of the program beside its shape.
+        """The attributes of the program, besides its shape, that the user set.
 
-        Raises ShapeError where schedules are compared, and what is frozen is no number of stages.
+        Raises:
+            ShapeError: Schedules are compared, and the frozen part of the model is not an integer
+                number of stages.
         """
-        said = {
+        attributes = {
             f.name: self.specified[f.name] for f in ATTRIBUTE_FIELDS if f.name in self.specified
         }
-        if self.for_comparison and said.get("frozen_stages"):
-            said["frozen_stages"] = self._count_frozen_stages(said["frozen_stages"], self.shape)
-        return said
+        if self.for_comparison and attributes.get("frozen_stages"):
+            attributes["frozen_stages"] = self._count_frozen_stages(
+                attributes["frozen_stages"], self.shape
+            )
+        return attributes
 
     def _count_frozen_stages(self, parts: int, segmented_shape: PipelineShape) -> int:
-        """How many stages of a program are frozen, where of each rank's part so many are."""
-        shape, pieces, _ = self._find_unsegmented_shape(segmented_shape)
+        """Return how many stages of a program are the first `parts` of as many parts as ranks."""
+        shape, segments, _ = self._find_unsegmented_shape(segmented_shape)
         frozen, rest = divmod(parts * shape.stages, shape.ranks)
         if rest:
             raise ShapeError(
@@ -152,82 +170,88 @@ class Request:
                 f"{shape.stages} stages that is no number of them",
                 fields=["frozen_stages", "stages_per_rank"],
             )
-        return sum(pieces[:frozen])
+        return sum(segments[:frozen])
 
     @cached_property
     def program(self) -> Program:
-        """The program: a schedule's compiled and so checked, one in a file as it is.
+        """The compiled and checked program of a schedule, or the program of a file as it is.
 
-        Raises a SchedirError for one that is wrong.
+        Raises:
+            SchedirError: The program or an option is invalid.
         """
-        shape, found, how = self.shape, self.source.schedule_or_program, dict[str, Any]()
-        if not isinstance(found, Program):
-            if not self.draft:  # refuse what is too large before the schedule is called
-                # A schedule may have no backwards: of built-in ones all but `forward_only` have.
+        shape, loaded, options = self.shape, self.source.schedule_or_program, dict[str, Any]()
+        if not isinstance(loaded, Program):
+            if not self.draft:  # refuse a large shape before the schedule is expanded
+                # A schedule of a user may have no backward. Built-in ones do, but `forward_only`.
                 training = [
                     s for name, s in get_built_in_schedules().items() if name != "forward_only"
                 ]
-                trains = getattr(found, "func", found) in training
+                trains = getattr(loaded, "func", loaded) in training
                 shape.require_lowered_limit(
                     has_backward=trains and not self.specified.get("frozen_stages")
                 )
-            found = expand_schedule(found, shape)
+            loaded = expand_schedule(loaded, shape)
         elif self.relower:
-            again = replace(extract_compute(found), **self.traits)
-            how, found = infer_options(found, self._resolved_progress_model, again), again
+            again = replace(extract_compute(loaded), **self.traits)
+            options, loaded = infer_options(loaded, self._resolved_progress_model, again), again
         elif not self.lower_drafts:
             return (
-                found
+                loaded
                 if self.memory_limit is None
-                else self._check_memory_limit(check(found, self.proven_progress_model))
+                else self._check_memory_limit(check(loaded, self.proven_progress_model))
             )
-        elif not found.is_draft:
+        elif not loaded.is_draft:
             for name in self.compile_options:
                 raise UsageError(
                     f"{self.source} has its transfers: {name} is for what is compiled",
                     fields=[name],
                 )
-            return self._check_memory_limit(self._share_buffers(found))
-        found = replace(found, **self.traits)
+            return self._check_memory_limit(self._share_buffers(loaded))
+        loaded = replace(loaded, **self.traits)
         if self.draft:
             self._require_compute_only()
-            return found
-        how |= {"overlap": self.overlap, **self.compile_options}
-        if self.for_comparison:  # schedules of other numbers of stages
-            how = adapt_options(how | self._segment_options, found.shape)
+            return loaded
+        options |= {"overlap": self.overlap, **self.compile_options}
+        if self.for_comparison:  # schedules may have different numbers of stages
+            options = adapt_options(options | self._segment_options, loaded.shape)
         if self.buffer_sharing is not None:
-            how["buffer_sharing"] = self.buffer_sharing
+            options["buffer_sharing"] = self.buffer_sharing
         return compile(
-            found,
+            loaded,
             progress_model=self._resolved_progress_model,
             blocking_hosts=self.blocking_hosts
             or (self.source_timeline is not None and self.source_timeline.blocking_hosts),
             costs=self.stage_costs,
             sizes=self._stage_sizes,
             memory_limit=self.memory_limit,
-            **how,
+            **options,
         )
 
     @property
     def specified_costs(self) -> Costs | None:
-        """Costs of stages, those told and those that a cluster fills; None where there are none."""
+        """The costs of each stage, as set or filled by a cluster. None if there are none."""
         return None if self.costs is None and self.cluster is None else self.stage_costs
 
     @property
     def cluster_costs(self) -> Costs:
-        """The costs that the cluster fills."""
-        told = self._split_over_stages(self.costs or Costs()).specified
-        own = self.stage_costs.specified if self.cluster is not None else {}
-        return Costs(**{name: cost for name, cost in own.items() if name not in told})
+        """The costs that the cluster fills, without those that the user set."""
+        user_costs = self._split_over_stages(self.costs or Costs()).specified
+        all_costs = self.stage_costs.specified if self.cluster is not None else {}
+        return Costs(**{name: cost for name, cost in all_costs.items() if name not in user_costs})
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The predicted run of the program, which is checked, or the run in a file.
+        """The prediction for the program, or the run in a file.
 
-        With `fill_costs` it is the prediction of the program of a run, in the unit of that.
+        A run is predicted instead of returned if it has `prediction_costs`. The prediction is in
+        the unit of the run.
+
+        Raises:
+            UsageError: An option contradicts the run.
+            SchedirError: The program is invalid, or exceeds `memory_limit`.
         """
-        found = self.source_timeline
-        if found is None:
+        source_run = self.source_timeline
+        if source_run is None:
             costs, sizes = self.program_costs, self._stage_sizes
             model, blocks = self._resolved_progress_model, self.blocking_hosts
             run = simulate(
@@ -240,69 +264,76 @@ class Request:
                 "programs and schedules",
                 fields=["cluster"],
             )
-        if self.progress_model not in (None, found.progress_model) and not self.for_comparison:
+        if self.progress_model not in (None, source_run.progress_model) and not self.for_comparison:
             raise UsageError(
-                f"{self.source} ran under {found.progress_model}, not {self.progress_model}",
+                f"{self.source} ran under {source_run.progress_model}, not {self.progress_model}",
                 fields=["progress_model"],
             )
-        if self.blocking_hosts and not found.blocking_hosts:
+        if self.blocking_hosts and not source_run.blocking_hosts:
             raise UsageError(
                 f"{self.source} ran on hosts that do not block", fields=["blocking_hosts"]
             )
-        self._require_consistent_source(found.program)
-        sizes = self._stage_sizes or found.sizes
-        program = self.program if self.relower else found.program
-        given = self.prediction_costs
+        self._require_consistent_source(source_run.program)
+        sizes = self._stage_sizes or source_run.sizes
+        program = self.program if self.relower else source_run.program
+        prediction_costs = self.prediction_costs
         if self.memory_limit is not None:
             check_memory(program, sizes, self.memory_limit)
-        if given is not None:
+        if prediction_costs is not None:
             predicted = simulate(
                 program,
-                given,
-                progress_model=found.progress_model,
-                blocking_hosts=found.blocking_hosts,
+                prediction_costs,
+                progress_model=source_run.progress_model,
+                blocking_hosts=source_run.blocking_hosts,
             )
-            found = replace(predicted, unit=found.unit)
-        return replace(found, sizes=sizes)
+            source_run = replace(predicted, unit=source_run.unit)
+        return replace(source_run, sizes=sizes)
 
     @cached_property
     def prediction_costs(self) -> Costs | None:
-        """The costs of each stage at which `timeline` is predicted; None for a run as it is."""
-        found = self.source_timeline
-        if found is None:
+        """The costs of each stage for the prediction of `timeline`, or None for a run as it is."""
+        source_run = self.source_timeline
+        if source_run is None:
             return self.program_costs
-        given = None if self.for_comparison else self.costs
-        if given is None and self.relower:
-            given = fill_missing_backwards(calibrate(found), found.program)
-        return given
+        costs = None if self.for_comparison else self.costs
+        if costs is None and self.relower:
+            costs = fill_missing_backwards(calibrate(source_run), source_run.program)
+        return costs
 
     @property
     def _resolved_progress_model(self) -> ProgressModel:
-        """The progress model that is said, else that of a run that is lowered anew, or device."""
-        own = (
+        """The specified progress model, else that of a run to lower again, else "per_device"."""
+        default = (
             self.source_timeline.progress_model
             if self.relower and self.source_timeline is not None
             else "per_device"
         )
-        return self.progress_model or own
+        return self.progress_model or default
 
     @property
     def proven_progress_model(self) -> ProgressModel:
-        """The progress model that is said, else device, or that of a run whose program it is."""
+        """The specified progress model, or one for which the program is already proven.
+
+        Without a specified one it is "per_device", unless the program of a run is proven only for
+        other models.
+        """
         proven = (
             {proof.progress_model for proof in self.source_timeline.program.proofs}
             if self.source_timeline
             else {"per_device"}
         )
-        own = [model for model in MODELS if model in proven]
-        return self.progress_model or ("per_device" if "per_device" in own or not own else own[0])
+        models = [model for model in MODELS if model in proven]
+        return self.progress_model or (
+            "per_device" if "per_device" in models or not models else models[0]
+        )
 
     # ------------------------------------------------------------ how
 
     def _find_shape(self, schedule: Schedule) -> PipelineShape:
-        """Return the shape that the user gives, with the defaults of the schedule.
+        """Return the shape that the user set, with the defaults of the schedule.
 
-        A comparison (`for_comparison`) ignores stages per rank that a schedule cannot have.
+        In a comparison, the number of stages per rank is ignored for a schedule that cannot have
+        it.
         """
         values = dict(self.defaults) | dict(self.specified)
         mark, fixed = get_placement_mark(schedule)
@@ -313,7 +344,7 @@ class Request:
         return apply_schedule_defaults(schedule, given).resolve_defaults()
 
     def _require_consistent_source(self, program: Program) -> None:
-        """Refuse what contradicts the program in a file."""
+        """Raise the conflict error if an option contradicts the program in a file."""
         for f in HEADER_FIELDS:
             free = (
                 self.relower or (self.lower_drafts and program.is_draft)
@@ -321,28 +352,33 @@ class Request:
             split = self.for_comparison and f.name in ("stages_per_rank", "placement")
             if f.name not in self.specified or free or split:
                 continue
-            said, found = (
+            specified, actual = (
                 f.field_type.resolve(f.name, self.specified[f.name], program.shape),
                 f.get_value(program),
             )
-            if (
-                self.for_comparison and f.name == "microbatches"
-            ):  # whole ones, as schedules have them
-                found = program.unsegmented_shape.microbatches
+            # Schedules are compared in microbatches that are not divided into chunks.
+            if self.for_comparison and f.name == "microbatches":
+                actual = program.unsegmented_shape.microbatches
             of_parts = self.for_comparison and f.name == "frozen_stages"
-            if (self._count_frozen_stages(said, program.shape) if of_parts else said) != found:
-                has, said = (f.field_type.to_text(value, program.shape) for value in (found, said))
-                raise self.make_conflict_error(self.source, f, has, said)
+            if (
+                self._count_frozen_stages(specified, program.shape) if of_parts else specified
+            ) != actual:
+                has, specified = (
+                    f.field_type.to_text(value, program.shape) for value in (actual, specified)
+                )
+                raise self.make_conflict_error(self.source, f, has, specified)
         if not (self.lower_drafts or self.relower):
-            own = [name for name in ("draft", "overlap", "buffer_sharing") if getattr(self, name)]
-            for name in (*own, *self.compile_options):
+            options = [
+                name for name in ("draft", "overlap", "buffer_sharing") if getattr(self, name)
+            ]
+            for name in (*options, *self.compile_options):
                 option = "--compute-only" if name == "draft" else option_name(name)
                 raise UsageError(
                     f"{self.source} is a program: {option} is for schedules", fields=[name]
                 )
 
     def _require_compute_only(self) -> None:
-        """Refuse, of a draft, what says how it is lowered."""
+        """Raise UsageError if a draft is requested together with an option for lowering."""
         for name in (
             *(n for n in ("overlap", "buffer_sharing") if getattr(self, n)),
             *self.compile_options,
@@ -355,7 +391,7 @@ class Request:
             )
 
     def _share_buffers(self, program: Program) -> Program:
-        """A lowered program, checked, whose values share the slots that are asked for."""
+        """Check a lowered program, and let its values share slots as `buffer_sharing` requires."""
         program = check(program, self._resolved_progress_model, blocking_hosts=self.blocking_hosts)
         if self.buffer_sharing is None:
             return program
@@ -365,7 +401,7 @@ class Request:
         return check(program, self._resolved_progress_model, blocking_hosts=self.blocking_hosts)
 
     def _check_memory_limit(self, program: Program) -> Program:
-        """A checked program, within the limit if there is one."""
+        """Return a checked program. With a memory limit, check it against the limit first."""
         return (
             program
             if self.memory_limit is None
@@ -374,12 +410,18 @@ class Request:
 
     @cached_property
     def stage_costs(self) -> Costs:
-        """The costs of a prediction, those of each stage; of moves as if nothing was recomputed."""
+        """The costs of each stage for a prediction.
+
+        The cluster prices offloads as if no activation were recomputed.
+        """
         return self._fill_costs(())
 
     @cached_property
     def program_costs(self) -> Costs:
-        """The same for the program: what is recomputed moves its checkpoint."""
+        """The costs of each stage for the compiled program.
+
+        The cluster prices the offload of a recomputed microbatch by the checkpoint that it moves.
+        """
         program = self.program
         if self.cluster is None or not {RECOMPUTE, HOST_TRIP.offload_op} <= program.used_opcodes:
             return self.stage_costs
@@ -391,12 +433,12 @@ class Request:
         costs = self.costs or Costs()
         if self.cluster is None:
             return self._split_over_stages(costs.with_defaults())
-        found, told = self.source.schedule_or_program, self._unsegmented_shape
+        loaded, unsegmented = self.source.schedule_or_program, self._unsegmented_shape
         finer = {"stage_segments", "microbatch_chunks"} & self.compile_options.keys()
-        if told.shape != self.shape:
+        if unsegmented.shape != self.shape:
             finer |= (
                 {"chunks_per_microbatch"}
-                if told.shape.stages == self.shape.stages
+                if unsegmented.shape.stages == self.shape.stages
                 else {"segment_boundaries"}
             )
         if finer:
@@ -410,9 +452,9 @@ class Request:
         groups |= {"optimizer_placement": "device"}
         for f in ATTRIBUTE_FIELDS:
             if f.name in groups:
-                own = f.get_value(found) if isinstance(found, Program) else groups[f.name]
-                groups[f.name] = self.specified.get(f.name, own)
-        ops = found.used_opcodes if isinstance(found, Program) else frozenset[int]()
+                value = f.get_value(loaded) if isinstance(loaded, Program) else groups[f.name]
+                groups[f.name] = self.specified.get(f.name, value)
+        ops = loaded.used_opcodes if isinstance(loaded, Program) else frozenset[int]()
         for name, op in (
             ("offload", HOST_TRIP.offload_op),
             ("offload_to_disk", DISK_TRIP.offload_op),
@@ -427,12 +469,15 @@ class Request:
         return self.sizes and self._split_over_stages(self.sizes)
 
     def _split_over_stages(self, values: _CostsOrSizes) -> _CostsOrSizes:
-        """Costs or sizes of a microbatch on a rank as those on one of its stages."""
+        """Return costs or sizes of a microbatch on a rank as those on one stage of it.
+
+        Without `for_comparison`, they are per stage already.
+        """
         if not self.for_comparison:
             return values
-        shape, pieces, chunks = self._unsegmented_shape
-        pieces, chunks = (
-            self._segment_options.get("stage_segments", pieces),
+        shape, segments, chunks = self._unsegmented_shape
+        segments, chunks = (
+            self._segment_options.get("stage_segments", segments),
             chunks * self.compile_options.get("microbatch_chunks", 1),
         )
         shared = {k: c for k in SHARED_FIELDS if (c := getattr(values, k, None)) is not None}
@@ -440,39 +485,43 @@ class Request:
             values,
             **{k: redistribute_stages(c, shape.ranks, shape.stages) for k, c in shared.items()},
         )
-        return split_costs(values, pieces, shape, chunks=chunks)
+        return split_costs(values, segments, shape, chunks=chunks)
 
     @property
     def _unsegmented_shape(self) -> UnsegmentedShape:
         return self._find_unsegmented_shape(self.shape)
 
     def _find_unsegmented_shape(self, shape: PipelineShape) -> UnsegmentedShape:
-        """What a shape's stages and microbatches are pieces and chunks of, as a program in a file
-        says, or somebody of it, or of a schedule."""
-        found = (
+        """Return the shape without segments of stages and chunks of microbatches.
+
+        The segment boundaries and chunks are specified, or else those of the program in the file.
+        """
+        program = (
             self.source.schedule_or_program
             if isinstance(self.source.schedule_or_program, Program)
             else Program
         )
-        meets, chunked = (
-            f.field_type.resolve(f.name, self.specified.get(f.name, getattr(found, f.name)), shape)
+        boundaries, chunked = (
+            f.field_type.resolve(
+                f.name, self.specified.get(f.name, getattr(program, f.name)), shape
+            )
             for f in ATTRIBUTE_FIELDS
             if f.name in ("segment_boundaries", "chunks_per_microbatch")
         )
-        return merge_segments(shape, meets, chunked)
+        return merge_segments(shape, boundaries, chunked)
 
     @property
     def _segment_options(self) -> dict[str, Any]:
-        """Of schedules that are compared the pieces of stages: what is said is a rank's."""
-        said, shape = self.compile_options.get("stage_segments"), self.shape
-        if said is not None and max(self._unsegmented_shape.segments_per_stage) > 1:
+        """The `stage_segments` of each stage in a comparison, from those of a rank."""
+        segments, shape = self.compile_options.get("stage_segments"), self.shape
+        if segments is not None and max(self._unsegmented_shape.segments_per_stage) > 1:
             raise UsageError(
                 "stages are pieces already, and are not cut again", fields=["stage_segments"]
             )
         return (
             {}
-            if said is None
-            else {"stage_segments": divide_over_stages(said, shape.ranks, shape.stages)}
+            if segments is None
+            else {"stage_segments": divide_over_stages(segments, shape.ranks, shape.stages)}
         )
 
 

@@ -1,4 +1,4 @@
-"""Load what a user names (`zb_v`, FILE.py:NAME, FILE.sched) as a schedule or a Program."""
+"""Load a schedule or a Program from its name: `zb_v`, FILE.py:NAME or FILE.sched."""
 
 from __future__ import annotations
 
@@ -25,45 +25,63 @@ from schedir.schedules.schedule_algebra import Schedule
 if TYPE_CHECKING:
     from typing import Self
 
-# So named, a person's random.py hides nobody's random.
+# Loaded modules have this prefix, so that a user's random.py does not hide the module random.
 _MODULE_PREFIX = "schedir_file_"
 
 
 class Source(str):
-    """What a person names, as `load_source` takes it; it is loaded once, when it is first asked
-    for."""
+    """The name of a schedule, program or run, which is loaded once, at its first use.
+
+    Args:
+        name: A name that `load_source` accepts. A Source is returned as it is.
+    """
 
     def __new__(cls, name: str) -> Self:
+        """Return `name` itself if it is a Source already."""
         return name if isinstance(name, cls) else super().__new__(cls, name)
 
     @classmethod
     def from_loaded(cls, found: Schedule | Program, name: str) -> Self:
-        """What is there already, called so."""
+        """Return a source for an object that is loaded already.
+
+        Args:
+            found: The schedule or the program.
+            name: The name of the source in messages.
+        """
         source = cls(name)
         vars(source)["schedule_or_program"] = found
         return source
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """The run that it is, if it is one; raises what `load_timeline` does."""
+        """The run, or None if the source is no run. Raises the errors of `load_timeline`."""
         return load_timeline(self) if self.endswith(TIMELINE_SUFFIX) else None
 
     @cached_property
     def schedule_or_program(self) -> Schedule | Program:
-        """The schedule, or the Program, of a run its; raises what `load_source` does."""
+        """The schedule or the program. Raises the errors of `load_source`."""
         return load_source(self) if self.timeline is None else self.timeline.program
 
     def __reduce__(self) -> tuple[type[Source], tuple[str]]:
-        return Source, (str(self),)  # who takes a copy loads it anew
+        # A process that unpickles the source loads it again: functions cannot all be pickled.
+        return Source, (str(self),)
 
 
 def load_source(source: str) -> Schedule | Program:
-    """A built-in schedule by its name, the schedule `file.py:function`, or the Program in
-    `file.sched`, or that of the run in `file.timeline`.
+    """Load a schedule or a Program by its name.
 
-    A schedule's own options may follow in brackets: `interleaved(group=4)`.  A `file.sched` is
-    parsed, not checked.  Raises UsageError for what is not there or cannot be read or imported,
-    ParseError for a file that is no program, TraceError for one that is no run.
+    Args:
+        source: One of these: the name of a built-in schedule; `file.py:function`; `file.sched`; or
+            `file.timeline`, for the program of this run. Options of a schedule may follow in
+            brackets: `interleaved(group=4)`.
+
+    Returns:
+        The schedule or the program. A program in `file.sched` is parsed, not checked.
+
+    Raises:
+        UsageError: The name is unknown, or the file cannot be read or imported.
+        ParseError: The file contains no program.
+        TraceError: The file contains no run.
     """
     if source.endswith(")") and "(" in source:
         return _bind_options(source)
@@ -88,7 +106,7 @@ def load_source(source: str) -> Schedule | Program:
 
 
 def _bind_options(source: str) -> Schedule:
-    """The schedule of `NAME(option=value, ...)`, with these options bound."""
+    """Return the schedule of `NAME(option=value, ...)` with these options bound."""
     name, _, inside = source.partition("(")
     schedule = load_source(name.strip())
     if isinstance(schedule, Program):
@@ -115,7 +133,7 @@ def _bind_options(source: str) -> Schedule:
 
 
 def _parse_literal(name: str, option: str, value: ast.expr) -> object:
-    """What is written as a value: a number, text in quotes, True, False, None, a list of such."""
+    """Return the value of an option: a number, text, bool, None, or a list of these."""
     try:
         return ast.literal_eval(value)
     except (ValueError, TypeError):
@@ -142,18 +160,18 @@ def _load_function(path: str, name: str) -> Schedule:
     module = _load_module(path)
     value = getattr(module, name, None)
     if not callable(value):
-        own = [k for k, v in vars(module).items() if isinstance(v, FunctionType)]
+        functions = [k for k, v in vars(module).items() if isinstance(v, FunctionType)]
         raise UsageError(
             f"{path} has no function {name!r}",
-            hint=suggest_schedules(name, own) if own else "it has none",
+            hint=suggest_schedules(name, functions) if functions else "it has none",
         )
     schedule: Schedule = value
     return schedule
 
 
 def _load_module(path: str) -> ModuleType:
-    """A person's file, run as `python file.py` would find its neighbours."""
-    open_regular_file(path).close()  # refuses what is no ordinary file
+    """Import a user's Python file, with its folder first on `sys.path` as in `python file.py`."""
+    open_regular_file(path).close()  # raises UsageError unless it is an ordinary file
     require_code_allowed(path)
     name = _MODULE_PREFIX + Path(path).stem
     spec = spec_from_file_location(name, path)
@@ -165,7 +183,7 @@ def _load_module(path: str) -> ModuleType:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit, too
+    except BaseException as error:  # includes SystemExit
         raise UsageError(f"{path} cannot be imported: {describe_exception(error)}") from error
     finally:
         sys.path.pop(0)
@@ -173,10 +191,17 @@ def _load_module(path: str) -> ModuleType:
 
 
 def find_error_origin(error: BaseException) -> str:
-    """Where in a person's file an error came from, as "file:line: text", or nothing."""
+    """Return the line of a user's file in which an error was raised.
+
+    Args:
+        error: An error with a cause. The chain of causes is searched.
+
+    Returns:
+        "file:line: text", or "" if no frame of a cause is in a file of `load_source`.
+    """
     files = {m.__file__ for name, m in list(sys.modules.items()) if name.startswith(_MODULE_PREFIX)}
     frames, cause = [], error.__cause__
-    while cause:  # a StopIteration in a generator is the cause of a RuntimeError
+    while cause:  # causes may be nested: Python wraps a StopIteration in a RuntimeError
         frames += [f for f in extract_tb(cause.__traceback__) if f.filename in files]
         cause = cause.__cause__
     if not frames:

@@ -1,6 +1,6 @@
 """Print tables, coloured programs, errors and JSON for the command line.
 
-Rich is imported where it is needed: --help must not wait for it.
+Rich is imported in the functions that need it, so that --help does not wait for it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ from schedir.errors import SchedirError
 if TYPE_CHECKING:
     from rich.text import Text
 
-_MAX_LINE_LENGTH = 2000  # characters of a line of a refusal
+_MAX_LINE_LENGTH = 2000  # characters of one line of an error, so that a user can still read it
 
 
 def color_program(text: str) -> str:
-    """The text of a program as a terminal shows it; elsewhere, or with NO_COLOR, as it is."""
+    """Return the text of a program with terminal colours.
+
+    Args:
+        text: The text of a program.
+
+    Returns:
+        The coloured text, or `text` itself if `should_color` is false.
+    """
     if not should_color():
         return text
     from rich.text import Text
@@ -43,7 +50,14 @@ def color_program(text: str) -> str:
 
 
 def color_lines(lines: Iterable[Sequence[tuple[str, str]]]) -> str:
-    """Lines made of pieces of text with a style each; plain where colours are not wanted."""
+    """Return lines of styled text for the terminal.
+
+    Args:
+        lines: Lines, each a sequence of (text, style) pairs. A style is one that rich parses.
+
+    Returns:
+        The lines with terminal colours, or plain text if `should_color` is false.
+    """
     if not should_color():
         return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in lines)
     from rich.text import Text
@@ -52,25 +66,33 @@ def color_lines(lines: Iterable[Sequence[tuple[str, str]]]) -> str:
 
 
 def _render_text(texts: Iterable[Text], end: str = "\n") -> str:
-    """Styled lines as this terminal takes them."""
+    """Return rich texts as a string with the escape codes of the terminal."""
     from rich.console import Console
 
-    said = StringIO()
-    console = Console(file=said, highlight=False, force_terminal=True)
+    buffer = StringIO()
+    console = Console(file=buffer, highlight=False, force_terminal=True)
     for text in texts:
         console.print(text, soft_wrap=True, end=end)
-    return said.getvalue()
+    return buffer.getvalue()
 
 
 def should_color() -> bool:
-    """Whether what is printed goes to a person's terminal, who has not asked for NO_COLOR."""
+    """Return whether standard output is a terminal and NO_COLOR is not set."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def format_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with its first column to the left and numbers to the right.
+    """Return a table with the first column left-aligned and the others right-aligned.
 
-    On a narrow terminal the words of a heading stand below each other.  No number is ever cut.
+    If the table is wider than the terminal, each word of a heading gets its own line. No number is
+    cut.
+
+    Args:
+        headings: The heading of each column.
+        rows: The cells of each row.
+
+    Returns:
+        The lines of the table, with a line break after the last one.
     """
     rows, heads = list(rows), [[name] for name in headings]
     gap, gaps = "   ", len(headings) - 1
@@ -80,10 +102,10 @@ def format_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     widths, high = _measure_columns(heads, rows), max(map(len, heads))
 
     def line(cells: Sequence[str]) -> str:
-        room = [
+        padding = [
             " " * (width - _measure_width(cell)) for cell, width in zip(cells, widths, strict=True)
         ]
-        first, *others = zip(cells, room, strict=True)
+        first, *others = zip(cells, padding, strict=True)
         return " " + gap.join(["".join(first), *(left + cell for cell, left in others)]).rstrip()
 
     top = [line(words) for words in zip(*([""] * (high - len(h)) + h for h in heads), strict=True)]
@@ -96,19 +118,28 @@ def format_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _measure_columns(heads: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> list[int]:
     columns = zip(*rows, strict=True) if rows else [[] for _ in heads]
     return [
-        max(map(_measure_width, (*own, *cells))) for own, cells in zip(heads, columns, strict=True)
+        max(map(_measure_width, (*words, *cells)))
+        for words, cells in zip(heads, columns, strict=True)
     ]
 
 
 def _measure_width(text: str) -> int:
-    """How many columns of a terminal a text takes."""
+    """Return the number of terminal columns of a text. East Asian wide characters take two."""
     return sum(1 + (east_asian_width(letter) in "WF") for letter in text)
 
 
 def format_error(error: SchedirError) -> str:
-    """What was refused, and where in a person's file it comes from.
+    """Return an error as the text that the command line prints.
 
-    What a file says is shown so that a terminal takes nothing of it for an order.
+    Characters that a terminal could interpret as a command are replaced, because files may contain
+    them.
+
+    Args:
+        error: The error.
+
+    Returns:
+        The name of the error, its message and its notes, and the line of a user's file that caused
+        it.
     """
     from schedir.io.source_loader import find_error_origin
 
@@ -119,35 +150,47 @@ def format_error(error: SchedirError) -> str:
 
 
 def _sanitize_line(line: str) -> str:
-    """A line without what a terminal would act upon, and of a length that a person reads."""
+    """Return a line without control characters, and of limited length."""
     cut = line if len(line) <= _MAX_LINE_LENGTH else f"{line[:_MAX_LINE_LENGTH]}..."
     return "".join(c if c.isprintable() else "?" for c in cut)
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Words in a sentence.
+    """Join words for a sentence, with commas and "and".
 
-    >>> join_words(["edge", "pair", "device"]), join_words(["edge"]), join_words([])
-    ('edge, pair and device', 'edge', '')
+    Args:
+        words: The words.
+
+    Example:
+        >>> join_words(["edge", "pair", "device"]), join_words(["edge"]), join_words([])
+        ('edge, pair and device', 'edge', '')
     """
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def format_json(value: object) -> str:
-    """JSON for a program to read; numbers that JSON does not have are null.
+    """Return a value as JSON. NaN and infinities, which JSON does not have, become null.
 
-    >>> format_json({"loss": float("nan"), "seconds": 1.5, "most": (2, float("inf"))}).split()
-    ['{', '"loss":', 'null,', '"seconds":', '1.5,', '"most":', '[', '2,', 'null', ']', '}']
+    Args:
+        value: Values that `json.dumps` accepts.
+
+    Example:
+        >>> format_json({"loss": float("nan"), "seconds": 1.5, "most": (2, float("inf"))}).split()
+        ['{', '"loss":', 'null,', '"seconds":', '1.5,', '"most":', '[', '2,', 'null', ']', '}']
     """
     return json.dumps(replace_nonfinite(value), indent=2, allow_nan=False) + "\n"
 
 
 def replace_nonfinite(value: object) -> object:
-    """The value as JSON can say it: NaN and infinities, which it has not, are None."""
+    """Return a value with each NaN and infinity replaced by None.
+
+    Args:
+        value: A value, or nested mappings, lists and tuples. Tuples become lists.
+    """
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: replace_nonfinite(own) for key, own in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [replace_nonfinite(own) for own in value]
+        return [replace_nonfinite(item) for item in value]
     return value

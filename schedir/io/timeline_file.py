@@ -1,8 +1,8 @@
-"""Read and write a Timeline as a file.  `docs/traces.md` describes the format.
+"""Read and write a Timeline as a file. `docs/traces.md` describes the format.
 
-A zip archive of four members: `header.json`, `program.sched`, and `start.npy` and `end.npy`,
-one number per instruction in the order of the program.  Nothing in it is pickled, and a file
-that is no Timeline is refused before anything large is allocated.
+The file is a zip archive with four members: `header.json`, `program.sched`, `start.npy` and
+`end.npy`. The last two have one number per instruction, in the order of the program. Nothing is
+pickled. A file that is no Timeline is refused before large memory is allocated.
 """
 
 from __future__ import annotations
@@ -40,31 +40,38 @@ from schedir.verify.check import check
 
 FORMAT_VERSION: Final = 1
 TIMELINE_SUFFIX: Final = ".timeline"
-MAX_INSTRUCTIONS: Final = 2**24  # instructions
+MAX_INSTRUCTIONS: Final = 2**24  # bounds the memory that a file can request
 _HEADER_FILE, _PROGRAM_FILE, _START_FILE, _END_FILE = (
     "header.json",
     "program.sched",
     "start.npy",
     "end.npy",
 )
-_EXTRA_PROGRAM_BYTES = 2**16  # bytes of a program beyond what its instructions take
-_MAX_HEADER_BYTES = 2**23  # of a header: sizes may be one per stage and microbatch
+_EXTRA_PROGRAM_BYTES = 2**16  # bytes of a program besides those of its instructions
+_MAX_HEADER_BYTES = 2**23  # bytes of a header, which may have a size per stage and microbatch
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Write a Timeline to a file that `load_timeline` reads.  The same Timeline, the same bytes.
+    """Write a Timeline to a file that `load_timeline` reads.
 
-    Raises UsageError for a path that cannot be written, and for sizes that are too many numbers for
-    a file, or not finite; the file is there whole or not at all.
+    Equal timelines give equal bytes. The file is written completely or not at all.
 
-    >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
-    >>> from schedir import PipelineShape, compile, save_timeline, schedules, simulate
-    >>> run = simulate(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4)))
-    >>> with TemporaryDirectory() as folder:
-    ...     save_timeline(run, f"{folder}/gpipe.timeline")
-    ...     print(*[path.name for path in Path(folder).iterdir()])
-    gpipe.timeline
+    Args:
+        timeline: The timeline.
+        path: The file.
+
+    Raises:
+        UsageError: The file cannot be written, or the sizes are too many or not finite.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from schedir import PipelineShape, compile, save_timeline, schedules, simulate
+        >>> run = simulate(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4)))
+        >>> with TemporaryDirectory() as folder:
+        ...     save_timeline(run, f"{folder}/gpipe.timeline")
+        ...     print(*[path.name for path in Path(folder).iterdir()])
+        gpipe.timeline
     """
     require_timelines([timeline])
     header = {
@@ -79,30 +86,30 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         "sizes": timeline.sizes and asdict(timeline.sizes),
     }
     try:
-        said = json.dumps(header, indent=2, allow_nan=False).encode() + b"\n"
+        encoded_header = json.dumps(header, indent=2, allow_nan=False).encode() + b"\n"
     except ValueError:
         raise UsageError(
             "a Timeline's file holds no clock_error and no sizes that are infinite or NaN",
             fields=["clock_error", "sizes"],
         ) from None
-    if len(said) > _MAX_HEADER_BYTES:
-        said = json.dumps(header, allow_nan=False).encode() + b"\n"
-    if len(said) > _MAX_HEADER_BYTES:
+    if len(encoded_header) > _MAX_HEADER_BYTES:
+        encoded_header = json.dumps(header, allow_nan=False).encode() + b"\n"
+    if len(encoded_header) > _MAX_HEADER_BYTES:
         raise UsageError(
-            f"sizes of {len(said)} bytes are too many for a Timeline's file, which holds "
+            f"sizes of {len(encoded_header)} bytes are too many for a Timeline's file, which holds "
             f"{_MAX_HEADER_BYTES}",
             hint="dataclasses.replace(timeline, sizes=None), or one number per stage",
             fields=["sizes"],
         )
     members = {
-        _HEADER_FILE: said,
+        _HEADER_FILE: encoded_header,
         _PROGRAM_FILE: to_text(timeline.program).encode(),
         _START_FILE: _encode_npy(timeline.spans["start"]),
         _END_FILE: _encode_npy(timeline.spans["end"]),
     }
     with atomic_write(path) as temporary, ZipFile(temporary, "w", ZIP_DEFLATED) as archive:
         for name, content in members.items():
-            # A fixed date, so that a file is decided by what is in it.
+            # ZipInfo has a fixed date, so that the bytes depend on the content only.
             archive.writestr(ZipInfo(name), content, ZIP_DEFLATED)
 
 
@@ -115,20 +122,30 @@ def _encode_npy(values: NDArray[np.float64]) -> bytes:
 def load_timeline(path: str | Path) -> Timeline:
     """Read a Timeline from a file that `save_timeline` wrote.
 
-    Its program is checked under the model that it ran under.  A prediction with an effect before
-    its cause is refused; a measured run, whose clocks may have lied, says so (`Timeline.doubt`).
+    The program is checked under the progress model of the run. In a prediction, an effect before
+    its cause is an error. In a measured run, clocks may be wrong, and `Timeline.causality_warning`
+    reports it.
 
-    Raises TraceError for a file that is no Timeline, what `from_text` and `check` raise for its
-    program, and UsageError for a file that cannot be read.
+    Args:
+        path: The file.
 
-    >>> from tempfile import TemporaryDirectory
-    >>> from schedir import PipelineShape, compile, schedules, simulate
-    >>> from schedir import load_timeline, save_timeline
-    >>> run = simulate(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4)))
-    >>> with TemporaryDirectory() as folder:
-    ...     save_timeline(run, f"{folder}/gpipe.timeline")
-    ...     load_timeline(f"{folder}/gpipe.timeline")
-    <predicted Timeline of gpipe: span 15, bubble 20.0%>
+    Returns:
+        The timeline, with a checked program.
+
+    Raises:
+        TraceError: The file is no Timeline.
+        UsageError: The file cannot be read.
+        SchedirError: `from_text` or `check` refuses the program.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from schedir import PipelineShape, compile, schedules, simulate
+        >>> from schedir import load_timeline, save_timeline
+        >>> run = simulate(compile(schedules.gpipe, PipelineShape(ranks=2, microbatches=4)))
+        >>> with TemporaryDirectory() as folder:
+        ...     save_timeline(run, f"{folder}/gpipe.timeline")
+        ...     load_timeline(f"{folder}/gpipe.timeline")
+        <predicted Timeline of gpipe: span 15, bubble 20.0%>
     """
     with open_regular_file(path) as file:
         try:
@@ -139,12 +156,12 @@ def load_timeline(path: str | Path) -> Timeline:
             raise
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-        except Exception as error:  # zipfile has a dozen ways to say that it cannot read a file
+        except Exception as error:  # zipfile raises many types for a damaged file
             raise TraceError(f"{path} is no Timeline: {error or type(error).__name__}") from None
 
 
 class _TimelineReader:
-    """Reads the members one after the other, each only after its size was found sound."""
+    """Reads the members in order, each after a check of its size."""
 
     def __init__(self, archive: ZipFile) -> None:
         self.archive = archive
@@ -155,15 +172,17 @@ class _TimelineReader:
     def read_timeline(self) -> Timeline:
         header = self._read_header()
         n = header["instructions"]
-        # Times come first: without them a program of one line may unfold to millions.  Those of
-        # half the width are refused by their type.
+        # Sizes of the times are checked first. They bound the program: one line of its text can
+        # expand to millions of instructions. Times of half the width pass here, and their type is
+        # refused below.
         self._require_size(_START_FILE, 8 * n + 1024, 4 * n)
         self._require_size(_END_FILE, 8 * n + 1024, 4 * n)
         self._require_size(_PROGRAM_FILE, 32 * n + _EXTRA_PROGRAM_BYTES)
         program = from_text(self._read_member(_PROGRAM_FILE).decode(), max_instructions=n)
         if len(program) != n:
             raise TraceError(f"the header says {n} instructions, the program has {len(program)}")
-        is_older = "model" in header  # the digest has the names of fields, some of which changed
+        # Some fields were renamed, and the digest of older files contains the old names.
+        is_older = "model" in header
         if program.digest != header["digest"] and not is_older:
             raise TraceError("the program is not the one whose digest the header gives")
         model, blocks = header["progress_model"], header["blocking_hosts"]
@@ -188,7 +207,7 @@ class _TimelineReader:
         for old, new in (("model", "progress_model"), ("blocks", "blocking_hosts")):
             if old in header and new in header:
                 raise TraceError(f"the header has both {old} and {new}, which is its present name")
-        model = header.get("progress_model", header.get("model"))  # its name in older files
+        model = header.get("progress_model", header.get("model"))  # older files have "model"
         model = header["progress_model"] = get_current_value("progress_model", str(model))
         header.setdefault("blocking_hosts", header.get("blocks", False))
         n, unit, error = header.get("instructions"), header.get("unit"), header.get("clock_error")
@@ -216,8 +235,7 @@ class _TimelineReader:
         return header
 
     def _require_size(self, name: str, max_bytes: int, min_bytes: int = 0) -> None:
-        """Refuse a member that says it is larger or smaller than it can be, or that is packed in an
-        odd way."""
+        """Raise TraceError if a member states an invalid size, or is not deflated or stored."""
         info = self.archive.getinfo(name)
         if not min_bytes <= info.file_size <= max_bytes:
             raise TraceError(f"{name} cannot have {info.file_size} bytes")
@@ -225,7 +243,7 @@ class _TimelineReader:
             raise TraceError(f"{name} is packed by method {info.compress_type}, not deflated")
 
     def _read_member(self, name: str) -> bytes:
-        """A member; never more of it than it says there is, so that none unfolds to a bomb."""
+        """Return a member, at most one byte more than its stated size, because of zip bombs."""
         info = self.archive.getinfo(name)
         with self.archive.open(info) as member:
             return member.read(info.file_size + 1)
@@ -246,11 +264,11 @@ class _TimelineReader:
 
 
 def _parse_sizes(value: Any, shape: PipelineShape) -> Sizes | None:
-    """What the header says of sizes; nothing in files that were written before they were kept."""
+    """Return the sizes in the header, or None for a file without them."""
     names = [f.name for f in fields(Sizes)]
     if value is None:
         return None
-    if isinstance(value, dict):  # a file may be older than the names
+    if isinstance(value, dict):  # an older file may have old names
         current = {RENAMED_SIZES.get(name, name): size for name, size in value.items()}
         if len(current) < len(value):
             raise TraceError(f"sizes give one size by two names: {value!r:.80}")
@@ -265,21 +283,21 @@ def _parse_sizes(value: Any, shape: PipelineShape) -> Sizes | None:
 def _require_valid_times(
     program: Program, start: NDArray[np.float64], end: NDArray[np.float64]
 ) -> None:
-    """Refuse times that no run of the program can have."""
+    """Raise TraceError if an instruction ends before it starts, or compute of a rank overlaps."""
     if (end < start).any():
         k = int((end < start).argmax())
         raise TraceError(f"instruction {k} ends at {end[k]:g}, before it starts at {start[k]:g}")
     spans = build_spans(program, start, end)
-    own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~program.joined)
-    same = spans["rank"][own][1:] == spans["rank"][own][:-1]
-    early = same & (start[own][1:] < end[own][:-1])
+    compute = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~program.joined)
+    same = spans["rank"][compute][1:] == spans["rank"][compute][:-1]
+    early = same & (start[compute][1:] < end[compute][:-1])
     if early.any():
-        k = int(own[1:][early][0])
+        k = int(compute[1:][early][0])
         raise TraceError(f"instruction {k} starts at {start[k]:g}, before its rank is free")
 
 
 def _require_causal_order(timeline: Timeline) -> None:
-    """Refuse a prediction in which effects come before causes."""
+    """Raise TraceError if an effect comes before its cause in a prediction."""
     if timeline.kind == "measured":
         return
     by, cause = timeline.causality_violations

@@ -8,15 +8,25 @@ from typing import Any, Final
 
 from schedir.errors import ConfigError
 
-MAX_TOML_BYTES: Final = 2**18  # of a text: no configuration of a person is so long
-MAX_DOTS_PER_LINE: Final = (
-    1000  # of a line: of a key with n dots tomllib makes n keys, the longest of n
-)
+MAX_TOML_BYTES: Final = 2**18  # bytes: a configuration that a user writes is shorter
+# For a key with n dots, tomllib makes n keys of up to n parts. The limit bounds this.
+MAX_DOTS_PER_LINE: Final = 1000
 
 
 def parse_toml(text: str, location: str) -> dict[str, Any]:
-    """What a text in TOML says.  Raises ConfigError, of the file `location`, with line and column
-    where they are known."""
+    """Parse a TOML text.
+
+    Args:
+        text: The text.
+        location: The name of the file in errors.
+
+    Returns:
+        The top-level table.
+
+    Raises:
+        ConfigError: The text is not TOML, or is too deeply nested. The error has the line and the
+            column if tomllib reports them.
+    """
     for number, line in enumerate(text.split("\n"), 1):
         if line.count(".") > MAX_DOTS_PER_LINE:
             raise ConfigError(
@@ -29,14 +39,14 @@ def parse_toml(text: str, location: str) -> dict[str, Any]:
         raise _make_toml_error(text, location, str(error)) from None
     except RecursionError:
         raise ConfigError("is not read: it is nested too deeply", location=location) from None
-    except ValueError:  # of Python's int, for numbers of thousands of digits
+    except ValueError:  # Python's int refuses numbers with thousands of digits
         raise ConfigError("is not read: a number has too many digits", location=location) from None
 
 
 def _make_toml_error(text: str, location: str, message: str) -> ConfigError:
-    """tomllib's refusal, with its place as numbers."""
-    found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)
-    fact, line, column = found.groups() if found else (message, None, None)
+    """Return a ConfigError for an error of tomllib, with the line and column of its message."""
+    match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)
+    fact, line, column = match.groups() if match else (message, None, None)
     lines = text.split("\n")
     return ConfigError(
         f"is not TOML: {fact[0].lower()}{fact[1:]}",

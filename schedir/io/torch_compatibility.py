@@ -30,15 +30,17 @@ _PER_OCCURRENCE_REDUCES = tuple(
 def require_torch_support(
     program: Program, *, compute_only: bool, supported_ops: Collection[Opcode] = ()
 ) -> None:
-    """Refuse a program that torch's schedules cannot express.
+    """Raise UsageError if torch's schedules cannot express a program.
 
     Args:
         program: The program.
-        compute_only: Whether only its computes are exported, and torch adds the transfers.
+        compute_only: True if only compute is exported, and torch adds the transfers.
         supported_ops: The instructions for which torch has an action.
 
     Raises:
-        UsageError: The program has something that torch's schedules cannot do.
+        UsageError: The program has several replicas of a stage, several updates, skips, R,
+            offloads, or collectives between segments. Or it reduces gradients of a stage several
+            times. Or it has an instruction for which torch has no action.
     """
     if program.shape.placement_rows > 1:
         raise UsageError(
@@ -105,7 +107,18 @@ def require_torch_support(
 
 
 def require_torch_pair(program: Program, rank: int, index: int) -> None:
-    """Refuse what torch cannot run as one: it has pairs of a forward and a backward only."""
+    """Raise GroupError if torch cannot run two instructions as one.
+
+    torch runs only a forward and a backward as one.
+
+    Args:
+        program: The program.
+        rank: The rank.
+        index: The index in the Stream of the second instruction. It is joined with the one before.
+
+    Raises:
+        GroupError: The two are not a forward and a backward, or more than two are joined.
+    """
     stream = program.streams[rank]
     both = [stream[k].op for k in range(max(index - 1, 0), index + 1)]
     alone = not stream.words[max(index - 1, 0)] & JOINED_BIT

@@ -3,10 +3,13 @@
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
 
-Row k is rank k.  A cell is a stage, an action, and a microbatch where the action has one;
-`(0F7;7B3)OVERLAP_F_B` are two that run as one, and an empty cell is an idle turn.  There are two
-forms: compute only, which torch lowers itself, and compute with transfers and reductions.  What
-torch leaves to the training loop (tied weights, the norm of gradients, the step) has no action.
+Row k is rank k. A cell has a stage, an action, and a microbatch if the action has one.
+`(0F7;7B3)OVERLAP_F_B` is two actions that run as one. An empty cell is an idle step of the
+schedule.
+
+There are two formats: compute only, which torch lowers, and compute with transfers and reductions.
+Tied weights, the norm of gradients and the optimizer step have no action, because torch leaves them
+to the training loop.
 """
 
 from __future__ import annotations
@@ -56,9 +59,9 @@ from schedir.ir.program import (
 
 __all__ = ["from_csv", "to_csv"]
 
-# The forms: compute only is the same in all versions.  The other is named by torch's version, for
-# its actions change: REDUCE_GRAD, without which it does not scale gradients, came late in 2025
-# (pytorch PR 166449), and waits are being added (194121, 196725).
+# The first format, compute only, is the same in all versions of torch. The second has the name of a
+# version of torch, because its actions change. REDUCE_GRAD was added late in 2025 (pytorch PR
+# 166449); without it torch does not scale gradients. Waits are being added (PRs 194121, 196725).
 CSV_FORMATS: Final = ("torch", "torch-2.13")
 
 _O = Opcode
@@ -74,11 +77,12 @@ ACTIONS: Final = {
     "REDUCE_GRAD": _O.ReduceGrads,
 }
 _ACTION_TEXTS: Final = {op: action for action, op in ACTIONS.items()}
-# With ZeRO gradients are reduced to parts, and with zero 3 weights are in parts, too.
+# With ZeRO, gradients are reduced to shards. With zero 3, weights are sharded too.
 _SHARDED_REDUCE_ACTIONS: Final = {_O.ReduceScatter: "REDUCE_GRAD"}
 _SHARDED_ACTIONS: Final = _SHARDED_REDUCE_ACTIONS | {_O.Unshard: UNSHARD, _O.Reshard: RESHARD}
-# Read over, unless they are asked for: shards of weights, which torch writes for any stages; and
-# waits, which each of ours has in it.  The value says whether the action has a microbatch.
+# Actions that are ignored unless they are requested: unshards and reshards, which torch writes for
+# all stages, and waits, which our instructions include. The value is True if the action has a
+# microbatch.
 IGNORED_ACTIONS: Final = {
     UNSHARD: False,
     RESHARD: False,
@@ -86,7 +90,7 @@ IGNORED_ACTIONS: Final = {
     "WAIT_SEND_B": True,
     "WAIT_REDUCE_GRAD": False,
 }
-# Of every action: its word without stage and microbatch, and whether it has a microbatch.
+# For each action, its word without stage and microbatch, and True if it has a microbatch.
 _ACTION_WORDS: Final[dict[str, tuple[int | None, bool]]] = {
     **{
         action: (int(op) << OP_SHIFT, INSTRUCTIONS[op].scope is Scope.MICROBATCH)
@@ -103,26 +107,40 @@ _PAIR_PATTERN = re.compile(r"\(([^()]*)\)(\w*)")
 
 
 def to_csv(program: Program, csv_format: str = "torch") -> str:
-    """A program as a CSV of torch.distributed.pipelining; `csv_format` is one of FORMS.
+    """Return a program as a CSV of torch.distributed.pipelining.
 
-    "torch" is compute only: torch lowers it as it loads it, and adds what FSDP needs.  Any
-    version reads it.  "torch-2.13" has the program's own transfers and reductions, to be loaded
-    with format="compute_comms", and is for stages without FSDP, but with zero 3 for those with it:
-    it has UNSHARD and RESHARD where the program has Unshard and Reshard, or where torch, whose W
-    and REDUCE_GRAD want a stage whole, could not run it so, those of the same number of stages.
-    What torch has no action for is left out: scatters and gathers, as torch sends whole
-    activations, steps, and what changes where a value is kept.
+    The format "torch" has only compute. torch lowers it when it loads it, and adds the actions that
+    FSDP needs. All versions of torch read it.
 
-    Raises CompletenessError for a program without a backward, which torch does not load,
-    LoweringLevelError for a draft that should have transfers, GroupError for instructions issued as
-    one that torch cannot issue so, and UsageError for another form, or for stages with several
-    holders, several updates, or frozen stages, with R, or with gradients reduced in turns.
+    The format "torch-2.13" has the transfers and reductions of the program too. torch loads it with
+    format="compute_comms". It is for stages without FSDP, or with zero 3 for stages with FSDP. With
+    zero 3 it has UNSHARD and RESHARD where the program has Unshard and Reshard. torch also needs an
+    unsharded stage for W and REDUCE_GRAD. If the program does not provide that, the actions are
+    placed again, with the same number of unsharded stages.
 
-    >>> from schedir import PipelineShape, compile, schedules, torch_csv
-    >>> print(torch_csv.to_csv(compile(schedules.one_f_one_b,
-    ...     PipelineShape(ranks=2, microbatches=2))), end="")
-    0F0,0F1,0B0,0B1
-    1F0,1B0,1F1,1B1
+    Instructions without an action are left out: scatters and gathers, because torch sends full
+    activations; optimizer steps; and moves of a value between tiers.
+
+    Args:
+        program: The program.
+        csv_format: One of `CSV_FORMATS`.
+
+    Returns:
+        The text of the CSV, one row per rank.
+
+    Raises:
+        CompletenessError: The program has no backward, and torch does not load it.
+        LoweringLevelError: The program is a draft, and the format has transfers.
+        GroupError: Instructions are issued as one that torch cannot issue as one.
+        UsageError: The format is unknown, the program has frozen stages, or `require_torch_support`
+            refuses it.
+
+    Example:
+        >>> from schedir import PipelineShape, compile, schedules, torch_csv
+        >>> print(torch_csv.to_csv(compile(schedules.one_f_one_b,
+        ...     PipelineShape(ranks=2, microbatches=2))), end="")
+        0F0,0F1,0B0,0B1
+        1F0,1B0,1F1,1B1
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     if not program.has_backward:
@@ -139,8 +157,22 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
 
 
 def format_cells(program: Program, csv_format: str = "torch") -> list[list[str]]:
-    """The cells of each rank's row, as `to_csv` has them; also of a program without a backward,
-    which torch's runtime runs, though it does not load it.  Raises what `to_csv` does."""
+    """Return the cells of each rank's row, as `to_csv` writes them.
+
+    The program may have no backward: torch's runtime runs it, but does not load it from a CSV.
+
+    Args:
+        program: The program.
+        csv_format: One of `CSV_FORMATS`.
+
+    Returns:
+        A list of cells for each rank.
+
+    Raises:
+        LoweringLevelError: As for `to_csv`.
+        GroupError: As for `to_csv`.
+        UsageError: The format is unknown, or `require_torch_support` refuses the program.
+    """
     if csv_format not in CSV_FORMATS:
         raise UsageError(
             f"no form {csv_format!r} to export to", hint=f"there are {', '.join(CSV_FORMATS)}"
@@ -191,7 +223,7 @@ def format_cells(program: Program, csv_format: str = "torch") -> list[list[str]]
 
 
 class _CellLocation(NamedTuple):
-    """Where a cell stands: its row and column, from 1, and its text."""
+    """The row and column of a cell, from 1, and its text."""
 
     row: int
     column: int
@@ -204,24 +236,37 @@ class _CellLocation(NamedTuple):
 def from_csv(
     text: str, name: str = "imported", ranks: int | None = None, zero: int | None = None
 ) -> Program:
-    """The program that such a CSV says, of either form: a draft if it has no transfers.
+    r"""Return the program in a CSV of torch.distributed.pipelining, of either format.
 
-    Ranks, stages, microbatches and the placement are inferred: a file that was cut off after some
-    rows is one of fewer ranks, unless its transfers or its placement tell, or `rank_words` does.
-    Where there are no transfers, reductions are left out too: `schedir.compile` puts all of them
-    where they belong.  UNSHARD and RESHARD are read over, for torch writes them whether stages are
-    sharded or not; with `zero` 3 they are the program's Unshard and Reshard.  With 1 to 3
-    REDUCE_GRAD leaves parts.  Waits are read over.  Whether the program is right is for `check` to
-    say.
+    Ranks, stages, microbatches and the placement are inferred. A file that was cut off after some
+    rows gives a program of fewer ranks, unless its transfers or its placement show the error. Give
+    `ranks` to detect it always.
 
-    Raises CsvCellError with row and column for what is no action, a stage on two ranks or on none,
-    a message to or from a stage that is not there, a microbatch that not every stage has, and
-    another number of rows than `rank_words`; ShapeError where the shape cannot be.
+    A CSV without transfers gives a draft. Its reductions are left out, because `schedir.compile`
+    places all of them. Waits are ignored. The program is not checked: use `check` for that.
 
-    >>> from schedir import compile, torch_csv
-    >>> draft = torch_csv.from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n", name="mine")
-    >>> compile(draft)
-    <program mine: 2 ranks, 20 instructions>
+    Args:
+        text: The text of the CSV.
+        name: The name of the program.
+        ranks: The number of rows that the file must have. None accepts any number.
+        zero: The ZeRO level. With 3, UNSHARD and RESHARD are the program's Unshard and Reshard.
+            Otherwise they are ignored, because torch writes them for all stages. With 1 to 3,
+            REDUCE_GRAD reduces gradients to shards.
+
+    Returns:
+        The program, a draft if it has no transfers.
+
+    Raises:
+        CsvCellError: A cell has no action. A stage is on two ranks or on none. A message has no
+            stage at its other end. A stage lacks a microbatch. The number of rows is not `ranks`.
+            The error has the row and the column.
+        ShapeError: The shape is invalid.
+
+    Example:
+        >>> from schedir import compile, torch_csv
+        >>> draft = torch_csv.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", name="mine")
+        >>> compile(draft)
+        <program mine: 2 ranks, 20 instructions>
     """
     require_type(text, str, 'Path("mine.csv").read_text()')
     if ranks is not None:
@@ -249,9 +294,9 @@ def from_csv(
     if not any(np.isin(w >> OP_SHIFT & 0xFF, lowered).any() for w in words):
         words = [w[np.isin(w >> OP_SHIFT & 0xFF, COMPUTE_OPS)] for w in words]
     program = Program(name, shape, tuple(map(Stream, words)), zero=zero or 0)
-    whole = count_unshards(program).max_unsharded
-    slots = [SlotCounts.unspecified()._replace(unsharded_params=most) for most in whole]
-    return program.with_slots(slots) if any(whole) else program
+    max_unsharded = count_unshards(program).max_unsharded
+    slots = [SlotCounts.unspecified()._replace(unsharded_params=most) for most in max_unsharded]
+    return program.with_slots(slots) if any(max_unsharded) else program
 
 
 def _parse_rows(text: str) -> list[list[str]]:
@@ -269,20 +314,22 @@ def _parse_rows(text: str) -> list[list[str]]:
 
 
 class _CsvReader:
-    """What was read so far."""
+    """Collects the cells that have been read."""
 
     def __init__(self, sharded_actions: Mapping[Opcode, str]) -> None:
         self.sharded_actions = {
             action: int(op) << OP_SHIFT for op, action in sharded_actions.items()
         }
-        self.occurrences = Counter[int]()  # of what comes several times for a stage
+        # The occurrences so far of each action that may occur several times for a stage.
+        self.occurrences = Counter[int]()
         self.rank_words: list[list[int]] = []
-        self.stage_cells: dict[int, _CellLocation] = {}  # where each stage is first named
-        self.peer_cells: dict[int, _CellLocation] = {}  # where a message goes to or comes from it
+        # By stage, the first cell of it, and the first message to or from it.
+        self.stage_cells: dict[int, _CellLocation] = {}
+        self.peer_cells: dict[int, _CellLocation] = {}
         self.max_microbatch, self.max_microbatch_cell = (
             -1,
             _CellLocation(1, 1, ""),
-        )  # the largest microbatch
+        )
 
     def read_rank(self, row: int, cells: list[str]) -> None:
         self.rank_words.append([])
@@ -319,10 +366,10 @@ class _CsvReader:
         words += [first, second | JOINED_BIT]
 
     def parse_action(self, location: _CellLocation, text: str) -> int | None:
-        """The word of an action, or nothing for one that is read over."""
-        found = _ACTION_PATTERN.fullmatch(text)
-        kind = found[2] if found else ""
-        if not found or kind not in _ACTION_WORDS:
+        """Return the word of an action, or None for an action that is ignored."""
+        match = _ACTION_PATTERN.fullmatch(text)
+        kind = match[2] if match else ""
+        if not match or kind not in _ACTION_WORDS:
             near = get_close_matches(kind[:40], list(_ACTION_WORDS), 1)
             raise location.make_error(
                 f"{_shorten(text)} is no action like 0F0 or 3SEND_B1",
@@ -330,27 +377,26 @@ class _CsvReader:
             )
         word, each = _ACTION_WORDS[kind]
         word = self.sharded_actions.get(kind, word)
-        if each != bool(found[3]):
-            right = f"{found[1][:9]}{kind}{'0' * each}"
+        if each != bool(match[3]):
+            right = f"{match[1][:9]}{kind}{'0' * each}"
             why = "a microbatch" if each else "no microbatch"
             raise location.make_error(f"{kind} has {why}, as in {right}: not {_shorten(text)}")
-        stage, mb = int(found[1][:10]), int(found[3][:10] or 0)
-        if len(found[1]) > 9 or stage >= MAX_STAGES:
+        stage, mb = int(match[1][:10]), int(match[3][:10] or 0)
+        if len(match[1]) > 9 or stage >= MAX_STAGES:
             raise location.make_error(f"{_shorten(text)}: at most {MAX_STAGES} stages are allowed")
-        if len(found[3]) > 9 or mb >= MAX_MICROBATCHES:
+        if len(match[3]) > 9 or mb >= MAX_MICROBATCHES:
             raise location.make_error(
                 f"{_shorten(text)}: at most {MAX_MICROBATCHES} microbatches are allowed"
             )
-        held = self.stage_cells.setdefault(stage, location)
-        if held.row != location.row:
+        first = self.stage_cells.setdefault(stage, location)
+        if first.row != location.row:
             raise location.make_error(
                 f"{_shorten(text)} is on rank {location.row - 1}, but stage {stage} is on rank "
-                f"{held.row - 1}: {_shorten(held.text)} in row {held.row}, column {held.column}"
+                f"{first.row - 1}: {_shorten(first.text)} in row {first.row}, column {first.column}"
             )
         if word is not None and (hop := INSTRUCTIONS[word >> OP_SHIFT & 0xFF].peer):
-            self.peer_cells.setdefault(
-                stage + (1 if hop.is_downstream else -1), location
-            )  # torch knows neighbours
+            # torch sends to the next stage and to the previous one only.
+            self.peer_cells.setdefault(stage + (1 if hop.is_downstream else -1), location)
         if each and mb > self.max_microbatch:
             self.max_microbatch, self.max_microbatch_cell = mb, location
         if word is None:
@@ -361,7 +407,7 @@ class _CsvReader:
         return word | mb
 
     def infer_shape(self) -> PipelineShape:
-        """The smallest shape in which all cells have their place; every one must be filled."""
+        """Return the smallest shape with all cells. Each of its stages must have a cell."""
         last = max(self.stage_cells)
         for stage in range(last):
             if stage not in self.stage_cells:
@@ -395,7 +441,16 @@ class _CsvReader:
 
 
 def find_shape(ranks: int, microbatches: int, stage_ranks: list[int]) -> PipelineShape:
-    """The shape of a map from stage to rank, by the name of its placement where it has one."""
+    """Return the shape with a given rank for each stage.
+
+    Args:
+        ranks: The number of ranks.
+        microbatches: The number of microbatches.
+        stage_ranks: The rank of each stage.
+
+    Returns:
+        The shape. Its placement has a name if one of the named placements equals `stage_ranks`.
+    """
     v = len(stage_ranks) // ranks
     for name, named in NAMED_PLACEMENTS.items():
         fits = len(named.rows) == 1 and v * ranks == len(stage_ranks)
@@ -407,5 +462,5 @@ def find_shape(ranks: int, microbatches: int, stage_ranks: list[int]) -> Pipelin
 
 
 def _shorten(text: str) -> str:
-    """A cell as an error shows it."""
+    """Return a cell for an error, cut after 40 characters."""
     return repr(text if len(text) <= 40 else text[:40] + "...")

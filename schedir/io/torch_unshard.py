@@ -14,33 +14,44 @@ _SHARD_PATTERN = re.compile(rf"(\d+)({UNSHARD}|{RESHARD})", re.ASCII)
 
 
 def fit_unshards_to_torch(row: list[str], unsharded_stages: int) -> list[str]:
-    """A rank's cells as torch can run them: it wants a stage whole for its W and REDUCE_GRAD, too.
+    """Return the cells of a rank with UNSHARD and RESHARD where torch needs them.
 
-    As they are, if they are so; else with stages made whole anew, `unsharded_stages` at once.
+    torch needs an unsharded stage for F, B, I, W and REDUCE_GRAD.
 
-    >>> fit_unshards_to_torch(["0UNSHARD", "0F0", "0I0", "0RESHARD", "0W0", "0REDUCE_GRAD"], 1)
-    ['0UNSHARD', '0F0', '0I0', '0W0', '0REDUCE_GRAD', '0RESHARD']
+    Args:
+        row: The cells of a rank.
+        unsharded_stages: The largest number of stages that may be unsharded at once.
+
+    Returns:
+        `row` itself if every stage is unsharded at each of its uses. Otherwise the cells with
+        UNSHARD and RESHARD placed again.
+
+    Example:
+        >>> fit_unshards_to_torch(["0UNSHARD", "0F0", "0I0", "0RESHARD", "0W0", "0REDUCE_GRAD"], 1)
+        ['0UNSHARD', '0F0', '0I0', '0W0', '0REDUCE_GRAD', '0RESHARD']
     """
-    whole: set[int] = set()
+    unsharded: set[int] = set()
     for cell in row:
         if shard := _SHARD_PATTERN.fullmatch(cell):
-            (whole.add if shard[2] == UNSHARD else whole.discard)(int(shard[1]))
-        elif not whole.issuperset(_find_used_stages(cell)):
+            (unsharded.add if shard[2] == UNSHARD else unsharded.discard)(int(shard[1]))
+        elif not unsharded.issuperset(_find_used_stages(cell)):
             break
     else:
         return row
     rest = [cell for cell in row if not _SHARD_PATTERN.fullmatch(cell)]
-    found: list[str] = []
+    cells_with_unshards: list[str] = []
     for changes, cells in zip(
         place_unshards([_find_used_stages(cell) for cell in rest], unsharded_stages),
         [*([c] for c in rest), []],
         strict=True,
     ):
-        found += [f"{stage}{UNSHARD if begins else RESHARD}" for stage, begins in changes]
-        found += cells
-    return found
+        cells_with_unshards += [
+            f"{stage}{UNSHARD if begins else RESHARD}" for stage, begins in changes
+        ]
+        cells_with_unshards += cells
+    return cells_with_unshards
 
 
 def _find_used_stages(cell: str) -> tuple[int, ...]:
-    """The stages that a cell wants whole."""
+    """Return the stages that a cell needs unsharded."""
     return tuple(map(int, _USE_PATTERN.findall(cell)))
