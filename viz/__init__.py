@@ -1,6 +1,6 @@
-"""Draw a Timeline as a matplotlib Figure or an HTML page.
+"""Draw a Timeline as a matplotlib Figure, an HTML page or a text chart.
 
-Importing this loads no matplotlib; the first use of a figure does, that of a page does not.
+Importing this module does not import matplotlib. The first use of a figure imports it.
 """
 
 from importlib import import_module

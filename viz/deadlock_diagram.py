@@ -1,7 +1,8 @@
-"""Draw the ranks of a program that cannot finish, and which waits for which.
+"""Draw the ranks of a program that cannot finish, and their waits, as an SVG.
 
-A column for each rank, with the part of its Stream that matters; arrows lead from what waits to
-what it waits for.  An SVG written by hand, as a page or a README shows it.
+Each rank has a column with the relevant part of its Stream. Arrows lead from the instructions that
+wait to the instructions for which they wait. The SVG is written without a library. A page or a
+README can show it.
 """
 
 from __future__ import annotations
@@ -21,28 +22,36 @@ from schedir.ir.isa.instructions import RECV_OPS, SEND_OPS, Instr
 from schedir.ir.program import Program
 from schedir.viz.palette import ACCENT_COLOR
 
-_LETTER_WIDTH, _LINE_HEIGHT = 7.3, 20.0  # pixels of a letter and of a line
-_COLUMN_GAP: Final = 76.0  # between columns, for the arrows
+# Pixels.
+_LETTER_WIDTH, _LINE_HEIGHT = 7.3, 20.0
+_COLUMN_GAP: Final = 76.0  # between two columns, for the arrows
 _MARGIN: Final = 14.0
 _HEADER_HEIGHT: Final = 34.0
-_CONTEXT_INSTRUCTIONS: Final = 2  # instructions that are shown before and behind what matters
-_MAX_RANKS: Final = 8  # ranks, of which all are shown; of more, those that the error speaks of
+_CONTEXT_INSTRUCTIONS: Final = 2  # instructions shown before and after the relevant ones
+_MAX_RANKS: Final = 8  # a program with more ranks shows only the ranks that the error names
 _TEXT_COLOR, _AWAITED_COLOR, _ENDED_COLOR = "#1a1a1a", "#fbe3ee", "#9a9a9a"
 
 
 class _InstructionPosition(NamedTuple):
-    """An instruction of the picture: its rank, and where it stands in the Stream."""
+    """The rank of an instruction, and its index in the Stream."""
 
     rank: int
     stream_index: int
 
 
 def draw_deadlock(program: Program, error: SchedirError) -> str:
-    """What an error says of a program, as an SVG: the lists of the ranks, side by side.
+    """Return an SVG of the instruction lists of the ranks, with the instructions of an error.
 
-    Of a DeadlockError what has ended is grey, what waits is filled, and an arrow leads to what it
-    waits for.  Where messages cross, arrows lead from each send to the receive that gets it.  Of
-    another error the instructions that it names are filled.
+    For a DeadlockError, ended instructions are grey and waiting ones are filled. An arrow leads
+    from each to the instruction for which it waits. If messages cross, arrows lead from each send
+    to the receive that gets it. For other errors, the instructions that the error names are filled.
+
+    Args:
+        program: The program.
+        error: The error that `check` raised for it.
+
+    Returns:
+        The text of the SVG.
     """
     ended = np.zeros(len(program), bool)
     at, to = (
@@ -88,7 +97,11 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
 
 
 def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
-    """What has ended; where hosts wait and messages would not, what these hosts have issued."""
+    """Return a mask of the instructions that have ended.
+
+    If only blocking hosts cause the deadlock, it is a mask of the instructions that they have
+    issued.
+    """
     graph = Graph.from_program(program, cast(ProgressModel, error.progress_model))
     ended = compute_earliest_times(graph).is_done
     if ended.all():
@@ -100,7 +113,7 @@ def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
 
 
 def _is_crossing(error: GroupError) -> bool:
-    """Whether it names two receives, in their order, and the two sends that they get, in theirs."""
+    """Return whether an error names two receives, and the two sends that they get."""
     ops = [site.instr.op for site in error.sites if isinstance(site.instr, Instr)]
     return len(ops) == 4 and {*ops[:2]} <= {*RECV_OPS} and {*ops[2:]} <= {*SEND_OPS}
 
@@ -112,7 +125,7 @@ def _count_columns_between(
 
 
 class _RankColumn:
-    """One rank's list, or the part of it around what matters."""
+    """The instruction list of one rank, or the part around its relevant instructions."""
 
     def __init__(
         self,
@@ -131,7 +144,7 @@ class _RankColumn:
             matters = [int(still[0]) if len(still) else size - 1]
         self.begin_index = max(min(matters) - _CONTEXT_INSTRUCTIONS, 0)
         self.end_index = min(max(matters) + _CONTEXT_INSTRUCTIONS + 1, size)
-        # One that is left out takes as much room as the line that says so.
+        # One hidden instruction is shown, because the line "(1 more)" takes the same space.
         self.begin_index, self.end_index = (
             self.begin_index * (self.begin_index > 1),
             max(self.end_index, size * (self.end_index + 2 > size)),
@@ -148,14 +161,17 @@ class _RankColumn:
         self.bottom = _HEADER_HEIGHT + rows * _LINE_HEIGHT + 4
 
     def find_middle(self, index: int) -> float:
-        """How far down an instruction stands."""
+        """Return the y coordinate of the middle of an instruction."""
         return (
             _HEADER_HEIGHT
             + (index - self.begin_index + (self.hidden_before > 0) + 0.5) * _LINE_HEIGHT
         )
 
     def draw(self, waiting: set[_InstructionPosition], awaited: set[_InstructionPosition]) -> str:
-        """The list: what has ended is grey, what waits is filled, what is waited for is framed."""
+        """Return the SVG of the list.
+
+        Ended instructions are grey, waiting ones are filled, and awaited ones have a frame.
+        """
         parts = [f'<text x="{self.left + 7:.1f}" y="20" font-weight="bold">rank {self.rank}</text>']
         for index, line in self.lines.items():
             here, y, wide = (
@@ -195,7 +211,11 @@ def _draw_arrow(
     to_position: _InstructionPosition,
     detour_height: float,
 ) -> str:
-    """From what waits to what it waits for; between columns that are far apart, below all."""
+    """Return the SVG of an arrow from a waiting instruction to the awaited one.
+
+    `detour_height` is the y coordinate of an arrow below all columns, for columns that are not
+    adjacent. It is 0 for a direct arrow.
+    """
     y, end = (
         from_column.find_middle(from_position.stream_index),
         to_column.find_middle(to_position.stream_index),

@@ -1,4 +1,4 @@
-"""A text chart for doctests: one cell per unit of time."""
+"""A text chart for doctests, with one cell per unit of time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from schedir.schedules.schedule_algebra import Schedule
 
 
 def draw_timeline(timeline: Timeline, unit: float = 1.0) -> str:
-    """One line per rank, one cell per `unit` of time on the compute lane.
+    """Return a text chart of the compute lanes of a timeline.
 
-    A cell has the letter and the microbatch of what starts in it, with a ' for each own stage
-    below; `--` is more of the same, `..` is idle.  Of two run together the second is written
-    from the middle on.
+    A cell has the letter and the microbatch of the instruction that starts in it. Each ' after them
+    counts one local stage of the rank before this stage. `--` continues the instruction, and `..`
+    is idle time. In a pair that runs together, the second instruction begins in the middle.
+
+    Args:
+        timeline: The timeline.
+        unit: The time of one cell, in the unit of the timeline.
+
+    Returns:
+        One line per rank.
     """
     shape, spans = timeline.program.shape, timeline.spans
     shown = (spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"])
@@ -49,7 +56,16 @@ def draw_schedule(
     placement: Placement = "loop",
     costs: Costs | None = None,
 ) -> str:
-    """The chart of a schedule on a shape, at the given costs."""
+    """Return the text chart of a schedule.
+
+    Args:
+        schedule: The schedule.
+        ranks: The number of ranks.
+        microbatches: The number of microbatches.
+        stages_per_rank: The number of stages per rank. None uses the default of the schedule.
+        placement: The placement.
+        costs: The costs. None uses the defaults of `Costs`.
+    """
     costs = costs or Costs()
     given = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
     shape = PipelineShape(ranks, microbatches, placement=placement, **given)

@@ -1,6 +1,6 @@
-"""The interactive page: one self-contained HTML file.
+"""Build the interactive page: one self-contained HTML file.
 
-The page is the files in `page/`, put together; runs travel as packed columns of numbers.
+The page consists of the files in `page/`. It contains the runs as packed columns of numbers.
 """
 
 from __future__ import annotations
@@ -47,32 +47,42 @@ from schedir.viz.time_bins import (
 )
 
 _SCRIPTS: Final = ("data.js", "relations.js", "scene.js", "paint.js", "words.js", "main.js")
-_TICKS_PER_SPAN: Final = 2**31 - 1  # of a run's span: times are whole numbers of it over so many
-_MAX_SHADES: Final = 8  # as SHADES in data.js: stages of a rank beyond these begin again
+_TICKS_PER_SPAN: Final = 2**31 - 1  # times are integers, in the span of a run over this number
+# The number of shades for the stages of a rank, equal to SHADES in data.js. Further stages of a
+# rank use the shades again.
+_MAX_SHADES: Final = 8
 
 
 def html(timeline: Timeline, other: Timeline | None = None) -> str:
-    """The HTML page of a run, or of two of the same ranks, between which it switches.
+    """Return the HTML page of a run, or of two runs between which it switches.
 
-    It opens offline and asks the network for nothing: its Content-Security-Policy forbids all
-    but its own style and script, by their hashes.  Equal runs make equal pages.  Of two runs
-    in different units, the second is scaled so that the mean busy time of a rank is equally
-    long in both, as `compare` does.
+    The page opens offline and loads nothing from the network. Its Content-Security-Policy allows
+    only its own style and script, by their hashes. Equal runs give equal pages.
 
-    Raises UsageError for two runs of different numbers of ranks.
+    Args:
+        timeline: The run.
+        other: A second run with as many ranks. If its unit differs, it is scaled so that the mean
+            busy time of a rank equals that of the first run, as in `compare`.
 
-    >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe,
-    ...     schedir.PipelineShape(2, 4)))
-    >>> schedir.viz.html(run).splitlines()[0]
-    '<!doctype html>'
+    Returns:
+        The text of the HTML file.
+
+    Raises:
+        UsageError: The two runs have different numbers of ranks.
+
+    Example:
+        >>> import schedir
+        >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe,
+        ...     schedir.PipelineShape(2, 4)))
+        >>> schedir.viz.html(run).splitlines()[0]
+        '<!doctype html>'
     """
     runs = [timeline] if other is None else [timeline, other]
     require_timelines(runs)
     if len({run.ranks for run in runs}) > 1:
         a, b = (run.ranks for run in runs)
         raise UsageError(f"a page shows two runs of the same ranks: one has {a}, the other {b}")
-    labels, several = _label_runs(runs), _count_shades(runs)
+    labels, shades = _label_runs(runs), _count_shades(runs)
     data = {
         "ops": [_describe_opcode(row) for row in INSTRUCTIONS],
         "lanes": [lane.name.lower() for lane in Lane],
@@ -83,8 +93,8 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
         },
         "whole": {
             "name": UNSHARDED_LABEL,
-            "light": _color_unsharded_stages(several, LIGHT_PALETTE),
-            "dark": _color_unsharded_stages(several, DARK_PALETTE),
+            "light": _color_unsharded_stages(shades, LIGHT_PALETTE),
+            "dark": _color_unsharded_stages(shades, DARK_PALETTE),
         },
         "runs": [
             _describe_run_data(run, label, runs[0]) for run, label in zip(runs, labels, strict=True)
@@ -111,17 +121,26 @@ def html(timeline: Timeline, other: Timeline | None = None) -> str:
 
 
 def save_html(path: str | Path, timeline: Timeline, other: Timeline | None = None) -> None:
-    """Write `html` to a file, which appears whole.  Raises UsageError where it cannot.
+    """Write the page of `html` to a file, completely or not at all.
 
-    >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
-    >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe,
-    ...     schedir.PipelineShape(2, 4)))
-    >>> with TemporaryDirectory() as folder:
-    ...     schedir.viz.save_html(f"{folder}/gpipe.html", run)
-    ...     print(*[path.name for path in Path(folder).iterdir()])
-    gpipe.html
+    Args:
+        path: The file.
+        timeline: The run.
+        other: A second run, as for `html`.
+
+    Raises:
+        UsageError: The file cannot be written, or the runs have different numbers of ranks.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> import schedir
+        >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe,
+        ...     schedir.PipelineShape(2, 4)))
+        >>> with TemporaryDirectory() as folder:
+        ...     schedir.viz.save_html(f"{folder}/gpipe.html", run)
+        ...     print(*[path.name for path in Path(folder).iterdir()])
+        gpipe.html
     """
     text = html(timeline, other)
     with atomic_write(path) as temporary:
@@ -129,7 +148,14 @@ def save_html(path: str | Path, timeline: Timeline, other: Timeline | None = Non
 
 
 def describe_run(timeline: Timeline) -> str:
-    """A run in a few sentences, for who cannot see the picture."""
+    """Describe a run in a few sentences, for readers of a page that cannot see the picture.
+
+    Args:
+        timeline: The run.
+
+    Returns:
+        The shape, the span, the idle shares, and the peaks of activations and memory.
+    """
     shape, name = timeline.program.shape, timeline.program.name
     unit = timeline.unit or "units of cost"
     per_rank = timeline.idle / timeline.span if timeline.span else timeline.idle
@@ -150,13 +176,13 @@ def describe_run(timeline: Timeline) -> str:
 
 
 def _describe_lower_tiers(timeline: Timeline) -> str:
-    """What is held where else than on the device, in words."""
+    """Return the peak memory on each tier below the device, in words."""
     most = {tier: float(peaks.max()) for tier, peaks in _find_lower_tier_peaks(timeline).items()}
     return "".join(f", and {format_bytes(size)} on its {tier}" for tier, size in most.items())
 
 
 def _find_lower_tier_peaks(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
-    """Per rank, the most bytes on each tier below the device, by name."""
+    """Return the peak bytes of each rank on each tier below the device, by tier."""
     return {
         tier: np.array([curve.total.max(initial=0.0) for curve in timeline.memory_on(tier)])
         for tier in list_lower_tiers(timeline)
@@ -168,7 +194,7 @@ def _find_peak_memory(timeline: Timeline) -> float:
 
 
 def _label_runs(runs: Sequence[Timeline]) -> list[str]:
-    """How runs are told apart: by kind, else by name, else by number."""
+    """Return labels that distinguish the runs: kinds, else names, else ordinal numbers."""
     for label in ([run.kind for run in runs], [run.program.name for run in runs]):
         if len(set(label)) == len(runs):
             return [str(name) for name in label]
@@ -193,30 +219,30 @@ def _describe_opcode(row: Any) -> dict[str, Any]:
 
 
 def _count_shades(runs: Sequence[Timeline]) -> int:
-    """How many of a rank's own stages are told apart."""
+    """Return the number of stages of a rank that have different shades."""
     return min(max(run.program.shape.stages_per_rank for run in runs), _MAX_SHADES)
 
 
 def _color_instructions(runs: Sequence[Timeline], palette: Palette) -> list[list[tuple[str, str]]]:
-    """By opcode and own stage, the colour of a box and of what is written on it."""
-    several = _count_shades(runs)
+    """Return the colours of a box and of its label, by opcode and local stage."""
+    shades = _count_shades(runs)
     fills = []
     for row in INSTRUCTIONS:
-        own = [
-            format_hex(choose_box_color(row.op, k, several, palette))
-            for k in range(several if row.op in COMPUTE_OPS else 1)
+        colours = [
+            format_hex(choose_box_color(row.op, k, shades, palette))
+            for k in range(shades if row.op in COMPUTE_OPS else 1)
         ]
-        fills.append([(fill, choose_text_color(fill)) for fill in own])
+        fills.append([(fill, choose_text_color(fill)) for fill in colours])
     return fills
 
 
 def _color_unsharded_stages(stages: int, palette: Palette) -> list[str]:
-    """The colour of each of a rank's own stages while its weights are whole."""
+    """Return the colour of each local stage while it is unsharded."""
     return [format_hex(choose_unsharded_shade(k, stages, palette)) for k in range(stages)]
 
 
 def _describe_run_data(run: Timeline, label: str, reference: Timeline) -> dict[str, Any]:
-    """A run as the page's script reads it."""
+    """Return the data of a run for the page's script."""
     shape = run.program.shape
     tick = run.span / _TICKS_PER_SPAN or 1.0
     columns, curves = _collect_columns(run, tick)
@@ -259,7 +285,7 @@ def _describe_run_data(run: Timeline, label: str, reference: Timeline) -> dict[s
 def _collect_columns(
     run: Timeline, tick: float
 ) -> tuple[dict[str, NDArray[Any]], list[dict[str, Any]]]:
-    """Columns of numbers by name, and which of them are curves."""
+    """Return columns of numbers by name, and descriptions of the curves."""
     spans, graph = run.spans, run.graph
     starts, ends = _to_ticks(spans["start"], run, tick), _to_ticks(spans["end"], run, tick)
     half = np.zeros(len(run), np.uint8)
@@ -289,10 +315,10 @@ def _collect_columns(
         "bandTo": _encode_deltas(_to_ticks(bands.end + run.start_time, run, tick)).astype("<u4"),
     }
     curves = []
-    held = [compute_in_flight_curve(run)] + (
+    memory_curves = [compute_in_flight_curve(run)] + (
         [compute_memory_curve(run), *compute_tier_curves(run)] if run.sizes is not None else []
     )
-    for c, (name, unit, of, _) in enumerate(held):
+    for c, (name, unit, of, _) in enumerate(memory_curves):
         times = [_to_ticks(at + run.start_time, run, tick) for at, _ in of]
         columns[f"times{c}"] = np.concatenate([_encode_deltas(at) for at in times]).astype("<u4")
         columns[f"values{c}"] = np.concatenate([values for _, values in of]).astype("<f4")
@@ -306,14 +332,14 @@ def _to_ticks(times: NDArray[np.float64], run: Timeline, tick: float) -> NDArray
 
 
 def _encode_deltas(values: NDArray[Any]) -> NDArray[np.int64]:
-    """Each value less the one before: small numbers, which pack well."""
+    """Return the differences of successive values. They are small, so they compress well."""
     changes: NDArray[np.int64] = values.astype(np.int64)
     changes[1:] -= changes[:-1].copy()
     return changes
 
 
 def _pack_columns(columns: dict[str, NDArray[Any]]) -> tuple[str, dict[str, tuple[str, int, int]]]:
-    """All columns in one text, and by name each one's type, first byte and length."""
+    """Return all columns as one text, and the type, first byte and length of each, by name."""
     layout, parts, at = {}, [], 0
     for name, column in columns.items():
         layout[name] = (column.dtype.str[1:], at, len(column))
@@ -323,7 +349,7 @@ def _pack_columns(columns: dict[str, NDArray[Any]]) -> tuple[str, dict[str, tupl
 
 
 def _dump_json(data: object) -> str:
-    """JSON that no name in it can end: `<` is never written."""
+    """Return JSON without `<`, so that no name in it can end the script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 

@@ -21,28 +21,50 @@ from schedir.viz.time_bins import UnshardedIntervals, find_local_stages, find_un
 
 Floats = NDArray[np.float64]
 
-# Heights, in compute lanes.
+# Heights, where the height of a compute lane is 1.
 LANE_HEIGHT: Final = 0.24  # a communication lane
-LANE_INSET: Final = 0.06  # above it
-BAND_HEIGHT: Final = 0.24  # of a stage that is whole
-_RANK_GAP: Final = 0.2  # between ranks
+LANE_INSET: Final = 0.06  # the gap above each communication lane, band group and curve
+BAND_HEIGHT: Final = 0.24  # the band of an unsharded stage
+_RANK_GAP: Final = 0.2  # the gap between two ranks
 CURVE_HEIGHT: Final = 0.7  # a curve
-# Widths of letters and of digits, in font sizes.
+# Widths of letters and of digits, as a multiple of the font size.
 _LETTER_WIDTHS: Final = {"F": 0.6, "B": 0.7, "I": 0.35, "W": 1.0, "R": 0.7}
 _DIGIT_WIDTH: Final = 0.65
 
 
 class ChartRectangles:
-    """Rectangles of all instructions: x is time since the timeline began, y counts compute lanes
-    from the top.
+    """The rectangles of all instructions of a timeline.
 
-    `left`, `right`, `top`, `bottom` and `local_stages` (which of its rank's own stages) have one
-    entry per span; `compute_indices` and `transfer_indices` are the indices of those that take any
-    time, on the compute lane and on the others; `lanes` are the communication lanes that are there,
-    unless none are wanted; below them each stage has a band for as long as its weights are whole
-    (`unsharded`).
-    `curves` have room under each rank; `gap` is the room between ranks; `palette` is what
-    boxes are drawn in.
+    x is the time since the start of the timeline, in its unit. y grows downwards from 0 at the top.
+    The height of a compute lane is 1.
+
+    Each rank has these parts from top to bottom: the compute lane, the communication lanes, the
+    bands of unsharded stages, and space for curves.
+
+    Args:
+        timeline: The timeline.
+        lanes: Include communication lanes and the bands of unsharded stages.
+        curves: The number of curves below each rank.
+        gap: The gap between two ranks.
+        palette: The colours of the boxes.
+
+    Attributes:
+        timeline: The timeline.
+        palette: The colours of the boxes.
+        op: The opcode of each span, shape (n,).
+        left: The start of each span, shape (n,).
+        right: The end of each span, shape (n,).
+        top: The upper edge of each span, shape (n,).
+        bottom: The lower edge of each span, shape (n,).
+        local_stages: The local stage of each span, shape (n,).
+        compute_indices: Indices of the spans on the compute lane that take time.
+        transfer_indices: Indices of the spans on other lanes that take time.
+        lanes: The communication lanes that have a span that takes time.
+        unsharded: The intervals in which stages are unsharded.
+        unsharded_top: The y coordinate of the bands, from the top of their rank.
+        curve_top: The y coordinate of the first curve, from the top of its rank.
+        pitch: The distance between the tops of two ranks.
+        height: The height of the chart.
     """
 
     def __init__(
@@ -76,11 +98,12 @@ class ChartRectangles:
         spans = self.timeline.spans
         self.top: Floats = spans["rank"] * self.pitch
         self.bottom = self.top + 1
-        # A pair run together: two halves of one box.
+        # The two instructions of a pair are the upper and the lower half of one box.
         second = np.flatnonzero(self.timeline.is_second_of_pair)
         self.bottom[second - 1] -= 0.5
         self.top[second] += 0.5
-        # What comes in is the upper half of its lane, what goes out the lower: both at once show.
+        # Receives are the upper half of a lane and sends the lower half, because both may run at
+        # once.
         for lane in self.lanes:
             here = spans["lane"] == lane
             self.top[here] += self.lane_top(lane)
@@ -91,36 +114,45 @@ class ChartRectangles:
         self.top[half & sends] += LANE_HEIGHT / 2
 
     def lane_top(self, lane: Lane) -> float:
-        """Where a communication lane begins, below the top of its rank."""
+        """Return the y coordinate of a communication lane, from the top of its rank.
+
+        Args:
+            lane: A lane in `lanes`.
+        """
         k = self.lanes.index(lane)
         return 1 + LANE_INSET + (LANE_INSET + LANE_HEIGHT) * k
 
     def compute_lane_corners(self) -> Floats:
-        """Corners of the communication lanes, shape (n, 4, 2)."""
+        """Return the corners of the communication lanes of all ranks, shape (n, 4, 2)."""
         begins = np.array([self.lane_top(lane) for lane in self.lanes])
         top = np.add.outer(np.arange(self.timeline.ranks) * self.pitch, begins).reshape(-1)
         right = np.full(len(top), self.timeline.span)
         return compute_corners(0 * right, right, top, top + LANE_HEIGHT)
 
     def compute_unsharded_corners(self) -> Floats:
-        """Corners of the bands of stages that are whole, shape (n, 4, 2)."""
+        """Return the corners of the bands of unsharded stages, shape (n, 4, 2)."""
         top = (
             self.unsharded.rank * self.pitch + self.unsharded_top + self.unsharded.row * BAND_HEIGHT
         )
         return compute_corners(self.unsharded.start, self.unsharded.end, top, top + BAND_HEIGHT)
 
     def compute_box_corners(self, indices: NDArray[np.intp]) -> Floats:
-        """Corners of the rectangles of some instructions, shape (n, 4, 2)."""
+        """Return the corners of the boxes of some spans, shape (n, 4, 2).
+
+        Args:
+            indices: The indices of the spans, shape (n,).
+        """
         return compute_corners(
             self.left[indices], self.right[indices], self.top[indices], self.bottom[indices]
         )
 
     def compute_idle_corners(self, min_gap: float = 0.0) -> Floats:
-        """Corners of what is idle on the compute lanes between 0 and the span, shape (n, 4, 2).
+        """Return the corners of the idle times on the compute lanes, shape (n, 4, 2).
 
-        Gaps of less than `min_gap` are left out.
+        Args:
+            min_gap: The shortest idle time that is included, in the unit of the timeline.
         """
-        min_gap = max(min_gap, 1e-9 * self.timeline.span)  # rounding is no bubble
+        min_gap = max(min_gap, 1e-9 * self.timeline.span)  # ignore gaps from rounding
         gaps = [self._compute_rank_gaps(rank, min_gap) for rank in range(self.timeline.ranks)]
         return np.concatenate([np.empty((0, 4, 2)), *gaps])
 
@@ -135,14 +167,14 @@ class ChartRectangles:
 
     @property
     def short_box_width(self) -> float:
-        """How long the shorter ones of F, B, I, W take: nine in ten take longer."""
+        """The time that 9 of 10 instructions F, B, I, W exceed, in the unit of the timeline."""
         work = self.compute_indices[np.isin(self.op[self.compute_indices], COMPUTE_OPS)]
         width = self.right[work] - self.left[work]
         return float(np.quantile(width, 0.1)) if len(work) else max(self.timeline.span, 1.0)
 
     @property
     def label_width(self) -> float:
-        """How wide the widest label of F, B, I, W is, in font sizes."""
+        """The width of the widest label of F, B, I, W, as a multiple of the font size."""
         letters = [INSTRUCTIONS[op].text for op in self.list_compute_ops() if op in COMPUTE_OPS]
         return (
             max((_LETTER_WIDTHS.get(letter, 1.0) for letter in letters), default=1.0)
@@ -151,21 +183,34 @@ class ChartRectangles:
 
     @property
     def number_width(self) -> float:
-        """How wide the widest label is without its letter, which colours tell as well."""
+        """The width of the widest label without its letter, as a multiple of the font size."""
         return len(str(self.timeline.program.shape.microbatches - 1)) * _DIGIT_WIDTH
 
     def format_label(self, index: int, *, with_letter: bool = True) -> str:
-        """What a box is called: letter and microbatch, or what fits where letters do not."""
+        """Return the label of a span: its letter and its microbatch.
+
+        Args:
+            index: The index of the span.
+            with_letter: Include the letter. Without it, the colour shows the kind of the
+                instruction.
+        """
         row = INSTRUCTIONS[self.op[index]]
         number = str(self.timeline.spans["mb"][index]) if row.op in COMPUTE_OPS else ""
         return f"{row.text if with_letter else ''}{number}"
 
     def list_compute_ops(self) -> list[Opcode]:
-        """The instructions of the compute lane that take any time, in the order of the table."""
+        """Return the opcodes on the compute lane that take time, in the order of `INSTRUCTIONS`."""
         return [Opcode(k) for k in np.unique(self.op[self.compute_indices]).tolist()]
 
 
 def compute_corners(left: Floats, right: Floats, top: Floats, bottom: Floats) -> Floats:
-    """Corners of rectangles, shape (n, 4, 2)."""
+    """Return the corners of rectangles, shape (n, 4, 2).
+
+    Args:
+        left: The left edges, shape (n,).
+        right: The right edges, shape (n,).
+        top: The upper edges, shape (n,).
+        bottom: The lower edges, shape (n,).
+    """
     x = np.stack([left, right, right, left], 1)
     return np.stack([x, np.stack([top, top, bottom, bottom], 1)], 2)

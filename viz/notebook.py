@@ -11,12 +11,17 @@ from schedir.predict.simulate import simulate
 from schedir.predict.timeline import Timeline
 from schedir.viz.svg_thumbnail import draw_thumbnail
 
-_MAX_INSTRUCTIONS = 400_000  # instructions, beyond which nothing is shown that nobody asked for
-_MAX_TEXT_LENGTH = 20_000  # letters
+# Larger runs have no picture, because a notebook draws them without a request of the user.
+_MAX_INSTRUCTIONS = 400_000
+_MAX_TEXT_LENGTH = 20_000  # characters
 
 
 def to_html(value: object) -> str:
-    """The HTML of a Program or a Timeline."""
+    """Return the HTML of a Program or a Timeline.
+
+    Args:
+        value: The program or the timeline.
+    """
     if isinstance(value, Timeline):
         return timeline_to_html(value)
     assert isinstance(value, Program)
@@ -24,7 +29,14 @@ def to_html(value: object) -> str:
 
 
 def timeline_to_html(timeline: Timeline) -> str:
-    """The chart of a run, under a line of figures; HTML that stands alone."""
+    """Return the chart of a timeline below a line with its span and bubble.
+
+    Args:
+        timeline: The timeline.
+
+    Returns:
+        HTML that needs no other file. An empty or very large timeline has no chart.
+    """
     facts = escape(repr(timeline).strip("<>"))
     if not 0 < len(timeline) <= _MAX_INSTRUCTIONS:
         return f"<p>{facts}</p>"
@@ -32,7 +44,15 @@ def timeline_to_html(timeline: Timeline) -> str:
 
 
 def program_to_html(program: Program) -> str:
-    """The chart of a program at unit costs, and its text to unfold; HTML that stands alone."""
+    """Return the chart of a program at unit costs, with its text in a collapsed element.
+
+    Args:
+        program: The program.
+
+    Returns:
+        HTML that needs no other file. It has an error message instead of a chart if the program
+        cannot be simulated.
+    """
     facts = f"<p>{escape(repr(program).strip('<>'))}</p>"
     if len(program) > _MAX_INSTRUCTIONS:
         return facts

@@ -1,7 +1,8 @@
-"""Colours that colour-blind readers can tell apart, also in grey.
+"""Colours that colour-blind readers can distinguish, and that differ in grey too.
 
-A letter is told by its lightness first, so that a grey print keeps it, and by its hue second.
-Each letter keeps to a band of lightness; the shades within it tell a rank's own stages apart.
+Letters differ first in lightness, so that a grey print keeps the difference, and second in hue.
+Each letter has its own range of lightness. The shades within this range distinguish the stages of a
+rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ RGB = tuple[float, float, float]
 
 
 class Tone(NamedTuple):
-    """A hue, and the lightness (CIE L*, 0 black to 100 white) of its lightest and darkest shade."""
+    """A hue with a range of lightness.
+
+    Args:
+        hue: The colour "#rrggbb" that is mixed with white or black.
+        lightest: CIE L* of the lightest shade, from 0 (black) to 100 (white).
+        darkest: CIE L* of the darkest shade.
+    """
 
     hue: str
     lightest: float
@@ -37,7 +44,13 @@ class Tone(NamedTuple):
 
 
 class Palette(NamedTuple):
-    """The tones of F, R, B, I and W, the colour of each communication lane, and that of a step."""
+    """The colours of a chart.
+
+    Args:
+        tones: The tones of F, R, B, I and W.
+        lane_colors: The colour of each communication lane.
+        step_color: The colour of an optimizer step.
+    """
 
     tones: dict[Opcode, Tone]
     lane_colors: dict[Lane, str]
@@ -53,7 +66,8 @@ TONES: Final = {
 }
 LANE_COLORS: Final = {row.lane: row.color for row in LANES[1:]}
 LIGHT_PALETTE: Final = Palette(TONES, LANE_COLORS)
-# On a dark ground: the same hues in the same order, none as dark as the ground.
+# For a dark background: the same hues in the same order of lightness, all lighter than the
+# background.
 DARK_PALETTE: Final = Palette(
     {
         Opcode.Forward: Tone("#7cc4ee", 86, 77),
@@ -66,7 +80,7 @@ DARK_PALETTE: Final = Palette(
     | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6", Lane.PARAMS: "#d98fb9"}
     | {Lane.D2H: "#b8935a", Lane.H2D: "#e3cb98", Lane.DISK: "#7d5f49", Lane.HOST: "#93b84a"},
 )
-# What a chart may be drawn in.  All but "bright" keep the bands of lightness.
+# The palettes of a chart. All except "bright" keep the ranges of lightness.
 PALETTES: Final = {
     "plain": LIGHT_PALETTE,
     "grey": Palette(
@@ -76,7 +90,7 @@ PALETTES: Final = {
         | {Lane.PARAMS: "#646464", Lane.D2H: "#787878", Lane.H2D: "#b4b4b4", Lane.DISK: "#3c3c3c"}
         | {Lane.HOST: "#969696"},
     ),
-    # Okabe and Ito's colours (2008), which colour-blind readers tell by hue.
+    # The colours of Okabe and Ito (2008), which colour-blind readers distinguish by hue.
     "bright": Palette(
         {
             Opcode.Forward: Tone("#56b4e9", 75, 65),
@@ -91,16 +105,14 @@ PALETTES: Final = {
         | {Lane.HOST: "#3d6b00"},
     ),
 }
-HATCHED_OPS: Final = frozenset({RECOMPUTE})  # in the hue of F, and so hatched
-ACCENT_COLOR: Final = "#c8005f"  # a critical path
+HATCHED_OPS: Final = frozenset({RECOMPUTE})  # R has the hue of F, so hatching distinguishes it
+ACCENT_COLOR: Final = "#c8005f"  # the critical path
 IDLE_COLOR: Final = "#9a9a9a"  # the hatching of a bubble
-_UNSHARDED_LIGHTNESS: Final = (
-    89.0,
-    70.0,
-)  # CIE L* of a rank's first and last stage while its weights are whole
-_OUTLINE_LIGHTNESS: Final = 95.0  # CIE L* from which on a box is not seen on white
+# CIE L* of the bands of a rank's first and last stage while they are unsharded.
+_UNSHARDED_LIGHTNESS: Final = (89.0, 70.0)
+_OUTLINE_LIGHTNESS: Final = 95.0  # CIE L*: a lighter box needs an outline on white paper
 
-# What legends call them.
+# Names in legends.
 OP_NAMES: Final = {
     Opcode.Forward: "F forward",
     Opcode.Recompute: "R forward again",
@@ -110,10 +122,12 @@ OP_NAMES: Final = {
     Opcode.OptimizerStep: "optimizer step",
 }
 LANE_NAMES: Final = {row.lane: row.label or row.doc for row in LANES[1:]}
-TWO_WAY_LANES: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)  # what comes in is paler than what goes out
+# Lanes with incoming and outgoing transfers. The incoming ones have a lighter colour.
+TWO_WAY_LANES: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)
 UNSHARDED_LABEL: Final = "whole weights"
 
-# Why a rank is idle: in words, and a colour; what waits for others is warm, the ends are cool.
+# The name and the colour of each cause of idle time. Warmup and cooldown have cool colours, and
+# waits for other ranks have warm ones.
 IDLE_CAUSES: Final = {
     IdleCause.WARMUP: ("warmup", "#9ecae1"),
     IdleCause.COOLDOWN: ("cooldown", "#4292c6"),
@@ -131,7 +145,7 @@ IDLE_CAUSES: Final = {
 }
 
 
-# What can be given a colour of its own, by the names that a person knows.
+# Instructions and lanes that a user can give another colour, by their name in `Style`.
 COLORED_KINDS: Final[dict[str, Opcode | Lane]] = {
     **{INSTRUCTIONS[op].text: op for op in COMPUTE_OPS},
     **{lane.name.lower(): lane for lane in LANE_COLORS},
@@ -140,7 +154,11 @@ COLORED_KINDS: Final[dict[str, Opcode | Lane]] = {
 
 
 def to_linear_light(colour: str | RGB) -> NDArray[np.float64]:
-    """Linear light of an sRGB colour, "#rrggbb" or three numbers from 0 to 1; shape (3,)."""
+    """Convert an sRGB colour to linear light, shape (3,).
+
+    Args:
+        colour: "#rrggbb", or three numbers from 0 to 1.
+    """
     if isinstance(colour, str):
         c = np.array([int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)])
     else:
@@ -149,18 +167,33 @@ def to_linear_light(colour: str | RGB) -> NDArray[np.float64]:
 
 
 def luminance(colour: str | RGB) -> float:
-    """Relative luminance, 0 black to 1 white."""
+    """Return the relative luminance of a colour, from 0 (black) to 1 (white).
+
+    Args:
+        colour: "#rrggbb", or three numbers from 0 to 1.
+    """
     return float(to_linear_light(colour) @ (0.2126, 0.7152, 0.0722))
 
 
 def lightness(colour: str | RGB) -> float:
-    """CIE L*, 0 black to 100 white: equal steps look equal, also in grey."""
+    """Return the CIE L* of a colour, from 0 (black) to 100 (white).
+
+    Equal steps of L* appear equal, in grey too.
+
+    Args:
+        colour: "#rrggbb", or three numbers from 0 to 1.
+    """
     y = luminance(colour)
     return 116 * y ** (1 / 3) - 16 if y > 216 / 24389 else y * 24389 / 27
 
 
 def mix_to_lightness(hue: str, l_star: float) -> RGB:
-    """The hue, mixed with white or black until it has the lightness."""
+    """Mix a colour with white or black until it has a given lightness.
+
+    Args:
+        hue: The colour "#rrggbb".
+        l_star: CIE L* of the result, from 0 to 100.
+    """
     want, base, y = ((l_star + 16) / 116) ** 3, to_linear_light(hue), luminance(hue)
     mixed = base * want / y if want <= y else 1 - (1 - base) * (1 - want) / (1 - y)
     r, g, b = np.where(mixed <= 0.0031308, mixed * 12.92, 1.055 * mixed ** (1 / 2.4) - 0.055)
@@ -170,15 +203,27 @@ def mix_to_lightness(hue: str, l_star: float) -> RGB:
 def choose_shade(
     op: Opcode, local_stage: int, stages: int, palette: Palette = LIGHT_PALETTE
 ) -> RGB:
-    """The colour of F, R, B, I or W on a rank's own stage number `local_stage` of `stages`."""
+    """Return the colour of F, R, B, I or W for a stage of a rank.
+
+    Args:
+        op: The opcode.
+        local_stage: The local stage.
+        stages: The number of stages of the rank.
+        palette: The palette.
+    """
     tone = palette.tones[op]
     part = local_stage / (stages - 1) if stages > 1 else 0.5
     return mix_to_lightness(tone.hue, tone.lightest + (tone.darkest - tone.lightest) * part)
 
 
 def choose_unsharded_shade(local_stage: int, stages: int, palette: Palette = LIGHT_PALETTE) -> RGB:
-    """The colour of a rank's own stage number `local_stage` of `stages` while its weights are
-    whole: in the hue of what gathers them."""
+    """Return the colour of the band of an unsharded stage, in the hue of the `params` lane.
+
+    Args:
+        local_stage: The local stage.
+        stages: The number of stages of the rank.
+        palette: The palette.
+    """
     part = local_stage / (stages - 1) if stages > 1 else 0.5
     return mix_to_lightness(
         palette.lane_colors[Lane.PARAMS],
@@ -189,7 +234,14 @@ def choose_unsharded_shade(local_stage: int, stages: int, palette: Palette = LIG
 def choose_box_color(
     op: int, local_stage: int, stages: int, palette: Palette = LIGHT_PALETTE
 ) -> str | RGB:
-    """The colour of any instruction's box."""
+    """Return the colour of the box of an instruction.
+
+    Args:
+        op: The opcode.
+        local_stage: The local stage. It changes the shade of compute only.
+        stages: The number of stages of the rank.
+        palette: The palette.
+    """
     if op in palette.tones:
         return choose_shade(Opcode(op), local_stage, stages, palette)
     row = INSTRUCTIONS[op]
@@ -200,7 +252,7 @@ def choose_box_color(
 
 
 def _is_incoming(row: Row) -> bool:
-    """Whether something comes in on a lane on which something goes out, too."""
+    """Return whether an opcode is an incoming transfer on one of `TWO_WAY_LANES`."""
     if row.lane not in TWO_WAY_LANES:
         return False
     if row.peer is not None:
@@ -209,39 +261,61 @@ def _is_incoming(row: Row) -> bool:
 
 
 def recolor(palette: Palette, colours: Mapping[str, str]) -> Palette:
-    """The palette with other colours, "#rrggbb", for some of KINDS; shades lie around each."""
+    """Return a palette with other colours for some instructions and lanes.
+
+    Args:
+        palette: The palette.
+        colours: Colours "#rrggbb" by a name in `COLORED_KINDS`. The shades of a letter are up to 6
+            L* lighter or darker than its colour.
+    """
     tones, lanes, step = {**palette.tones}, {**palette.lane_colors}, palette.step_color
     for kind, hue in colours.items():
-        what = COLORED_KINDS[kind]
-        if isinstance(what, Lane):
-            lanes[what] = hue
-        elif what in tones:
+        kind_target = COLORED_KINDS[kind]
+        if isinstance(kind_target, Lane):
+            lanes[kind_target] = hue
+        elif kind_target in tones:
             middle = lightness(hue)
             around = max(min(6.0, middle - 2, 98 - middle), 0.0)
-            tones[what] = Tone(hue, middle + around, middle - around)
+            tones[kind_target] = Tone(hue, middle + around, middle - around)
         else:
             step = hue
     return Palette(tones, lanes, step)
 
 
 def lighten_incoming(outgoing_color: str) -> RGB:
-    """What comes in is paler than what goes out."""
+    """Return the lighter colour of incoming transfers.
+
+    Args:
+        outgoing_color: The colour "#rrggbb" of outgoing transfers on the lane.
+    """
     return mix_to_lightness(outgoing_color, (lightness(outgoing_color) + 100) / 2)
 
 
 def format_hex(colour: str | RGB) -> str:
-    """A colour as "#rrggbb"."""
+    """Return a colour as "#rrggbb".
+
+    Args:
+        colour: "#rrggbb", or three numbers that are clipped to 0 to 1.
+    """
     if isinstance(colour, str):
         return colour
     return "#" + "".join(f"{round(255 * min(max(part, 0.0), 1.0)):02x}" for part in colour)
 
 
 def choose_outline(colour: str | RGB) -> str:
-    """What a box is outlined in: white, as the paper is, or grey where it would be lost on that."""
+    """Return the colour of the outline of a box: white, or grey if the box is nearly white.
+
+    Args:
+        colour: The colour of the box.
+    """
     return IDLE_COLOR if lightness(format_hex(colour)) > _OUTLINE_LIGHTNESS else "white"
 
 
 def choose_text_color(colour: str | RGB) -> str:
-    """Black or white, whichever reads better on the colour (WCAG contrast, at least 4.5)."""
+    """Return "black" or "white", whichever has the higher contrast (WCAG, at least 4.5).
+
+    Args:
+        colour: The colour of the background.
+    """
     y = luminance(colour) + 0.05
     return "black" if y / 0.05 > 1.05 / y else "white"

@@ -1,4 +1,4 @@
-"""Style: options of how a chart looks."""
+"""Style: the options for the appearance of a chart."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ from schedir.ir.isa.instructions import TIERS
 from schedir.viz.figures.overlays import OVERLAYS
 from schedir.viz.palette import COLORED_KINDS, PALETTES, Palette, recolor
 
-LEFT_MARGIN, RIGHT_MARGIN = 0.62, 0.12  # inches, beside the axes
-PAPER_WIDTHS: Final = {"column": 3.35, "page": 7.0}  # inches of whole figures, as journals set them
+LEFT_MARGIN, RIGHT_MARGIN = 0.62, 0.12  # inches to the left and right of the axes
+PAPER_WIDTHS: Final = {"column": 3.35, "page": 7.0}  # inches of a figure in a journal
 
 
 class Style(TypedDict, total=False):
-    """How charts look.
+    """The options for the appearance of a chart.
 
-    `width` is that of the axes in inches, or "column" or "page" for a figure as wide as those of
-    a paper (3.35 and 7 inches); without it, wide enough for the labels, within bounds.
+    Attributes:
+        width: The width of the axes in inches. "column" and "page" give a figure of 3.35 and 7
+            inches, as in a paper. By default the labels decide the width, within limits.
+        show: The overlays, as names in a collection or in a text with commas. The default is
+            "lanes". `schedir.viz.figures.overlays.OVERLAYS` describes all: "lanes" for
+            communication lanes, "arrows" for messages, "path" for the critical path, "in_flight"
+            and "memory" for curves below each rank, "phases" for shaded warmup and cooldown.
+        palette: A name in `schedir.viz.palette.PALETTES`. "plain" is for colour-blind readers and
+            grey prints. "grey" is such a print. "bright" has the colours of Okabe and Ito.
+        colours: Other colours for some of F, B, I, W, R, step, and the communication lanes such as
+            act, grad, tp and dp. A colour is any that matplotlib accepts.
+        axis: The label of the time axis. "none" removes the label and the numbers.
+        time: The start and end of the part to draw, in the unit of the runs, from their start.
+        limits: The memory limit of a rank on each tier, in bytes: {"device": 40e9, "host": 256e9}.
+            A line marks each limit on the memory curve.
 
-    `overlays` names what there is besides boxes (`schedir.viz.figures.overlays.OVERLAYS`), between
-    commas or in a collection: "lanes", "arrows" for messages, "path" for the critical path,
-    "in_flight" and "memory" for curves of them under each rank, and "phases" to shade warmup and
-    cooldown.
-
-    `palette` is one of `schedir.viz.palette.PALETTES`: "plain" holds for colour-blind readers and
-    on a grey print, "grey" is that print, "bright" is Okabe and Ito's.  `colours` has others for
-    some of F, B, I, W, R, act, grad, tp, dp and step, as matplotlib knows them.
-
-    `memory_limits` are bytes that a rank may hold on a tier, {"device": 40e9, "host": 256e9}: lines
-    across what it holds there.
-
-    `axis_label` is what stands under the time axis, or "none" for no numbers and no words.
-    `time_range` is the part that is drawn, from and to, in the runs' unit from their begin.
-
-    >>> import schedir
-    >>> paper = schedir.viz.Style(width="column", palette="grey", show="path", axis="time in ms")
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1,
-    ...     schedir.PipelineShape(4, 8)))
-    >>> f"{schedir.viz.gantt(run, **paper).get_figwidth():g} inches"
-    '3.35 inches'
+    Example:
+        >>> import schedir
+        >>> paper = schedir.viz.Style(
+        ...     width="column", palette="grey", show="path", axis="time in ms"
+        ... )
+        >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1,
+        ...     schedir.PipelineShape(4, 8)))
+        >>> f"{schedir.viz.gantt(run, **paper).get_figwidth():g} inches"
+        '3.35 inches'
     """
 
     width: float | str | None
@@ -59,10 +60,17 @@ class Style(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ResolvedStyle:
-    """A Style as it is meant: each part has a value, and can be.
+    """A validated Style with a value for each option.
 
-    `width` is that of the axes in inches, None where it follows from the labels; `time_range` is as
-    it was given, for how long the runs take says whether it can be.
+    Args:
+        overlays: The overlays to draw.
+        palette: The palette, with the colours of the user.
+        axis_label: The label of the time axis. None gives the unit of time, and "none" removes the
+            axis.
+        time_range: The part to draw, as the user gave it. It is validated later, because its limit
+            depends on the runs. None draws all.
+        width: The width of the axes in inches. None derives it from the labels.
+        memory_limits: The memory limit on each tier, in bytes.
     """
 
     overlays: frozenset[str]
@@ -74,7 +82,14 @@ class ResolvedStyle:
 
 
 def resolve_style(style: Style) -> ResolvedStyle:
-    """What a Style means.  Raises UsageError for one that cannot be."""
+    """Validate a Style and fill in its defaults.
+
+    Args:
+        style: The style.
+
+    Raises:
+        UsageError: An option is invalid.
+    """
     axis = style.get("axis")
     if axis is not None:
         require_type(axis, str, '"time in ms"')
@@ -89,7 +104,7 @@ def resolve_style(style: Style) -> ResolvedStyle:
 
 
 def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
-    """The overlays that are asked for, between commas or in a collection."""
+    """Return the names of the overlays, from a collection or a text with commas."""
     if isinstance(show, str):
         show = [mark.strip() for mark in show.split(",") if mark.strip()]
     require_type(show, Collection, '"lanes,arrows"')
@@ -100,7 +115,7 @@ def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
 
 
 def _resolve_memory_limits(value: object) -> Mapping[str, float]:
-    """The limits that are asked for, by tier."""
+    """Return the memory limits by tier, in bytes."""
     require_type(value, Mapping, '{"device": 40e9}')
     assert isinstance(value, Mapping)
     for tier, limit in value.items():
@@ -113,7 +128,7 @@ def _resolve_memory_limits(value: object) -> Mapping[str, float]:
 
 
 def _resolve_width(value: object) -> float | None:
-    """The width of the axes, in inches, if one is asked for."""
+    """Return the width of the axes in inches, or None."""
     if isinstance(value, str) and value in PAPER_WIDTHS:
         return PAPER_WIDTHS[value] - LEFT_MARGIN - RIGHT_MARGIN
     if value is None:
@@ -126,7 +141,7 @@ def _resolve_width(value: object) -> float | None:
 
 
 def _resolve_palette(style: Style) -> Palette:
-    """The palette that is asked for, with colours of its own for some kinds."""
+    """Return the palette with the colours of the user."""
     name, given, colours = style.get("palette", "plain"), {}, style.get("colours", {})
     if not isinstance(name, str) or name not in PALETTES:
         raise UsageError(f"a palette is {', '.join(PALETTES)}, not {describe(name)}")

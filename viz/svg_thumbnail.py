@@ -15,16 +15,20 @@ from schedir.viz.layout import ChartRectangles
 from schedir.viz.palette import choose_box_color, choose_text_color, format_hex, to_linear_light
 from schedir.viz.time_bins import bin_timeline
 
-_AXIS_WIDTH: Final = 860.0  # pixels of the time axis; the picture shrinks with the page
-_LEFT_MARGIN: Final = 56.0
-_MAX_BOXES: Final = 3000  # more are mixed
-_MAX_PIXELS: Final = 100_000  # of a mixed picture
-_PIXELS_PER_RANK: Final = 5  # of its pixels for a rank, with the room below it
-_MAX_HEIGHTS: Final = (20.0, 620.0)  # a row at most, and all together
+_AXIS_WIDTH: Final = 860.0  # pixels of the time axis; a narrower page shrinks the picture
+_LEFT_MARGIN: Final = 56.0  # pixels
+_MAX_BOXES: Final = 3000  # a run with more boxes is drawn as an image of mean colours
+_MAX_PIXELS: Final = 100_000  # ranks x columns of such an image
+_PIXELS_PER_RANK: Final = 5  # rows of the image for a rank, with the gap below it
+_MAX_HEIGHTS: Final = (20.0, 620.0)  # pixels of a row, and of all rows
 
 
 def draw_thumbnail(timeline: Timeline) -> str:
-    """The chart of a run: an SVG element of bounded size."""
+    """Return the chart of a run as an SVG element of bounded size.
+
+    Args:
+        timeline: The run.
+    """
     sheet = ChartRectangles(timeline, lanes=False)
     row = min(_MAX_HEIGHTS[0], _MAX_HEIGHTS[1] / sheet.height)
     high = sheet.height * row
@@ -86,7 +90,7 @@ def _draw_boxes(rectangles: ChartRectangles, row_height: float) -> str:
 
 
 def _draw_binned(rectangles: ChartRectangles, row_height: float) -> str:
-    """All that is too small to be seen: one picture, a pixel wide for each two of the axis."""
+    """Return an image of mean colours, with one column for two pixels of the axis."""
     timeline = rectangles.timeline
     stages = timeline.program.shape.stages_per_rank
     columns = max(min(int(_AXIS_WIDTH) // 2, _MAX_PIXELS // timeline.ranks), 1)
@@ -108,7 +112,7 @@ def _draw_binned(rectangles: ChartRectangles, row_height: float) -> str:
 
 
 def _encode_png(pixels: NDArray[np.uint8]) -> bytes:
-    """Red, green, blue and alpha, shape (rows, columns, 4), as PNG."""
+    """Encode red, green, blue and alpha as PNG, shape (rows, columns, 4)."""
     from PIL import Image
 
     file = BytesIO()

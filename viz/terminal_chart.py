@@ -16,34 +16,43 @@ from schedir.viz.layout import ChartRectangles
 from schedir.viz.palette import choose_box_color, choose_text_color, format_hex
 from schedir.viz.time_bins import bin_timeline, find_local_stages
 
-StyledText = tuple[str, str]  # text, and its style as rich writes it: "black on #7cc4ee", or ""
+StyledText = tuple[str, str]  # a text and its style for rich: "black on #7cc4ee", or ""
 StyledLine = list[StyledText]
 
-_MAX_RANKS: Final = 40  # that are shown at most; of more, evenly chosen ones
-_MAX_LINES: Final = 60  # at most, of a run that is cut into pieces
-_MAX_ROWS: Final = 6  # pieces at most
+_MAX_RANKS: Final = 40  # with more ranks, every k-th one is shown
+_MAX_LINES: Final = 60  # lines of a chart with several rows
+_MAX_ROWS: Final = 6  # rows of a chart; each row shows a part of the time
 _IDLE_CELL: Final = (".", "bright_black")
 
 
 def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
-    """The lines of a chart `width` characters wide, in pieces of one style each.
+    """Return a text chart of a run, for a terminal of a given width.
 
-    Each box has its letter, microbatch and, where a rank has several stages, a ' for each own
-    stage below.  A run that is too long for that is cut into pieces under each other; one that
-    is too long for some pieces is shown as the letter of what takes most of each column, or a
-    dot where most of it is idle.  Beside each rank stand its idle share and the most that it
-    holds at once; and of that the most that is on the host, and on its disk, where a program moves
-    some of it there.
+    A box has the letter and the microbatch of its instruction. Each ' after them counts one local
+    stage of the rank before this stage. A run that is too long for one row continues in further
+    rows below. A run that is too long for all rows shows one row of columns. Each column has the
+    letter of the instruction that takes most of it, or a dot if it is mostly idle.
 
-    >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1,
-    ...     schedir.PipelineShape(2, 4)))
-    >>> for line in schedir.viz.text_chart(run, width=60):
-    ...     print("".join(text for text, style in line))
-    zb_h1, predicted: span 13, bubble 7.7%
-                                                     idle  held
-    rank 0 F0 F1 ...I0 W0 F2 I1 W1 F3 I2 W2 I3 W3    7.7%     2
-    rank 1 ...F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3    7.7%     2
+    To the right of each rank are its idle share and its peak of activations in flight. If the
+    program offloads, the peaks on the host and the disk follow.
+
+    Args:
+        timeline: The run.
+        width: The width in characters.
+
+    Returns:
+        The lines. Each is a list of (text, style) pairs.
+
+    Example:
+        >>> import schedir
+        >>> run = schedir.simulate(schedir.compile(schedir.schedules.zb_h1,
+        ...     schedir.PipelineShape(2, 4)))
+        >>> for line in schedir.viz.text_chart(run, width=60):
+        ...     print("".join(text for text, style in line))
+        zb_h1, predicted: span 13, bubble 7.7%
+                                                         idle  held
+        rank 0 F0 F1 ...I0 W0 F2 I1 W1 F3 I2 W2 I3 W3    7.7%     2
+        rank 1 ...F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3    7.7%     2
     """
     require_timelines([timeline])
     every = ceil(timeline.ranks / _MAX_RANKS)
@@ -62,17 +71,17 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
     share = timeline.idle / (timeline.span or 1.0)
     for piece in range(cut.row_count):
         begin, last = piece * cut.columns_per_row, piece == cut.row_count - 1
-        if last:  # there the figures are
-            room = " " * (name + cut.total_columns - begin)
+        if last:  # only the last row has the idle shares and the peaks
+            padding = " " * (name + cut.total_columns - begin)
             names = "".join(f"{tier:>6}" for tier in ("held", *tiers))
-            lines.append([(f"{room}   idle{names}", "bright_black")])
+            lines.append([(f"{padding}   idle{names}", "bright_black")])
         elif piece:
             lines.append([])
         for rank, row in zip(ranks, rows, strict=True):
             figures = ""
             if last:
-                held = [timeline.peak_in_flight[rank], *(most[rank] for most in tiers.values())]
-                figures = f" {share[rank]:6.1%}{''.join(f'{each:6}' for each in held)}"
+                peaks = [timeline.peak_in_flight[rank], *(most[rank] for most in tiers.values())]
+                figures = f" {share[rank]:6.1%}{''.join(f'{each:6}' for each in peaks)}"
             boxes = _merge_cells(row[begin : begin + cut.columns_per_row])
             lines.append([(f"{f'rank {rank}':<{name}}", ""), *boxes, (figures, "")])
     if every > 1:
@@ -84,16 +93,16 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
 
 
 def _find_tier_peaks(timeline: Timeline, tier: str) -> list[int]:
-    """Per rank, the most (stage, mb) of which a tier below the device has something at once."""
-    each = replace(timeline, sizes=Sizes(saved=1, recompute_inputs=1))
+    """Return the most (stage, mb) pairs of each rank that have a value on a tier at once."""
+    each = replace(timeline, sizes=Sizes(saved=1, checkpoint=1))
     return [round(float(curve.total.max())) for curve in each.memory_on(tier)]
 
 
 class _ColumnLayout(NamedTuple):
-    """How a run is cut into pieces: columns of them all, columns of each, and how many.
+    """The division of a run into rows of columns.
 
-    Without `has_boxes` there is no room for them, and the one piece shows what is most of each
-    column.
+    `total_columns` counts the columns of all rows. If boxes do not fit, `has_boxes` is False, and
+    one row shows the main instruction of each column.
     """
 
     total_columns: int
@@ -103,22 +112,22 @@ class _ColumnLayout(NamedTuple):
 
 
 def _lay_out_columns(timeline: Timeline, rank_count: int, columns: int) -> _ColumnLayout:
-    """How a run is cut into pieces of at most about so many columns, for so many lines each."""
+    """Return the rows for a run, each with about `columns` columns and `rank_count` lines."""
     label, narrow = _measure_longest_label(timeline), ChartRectangles(timeline).short_box_width
     need = timeline.span / narrow * (label + 1) if timeline.span else 0.0
     need = min(need, float(_MAX_ROWS * columns + 1))  # ceil needs a finite number
-    if need * label <= columns * (label + 1):  # without room between boxes, one piece does
+    if need * label <= columns * (label + 1):  # one row suffices without gaps between boxes
         need = min(need, columns)
     pieces = max(1, ceil(need / columns))
     if pieces > min(_MAX_ROWS, max(1, _MAX_LINES // (rank_count + 1))):
         return _ColumnLayout(columns, columns, 1, has_boxes=False)
-    whole = columns * pieces
-    cells = int(whole * narrow / (timeline.span or 1.0) + 1e-9)
+    total = columns * pieces
+    cells = int(total * narrow / (timeline.span or 1.0) + 1e-9)
     if cells and _has_even_boxes(timeline, narrow):
-        # Boxes of one length are equally wide, and a short one is never cut in two.
-        whole = round(timeline.span / narrow) * cells
-        columns = ceil(whole / pieces / cells) * cells
-    return _ColumnLayout(whole, columns, pieces, has_boxes=True)
+        # Boxes of equal time get equal widths, and no row ends within a short box.
+        total = round(timeline.span / narrow) * cells
+        columns = ceil(total / pieces / cells) * cells
+    return _ColumnLayout(total, columns, pieces, has_boxes=True)
 
 
 def _measure_longest_label(timeline: Timeline) -> int:
@@ -127,7 +136,7 @@ def _measure_longest_label(timeline: Timeline) -> int:
 
 
 def _has_even_boxes(timeline: Timeline, short_box_width: float) -> bool:
-    """Whether boxes, and the whole run, take some times the narrowest one."""
+    """Return whether the times of all boxes and of the run are multiples of the shortest."""
     spans = timeline.spans[timeline.spans["lane"] == Lane.COMPUTE]
     times = np.append(spans["end"] - spans["start"], timeline.span) / short_box_width
     return bool(np.abs(times - np.round(times)).max() < 1e-6)
@@ -139,7 +148,7 @@ def _choose_style(op: int, local_stage: int, stages: int) -> str:
 
 
 def _merge_cells(cells: list[StyledText]) -> StyledLine:
-    """Neighbours of one style as one piece."""
+    """Join adjacent texts of the same style."""
     line: StyledLine = []
     for text, style in cells:
         if line and line[-1][1] == style:
@@ -150,7 +159,7 @@ def _merge_cells(cells: list[StyledText]) -> StyledLine:
 
 
 def _draw_boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[StyledText]]:
-    """A cell per column, in which each box has its label, then lines, then room."""
+    """Return a cell per column: the label of each box, then dashes, then a space."""
     spans, second, local = timeline.spans, timeline.is_second_of_pair, find_local_stages(timeline)
     scale = columns / (timeline.span or 1.0)
     stages = timeline.program.shape.stages_per_rank
@@ -177,7 +186,7 @@ def _draw_boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[Sty
 
 
 def _draw_binned(timeline: Timeline, ranks: range, columns: int) -> list[list[StyledText]]:
-    """A cell per column: the letter of what takes most of it."""
+    """Return a cell per column: the letter of the instruction that takes most of it."""
     stages, (kinds, share) = timeline.program.shape.stages_per_rank, bin_timeline(timeline, columns)
     idle, top = 1 - share.sum(-1), share.argmax(-1)
     table = [(INSTRUCTIONS[op].text[0], _choose_style(op, local, stages)) for op, local in kinds]

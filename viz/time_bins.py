@@ -14,16 +14,25 @@ from schedir.predict.timeline import Timeline
 
 
 def find_local_stages(timeline: Timeline) -> NDArray[np.int64]:
-    """Of each span, which of its rank's own stages it is of, from 0; shape (n,)."""
+    """Return the local stage of each span, from 0, shape (n,).
+
+    Args:
+        timeline: The timeline.
+    """
     return timeline.program.shape.local_stage(timeline.spans["stage"], timeline.spans["rank"])
 
 
 class MemoryCurve(NamedTuple):
-    """What every rank holds as time passes, as a name and a unit ("B" or "") and, by rank, times
-    from the timeline's begin and what is held from each on.
+    """The memory of each rank over time.
 
-    `static_layers` are layers of what is held all the time, from below: names, and by rank up to
-    where."""
+    Args:
+        name: "in flight", "memory", or the name of a tier.
+        unit: "B" for bytes, "" for a number of activations.
+        steps: For each rank, times from the start of the timeline, and the memory from each time
+            on.
+        static_layers: Memory that is used all the time. For each name, the top of its layer on each
+            rank. Layers are stacked from below.
+    """
 
     name: str
     unit: str
@@ -32,13 +41,21 @@ class MemoryCurve(NamedTuple):
 
 
 def compute_in_flight_curve(timeline: Timeline) -> MemoryCurve:
-    """How many (stage, mb) are held."""
+    """Return the curve of the (stage, mb) pairs in flight.
+
+    Args:
+        timeline: The timeline.
+    """
     each = (timeline.count_in_flight(rank) for rank in range(timeline.ranks))
     return MemoryCurve("in flight", "", [_sort_curve(timeline, times, n) for times, n in each])
 
 
 def compute_memory_curve(timeline: Timeline) -> MemoryCurve:
-    """How many bytes are held on the device; without sizes, how many activations."""
+    """Return the curve of the bytes on the device, or of the activations without sizes.
+
+    Args:
+        timeline: The timeline.
+    """
     steps = [_sort_curve(timeline, own.times, own.total) for own in timeline.memory]
     floors, top = {}, np.zeros(timeline.ranks)
     for name, each in timeline.static_memory.items():
@@ -47,7 +64,11 @@ def compute_memory_curve(timeline: Timeline) -> MemoryCurve:
 
 
 def compute_tier_curves(timeline: Timeline) -> list[MemoryCurve]:
-    """How many bytes are held on each tier below the device."""
+    """Return a curve of the bytes on each tier below the device that the program uses.
+
+    Args:
+        timeline: The timeline.
+    """
     return [
         MemoryCurve(tier, "B", [_sort_curve(timeline, own.times, own.total) for own in curves])
         for tier, curves in (
@@ -57,14 +78,18 @@ def compute_tier_curves(timeline: Timeline) -> list[MemoryCurve]:
 
 
 def list_lower_tiers(timeline: Timeline) -> tuple[str, ...]:
-    """The tiers below the device on which bytes are counted."""
+    """Return the tiers below the device that the program uses; none without sizes.
+
+    Args:
+        timeline: The timeline.
+    """
     return find_used_tiers(timeline.program)[1:] if timeline.sizes is not None else ()
 
 
 def _sort_curve(
     timeline: Timeline, times: NDArray[np.float64], values: NDArray[Any]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """A step curve in order of time, without what lasts no time."""
+    """Return a step curve in the order of time, without values that last no time."""
     order = np.argsort(times, kind="stable")
     times, values = times[order] - timeline.start_time, values[order].astype(float)
     lasts = np.ones(len(times), bool)
@@ -73,11 +98,17 @@ def _sort_curve(
 
 
 class UnshardedIntervals(NamedTuple):
-    """When which stages have whole weights, where these are not whole all the time: between an
-    Unshard and its Reshard.
+    """The intervals in which stages are unsharded, from each Unshard to its Reshard.
 
-    Entries by rank, with times from the timeline's begin.  `row` tells those apart that are whole
-    at once; there are `row_count` on the rank that has most.
+    It is empty if stages are not sharded. Each array has one entry per interval, by rank.
+
+    Args:
+        rank: The rank.
+        stage: The stage.
+        local_stage: The local stage.
+        start: The start, from the start of the timeline.
+        end: The end, from the start of the timeline.
+        row: A number that differs between the intervals of a rank that overlap, from 0.
     """
 
     rank: NDArray[np.int64]
@@ -89,18 +120,22 @@ class UnshardedIntervals(NamedTuple):
 
     @classmethod
     def empty(cls) -> UnshardedIntervals:
-        """No stage is ever whole, or nobody asks."""
+        """Return an empty set of intervals."""
         none, times = np.empty(0, np.int64), np.empty(0)
         return cls(none, none, none, times, times, none)
 
     @property
     def row_count(self) -> int:
-        """How many stages of a rank are whole at once, at most."""
+        """The largest number of stages of a rank that are unsharded at once."""
         return int(self.row.max(initial=-1)) + 1
 
 
 def find_unsharded_intervals(timeline: Timeline) -> UnshardedIntervals:
-    """The stages that are whole: a row for each slot of their weights, taken when it is free."""
+    """Return the intervals in which stages are unsharded. Each takes the first row that is free.
+
+    Args:
+        timeline: The timeline.
+    """
     spans, program = timeline.spans, timeline.program
     if program.is_draft:
         return UnshardedIntervals.empty()
@@ -119,10 +154,12 @@ def find_unsharded_intervals(timeline: Timeline) -> UnshardedIntervals:
 
 
 class BinnedRun(NamedTuple):
-    """A run from afar: kinds of boxes, as opcode and own stage, and how much of each is seen.
+    """A run in columns of time.
 
-    `share[rank, column, kind]` is the part of a column of time that the rank's compute lane spends
-    on a kind, from 0 to 1.
+    Args:
+        kinds: The kinds of boxes, as (opcode, local stage).
+        share: The share of a column that a rank's compute lane spends on a kind, from 0 to 1. The
+            shape is (ranks, columns, kinds).
     """
 
     kinds: list[tuple[int, int]]
@@ -130,7 +167,12 @@ class BinnedRun(NamedTuple):
 
 
 def bin_timeline(timeline: Timeline, columns: int) -> BinnedRun:
-    """The run's span cut into equal columns; see `BinnedRun`."""
+    """Divide the span of a run into equal columns, and return the share of each kind in each.
+
+    Args:
+        timeline: The run.
+        columns: The number of columns.
+    """
     ops = len(Opcode)
     key, kind = np.unique(
         find_local_stages(timeline) * ops + timeline.spans["op"], return_inverse=True
@@ -142,11 +184,18 @@ def bin_timeline(timeline: Timeline, columns: int) -> BinnedRun:
 def compute_shares(
     timeline: Timeline, span_kinds: NDArray[np.int64], kind_count: int, columns: int
 ) -> NDArray[np.float64]:
-    """Which part of each column of time a rank's compute lane spends on each kind.
+    """Return the share of each column of time that a compute lane spends on each kind.
 
-    `span_kinds` has an entry from 0 to kinds - 1 for every span.  The span is cut into equal
-    columns; of a pair run together each half counts half.  Shape (ranks, columns, kinds), each from
-    0 to 1.
+    The two instructions of a pair that run together count half each.
+
+    Args:
+        timeline: The run.
+        span_kinds: The kind of each span, from 0 to `kind_count` - 1, shape (n,).
+        kind_count: The number of kinds.
+        columns: The number of equal columns into which the span of the run is divided.
+
+    Returns:
+        Shares from 0 to 1, of shape (ranks, columns, kinds).
     """
     spans, second = timeline.spans, timeline.is_second_of_pair
     weight = np.ones(len(spans))
@@ -158,12 +207,17 @@ def compute_shares(
     group = spans["rank"][busy].astype(np.int64) * kind_count + span_kinds[busy]
     order = np.lexsort((spans["start"][busy], group))
     busy, group = busy[order], group[order]
-    for own in np.split(busy, np.flatnonzero(np.diff(group)) + 1) if len(busy) else ():
-        start, end = (spans[at][own] - timeline.start_time for at in ("start", "end"))
-        # Time spent until t: a line that rises from start to end, and is level in between.
+    for group_indices in np.split(busy, np.flatnonzero(np.diff(group)) + 1) if len(busy) else ():
+        start, end = (spans[at][group_indices] - timeline.start_time for at in ("start", "end"))
+        # The busy time until t rises from the start to the end of each span, and is constant in
+        # between.
         times = np.stack([start, end], 1).reshape(-1)
-        spent = np.cumsum(np.stack([0 * start, weight[own] * (end - start)], 1).reshape(-1))
+        spent = np.cumsum(
+            np.stack([0 * start, weight[group_indices] * (end - start)], 1).reshape(-1)
+        )
         until = np.interp(edges, np.maximum.accumulate(times), spent, 0.0, spent[-1])
         part = np.diff(until) / (timeline.span / columns)
-        share[spans["rank"][own[0]], :, span_kinds[own[0]]] = np.clip(part, 0, 1)
+        share[spans["rank"][group_indices[0]], :, span_kinds[group_indices[0]]] = np.clip(
+            part, 0, 1
+        )
     return share
