@@ -1,1 +1,1 @@
-"""Figures that matplotlib draws."""
+"""Figures that are drawn with matplotlib."""

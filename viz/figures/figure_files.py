@@ -13,23 +13,32 @@ from matplotlib.figure import Figure
 from schedir.errors import UsageError, require_type
 from schedir.io.files import atomic_write, require_path
 
-# By suffix, the metadata that would make two equal pictures differ, left out.
+# By suffix, the metadata to leave out. It would make the bytes of two equal figures differ.
 FORMAT_METADATA: Final[dict[str, dict[str, None]]] = {
     ".png": {},
     ".svg": {"Date": None},
     ".pdf": {"CreationDate": None},
 }
-# Text stays text: fonts are embedded in PDF, named in SVG; equal pictures are equal bytes.
+# Text remains text: a PDF embeds its fonts, and an SVG names them. The fixed salt of ids in an SVG
+# makes the bytes of equal figures equal.
 _RC_PARAMS: Final[dict[Any, Any]] = {
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
     "svg.hashsalt": "schedir",
 }
-_DPI: Final = 200
+_DPI: Final = 200  # pixels per inch of a PNG
 
 
 def require_figure_suffix(path: str | Path, hint: str = "") -> str:
-    """The suffix of a picture's file name, in lower case; UsageError if it is none of ours."""
+    """Return the suffix of the file of a figure, in lower case.
+
+    Args:
+        path: The file.
+        hint: The hint of the error.
+
+    Raises:
+        UsageError: The suffix is not in `FORMAT_METADATA`.
+    """
     suffix = require_path(path).suffix.lower()
     if suffix not in FORMAT_METADATA:
         raise UsageError(
@@ -39,27 +48,35 @@ def require_figure_suffix(path: str | Path, hint: str = "") -> str:
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure as PNG, SVG or PDF, by the suffix of `path`; the file appears whole.
+    """Write a figure as PNG, SVG or PDF, according to the suffix of `path`.
 
-    Raises UsageError for any other suffix, and where the file cannot be written.
+    The file is written completely or not at all. Equal figures give equal bytes.
 
-    >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
-    >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe,
-    ...     schedir.PipelineShape(2, 4)))
-    >>> with TemporaryDirectory() as folder:
-    ...     schedir.viz.save(schedir.viz.gantt(run), f"{folder}/gpipe.svg")
-    ...     print(*[path.name for path in Path(folder).iterdir()])
-    gpipe.svg
+    Args:
+        figure: The figure.
+        path: The file.
+
+    Raises:
+        UsageError: The suffix is another one, or the file cannot be written.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> import schedir
+        >>> run = schedir.simulate(schedir.compile(schedir.schedules.gpipe,
+        ...     schedir.PipelineShape(2, 4)))
+        >>> with TemporaryDirectory() as folder:
+        ...     schedir.viz.save(schedir.viz.gantt(run), f"{folder}/gpipe.svg")
+        ...     print(*[path.name for path in Path(folder).iterdir()])
+        gpipe.svg
     """
     require_type(figure, Figure, "schedir.viz.gantt(timeline)")
     suffix = require_figure_suffix(path)
-    # Figures are first written to memory: on a full disk, matplotlib's PDF writer hides the OSError
-    # behind errors of its own.
+    # The figure is first written to memory. On a full disk, matplotlib's PDF writer raises other
+    # errors instead of the OSError.
     content = BytesIO()
     with matplotlib.rc_context(_RC_PARAMS), warnings.catch_warnings():
-        # A letter that the font does not have is drawn as a box, and nothing more is to be said.
+        # A character that the font lacks is drawn as a box. The warning would not help the user.
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure.savefig(content, format=suffix[1:], dpi=_DPI, metadata=FORMAT_METADATA[suffix])
     with atomic_write(path) as temporary:

@@ -1,6 +1,7 @@
 """Compute the positions of charts, titles and axes on a figure, in inches.
 
-Before any drawing: `layout` says where the boxes of one chart lie, and this how large they become.
+`schedir.viz.layout` places the boxes of one chart, in units of time and of lanes. This module
+decides their size on the figure, before anything is drawn.
 """
 
 from __future__ import annotations
@@ -22,31 +23,37 @@ from schedir.viz.style import LEFT_MARGIN, RIGHT_MARGIN, ResolvedStyle
 from schedir.viz.time_bins import list_lower_tiers
 
 # Inches.
-_WIDTH_RANGE: Final = (5.5, 22.0)  # of the axes, at least and at most
-_ROW_HEIGHT: Final = 0.32  # of a compute lane, unless the ranks are too many for
-_MAX_HEIGHT: Final = 26.0  # all axes together
-_DENSE_SIZE: Final = (12.0, 12.0)  # width, and all axes together, where no number fits
-NARROW_WIDTH: Final = 4.0  # axes of less say less in their titles
-_TITLE_HEIGHT, _AXIS_HEIGHT = 0.34, 0.36  # above and below a chart, where something stands there
-_EMPTY_MARGIN: Final = 0.1  # where nothing does
-_INCHES_PER_LABEL: Final = 8.5 / 72 / 0.9  # that a label wants, for each font size of its width
-_LEGEND_COLUMN_WIDTH, _LEGEND_LINE_HEIGHT = 1.45, 0.19  # of the legend: a column and a line
-_MAX_BOXES_PER_INCH: Final = 130  # boxes of an inch, if they are to be seen one by one
-NOTE_HEIGHT: Final = 0.18  # a line under the charts
+_WIDTH_RANGE: Final = (5.5, 22.0)  # the smallest and largest default width of the axes
+_ROW_HEIGHT: Final = 0.32  # the height of a compute lane; many ranks make it smaller
+_MAX_HEIGHT: Final = 26.0  # the height of all axes together
+_DENSE_SIZE: Final = (12.0, 12.0)  # the width and the height of all axes if no label fits
+NARROW_WIDTH: Final = 4.0  # narrower axes have shorter titles
+_TITLE_HEIGHT, _AXIS_HEIGHT = 0.34, 0.36  # margins above and below a chart with a title and axis
+_EMPTY_MARGIN: Final = 0.1  # the margin without a title or an axis
+_INCHES_PER_LABEL: Final = 8.5 / 72 / 0.9  # per unit of label width, for a font of 8.5 points
+_LEGEND_COLUMN_WIDTH, _LEGEND_LINE_HEIGHT = 1.45, 0.19
+_MAX_BOXES_PER_INCH: Final = 130  # with more, single boxes are not visible
+NOTE_HEIGHT: Final = 0.18  # a line of notes below the charts
 _SCALED_NOTE: Final = (
     "Time axes scaled so that the mean busy time of a rank is equally long in each."
 )
 
-TimeRange = tuple[float, float]  # the time that a chart shows, from and to
+TimeRange = tuple[float, float]  # the start and end of the time that a chart shows
 
 
 @dataclass(frozen=True)
 class ChartLayout:
-    """One chart: its boxes, the time that it shows, and the room above and below it.
+    """One chart of a figure, with its time range and its margins.
 
-    A `is_dense` chart has boxes that are too small to be seen one by one.  `has_axis_numbers` is
-    the one under which its time axis has numbers.  `bound` is the least span that there can be, if
-    it is known.
+    Args:
+        rectangles: The rectangles of the chart.
+        time_range: The time that the chart shows, in the unit of its timeline.
+        is_dense: True if single boxes are too small to be visible.
+        title: The title. None gives the name and kind, and "" gives no title line.
+        top_margin: Inches above the axes.
+        bottom_margin: Inches below the axes.
+        has_axis_numbers: True if the time axis has numbers below this chart.
+        bound: The lower bound on the span, or None.
     """
 
     rectangles: ChartRectangles
@@ -60,16 +67,20 @@ class ChartLayout:
 
     @property
     def duration(self) -> float:
-        """How much time it shows."""
+        """The length of the time range."""
         return self.time_range[1] - self.time_range[0]
 
 
 @dataclass(frozen=True)
 class FigureLayout:
-    """A figure: its charts, how wide their axes are, and how high a compute lane is.
+    """The layout of a figure.
 
-    `notes` stand under the charts; `extra_colors` is what the legend has besides boxes, with its
-    colour.
+    Args:
+        charts: The charts, from the top.
+        width: The width of the axes, in inches.
+        row_height: The height of a compute lane, in inches.
+        notes: Lines of text below the charts.
+        extra_colors: Legend entries besides the boxes, with their colours.
     """
 
     charts: Sequence[ChartLayout]
@@ -80,26 +91,27 @@ class FigureLayout:
 
     @property
     def chart_rectangles(self) -> list[ChartRectangles]:
+        """The rectangles of each chart."""
         return [chart.rectangles for chart in self.charts]
 
     @property
     def is_narrow(self) -> bool:
-        """Whether there is room for less."""
+        """Return whether the axes are narrower than `NARROW_WIDTH`."""
         return self.width < NARROW_WIDTH
 
     @property
     def left_margin(self) -> float:
-        """Where legend and notes begin."""
+        """The left edge of the legend and the notes, in inches."""
         return RIGHT_MARGIN if self.is_narrow else LEFT_MARGIN
 
     @property
     def legend_columns(self) -> int:
-        """How many columns the legend has."""
+        """The number of columns of the legend."""
         return max(int((self.width + LEFT_MARGIN - self.left_margin) / _LEGEND_COLUMN_WIDTH), 1)
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height of the whole figure."""
+        """The width and the height of the figure, in inches."""
         lines = ceil(
             len(list_legend_entries(self.chart_rectangles, self.extra_colors)[0])
             / self.legend_columns
@@ -120,7 +132,17 @@ def lay_out(
     bounds: Sequence[float | None],
     style: ResolvedStyle,
 ) -> FigureLayout:
-    """The figure of some Timelines, each with its title and the bound on its span."""
+    """Lay out the figure of some timelines.
+
+    Args:
+        timelines: The timelines, from the top.
+        titles: The title of each, as in `ChartLayout`.
+        bounds: The lower bound on the span of each, or None.
+        style: The style.
+
+    Raises:
+        UsageError: The time range of the style is invalid, or the runs have different units.
+    """
     shared = len({t.unit for t in timelines}) == 1
     frames = _find_time_ranges(timelines, style, has_shared_unit=shared)
     lengths = [end - begin for begin, end in frames]
@@ -161,7 +183,7 @@ def lay_out(
 def _find_time_ranges(
     timelines: Sequence[Timeline], style: ResolvedStyle, *, has_shared_unit: bool
 ) -> list[TimeRange]:
-    """The time that each chart shows: as much in all, by the runs' unit or by their busy time."""
+    """Return the time range of each chart: equal times, or equal multiples of the busy time."""
     scale = [1.0 if has_shared_unit else float(t.busy.mean()) or 1.0 for t in timelines]
     longest = max(t.span / s for t, s in zip(timelines, scale, strict=True)) or 1.0
     if style.time_range is None:
@@ -172,7 +194,7 @@ def _find_time_ranges(
 
 
 def _require_time_range(value: object, longest: float) -> tuple[float, float]:
-    """The part of the time that is drawn, of runs of which the longest takes so long."""
+    """Return the time range of the style, which must begin before the end of the longest run."""
     try:
         begin, end = map(float, value)  # type: ignore[call-overload]
     except (TypeError, ValueError):
@@ -187,7 +209,7 @@ def _require_time_range(value: object, longest: float) -> tuple[float, float]:
 def _make_rectangles(
     timeline: Timeline, style: ResolvedStyle, *, with_lanes: bool
 ) -> ChartRectangles:
-    """Where the boxes of a run lie, with room for what is shown besides."""
+    """Return the rectangles of a run, with space for curves and arrows."""
     below = len(list_lower_tiers(timeline)) if "memory" in style.overlays else 0
     return ChartRectangles(
         timeline,
@@ -201,9 +223,9 @@ def _make_rectangles(
 def _choose_axes_size(
     style: ResolvedStyle, chart_rectangles: Sequence[ChartRectangles], durations: Sequence[float]
 ) -> tuple[float, float]:
-    """How wide the axes are, and how high all of them may be together.
+    """Return the width of the axes, and the largest height of all axes together, in inches.
 
-    Unless the width is asked for, labels decide it.
+    Labels determine the width, unless the style does.
     """
     if style.width is not None:
         return style.width, _MAX_HEIGHT
@@ -213,5 +235,5 @@ def _choose_axes_size(
     )
     wanted = max(widths) * _INCHES_PER_LABEL
     if wanted > _WIDTH_RANGE[1]:
-        return _DENSE_SIZE  # no number fits: what is seen is seen in less room, too
+        return _DENSE_SIZE  # no label fits, so a smaller figure shows as much
     return float(np.clip(wanted, *_WIDTH_RANGE)), _MAX_HEIGHT

@@ -42,26 +42,37 @@ def gantt(
     bound: float | None = None,
     **style: Unpack[Style],
 ) -> Figure:
-    """Draw a Timeline: a row per rank, rank 0 on top, time to the right.
+    """Draw a timeline with a row per rank, rank 0 at the top, and time to the right.
 
-    A row is the compute lane, and below it a thin lane for each kind of communication that
-    takes any time; of a transfer's lane, receives are the upper half and sends the lower.
-    Boxes bear letter and microbatch where they fit, or the microbatch alone.  Where a rank holds
-    several stages, their shades and the small numbers tell them apart.  A pair run together is
-    one box cut in two.  Hatching is idle time.
+    A row has the compute lane, and below it a thin lane for each kind of communication that takes
+    time. In a lane of transfers, receives are the upper half and sends the lower half. Boxes have
+    the letter and the microbatch, or only the microbatch if there is less space. If a rank has
+    several stages, shades and small numbers distinguish them. A pair that runs together is one box
+    with two halves. Idle time is hatched.
 
-    `title` stands for name and kind; "" leaves out the whole line above the chart.  `draw_bound` is
-    the least span that a schedule can have (`schedir.lower_bound`), in the run's unit: a line marks
-    it, and the most that could be gained is told above.  `style` is any of `schedir.viz.Style`.
-    Boxes too small to be seen are mixed to the colour that they have from afar, without their lanes
-    and arrows.
+    If boxes are too small to be visible, the chart shows their mean colours, without communication
+    lanes and arrows.
 
-    >>> import schedir
-    >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
-    >>> run = schedir.simulate(program, schedir.Costs(F=1, B=2))
-    >>> figure = schedir.viz.gantt(run, show="arrows,path", palette="grey")
-    >>> figure.axes[0].get_title("left"), figure.axes[0].get_title("right")
-    ('one_f_one_b (predicted)', 'bubble 27.3%, peak 4 activations, span 33')
+    Args:
+        timeline: The timeline.
+        title: The title, instead of the name and the kind. "" removes the title line.
+        bound: A lower bound on the span (`schedir.lower_bound`), in the unit of the timeline. A
+            line marks it, and the title has the largest possible saving.
+        **style: The options of `schedir.viz.Style`.
+
+    Returns:
+        The figure.
+
+    Raises:
+        UsageError: The title, the bound or the style is invalid.
+
+    Example:
+        >>> import schedir
+        >>> program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
+        >>> run = schedir.simulate(program, schedir.Costs(F=1, B=2))
+        >>> figure = schedir.viz.gantt(run, show="arrows,path", palette="grey")
+        >>> figure.axes[0].get_title("left"), figure.axes[0].get_title("right")
+        ('one_f_one_b (predicted)', 'bubble 27.3%, peak 4 activations, span 33')
     """
     return compare([timeline], titles=None if title is None else [title], bounds=[bound], **style)
 
@@ -73,35 +84,48 @@ def compare(
     bounds: Sequence[float | None] | None = None,
     **style: Unpack[Style],
 ) -> Figure:
-    """Draw Timelines under each other, each from its own start, on one time axis.
+    """Draw timelines below each other on one time axis, each from its own start.
 
-    Beside each stand its bubble and the most that a rank holds: bytes, or without sizes
-    activations of a whole rank, where a stage of half a rank counts half.  `titles` and `bounds`
-    have one for each, as `gantt` takes it, and `style` is that of `gantt`.
+    The title of each has its bubble and the peak of a rank. The peak is in bytes. Without sizes it
+    is in activations of a full rank, where a stage of half a rank counts half.
 
-    Units of cost and seconds have no common axis: where both are there, each Timeline has its
-    own, scaled so that the mean busy time of a rank is equally long in all, and the figure
-    says so.
+    Units of cost and seconds have no common axis. If timelines have both, each has its own axis.
+    The axes are scaled so that the mean busy time of a rank is equally long in all. A note in the
+    figure states this.
 
-    Raises UsageError for no Timelines, another number of titles or bounds, and a style that cannot
-    be.
+    Args:
+        timelines: The timelines, from the top.
+        titles: A title for each, as for `gantt`.
+        bounds: A lower bound for each, as for `gantt`.
+        **style: The options of `schedir.viz.Style`.
 
-    >>> import schedir
-    >>> shape = schedir.PipelineShape(ranks=4, microbatches=8)
-    >>> schedules = schedir.schedules.gpipe, schedir.schedules.zb_h1
-    >>> runs = [schedir.simulate(schedir.compile(schedule, shape)) for schedule in schedules]
-    >>> figure = schedir.viz.compare(runs)
-    >>> [axes.get_title("right") for axes in figure.axes]
-    ['bubble 27.3%, peak 8 activations, span 33', 'bubble 11.1%, peak 4 activations, span 27']
+    Returns:
+        The figure.
+
+    Raises:
+        UsageError: There are no timelines, the number of titles or bounds differs, or the style is
+            invalid.
+
+    Example:
+        >>> import schedir
+        >>> shape = schedir.PipelineShape(ranks=4, microbatches=8)
+        >>> schedules = schedir.schedules.gpipe, schedir.schedules.zb_h1
+        >>> runs = [schedir.simulate(schedir.compile(schedule, shape)) for schedule in schedules]
+        >>> figure = schedir.viz.compare(runs)
+        >>> [axes.get_title("right") for axes in figure.axes]
+        ['bubble 27.3%, peak 8 activations, span 33', 'bubble 11.1%, peak 4 activations, span 27']
     """
     require_timelines(timelines)
-    look = resolve_style(style)
-    told = _require_titles(titles, len(timelines)), _require_bounds(bounds, len(timelines))
-    return _draw_figure(lay_out(timelines, *told, look), look)
+    resolved_style = resolve_style(style)
+    titles_and_bounds = (
+        _require_titles(titles, len(timelines)),
+        _require_bounds(bounds, len(timelines)),
+    )
+    return _draw_figure(lay_out(timelines, *titles_and_bounds, resolved_style), resolved_style)
 
 
 def _require_titles(value: object, chart_count: int) -> Sequence[str | None]:
-    """A title for each chart, or none."""
+    """Return a title for each chart, or None for each."""
     if value is None:
         return [None] * chart_count
     titles = [value] if isinstance(value, str) else value
@@ -113,7 +137,7 @@ def _require_titles(value: object, chart_count: int) -> Sequence[str | None]:
 
 
 def _require_bounds(value: object, chart_count: int) -> Sequence[float | None]:
-    """A bound for each chart, or none."""
+    """Return a lower bound for each chart, or None for each."""
     if value is None:
         return [None] * chart_count
     bounds = (
@@ -127,14 +151,14 @@ def _require_bounds(value: object, chart_count: int) -> Sequence[float | None]:
 
 
 def _require_bound(value: object) -> float | None:
-    """The least span that there can be, if it is known."""
+    """Return a bound as a float, or None."""
     if value is None or (isinstance(value, Real) and 0 < float(value) < inf):
         return None if value is None else float(value)
     raise UsageError(f"a bound is a positive number, the least span, not {describe(value)}")
 
 
 def _draw_figure(layout: FigureLayout, style: ResolvedStyle) -> Figure:
-    """All charts under each other, notes and legend at the foot."""
+    """Draw all charts below each other, and the notes and the legend at the bottom."""
     across, height = layout.size
     figure, y = Figure(figsize=(across, height)), height
     for chart in layout.charts:
@@ -178,14 +202,14 @@ def _draw_figure(layout: FigureLayout, style: ResolvedStyle) -> Figure:
 
 
 def _draw_overlays(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_height: float) -> None:
-    """What is shown besides boxes."""
+    """Draw the overlays of the style on a chart."""
     sheet = chart.rectangles
     if "phases" in style.overlays:
         overlays.draw_phases(axes, sheet)
-    for nth, held in enumerate(overlays.list_curves(sheet.timeline, style.overlays)):
-        tier = TIERS[0] if held.name == "memory" else held.name
-        limit = style.memory_limits.get(tier) if held.unit else None
-        overlays.draw_curve(axes, sheet, held, nth, row_height * 72, limit)
+    for nth, memory_curve in enumerate(overlays.list_curves(sheet.timeline, style.overlays)):
+        tier = TIERS[0] if memory_curve.name == "memory" else memory_curve.name
+        limit = style.memory_limits.get(tier) if memory_curve.unit else None
+        overlays.draw_curve(axes, sheet, memory_curve, nth, row_height * 72, limit)
     if "arrows" in style.overlays and not chart.is_dense:
         overlays.draw_arrows(axes, sheet)
     if "path" in style.overlays:
@@ -195,13 +219,13 @@ def _draw_overlays(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_hei
 
 
 def _format_axes(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_height: float) -> None:
-    """Limits, ticks and names of one chart; `row_height` is a lane's height."""
+    """Set the limits, ticks and labels of a chart. `row_height` is in inches."""
     sheet, timeline = chart.rectangles, chart.rectangles.timeline
     axes.set_xlim(*chart.time_range)
     axes.set_ylim(sheet.height, 0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    every = ceil(8 / (sheet.pitch * row_height * 72))  # rows that one rank's number takes
+    every = ceil(8 / (sheet.pitch * row_height * 72))  # rows that the label of a rank needs
     ranks = np.arange(0, timeline.ranks, every)
     axes.set_yticks(ranks * sheet.pitch + 0.5, [f"rank {r}" for r in ranks], fontsize=7.5)
     axes.tick_params(axis="y", length=0)
@@ -229,7 +253,7 @@ def _format_axes(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_heigh
 
 
 def _draw_lane_names(axes: Axes, name: str, positions: NDArray[np.floating[Any]]) -> None:
-    """The name of a lane, left of it in each rank."""
+    """Write the name of a lane to the left of it in each rank."""
     for y in positions.tolist():
         axes.annotate(
             name, (0, y), (-4, 0), textcoords="offset points",
@@ -239,7 +263,7 @@ def _draw_lane_names(axes: Axes, name: str, positions: NDArray[np.floating[Any]]
 
 
 def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
-    """What stands above a chart: its name on the left, its figures on the right."""
+    """Write the name of a chart on the left above it, and its figures on the right."""
     timeline, title, slim = chart.rectangles.timeline, chart.title, width_inches < NARROW_WIDTH
     if title == "":
         return
@@ -261,7 +285,8 @@ def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
     kind = "" if slim else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
     if title is not None:
         name, kind = " ".join(title.split()), ""
-    # A title that somebody chose is whole before any figure; of a name the bubble is told first.
+    # If the space is too small, figures are dropped first. A title that the user chose may lose all
+    # figures. A name keeps the first one, the bubble, and is cut instead.
     about, left = ", ".join(facts), name[:300]
     while (
         len(facts) > (title is None)
@@ -275,15 +300,15 @@ def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
     plain: dict[str, Any] = {
         "fontsize": size,
         "pad": 5,
-        "parse_math": False,
-    }  # a name may hold a dollar sign
+        "parse_math": False,  # a name may contain a dollar sign
+    }
     axes.set_title(f"{name}{kind}", loc="left", **plain)
     axes.set_title(about, loc="right", **plain)
 
 
 def _measure_inches(text: str, size: float) -> float:
-    """How wide a text is, with some room: letters are drawn at whole pixels."""
-    with warnings.catch_warnings():  # as `save` says
+    """Return the width of a text in inches, plus 6% because letters are drawn at full pixels."""
+    with warnings.catch_warnings():  # ignored for the same reason as in `save`
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         font = FontProperties(size=size)
         points = text_to_path.get_text_width_height_descent(text, font, False)[0]
@@ -291,7 +316,7 @@ def _measure_inches(text: str, size: float) -> float:
 
 
 def _choose_time_unit(timeline: Timeline, longest: float) -> tuple[float, str]:
-    """What one tick of the axis counts, and its name."""
+    """Return the time of one unit of the axis, and the name of this unit."""
     if timeline.unit != "s":
         return 1.0, timeline.unit or "units of cost"
     return next((s for s in _TIME_UNITS if longest >= 2 * s[0]), _TIME_UNITS[-1])

@@ -1,4 +1,4 @@
-"""Overlays of a chart: arrows, the critical path, memory curves, phases."""
+"""Overlays of a chart: arrows, the critical path, memory curves and phases."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ OVERLAYS: Final = {
     "phases": "warmup and cooldown, shaded",
 }
 PHASE_COLORS: Final = {"warmup": "#d6e8f5", "cooldown": "#fde3cf"}
-LIMIT_COLOR: Final = "#1a1a1a"  # of what a rank may hold
-BOUND_COLOR: Final = "#d55e00"  # of the mark at the least span that there can be
+LIMIT_COLOR: Final = "#1a1a1a"  # the memory limit of a rank
+BOUND_COLOR: Final = "#d55e00"  # the lower bound on the span
 CURVE_FUNCTIONS: Final[dict[str, Callable[[Timeline], list[MemoryCurve]]]] = {
     "in_flight": lambda timeline: [compute_in_flight_curve(timeline)],
     "memory": lambda timeline: [compute_memory_curve(timeline), *compute_tier_curves(timeline)],
 }
 
-_MAX_ARROWS: Final = 4000  # arrows
+_MAX_ARROWS: Final = 4000  # more arrows would hide the chart
 _FONT_SIZE: Final = 5  # points
 _CURVE_COLORS: Final = {
     "in flight": "#0072b2", "memory": "#a0522d", "host": "#8c6d31", "disk": "#4a3728",
@@ -55,23 +55,36 @@ _CURVE_COLORS: Final = {
 
 
 def list_curves(timeline: Timeline, overlays: Collection[str]) -> list[MemoryCurve]:
-    """The curves under each rank, from above."""
+    """Return the curves below each rank, from the top.
+
+    Args:
+        timeline: The timeline.
+        overlays: Names in `OVERLAYS`. Those in `CURVE_FUNCTIONS` have curves.
+    """
     return [
         curve for name, of in CURVE_FUNCTIONS.items() if name in overlays for curve in of(timeline)
     ]
 
 
 def find_messages(timeline: Timeline) -> NDArray[np.int64]:
-    """Who sends to whom: pairs of spans, shape (n, 2)."""
+    """Return the indices of the spans of each send and its receive, shape (n, 2).
+
+    Args:
+        timeline: The timeline.
+    """
     graph, spans = timeline.graph, timeline.spans
     sends = np.flatnonzero(np.isin(spans["op"], SEND_OPS) & (graph.partner >= 0))
     return np.stack([sends, graph.partner[sends]], 1).astype(np.int64)
 
 
 def draw_arrows(axes: Axes, rectangles: ChartRectangles) -> None:
-    """An arrow per message: from when it leaves the sender's row to when it is at the receiver's.
+    """Draw an arrow for each message, from the start of its send to the end of its receive.
 
-    More than some thousands would hide the chart, and are not drawn.
+    A chart with more than `_MAX_ARROWS` messages gets no arrows, because they would hide it.
+
+    Args:
+        axes: The axes.
+        rectangles: The rectangles of the chart.
     """
     sent, got = find_messages(rectangles.timeline).T
     if not 0 < len(sent) <= _MAX_ARROWS:
@@ -79,7 +92,7 @@ def draw_arrows(axes: Axes, rectangles: ChartRectangles) -> None:
     x0, x1 = rectangles.left[sent], rectangles.right[got]
     rank = rectangles.timeline.spans["rank"]
     down = rank[got] > rank[sent]
-    floor = rectangles.curve_top - 0.06  # below the lanes
+    floor = rectangles.curve_top - 0.06  # the lower edge of the lanes
     y0 = rank[sent] * rectangles.pitch + np.where(down, floor, 0)
     y1 = rank[got] * rectangles.pitch + np.where(down, 0, floor)
     act = np.isin(
@@ -96,7 +109,13 @@ def draw_arrows(axes: Axes, rectangles: ChartRectangles) -> None:
 
 
 def draw_critical_path(axes: Axes, rectangles: ChartRectangles, *, is_dense: bool) -> None:
-    """The chain that decides the span: its boxes outlined, or struck through, its links joined."""
+    """Outline the boxes of the critical path, and connect them with lines.
+
+    Args:
+        axes: The axes.
+        rectangles: The rectangles of the chart.
+        is_dense: Draw a line through each box instead of an outline.
+    """
     chain = rectangles.timeline.critical_path
     chain = chain[rectangles.right[chain] > rectangles.left[chain]]
     hidden = ~np.isin(rectangles.op[chain], [*COMPUTE_OPS, *OPTIMIZER_STEP_OPS])
@@ -121,7 +140,12 @@ def draw_critical_path(axes: Axes, rectangles: ChartRectangles, *, is_dense: boo
 
 
 def draw_bound(axes: Axes, min_span: float) -> None:
-    """The least span that there can be: a mark above the rows, and a line that no box is under."""
+    """Mark the lower bound on the span, with a line below the boxes and a mark above the rows.
+
+    Args:
+        axes: The axes.
+        min_span: The lower bound, in the unit of the timeline.
+    """
     axes.axvline(min_span, color=BOUND_COLOR, linewidth=1.0, zorder=0, clip_on=False)
     axes.annotate(
         "", (min_span, 0), (0, 4), textcoords="offset points", annotation_clip=False,
@@ -131,7 +155,12 @@ def draw_bound(axes: Axes, min_span: float) -> None:
 
 
 def draw_phases(axes: Axes, rectangles: ChartRectangles) -> None:
-    """Shade each rank before its first backward, and after its last forward."""
+    """Shade each rank before its first backward, and after its last forward.
+
+    Args:
+        axes: The axes.
+        rectangles: The rectangles of the chart.
+    """
     for name, (lo, hi) in find_phase_times(rectangles.timeline).items():
         top = np.arange(rectangles.timeline.ranks, dtype=np.float64) * rectangles.pitch
         shade = compute_corners(lo, hi, top - 0.09, top + 1.09)
@@ -141,10 +170,17 @@ def draw_phases(axes: Axes, rectangles: ChartRectangles) -> None:
 
 
 def find_phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
-    """When each rank's warmup and cooldown begin and end, from the timeline's begin.
+    """Return the start and end of the warmup and the cooldown of each rank.
 
-    Before and after the steady phase (`bubble_causes.steady`); a rank without a backward has
-    neither.
+    They are before and after the steady phase (`bubble_causes.find_steady_phase`). A rank without a
+    backward has neither: both have length 0.
+
+    Args:
+        timeline: The timeline.
+
+    Returns:
+        For "warmup" and "cooldown", the starts and the ends, each of shape (ranks,), from the start
+        of the timeline.
     """
     begins, ends = (times - timeline.start_time for times in find_steady_phase(timeline))
     none = np.isinf(begins)
@@ -161,9 +197,17 @@ def draw_curve(
     row_points: float,
     limit: float | None,
 ) -> None:
-    """Under each rank, what it holds: a step curve, all to one scale, and the limit as a line.
+    """Draw a memory curve below each rank, all in one scale, and the limit as a line.
 
-    A row has so many points: where there is room for it, the peak is said, and layers are named.
+    The peak and the names of the layers are written if there is enough space.
+
+    Args:
+        axes: The axes.
+        rectangles: The rectangles of the chart.
+        memory_curve: The curve.
+        curve_index: The number of the curve below the rank, from 0 at the top.
+        row_points: The height of a compute lane, in points.
+        limit: The memory limit of a rank in the unit of the curve, or None.
     """
     span, colour = rectangles.timeline.span, _CURVE_COLORS[memory_curve.name]
     peaks = [float(values.max(initial=0)) for _, values in memory_curve.steps]

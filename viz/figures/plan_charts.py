@@ -28,7 +28,7 @@ from schedir.viz.palette import (
 )
 
 _FORWARD_COLOR: Final = TONES[FORWARD].hue
-# The parts of a step: what a legend calls them, their colour, and how they are hatched.
+# The parts of a step: the name in the legend, the colour and the hatching.
 STEP_PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
     "compute": ("compute", _FORWARD_COLOR, ""),
     "recompute": ("what runs again", mix_to_lightness(_FORWARD_COLOR, 62), "////"),
@@ -39,36 +39,45 @@ STEP_PARTS: Final[dict[str, tuple[str, str | RGB, str]]] = {
     "optimizer": ("optimizer", LIGHT_PALETTE.step_color, ""),
     "host_copies": ("copies to the host", LANE_COLORS[Lane.D2H], ""),
 }
-# What is told of a plan, left of its bar and right of it: the heading, inches, and to which side.
+# The columns to the left and to the right of the bar of a plan: the heading, the width in inches,
+# and the alignment. Columns on the right are right-aligned.
 _LEFT_COLUMNS: Final = (
     ("", 0.22, "right"), ("pp", 0.28, "right"), ("tp", 0.26, "right"), ("dp", 0.36, "right"),
     ("v", 0.22, "right"), ("b", 0.26, "right"), ("SP", 0.32, "right"), ("schedule", 1.06, "left"),
     ("recompute", 0.74, "left"), ("ZeRO", 0.36, "right"),
 )  # fmt: skip
 _RIGHT_COLUMNS: Final = (("step", 0.6), ("TFLOP/s", 0.62), ("memory", 0.66))
-_ROW_HEIGHT: Final = 0.27  # inches of a bar and the room around it
+_ROW_HEIGHT: Final = 0.27  # inches of a bar and the gap around it
 _BARS_WIDTH: Final = 5.4  # inches of the longest bar
 _RECOMPUTE_COLORS: Final = {"none": "#0072b2", "selective": "#e6ab02", "full": "#d55e00"}
 _STRONG_COLOR, _WEAK_COLOR = "#0072b2", "#d55e00"
 
 
 def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
-    """Where the time of a step goes: a bar per plan, cut into parts, the first plan on top.
+    """Draw the time of a step as a bar per plan, divided into parts, the first plan at the top.
 
-    Left of it stands what the plan is, and right of it its step, the model's operations of a GPU in
-    a second, and what its fullest GPU holds.  A number in a part is its share of the step,
-    where there is room for it.
+    The degrees and the options of the plan are on the left of its bar. On the right are the step
+    time, the TFLOP/s of a GPU for the model's operations, and the memory of the fullest GPU. A part
+    has its share of the step as a number if there is space for it.
 
-    Raises UsageError for no plans.
+    Args:
+        plans: The plans.
 
-    >>> import schedir
-    >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
-    >>> plan = PlanEstimate(pp=8, tp=8, dp=16, microbatches=96, step_time=30.0,
-    ...     breakdown=StepBreakdown(24, 0, 2, 0, 3, 1, 0),
-    ...     memory=GpuMemory(5e9, 5e9, 30e9, 20e9, 3e9), flops_per_second=150e12, mfu=0.48)
-    >>> figure = schedir.viz.plan_times([plan])
-    >>> [text.get_text() for text in figure.axes[0].texts if "%" in text.get_text()]
-    ['80%', '7%', '10%', '3%']
+    Returns:
+        The figure.
+
+    Raises:
+        UsageError: There are no plans.
+
+    Example:
+        >>> import schedir
+        >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
+        >>> plan = PlanEstimate(pp=8, tp=8, dp=16, microbatches=96, step_time=30.0,
+        ...     breakdown=StepBreakdown(24, 0, 2, 0, 3, 1, 0),
+        ...     memory=GpuMemory(5e9, 5e9, 30e9, 20e9, 3e9), flops_per_second=150e12, mfu=0.48)
+        >>> figure = schedir.viz.plan_times([plan])
+        >>> [text.get_text() for text in figure.axes[0].texts if "%" in text.get_text()]
+        ['80%', '7%', '10%', '3%']
     """
     plans = _require_plans(plans)
     left, right = (
@@ -110,7 +119,7 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
 
 
 def _require_plans(plans: Sequence[PlanEstimate]) -> Sequence[PlanEstimate]:
-    """The plans; UsageError if there are none, or if they are something else."""
+    """Return the plans. Raise UsageError if there are none, or if one is no PlanEstimate."""
     if not plans or not all(isinstance(plan, PlanEstimate) for plan in plans):
         raise UsageError(f"this draws plans, one at least, not {describe(plans)}",
                          hint="schedir.planner.plan(model, cluster, batch)")  # fmt: skip
@@ -118,19 +127,19 @@ def _require_plans(plans: Sequence[PlanEstimate]) -> Sequence[PlanEstimate]:
 
 
 def _choose_time_unit(longest: float) -> tuple[float, str]:
-    """The unit that times are told in: seconds, and its name."""
+    """Return the seconds of a unit for times up to `longest`, and its name."""
     return (1.0, "s") if longest >= 1 else (1e-3, "ms")
 
 
 def _make_legend_patch(name: str) -> Patch:
-    """A part as a legend shows it."""
+    """Return the legend entry of a part of a step."""
     _, colour, hatch = STEP_PARTS[name]
     edge = IDLE_COLOR if hatch else "white"
     return Patch(facecolor=colour, hatch=hatch, edgecolor=edge, linewidth=0.4)
 
 
 def _draw_bar(axes: Axes, row: int, plan: PlanEstimate, seconds_per_unit: float) -> None:
-    """The parts of a step, beside each other; those wide enough bear their share."""
+    """Draw the parts of a step, with their share if they are wide enough."""
     begin, scale = 0.0, _BARS_WIDTH / axes.get_xlim()[1]
     for name, seconds in zip(StepBreakdown._fields, plan.breakdown, strict=True):
         wide, (_, colour, hatch) = seconds / seconds_per_unit, STEP_PARTS[name]
@@ -142,7 +151,7 @@ def _draw_bar(axes: Axes, row: int, plan: PlanEstimate, seconds_per_unit: float)
         )  # fmt: skip
         share = f"{seconds / plan.step_time:.0%}"
         if wide * scale > 0.075 * len(share):
-            light = name == "bubble"  # which is hatched: the number stands on a ground of its own
+            light = name == "bubble"  # a hatched part has a white outline around its number
             axes.text(
                 begin + wide / 2, row, share, ha="center", va="center_baseline", fontsize=6.5,
                 color="black" if light or hatch else choose_text_color(colour),
@@ -152,7 +161,7 @@ def _draw_bar(axes: Axes, row: int, plan: PlanEstimate, seconds_per_unit: float)
 
 
 def _draw_cells(axes: Axes, row: int, plan: PlanEstimate) -> None:
-    """What the plan is, and what it comes to."""
+    """Write the degrees and options of a plan, and its time, TFLOP/s and memory."""
     cells = [
         str(row + 1), *(str(n) for n in (plan.pp, plan.tp, plan.dp, plan.stages_per_rank,
                                          plan.microbatch_size)),
@@ -191,7 +200,7 @@ def _draw_cell(
     text: str,
     colour: str = "black",
 ) -> None:
-    """A word beside the bars, in a column that begins so many inches from their left."""
+    """Write a text in a column that begins `offset` inches from the left edge of the bars."""
     x = offset + (width if alignment == "right" else 0.14)
     axes.annotate(
         text, (0, row), (72 * x, 0), xycoords=("axes fraction", "data"),
@@ -201,7 +210,7 @@ def _draw_cell(
 
 
 def _format_seconds(time: float) -> str:
-    """A time for people to read."""
+    """Return a time with its unit, in three or four digits."""
     one, unit = _choose_time_unit(time)
     return f"{time / one:.{2 if time / one < 100 else 1}f} {unit}"
 
@@ -212,27 +221,36 @@ def _format_seconds(time: float) -> str:
 def plan_memory(
     plans: Sequence[PlanEstimate], limit: float | None = None, best: PlanEstimate | None = None
 ) -> Figure:
-    """Memory against the time of a step, a point per plan; the best for each memory are joined.
+    """Draw the memory of plans against the time of a step, with a point per plan.
 
-    `limit` is what a GPU has, in bytes: what is right of it does not fit.  `best` is marked, the
-    shortest that fits unless told.  Colours tell what runs again in a backward.
+    A line joins the plans with the shortest step at each memory. Colours show the recomputation.
 
-    Raises UsageError for no plans.
+    Args:
+        plans: The plans.
+        limit: The memory of a GPU, in bytes. Plans to the right of it do not fit.
+        best: The plan to mark. The default is the plan with the shortest step that fits.
 
-    >>> import schedir
-    >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
-    >>> plans = [
-    ...     PlanEstimate(pp=p, tp=8, dp=128 // p, microbatches=p, step_time=40 - p,
-    ...     breakdown=StepBreakdown(40 - p, 0, 0, 0, 0, 0, 0),
-    ...     memory=GpuMemory(320e9 / p, 0, 0, 0, 0), flops_per_second=1e14, mfu=0.4, fits=p > 4)
-    ...     for p in (4, 8, 16)
-    ... ]
-    >>> figure = schedir.viz.plan_memory(plans, limit=80e9)
-    >>> [text.get_text().split(",")[0] for text in figure.axes[0].texts]
-    ['pp 16', '80 GB: does not fit']
+    Returns:
+        The figure.
+
+    Raises:
+        UsageError: There are no plans.
+
+    Example:
+        >>> import schedir
+        >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
+        >>> plans = [
+        ...     PlanEstimate(pp=p, tp=8, dp=128 // p, microbatches=p, step_time=40 - p,
+        ...     breakdown=StepBreakdown(40 - p, 0, 0, 0, 0, 0, 0),
+        ...     memory=GpuMemory(320e9 / p, 0, 0, 0, 0), flops_per_second=1e14, mfu=0.4, fits=p > 4)
+        ...     for p in (4, 8, 16)
+        ... ]
+        >>> figure = schedir.viz.plan_memory(plans, limit=80e9)
+        >>> [text.get_text().split(",")[0] for text in figure.axes[0].texts]
+        ['pp 16', '80 GB: does not fit']
     """
     plans = _require_plans(plans)
-    held = np.array([plan.memory.total for plan in plans]) / 1e9
+    memory = np.array([plan.memory.total for plan in plans]) / 1e9
     one, unit = _choose_time_unit(max(plan.step_time for plan in plans))
     step = np.array([plan.step_time for plan in plans]) / one
     figure = Figure(figsize=(6.6, 4.4), layout="constrained")
@@ -244,17 +262,17 @@ def plan_memory(
         if those.any():
             many = int(those.sum()) > 2000
             axes.scatter(
-                held[those], step[those], s=5 if many else 14, color=colour, linewidth=0,
+                memory[those], step[those], s=5 if many else 14, color=colour, linewidth=0,
                 alpha=0.35 if many else 0.8, rasterized=many, zorder=2,
                 label="recompute none" if again == "none" else again,
             )  # fmt: skip
-    x, y = _find_frontier(held, step)
+    x, y = _find_frontier(memory, step)
     axes.plot(
-        [*x, 1e3 * held.max()], [*y, y[-1]],
+        [*x, 1e3 * memory.max()], [*y, y[-1]],
         color=ACCENT_COLOR, linewidth=1.4, drawstyle="steps-post", zorder=3,
         label="shortest within each memory",
     )  # fmt: skip
-    _set_axis_limits(axes, held, step, limit)
+    _set_axis_limits(axes, memory, step, limit)
     fit = [plan for plan in plans if plan.fits]
     best = min(fit, key=lambda plan: plan.step_time) if best is None and fit else best
     if best is not None:
@@ -277,7 +295,7 @@ def plan_memory(
 def _find_frontier(
     memory: NDArray[np.float64], step_times: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of all points those that none is left of and below, from the least memory on."""
+    """Return the points for which no other point has less memory and less time, by memory."""
     order = np.lexsort((step_times, memory))
     low = np.minimum.accumulate(step_times[order])
     best = order[np.r_[True, low[1:] < low[:-1]]]
@@ -287,8 +305,11 @@ def _find_frontier(
 def _set_axis_limits(
     axes: Axes, memory: NDArray[np.float64], step_times: NDArray[np.float64], limit: float | None
 ) -> None:
-    """What is shown: from the least memory to some times the limit, and steps up to some times
-    the shortest; what lies beyond has nothing to say."""
+    """Set the axes to the relevant points.
+
+    The memory axis ends at 8 times the limit at most. The time axis ends at 12 times the shortest
+    step at most.
+    """
     right = float(memory.max())
     if limit is not None:
         right = max(min(right, 8 * limit / 1e9), limit / 1e9)
@@ -299,7 +320,7 @@ def _set_axis_limits(
 
 
 def _mark_plan(axes: Axes, best: PlanEstimate, seconds_per_unit: float) -> None:
-    """The plan that is chosen."""
+    """Mark a plan with a circle and its label."""
     x, y = best.memory.total / 1e9, best.step_time / seconds_per_unit
     axes.scatter(
         [x], [y], s=64, marker="o", facecolor="none", edgecolor="black", linewidth=1.3, zorder=5
@@ -312,20 +333,24 @@ def _mark_plan(axes: Axes, best: PlanEstimate, seconds_per_unit: float) -> None:
 
 
 def label_plan(plan: PlanEstimate) -> str:
-    """A plan in a few words.
+    """Return the degrees and the schedule of a plan in a few words.
 
-    >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
-    >>> label_plan(PlanEstimate(pp=8, tp=4, stages_per_rank=2, step_time=1.0,
-    ...     breakdown=StepBreakdown(1, 0, 0, 0, 0, 0, 0),
-    ...                memory=GpuMemory(0, 0, 0, 0, 0), flops_per_second=1e14, mfu=0.4))
-    'pp 8, tp 4, dp 1, v 2, b 1, one_f_one_b'
+    Args:
+        plan: The plan.
+
+    Example:
+        >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
+        >>> label_plan(PlanEstimate(pp=8, tp=4, stages_per_rank=2, step_time=1.0,
+        ...     breakdown=StepBreakdown(1, 0, 0, 0, 0, 0, 0),
+        ...                memory=GpuMemory(0, 0, 0, 0, 0), flops_per_second=1e14, mfu=0.4))
+        'pp 8, tp 4, dp 1, v 2, b 1, one_f_one_b'
     """
     v = f", v {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
     return f"pp {plan.pp}, tp {plan.tp}, dp {plan.dp}{v}, b {plan.microbatch_size}, {plan.schedule}"
 
 
 def _draw_limit(axes: Axes, limit: float) -> None:
-    """What a GPU has; what is right of it is grey."""
+    """Draw the memory limit, and shade the area to the right of it."""
     axes.axvspan(limit, axes.get_xlim()[1], color="#e4e4e4", linewidth=0, zorder=0.5)
     axes.axvline(limit, color="#555555", linewidth=1, zorder=1)
     axes.annotate(
@@ -336,7 +361,7 @@ def _draw_limit(axes: Axes, limit: float) -> None:
 
 
 def _format_axes(axes: Axes) -> None:
-    """Numbers in full beside logarithmic axes, and a light grid."""
+    """Write numbers without exponents on logarithmic axes, and draw a light grid."""
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
@@ -356,26 +381,34 @@ def _format_axes(axes: Axes) -> None:
 
 
 def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = ()) -> Figure:
-    """The best plans over the number of GPUs: their steps on the left, and on the right what a GPU
-    does of the model's operations in a second.
+    """Draw the step time and the TFLOP/s per GPU of plans, by the number of GPUs.
 
-    `strong` are plans of one batch, and a thin line is the first of them if more GPUs were worth
-    what they are many; `weak` are plans whose batch grows with the GPUs.  Beside each point stands
-    p x t x d.
+    The step time is on the left. On the right are the model's operations per second of a GPU. A
+    label at each point has p x t x d.
 
-    Raises UsageError for no plans.
+    Args:
+        strong: Plans of one batch. A thin line shows the step times for ideal scaling from the
+            first.
+        weak: Plans whose batch grows with the number of GPUs.
 
-    >>> import schedir
-    >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
-    >>> plans = [
-    ...     PlanEstimate(pp=8, dp=d, microbatches=64 // d, step_time=32 / d,
-    ...     breakdown=StepBreakdown(32 / d, 0, 0, 0, 0, 0, 0),
-    ...            memory=GpuMemory(1e9, 0, 0, 0, 0), flops_per_second=1e14, mfu=0.4)
-    ...     for d in (1, 2, 4)
-    ... ]
-    >>> figure = schedir.viz.plan_scaling(plans)
-    >>> [text.get_text() for text in figure.axes[0].texts]
-    ['8 x 1 x 1', '8 x 1 x 2', '8 x 1 x 4']
+    Returns:
+        The figure.
+
+    Raises:
+        UsageError: There are no plans.
+
+    Example:
+        >>> import schedir
+        >>> from schedir.planner import GpuMemory, StepBreakdown, PlanEstimate
+        >>> plans = [
+        ...     PlanEstimate(pp=8, dp=d, microbatches=64 // d, step_time=32 / d,
+        ...     breakdown=StepBreakdown(32 / d, 0, 0, 0, 0, 0, 0),
+        ...            memory=GpuMemory(1e9, 0, 0, 0, 0), flops_per_second=1e14, mfu=0.4)
+        ...     for d in (1, 2, 4)
+        ... ]
+        >>> figure = schedir.viz.plan_scaling(plans)
+        >>> [text.get_text() for text in figure.axes[0].texts]
+        ['8 x 1 x 1', '8 x 1 x 2', '8 x 1 x 4']
     """
     all_plans = _require_plans([*strong, *weak])
     one, unit = _choose_time_unit(max(plan.step_time for plan in all_plans))

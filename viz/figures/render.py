@@ -30,18 +30,18 @@ from schedir.viz.palette import (
 )
 from schedir.viz.time_bins import bin_timeline
 
-_MIN_FONT_SIZE, _MAX_FONT_SIZE = 4.5, 9.0  # points, of a label
-_COLUMNS_PER_INCH: Final = 200  # of a mixed image, per inch
-_MIN_HATCHED_INCHES: Final = 0.05  # inches: shorter gaps of a mixed image are not hatched
-_MAX_LABELS = 12_000  # more than this nobody reads
+_MIN_FONT_SIZE, _MAX_FONT_SIZE = 4.5, 9.0  # points of a label
+_COLUMNS_PER_INCH: Final = 200  # columns per inch of the image of a dense chart
+_MIN_HATCHED_INCHES: Final = 0.05  # inches: shorter gaps of a dense chart are not hatched
+_MAX_LABELS = 12_000  # more labels are not readable
 _IDLE_STYLE: Final[dict[str, Any]] = {
     "facecolor": "white",
     "edgecolor": IDLE_COLOR,
     "hatch": "/////",
     "linewidth": 0.0,
 }
-_RECOMPUTE_HATCH: Final = "\\\\\\\\"  # the other way than what is idle
-_EMPTY_LANE_COLOR: Final = "#f0f0f0"  # an empty communication lane
+_RECOMPUTE_HATCH: Final = "\\\\\\\\"  # the opposite direction to that of idle time
+_EMPTY_LANE_COLOR: Final = "#f0f0f0"  # a communication lane without a transfer
 
 
 def render_chart(
@@ -53,11 +53,15 @@ def render_chart(
     is_dense: bool = False,
     has_background: bool = True,
 ) -> None:
-    """Draw all boxes and labels; `inches_per_unit` are those of a unit of time, `row_height` of a
-    lane.
+    """Draw all boxes and labels of a chart.
 
-    With `is_dense`, boxes are mixed to what they are seen as from afar.  Without `has_background`,
-    what is under idle time shows.
+    Args:
+        axes: The axes, with their x limits set.
+        rectangles: The rectangles of the chart.
+        inches_per_unit: The inches of a unit of time.
+        row_height: The inches of a compute lane.
+        is_dense: Draw mean colours instead of single boxes.
+        has_background: Fill idle time with white. Without it, the colour below remains visible.
     """
     idle = _IDLE_STYLE if has_background else _IDLE_STYLE | {"facecolor": "none"}
     gaps = rectangles.compute_idle_corners(
@@ -82,9 +86,8 @@ def render_chart(
         ]
         faces = [table[k] for k in at.tolist()]
         edges = [choose_outline(face) for face in faces]
-        thin = min(
-            edge, rectangles.short_box_width * inches_per_unit * 72 / 8
-        )  # an outline must not eat its box
+        # An outline is at most 1/8 of a short box, so that the box remains visible.
+        thin = min(edge, rectangles.short_box_width * inches_per_unit * 72 / 8)
         _add_rectangles(
             axes, rectangles.compute_box_corners(which), fc=faces, ec=edges, linewidth=thin
         )
@@ -101,7 +104,7 @@ def render_chart(
 def _draw_unsharded(
     axes: Axes, rectangles: ChartRectangles, inches_per_unit: float, row_height: float, stages: int
 ) -> None:
-    """A band for each stage while its weights are whole; its number, where ranks hold several."""
+    """Draw a band for each stage while it is unsharded, with its number if ranks have several."""
     if not rectangles.unsharded.row_count:
         return
     of, size = rectangles.unsharded, min(0.9 * BAND_HEIGHT * row_height * 72, _MAX_FONT_SIZE)
@@ -126,7 +129,7 @@ def _draw_unsharded(
 def _draw_binned(
     axes: Axes, rectangles: ChartRectangles, inches_per_unit: float, stages: int
 ) -> None:
-    """An image per rank: in each column the mean colour of what runs, over what is idle."""
+    """Draw an image per rank. Each column has the mean colour of its boxes over the idle time."""
     span = rectangles.timeline.span
     kinds, share = bin_timeline(
         rectangles.timeline, max(int(span * inches_per_unit * _COLUMNS_PER_INCH), 1)
@@ -148,16 +151,17 @@ def _add_rectangles(axes: Axes, corners: Floats, **style: Any) -> None:
 def _draw_labels(
     axes: Axes, rectangles: ChartRectangles, inches_per_unit: float, row_height: float, stages: int
 ) -> None:
-    """Letter and microbatch where they fit, and small below it the stage if ranks hold several.
+    """Write the letter and the microbatch on boxes, and the stage if ranks have several.
 
-    Where no letter fits, the microbatch alone: what it is of, its colour tells.
+    If letters do not fit, only the microbatch is written, because the colour shows the instruction.
+    Labels that do not fit are left out.
     """
-    points = inches_per_unit * 72  # of a unit of time
-    wide, room = rectangles.label_width, 0.9 * rectangles.short_box_width * points
-    letter = room >= wide * _MIN_FONT_SIZE
+    points = inches_per_unit * 72  # per unit of time
+    wide, available = rectangles.label_width, 0.9 * rectangles.short_box_width * points
+    letter = available >= wide * _MIN_FONT_SIZE
     if not letter:
-        wide, room = rectangles.number_width, 0.95 * rectangles.short_box_width * points
-    size = min(_MAX_FONT_SIZE, room / wide, 0.55 * row_height * 72)
+        wide, available = rectangles.number_width, 0.95 * rectangles.short_box_width * points
+    size = min(_MAX_FONT_SIZE, available / wide, 0.55 * row_height * 72)
     lo, hi = axes.get_xlim()
     seen = (rectangles.left >= lo) & (rectangles.right <= hi)
     width = (rectangles.right - rectangles.left) * points * seen
@@ -165,12 +169,12 @@ def _draw_labels(
     if size < _MIN_FONT_SIZE or len(fits) > _MAX_LABELS:
         return
     for k in fits.tolist():
-        op, whole = int(rectangles.op[k]), rectangles.bottom[k] - rectangles.top[k] > 0.75
+        op, is_full_height = int(rectangles.op[k]), rectangles.bottom[k] - rectangles.top[k] > 0.75
         x, y = (
             (rectangles.left[k] + rectangles.right[k]) / 2,
             (rectangles.top[k] + rectangles.bottom[k]) / 2,
         )
-        under = stages > 1 and whole and op in COMPUTE_OPS and letter
+        under = stages > 1 and is_full_height and op in COMPUTE_OPS and letter
         dark = choose_text_color(
             choose_box_color(op, int(rectangles.local_stages[k]), stages, rectangles.palette)
         )
@@ -180,7 +184,7 @@ def _draw_labels(
             "color": dark,
             "clip_on": False,
         }
-        fit = 1.0 if whole else min(1.0, 0.4 * row_height * 72 / size)
+        fit = 1.0 if is_full_height else min(1.0, 0.4 * row_height * 72 / size)
         axes.text(
             x,
             y - 0.15 * under,
@@ -196,12 +200,20 @@ def _draw_labels(
 def list_legend_entries(
     chart_rectangles: Sequence[ChartRectangles], extra_colors: dict[str, str]
 ) -> tuple[list[Any], list[str]]:
-    """What the legend shows: handles and their names; `extra_colors` names have a colour each."""
-    handles: list[tuple[Patch, ...]] = []  # of tuples matplotlib's types know nothing
+    """Return the legend entries of some charts.
+
+    Args:
+        chart_rectangles: The rectangles of each chart.
+        extra_colors: Further entries, with their colours.
+
+    Returns:
+        The handles, each a tuple of patches, and their names.
+    """
+    handles: list[tuple[Patch, ...]] = []  # matplotlib's types do not allow tuples
     names: list[str] = []
     stages = max(s.timeline.program.shape.stages_per_rank for s in chart_rectangles)
     palette = chart_rectangles[0].palette
-    alike: dict[tuple[Any, ...], list[Opcode]] = {}  # what bears one colour has one entry
+    alike: dict[tuple[Any, ...], list[Opcode]] = {}  # opcodes of one colour share an entry
     for op in sorted({op for s in chart_rectangles for op in s.list_compute_ops()}):
         shades = range(min(stages, 4) if op in COMPUTE_OPS else 1)
         fills = tuple(choose_box_color(op, k, len(shades), palette) for k in shades)
@@ -220,8 +232,10 @@ def list_legend_entries(
             (Patch(fc=lighten_incoming(base)), Patch(fc=base)) if pair else (Patch(fc=base),)
         )
         names.append(LANE_NAMES[lane] + (" in, out" if pair else ""))
-    if own := [s.unsharded.local_stage for s in chart_rectangles if s.unsharded.row_count]:
-        shades = range(min(int(max(map(max, own))) + 1, 4))
+    if unsharded_stages := [
+        s.unsharded.local_stage for s in chart_rectangles if s.unsharded.row_count
+    ]:
+        shades = range(min(int(max(map(max, unsharded_stages))) + 1, 4))
         handles.append(
             tuple(_make_swatch(choose_unsharded_shade(k, len(shades), palette), "") for k in shades)
         )
@@ -246,7 +260,15 @@ def add_legend(
     columns: int,
     extra_colors: dict[str, str],
 ) -> None:
-    """A legend at the foot of the figure; `left_margin` is in inches."""
+    """Add a legend at the bottom of a figure.
+
+    Args:
+        figure: The figure.
+        chart_rectangles: The rectangles of each chart.
+        left_margin: The left edge of the legend, in inches.
+        columns: The number of columns.
+        extra_colors: Further entries, with their colours.
+    """
     handles, names = list_legend_entries(chart_rectangles, extra_colors)
     figure.legend(
         handles,

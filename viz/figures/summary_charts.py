@@ -21,36 +21,44 @@ if TYPE_CHECKING:
 
 _POINT_COLOR: Final = "#0072b2"
 _INFEASIBLE_COLOR: Final = "#e4e4e4"
-_CELL_SIZE: Final = (
-    0.95,
-    0.26,
-    11.0,
-)  # inches: width and height of a cell, and most of all together
-_MIN_FONT_SIZE: Final = 4.5  # points, of a number in a cell
+# Inches: the width and the height of a cell, and the largest height of all cells.
+_CELL_SIZE: Final = (0.95, 0.26, 11.0)
+_MIN_FONT_SIZE: Final = 4.5  # points of a number in a cell
 
 
 def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
-    """Bubble against memory, a point per Timeline; the best for each memory are joined.
+    """Draw bubble against memory, with a point per timeline.
 
-    Memory is the most that a rank holds: GB, or where sizes are not given, activations of a
-    whole rank and of whole microbatches.
+    A line joins the timelines with the smallest bubble at each memory. Memory is the peak of a
+    rank, in GB. Without sizes, it is in activations of a full rank and a full microbatch.
 
-    Raises UsageError for no Timelines.
+    Args:
+        timelines: The timelines.
 
-    >>> import schedir
-    >>> shape = schedir.PipelineShape(ranks=4, microbatches=8)
-    >>> schedules = schedir.schedules.gpipe, schedir.schedules.one_f_one_b, schedir.schedules.zb_h1
-    >>> figure = schedir.viz.bubble_vs_memory(
-    ...     [schedir.simulate(schedir.compile(schedule, shape)) for schedule in schedules]
-    ... )
-    >>> [text.get_text() for text in figure.axes[0].texts]
-    ['zb_h1', 'one_f_one_b', 'gpipe']
+    Returns:
+        The figure.
+
+    Raises:
+        UsageError: There are no timelines.
+
+    Example:
+        >>> import schedir
+        >>> shape = schedir.PipelineShape(ranks=4, microbatches=8)
+        >>> built_in = schedir.schedules
+        >>> figure = schedir.viz.bubble_vs_memory(
+        ...     [
+        ...         schedir.simulate(schedir.compile(schedule, shape))
+        ...         for schedule in (built_in.gpipe, built_in.one_f_one_b, built_in.zb_h1)
+        ...     ]
+        ... )
+        >>> [text.get_text() for text in figure.axes[0].texts]
+        ['zb_h1', 'one_f_one_b', 'gpipe']
     """
     require_timelines(timelines)
     sized = all(t.sizes is not None for t in timelines)
     x = np.array([_find_peak_gigabytes(t) if sized else t.peak_activations for t in timelines])
     y = np.array([t.bubble for t in timelines])
-    larger = max(1.0, min(len(timelines) / 12, 1.6))  # for many names
+    larger = max(1.0, min(len(timelines) / 12, 1.6))  # many names need more space
     figure = Figure(figsize=(5.2 * larger, 3.7 * larger), layout="constrained")
     axes = figure.subplots()
     order = np.lexsort((y, x))
@@ -77,45 +85,55 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
 
 
 def memory_frontier(frontier: MemoryFrontier) -> Figure:
-    """Bubble against memory: what a search finds at each limit, and below what no schedule is.
+    """Draw the bubble that a search found at each memory limit, above the lower bounds.
 
-    A point is a run that others have made.  A line shows the shortest of what is found within each
-    limit, and no schedule of these stages lies in the region that is filled.  Memory is the most
-    that a rank may hold: GB, or where sizes are not given, activations of a whole rank.  What is
-    far above all points is not shown.
+    A line shows the shortest run that the search found within each limit. No schedule of these
+    stages is in the filled region. A point is a run of a given schedule. Memory is the peak of a
+    rank, in GB. Without sizes, it is in activations of a full rank. The part far above all points
+    is not shown.
 
-    >>> import schedir
-    >>> shape, costs = schedir.PipelineShape(ranks=4, microbatches=8), schedir.Costs(F=1, I=1, W=1)
-    >>> figure = schedir.viz.memory_frontier(schedir.memory_frontier(shape, costs, evaluations=500))
-    >>> [text.get_text() for text in figure.axes[0].texts]
-    ['zb_h1', 'zb_h2', 'one_f_one_b', 'eager_1f1b', 'gpipe']
+    Args:
+        frontier: The result of `schedir.memory_frontier`.
+
+    Returns:
+        The figure.
+
+    Example:
+        >>> import schedir
+        >>> shape = schedir.PipelineShape(ranks=4, microbatches=8)
+        >>> costs = schedir.Costs(F=1, I=1, W=1)
+        >>> frontier = schedir.memory_frontier(shape, costs, evaluations=500)
+        >>> figure = schedir.viz.memory_frontier(frontier)
+        >>> [text.get_text() for text in figure.axes[0].texts]
+        ['zb_h1', 'zb_h2', 'one_f_one_b', 'eager_1f1b', 'gpipe']
     """
     unit = 1e9 if frontier.is_in_bytes else frontier.shape.stages / frontier.shape.ranks
     points = np.array([[frontier.measure_memory(t) / unit, t.bubble] for t in frontier.timelines])
-    found = np.array([[k.limit / unit, k.timeline.bubble] for k in frontier.levels])
+    search_curve = np.array([[k.limit / unit, k.timeline.bubble] for k in frontier.levels])
     bound = np.array(
         [[limit / unit, frontier.compute_bubble(span)] for limit, span in frontier.bounds]
     )
     points = points.reshape(-1, 2)
-    bound = np.vstack([[0, 1], [bound[0, 0], 1], bound])  # with less memory nothing fits
-    right = max(points[:, 0].max(initial=0), found[-1, 0]) * 1.3
-    found = np.vstack([found, [right, found[-1, 1]]])
+    bound = np.vstack([[0, 1], [bound[0, 0], 1], bound])  # nothing fits below the first limit
+    right = max(points[:, 0].max(initial=0), search_curve[-1, 0]) * 1.3
+    search_curve = np.vstack([search_curve, [right, search_curve[-1, 1]]])
     bound[-1, 0] = right
     figure = Figure(figsize=(6.2, 4.2), layout="constrained")
     axes = figure.subplots()
-    # A count that is not whole is as good as the whole one below; a bound of more bytes holds here.
+    # A count between two limits allows as much as the lower one. A bound for more bytes is valid
+    # for fewer bytes.
     step: Literal["pre", "post"] = "pre" if frontier.is_in_bytes else "post"
     axes.fill_between(
         bound[:, 0], bound[:, 1], step=step, color=_INFEASIBLE_COLOR, linewidth=0, zorder=0.5,
         label="no schedule of these stages can be here",
     )  # fmt: skip
     axes.plot(
-        found[:, 0], found[:, 1], color=ACCENT_COLOR, linewidth=1.4, drawstyle="steps-post",
-        zorder=1,
+        search_curve[:, 0], search_curve[:, 1],
+        color=ACCENT_COLOR, linewidth=1.4, drawstyle="steps-post", zorder=1,
         label="the shortest that a search found",
     )  # fmt: skip
     _draw_points(axes, points[:, 0], points[:, 1])
-    top = 1.6 * points[:, 1].max() if len(points) else found[0, 1] * 1.15
+    top = 1.6 * points[:, 1].max() if len(points) else search_curve[0, 1] * 1.15
     axes.set_xlim(0, right)
     axes.set_ylim(0, max(min(top, 1.0), 0.01))
     _draw_names(
@@ -131,14 +149,14 @@ def _draw_points(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
 
 
 def _format_axes(axes: Axes, *, in_bytes: bool) -> None:
-    """Bubble against memory."""
+    """Format the axes of bubble against memory."""
     axes.yaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.6g}%"))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
-    held = "most in flight on a rank, in activations of a whole rank"
+    x_label = "most in flight on a rank, in activations of a whole rank"
     if in_bytes:
-        held = "memory of a rank at most, in GB"
-    axes.set_xlabel(held, fontsize=8)
+        x_label = "memory of a rank at most, in GB"
+    axes.set_xlabel(x_label, fontsize=8)
     axes.set_ylabel("bubble", fontsize=8)
     axes.tick_params(labelsize=7.5)
     axes.grid(color="#e6e6e6", linewidth=0.6)
@@ -154,19 +172,19 @@ def _find_peak_gigabytes(timeline: Timeline) -> float:
 def _draw_names(
     axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str], scale: float
 ) -> None:
-    """Write names above the right of their points, moved until none lies on another.
+    """Write names above and to the right of their points, moved until none covers another.
 
-    A line leads to one that has been moved.
+    A line connects a name that has been moved with its point.
     """
     wide, high = axes.get_xlim()[1], axes.get_ylim()[1]
-    room = 320 * scale, 210 * scale  # points, of the type kind
-    spots = np.stack([x / wide * room[0], y / high * room[1]], 1).tolist()
-    taken = [(left - 4, left + 4, up) for left, up in spots]  # left, right and height
+    axes_size = 320 * scale, 210 * scale  # typographic points
+    spots = np.stack([x / wide * axes_size[0], y / high * axes_size[1]], 1).tolist()
+    taken = [(left - 4, left + 4, up) for left, up in spots]  # the left, the right and the height
     for k in np.lexsort((x, y)).tolist():
         name = names[k] if len(names[k]) <= 30 else f"{names[k][:29]}…"
         left, at = spots[k]
         right = left + 4 + 4.2 * len(name)
-        # Clear of the line that goes on from the point: up or down, or to the right as well.
+        # Positions to try: above the point, then further up or down, and also further to the right.
         tries = [
             (left + 5 + out, at + up + 6)
             for step in range(len(names) + 1)
@@ -178,11 +196,11 @@ def _draw_names(
             if t > -4 and all(abs(t - c) >= 9 or right + b - left < a or b > e for a, e, c in taken)
         ]  # fmt: skip
         others = [spot for spot in spots if spot != spots[k]]
-        own = [  # no point is nearer to it than that which it names
+        nearest = [  # positions to which the named point is the nearest of all
             (b, t) for b, t in clear[:8]
             if all(hypot(b - x, t - y) >= hypot(b - left, t - at) for x, y in others)
         ]  # fmt: skip
-        begin, free = (own or clear)[0]
+        begin, free = (nearest or clear)[0]
         taken.append((begin, right + begin - left, free))
         moved = abs(free - at - 6) > 3
         axes.annotate(
@@ -194,17 +212,25 @@ def _draw_names(
 
 
 def idle_map(timeline: Timeline) -> Figure:
-    """A heat map of idle time: a row per rank, a column per cause, as shares of the span.
+    """Draw a heat map of idle time, with a row per rank and a column per cause.
 
-    Causes are those of `predict.bubble_causes`; one that is nowhere has no column.  The last column
-    is the sum, the last row the mean of all ranks.
+    The cells are shares of the span. The causes are those of `schedir.predict.bubble_causes`. A
+    cause that does not occur has no column. The last column is the sum, and the last row is the
+    mean of all ranks.
 
-    >>> import schedir
-    >>> run = schedir.simulate(schedir.compile(schedir.schedules.one_f_one_b,
-    ...     schedir.PipelineShape(4, 8)))
-    >>> figure = schedir.viz.idle_map(run)
-    >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
-    ['warmup', 'cooldown', 'all']
+    Args:
+        timeline: The timeline.
+
+    Returns:
+        The figure.
+
+    Example:
+        >>> import schedir
+        >>> run = schedir.simulate(schedir.compile(schedir.schedules.one_f_one_b,
+        ...     schedir.PipelineShape(4, 8)))
+        >>> figure = schedir.viz.idle_map(run)
+        >>> [label.get_text() for label in figure.axes[0].get_xticklabels()]
+        ['warmup', 'cooldown', 'all']
     """
     require_timelines([timeline])
     share = sum_by_cause(idleness(timeline), timeline.ranks) / (timeline.span or 1.0)
@@ -236,8 +262,8 @@ def idle_map(timeline: Timeline) -> Figure:
         paint = axes.images[0]
         for (row, column), value in np.ndenumerate(cells):
             face = tuple(float(part) for part in paint.to_rgba(value)[:3])
-            said = f"{value:.1%}" if value else "0"
-            axes.text(column, row, said, ha="center", va="center_baseline", fontsize=points,
+            text = f"{value:.1%}" if value else "0"
+            axes.text(column, row, text, ha="center", va="center_baseline", fontsize=points,
                       color=choose_text_color((face[0], face[1], face[2])))  # fmt: skip
     name = timeline.program.name
     name = name if len(name) <= 40 else f"{name[:39]}…"

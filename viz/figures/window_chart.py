@@ -20,23 +20,33 @@ _TILE_COLORS: Final = {
     "computed, masked in part": "#8fc3e0",
     "computed, nothing masked": "#0072b2",
 }
-_MAX_TILES: Final = 2**22  # tiles of a panel: more are no picture
+_MAX_TILES: Final = 2**22  # tiles of a panel; a picture cannot show more
 _PANEL_SIZE: Final = 2.6  # inches
 
 
 def window_tiles(*tile_sets: Tiles) -> Figure:
-    """The tiles that each of these computes, and skips: query tiles by key tiles, in a panel each.
+    """Draw the tiles that attention computes and skips, with a panel for each argument.
 
-    Tiles of several dimensions lie in row-major order.  Raises UsageError for none, and for more
-    than four million in a panel.
+    The rows of a panel are query tiles, and the columns are key tiles. Tiles of several dimensions
+    are in row-major order.
 
-    >>> import schedir
-    >>> from schedir.predict.window_tiles import compute_tiles
-    >>> strided = compute_tiles(1024, 256, 64, q_tile=64, kv_tile=64, causal=True)
-    >>> figure = schedir.viz.window_tiles(strided)
-    >>> print(figure.axes[0].get_title())
-    window 256, stride 64
-    58 of 136 tiles: 2.34 x
+    Args:
+        *tile_sets: The tiles of each panel.
+
+    Returns:
+        The figure.
+
+    Raises:
+        UsageError: There are no tiles, or more than 2**22 in a panel.
+
+    Example:
+        >>> import schedir
+        >>> from schedir.predict.window_tiles import compute_tiles
+        >>> strided = compute_tiles(1024, 256, 64, q_tile=64, kv_tile=64, causal=True)
+        >>> figure = schedir.viz.window_tiles(strided)
+        >>> print(figure.axes[0].get_title())
+        window 256, stride 64
+        58 of 136 tiles: 2.34 x
     """
     if not tile_sets:
         raise UsageError(
