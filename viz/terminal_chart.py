@@ -94,7 +94,7 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
 
 def _find_tier_peaks(timeline: Timeline, tier: str) -> list[int]:
     """Return the most (stage, mb) pairs of each rank that have a value on a tier at once."""
-    each = replace(timeline, sizes=Sizes(saved=1, checkpoint=1))
+    each = replace(timeline, sizes=Sizes(saved=1, recompute_inputs=1))
     return [round(float(curve.total.max())) for curve in each.memory_on(tier)]
 
 

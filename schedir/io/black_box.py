@@ -292,8 +292,8 @@ class BlackBoxSnapshot:
 
     @property
     def phase(self) -> ProcessPhase:
-        """The phase of the process. A number above `DONE` counts as `DONE`."""
-        return ProcessPhase(min(max(self[BlackBoxField.PHASE], 0), ProcessPhase.DONE))
+        """The phase of the process. A number above the largest phase counts as that phase."""
+        return ProcessPhase(min(max(self[BlackBoxField.PHASE], 0), max(ProcessPhase)))
 
     @property
     def note(self) -> str:

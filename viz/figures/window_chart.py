@@ -50,7 +50,7 @@ def window_tiles(*tile_sets: Tiles) -> Figure:
     """
     if not tile_sets:
         raise UsageError(
-            "nothing to draw: no tiles are given", hint="schedir.predict.window_tiles.tiles"
+            "nothing to draw: no tiles are given", hint="schedir.predict.window_tiles.compute_tiles"
         )
     figure = Figure(
         figsize=(_PANEL_SIZE * len(tile_sets) + 0.4, _PANEL_SIZE + 1.0), layout="constrained"

@@ -72,7 +72,7 @@ class ProgramBuilder:
     @property
     def counts_messages(self) -> bool:
         """Return whether messages must fit into the memory limit."""
-        kinds = ("activation", "gradient")
+        kinds = ("activation", "activation_grad")
         return self._memory_limit is not None and any(
             self._sizes is not None and self._sizes.per_microbatch(kind, self._problem.shape).any()
             for kind in kinds
