@@ -145,10 +145,10 @@ class Nowhere(GlooTransport):
     """
 
     def check_agreement(
-        self, facts: Mapping[str, str], tell: object = None, kinds: RecordTypes = ()
+        self, facts: Mapping[str, str], payload: object = None, record_types: RecordTypes = ()
     ) -> list[Any]:
         """As Processes.agree: no other process answers."""
-        return [tell]
+        return [payload]
 
 
 class Bench:

@@ -120,16 +120,26 @@ class NcclLike(EdgeGroups):
         return self._issue("recv", group, [], [tensor], start)
 
     def issue_collective(
-        self, kind: collectives.CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+        self,
+        kind: collectives.CollectiveName,
+        group: GroupKey,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
     ) -> None:
-        self._note(kind, self.gpu.stream, [own], [out])
+        self._note(kind, self.gpu.stream, [input_tensor], [output_tensor])
         with _disable_current_modes():
-            self.data = COLLECTIVES[kind].start(self.groups[group], out, own, True)
+            self.data = COLLECTIVES[kind].start(
+                self.groups[group], output_tensor, input_tensor, True
+            )
 
     def start_collective(
-        self, kind: collectives.CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+        self,
+        kind: collectives.CollectiveName,
+        group: GroupKey,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
     ) -> Work:
-        issued = super().start_collective(kind, group, out, own)
+        issued = super().start_collective(kind, group, output_tensor, input_tensor)
         return _Issued(self, kind, issued, self.data)
 
     def start_sum(self, group: Any, x: Tensor) -> PendingTensor:

@@ -140,13 +140,13 @@ class Spied(GlooTransport):
     executor: Executor
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         if group == "dp":
             i = self.executor.state.stream[self.executor.position]
-            LOG.append(f"{'bucket' if i.op in GRAD_ADDING_OPS else 'late'} {out.numel()}")
+            LOG.append(f"{'bucket' if i.op in GRAD_ADDING_OPS else 'late'} {output_tensor.numel()}")
             assert i.op in GRAD_ADDING_OPS or i.op is Opcode.ReduceGrads
-        return super().start_collective(kind, group, out, own)
+        return super().start_collective(kind, group, output_tensor, input_tensor)
 
 
 class Case(NamedTuple):

@@ -31,11 +31,11 @@ from schedir.models import gpt
 from schedir.runtime.executor import Executor
 from schedir.schedules import {schedule} as mine
 
-made, begun, now = gpt.build_stage, Executor.begin, [0]
+made, begun, now = gpt.build_stage, Executor.begin_step, [0]
 
 
 def begin(self, *given):
-    now[0] = self.draws.step
+    now[0] = self.random_streams.step
     begun(self, *given)
 
 
@@ -50,7 +50,7 @@ def build_stage(config, s, stages, **more):
     return module
 
 
-Executor.begin = begin
+Executor.begin_step = begin
 gpt.build_stage = build_stage
 """
 FORWARD, BACKWARD = "y = y * math.nan", "y.register_hook(lambda dy: dy * math.inf)"

@@ -57,11 +57,11 @@ class Late(GlooTransport):
         self.beside = 0  # collectives of layers that were called while a gather was in flight
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         if kind == "all_gather":
-            return _LateGather(self, out, own)
-        return super().start_collective(kind, group, out, own)
+            return _LateGather(self, output_tensor, input_tensor)
+        return super().start_collective(kind, group, output_tensor, input_tensor)
 
     def all_reduce_of_layers(self, tensor: Tensor, *args: Any, **how: Any) -> Any:
         if how.get("group") is self.tp_group:
@@ -168,13 +168,13 @@ class Sliced(StreamMailbox):
         return torch.cuda.stream(self.messages)
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         if kind != "all_gather":
-            return super().start_collective(kind, group, out, own)
+            return super().start_collective(kind, group, output_tensor, input_tensor)
         self.gathers.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.gathers):
-            out.view(self.tp, -1)[1].copy_(own)
+            output_tensor.view(self.tp, -1)[1].copy_(input_tensor)
             self.gpu.work(self.seconds)
             return StreamPoint(self.gathers)
 

@@ -71,8 +71,8 @@ class Threads(EdgeGroups):
             do()
             done.event.set()
 
-    def start_transfer(self, edge: DirectedEdge, number: Tensor, *, is_send: bool) -> Any:
-        message = partial(super().start_transfer, edge, number, is_send=is_send)
+    def start_transfer(self, edge: DirectedEdge, tensor: Tensor, *, is_send: bool) -> Any:
+        message = partial(super().start_transfer, edge, tensor, is_send=is_send)
         return self.issue_to(edge, lambda: message().wait())
 
     def touch(self, lane: Lane) -> Callable[[], bool]:

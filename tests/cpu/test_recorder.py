@@ -185,7 +185,11 @@ class _Slow(Mailbox):
     """Collectives of which only a wait can tell."""
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, out: torch.Tensor, own: torch.Tensor
+        self,
+        kind: CollectiveName,
+        group: GroupKey,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
     ) -> Work:
         return _Ended()
 

@@ -148,7 +148,7 @@ def test_a_step_that_is_not_finite_is_not_saved(
     """It is judged before, though that may be a step late."""
     settle = StepLoop._should_stop
     monkeypatch.setattr(
-        StepLoop, "_should_stop", lambda self, n: settle(self, n) or self.number >= 4
+        StepLoop, "_should_stop", lambda self, n: settle(self, n) or self.last_issued_step >= 4
     )
     monkeypatch.setattr(StepLoop, "diagnose_failure", lambda self: ExecutionError("not finite"))
     assert run(config, [*ALONE, *words(tmp_path)]) == 1

@@ -85,10 +85,10 @@ class Streamed(EdgeGroups):
         return self._hold(super().recv(tensor, peer, lane))
 
     def start_collective(
-        self, kind: CollectiveName, group: GroupKey, out: Tensor, own: Tensor
+        self, kind: CollectiveName, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
         self.met[group] += 1
-        return self._hold(super().start_collective(kind, group, out, own))
+        return self._hold(super().start_collective(kind, group, output_tensor, input_tensor))
 
     def synchronize(self) -> None:
         """Wait for the whole device."""
