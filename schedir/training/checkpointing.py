@@ -25,12 +25,25 @@ _CURSOR_KEY: Final = "data"
 
 
 class TrainingCheckpoints:
-    """The checkpoints of a rank, in `train.checkpoint_dir`; of a run without one it does nothing.
+    """The checkpoints of one rank of a training run, in `train.checkpoint_dir`.
 
-    `start_step` is how many steps had been made when this process began, and `start_samples` how
-    many samples for them; `saved_step` is the step of which there is a checkpoint.  With snapshots
-    in the program, what is after a step is copied under the next one, if there is one, and written
-    by a thread beside later ones.  Process 0 prints what is done.
+    Without `train.checkpoint_dir` no checkpoint is read or written. If the program has checkpoint
+    snapshots, the next step copies the state after a step, and a thread writes the files during
+    later steps. Otherwise `save` writes them between two steps. Process 0 prints each checkpoint
+    that is loaded or saved. All processes must create this object together.
+
+    Args:
+        executor: The executor of this rank.
+        train: The section [train] of the configuration.
+        batches: The training samples. A checkpoint stores how many of them were used.
+        losses: The loss log of the run on process 0, None on the others.
+
+    Attributes:
+        start_step: Steps that were complete when this process began.
+        start_samples: Samples of all replicas that these steps used.
+        saved_step: The step of the newest complete checkpoint, 0 if there is none.
+        pending_step: The step whose state is copied but not yet written, 0 if there is none.
+        extra_state: The name and the settings of the run, which each checkpoint stores.
     """
 
     def __init__(
@@ -38,7 +51,7 @@ class TrainingCheckpoints:
     ) -> None:
         self.executor, self.train, self.batches, self.losses = executor, train, batches, losses
         self.start_step = self.start_samples = self.saved_step = 0
-        self.pending_step = 0  # the step that is copied, and is yet to be judged; 0 where none is
+        self.pending_step = 0
         self.extra_state: dict[str, Any] = {}
         self.saver: Saver | None = None
         if train.checkpoint_dir is not None and executor.program.checkpoint_snapshots:
@@ -52,10 +65,17 @@ class TrainingCheckpoints:
             self.group = create_separate_group()
 
     def resume(self) -> int:
-        """Be what the newest whole checkpoint says, if there is to be one: the steps that have been
-        made.  All processes must call this.
+        """Load the newest complete checkpoint, and return the number of complete steps.
 
-        Raises CheckpointError where there are checkpoints, and none of them is whole.
+        All processes must call this. With `train.resume = "no"` it loads nothing. Process 0 prints
+        the settings that changed since the checkpoint.
+
+        Returns:
+            The number of complete steps, 0 if there is no checkpoint.
+
+        Raises:
+            CheckpointError: There are checkpoints, but none of them is complete.
+            ModelError: The checkpoint was trained on other samples.
         """
         train, folder = self.train, self.train.checkpoint_dir
         if folder is None:
@@ -64,10 +84,10 @@ class TrainingCheckpoints:
         self.extra_state = broadcast(None if run is None else run.extra_state, 0)
         if train.resume == "no":
             return 0
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state = load(self.executor, folder, name_map=_keep_name)
-        for warning in said:
+        for warning in caught:
             print(warning.message, flush=True)
         if state is None:
             return 0
@@ -84,14 +104,23 @@ class TrainingCheckpoints:
         return step
 
     def should_save_now(self, step: int) -> bool:
-        """Whether a step (from 1) is to be saved before another one begins."""
+        """Return whether to save a step before the next step begins.
+
+        Args:
+            step: The step, from 1. The last step is always saved. Other steps are saved in this way
+                only if the program has no snapshots.
+        """
         train = self.train
         if train.checkpoint_dir is None:
             return False
         return step == train.steps or (self.saver is None and step % train.checkpoint_every == 0)
 
     def should_copy(self, step: int) -> bool:
-        """Whether what is after a step is to be copied under the next one."""
+        """Return whether the next step must copy the state after a step.
+
+        Args:
+            step: The step, from 1.
+        """
         return (
             self.saver is not None
             and step > self.start_step
@@ -99,7 +128,16 @@ class TrainingCheckpoints:
         )
 
     def save(self, step: int) -> None:
-        """Save what is after a step, whose numbers have been judged; all processes call this."""
+        """Save the state after a step, and return when the checkpoint is complete.
+
+        All processes must call this, after the numbers of the step were checked.
+
+        Args:
+            step: The step, from 1.
+
+        Raises:
+            CheckpointError: This checkpoint or the one before it cannot be written.
+        """
         folder, began = self.train.checkpoint_dir, perf_counter()
         assert folder is not None
         self.wait()
@@ -110,15 +148,32 @@ class TrainingCheckpoints:
         self._report_saved(SavedCheckpoint(step, path, perf_counter() - began))
 
     def schedule_copy(self, step: int) -> None:
-        """Let the next step copy what is after this one; waits for the checkpoint before."""
+        """Request that the next step copies the current state.
+
+        This waits until the previous checkpoint is complete.
+
+        Args:
+            step: The last complete step, from 1.
+
+        Raises:
+            CheckpointError: The previous checkpoint cannot be written.
+        """
         assert self.saver is not None
         self.wait()
         self.saver.schedule_save(step, self._make_extra_state(step))
         self.pending_step = step
 
     def write(self) -> None:
-        """Begin to write what was copied, which has been judged, and whose losses are written; say
-        what has become whole since, and raise what could not be written."""
+        """Begin to write a copied state, if there is one.
+
+        If there is none, report the previous checkpoint if it became complete. Call this after the
+        numbers of the copied step were checked. The losses are flushed to the disk before the
+        checkpoint is written.
+
+        Raises:
+            CheckpointError: The previous checkpoint cannot be written.
+            ModelError: No step has copied the state, or the weights were changed before the copy.
+        """
         if self.saver is not None and self.pending_step:
             self.pending_step = 0
             self._flush_losses()
@@ -127,8 +182,14 @@ class TrainingCheckpoints:
             self.wait()
 
     def handle_failed_step(self, step: int) -> None:
-        """The run stops at a step whose numbers are wrong: what was copied after it is dropped, and
-        what was copied before it is written."""
+        """Discard a copy of the state after a failed step, and complete the checkpoint before it.
+
+        Args:
+            step: The step, from 1, whose numbers are not finite.
+
+        Raises:
+            CheckpointError: The checkpoint before the step cannot be written.
+        """
         if self.saver is not None:
             if self.pending_step >= step:
                 self.pending_step = 0
@@ -137,7 +198,11 @@ class TrainingCheckpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until what is being written is whole.  Raises CheckpointError where it cannot be."""
+        """Wait until the checkpoint that is being written is complete, and report it.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be written.
+        """
         if self.saver is not None:
             self.saver.wait()
             if (
@@ -147,14 +212,16 @@ class TrainingCheckpoints:
                 self._report_saved(self.saver.saved_checkpoint)
 
     def close(self) -> None:
-        """Nothing comes any more, whatever has ended the run: what is being written becomes whole,
-        if that needs no other process, which may be gone."""
+        """Complete the checkpoint that is being written, for whatever reason the run ended.
+
+        With several processes this does nothing, because the others may have exited.
+        """
         if self.saver is not None and dist.get_world_size() == 1:
-            with suppress(CheckpointError, ModelError):  # it is no longer what is wrong
+            with suppress(CheckpointError, ModelError):  # The run has ended for another reason.
                 self.wait()
 
     def _flush_losses(self) -> None:
-        """No checkpoint is of steps whose losses may be lost."""
+        """Flush the losses to the disk, so that no checkpoint contains steps without losses."""
         if self.losses is not None:
             self.losses.sync_to_disk()
 
@@ -169,7 +236,7 @@ class TrainingCheckpoints:
 
     @property
     def description(self) -> str:
-        """Which step is saved, and where."""
+        """Return a text with the newest saved step and its directory."""
         folder, steps = self.train.checkpoint_dir, self.train.steps
         if folder is None or not self.saved_step:
             return "no step has been made"
@@ -180,5 +247,5 @@ class TrainingCheckpoints:
 
 
 def _keep_name(stage: int, name: str) -> str:
-    """A GPT's parameters have the names of the whole model."""
+    """Return the name: a stage's parameters already have the names of the complete model."""
     return name

@@ -19,7 +19,13 @@ from schedir.transports.gloo import ProcessTransport
 
 
 class EvaluationResult(NamedTuple):
-    """The mean loss of so many held-out tokens after a step, in nats."""
+    """The mean loss on held-out text after a step.
+
+    Args:
+        step: The step, from 1.
+        loss: The mean loss per token, in nats.
+        tokens: The number of tokens of the mean.
+    """
 
     step: int
     loss: float
@@ -27,12 +33,12 @@ class EvaluationResult(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss."""
+        """Return the exponential of the loss."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def csv_line(self) -> str:
-        """A line of evaluation.csv."""
+        """Return a line of `evaluation.csv`."""
         return f"{self.step},{self.loss!r},{self.perplexity!r},{self.tokens}\n"
 
     def __str__(self) -> str:
@@ -40,7 +46,15 @@ class EvaluationResult(NamedTuple):
 
 
 def make_evaluation_programs(config: Config, program: Program) -> list[Program]:
-    """What evaluates on the stages of a program, if the configuration asks for it: its forwards."""
+    """Return the program that evaluates the stages of a training program.
+
+    Args:
+        config: The configuration of the run.
+        program: The program that trains.
+
+    Returns:
+        One program with forwards only, or an empty list if `train.evaluate_every` is 0.
+    """
     if not config.train.evaluate_every:
         return []
     pipeline, slots = config.pipeline, config.buffer_sharing
@@ -52,10 +66,16 @@ def make_evaluation_programs(config: Config, program: Program) -> list[Program]:
 
 
 class Evaluation:
-    """The same held-out windows after every so many steps.
+    """The evaluation of the loss on the same held-out windows after certain steps.
 
-    These are the first `evaluate_batches` times as many as a step takes, or all that there are; of
-    the last batch what is missing counts nowhere.
+    It uses the first `train.evaluate_batches` times as many windows as a training step reads, or
+    all if there are fewer. The last batch is filled up with targets that are ignored.
+
+    Args:
+        config: The configuration of the run.
+        held_out: The held-out windows.
+        executor: The executor of this rank. It must have the evaluation program.
+        transport: The transport of this rank.
     """
 
     def __init__(
@@ -64,30 +84,39 @@ class Evaluation:
         self.executor, self.transport, shape = executor, transport, executor.program.shape
         self.interval, self.last_step = config.train.evaluate_every, config.train.steps
         self.microbatch_size = config.segmentation.microbatch_size
-        own = shape.microbatches * self.microbatch_size  # windows of a replica in a batch
-        each = own * executor.program.dp
-        count = min(len(held_out), config.train.evaluate_batches * each)
+        replica_windows = shape.microbatches * self.microbatch_size
+        batch_windows = replica_windows * executor.program.dp
+        count = min(len(held_out), config.train.evaluate_batches * batch_windows)
         inputs, targets = held_out.read_batch(0, count)
         self.tokens = get_trained_model(config.model).module.count_tokens(targets)
-        room = -(-count // each) * each
-        # What is missing is the first sample again, and counts nowhere.
-        again = torch.zeros(room, dtype=torch.int64)
-        again[:count] = torch.arange(count)
-        inputs, targets = inputs[again], targets[again]
+        padded_count = -(-count // batch_windows) * batch_windows
+        # The first window fills up the last batch, and its targets there are ignored.
+        indices = torch.zeros(padded_count, dtype=torch.int64)
+        indices[:count] = torch.arange(count)
+        inputs, targets = inputs[indices], targets[indices]
         targets[count:] = IGNORE_INDEX
-        first = transport.dp_rank * own
+        first = transport.dp_rank * replica_windows
         self.batches = [
-            (inputs[at : at + own], targets[at : at + own]) for at in range(first, room, each)
+            (inputs[at : at + replica_windows], targets[at : at + replica_windows])
+            for at in range(first, padded_count, batch_windows)
         ]
-        # Tensor-parallel ranks all know the loss: the first counts.
+        # All tensor-parallel ranks compute the same loss, so only the first one adds it.
         self.should_count_loss = shape.stages - 1 in executor.stages and transport.tp_rank == 0
 
     def is_due(self, step: int) -> bool:
-        """Whether the loss is taken after a step."""
+        """Return whether to evaluate after a step.
+
+        Args:
+            step: The step, from 1.
+        """
         return step % self.interval == 0 or step == self.last_step
 
     def evaluate(self, step: int) -> EvaluationResult:
-        """The loss after a step, known to all; all processes must call this."""
+        """Return the loss after a step. All processes must call this, and get the same result.
+
+        Args:
+            step: The step, from 1.
+        """
         total = torch.zeros((), dtype=torch.float64)
         device = self.executor.resources.device
         for inputs, targets in self.batches:

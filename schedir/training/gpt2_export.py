@@ -1,8 +1,9 @@
-"""Export a trained GPT as a GPT-2 of Hugging Face's `transformers`.
+"""Export a trained GPT as a GPT-2 model of Hugging Face's `transformers`.
 
-Both are the same function (pre-LayerNorm, learned positions, GELU by erf, a head without bias), but
-names differ, linear weights are transposed there (Conv1D), and the rows of `qkv`, which are
-(head, q k v, width) here, are columns (q k v, head, width).
+Both models compute the same function: pre-LayerNorm, learned positions, exact GELU (with erf), and
+a head without bias. The names differ, and `transformers` stores linear weights transposed (Conv1D).
+Here, `qkv` has rows in the order (head, qkv, width). There, it has columns in the order (qkv, head,
+width).
 """
 
 from __future__ import annotations
@@ -40,11 +41,21 @@ _LAYER_PATTERN: Final = re.compile(r"layers\.(\d+)\.(\w+)\.(weight|bias)")
 def convert_to_gpt2(
     manifest: Manifest, tensors: Sequence[ExportedTensor]
 ) -> tuple[dict[str, Any], list[ExportedTensor]]:
-    """What a `config.json` says of the model of a checkpoint, and its tensors by their names in
-    `transformers`.
+    """Return the `config.json` and the tensors of a checkpoint as `transformers` expects them.
 
-    Sizes are those of the tensors; how many heads there are no tensor says, but the settings of
-    `schedir train`.  Raises CheckpointError for what is no GPT of `schedir train`.
+    The sizes come from the shapes of the tensors. The number of heads comes from the settings of
+    `schedir train` in the manifest.
+
+    Args:
+        manifest: The manifest of the checkpoint.
+        tensors: The tensors of the checkpoint.
+
+    Returns:
+        The contents of `config.json`, and the tensors with the names and layouts of GPT-2.
+
+    Raises:
+        CheckpointError: The checkpoint is not a GPT of `schedir train`, or a layer has an attention
+            window that is shorter than the context.
     """
     kinds = {one.name: one.meta.shape for one in tensors}
     heads = _read_setting(manifest, "heads", int)
@@ -99,7 +110,7 @@ def convert_to_gpt2(
 def _get_expected_shapes(
     vocab: int, hidden: int, context: int, layers: int
 ) -> dict[str, tuple[int, ...]]:
-    """What such a GPT has."""
+    """Return the shape of each parameter of a GPT of this size, by name."""
     wide = {"qkv": (3, 1), "proj": (1, 1), "up": (4, 1), "down": (1, 4)}
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.weight": (vocab, hidden),
@@ -118,7 +129,7 @@ def _get_expected_shapes(
 
 
 def _rename_tensor(tensor: ExportedTensor, heads: int) -> ExportedTensor:
-    """A tensor as GPT-2 has it."""
+    """Return a tensor with the name and the layout of GPT-2."""
     if tensor.name in _TOP_LEVEL_NAMES:
         return tensor._replace(name=_TOP_LEVEL_NAMES[tensor.name])
     match = _LAYER_PATTERN.fullmatch(tensor.name)
@@ -139,28 +150,28 @@ def _transpose(value: Tensor) -> Tensor:
 
 
 def _convert_qkv(value: Tensor, heads: int) -> Tensor:
-    """(head, q k v, width) rows, with their columns, to columns (q k v, head, width)."""
+    """Convert rows in the order (head, qkv, width) to columns in the order (qkv, head, width)."""
     rows, *columns = value.shape
     parts = value.view(heads, 3, rows // (3 * heads), *columns).transpose(0, 1)
     return parts.reshape(rows, *columns).t()
 
 
 def _parse_integers(text: str) -> list[int]:
-    """One number, or a tuple of them, from the words for it."""
+    """Parse one integer, or a tuple of integers."""
     return [int(one) for one in text.strip("()").split(",") if one.strip()]
 
 
 def _read_setting(
     manifest: Manifest, name: str, read: Callable[[str], Any], default: str | None = None
 ) -> Any:
-    """A setting of the model, as `schedir train` has said it."""
+    """Return a setting of the model, as `schedir train` stored it in the manifest."""
     extra = manifest.state.get("extra")
     settings = extra.get("settings") if isinstance(extra, Mapping) else None
-    said = settings.get(f"model.{name}", default) if isinstance(settings, Mapping) else None
+    text = settings.get(f"model.{name}", default) if isinstance(settings, Mapping) else None
     try:
-        return read(str(said))
+        return read(str(text))
     except ValueError:
-        why = "does not say" if said is None else f"has {str(said)!r:.40} for"
+        why = "does not say" if text is None else f"has {str(text)!r:.40} for"
         raise _make_gpt_error(manifest, f"its manifest {why} model.{name}") from None
 
 

@@ -1,9 +1,11 @@
 """Measure the machine as a Cluster for the planner.
 
-Processes do the same at the same time, one for each GPU, or so many on the processors of a machine:
-products, copies, layers of this trainer's GPT, and sums over groups.  On processors, time of
-computation is that of the processor, so what other programs take of it does not count, times the
-processes that share one; on GPUs it is that of the wall.
+Several processes measure the same at the same time: one on each GPU, or any number on the
+processors. They measure matrix products, copies, layers of the trainer's GPT, and all-reduces.
+
+On processors, a compute time is the processor time of the thread, so the load of other programs
+does not count. It is multiplied by the number of processes that share a processor. On GPUs, a
+compute time is wall time.
 """
 
 from __future__ import annotations
@@ -42,18 +44,32 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.transports.local_processes import run_processes
 from schedir.transports.registry import DEVICES, Device, load_object
 
-TIMEOUT: Final = 300.0  # seconds, of all
-ALL_REDUCES_PER_LAYER: Final = 4  # of a sliced layer, two each way (arXiv 1909.08053, section 3)
-_MIN_SECONDS: Final = 1e-6  # seconds of a sum
-BUSY_THRESHOLD: Final = (
-    0.1  # share of the processors that other programs may take before it is said
-)
+TIMEOUT: Final = 300.0  # Seconds of a complete benchmark.
+# A tensor-parallel layer has two in the forward and two in the backward (arXiv 1909.08053, section
+# 3).
+ALL_REDUCES_PER_LAYER: Final = 4
+# Seconds. The lower limit of an all-reduce within a layer: its time is a difference, which noise
+# can make negative.
+_MIN_SECONDS: Final = 1e-6
+# The share of the processors that other programs may take, and the relative difference between
+# rounds, above which there is a warning.
+BUSY_THRESHOLD: Final = 0.1
 
 
 class BenchmarkExtent(NamedTuple):
-    """What is measured on a kind of device: products (m, k, n); layers, of which the first are so
-    small that only their issue takes time, (hidden, heads, sequence, microbatch); bytes of a copy,
-    and of sums; and layers that are sliced, of which each has SUMS sums."""
+    """The measurements that are made on a kind of device.
+
+    A layer is (hidden, heads, sequence, samples of a microbatch).
+
+    Args:
+        gemms: Matrix products (m, k) x (k, n), as (m, k, n).
+        smallest_layers: Layers that are so small that only kernel launches take time.
+        layers: Layers of usual sizes.
+        copy_bytes: Bytes of the tensor that is read and written.
+        all_reduce_bytes: Bytes of each all-reduce.
+        sharded_layers: Layers that tensor-parallel ranks share. Each has `ALL_REDUCES_PER_LAYER`
+            all-reduces.
+    """
 
     gemms: tuple[tuple[int, int, int], ...]
     smallest_layers: tuple[tuple[int, int, int, int], ...]
@@ -64,10 +80,10 @@ class BenchmarkExtent(NamedTuple):
 
 
 def _list_gemm_shapes(*shapes: tuple[int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Those of layers of a width, for so many tokens, and one of a slice."""
-    found = [(m, k, n) for m, h in shapes for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))]
+    """Return the products of layers of shapes (tokens, width), and two of a sharded layer."""
+    gemms = [(m, k, n) for m, h in shapes for k, n in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))]
     m, h = shapes[0]
-    return (*found, (m, h, h // 4), (m, h // 4, h))
+    return (*gemms, (m, h, h // 4), (m, h // 4, h))
 
 
 EXTENTS: Final[dict[str, BenchmarkExtent]] = {
@@ -94,8 +110,14 @@ QUICK: Final = BenchmarkExtent(
 
 
 class BenchmarkResult(NamedTuple):
-    """What a machine reaches; where each number is from, by field; what was measured beside what
-    the Cluster says of it, in lines; and what may be wrong with it."""
+    """The Cluster that was fitted to the measurements of a machine.
+
+    Args:
+        cluster: The speeds and the memory of the machine.
+        notes: By field of the Cluster, the source of its number.
+        table: Lines that compare each measurement with the prediction of the Cluster.
+        warnings: Possible reasons why the measurements are wrong.
+    """
 
     cluster: Cluster
     notes: dict[str, str]
@@ -110,12 +132,18 @@ def measure(
     quick: bool = False,
     progress: bool = False,
 ) -> BenchmarkResult:
-    """Measure this machine with so many processes, by default one for each processor or GPU.
+    """Measure this machine, and fit a Cluster to the measurements.
 
-    It takes about half a minute, and with `quick`, of little use, some seconds.  With `progress`
-    standard error is told what is measured.
+    It takes about half a minute.
 
-    Raises UsageError for a device that is not there, and for fewer than one process.
+    Args:
+        processes: The number of processes. None is one for each processor or GPU.
+        device: The device, "cpu" or "cuda".
+        quick: Measure for a few seconds only. The result has little accuracy.
+        progress: Print each kind of measurement on standard error.
+
+    Raises:
+        UsageError: The device is unknown or missing, or there is less than one process.
     """
     if device not in DEVICES:
         raise UsageError(f"device {device!r} is not known", hint=" or ".join(DEVICES))
@@ -136,17 +164,20 @@ def measure(
 
 
 def count_processors() -> int:
-    """How many this process may use at once: those that it is let to, and as much of their time."""
+    """Return the number of processors that this process may use at once.
+
+    It is the number in the CPU affinity, limited by the CPU quota of the cgroup.
+    """
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return min(own, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no such limit
+    except (OSError, ValueError):  # The cgroup has no limit.
         return own
 
 
 def _compute_slowdown(processes: int, processor_count: int | None) -> float:
-    """How much longer a process takes while all compute."""
+    """Return the factor by which a process takes longer if all processes compute."""
     return 1.0 if processor_count is None else max(1.0, processes / processor_count)
 
 
@@ -158,7 +189,18 @@ def _count_devices(device: str) -> int:
 
 
 class MeasuredSamples(NamedTuple):
-    """What one process saw: seconds by round of each piece; bytes; its share of a processor."""
+    """The measurements of one process.
+
+    Args:
+        gemms: Seconds of each product, in each round.
+        smallest_layers: Seconds of each of the smallest layers, in each round.
+        layers: Seconds of each layer, in each round.
+        copy_seconds: Seconds of the copy, in each round.
+        all_reduces: The processes of the group, the bytes, and the seconds in each round. There are
+            no seconds if this process was in no group.
+        memory_bytes: Bytes of memory of the process.
+        processor_share: Processor time per wall time during the products.
+    """
 
     gemms: list[list[float]]
     smallest_layers: list[list[float]]
@@ -176,7 +218,7 @@ def _print_progress(line: str) -> None:
 def _measure_process(
     rank: int, device: str, extent: BenchmarkExtent, seconds: float, progress: bool
 ) -> MeasuredSamples:
-    """Measure as one process of several."""
+    """Measure as one of several processes."""
     say = _print_progress if progress and rank == 0 else lambda line: None
     say(f"{len(extent.gemms)} products, and a copy")
     watch = _Stopwatch(device, seconds)
@@ -204,7 +246,7 @@ def _measure_process(
 
 
 class _Stopwatch:
-    """Tells how long something takes: again and again for some time, in several rounds."""
+    """A stopwatch that runs a function repeatedly for some seconds, in several rounds."""
 
     ROUNDS = 5
 
@@ -213,23 +255,26 @@ class _Stopwatch:
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
     def time_rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
-        """Seconds that `run_processes` takes, of each round, while all processes do the same."""
+        """Return the seconds per run in each round; with `wall`, wall time on processors, too.
+
+        All processes must call this, and run the same.
+        """
         wall = wall or self.device == "cuda"
         return [one[not wall] for one in self.time_wall_and_processor(run)]
 
     def time_wall_and_processor(self, run: Callable[[], object]) -> list[tuple[float, float]]:
-        """The same of the wall, and of this thread on its processor."""
+        """Return the seconds of wall time and of thread processor time per run, in each round."""
         for _ in range(3):
             run()
         self._synchronize()
         began = time.perf_counter()
         run()
         self._synchronize()
-        # All do it as often, for they may do it together.
-        often = torch.tensor(self.round_seconds / max(time.perf_counter() - began, 1e-7))
-        dist.all_reduce(often, dist.ReduceOp.MIN)
-        times = min(max(int(often), 1), 10_000)
-        found = []
+        # All processes run it equally often, because it may contain collectives.
+        run_count = torch.tensor(self.round_seconds / max(time.perf_counter() - began, 1e-7))
+        dist.all_reduce(run_count, dist.ReduceOp.MIN)
+        times = min(max(int(run_count), 1), 10_000)
+        rounds = []
         for _ in range(self.ROUNDS):
             dist.barrier()
             began, worked = time.perf_counter(), time.thread_time()
@@ -237,8 +282,8 @@ class _Stopwatch:
                 run()
             self._synchronize()
             worked = time.thread_time() - worked
-            found.append(((time.perf_counter() - began) / times, worked / times))
-        return found
+            rounds.append(((time.perf_counter() - began) / times, worked / times))
+        return rounds
 
     def _synchronize(self) -> None:
         if self.device == "cuda":
@@ -246,7 +291,7 @@ class _Stopwatch:
 
 
 def _make_gemm(m: int, k: int, n: int, tensor_options: Any) -> Callable[[], object]:
-    """A product with a weight, and the two of its backward."""
+    """Return a function that runs a product with a weight, and the two products of its backward."""
     x, w, dy = (torch.randn(*shape, **tensor_options) for shape in ((m, k), (n, k), (m, n)))
 
     def run() -> object:
@@ -258,8 +303,11 @@ def _make_gemm(m: int, k: int, n: int, tensor_options: Any) -> Callable[[], obje
 def _make_layer_step(
     hidden: int, heads: int, sequence: int, size: int, tensor_options: Any, group: Any = None
 ) -> Callable[[], object]:
-    """A layer of the trainer's GPT, or a slice of it, forward and backward, as a step runs it again
-    and again."""
+    """Return a function that runs a layer of the trainer's GPT forward and backward.
+
+    With a `group`, the layer is this rank's shard. The gradients are allocated once, as in a
+    training step.
+    """
     config = GPTConfig(vocab=2, layers=1, hidden=hidden, heads=heads, context=sequence)
     block = gpt.Layer(config, 0, group, tensor_options)
     for p in block.parameters():
@@ -279,18 +327,24 @@ def _make_layer_step(
 def _measure_all_reduces(
     extent: BenchmarkExtent, watch: _Stopwatch, tensor_options: Any, slowdown: float
 ) -> Iterator[tuple[int, int, list[float]]]:
-    """All-reduces over pairs, all at once, and over all processes: by themselves, and those of
-    sliced layers, where others compute meanwhile.
+    """Measure all-reduces over pairs of processes, and over all processes.
 
-    In a layer they take what its thread does not compute, which is `slowdown` while all do.
+    All groups of a size run at the same time. The all-reduces run first without compute, and then
+    inside sharded layers. In a layer, their time is the wall time minus `slowdown` times the
+    processor time of the thread.
+
+    Yields:
+        The processes of the group, the bytes, and the seconds in each round. There are no seconds
+        if this process was in no group.
     """
     world = dist.get_world_size()
     backend = "gloo" if watch.device == "cpu" else "nccl"
     for size in sorted({2, world}):
-        every = [range(k, k + size) for k in range(0, world - size + 1, size)]
-        groups = [dist.new_group([*ranks], backend=backend) for ranks in every]
-        here = dist.get_rank() // size
-        group = groups[here] if here < len(groups) else None  # of an odd one
+        group_ranks = [range(k, k + size) for k in range(0, world - size + 1, size)]
+        groups = [dist.new_group([*ranks], backend=backend) for ranks in group_ranks]
+        group_number = dist.get_rank() // size
+        # If `size` does not divide the processes, the last ones are in no group.
+        group = groups[group_number] if group_number < len(groups) else None
         for number in extent.all_reduce_bytes:
             x = torch.zeros(number // 4, device=watch.device)
             found = watch.time_rounds(partial(_all_reduce, x, group), wall=True)
@@ -319,20 +373,20 @@ def _all_reduce(x: Tensor, group: Any) -> None:
 
 
 def _do_nothing() -> None:
-    """What a process does that is left over."""
+    """Take the place of a measurement in a process that is in no group."""
 
 
 def _get_memory_bytes(device: str) -> float:
-    """Bytes of a process: of its GPU, or of the machine."""
+    """Return the bytes of a process's GPU, or its share of the memory of the machine."""
     if device == "cuda":
         return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no such limit
-        whole = min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return whole / dist.get_world_size()
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # The cgroup has no limit.
+        machine_bytes = min(machine_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return machine_bytes / dist.get_world_size()
 
 
-# ---------------------------------------------------------------- all of them
+# ---------------------------------------------------------------- all processes
 
 
 def _combine_samples(
@@ -342,7 +396,7 @@ def _combine_samples(
     device: str,
     extent: BenchmarkExtent,
 ) -> BenchmarkResult:
-    """What all processes saw, as one machine."""
+    """Combine the samples of all processes, and fit a Cluster to them."""
     slower = _compute_slowdown(processes, processor_count)
 
     def middle(name: str, k: int) -> float:
@@ -413,7 +467,7 @@ def _format_milliseconds(seconds: float) -> str:
 def _find_warnings(
     samples: list[MeasuredSamples], processes: int, processor_count: int | None
 ) -> Iterator[str]:
-    """What may be wrong with it."""
+    """Yield possible reasons why the measurements are wrong."""
     if processor_count is not None:
         had, could = sum(one.processor_share for one in samples), min(processes, processor_count)
         if had < (1 - BUSY_THRESHOLD) * could:

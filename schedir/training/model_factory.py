@@ -1,6 +1,6 @@
 """Build the modules of each kind of model that `schedir train` trains.
 
-Each row belongs to the kind of the same name in `training/config/model_kinds.py`.
+Each entry belongs to the kind of the same name in `training/config/model_kinds.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,27 @@ from schedir.training.config.model_kinds import ModelConfig, get_model_kind
 
 
 class ModelModule(Protocol):
-    """The Python module of a kind of model.
-
-    `build_stage` makes this rank's shard of a stage.  `loss` computes the loss from the output of
-    the last stage.  `count_tokens` returns the number of targets that count in the loss.
-    """
+    """The Python module of a kind of model."""
 
     @property
-    def build_stage(self) -> Callable[..., nn.Module]: ...
+    def build_stage(self) -> Callable[..., nn.Module]:
+        """Return the function that builds this rank's shard of a stage."""
 
-    def loss(self, output: Any, targets: Tensor, /, tp: ProcessGroup | None) -> Tensor: ...
+    def loss(self, output: Any, targets: Tensor, /, tp: ProcessGroup | None) -> Tensor:
+        """Return the loss, from the output of the last stage.
 
-    def count_tokens(self, targets: Tensor) -> int: ...
+        Args:
+            output: The output of the last stage.
+            targets: The targets, int64 (samples, context).
+            tp: The tensor-parallel group. None without tensor parallelism.
+        """
+
+    def count_tokens(self, targets: Tensor) -> int:
+        """Return the number of targets that the loss includes.
+
+        Args:
+            targets: The targets, int64 (samples, context).
+        """
 
 
 class TrainedModel(NamedTuple):
@@ -35,11 +44,11 @@ class TrainedModel(NamedTuple):
 
     Args:
         module: Its Python module.
-        split_stage: Cuts a stage into its pieces, for kinds that have them.
-        make_boundaries: Returns the boundaries between stages of these numbers of pieces, from the
-        boundary
-            between stages that are not cut, the number of frozen stages, and the number of ranks
-            that share the tokens.
+        split_stage: Splits a stage into its segments. None if the kind has no segments.
+        make_boundaries: Returns the boundaries between segments, by program stage. Its arguments
+            are the segments of each stage, the boundary between unsegmented stages, the number of
+            frozen stages, and the number of ranks that share the tokens. None if the kind has no
+            segments.
     """
 
     module: ModelModule
@@ -54,5 +63,9 @@ MODELS: Final = {
 
 
 def get_trained_model(config: ModelConfig) -> TrainedModel:
-    """Return the kind of model to which a configuration belongs."""
+    """Return the kind of model to which a configuration belongs.
+
+    Args:
+        config: The section [model] of a configuration.
+    """
     return MODELS[get_model_kind(config)]

@@ -13,14 +13,25 @@ from schedir.training.config.train_config import TrainConfig
 def build_optimizer(
     parameters: list[torch.nn.Parameter], train: TrainConfig
 ) -> MainOptimizer | torch.optim.Optimizer:
-    """AdamW, and of parameters in 16 bits that of float32 copies."""
+    """Return AdamW for the parameters of a rank.
+
+    Args:
+        parameters: The parameters of all stages of the rank.
+        train: The section [train] of the configuration.
+
+    Returns:
+        AdamW. If `train.precision` is a 16-bit type, a `MainOptimizer` that runs AdamW on float32
+        main parameters.
+    """
     make = partial(_build_adamw, train=train)
-    whole = train.precision == "float32" or not any(p.requires_grad for p in parameters)
-    return make(parameters) if whole else MainOptimizer(parameters, make)
+    needs_no_main_parameters = train.precision == "float32" or not any(
+        p.requires_grad for p in parameters
+    )
+    return make(parameters) if needs_no_main_parameters else MainOptimizer(parameters, make)
 
 
 def _build_adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW; only matrices decay."""
+    """Return AdamW with weight decay for matrices only."""
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -29,6 +40,6 @@ def _build_adamw(parameters: list[torch.nn.Parameter], train: TrainConfig) -> to
         [g for g in groups if g["params"]],
         lr=train.lr,
         betas=train.betas,
-        # A fused one skips without the host.
+        # A fused optimizer can skip an update without the host.
         fused=train.device == "cuda" or train.precision == "float16" or None,
     )

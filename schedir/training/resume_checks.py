@@ -1,8 +1,8 @@
-"""Check which checkpoints a run may resume from.  Needs no torch.
+"""Check which checkpoints a run may resume from. Needs no torch.
 
-A run has a name of its own, drawn when it begins.  A file `run.json` says it, and all settings, in
-the folder of checkpoints, and in that of results beside them; so does the state of each checkpoint.
-What is found under the name of a run is that run's, and it may go on there.
+A run gets a random name when it begins. If it writes checkpoints, a file `run.json` with this name
+and all settings is in the checkpoint directory and in the output directory. Each checkpoint
+contains both, too. A run may continue in a directory whose `run.json` has the name of the run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from schedir.training.config.model_kinds import get_model_kind
 from schedir.training.config.run_config import Config
 
 RUN_FILE: Final = "run.json"
-DATA_FACT: Final = "the data"  # beside the settings, of a Corpus: how much, and its digest
-# What a run does not go on with when it has changed, and of other sections what it does not tell.
+# The name, among the settings of a run, of the size and the digest of its data.
+DATA_FACT: Final = "the data"
+# Prefixes of settings. A run cannot resume if one of these settings has changed.
 _FIXED_SETTINGS: Final = ("model.", "data.", DATA_FACT, "train.precision")
-_TOKENIZER_SETTING: Final = "data.tokenizer"  # or a name
+_TOKENIZER_SETTING: Final = "data.tokenizer"  # A path, or "bytes".
+# Exceptions from `_FIXED_SETTINGS`: the digest in DATA_FACT covers the data.
 _CHANGEABLE_SETTINGS: Final = ("data.source", "data.validation", "data.microbatch_size")
+# Prefixes of settings. A resumed run does not print their changes.
 _UNREPORTED_SETTINGS: Final = ("output.", "data.source", "data.validation", "train.checkpoint_dir",
                   "train.checkpoint_every",
                   "train.checkpoint_keep", "train.resume", "train.shutdown_grace",
@@ -38,8 +41,13 @@ _UNREPORTED_SETTINGS: Final = ("output.", "data.source", "data.validation", "tra
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """A run: its name, "" where nobody has given one, its settings in words, and the step of its
-    newest checkpoint, 0 where there is none."""
+    """The name, the settings and the newest checkpoint of a run.
+
+    Args:
+        name: The random name. "" if the checkpoint has no name.
+        settings: The settings as text, by "section.name", and the facts of the data.
+        step: The step of the newest checkpoint, 0 if there is none.
+    """
 
     name: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -47,10 +55,14 @@ class RunIdentity:
 
     @staticmethod
     def from_config(config: Config, data: Mapping[str, str]) -> RunIdentity:
-        """The run that a configuration goes on with, or a new one; `data` are the facts of its
-        Corpus.
+        """Return the run that a configuration resumes, or a new run.
 
-        Raises UsageError for data that are not those of the run.
+        Args:
+            config: The configuration of the run.
+            data: The facts of its `Corpus`.
+
+        Raises:
+            UsageError: The data or a fixed setting differs from that of the run.
         """
         settings = config.setting_texts | dict(data)
         before = find_resumed_run(config)
@@ -61,21 +73,33 @@ class RunIdentity:
 
     @property
     def extra_state(self) -> dict[str, Any]:
-        """What each of its checkpoints says of it."""
+        """Return the name and the settings, as each checkpoint stores them."""
         return {"run": self.name, "settings": dict(self.settings)}
 
     def describe_changes(self, extra_state: Mapping[str, Any]) -> str:
-        """What is told to be another than a checkpoint says: "" where nothing is."""
-        had = _parse_settings(extra_state)
-        said = [
-            f"{name} {had[name]} to {value}"
+        """Return a text with the settings that differ from those in a checkpoint.
+
+        Args:
+            extra_state: The `extra_state` that the checkpoint contains.
+
+        Returns:
+            The changes, separated by commas. "" if there are none.
+        """
+        previous_settings = _parse_settings(extra_state)
+        changes = [
+            f"{name} {previous_settings[name]} to {value}"
             for name, value in self.settings.items()
-            if had.get(name, value) != value and not name.startswith(_UNREPORTED_SETTINGS)
+            if previous_settings.get(name, value) != value
+            and not name.startswith(_UNREPORTED_SETTINGS)
         ]
-        return ", ".join(said)
+        return ", ".join(changes)
 
     def write(self, directory: str | Path) -> None:
-        """Say in a folder whose it is."""
+        """Write `run.json` into a directory, so that the directory belongs to this run.
+
+        Args:
+            directory: The checkpoint directory or the output directory.
+        """
         with atomic_write(Path(directory, RUN_FILE)) as temporary, temporary.open("w") as file:
             json.dump(self.extra_state, file, indent=1)
             file.write("\n")
@@ -83,17 +107,33 @@ class RunIdentity:
             os.fsync(file.fileno())
 
     def owns_directory(self, directory: str | Path) -> bool:
-        """Whether a folder says that it is this run's."""
+        """Return whether a directory belongs to this run.
+
+        Args:
+            directory: The checkpoint directory or the output directory.
+        """
         return bool(self.name) and read_run_name(directory) == self.name
 
 
 def read_run_name(directory: str | Path) -> str:
-    """The name of the run whose a folder is, "" where it says none."""
+    """Return the name of the run to which a directory belongs, "" if there is none.
+
+    Args:
+        directory: The checkpoint directory or the output directory.
+    """
     return str(_read_run_file(Path(directory, RUN_FILE)).get("run", ""))
 
 
 def find_resumed_run(config: Config) -> RunIdentity | None:
-    """The run whose the folder of checkpoints is, if the configuration goes on with it."""
+    """Return the run that a configuration resumes.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        The run of the newest readable checkpoint, or of `run.json` if there is no checkpoint. None
+        for a new run.
+    """
     folder = config.train.checkpoint_dir
     if folder is None or config.train.resume == "no":
         return None
@@ -101,16 +141,22 @@ def find_resumed_run(config: Config) -> RunIdentity | None:
         try:
             state = CheckpointDirectory(folder).load_manifest(step).state["extra"]
         except (SchedirError, OSError, ValueError, LookupError, TypeError):
-            continue  # it is not whole: whoever loads one says so
+            continue  # The checkpoint is incomplete. `load` reports this.
         return RunIdentity(str(state.get("run", "")), _parse_settings(state), step)
     state = _read_run_file(Path(folder, RUN_FILE))
     return RunIdentity(str(state["run"]), _parse_settings(state)) if "run" in state else None
 
 
 def require_resumable(config: Config) -> None:
-    """Refuse a folder of checkpoints that is not as `train.resume` wants it, or another model's.
+    """Check the checkpoint directory against `train.resume` and the settings of its run.
 
-    Raises UsageError.
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        UsageError: `train.resume` is "must" and there is no checkpoint; or it is "no", there are
+            checkpoints, and `output.overwrite` is false; or a fixed setting differs from that of
+            the run.
     """
     folder, resume = config.train.checkpoint_dir, config.train.resume
     if folder is None:
@@ -137,12 +183,12 @@ def require_resumable(config: Config) -> None:
 def _require_same_settings(
     config: Config, previous_run: RunIdentity, settings: Mapping[str, str]
 ) -> None:
-    # A setting that an older version did not have was what it is unless it is said.
-    unsaid = Config(model=type(config.model)()).setting_texts | {
+    # If an older version did not have a setting, the run used today's default.
+    default_settings = Config(model=type(config.model)()).setting_texts | {
         "model.kind": get_model_kind(GPTConfig())
     }
     for name, value in settings.items():
-        had = previous_run.settings.get(name, unsaid.get(name, value))
+        had = previous_run.settings.get(name, default_settings.get(name, value))
         if had == value or name in _CHANGEABLE_SETTINGS or not name.startswith(_FIXED_SETTINGS):
             continue
         data = previous_run.settings.get(DATA_FACT)
@@ -151,7 +197,7 @@ def _require_same_settings(
             and "bytes" not in {had, value}
             and data == settings.get(DATA_FACT, data)
         ):
-            continue  # a file that has moved: it gives the same tokens
+            continue  # The file has moved. Its tokens are the same.
         what = f"the checkpoint of step {previous_run.step}" if previous_run.step else "the run"
         raise UsageError(
             f"{what} in {config.train.checkpoint_dir} has {name} {had}, and not {value}",
@@ -163,20 +209,20 @@ def _require_same_settings(
 
 
 def _parse_settings(state: Mapping[str, Any]) -> dict[str, str]:
-    said = state.get("settings")
+    """Return the settings of a checkpoint by their present names."""
+    stored_settings = state.get("settings")
     settings = {}
-    for name, value in said.items() if isinstance(said, dict) else ():
-        current = RENAMED_SETTINGS.get(
-            str(name), str(name)
-        )  # a checkpoint may be older than the names
+    for name, value in stored_settings.items() if isinstance(stored_settings, dict) else ():
+        # The checkpoint may be older than the present names.
+        current = RENAMED_SETTINGS.get(str(name), str(name))
         settings[current] = get_current_value(current.rpartition(".")[2], str(value))
     return settings
 
 
 def _read_run_file(path: Path) -> dict[str, Any]:
-    """What a `run.json` says; nothing of one that is none."""
+    """Return the contents of a `run.json`, {} if it is missing or invalid."""
     try:
-        said = json.loads(path.read_text())
+        contents = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return contents if isinstance(contents, dict) else {}
