@@ -23,7 +23,7 @@ class ModelModule(Protocol):
         """Return the function that builds this rank's shard of a stage."""
 
     def loss(self, output: Any, targets: Tensor, /, tp: ProcessGroup | None) -> Tensor:
-        """Return the loss, from the output of the last stage.
+        """Return the sum of the losses of all targets, from the output of the last stage.
 
         Args:
             output: The output of the last stage.

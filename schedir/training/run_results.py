@@ -1,7 +1,7 @@
 """Write the output files of a run.
 
-What is there belongs to the losses beside it: of an earlier run nothing is left once a new one has
-begun its own, and what is written has another name until it is whole.
+All results in an output directory belong to the `loss.csv` there. A new run removes the results of
+an earlier run before it writes its own. Each file has a temporary name until it is complete.
 """
 
 from __future__ import annotations
@@ -47,12 +47,17 @@ EVALUATIONS_HEADER: Final = "step,loss,perplexity,tokens\n"
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run leaves: its last loss and speed, and its last step, measured and predicted.
+    """The results of a run: its last loss, its speed, and its last step.
 
-    The prediction is from the mean times that the step measured.  There are no `timelines` where
-    nothing was recorded.  `predicted_memory` is the most that each rank holds, in bytes, as
-    predicted from what the stages keep of one microbatch, and `counted_memory` as counted in the
-    second step, if it was.
+    Args:
+        program: The program that was trained.
+        loss: The mean loss per token of the last step, in nats.
+        tokens_per_second: The mean speed of all steps but the first.
+        predicted_memory: The predicted peak of each rank, in bytes.
+        counted_memory: The peak of each rank in the second step, in bytes. Empty if it was not
+            counted.
+        timelines: The measured timeline of the last step, and a prediction from its mean times.
+            None if nothing was recorded.
     """
 
     program: Program
@@ -64,73 +69,99 @@ class RunResult:
 
 
 class LossLog:
-    """The losses of a run, a line per step, in a file that is there from `begin` on."""
+    """The file `loss.csv`, with a line for each step. It exists after `begin`.
+
+    Args:
+        config: The configuration of the run.
+        run: The name and the settings of the run.
+    """
 
     def __init__(self, config: Config, run: RunIdentity) -> None:
         self.config, self.output, self.run = config, config.output, run
         self.file: TextIO | None = None
 
     def begin(self, start_step: int = 0) -> None:
-        """Begin the results of this run, or go on with them after `start_step` steps, to be called
-        when a step is certain: those of an earlier run, which `claim_directories` has allowed to
-        replace, are gone then, and so are this one's own of later steps."""
+        """Create the result files of this run, or continue them.
+
+        This removes the results of an earlier run, which `claim_directories` has allowed, and this
+        run's own lines of later steps. A new run removes all checkpoints in its checkpoint
+        directory, too. Call this when it is certain that a step follows.
+
+        Args:
+            start_step: The number of complete steps. 0 begins a new run.
+
+        Raises:
+            UsageError: `loss.csv` of this run ends before `start_step`.
+        """
         path, folder = Path(self.output.dir, LOSSES_FILE), self.config.train.checkpoint_dir
-        goes_on = start_step > 0 and self.run.owns_directory(self.output.dir)
-        kept = read_loss_lines(path, start_step) if goes_on else []
-        looks = Path(self.output.dir, EVALUATIONS_FILE)
-        seen = _read_lines_until(looks, start_step) if goes_on else []
+        is_resumed = start_step > 0 and self.run.owns_directory(self.output.dir)
+        loss_lines = read_loss_lines(path, start_step) if is_resumed else []
+        evaluations_path = Path(self.output.dir, EVALUATIONS_FILE)
+        evaluation_lines = _read_lines_until(evaluations_path, start_step) if is_resumed else []
         if folder is not None:
             if not start_step:
                 CheckpointDirectory(folder).remove_all()
             self.run.write(folder)
         runs = [Path(f, RUN_FILE) for f in (self.output.dir, folder) if f is not None]
         for file in (*_list_result_files(self.output), *runs):
-            for part in file.parent.glob(f".{file.name}.*"):  # of a run that ended while writing it
+            # If a run ended while it wrote a file, a temporary file remains.
+            for part in file.parent.glob(f".{file.name}.*"):
                 part.unlink(missing_ok=True)
         for old in _list_result_files(self.output):
-            if old != path and not (old == looks and seen):
+            if old != path and not (old == evaluations_path and evaluation_lines):
                 old.unlink(missing_ok=True)
-        if seen:
-            with atomic_write(looks) as temporary:
-                temporary.write_text("".join([EVALUATIONS_HEADER, *seen]))
+        if evaluation_lines:
+            with atomic_write(evaluations_path) as temporary:
+                temporary.write_text("".join([EVALUATIONS_HEADER, *evaluation_lines]))
         if folder is not None:
             self.run.write(self.output.dir)
         else:
             Path(self.output.dir, RUN_FILE).unlink(missing_ok=True)
         with atomic_write(path) as temporary:
             self.file = temporary.open("w")
-            self.file.writelines([LOSSES_HEADER, *kept])
+            self.file.writelines([LOSSES_HEADER, *loss_lines])
             self.file.flush()
 
     def sync_to_disk(self) -> None:
-        """Return when what has been written outlives the machine."""
+        """Flush the file to the disk, so that its lines survive a crash of the machine."""
         if self.file is not None:
             os.fsync(self.file.fileno())
 
     @property
     def is_finished(self) -> bool:
-        """Whether an earlier start of this run has left its summary."""
+        """Return whether an earlier start of this run has written its summary."""
         folder = self.output.dir
         return self.run.owns_directory(folder) and Path(folder, SUMMARY_FILE).exists()
 
     def read_last_loss(self) -> float:
-        """The loss of the last step that an earlier start of this run has written; NaN if none."""
+        """Return the last loss that an earlier start of this run wrote, NaN if there is none."""
         path = Path(self.output.dir, LOSSES_FILE)
         rows = path.read_text().splitlines()[1:] if self.run.owns_directory(self.output.dir) else []
         return float(rows[-1].split(",")[1]) if rows else math.nan
 
     def write(self, lines: str) -> None:
-        """Add lines, which are in the file when this returns."""
+        """Append lines to the file, and flush them to the operating system.
+
+        Args:
+            lines: Lines with their line ends.
+
+        Raises:
+            OSError: The file cannot be written. The error contains its path.
+        """
         if self.file is not None:
             try:
                 self.file.write(lines)
                 self.file.flush()
-            except OSError as error:  # which does not say of which file
+            except OSError as error:  # The error of a flush has no path.
                 path = str(Path(self.output.dir, LOSSES_FILE))
                 raise OSError(error.errno, error.strerror, path) from None
 
     def write_evaluation(self, line: str) -> None:
-        """Add a line to the losses of what is held out, whose file the first one makes."""
+        """Append a line to `evaluation.csv`. The first call creates the file.
+
+        Args:
+            line: A line with its line end.
+        """
         path = Path(self.output.dir, EVALUATIONS_FILE)
         if path.exists():
             with path.open("a") as file:
@@ -140,16 +171,24 @@ class LossLog:
             temporary.write_text(EVALUATIONS_HEADER + line)
 
     def close(self) -> None:
-        """Close the file of losses."""
+        """Close the file."""
         if self.file is not None:
-            with suppress(OSError):  # the write that failed has already raised it
+            with suppress(OSError):  # `write` has already raised the error.
                 self.file.close()
 
 
 def read_loss_lines(path: Path, step: int) -> list[str]:
-    """The lines of a file of losses up to a step, which may begin after it.
+    """Return the lines of a `loss.csv` up to a step.
 
-    Raises UsageError for one that ends before.
+    Args:
+        path: The file. It may be missing, or may begin after the step.
+        step: The last step to return, from 1.
+
+    Returns:
+        The lines without the header.
+
+    Raises:
+        UsageError: The file has steps up to this one, but not this one.
     """
     kept = _read_lines_until(path, step)
     if kept and (had := kept[-1].partition(",")[0]) != str(step):
@@ -162,32 +201,39 @@ def read_loss_lines(path: Path, step: int) -> list[str]:
 
 
 def _read_lines_until(path: Path, step: int) -> list[str]:
-    """The lines of a file, behind its first, up to a step; the last one may have been cut off."""
-    found: list[str] = []
+    """Return the complete lines of a file up to a step, without the header."""
+    lines: list[str] = []
     with suppress(FileNotFoundError):
-        found = path.read_text().splitlines(keepends=True)[1:]
-    rows = [row for row in found if row.endswith("\n")]
+        lines = path.read_text().splitlines(keepends=True)[1:]
+    rows = [row for row in lines if row.endswith("\n")]
     return [row for row in rows if int(row.partition(",")[0]) <= step]
 
 
 @contextmanager
 def claim_directories(config: Config) -> Iterator[None]:
-    """Within this, the folders of a run are its own; they are made if they are not there.
+    """Lock the directories of a run while the context is active, and create them if needed.
 
-    Raises UsageError if they cannot be written, if another run that is under way has claimed one,
-    for checkpoints that it cannot go on from, and for results of an earlier run, unless they are to
-    be replaced.  Nothing is removed here.
+    Nothing is removed here.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        UsageError: A directory cannot be written, or another run uses it; the run cannot resume
+            from the checkpoints; or there are results of an earlier run, and `output.overwrite` is
+            false.
     """
     output = config.output
     with ExitStack() as locks:
-        own: list[os.stat_result] = []
+        locked: list[os.stat_result] = []
         for name in _DIRECTORY_KINDS:
             section, _, setting = name.partition(".")
             if (folder := getattr(getattr(config, section), setting)) is None:
                 continue
             make_directory(folder, name)
-            if not any(os.path.samestat(os.stat(folder), one) for one in own):  # however it is told
-                own.append(os.stat(folder))
+            # Two settings may name the same directory by different paths.
+            if not any(os.path.samestat(os.stat(folder), one) for one in locked):
+                locked.append(os.stat(folder))
                 locks.enter_context(_lock_directory(folder, name))
         require_resumable(config)
         before = find_resumed_run(config)
@@ -211,8 +257,15 @@ def claim_directories(config: Config) -> Iterator[None]:
 
 
 def make_directory(directory: str, setting: str = "output.dir") -> None:
-    """Make a folder for results, or what the setting of a name says.  Raises UsageError if nothing
-    can be written there."""
+    """Create a directory, and check that files can be written there.
+
+    Args:
+        directory: The path.
+        setting: The setting that gives the path, for errors.
+
+    Raises:
+        UsageError: The directory cannot be created, or nothing can be written there.
+    """
     try:
         require_path(directory).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -233,7 +286,7 @@ _DIRECTORY_KINDS: Final = {
 
 
 def _list_result_files(output: OutputConfig) -> list[Path]:
-    """What a run writes, or another may have written in its place."""
+    """Return the paths of all results that this run or an earlier one may write."""
     own = [Path(output.dir, name) for name in (*RESULT_FILES, EVALUATIONS_FILE, TRACE_FILE)]
     return (
         own if output.trace is None else list(dict.fromkeys([*own, Path(output.trace, TRACE_FILE)]))
@@ -241,7 +294,7 @@ def _list_result_files(output: OutputConfig) -> list[Path]:
 
 
 def _has_content(path: Path) -> bool:
-    """Whether a result says anything; losses may be of a run that never made a step."""
+    """Return whether a result file has content. A `loss.csv` with only a header has none."""
     if not path.exists():
         return False
     if path.name != LOSSES_FILE:
@@ -252,7 +305,7 @@ def _has_content(path: Path) -> bool:
 
 @contextmanager
 def _lock_directory(directory: str, setting: str) -> Iterator[None]:
-    """Within this, no other process can lock the folder that a setting of this name gives."""
+    """Lock a directory against other processes while the context is active."""
     lock = DirectoryLock(Path(directory, LOCK_FILE))
     try:
         if why := lock.acquire():
@@ -280,9 +333,14 @@ def _lock_directory(directory: str, setting: str) -> Iterator[None]:
 
 
 def save_results(result: RunResult, output: OutputConfig) -> None:
-    """The picture and the trace of a run that was recorded, and the summary.
+    """Write the summary of a run, and if it was recorded, its picture and its timeline.
 
-    Raises what keeps one of them from being written, when the others are.
+    Args:
+        result: The results of the run.
+        output: The section [output] of the configuration.
+
+    Raises:
+        Exception: The picture or the timeline cannot be written. The other files are written first.
     """
     facts: dict[str, Any] = {
         "program": result.program.name,
@@ -293,7 +351,7 @@ def save_results(result: RunResult, output: OutputConfig) -> None:
     }
     if result.counted_memory:
         facts["memory"]["counted"] = result.counted_memory
-    wrote, failed = [LOSSES_FILE], list[Exception]()
+    written_names, errors = [LOSSES_FILE], list[Exception]()
     if result.timelines is not None:
         measured, predicted = result.timelines
         facts["bubble"] = {
@@ -308,19 +366,21 @@ def save_results(result: RunResult, output: OutputConfig) -> None:
             from schedir.viz import save as save_picture
 
             save_picture(compare([predicted, measured]), Path(output.dir, PICTURE_FILE))
-            wrote.append(PICTURE_FILE)
+            written_names.append(PICTURE_FILE)
         except Exception as error:
-            failed.append(error)
+            errors.append(error)
         if output.trace is not None:
             path = Path(output.trace, TRACE_FILE)
             try:
                 save_timeline(measured, path)
                 print(f"wrote {path}")
             except Exception as error:
-                failed.append(error)
+                errors.append(error)
     with atomic_write(Path(output.dir, SUMMARY_FILE)) as temporary:
         temporary.write_text(format_json(facts))
-    wrote.insert(1, SUMMARY_FILE)
-    print(f"wrote {', '.join(wrote[:-1])} and {wrote[-1]} to {output.dir}", flush=True)
-    if failed:
-        raise failed[0]
+    written_names.insert(1, SUMMARY_FILE)
+    print(
+        f"wrote {', '.join(written_names[:-1])} and {written_names[-1]} to {output.dir}", flush=True
+    )
+    if errors:
+        raise errors[0]

@@ -1,4 +1,4 @@
-"""Build the modules of a rank's stages, or of their segments."""
+"""Build the modules of a rank's stages, or of the segments of these stages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,20 @@ StageBoundaries = Boundary | dict[int, tuple[Boundary, ...]]
 
 
 class ProgramStages:
-    """The stages of a program, of a configuration's model: what passes between them, of
-    microbatches of `microbatch_size` samples, and the most bytes of a message."""
+    """The stages of a configuration's model in a program.
+
+    Args:
+        config: The configuration of the run.
+        program: The program that trains.
+
+    Attributes:
+        model: The kind of model.
+        microbatch_size: Samples of a microbatch of the program.
+        dtype: The type of the weights and of the boundary.
+        boundary: The boundary between two stages. If stages are segmented, the boundaries by
+            program stage.
+        message_bytes: The size of the largest message, in bytes.
+    """
 
     def __init__(self, config: Config, program: Program) -> None:
         self.config, self.program, self.segmentation = config, program, config.segmentation
@@ -29,7 +41,7 @@ class ProgramStages:
         shared = program.tp if program.sequence_parallel else 1
         shape = (self.microbatch_size, config.model.context // shared, config.model.hidden)
         self.boundary: StageBoundaries = Boundary(shape, self.dtype)
-        # Each tensor-parallel rank sends its slice.
+        # Each tensor-parallel rank sends its share of a boundary.
         self.message_bytes = (
             BoundaryTensors.from_boundary(self.boundary).nbytes * shared // program.tp
         )
@@ -42,32 +54,40 @@ class ProgramStages:
 
     @property
     def is_segmented(self) -> bool:
+        """Return whether any stage has more than one segment."""
         return max(self.segmentation.segments_per_stage) > 1
 
     def build_stages(
         self, rank: int, tp: ProcessGroup | None, device: torch.device
     ) -> dict[int, nn.Module]:
-        """By number in the program, the stages of a rank, its shard of each."""
-        found: dict[int, nn.Module] = {}
-        division, own = (
+        """Return this rank's shard of each of its stages, by program stage.
+
+        Frozen stages get no gradients. If stages are segmented, a segment is a program stage.
+
+        Args:
+            rank: The pipeline rank.
+            tp: The tensor-parallel group. None without tensor parallelism.
+            device: The device of the parameters.
+        """
+        modules: dict[int, nn.Module] = {}
+        division, local_stages = (
             self.segmentation.layers_per_stage,
             {*self.program.shape.stages_on_rank[rank]},
         )
-        more = {"sequence_parallel": True} if self.program.sequence_parallel else {}
+        options = {"sequence": True} if self.program.sequence_parallel else {}
         for stage, first in enumerate(self.segmentation.first_segments[:-1]):
-            if first not in own:
+            if first not in local_stages:
                 continue
-            whole = self.model.module.build_stage(
-                self.config.model, stage, len(division), tp=tp, layers_per_stage=division,
-                device=device,
-                dtype=self.dtype, **more,
+            complete_stage = self.model.module.build_stage(
+                self.config.model, stage, len(division), tp=tp, division=division, device=device,
+                dtype=self.dtype, **options,
             )  # fmt: skip
-            each = [whole]
+            segments = [complete_stage]
             if self.segmentation.segments_per_stage[stage] > 1:
                 assert self.model.split_stage is not None
-                each = self.model.split_stage(whole)
-            found.update(enumerate(each, first))
-        for number, module in found.items():
+                segments = self.model.split_stage(complete_stage)
+            modules.update(enumerate(segments, first))
+        for number, module in modules.items():
             use_float32_gradients(module)
             module.requires_grad_(number >= self.program.frozen_stages)
-        return found
+        return modules

@@ -1,8 +1,8 @@
 """Issue steps to the device, and read their losses one step later.
 
-A step that is not finite may end the run, and the host has issued the next one before it knows.
-The device holds that one by itself: it makes no update, so weights, and what the optimizer keeps,
-are those of the step that went wrong, which can be run again.
+If a step has a number that is not finite, the run may have to end. The host reads this after it has
+issued the next step. So the device skips the update of that next step without the host. The weights
+and the optimizer state remain those of the failed step, which can run again.
 """
 
 from __future__ import annotations
@@ -27,18 +27,28 @@ from schedir.transports.gloo import ProcessTransport
 
 
 class IssuedStep(NamedTuple):
-    """A step as one rank knows it: `loss` is its part of the mean over all tokens."""
+    """The numbers of a step on one rank.
+
+    Args:
+        loss: This rank's part of the mean loss over all tokens.
+        learning_rate: The learning rate of the step.
+        gradient_norm: The global gradient norm before clipping. None if the program does not clip.
+        skipped_updates: The number of updates that were skipped.
+        seconds: The time from the begin of this step to the begin of the next one.
+    """
 
     loss: float
     learning_rate: float
     gradient_norm: float | None
-    skipped_updates: int  # updates
+    skipped_updates: int
     seconds: float
 
 
 class _PendingStep(NamedTuple):
-    """A step that the host has issued, and of which it has seen nothing; `inverse_tokens` is one
-    over its number of tokens."""
+    """A step that the host has issued, but whose numbers it has not read.
+
+    `step_inputs` has inputs, targets and scale. `inverse_tokens` is 1 / the number of its tokens.
+    """
 
     step_inputs: tuple[Sequence[Tensor], Sequence[Tensor], float]
     inverse_tokens: float
@@ -48,8 +58,11 @@ class _PendingStep(NamedTuple):
 
 
 class _StepNumbers(NamedTuple):
-    """What the host is told of a step; `scale_after` is the scale of a float16 loss after it,
-    `inverse_scale` one over that within it."""
+    """The numbers of a step that the device copies to the host.
+
+    `scale_after` is the scale of a float16 loss after the step. `inverse_scale` is 1 / the scale
+    within the step.
+    """
 
     loss_sum: float
     gradient_norm: float
@@ -59,11 +72,24 @@ class _StepNumbers(NamedTuple):
 
 
 class StepLoop:
-    """The steps of a rank: as many are `pending_steps` as have not been settled.
+    """The steps of a rank: it issues them, and reads their numbers later.
 
-    Only where the program clips can a step be settled after the next one is issued
-    (`can_read_late`): all ranks then know of it by the norm, on their devices.  Without the norm
-    each judges by its own gradients; others would go on, and step, until the hosts have met.
+    Only if the program clips gradients, the numbers of a step can be read after the next step was
+    issued (`can_read_late`). Then the norm shows a failure to all ranks on their devices. Without
+    the norm, each rank checks its own gradients. Other ranks would continue and update until the
+    hosts communicate.
+
+    Args:
+        executor: The executor of this rank.
+        transport: The transport of this rank.
+        microbatch_size: Samples of a microbatch.
+        stops_on_nonfinite: If true, a loss or a gradient that is not finite ends the run.
+        loss_scale: The scale of a float16 loss. None for other types.
+
+    Attributes:
+        can_read_late: True if the numbers of a step can be read after the next step was issued.
+        last_issued_step: The step that was issued last, from 1.
+        pending_steps: The steps that were issued, but not read.
     """
 
     def __init__(
@@ -78,7 +104,7 @@ class StepLoop:
         self.executor, self.transport, self.microbatch_size = executor, transport, microbatch_size
         self.stops_on_nonfinite, self.loss_scale = stops_on_nonfinite, loss_scale
         self.can_read_late = executor.program.clip_grad_norm
-        self.last_issued_step = 0  # of the step that was issued last, from 1
+        self.last_issued_step = 0
         self.pending_steps: deque[_PendingStep] = deque()
         self.failed_step: tuple[_PendingStep, list[float]] | None = None
         device, shape = executor.state.device, executor.program.shape
@@ -87,13 +113,17 @@ class StepLoop:
         count = len(_StepNumbers._fields) + stops_on_nonfinite * len(self.residue)
         self.scalar_buffer = AsyncScalarBuffer(device, count, 2)
         self.zero = torch.zeros((), dtype=torch.float64, device=device)
-        # What is added to the scale of the next step: NaN lets it make no update.
+        # The next step adds this to its scale. With NaN it makes no update.
         self.scale_offset = self.zero.float() if stops_on_nonfinite and self.can_read_late else None
 
     def issue(self, batch: TrainingBatch, learning_rate: float, start_time: float) -> None:
-        """Let the device run a step on a batch; the host waits for nothing of it.
+        """Issue a step to the device. The host does not wait for any part of it.
 
-        `start_time` is when the step did, which has waited for its batch, by `perf_counter`.
+        Args:
+            batch: The batch of the step.
+            learning_rate: The learning rate, for the report. The optimizer must have it already.
+            start_time: The time by `perf_counter` when the step began, before it waited for its
+                batch.
         """
         executor = self.executor
         self.last_issued_step += 1
@@ -102,29 +132,34 @@ class StepLoop:
             batch.inputs.split(self.microbatch_size),
             batch.targets.split(self.microbatch_size),
         )
-        scale = mean * executor.program.shape.optimizer_steps  # each has its share of the tokens
-        given = (inputs, targets, scale)
-        held = scale if self.scale_offset is None else self.scale_offset + scale
-        total = executor.step(inputs, targets, held)
+        # Each update has an equal share of the tokens.
+        scale = mean * executor.program.shape.optimizer_steps
+        step_inputs = (inputs, targets, scale)
+        issued_scale = scale if self.scale_offset is None else self.scale_offset + scale
+        total = executor.step(inputs, targets, issued_scale)
         if self.scale_offset is not None:
             self.scale_offset = self._compute_scale_offset(total)
         numbers = self.scalar_buffer.copy(self._stack_scalars(total))
-        self.pending_steps.append(_PendingStep(given, mean, learning_rate, start_time, numbers))
+        self.pending_steps.append(
+            _PendingStep(step_inputs, mean, learning_rate, start_time, numbers)
+        )
 
     def read_oldest_step(self) -> IssuedStep | None:
-        """Look at the numbers of the first step that was issued, which the host waits for.
+        """Wait for the numbers of the oldest pending step, and return them.
 
-        None if it ends the run, for the reason that `diagnose_failure` then says.  All processes
-        must call this, and come to the same.
+        All processes must call this, and all make the same decision.
+
+        Returns:
+            The numbers. None if the step ends the run; then `diagnose_failure` returns the reason.
         """
         step = self.pending_steps.popleft()
         read, count = step.scalars.read(), len(_StepNumbers._fields)
-        numbers, left = _StepNumbers(*read[:count]), read[count:]
+        numbers, residue_flags = _StepNumbers(*read[:count]), read[count:]
         if self._should_stop(numbers):
             self._roll_back(numbers)
-            self.failed_step = step, left
+            self.failed_step = step, residue_flags
             return None
-        # Tensor-parallel ranks all know the loss: the first counts.
+        # All tensor-parallel ranks compute the same loss, so only the first one adds it.
         counts = self.has_loss and self.transport.tp_rank == 0
         return IssuedStep(
             numbers.loss_sum * step.inverse_tokens if counts else 0.0,
@@ -136,62 +171,74 @@ class StepLoop:
         )
 
     def diagnose_failure(self) -> NonFiniteError:
-        """Why the step that was settled last ends the run, and where it went wrong; it is run
-        again.  All processes must call this."""
+        """Run the failed step again, and return the error that ends the run.
+
+        All processes must call this, after `read_oldest_step` returned None.
+
+        Returns:
+            The error, with the first instruction that gave an infinite or NaN value, if it was
+            found.
+        """
         assert self.failed_step is not None
-        step, left = self.failed_step
-        found = find_origin(
-            self.executor, self.transport, self.residue.find_nonfinite(left), *step.step_inputs
+        step, residue_flags = self.failed_step
+        origin = find_origin(
+            self.executor,
+            self.transport,
+            self.residue.find_nonfinite(residue_flags),
+            *step.step_inputs,
         )
-        return make_nonfinite_error(found, self.executor.program, self.last_issued_step)
+        return make_nonfinite_error(origin, self.executor.program, self.last_issued_step)
 
     def _stack_scalars(self, total: Tensor | None) -> Tensor:
-        """`_StepNumbers`, and for a run that may stop `StepResidue.finite`: float64, on the
-        device."""
+        """Return `_StepNumbers`, and `StepResidue.check_finite` if the run may stop, as float64."""
         scale = self.loss_scale
-        numbers = [  # in the order of their names
+        numbers = [  # In the order of the fields of `_StepNumbers`.
             self.zero if total is None else total,
             self.executor.grad_norm,
             self.executor.finite_updates.logical_not().sum(),
             self.zero if scale is None else scale.value,
             self.zero if scale is None else torch.as_tensor(self.executor.state.grad_scale),
         ]
-        all_of = torch.stack([number.double() for number in numbers])
+        stacked = torch.stack([number.double() for number in numbers])
         return (
-            torch.cat([all_of, self.residue.check_finite().double()])
+            torch.cat([stacked, self.residue.check_finite().double()])
             if self.stops_on_nonfinite
-            else all_of
+            else stacked
         )
 
     def _compute_scale_offset(self, total: Tensor | None) -> Tensor:
-        """NaN if the step ends the run, which the host will know when it has issued the next.
+        """Return NaN if the step ends the run, else 0, on the device.
 
-        Then all gradients of that one are NaN, and no rank updates.  It is enough that some ranks
-        know.
+        The next step adds it to its scale. Then all its gradients are NaN, and no rank makes an
+        update. It is enough if some ranks detect the failure.
         """
         fails = self.executor.finite_updates.logical_not().any()
         if self.loss_scale is not None:
-            useless = torch.as_tensor(self.executor.state.grad_scale) >= 1.0
-            fails &= useless if total is None else useless | total.isfinite().logical_not()
+            is_scale_minimal = torch.as_tensor(self.executor.state.grad_scale) >= 1.0
+            fails &= (
+                is_scale_minimal
+                if total is None
+                else is_scale_minimal | total.isfinite().logical_not()
+            )
         return self.zero.float().masked_fill(fails, math.nan)
 
     def _should_stop(self, numbers: _StepNumbers) -> bool:
-        """Whether a step that was not finite ends the run; all processes come to the same."""
+        """Return whether a step that is not finite ends the run, the same on all processes."""
         if not self.stops_on_nonfinite:
             return False
         skipped = int(numbers.skipped_updates)
-        if not self.can_read_late:  # each rank knows of its own gradients only
+        if not self.can_read_late:  # Without the norm, each rank has checked its own gradients.
             skipped = _all_reduce_max(skipped)
         if not skipped or self.loss_scale is None:
             return skipped > 0
-        # The scale is there to be too large, and is halved; but it makes no loss, and below 1 no
-        # gradient larger.
+        # A scale that is too large is normal, and is halved. But it does not change the loss, and a
+        # scale of at most 1 enlarges no gradient.
         return bool(
             _all_reduce_max(numbers.inverse_scale >= 1.0 or not math.isfinite(numbers.loss_sum))
         )
 
     def _roll_back(self, numbers: _StepNumbers) -> None:
-        """Be as after the step of these numbers, and not after those that were issued since."""
+        """Restore the host's state after the step of these numbers, and drop later steps."""
         self.last_issued_step -= len(self.pending_steps)
         self.executor.random_streams.step -= len(self.pending_steps)
         self.pending_steps.clear()
@@ -200,7 +247,7 @@ class StepLoop:
 
 
 def _all_reduce_max(number: int) -> int:
-    """The largest of a number of each process, known to all."""
+    """Return the largest of the numbers of all processes, on all processes."""
     most = torch.tensor(number, dtype=torch.int64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)

@@ -1,4 +1,4 @@
-"""Train a model from a configuration, on as many processes as it asks for."""
+"""Train a model from a configuration, on as many processes as the configuration requires."""
 
 from __future__ import annotations
 
@@ -42,20 +42,31 @@ from schedir.training.run_results import LossLog, claim_directories, save_result
 if TYPE_CHECKING:
     from schedir.training.batches.text_batches import Corpus
 
+# Every torch optimizer imports torch._dynamo.
 _TRAINER_MODULES = (
     "torch._dynamo",
     "schedir.training.trainer",
-)  # each optimizer imports the former
+)
 _LAUNCHER_HINT = "use torchrun, or unset RANK"
 
 
 def run(path: str, overrides: Sequence[str] = ()) -> int:
-    """Train as the configuration in `path` says, with settings of `overrides` on top.
+    """Train as a configuration file describes.
 
-    Under torchrun, this process is one rank.  Otherwise it starts all that are asked for on
-    this machine.  Returns the exit code: 0, 1 after a crash, 2 if a rank refused, 130 after
-    Ctrl-C, 143 after SIGTERM, when a step is saved.  Raises SchedirError for what can be refused
-    before anything is started.
+    Under torchrun, this process is one rank, and it exits at the end. Otherwise it starts all
+    processes on this machine, and returns when they have ended.
+
+    Args:
+        path: The path of the configuration, a TOML file.
+        overrides: Settings that replace those of the file, such as "pipeline.ranks=2".
+
+    Returns:
+        The exit code: 0, 1 after a crash, 2 if a rank refuses the configuration, 130 after Ctrl-C,
+        or 143 after SIGTERM, when a step is saved.
+
+    Raises:
+        SchedirError: The configuration, the program, the memory or a directory is refused, before
+            any process starts.
     """
     if "RANK" in os.environ:
         return _run_rank(path, overrides)
@@ -67,7 +78,7 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
 
 
 def _train_or_launch(path: str, overrides: Sequence[str], config: Config, program: Program) -> int:
-    """Train in this process, or start those that do."""
+    """Train in this process, or start the processes that train."""
     try:
         _import_modules("schedir.training.batches.text_batches")
         from schedir.training.batches.text_batches import Corpus
@@ -78,10 +89,9 @@ def _train_or_launch(path: str, overrides: Sequence[str], config: Config, progra
         for samples in filter(None, (corpus.batches, corpus.held_out_batches)):
             samples.read_batch(0, samples.batch_size)
         if config.world_size > 1:
-            RunIdentity.from_config(
-                config, corpus.facts
-            )  # refuses other data than those of its checkpoints
-            words = [
+            # This raises an error if the data is not that of the checkpoints.
+            RunIdentity.from_config(config, corpus.facts)
+            arguments = [
                 "train",
                 *format_trust_options(),
                 *(f"--set={s}" for s in overrides),
@@ -89,7 +99,7 @@ def _train_or_launch(path: str, overrides: Sequence[str], config: Config, progra
                 path,
             ]
             grace = None if config.train.checkpoint_dir is None else config.train.shutdown_grace
-            return launch(words, ProcessLayout.from_program(program), config.output.dir, grace)
+            return launch(arguments, ProcessLayout.from_program(program), config.output.dir, grace)
         _import_modules(*_TRAINER_MODULES)
         _train(config, program, corpus)
     except ExecutionError as error:
@@ -97,8 +107,8 @@ def _train_or_launch(path: str, overrides: Sequence[str], config: Config, progra
         return 1
     except OSError as error:
         exit_with_error(_describe_os_error(error))
-    except TerminationNotice as told:
-        print(told, file=sys.stderr)
+    except TerminationNotice as notice:
+        print(notice, file=sys.stderr)
         return TERMINATED_EXIT_CODE
     except KeyboardInterrupt:
         return 130
@@ -106,9 +116,13 @@ def _train_or_launch(path: str, overrides: Sequence[str], config: Config, progra
 
 
 def build_program(config: Config) -> Program:
-    """The program that a configuration trains, checked.
+    """Return the checked program that a configuration trains.
 
-    Raises SchedirError for a schedule that is wrong, does not train, or does not fit the rest.
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        SchedirError: The schedule is wrong, has no backward, or does not fit the other settings.
     """
     program = config.request.program
     if not program.has_backward:
@@ -120,12 +134,20 @@ def build_program(config: Config) -> Program:
 
 
 def check_memory(config: Config, processes: int) -> None:
-    """Refuse what that many processes cannot hold on this machine.
+    """Check that this machine has enough memory for a number of processes.
 
-    Counts what cannot be done without: each process's share of the model, with gradients and
-    AdamW's two moments, as far as ZeRO leaves them on one replica, but the model whole, as it is
-    made; one microbatch's activations; the tokens of a step.  Of what trains on a GPU, the model as
-    it is made here, and the tokens.  Raises UsageError.
+    It counts a lower limit. On CPUs it is the share of each process of the model, the activations
+    of one microbatch, and the tokens of a step. The model includes gradients and AdamW's two
+    moments, sharded as `pipeline.zero` requires. But it counts at least as the unsharded weights,
+    because the modules are built unsharded. On GPUs, only the unsharded weights and the tokens
+    count.
+
+    Args:
+        config: The configuration of the run.
+        processes: The number of processes on this machine.
+
+    Raises:
+        UsageError: The processes need more memory than the machine has.
     """
     cpu = config.train.device == "cpu"
     model, pipeline, data = config.model, config.pipeline, config.data
@@ -139,26 +161,28 @@ def check_memory(config: Config, processes: int) -> None:
         "activations": 4 * cpu * tokens * (model.hidden * model.layers + model.vocab) // shares,
         "tokens": 8 * windows * (model.context + 1),
     }
-    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if processes * sum(needs.values()) > has:
-        said = ", ".join(f"{name} {processes * size / 2**30:,.1f}" for name, size in needs.items())
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if processes * sum(needs.values()) > total:
+        sizes_text = ", ".join(
+            f"{name} {processes * size / 2**30:,.1f}" for name, size in needs.items()
+        )
         raise UsageError(
-            f"{processes} processes need more than the {has / 2**30:,.1f} GiB that this machine "
-            f"has: {said}"
+            f"{processes} processes need more than the {total / 2**30:,.1f} GiB that this machine "
+            f"has: {sizes_text}"
         )
 
 
 def _run_rank(path: str, overrides: Sequence[str]) -> int:
-    """One of several processes: they read the same configuration, and one says what is wrong."""
+    """Train as one of several processes, and exit. Only one process reports an error."""
     end_with_parent()
-    # What torch has to say of peers that go, in lines of its sources, is said in our words.
+    # schedir reports peers that exit. torch's warnings about them would only add noise.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     _check_environment()
     try:
         config = read_config(path, overrides)
         program = build_program(config)
         check_memory(config, _read_integer("LOCAL_WORLD_SIZE", 1, config.world_size, default="1"))
-        # `launch` has claimed the folders of those that it starts.
+        # `launch` has locked the directories for the processes that it starts.
         claims = os.environ["RANK"] == "0" and not is_launched()
         with claim_directories(config) if claims else nullcontext():
             join_run(
@@ -170,14 +194,14 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
             from schedir.training.batches.text_batches import Corpus
 
             _train(config, program, Corpus(config))
-    except TerminationNotice as told:
-        exit_after_termination(str(told), TERMINATED_EXIT_CODE)
-    except NonFiniteError as error:  # which all ranks raise
+    except TerminationNotice as notice:
+        exit_after_termination(str(notice), TERMINATED_EXIT_CODE)
+    except NonFiniteError as error:  # All ranks raise it, and only one prints it.
         exit_with_error(str(error) if error.process == int(os.environ["RANK"]) else None)
     except ExecutionError as error:
         exit_with_error(str(error), is_peer_failure=_is_peer_failure(error))
     except SchedirError as error:
-        late = _is_peer_failure(error)  # as of a save, where another has ended
+        late = _is_peer_failure(error)  # For example, a save fails if another process has exited.
         exit_with_error(format_error(error), 1 if late else 2, is_peer_failure=late)
     except OSError as error:
         exit_with_error(_describe_os_error(error))
@@ -194,23 +218,25 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
 
 
 def _import_modules(*modules: str) -> None:
-    """Import what is not yet there, and never look through it for garbage: it stays, and to look
-    took a fifth of the time of a process that makes few steps."""
+    """Import modules without garbage collection, and exclude them from later collections.
+
+    The modules stay loaded. The collections took a fifth of the time of a process with few steps.
+    """
     if all(module in sys.modules for module in modules):
         return
-    usual = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         for module in modules:
             import_module(module)
         gc.freeze()
     finally:
-        if usual:
+        if was_enabled:
             gc.enable()
 
 
 def _is_peer_failure(error: BaseException) -> bool:
-    if isinstance(error, ImportError):  # it may be torch that is not there
+    if isinstance(error, ImportError):  # torch itself may be missing.
         return False
     from schedir.transports.transport import is_caused_by_peer
 
@@ -218,13 +244,13 @@ def _is_peer_failure(error: BaseException) -> bool:
 
 
 def _describe_position() -> str:
-    """At the end of what is said: what this process is at."""
+    """Return the position of this process, as the end of an error message."""
     own = get_current_member()
     return "" if own is None else f", {own.describe_position()}"
 
 
 def _describe_os_error(error: OSError) -> str:
-    """Why the system does not let a run go on: a closed pipe, a full disk."""
+    """Return why the operating system ends a run, such as a closed pipe or a full disk."""
     if isinstance(error, BrokenPipeError):
         return "standard output was closed"
     where = f" ({error.filename})" if error.filename else ""
@@ -232,7 +258,7 @@ def _describe_os_error(error: OSError) -> str:
 
 
 def _check_environment() -> None:
-    """Refuse an environment that no launcher would have made."""
+    """Check the environment variables that a launcher sets."""
     names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in os.environ]:
         raise UsageError(f"RANK is set, but {' and '.join(missing)} not", hint=_LAUNCHER_HINT)
@@ -243,7 +269,7 @@ def _check_environment() -> None:
 
 
 def _read_integer(name: str, minimum: int, maximum: int, default: str = "") -> int:
-    """A whole number of the environment."""
+    """Return an integer from an environment variable."""
     value = os.environ.get(name, default)
     try:
         number = parse_integer(value)
@@ -259,6 +285,7 @@ def _read_integer(name: str, minimum: int, maximum: int, default: str = "") -> i
 
 
 def _train(config: Config, program: Program, corpus: Corpus) -> None:
+    """Set up this process, train as one rank, and save the results."""
     from schedir.training.processes.graceful_stop import GracefulStop
     from schedir.training.processes.process_world import join_process_group
     from schedir.training.processes.startup_consistency import collect_run_facts
@@ -267,19 +294,22 @@ def _train(config: Config, program: Program, corpus: Corpus) -> None:
 
     data = corpus.facts
     facts = collect_run_facts(config, program, data)
-    number, has = int(os.environ.get("RANK", "0")), config.train.checkpoint_dir is not None
+    number, has_checkpoints = (
+        int(os.environ.get("RANK", "0")),
+        config.train.checkpoint_dir is not None,
+    )
     losses = LossLog(config, RunIdentity.from_config(config, data)) if number == 0 else None
     own = get_current_member() or RunMember(
         config.output.dir, ProcessLayout.from_program(program), 0
     )
-    stop = GracefulStop(number, config.world_size) if has else None
+    stop = GracefulStop(number, config.world_size) if has_checkpoints else None
     with (
         ExitStack() as last,
         Watchdog(own, config.train.timeout, stop, config.train.shutdown_grace) as watchdog,
         join_process_group(config.train.timeout, config.train.device, own.black_box, facts),
         closing(losses) if losses is not None else nullcontext(),
     ):
-        if get_current_member() is None:  # alone it tells its errors itself
+        if get_current_member() is None:  # A single process reports errors without its black box.
             last.callback(own.finish)
         result = train(config, program, corpus, losses, watchdog)
         own.black_box.enter_phase(ProcessPhase.RESULTS)

@@ -1,4 +1,4 @@
-"""Trainer: one rank of a training run."""
+"""The trainer of one rank: set-up, steps, reports, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -55,21 +55,36 @@ def train(
     losses: LossLog | None,
     watchdog: Watchdog,
 ) -> RunResult | None:
-    """Train as one rank of `program` on a corpus; the Result on global rank 0, None on the others.
+    """Train as one rank of a program.
 
-    To be called within `processes`; `watchdog` is told what the process is at.  Rank 0 prints
-    progress, and writes a line per step to `losses`: step (from 1), mean loss of its tokens,
-    learning rate, norm of the gradient before clipping (empty without), and how many of its updates
-    were skipped.
+    Call this within `join_process_group`. Rank 0 prints the progress and writes a line per step to
+    `losses`. A line has the step (from 1), the mean loss of its tokens, and the learning rate. The
+    gradient norm before clipping (empty without clipping) and the number of skipped updates follow.
 
-    Raises UsageError for data that cannot be used, ModelError for processes that do not make
-    the program, and ExecutionError for a run that fails; NonFiniteError, in all processes alike,
-    for one that stops because its numbers are not finite.
+    Args:
+        config: The configuration of the run.
+        program: The program that all processes train.
+        corpus: The data.
+        losses: The loss log on global rank 0, None on the others.
+        watchdog: The watchdog of this process. The trainer reports its phases to it.
+
+    Returns:
+        The results on global rank 0, None on the others. None, too, if the run was complete before,
+        and its summary exists.
+
+    Raises:
+        UsageError: The data cannot be used.
+        ModelError: The processes do not have the same program, settings or data.
+        MemoryLimitError: No program fits into `memory.memory_limit`.
+        CheckpointError: A checkpoint cannot be read or written.
+        NonFiniteError: In all processes, a loss or a gradient is not finite, and the run stops.
+        ExecutionError: The run fails in another way.
+        TerminationNotice: The run ends after SIGTERM, and the last step is saved.
     """
     torch.set_num_threads(config.train.threads)
     try:
         return _Trainer(config, program, corpus, losses).run(watchdog)
-    except RuntimeError as error:  # an instruction's has its name
+    except RuntimeError as error:  # An error within a step would be an ExecutionError.
         if is_caused_by_peer(error) and not describe_peer_exit(error):
             fact = f"another process has not answered for {config.train.timeout:g} s"
         elif isinstance(error, torch.OutOfMemoryError | dist.DistError):
@@ -88,35 +103,37 @@ class _Trainer:
         self.device = torch.device(config.train.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        made = ProgramStages(config, program)
+        program_stages = ProgramStages(config, program)
         self.module, self.microbatch_size, boundary = (
-            made.model.module,
-            made.microbatch_size,
-            made.boundary,
+            program_stages.model.module,
+            program_stages.microbatch_size,
+            program_stages.boundary,
         )
-        beside = partial(make_evaluation_programs, config)  # what evaluates on its stages
+        make_extra_programs = partial(make_evaluation_programs, config)
         connect = partial(
             choose_transport(
-                config.train.transport, config.train.device, program, *beside(program)
+                config.train.transport, config.train.device, program, *make_extra_programs(program)
             ),
             timeout=config.train.timeout,
             device=self.device,
-            max_message_bytes=made.message_bytes,
+            max_message_bytes=program_stages.message_bytes,
         )
-        self.transport = connect(program, extra_programs=beside(program))
+        self.transport = connect(program, extra_programs=make_extra_programs(program))
         self.transport.check_agreement(collect_config_facts(config))
         tp = self.transport.tp_group
-        stages = made.build_stages(self.transport.rank, tp, self.device)
+        stages = program_stages.build_stages(self.transport.rank, tp, self.device)
         parameters = [p for stage in stages.values() for p in stage.parameters()]
         self.optimizer = build_optimizer(parameters, config.train)
-        self.loss_scale = LossScale(device=self.device) if made.dtype == torch.float16 else None
+        self.loss_scale = (
+            LossScale(device=self.device) if program_stages.dtype == torch.float16 else None
+        )
         loss = partial(self.module.loss, tp=tp)
         self.sizes = self._measure_sizes(stages, loss, boundary)
         fitting = self._fit_program()
         if fitting != program:
             self.transport.disconnect()
             program = self.program = fitting
-            self.transport = connect(program, extra_programs=beside(program))
+            self.transport = connect(program, extra_programs=make_extra_programs(program))
         self.executor = Executor(
             program,
             self.transport.rank,
@@ -128,7 +145,7 @@ class _Trainer:
             max_norm=config.train.clip_grad_norm if program.clip_grad_norm else None,
             loss_scale=self.loss_scale,
             seed=config.data.seed,
-            extra_programs=beside(program),
+            extra_programs=make_extra_programs(program),
             record_timestamps=config.output.record,
             spill_dir=config.memory.spill_dir,
         )
@@ -145,22 +162,23 @@ class _Trainer:
             loss_scale=self.loss_scale,
         )
         self.checkpoints = TrainingCheckpoints(self.executor, config.train, self.batches, losses)
-        self.unreported_steps: list[IssuedStep] = []  # steps not yet reported
-        self.step_seconds: list[float] = []  # seconds of all steps but the first
-        self.data_crc = 0  # a crc32 of what was drawn
-        self.has_warned = False  # of memory that was asked for after the first step
+        self.unreported_steps: list[IssuedStep] = []
+        self.step_seconds: list[float] = []  # Without the first step, which connects and warms up.
+        self.data_crc = 0  # The CRC-32 of all samples that were read.
+        self.has_warned = False  # True after a warning about allocations after the first step.
         self.counted_memory: tuple[int, ...] = ()
 
     def run(self, watchdog: Watchdog) -> RunResult | None:
+        """Run the remaining steps, with reports, evaluation and checkpoints."""
         train, record, result = self.config.train, self.config.output.record, None
         enter = watchdog.member.black_box.enter_phase
         self.predicted_memory = self._predict_memory()
-        made = self.checkpoints.resume()
-        if made >= train.steps:
-            return self._finish_completed_run(made)
-        self.step_loop.last_issued_step = made
-        if self.losses is not None:  # all have agreed, and are about to step
-            self.losses.begin(made)
+        start_step = self.checkpoints.resume()
+        if start_step >= train.steps:
+            return self._finish_completed_run(start_step)
+        self.step_loop.last_issued_step = start_step
+        if self.losses is not None:  # It is certain here that a step follows.
+            self.losses.begin(start_step)
         prefetch = Prefetch(
             self.batches,
             train.steps,
@@ -168,12 +186,12 @@ class _Trainer:
             replica=self.transport.dp_rank,
             replicas=self.program.dp,
             count_tokens=self.module.count_tokens,
-            first_step=made,
+            first_step=start_step,
             first_sample=self.checkpoints.start_samples,
         )
         stop = watchdog.graceful_stop
         with prefetch, closing(self.checkpoints), watchdog.watch(self.executor):
-            for step in range(made, train.steps):
+            for step in range(start_step, train.steps):
                 if stop is not None and not stop.try_begin_step(step + 1):
                     self._end_on_termination(step, enter)
                 if self.checkpoints.should_copy(step):
@@ -188,18 +206,18 @@ class _Trainer:
                     group["lr"] = rate
                 batch = self._take_batch(prefetch, step)
                 enter(ProcessPhase.STEP, step + 1)
-                if self.config.output.memory and step == min(made + 1, train.steps - 1):
-                    with LiveMemory(self.executor) as living:
+                if self.config.output.memory and step == min(start_step + 1, train.steps - 1):
+                    with LiveMemory(self.executor) as live_memory:
                         self.step_loop.issue(batch, rate, began)
-                    self.counted_memory = self._gather_counted_memory(living.peak_bytes)
+                    self.counted_memory = self._gather_counted_memory(live_memory.peak_bytes)
                 else:
                     self.step_loop.issue(batch, rate, began)
                 enter(ProcessPhase.REPORT, step + 1)
-                if step == made:
+                if step == start_step:
                     self.allocation_count = count_allocations(self.device)
-                # The first step connects and warms up: its time is not that of the second.  What is
-                # saved has been judged.
-                late = self.step_loop.can_read_late and step > made and not (logs or saves)
+                # The first step connects and warms up, so its time must not count for the second.
+                # The numbers of a step are checked before it is saved.
+                late = self.step_loop.can_read_late and step > start_step and not (logs or saves)
                 self._read_steps(int(late))
                 if self.unreported_steps and (logs or saves or self.checkpoints.pending_step):
                     result = self._report(
@@ -218,7 +236,7 @@ class _Trainer:
     def _end_on_termination(
         self, step: int, enter: Callable[[ProcessPhase, int], None]
     ) -> NoReturn:
-        """Save what is after the last step, unless it is saved, and end the run: raises Told."""
+        """Save the state after the last step, unless it is saved, and raise TerminationNotice."""
         enter(ProcessPhase.REPORT, step)
         self._read_steps(0)
         self.executor.record_timestamps = False
@@ -231,24 +249,24 @@ class _Trainer:
         raise TerminationNotice(self.checkpoints.description)
 
     def _finish_completed_run(self, start_step: int) -> RunResult | None:
-        """What a run leaves that has made all its steps before: as it was, if there is any."""
+        """Return the results of a run without remaining steps, None if its summary exists."""
         if self.losses is None:
             return None
         steps = self.config.train.steps
-        said = f"all of its {steps} steps have been made"
+        text = f"all of its {steps} steps have been made"
         if start_step > steps:
-            said = (
+            text = (
                 f"{start_step} steps have been made, and train.steps is {steps}: nothing is to "
                 "be done"
             )
-        print(said, flush=True)
+        print(text, flush=True)
         if self.losses.is_finished:
             return None
-        lost = self.losses.read_last_loss()
-        return RunResult(self.program, lost, math.nan, self.predicted_memory, (), None)
+        last_loss = self.losses.read_last_loss()
+        return RunResult(self.program, last_loss, math.nan, self.predicted_memory, (), None)
 
     def _report_evaluation(self, result: EvaluationResult) -> None:
-        """Say what was found; process 0 does."""
+        """Print the result of an evaluation on process 0, and write it to `evaluation.csv`."""
         if not dist.get_rank():
             print(result, flush=True)
         if self.losses is not None:
@@ -260,7 +278,7 @@ class _Trainer:
         loss: Callable[..., Tensor],
         boundary: StageBoundaries,
     ) -> Sizes:
-        """What each stage keeps of a microbatch, and its weights: found by running it once."""
+        """Return the weights of each stage, and its sizes per microbatch, measured by one run."""
         stages = range(self.program.shape.stages)
         inputs, targets = (
             one.to(self.device) for one in self.batches.read_batch(0, self.microbatch_size)
@@ -271,7 +289,7 @@ class _Trainer:
             targets,
             loss=loss,
             boundary=boundary,
-            # AdamW's moments, and the float32 copies of other weights.
+            # Bytes per parameter: AdamW's two moments, and the main parameters of 16-bit weights.
             optimizer_state=12.0 if isinstance(self.optimizer, MainOptimizer) else 8.0,
             frozen_stages=self.program.frozen_stages,
             dp=self.program.dp,
@@ -294,8 +312,10 @@ class _Trainer:
         return replace(sizes, **dict(zip(measured, map(tuple, each.tolist()), strict=True)))
 
     def _fit_program(self) -> Program:
-        """The program, or the one in its place that is within the limit of memory, if there is one:
-        then process 0 says what it recomputes.  Raises MemoryLimitError where none is."""
+        """Return the program, or one that fits into the memory limit, if there is a limit.
+
+        Process 0 prints which forwards are recomputed. Raises MemoryLimitError if no program fits.
+        """
         if self.config.memory.limit_bytes is None:
             return self.program
         program = self.config.request_with_sizes(self.sizes).program
@@ -307,34 +327,35 @@ class _Trainer:
         return program
 
     def _predict_memory(self) -> tuple[float, ...]:
-        """The most that each rank will hold, in bytes, known to all; process 0 says it, and what of
-        it replicas have in parts."""
-        most = tuple(
+        """Return the predicted peak of each rank, in bytes.
+
+        Process 0 prints it, with the peaks on other tiers, and which values the replicas shard.
+        """
+        peaks = tuple(
             float(rank.total_bytes.max()) for rank in compute_footprints(self.program, self.sizes)
         )
         if not dist.get_rank():
             if parts := describe_sharding(self.program):
                 print(parts, flush=True)
-            said = ", ".join(map(format_bytes, most))
+            peaks_text = ", ".join(map(format_bytes, peaks))
             for tier in find_used_tiers(self.program)[1:]:
-                there = (
+                tier_peaks = (
                     rank.total_bytes.max()
                     for rank in compute_footprints(self.program, self.sizes, tier)
                 )
-                said += f"; on the {tier}: {', '.join(map(format_bytes, there))}"
-            print(f"memory held, predicted for each rank: {said}", flush=True)
-        return most
+                peaks_text += f"; on the {tier}: {', '.join(map(format_bytes, tier_peaks))}"
+            print(f"memory held, predicted for each rank: {peaks_text}", flush=True)
+        return peaks
 
     def _gather_counted_memory(self, max_bytes: int) -> tuple[int, ...]:
-        """The most that lived of each rank, of its replicas and slices, known to all; process 0
-        says it."""
-        lived = tuple(np.array(gather(max_bytes))[self.transport.mesh].max((0, 2)).tolist())
+        """Return the counted peak of each rank, in bytes, over its processes. Process 0 prints it."""
+        peaks = tuple(np.array(gather(max_bytes))[self.transport.mesh].max((0, 2)).tolist())
         if not dist.get_rank():
-            print(f"memory held, counted for each rank: {', '.join(map(format_bytes, lived))}")
-        return lived
+            print(f"memory held, counted for each rank: {', '.join(map(format_bytes, peaks))}")
+        return peaks
 
     def _take_batch(self, prefetch: Prefetch, step: int) -> TrainingBatch:
-        """The batch of a step; where there is none, what was wrong before it comes first."""
+        """Return the batch of a step. If there is none, first report failures of earlier steps."""
         try:
             batch = prefetch.take(step)
             self.data_crc = batch.data_crc
@@ -344,8 +365,10 @@ class _Trainer:
             raise
 
     def _read_steps(self, remaining: int) -> None:
-        """Look at the numbers of all steps but so many.  Raises NonFiniteError for one that ends
-        the run, after what is known of the steps before it has been said."""
+        """Read the numbers of all pending steps except the last `remaining` ones.
+
+        Raises NonFiniteError if a step ends the run, after a report of the steps before it.
+        """
         while len(self.step_loop.pending_steps) > remaining:
             step = self.step_loop.read_oldest_step()
             if step is not None:
@@ -358,21 +381,24 @@ class _Trainer:
             raise self.step_loop.diagnose_failure()
 
     def _report(self, step: int) -> RunResult | None:
-        """Bring losses and times of the recent steps to rank 0, which says them.
+        """Gather the losses and times of the unreported steps on rank 0, which prints them.
 
-        Raises ModelError, in all processes, where they have not read the same data.
+        Raises ModelError, in all processes, if the processes have not read the same data.
         """
         recent, self.unreported_steps = self.unreported_steps, []
         grew = count_allocations(self.device) > self.allocation_count
-        own = torch.tensor([*(s.loss for s in recent), grew, self.data_crc], dtype=torch.float64)
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, own)
-        require_same_data([int(one[-1]) for one in every], step)
+        local_numbers = torch.tensor(
+            [*(s.loss for s in recent), grew, self.data_crc], dtype=torch.float64
+        )
+        all_numbers = [torch.empty_like(local_numbers) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_numbers, local_numbers)
+        require_same_data([int(one[-1]) for one in all_numbers], step)
         runs = self._make_timelines() if self.executor.record_timestamps else None
         if dist.get_rank():
             return None
-        # In one order, whatever steps are reported together: losses have the same bits then.
-        *losses, processes, _ = reduce(torch.add, every).tolist()
+        # The order of the additions does not depend on how many steps are reported at once. So the
+        # losses always have the same bits.
+        *losses, processes, _ = reduce(torch.add, all_numbers).tolist()
         if processes and not self.has_warned:
             self.has_warned = True
             print(describe_growth(int(processes), dist.get_world_size()), flush=True)
@@ -385,7 +411,7 @@ class _Trainer:
                 )
 
         seconds = [s.seconds for s in recent]
-        # The first step connects and warms up: it is no measure.
+        # The first step connects and warms up, so its time does not count.
         timed = seconds[1:] if first == self.checkpoints.start_step + 1 else seconds
         self.step_seconds += timed
         last = recent[-1]
@@ -407,7 +433,7 @@ class _Trainer:
         )
 
     def _make_timelines(self) -> tuple[Timeline, Timeline] | None:
-        """The last step as it was, and as predicted from its mean times; on process 0 alone."""
+        """Return the last step's timeline, and its prediction from mean times, on process 0."""
         timeline = gather_timeline(self.executor, self.transport)
         if timeline is None:
             return None
@@ -421,5 +447,5 @@ class _Trainer:
         return replace(timeline, sizes=sizes), predicted
 
     def _compute_speed(self, seconds: list[float]) -> float:
-        """Tokens per second in steps that took so long."""
+        """Return the tokens per second of steps with these times."""
         return self.batches.batch_size * self.batches.context * len(seconds) / sum(seconds)
