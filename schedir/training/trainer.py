@@ -348,7 +348,7 @@ class _Trainer:
         return peaks
 
     def _gather_counted_memory(self, max_bytes: int) -> tuple[int, ...]:
-        """Return the counted peak of each rank, in bytes, over its processes. Process 0 prints it."""
+        """Return the counted peak of each rank, in bytes. Process 0 prints it."""
         peaks = tuple(np.array(gather(max_bytes))[self.transport.mesh].max((0, 2)).tolist())
         if not dist.get_rank():
             print(f"memory held, counted for each rank: {', '.join(map(format_bytes, peaks))}")

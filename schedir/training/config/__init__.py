@@ -1,1 +1,1 @@
-"""The configuration file of a training run: its sections, settings and their types."""
+"""The configuration file of a training run: its sections, its settings and their types."""

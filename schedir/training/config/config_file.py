@@ -1,7 +1,6 @@
-"""Read the configuration of a training run from TOML and `--set`.
+"""Read the configuration of a training run from TOML and `--set`. Needs no torch.
 
-Whatever is wrong with it is refused here, and told where it stands, before a process starts.  Needs
-no torch.
+Each error in it is reported here, with its position, before a process starts.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from schedir.training.config.settings_table import (
 
 
 class _SettingValue(NamedTuple):
-    """A setting as it was found: its value, and where."""
+    """The value of a setting, and its position in the file or on the command line."""
 
     value: Any
     location: str
@@ -52,17 +51,24 @@ class _SettingValue(NamedTuple):
         )
 
 
-# By section and name.
+# The keys are section and name.
 _Settings = dict[tuple[str, str], _SettingValue]
 _Values = dict[tuple[str, str], Any]
-_MODEL_KIND_KEY: Final = ("model", "kind")  # which decides what settings a model has
+_MODEL_KIND_KEY: Final = ("model", "kind")  # Its value decides which settings [model] has.
 
 
 def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a TOML file, with settings like "pipeline.ranks=2" on top.
+    """Return the configuration of a TOML file.
 
-    A value of `overrides` is written as in TOML; strings need no quotes, and lists of numbers no
-    brackets.  Raises ConfigError that says where.
+    Args:
+        path: The path of the file.
+        overrides: Settings that replace those of the file, such as "pipeline.ranks=2". The values
+            are TOML, but strings need no quotes, and lists of numbers need no brackets.
+
+    Raises:
+        ConfigError: A setting is wrong. The error has its position.
+        SchedirError: The file cannot be read, or the configuration is wrong for a reason that is
+            not a setting.
     """
     given = dict(_read_file_settings(path))
     given.update(map(_parse_override, overrides))
@@ -91,8 +97,10 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
             }
         )
         frozen = getattr(config.pipeline, "frozen_stages", 0)
-        shape, most = config.pipeline.shape, get_max_file_instructions()
-        shape.require_lowered_limit(has_backward=True, frozen_stages=frozen, max_instructions=most)
+        shape, max_instructions_of_file = config.pipeline.shape, get_max_file_instructions()
+        shape.require_lowered_limit(
+            has_backward=True, frozen_stages=frozen, max_instructions=max_instructions_of_file
+        )
         return config
 
 
@@ -112,7 +120,7 @@ def _read_file_settings(path: str) -> Iterator[tuple[tuple[str, str], _SettingVa
 def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
-    value: Any = text.strip()  # a string without its quotes
+    value: Any = text.strip()  # If it is not TOML, it is a string without quotes.
     for form in (f"value = {text}", f"value = [{text}]"):
         with suppress(ConfigError):
             value = parse_toml(form, "")["value"]
@@ -125,15 +133,18 @@ def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
 
 
 def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
-    """What the source decides: a program in a file, which no setting may contradict, or a schedule
-    by what it is for, where no setting says otherwise."""
+    """Return the settings that the schedule or the program file decides.
+
+    A setting must not contradict a program in a file. A schedule has defaults for settings that are
+    not set.
+    """
     source = Source(values.get(("pipeline", "schedule"), PipelineConfig.schedule))
     said = {
         f.name: values[f.section, f.name] for f in HEADER_FIELDS if (f.section, f.name) in values
     }
-    usual = {f.name: getattr(PipelineConfig, f.name) for f in SHAPE_FIELDS if f.is_required}
+    defaults = {f.name: getattr(PipelineConfig, f.name) for f in SHAPE_FIELDS if f.is_required}
     request = Request(
-        source, said, usual, lower_drafts=True, make_conflict_error=make_contradiction_error
+        source, said, defaults, lower_drafts=True, make_conflict_error=make_contradiction_error
     )
     decided = {f.name: getattr(request.shape, f.name) for f in SHAPE_FIELDS if f.in_config}
     if request.shape.sequence_chunks > 1:
@@ -152,9 +163,8 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
         decided |= {
             f.name: f.get_value(source.schedule_or_program) for f in ATTRIBUTE_FIELDS if f.in_config
         }
-    elif isinstance(
-        source.schedule_or_program, Program
-    ):  # a draft has what it says, unless a setting says other
+    elif isinstance(source.schedule_or_program, Program):
+        # The attributes of a draft count if no setting replaces them.
         own = [
             f
             for f in ATTRIBUTE_FIELDS
@@ -196,7 +206,7 @@ def _require_known_name(
 
 @contextmanager
 def _locate_errors(path: str, settings: _Settings) -> Iterator[None]:
-    """Say of a refusal where the first of its fields stands that is among the settings."""
+    """Add to an error the position of the first of its fields that is among the settings."""
     try:
         yield
     except ConfigError:
@@ -212,7 +222,7 @@ def _locate_errors(path: str, settings: _Settings) -> Iterator[None]:
 
 
 def _find_position(text: str, section: str, name: str = "") -> tuple[int, int]:
-    """Line and column of a setting, or of its section; (0, 0) if it is written in an odd way."""
+    """Return line and column of a setting or section, (0, 0) if the pattern does not match it."""
     table = ""
     wanted = f"{section}.{name}" if name else section
     for number, line in enumerate(text.splitlines(), 1):

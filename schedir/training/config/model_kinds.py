@@ -1,4 +1,4 @@
-"""The kinds of models that `schedir train` trains, one row each.  Needs no torch."""
+"""The kinds of models that `schedir train` trains. Needs no torch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class ModelKind(NamedTuple):
     Args:
         config_class: The class of its configuration.
         check_tp_split: Raises an error if this number of tensor-parallel ranks cannot share the
-        model.
-        layer_boundaries: Where these ranks meet in a layer, in the letters of `Program.meets`;
-        empty if its
-            stages cannot be cut into pieces.
+            model.
+        layer_boundaries: The collectives between the segments of a layer, as the letters of
+            `Program.segment_boundaries`. Empty if stages of this kind cannot be segmented.
     """
 
     config_class: type[Any]
@@ -44,5 +43,9 @@ MODEL_KINDS: Final = {
 
 
 def get_model_kind(config: ModelConfig) -> str:
-    """Return the name of the kind to which a configuration belongs."""
+    """Return the name of the kind to which a configuration belongs.
+
+    Args:
+        config: The section [model] of a configuration.
+    """
     return next(name for name, kind in MODEL_KINDS.items() if type(config) is kind.config_class)

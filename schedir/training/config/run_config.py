@@ -1,4 +1,7 @@
-"""The sections of the configuration of a training run.  Needs no torch."""
+"""The sections of the configuration of a training run. Needs no torch.
+
+`docs/config.md` shows the docstrings of the sections as Markdown.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,12 @@ _Section = TypeVar("_Section", bound=type)
 
 
 def _add_pipeline_settings(section: _Section) -> _Section:
-    """A class with a setting, too, for each field of a program, and each option of a pass, that it
-    does not name."""
+    """Add the program fields and pass options of [pipeline] that a class does not define."""
     return _add_settings(section, _list_program_settings("pipeline"))
 
 
 def _list_program_settings(section: str) -> dict[str, tuple[FieldType, Any]]:
-    """The fields of programs and the options of passes that are settings of a section, with what
-    they are unless said."""
+    """Return the type and default of each program field and pass option of a section."""
     fields = {
         f.name: (f.field_type, f.default)
         for f in HEADER_FIELDS
@@ -59,7 +60,7 @@ def _add_settings(section: _Section, settings: Mapping[str, tuple[FieldType, Any
 
 
 def _get_option_default(kind: FieldType) -> bool | None:
-    """The value of an option that nobody says."""
+    """Return the value of an option that is not set."""
     return False if kind.type is bool else None
 
 
@@ -75,29 +76,50 @@ def _make_setting_type(kind: FieldType, *, optional: bool) -> Any:
 class PipelineConfig:
     """The schedule, the shape of the pipeline, and how the program is compiled.
 
-    `schedule` is the name of a built-in schedule, `file.py:function` (the file is executed;
-    `--no-code` refuses it), or FILE.sched.  The first two take options in brackets:
-    `"interleaved(group=4)"`.  A FILE.sched brings the other settings of this section with it.  A
-    schedule that needs a placement, or two stages per rank, gets them by default.
+    ranks * tp * dp processes train.
 
-    - `ranks`, `tp`, `dp`: ranks * tp * dp processes train.
+    - `schedule`: the name of a built-in schedule, a function as `file.py:function`, or a program as
+      `FILE.sched`. The first two take options in brackets, such as `"interleaved(group=4)"`.
+      `file.py` is executed; `--no-code` refuses it. A `FILE.sched` sets the other settings of the
+      program, and a setting that contradicts it is refused.
+    - `ranks`: the number of pipeline ranks.
+    - `microbatches`: the number of microbatches of each replica in a step.
+    - `stages_per_rank`: the number of stages of each rank. The default is 2 if the schedule needs
+      two stages per rank, otherwise 1.
+    - `placement`: the rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a list of
+      ranks. A list of lists has one list for each stage replica. If the schedule needs a placement,
+      that is the default.
     - `optimizer_steps`: the number of optimizer steps in one program, without a flush between them.
-      `weight_delay` is by how many of them the weights that a microbatch uses are old: one number,
-      or one per stage.  `pipedream_2bw` sets its delay.
-    - `sequence_parallel`: tensor-parallel ranks split the tokens between their linear layers, too.
-      What they save and send of these activations is 1/tp.
-    - `overlap`: group opposite transfers, and begin receives and unshards early.
-    - `buffer_sharing`: "none" gives each value a static buffer of its own, "minimal" shares as few
-      buffers as possible, "latency_preserving" as few as possible without a longer step, if a
-      message takes half as long as a forward.  "auto" is "latency_preserving" on GPUs and "none" on
-      CPUs, and keeps the buffers of a FILE.sched.
-    - `layers_per_stage`: the number of layers of each stage; by default they are divided evenly.
-    - `stage_segments`: "layers" splits the stages of a GPT at each tensor-parallel collective: n
-      layers become 4 n + 1 segments.  A number, or one per stage, splits them into so many.
-    - `microbatch_chunks`: split each microbatch into so many chunks, of `data.microbatch_size` /
-      chunks samples each.  Stages and microbatches in [memory] are then segments and chunks.
-    - `fill_collective_waits` needs costs, which a training run does not have: `schedir compile ...
-      -O stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
+    - `weight_delay`: how many optimizer steps old the weights are that a microbatch uses: one
+      number, or one per stage. The schedule `pipedream_2bw` sets it.
+    - `tp`: the number of ranks in a tensor-parallel group.
+    - `dp`: the number of data-parallel replicas.
+    - `overlap`: if true, opposite transfers are grouped, and receives and unshards begin early.
+    - `buffer_sharing`: how values share static buffers.
+      - "none" gives each value its own buffer.
+      - "minimal" uses as few buffers as possible.
+      - "latency_preserving" uses as few buffers as possible without a longer step, if a message
+        takes half the time of a forward.
+      - "auto" is "latency_preserving" on GPUs and "none" on CPUs. It keeps the buffers of a
+        `FILE.sched`.
+    - `layers_per_stage`: the number of layers of each stage. By default, the layers are divided
+      evenly.
+    - `frozen_stages`: the number of first stages that are not trained.
+    - `zero`: the ZeRO level. The replicas shard the optimizer state (1), the gradients, too (2),
+      and the weights, too (3). With 0 they shard nothing.
+    - `reduce_scatter_at`: when the replicas reduce gradients: "update_end", once after the last
+      microbatch, or "each_backward", after each run of backwards of a stage. "each_backward" needs
+      `zero` 2 or 3.
+    - `sequence_parallel`: if true, tensor-parallel ranks also share the tokens between their linear
+      layers. Each rank then saves and sends 1/tp of these activations.
+    - `stage_segments`: splits each stage of a GPT into segments. "layers" splits at each
+      tensor-parallel collective, so n layers become 4 n + 1 segments. A number, or a list with one
+      per stage, is the number of segments. By default, stages are not split.
+    - `microbatch_chunks`: splits each microbatch into this number of chunks, each with
+      `data.microbatch_size` / chunks samples. Stages and microbatches in [memory] are then segments
+      and chunks. By default, microbatches are not split.
+    - `fill_collective_waits`: not available here, because it needs costs. `schedir compile ... -O
+      stage_segments=fgfg -O fill_collective_waits=W --costs ... -o x.sched` writes a program for
       `schedule = "x.sched"`.
     """
 
@@ -119,13 +141,16 @@ class PipelineConfig:
         require_known("buffer_sharing", self.buffer_sharing, known)
         for f in ATTRIBUTE_FIELDS:
             if f.in_config and f.section == "pipeline":
-                f.field_type.resolve(
-                    f.name, getattr(self, f.name), self.shape
-                )  # refuses what cannot be
+                # This raises an error if the value is invalid.
+                f.field_type.resolve(f.name, getattr(self, f.name), self.shape)
 
     @property
     def shape(self) -> PipelineShape:
-        """The shape of the pipeline; raises ShapeError if there is none such."""
+        """Return the shape of the pipeline.
+
+        Raises:
+            ShapeError: There is no such shape.
+        """
         return PipelineShape(**{f.name: getattr(self, f.name) for f in SHAPE_FIELDS if f.in_config})
 
 
@@ -136,28 +161,41 @@ def _add_memory_settings(section: _Section) -> _Section:
 @dataclass(frozen=True)
 @_add_memory_settings
 class MemoryConfig:
-    """Limits of memory, and how memory is saved.
+    """Memory limits, and the methods that save memory.
 
-    - `memory_limit`: bytes of a device, such as "1.5GB".  A run is refused before its first step if
-      a rank is predicted to hold more.
-    - `recompute`: which forwards save only their inputs and run again before their backwards:
-      "all", "half", stages such as "0,1", microbatches of stages such as "0.3,0.4", or "fit": as
-      few as `memory_limit` requires.  `recompute_at` is "early", where it costs no time, or "late",
-      just before the backward.
-    - `offload`: which saved activations move to the host's memory until they are used; given like
-      `recompute`.  `offload_to_disk`: which of these move on to the disk, into an unnamed file in
-      the directory `spill_dir`, such as "/nvme".
-    - `host_memory_limit`: bytes of offloaded values on the host of a rank; "fit" of
-      `offload_to_disk` depends on it.
-    - `unsharded_stages`: with zero = 3,
-    how many stages of a rank have unsharded weights at once; by
-      default the stage that computes and the next one.  `unshard_prefetch`: by how many runs of
-      other stages an unshard precedes its use (1).
-    - `optimizer_placement`: where the optimizer's state is between steps: "device"; "host", and
-      `optimizer_device_buffers` stages of a rank (2) have theirs on the device while they are
-      stepped; "disk", in a file in `spill_dir`, through `optimizer_host_buffers` stages of a rank
-      on the host (2); or "cpu_step", where the host has the state and makes the step, as in
-      ZeRO-Offload.  With "host" and "disk" the device makes the step.
+    Bytes are a string such as "1.5GB".
+
+    - `memory_limit`: the bytes of a device that a rank may use. If a rank is predicted to use more,
+      the run is refused before its first step. By default, there is no limit.
+    - `recompute`: the forwards that save only their inputs and run again before their backwards. It
+      is "all", "half" (every other microbatch), stages such as "0,1", microbatches of stages such
+      as "0.3,0.4", or "fit" (as few as `memory_limit` requires). By default, no forward is
+      recomputed.
+    - `offload`: the saved activations that move to the host's memory until they are used. It takes
+      the same values as `recompute`. By default, none move.
+    - `offload_to_disk`: the offloaded activations that move on to the disk, into an unnamed file in
+      `spill_dir`. It takes the same values as `recompute`; "fit" is as few as `host_memory_limit`
+      requires. By default, none move.
+    - `spill_dir`: a directory for the files of `offload_to_disk` and of `optimizer_placement =
+      "disk"`, such as "/nvme". Both require it.
+    - `optimizer_placement`: the place of the optimizer state between steps.
+      - "device" keeps it on the device.
+      - "host" keeps it in the memory of the host, and the device makes the step.
+      - "disk" keeps it in a file in `spill_dir`, and the device makes the step.
+      - "cpu_step" keeps it in the memory of the host, and the host makes the step, as in
+        ZeRO-Offload.
+    - `recompute_at`: when a forward runs again: "early", where it costs no time (the default), or
+      "late", just before the backward.
+    - `optimizer_device_buffers`: with `optimizer_placement` "host" or "disk", the number of stages
+      of a rank whose optimizer state is on the device at once. The default is 2.
+    - `optimizer_host_buffers`: with `optimizer_placement` "disk", the number of stages of a rank
+      whose optimizer state is on the host at once. The default is 2.
+    - `unsharded_stages`: with `zero = 3`, the number of stages of a rank whose weights are
+      unsharded at once. The default is the stage that computes and the next one.
+    - `unshard_prefetch`: with `zero = 3`, the number of runs of other stages between an unshard and
+      its use. The default is 1.
+    - `host_memory_limit`: the bytes of offloaded values that a rank may have on its host. By
+      default, there is no limit.
     """
 
     memory_limit: str | None = None
@@ -191,7 +229,11 @@ class MemoryConfig:
 
     @property
     def limit_bytes(self) -> float | None:
-        """The limit, if there is one.  Raises UsageError for what says no bytes."""
+        """Return `memory_limit` in bytes, None if there is no limit.
+
+        Raises:
+            UsageError: `memory_limit` is not a number of bytes.
+        """
         try:
             return None if self.memory_limit is None else parse_bytes(self.memory_limit)
         except ValueError:
@@ -203,30 +245,37 @@ class MemoryConfig:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether what is recomputed or offloaded is chosen by limits."""
+        """Return whether a limit decides which activations are recomputed or offloaded."""
         return "fit" in (self.recompute, self.offload, getattr(self, "offload_to_disk", None))
 
     def needs_sizes(self, name: str) -> bool:
-        """Whether what a setting says is known only with the sizes of the stages."""
+        """Return whether a setting has an effect only when the sizes of the stages are measured.
+
+        Args:
+            name: The setting.
+        """
         chosen = getattr(self, name, None) == "fit" or name == "host_memory_limit"
         return chosen or (name == "offload_to_disk" and self.offload == "fit")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read: a .bin of tokens, or text files and globs of them.
+    """The data that a run reads: a `.bin` of tokens, or text files.
 
-    Without a `source`, the Python source of the standard library is read.
+    A step reads the next dp * microbatches * microbatch_size windows. A window has `model.context`
+    inputs. An epoch reads each window once.
 
-    - `tokenizer`: "bytes", or the path of a tokenizer.json.  `end_of_document` is its token after
-      each document; by default it is found by its usual names.
-    - `packing`: "concatenate" joins all documents into one stream of tokens; "best_fit" packs whole
-      documents into windows.
-    - `validation`: data that is never trained on: another source, or a share of this one from its
-      end, such as 0.01.
-    - `microbatch_size`: samples of a microbatch.  A step reads the next dp * microbatches *
-      microbatch_size windows of the model's context.  An epoch reads each window once.
-    - `seed`: decides the order of the windows and what dropout leaves out.
+    - `source`: a path or a glob, or a list of them: a `.bin`, or text files. By default, it is the
+      Python source of the standard library.
+    - `tokenizer`: "bytes", or the path of a tokenizer.json.
+    - `end_of_document`: the token of the tokenizer.json after each document. By default, it is the
+      token that has one of the usual names. The tokenizer "bytes" has its own.
+    - `packing`: "concatenate" joins all documents into one stream of tokens. "best_fit" packs
+      complete documents into windows.
+    - `validation`: the data for evaluation, on which the run never trains: another source, or the
+      share of `source` at its end, such as 0.01. By default, there is none.
+    - `microbatch_size`: the samples of a microbatch.
+    - `seed`: the seed of the order of the windows, and of dropout.
     """
 
     source: str | tuple[str, ...] | None = None
@@ -248,13 +297,17 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Where results go.
+    """The files that a run writes, and the measurements for them.
 
-    - `dir`: a directory, which is created.  Results of an earlier run there are refused; with
-      `overwrite` they are removed when the first step begins.
-    - `trace`: a directory for the Timeline of the last step.  It needs `record`, which notes when
-      each instruction begins and ends; without `record` no bubble is reported.
-    - `memory`: count the bytes that are alive in the second step, which makes it slower.
+    - `dir`: the directory for results, which is created. Results of an earlier run there are
+      refused, unless `overwrite` is true.
+    - `overwrite`: if true, results of an earlier run are removed when the first step begins.
+    - `trace`: a directory for the timeline of the last step. It needs `record`. By default, no
+      timeline is written.
+    - `record`: if true, the begin and the end of each instruction are recorded in the steps that
+      are reported. Without it, no bubble is reported.
+    - `memory`: if true, the bytes that are in use during the second step are counted. This makes
+      the second step slower.
     """
 
     dir: str = "schedir-output"
@@ -270,7 +323,19 @@ class OutputConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A training run; raises SchedirError if its sections do not go together."""
+    """The configuration of a training run.
+
+    Args:
+        model: The section [model]: the kind of model and its sizes.
+        pipeline: The section [pipeline]: the schedule and the parallel degrees.
+        memory: The section [memory]: memory limits, recomputation and offload.
+        data: The section [data]: the data.
+        train: The section [train]: the steps, the optimizer, the processes and the checkpoints.
+        output: The section [output]: the results.
+
+    Raises:
+        SchedirError: A section does not fit the others.
+    """
 
     model: ModelConfig = field(default_factory=GPTConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
@@ -280,10 +345,11 @@ class Config:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
+        # `segmentation` raises an error if the stages cannot be split in this way.
         kind, _ = (
             MODEL_KINDS[get_model_kind(self.model)],
             self.segmentation,
-        )  # which refuses what cannot be
+        )
         if getattr(self.pipeline, "fill_collective_waits", None) is not None:
             raise UsageError(
                 "fill_collective_waits needs costs, and a training run has none before it begins",
@@ -310,12 +376,16 @@ class Config:
 
     @property
     def request(self) -> Request:
-        """What is asked for: the program of the pipeline, checked as the transport needs it."""
+        """Return the request for the program, checked for the progress model of the transport."""
         return self.request_with_sizes(None)
 
     def request_with_sizes(self, sizes: Sizes | None) -> Request:
-        """The same within the limit, if these are the sizes of the stages; without any, and before
-        these are known, nothing is recomputed for it."""
+        """Return the request for the program that fits into the memory limit.
+
+        Args:
+            sizes: The sizes of the stages. If None, the limit and all settings that need sizes are
+                ignored.
+        """
         pipeline, train = self.pipeline, self.train
         said = {
             f.name: getattr(getattr(self, f.section), f.name) for f in HEADER_FIELDS if f.in_config
@@ -324,8 +394,9 @@ class Config:
         said |= {"skips": (), "norm_check": "before_step"}
         source = Source(pipeline.schedule)
         found = source.schedule_or_program if train.checkpoint_dir is not None else None
-        finer = {"stage_segments": self.segmentation.segments_per_stage}
-        # A file that has its transfers has its snapshots, or none: it is saved between steps.
+        segment_options = {"stage_segments": self.segmentation.segments_per_stage}
+        # A compiled program in a file has its snapshots, or none; then checkpoints are saved
+        # between steps.
         if found is not None and (not isinstance(found, Program) or found.is_draft):
             said["checkpoint_snapshots"] = True
         return Request(
@@ -337,7 +408,7 @@ class Config:
             overlap=pipeline.overlap,
             buffer_sharing=self.buffer_sharing,
             compile_options={
-                name: finer.get(name, said)
+                name: segment_options.get(name, said)
                 for name, (kind, _) in PASS_OPTIONS.items()
                 if (said := getattr(getattr(self, OPTION_SECTIONS[name]), name))
                 is not _get_option_default(kind)
@@ -351,11 +422,15 @@ class Config:
 
     @property
     def segmentation(self) -> StageSegmentation:
-        """How its stages and microbatches are cut."""
+        """Return how the stages and microbatches are split.
+
+        Raises:
+            UsageError: They cannot be split in this way.
+        """
         pipeline, name, found = self.pipeline, get_model_kind(self.model), None
         if pipeline.schedule.endswith((".sched", ".timeline")):
             found = Source(pipeline.schedule).schedule_or_program
-        meets, layer = (
+        boundaries, layer = (
             found.segment_boundaries if isinstance(found, Program) else "",
             MODEL_KINDS[name].layer_boundaries,
         )
@@ -364,45 +439,54 @@ class Config:
             pipeline.shape,
             pipeline.layers_per_stage,
             microbatch_size=self.data.microbatch_size,
-            layer_boundaries=NO_COLLECTIVE * len(layer) if meets and pipeline.tp == 1 else layer,
+            layer_boundaries=NO_COLLECTIVE * len(layer)
+            if boundaries and pipeline.tp == 1
+            else layer,
             model_kind=name,
             stage_segments=getattr(pipeline, "stage_segments", None),
             microbatch_chunks=getattr(pipeline, "microbatch_chunks", None),
-            segment_boundaries=meets,
+            segment_boundaries=boundaries,
             frozen_stages=getattr(pipeline, "frozen_stages", 0),
             tied_weights=bool(getattr(self.model, "tied", False)),
         )
 
     @property
     def buffer_sharing(self) -> BufferSharing | None:
-        """How values share slots, as is said or as suits the device; None for slots as they are."""
-        said = self.pipeline.buffer_sharing
-        if said == AUTO:
+        """Return how values share buffers, None if the buffers remain unchanged."""
+        choice = self.pipeline.buffer_sharing
+        if choice == AUTO:
             found = Source(self.pipeline.schedule).schedule_or_program
-            own = isinstance(found, Program) and found.shares_slots
-            said = "none" if own else DEVICES[self.train.device].buffer_sharing
-        return None if said == "none" else cast(BufferSharing, said)
+            has_own_sharing = isinstance(found, Program) and found.shares_slots
+            choice = "none" if has_own_sharing else DEVICES[self.train.device].buffer_sharing
+        return None if choice == "none" else cast(BufferSharing, choice)
 
     @property
     def setting_texts(self) -> dict[str, str]:
-        """Every setting, as "section.name", in words."""
-        said = {
+        """Return every setting as text, by "section.name"."""
+        texts = {
             f"{section}.{name}": str(value)
             for section, own in vars(self).items()
             for name, value in vars(own).items()
         }
-        return {"model.kind": get_model_kind(self.model)} | said
+        return {"model.kind": get_model_kind(self.model)} | texts
 
     @property
     def world_size(self) -> int:
-        """How many processes train."""
+        """Return the number of processes that train."""
         return self.pipeline.ranks * self.pipeline.tp * self.pipeline.dp
 
 
 def make_contradiction_error(
     source: str, field: Field, program_value: str, config_value: str
 ) -> UsageError:
-    """The refusal of a configuration that says of a program what its file does not."""
+    """Return the error of a setting that contradicts the program in a file.
+
+    Args:
+        source: The file of the program.
+        field: The field of the program.
+        program_value: The value in the program, as text.
+        config_value: The value in the configuration, as text.
+    """
     fact, hint = (
         f"{source} has {field.name} {program_value}, not {config_value}",
         f"leave out {field.name}",
@@ -413,15 +497,17 @@ def make_contradiction_error(
             "each step"
         )
         hint = "compile it without -O norm_check=after_step"
-    if own := {
+    if setting := {
         "tied_weights": "model.tied = {}",
         "clip_grad_norm": "train.clip_grad_norm = {:.1f}",
     }.get(field.name):
         fact = f"{source} has {field.name} {program_value}, the configuration {config_value}"
-        right = own.format(
+        correct_setting = setting.format(
             json.dumps(program_value != "no")
             if field.name == "tied_weights"
             else program_value != "no"
         )
-        hint = f"{right}, or compile it with{'out' * (config_value == 'no')} -O {field.name}"
+        hint = (
+            f"{correct_setting}, or compile it with{'out' * (config_value == 'no')} -O {field.name}"
+        )
     return UsageError(fact, hint=hint, fields=[field.name])

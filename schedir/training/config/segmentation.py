@@ -1,7 +1,4 @@
-"""How many segments a run splits its stages into, and its microbatches into how many chunks.
-
-Needs no torch.
-"""
+"""The segments of the stages of a run, and the chunks of its microbatches. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,13 +14,22 @@ from schedir.ir.pipeline.stage_segments import split_letters_by_stage
 from schedir.models.partitioning import split_layers
 from schedir.passes.splitting.stage_segmentation import parse_segment_letters
 
-LAYER_SEGMENTATION: Final = "layers"  # each stage where the ranks of its layers meet
+# Splits each stage at each tensor-parallel collective of its layers.
+LAYER_SEGMENTATION: Final = "layers"
 
 
 @dataclass(frozen=True)
 class StageSegmentation:
-    """The whole stages of a run: of how many layers each is, and in how many `segments_per_stage`
-    the program has it; and of how many samples the program's microbatches are."""
+    """The layers and the segments of the stages of a run.
+
+    A stage here is an unsegmented stage. Each of its segments is a stage of the program.
+
+    Args:
+        layers_per_stage: The number of layers of each stage.
+        segments_per_stage: The number of segments of each stage.
+        microbatch_size: The samples of a microbatch of the program, which is a chunk if
+            microbatches are split.
+    """
 
     layers_per_stage: tuple[int, ...]
     segments_per_stage: tuple[int, ...]
@@ -31,10 +37,11 @@ class StageSegmentation:
 
     @property
     def first_segments(self) -> list[int]:
-        """Of each whole stage its first piece, as a stage of the program; and how many there are.
+        """Return the program stage of the first segment of each stage, then the number of segments.
 
-        >>> StageSegmentation((1, 2), (5, 9), 1).first_segments
-        [0, 5, 14]
+        Example:
+            >>> StageSegmentation((1, 2), (5, 9), 1).first_segments
+            [0, 5, 14]
         """
         return [0, *accumulate(self.segments_per_stage)]
 
@@ -53,19 +60,35 @@ def make_segmentation(
     frozen_stages: int = 0,
     tied_weights: bool = False,
 ) -> StageSegmentation:
-    """How a model is cut: `layers` on the whole stages of a shape, or on those of a program that is
-    of pieces and says so (`segment_boundaries`).
+    """Return how the stages and microbatches of a run are split.
 
-    `layer_boundaries` has the letters in a layer of its `model_kind`, "" where nobody cuts it;
-    `stage_segments`, `microbatch_chunks`,
-    `frozen_stages` and `tied_weights` are as a configuration has them, and `microbatch_size` is
-    that of whole microbatches.
+    Args:
+        layers: The number of layers of the model.
+        shape: The pipeline shape. If `segment_boundaries` is set, its stages are segments.
+            Otherwise they are unsegmented stages.
+        layers_per_stage: The number of layers of each stage. None divides the layers evenly, or as
+            `segment_boundaries` shows.
+        microbatch_size: The samples of a microbatch before it is split into chunks.
+        layer_boundaries: The collectives between the segments of a layer, as letters. "" if stages
+            of this kind cannot be segmented.
+        model_kind: The name of the kind of model, for errors.
+        stage_segments: The setting `pipeline.stage_segments`. None does not split stages.
+        microbatch_chunks: The setting `pipeline.microbatch_chunks`. None does not split
+            microbatches.
+        segment_boundaries: The segment boundaries of a program that is segmented already. "" for
+            other programs.
+        frozen_stages: The frozen stages. In a program that is segmented already, these are
+            segments.
+        tied_weights: If true, the head uses the weight of the embedding.
 
-    Raises UsageError for pieces that are not those of the layers, and what else cannot be.
+    Raises:
+        UsageError: The segments do not fit the layers, the chunks do not divide the microbatch, or
+            another setting contradicts them.
 
-    >>> make_segmentation(4, PipelineShape(2, 8), None, microbatch_size=4, layer_boundaries="fgfg",
-    ...                   stage_segments="layers", microbatch_chunks=2)
-    StageSegmentation(layers_per_stage=(2, 2), segments_per_stage=(9, 9), microbatch_size=2)
+    Example:
+        >>> make_segmentation(4, PipelineShape(2, 8), None, microbatch_size=4, microbatch_chunks=2,
+        ...                   layer_boundaries="fgfg", stage_segments="layers")
+        StageSegmentation(layers_per_stage=(2, 2), segments_per_stage=(9, 9), microbatch_size=2)
     """
     microbatch_chunks = (
         1
@@ -103,10 +126,10 @@ def make_segmentation(
         else "layers_per_stage = [...], as it was split"
     )
     if segment_boundaries and layers_per_stage is None:
-        there = tuple(len(own) // len(layer_boundaries) for own in letters)
-        layers_per_stage = there if sum(there) == layers else None
-        if all(there) and layers_per_stage is None:
-            hint = f"layers = {sum(there)}, as it was cut"
+        layers_of_program = tuple(len(own) // len(layer_boundaries) for own in letters)
+        layers_per_stage = layers_of_program if sum(layers_of_program) == layers else None
+        if all(layers_of_program) and layers_per_stage is None:
+            hint = f"layers = {sum(layers_of_program)}, as it was cut"
     each = split_layers(layers, len(letters), layers_per_stage)
     if stage_segments == LAYER_SEGMENTATION:
         letters = tuple(layer_boundaries * number for number in each)

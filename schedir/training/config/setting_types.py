@@ -1,6 +1,6 @@
 """Check the types of settings.
 
-Types are annotations: bool, int, float, str, tuples, unions, and Annotated[..., Range].
+A type is an annotation: bool, int, float, str, a tuple, a union, or Annotated[..., NumberRange].
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from schedir.retired_names import get_rename_hint
 
 
 def require_known(name: str, value: str, known: Sequence[str]) -> None:
-    """Check that a setting has one of its known values.
+    """Check that a setting has one of its possible values.
+
+    Args:
+        name: The name of the setting.
+        value: The value.
+        known: The possible values.
 
     Raises:
-        UsageError: The value is not known; the hint has its present name, or the known values.
+        UsageError: The value is unknown. The hint is its present name, or the possible values.
     """
     if value not in known:
         raise UsageError(
@@ -29,7 +34,12 @@ def require_known(name: str, value: str, known: Sequence[str]) -> None:
 
 
 class NumberRange(NamedTuple):
-    """The numbers from `minimum` on; less than `below`, which is infinity by default."""
+    """A range of numbers.
+
+    Args:
+        minimum: The smallest number.
+        below: All numbers are less than this. The default is infinity.
+    """
 
     minimum: float
     below: float = math.inf
@@ -48,13 +58,20 @@ _TYPE_NAMES = {
 
 
 def coerce(value: Any, type_hint: Any) -> Any:
-    """The value as a `type_hint`: lists become tuples, and whole numbers floats, where one is asked
-    for.
+    """Convert a value from TOML to a type.
 
-    Raises TypeError if it is none.
+    Lists become tuples. Integers become floats if the type is float.
 
-    >>> coerce([1, 2], tuple[float, ...])
-    (1.0, 2.0)
+    Args:
+        value: The value.
+        type_hint: The annotation of the type.
+
+    Raises:
+        TypeError: The value does not have the type, or is outside of its range.
+
+    Example:
+        >>> coerce([1, 2], tuple[float, ...])
+        (1.0, 2.0)
     """
     parts = get_args(type_hint)
     if get_origin(type_hint) is Annotated:
@@ -75,7 +92,7 @@ def coerce(value: Any, type_hint: Any) -> Any:
             raise TypeError
         return tuple(map(coerce, value, each))
     if type(value) is int and not -(2**63) <= value < 2**63:
-        raise TypeError  # as TOML has them
+        raise TypeError  # TOML has 64-bit integers.
     if type_hint is float and type(value) is int:
         value = float(value)
     if type_hint not in _TYPE_NAMES or type(value) is not type_hint:
@@ -84,12 +101,17 @@ def coerce(value: Any, type_hint: Any) -> Any:
 
 
 def describe_type(type_hint: Any, *, is_plural: bool = False) -> str:
-    """What a type is called.
+    """Return a text that describes a type.
 
-    >>> describe_type(str | tuple[int, ...])
-    'a string or a list of whole numbers'
-    >>> describe_type(tuple[float, float])
-    'a list of 2 numbers'
+    Args:
+        type_hint: The annotation of the type.
+        is_plural: If true, return the plural.
+
+    Example:
+        >>> describe_type(str | tuple[int, ...])
+        'a string or a list of whole numbers'
+        >>> describe_type(tuple[float, float])
+        'a list of 2 numbers'
     """
     parts = get_args(type_hint)
     if get_origin(type_hint) is Annotated:

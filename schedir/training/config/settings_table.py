@@ -1,7 +1,4 @@
-"""The settings that each section of a configuration takes.
-
-Needs no torch.
-"""
+"""The settings of each section of a configuration. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,8 +17,14 @@ from schedir.training.config.train_config import SETTING_CHOICES
 
 
 def get_section_classes(model_kind: object) -> dict[str, type]:
-    """By name, the class of each section, where the model is of a kind.  Raises UsageError for one
-    that is not known."""
+    """Return the class of each section, by name.
+
+    Args:
+        model_kind: The kind of model, which decides the class of [model].
+
+    Raises:
+        UsageError: The kind is unknown.
+    """
     if not isinstance(model_kind, str) or model_kind not in MODEL_KINDS:
         hint = RETIRED_HINTS.get(f"kind = {model_kind}", " or ".join(MODEL_KINDS))
         raise UsageError(f"kind {describe(model_kind)} is not known", hint=hint, fields=["kind"])
@@ -29,17 +32,27 @@ def get_section_classes(model_kind: object) -> dict[str, type]:
 
 
 def get_setting_types(section: type) -> dict[str, Any]:
-    """By name, the types of a section's settings."""
+    """Return the type of each setting of a section, by name.
+
+    Args:
+        section: The class of the section.
+    """
     kind = {"kind": str} if section in {one.config_class for one in MODEL_KINDS.values()} else {}
     return kind | get_type_hints(section, include_extras=True)
 
 
-# By name, the class of each section, and the types of its settings.
+# The class of each section by name, for a model of kind gpt.
 SECTION_CLASSES: Final = get_section_classes("gpt")
 
 
 class Setting(NamedTuple):
-    """A setting of a section: what it takes, in words, and its default, as in TOML or in words."""
+    """A setting of a section.
+
+    Args:
+        name: The name of the setting.
+        accepted: A text with the values that it accepts.
+        default: The default as in TOML, or a text. "" if there is none.
+    """
 
     name: str
     accepted: str
@@ -47,7 +60,12 @@ class Setting(NamedTuple):
 
 
 def list_settings() -> dict[str, tuple[str, list[Setting]]]:
-    """By section, what it is about and its settings; that of the model of each kind."""
+    """Return the docstring and the settings of each section, by name.
+
+    Returns:
+        The sections. The section "model" is that of a GPT. Each other kind of model has a section
+        "model of kind NAME".
+    """
     found = {section: _list_section_settings(kind) for section, kind in SECTION_CLASSES.items()}
     found["model"][1].insert(
         0, Setting("kind", _describe_choices(MODEL_KINDS), _format_default("gpt"))
@@ -61,10 +79,14 @@ def list_settings() -> dict[str, tuple[str, list[Setting]]]:
 
 
 def format_heading(section: str) -> str:
-    """How a section of `list_settings` is called.
+    """Return the heading of a section of `list_settings`.
 
-    >>> format_heading("model of kind llama")
-    '[model] of kind llama'
+    Args:
+        section: The name of the section.
+
+    Example:
+        >>> format_heading("model of kind llama")
+        '[model] of kind llama'
     """
     name, space, kind = section.partition(" ")
     return f"[{name}]{space}{kind}"
@@ -85,11 +107,11 @@ def _list_section_settings(section: type[Any]) -> tuple[str, list[Setting]]:
 
 
 def _describe_choices(choices: Iterable[str]) -> str:
-    """What a setting takes, in words."""
+    """Return a text with the values that a setting accepts."""
     *others, last = map(json.dumps, choices)
     return f"{', '.join(others)} or {last}"
 
 
 def _format_default(value: Any) -> str:
-    """A default as it would be written; nothing where there is none."""
+    """Return a default as in TOML, "" for None."""
     return "" if value is None else json.dumps(list(value) if isinstance(value, tuple) else value)

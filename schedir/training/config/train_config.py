@@ -1,4 +1,4 @@
-"""The section [train] of a configuration.  Needs no torch."""
+"""The section [train] of a configuration. Needs no torch."""
 
 from __future__ import annotations
 
@@ -26,30 +26,46 @@ SETTING_CHOICES = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How the model is trained: AdamW, a linear warm-up, then half a cosine from `lr` to `min_lr`.
+    """The steps, the optimizer, the processes and the checkpoints of a run.
 
-    - `steps`: the number of steps, counted from the first step ever, also after a resume.
-    - `clip_grad_norm`: the largest global gradient norm; 0 for no clipping.
-    - `timeout`: seconds that an instruction may take, including its wait for other ranks.
-    - `threads`: torch threads of a process.
-    - `device`: "cpu", or "cuda" for one GPU per process.  `transport`: how messages travel; "auto"
-      takes the first transport of the device that works.
-    - `precision`: the type of the weights: "float32", "bfloat16" or "float16".  Gradients and the
-      optimizer's state are float32.  In float16 the loss is scaled; the scale depends on the
+    The optimizer is AdamW. The learning rate rises linearly during `warmup`, then falls from `lr`
+    to `min_lr` in half a cosine.
+
+    - `steps`: the number of steps, counted from the first step of the run, also after a resume.
+    - `lr`: the learning rate after the warm-up.
+    - `min_lr`: the learning rate at the end.
+    - `warmup`: the number of steps in which the learning rate rises to `lr`.
+    - `weight_decay`: the weight decay of AdamW. It applies to matrices only.
+    - `betas`: the two betas of AdamW.
+    - `clip_grad_norm`: the largest global gradient norm. 0 disables clipping.
+    - `log_every`: the number of steps between two reports of the loss.
+    - `timeout`: the seconds that an instruction may take, including its wait for other ranks, before
+      the run fails. The processes also wait this time for each other at the start.
+    - `threads`: the torch threads of a process.
+    - `device`: "cpu", or "cuda" for one GPU per process.
+    - `transport`: the transport of messages. "auto" is the first transport of the device that
+      supports the program.
+    - `precision`: the type of the weights: "float32", "bfloat16" or "float16". Gradients and the
+      optimizer state are float32. With "float16" the loss is scaled. The scale depends on the
       gradient norm, so `clip_grad_norm` must not be 0.
-    - `on_nonfinite`: what happens if a loss or a gradient is infinite or NaN: "stop" the run and
-      say where the first such value was computed, or "skip" the update, which needs the gradient
-      norm.  Updates that overflow because of the scale of float16 are always skipped.
-    - `checkpoint_dir`: a directory for checkpoints; by default none are written.  One is written
-      after every `checkpoint_every` steps, while the next steps run, and after the last step.  The
-      newest `checkpoint_keep` are kept.
-    - `resume`: "auto" resumes from the newest complete checkpoint, if there is one; "must" refuses
-      to start without one; "no" refuses to start where there is one, unless `output.overwrite`
-      allows it to be removed at the first step.
-    - `shutdown_grace`: seconds in which all processes finish and save the same step after SIGTERM.
-    - `evaluate_every`: after so many steps, and after the last, the loss is measured on
-      `data.validation` without dropout; 0 for never.  `evaluate_batches`: on as many windows as so
-      many steps read, the same ones each time.
+    - `on_nonfinite`: the reaction to a loss or a gradient that is infinite or NaN. "stop" ends the
+      run and reports the first instruction that computed such a value. "skip" skips the update; it
+      needs the gradient norm, so `clip_grad_norm` must not be 0. Updates that overflow because of
+      the scale of float16 are always skipped.
+    - `checkpoint_dir`: a directory for checkpoints. By default, none are written.
+    - `checkpoint_every`: the number of steps between two checkpoints. A checkpoint is written while
+      the next steps run, or between steps if a compiled `FILE.sched` has no snapshots. The last
+      step has a checkpoint, too.
+    - `checkpoint_keep`: the number of newest checkpoints that are kept.
+    - `resume`: "auto" resumes from the newest complete checkpoint, if there is one. "must" refuses
+      to start without a checkpoint. "no" refuses to start if there are checkpoints, unless
+      `output.overwrite` allows their removal at the first step.
+    - `shutdown_grace`: the seconds in which all processes finish and save the same step after
+      SIGTERM.
+    - `evaluate_every`: the number of steps between two evaluations on `data.validation`, without
+      dropout. The last step is evaluated, too. 0 disables evaluation.
+    - `evaluate_batches`: the size of an evaluation, in training steps that read as many windows.
+      Each evaluation reads the same windows.
     """
 
     steps: PositiveInteger = 100
@@ -109,15 +125,19 @@ class TrainConfig:
 
     @property
     def progress_model(self) -> ProgressModel:
-        """The progress model of the transport, under which a program must be proven."""
+        """Return the progress model of the transport, for which a program must be proven."""
         return list_transports(self.device, self.transport)[0].progress_model
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0.
+        """Return the learning rate of a step.
 
-        >>> config = TrainConfig(steps=10, lr=1.0, min_lr=0.5, warmup=2)
-        >>> [round(config.learning_rate(step), 3) for step in (0, 1, 2, 6, 10)]
-        [0.5, 1.0, 1.0, 0.75, 0.5]
+        Args:
+            step: The step, from 0.
+
+        Example:
+            >>> config = TrainConfig(steps=10, lr=1.0, min_lr=0.5, warmup=2)
+            >>> [round(config.learning_rate(step), 3) for step in (0, 1, 2, 6, 10)]
+            [0.5, 1.0, 1.0, 0.75, 0.5]
         """
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
