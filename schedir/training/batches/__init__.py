@@ -1,1 +1,1 @@
-"""Batches of a training run."""
+"""The batches of a training run: their samples, their order, and their prefetch."""

@@ -1,8 +1,8 @@
-"""Draw the batch of the next step during a step.
+"""Read the batch of the next step during a step.
 
-A thread draws it and puts it into pinned memory, from where it is copied without the host's
-waiting.  All memory is made before the first step: to allocate pinned memory in one would keep
-streams from running beside each other (CUDA C++ Programming Guide, "Implicit Synchronization").
+A thread reads it into pinned memory, from which a copy to the GPU does not block the host. All
+pinned memory is allocated before the first step. An allocation during a step would synchronize the
+CUDA streams (CUDA C++ Programming Guide, "Implicit Synchronization").
 """
 
 from __future__ import annotations
@@ -21,15 +21,22 @@ from torch import Tensor
 from schedir.runtime.recording.stream_events import make_event
 from schedir.training.batches.samples import Batches
 
-# A step that runs, the one before it, whose numbers may not have been read, and the one drawn.
+# One for the current step, one for the step before it, whose numbers may not have been read, and
+# one for the batch that is read.
 BATCH_SLOTS: Final = 3
-JOIN_TIMEOUT: Final = 1.0  # seconds that the end of a run waits for a batch that nobody takes
+JOIN_TIMEOUT: Final = 1.0  # Seconds that the end of a run waits for the prefetch thread.
 
 
 class TrainingBatch(NamedTuple):
-    """What a step is given: `inputs` and `targets` of one replica, on its device, and how many
-    `tokens` count in the batch of all replicas.  `data_crc` is a crc32 of all that was drawn of the
-    run up to here, of all replicas: every process must have the same."""
+    """The batch of a step on one replica.
+
+    Args:
+        inputs: The inputs, int64 (samples, context), on the device.
+        targets: The targets, int64 (samples, context), on the device.
+        tokens: The number of targets in the batch of all replicas that the loss includes.
+        data_crc: The CRC-32 of all samples so far, of all replicas. It must be the same on all
+            processes.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -38,13 +45,19 @@ class TrainingBatch(NamedTuple):
 
 
 class Prefetch:
-    """The batches of steps `first_step` to `steps` - 1, one after the other; a context, with its
-    thread.
+    """The batches of a run, one step after the other, as a context with a thread.
 
-    `replica` is which one's share of a batch is wanted, of `replicas`; `count_tokens` says how many
-    of its targets count; `count_samples` is how many samples were taken before step `first_step`,
-    by whatever number of replicas.  A Batch keeps its numbers until the one `BATCH_SLOTS` steps
-    later is taken.
+    A batch remains valid until the batch `BATCH_SLOTS` steps later is taken.
+
+    Args:
+        batches: The training samples.
+        steps: The number of steps of the run. The last batch is that of step `steps` - 1.
+        device: The device of the batches.
+        replica: The replica whose share of each batch is returned.
+        replicas: The number of replicas.
+        count_tokens: Returns the number of targets that the loss includes.
+        first_step: The first step, from 0.
+        first_sample: The number of samples that were used before `first_step`.
     """
 
     def __init__(
@@ -63,13 +76,13 @@ class Prefetch:
         self.first_step, self.first_sample = first_step, first_sample
         share = batches.batch_size // replicas
         self.replica_range = replica * share, (replica + 1) * share
-        self.slots: list[_Slot] = []  # made when it is known what there is in a batch
+        self.slots: list[_Slot] = []  # Created with the first batch, which has the shapes.
         self.device = device
         self.data_crc = 0
         self.next_batch: Future[tuple[int, int]] | None = None
         self.requests: SimpleQueue[tuple[int, Future[tuple[int, int]]] | None] = SimpleQueue()
-        # What it waits for, a source or a GPU, may never come, and must not keep an error from
-        # being said, nor the process from ending.
+        # A daemon, because it may wait forever for a source or a GPU. This must not prevent an
+        # error report, or the exit of the process.
         self.thread = Thread(target=self._run, name="prefetch", daemon=True)
 
     def __enter__(self) -> Prefetch:
@@ -87,22 +100,30 @@ class Prefetch:
         self.thread.join(JOIN_TIMEOUT)
 
     def count_samples(self, steps: int) -> int:
-        """How many samples of the run are taken when so many of its steps are done."""
+        """Return the number of samples of the run that are used before a step.
+
+        Args:
+            steps: The number of complete steps.
+        """
         return self.first_sample + (steps - self.first_step) * self.batches.batch_size
 
     def take(self, step: int) -> TrainingBatch:
-        """The batch of a step: of each once, in order.
+        """Return the batch of a step. Call this once for each step, in order.
 
-        Raises whatever drawing it does, as UsageError for a token that is none.
+        Args:
+            step: The step, from 0.
+
+        Raises:
+            Exception: Any error of the read, such as UsageError for an invalid token.
         """
         assert self.next_batch is not None, "there are so many steps"
-        tokens, read = self.next_batch.result()
+        tokens, data_crc = self.next_batch.result()
         self._request_batch(step + 1)
         slot = self.slots[step % BATCH_SLOTS]
-        for there, here in zip(slot.device_tensors, slot.host_tensors, strict=True):
-            there.copy_(here, non_blocking=True)
+        for device_tensor, host_tensor in zip(slot.device_tensors, slot.host_tensors, strict=True):
+            device_tensor.copy_(host_tensor, non_blocking=True)
         slot.copy_event.record()
-        return TrainingBatch(*slot.device_tensors, tokens, read)
+        return TrainingBatch(*slot.device_tensors, tokens, data_crc)
 
     def _request_batch(self, step: int) -> None:
         self.next_batch = None
@@ -111,28 +132,28 @@ class Prefetch:
             self.requests.put((step, self.next_batch))
 
     def _run(self) -> None:
-        while (wanted := self.requests.get()) is not None:
-            step, drawn = wanted
+        while (request := self.requests.get()) is not None:
+            step, future = request
             try:
-                drawn.set_result(self._draw(step))
+                future.set_result(self._draw(step))
             except BaseException as error:
-                drawn.set_exception(error)
+                future.set_exception(error)
 
     def _draw(self, step: int) -> tuple[int, int]:
-        if self.device.type == "cuda":  # a thread uses the first GPU unless told
+        if self.device.type == "cuda":  # By default, a thread uses the first GPU.
             torch.cuda.set_device(self.device)
-        # Every rank draws the batch of all replicas, so that each can count its tokens.
+        # Every rank reads the batch of all replicas, so that each can count its tokens.
         inputs, targets = self.batches.read_batch(self.count_samples(step), self.batches.batch_size)
         begin, end = self.replica_range
-        own = inputs[begin:end], targets[begin:end]
+        local_batch = inputs[begin:end], targets[begin:end]
         if not self.slots:
-            self.slots = [_Slot(own, self.device) for _ in range(BATCH_SLOTS)]
+            self.slots = [_Slot(local_batch, self.device) for _ in range(BATCH_SLOTS)]
         slot = self.slots[step % BATCH_SLOTS]
-        slot.copy_event.synchronize()  # what was here before: a copy may still read it
-        for here, mine in zip(slot.host_tensors, own, strict=True):
-            here.copy_(mine)
-        for drawn in (inputs, targets):
-            self.data_crc = crc32(drawn.contiguous().numpy().data, self.data_crc)
+        slot.copy_event.synchronize()  # A copy may still read the previous batch of this slot.
+        for host_tensor, tensor in zip(slot.host_tensors, local_batch, strict=True):
+            host_tensor.copy_(tensor)
+        for tensor_of_all in (inputs, targets):
+            self.data_crc = crc32(tensor_of_all.contiguous().numpy().data, self.data_crc)
         return self.count_tokens(targets), self.data_crc
 
 

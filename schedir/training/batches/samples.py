@@ -1,4 +1,4 @@
-"""The samples of a run, in an order that every rank computes itself."""
+"""The samples of a run, in an order that every rank computes without communication."""
 
 from __future__ import annotations
 
@@ -16,21 +16,30 @@ from schedir.data.token_windows import ConcatenatedWindows, Tokens, TokenWindows
 from schedir.errors import ModelError, UsageError
 from schedir.models.language_model import IGNORE_INDEX
 
+# The bytes of a block, and the largest number of blocks in a digest: 256 MiB together.
 _DIGEST_BLOCK_BYTES, _MAX_DIGEST_BLOCKS = (
     2**16,
     2**12,
-)  # bytes, and how many parts of as many make a digest
+)
 
 
 class Batches:
-    """The windows of a token stream, in an order that depends on the seed and nothing else.
+    """The windows of a token stream, in an order that depends only on the seed.
 
-    Sample k of a run is the same however many are taken at once, by whatever number of replicas.
-    An epoch has every window once; each epoch shuffles them anew, or, with seed None, none does.
-    `tokens` is the stream, `context` the window's length, `batch_size` how many windows a step
-    takes;
-    `source` says, in errors, what the stream is.
-    Raises UsageError if the stream is shorter than context + 1 or a number is out of range.
+    Sample k of a run is the same for any batch size and number of replicas. An epoch has each
+    window once, in an order of its own.
+
+    Args:
+        tokens: The token stream.
+        context: The number of inputs of a window.
+        batch_size: The number of windows that a step of all replicas reads.
+        seed: The seed of the order. None keeps the order of the stream in each epoch.
+        vocab: All tokens must be below this number.
+        windows: The windows of the stream. By default, the stream is cut into equal windows.
+        source: The name of the stream, for errors. By default, the name of its file.
+
+    Raises:
+        UsageError: The stream is shorter than context + 1, or a number is out of range.
     """
 
     def __init__(
@@ -55,31 +64,41 @@ class Batches:
         self.context, self.batch_size, self.seed, self.vocab = context, batch_size, seed, vocab
 
     def __len__(self) -> int:
-        """How many windows an epoch has."""
+        """Return the number of windows in an epoch."""
         return len(self.windows)
 
     @cached_property
     def description(self) -> str:
-        """How much there is to read, and a digest of it: of all bytes up to 256 MiB, of as many at
-        even distances of more."""
+        """Return a text with the size and a digest of the data, and with the kind of windows.
+
+        The digest covers all bytes of up to 256 MiB. For more data, it covers evenly spaced blocks
+        of 256 MiB together.
+        """
         data, digest = self.tokens.view(np.uint8), hashlib.blake2b(digest_size=8)
-        parts = -(-len(data) // _DIGEST_BLOCK_BYTES)
+        blocks = -(-len(data) // _DIGEST_BLOCK_BYTES)
         for k in sorted(
             {
-                k * parts // min(parts, _MAX_DIGEST_BLOCKS)
-                for k in range(min(parts, _MAX_DIGEST_BLOCKS))
+                k * blocks // min(blocks, _MAX_DIGEST_BLOCKS)
+                for k in range(min(blocks, _MAX_DIGEST_BLOCKS))
             }
         ):
             digest.update(data[k * _DIGEST_BLOCK_BYTES : (k + 1) * _DIGEST_BLOCK_BYTES].tobytes())
-        said = f"{len(self.tokens)} tokens of {self.tokens.dtype} ({digest.hexdigest()})"
-        return f"{said}, {self.windows.description}"
+        text = f"{len(self.tokens)} tokens of {self.tokens.dtype} ({digest.hexdigest()})"
+        return f"{text}, {self.windows.description}"
 
     def read_batch(self, first_sample: int, sample_count: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of so many samples from the `first_sample` on, each int64 (count,
-        context).
+        """Return the inputs and the targets of consecutive samples.
 
-        A target that is IGNORE counts nowhere.  Raises UsageError if a token read is not below
-        `vocab`.
+        Args:
+            first_sample: The number of the first sample in the run, from 0.
+            sample_count: The number of samples.
+
+        Returns:
+            Inputs and targets, each int64 (sample_count, context). The loss ignores targets that
+            are `IGNORE_INDEX`.
+
+        Raises:
+            UsageError: A token is negative or not below `vocab`, or there are no such samples.
         """
         if first_sample < 0 or sample_count < 1:
             raise UsageError(f"there are no {sample_count} samples from sample {first_sample} on")
@@ -99,7 +118,7 @@ class Batches:
     def _order_windows(
         self, first_sample: int, sample_count: int
     ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Which windows the samples are."""
+        """Return the numbers of the windows of consecutive samples."""
         size, parts = len(self), []
         for epoch in range(first_sample // size, (first_sample + sample_count - 1) // size + 1):
             begin, end = (
@@ -111,13 +130,24 @@ class Batches:
         return np.concatenate(parts).astype(np.int64)
 
     def make_cursor(self, samples: int) -> dict[str, Any]:
-        """Plain values that say, in a checkpoint, that so many samples were taken, and of what."""
+        """Return the number of used samples, and the facts of their data, for a checkpoint.
+
+        Args:
+            samples: The number of samples that were used.
+
+        Returns:
+            A dictionary of plain values.
+        """
         return {"samples": samples, "of": self.description, "seed": self.seed}
 
     def read_cursor(self, cursor: Mapping[str, Any]) -> int:
-        """How many samples a cursor says were taken: the first of what comes next.
+        """Return the number of used samples in a cursor, which is the number of the next sample.
 
-        Raises ModelError for one of other data or another order, where it would say nothing.
+        Args:
+            cursor: The result of `make_cursor`.
+
+        Raises:
+            ModelError: The cursor is of other data or of another seed, or it is invalid.
         """
         for name, ours in (("of", self.description), ("seed", self.seed)):
             if cursor.get(name) != ours:
@@ -127,7 +157,7 @@ class Batches:
                     f"{cursor.get(name)}, and is {ours}",
                     fields=["source" if name == "of" else "seed"],
                 )
-        taken = cursor.get("samples")
-        if type(taken) is not int or taken < 0:
-            raise ModelError(f"the checkpoint says that {taken!r} samples were taken")
-        return taken
+        samples = cursor.get("samples")
+        if type(samples) is not int or samples < 0:
+            raise ModelError(f"the checkpoint says that {samples!r} samples were taken")
+        return samples

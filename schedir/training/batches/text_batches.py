@@ -1,4 +1,4 @@
-"""Batches of the training text and of the held-out text of a configuration."""
+"""The batches of the training text and of the held-out text of a configuration."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from schedir.training.resume_checks import DATA_FACT
 
 
 class Corpus:
-    """The data of a configuration, read once.  Raises UsageError for data that cannot be used, when
-    they are asked for."""
+    """The data of a configuration, which is read once, when it is first used.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        UsageError: At the first use, if the data cannot be used.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     @cached_property
     def batches(self) -> Batches:
-        """What all replicas together train on, without what is held out."""
+        """Return the training batches of all replicas, without the held-out text."""
         config, data = self.config, self.config.data
         size = config.pipeline.dp * config.pipeline.microbatches * data.microbatch_size
         return self._make_batches(
@@ -34,24 +40,26 @@ class Corpus:
 
     @cached_property
     def held_out_batches(self) -> Batches | None:
-        """What is never trained on, if the configuration holds anything out: all its windows, in
-        their own order; packed ones in one that is random and always the same, as packing begins
-        with long documents."""
-        kept, share = self._documents.held_out_documents, self.config.data.validation
-        if kept is None:
+        """Return the held-out text, one window per batch, None if there is none.
+
+        Windows keep the order of the text. Packed windows have one fixed random order, because
+        packing begins with long documents.
+        """
+        documents, validation = self._documents.held_out_documents, self.config.data.validation
+        if documents is None:
             return None
-        is_share = isinstance(share, float)
-        where = (
-            f"what validation {share} leaves for evaluation"
+        is_share = isinstance(validation, float)
+        source = (
+            f"what validation {validation} leaves for evaluation"
             if is_share
-            else _describe_source(share)
+            else _describe_source(validation)
         )
         seed = 0 if self.config.data.packing == "best_fit" else None
-        return self._make_batches(kept, 1, seed, where)
+        return self._make_batches(documents, 1, seed, source)
 
     @property
     def facts(self) -> dict[str, str]:
-        """What processes must have the same of."""
+        """Return the facts of the data that must be the same on all processes."""
         return {
             "the tokenizer": self._documents.tokenizer.digest,
             DATA_FACT: self.batches.description,
@@ -64,13 +72,13 @@ class Corpus:
     def _documents(self) -> _CorpusSplit:
         data, vocab = self.config.data, self.config.model.vocab
         tokenizer = get_tokenizer(data.tokenizer, vocab, data.end_of_document)
-        whole, share = data.packing == "best_fit", data.validation
-        trained = read_documents(data.source, tokenizer, vocab, with_document_ends=whole)
-        if not share:
+        is_packed, validation = data.packing == "best_fit", data.validation
+        trained = read_documents(data.source, tokenizer, vocab, with_document_ends=is_packed)
+        if not validation:
             return _CorpusSplit(trained, None, tokenizer)
-        if isinstance(share, float):
-            return _CorpusSplit(*split_documents(trained, share), tokenizer)
-        for path in find_files(share):
+        if isinstance(validation, float):
+            return _CorpusSplit(*split_documents(trained, validation), tokenizer)
+        for path in find_files(validation):
             if data.source is not None and any(
                 path.samefile(one) for one in find_files(data.source)
             ):
@@ -79,7 +87,9 @@ class Corpus:
                     fields=["validation", "source"],
                 )
         return _CorpusSplit(
-            trained, read_documents(share, tokenizer, vocab, with_document_ends=whole), tokenizer
+            trained,
+            read_documents(validation, tokenizer, vocab, with_document_ends=is_packed),
+            tokenizer,
         )
 
     def _make_batches(
@@ -103,7 +113,7 @@ class Corpus:
 
 
 class _CorpusSplit(NamedTuple):
-    """What is trained on, what is held out, and the tokenizer of both."""
+    """The training documents, the held-out documents, and their tokenizer."""
 
     training_documents: Documents
     held_out_documents: Documents | None
@@ -111,5 +121,5 @@ class _CorpusSplit(NamedTuple):
 
 
 def _describe_source(source: Source | float) -> str:
-    """What errors call a source."""
+    """Return the name of a source, for errors."""
     return "the corpus" if source is None or isinstance(source, float) else str(source)

@@ -39,8 +39,8 @@ class TrainConfig:
     - `betas`: the two betas of AdamW.
     - `clip_grad_norm`: the largest global gradient norm. 0 disables clipping.
     - `log_every`: the number of steps between two reports of the loss.
-    - `timeout`: the seconds that an instruction may take, including its wait for other ranks, before
-      the run fails. The processes also wait this time for each other at the start.
+    - `timeout`: the time limit of an instruction, including its wait for other ranks, in seconds.
+      The processes also wait this time for each other at the start.
     - `threads`: the torch threads of a process.
     - `device`: "cpu", or "cuda" for one GPU per process.
     - `transport`: the transport of messages. "auto" is the first transport of the device that
@@ -64,8 +64,8 @@ class TrainConfig:
       SIGTERM.
     - `evaluate_every`: the number of steps between two evaluations on `data.validation`, without
       dropout. The last step is evaluated, too. 0 disables evaluation.
-    - `evaluate_batches`: the size of an evaluation, in training steps that read as many windows.
-      Each evaluation reads the same windows.
+    - `evaluate_batches`: the size of an evaluation. Each evaluation reads the same
+      `evaluate_batches` times as many windows as a training step.
     """
 
     steps: PositiveInteger = 100

@@ -1,1 +1,1 @@
-"""Processes of a training run: start, rendezvous, watchdog and exit."""
+"""The processes of a training run: start, rendezvous, watchdog and exit."""

@@ -1,9 +1,9 @@
 """Agree on the step after which the processes of a run stop.
 
-Steps pay nothing for it.  Each process has a thread that waits at the store where they meet, until
-one says there that it was told to end.  Then none begins another step; each says how many it has
-begun, and all finish the most of these: who is within that step needs the others, who may stand
-before it.
+The steps have no cost for this. Each process has a thread that waits at the rendezvous store for a
+stop request. After a request, no process begins another step. Each process writes the last step
+that it has begun to the store. All processes then finish the largest of these steps, because a
+process within that step needs the others, which may not have begun it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,28 @@ from typing import Final
 from schedir.training.processes.process_exit import make_store_key
 from schedir.training.processes.rendezvous_store import connect_store
 
-STORE_TIMEOUT: Final = 60.0  # seconds
+STORE_TIMEOUT: Final = 60.0  # Seconds to connect to the store.
 _FOREVER: Final = timedelta(days=3650)
 
 
 class GracefulStop:
-    """When process `process` of `processes` is to end.
+    """The end of one process of a run, in agreement with the other processes.
 
-    `notice_time` is when it has heard that one was told to, by `time.monotonic`, and `last_step`
-    the step after which all end, when they have agreed.
+    Args:
+        process: The number of this process.
+        processes: The number of all processes.
+
+    Attributes:
+        last_begun_step: The last step that this process has begun, from 1.
+        signal_time: The time by `time.monotonic` when this process requested the stop, or None.
+        notice_time: The time by `time.monotonic` when this process received a request, or None.
+        last_step: The step after which all processes stop. None before they agree.
     """
 
     def __init__(self, process: int, processes: int) -> None:
         self.process, self.processes = process, processes
         self.last_begun_step = 0
-        self.signal_time: float | None = None  # when this process was told
+        self.signal_time: float | None = None
         self.notice_time: float | None = None
         self.last_step: int | None = None
         self.condition = Condition()
@@ -39,9 +46,12 @@ class GracefulStop:
             Thread(target=self._listen, name="stop", daemon=True).start()
 
     def try_begin_step(self, step: int) -> bool:
-        """Whether this process is to make a step (from 1), which then has begun.
+        """Begin a step, unless the processes stop before it, and return whether it has begun.
 
-        Once one was told to end, it waits here until all know after which step they do.
+        After a stop request, this waits until the processes agree on the last step.
+
+        Args:
+            step: The step, from 1.
         """
         with self.condition:
             while self.notice_time is not None and self.last_step is None:
@@ -52,12 +62,16 @@ class GracefulStop:
             return True
 
     def is_grace_over(self, grace: float) -> bool:
-        """Whether it is longer than so many seconds ago that this one knows of it."""
+        """Return whether this process received the request more than `grace` seconds ago.
+
+        Args:
+            grace: The time to finish and save a step, in seconds.
+        """
         since = [at for at in (self.signal_time, self.notice_time) if at is not None]
         return bool(since) and monotonic() - min(since) > grace
 
     def request_stop(self) -> None:
-        """Let all processes end; returns at once."""
+        """Request that all processes stop, and return at once."""
         self.signal_time = monotonic()
         if self.processes == 1:
             with self.condition:
@@ -67,12 +81,15 @@ class GracefulStop:
             Thread(target=self._send_request, daemon=True).start()
 
     def _send_request(self) -> None:
-        with suppress(Exception):  # the store has gone with who had it: then all end, late
+        # If the process with the store has exited, there is no request. Then the other processes
+        # exit late.
+        with suppress(Exception):
             connect_store(STORE_TIMEOUT).set(make_store_key("told to end"), b"")
 
     def _listen(self) -> None:
         with suppress(Exception):
-            store = connect_store(STORE_TIMEOUT)  # of its own: another call would wait for this one
+            # A connection of its own, because any other call on it would wait for `wait`.
+            store = connect_store(STORE_TIMEOUT)
             store.wait([make_store_key("told to end")], _FOREVER)
             with self.condition:
                 self.notice_time, begun = monotonic(), self.last_begun_step

@@ -22,14 +22,21 @@ from schedir.transports.transport import describe_peer_exit
 
 _RESULTS_KEY = "schedir has written results"
 _HEARTBEAT_KEY = "schedir writes results"
-HEARTBEAT_INTERVAL = 0.5  # seconds between signs that the first process gives
-RESULTS_TIMEOUT = 60.0  # seconds without one, in which others wait for it to write results
+HEARTBEAT_INTERVAL = 0.5  # Seconds between heartbeats of process 0.
+RESULTS_TIMEOUT = 60.0  # Minimum seconds that others wait for a heartbeat or the results.
 
 
 def require_device(config: Config) -> None:
-    """Refuse a device that this machine does not have for all processes.  Raises UsageError."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", config.world_size)
-    load_object(DEVICES[config.train.device].require_path)(int(here))
+    """Check that this machine has the device for all of its processes.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        UsageError: The device is missing, or there are not enough devices.
+    """
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", config.world_size)
+    load_object(DEVICES[config.train.device].require_path)(int(local_world_size))
 
 
 @contextmanager
@@ -39,24 +46,32 @@ def join_process_group(
     black_box: BlackBox | None = None,
     facts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[None]:
-    """Within this context the processes of a run know each other; they leave it together.
+    """Create the process group of a run while the context is active.
 
-    They are found as torchrun says; without it, this one is alone.  `timeout` is how many
-    seconds they wait for each other; `black_box` is told of it.  They compare `facts` before
-    anything else.  Raises ExecutionError if they do not come, and ModelError, in all, where facts
-    differ.
+    The environment variables of torchrun describe the processes. Without them, there is one
+    process. All processes leave the context together, after process 0 has written its results.
+
+    Args:
+        timeout: The seconds that the processes wait for each other.
+        device: The device, which selects the backends of the group.
+        black_box: The black box of this process, which records the phases. None records nothing.
+        facts: Facts that must be the same on all processes. They are compared first.
+
+    Raises:
+        ExecutionError: A process does not arrive in time, or another process exits.
+        ModelError: In all processes, facts differ.
     """
     black_box = black_box or BlackBox()
     black_box.enter_phase(ProcessPhase.RENDEZVOUS)
     alone = "RANK" not in os.environ
     try:
-        how: dict[str, Any] = {"rank": 0, "world_size": 1}
-        how |= {"store": dist.HashStore()} if alone else run_rendezvous(facts, timeout)  # type: ignore[attr-defined]
-        load_object(DEVICES[device].initialise_path)(timeout, **how)
+        options: dict[str, Any] = {"rank": 0, "world_size": 1}
+        options |= {"store": dist.HashStore()} if alone else run_rendezvous(facts, timeout)  # type: ignore[attr-defined]
+        load_object(DEVICES[device].initialise_path)(timeout, **options)
     except (
         RuntimeError,
         ExecutionError,
-    ) as error:  # torch's, and a network's
+    ) as error:
         raise ExecutionError(
             f"the processes did not find each other in {timeout:g} s: "
             f"{str(error).strip().partition(chr(10))[0]}"
@@ -68,14 +83,14 @@ def join_process_group(
         with nullcontext() if dist.get_rank() else _send_heartbeats(store):
             yield
         black_box.enter_phase(ProcessPhase.DONE)
-        # The first process may still be busy with its results.
+        # Process 0 may still write its results.
         if dist.get_rank():
             wait_for_results(store, max(timeout, RESULTS_TIMEOUT))
         else:
             store.set(_RESULTS_KEY, b"")
-        # Nobody closes a connection that another still reads from, and who fails after this
-        # fails nobody else.
-        # Of the group itself: torch's function wants Gloo alone, where ours has NCCL beside it.
+        # The barrier prevents that a process closes a connection from which another still reads. A
+        # failure after it does not affect other processes. It is the method of the group, because
+        # torch's function requires a group with Gloo only, and this group has NCCL, too.
         world: Any = dist.group.WORLD
         world.monitored_barrier(timedelta(seconds=max(timeout, RESULTS_TIMEOUT)))
         done = True
@@ -84,21 +99,21 @@ def join_process_group(
             raise ExecutionError(f"outside of a step, {fact}") from error
         raise
     finally:
-        # A rank that fails says why before others see its connections close.
+        # A rank that fails reports the reason before its connections close.
         if done or alone:
             dist.destroy_process_group()
 
 
 @contextmanager
 def _send_heartbeats(store: Any) -> Iterator[None]:
-    """Within this, a thread says at the store now and then that this process lives."""
+    """Increment a counter in the store regularly while the context is active."""
     over = Event()
 
     def beat() -> None:
         try:
             while not over.wait(HEARTBEAT_INTERVAL):
                 store.add(_HEARTBEAT_KEY, 1)
-        except RuntimeError:  # the store has gone, which others see as well
+        except RuntimeError:  # The store has closed. The other processes detect this, too.
             pass
 
     thread = Thread(target=beat, name="beats", daemon=True)
@@ -111,15 +126,20 @@ def _send_heartbeats(store: Any) -> Iterator[None]:
 
 
 def wait_for_results(store: Any, timeout: float) -> None:
-    """Wait until the first process has written its results, however long that takes.
+    """Wait without a time limit until process 0 has written its results.
 
-    Raises ExecutionError if it gives no sign at the store for `timeout` seconds.
+    Args:
+        store: The rendezvous store.
+        timeout: The seconds without a heartbeat after which process 0 counts as failed.
+
+    Raises:
+        ExecutionError: Process 0 sends no heartbeat for `timeout` seconds.
     """
-    beats, over = -1, monotonic() + timeout
+    beats, deadline = -1, monotonic() + timeout
     while not store.check([_RESULTS_KEY]):
         if (now := store.add(_HEARTBEAT_KEY, 0)) != beats:
-            beats, over = now, monotonic() + timeout
-        if monotonic() > over:
+            beats, deadline = now, monotonic() + timeout
+        if monotonic() > deadline:
             raise ExecutionError(
                 f"outside of a step, process 0 has given no sign for {timeout:g} s while it writes "
                 "results"

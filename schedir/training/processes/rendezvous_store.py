@@ -1,4 +1,4 @@
-"""Torch's rendezvous store, with retries."""
+"""Connect to torch's rendezvous store, within a time limit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from schedir.errors import ExecutionError
 
 
 def connect_store(timeout: float, *, is_master: bool = False) -> Any:
-    """A connection to the store that the environment names, or with `is_master` the store itself.
+    """Connect to the store of the environment, or create it.
 
-    Raises ExecutionError where nobody answers there for `timeout` seconds.  torch's own patience
-    ends later, and never where something listens that is no store and says nothing.
+    torch's own timeout is longer. If another server listens at the port and does not answer, torch
+    waits without a limit.
+
+    Args:
+        timeout: The time limit, in seconds.
+        is_master: If true, create the store instead.
+
+    Raises:
+        ExecutionError: No store answers within `timeout` seconds.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -1,7 +1,8 @@
 """Compare the settings of all processes before the first message.
 
-At the store where torch's processes find each other, before any group is made: what differs is one
-sentence, the same in every process, and not what a collective of different shapes says.
+The processes compare them at the rendezvous store, before any group exists. All processes raise the
+same error with the first difference. Without this, torch would report a mismatch of shapes in a
+collective.
 """
 
 from __future__ import annotations
@@ -23,18 +24,24 @@ from schedir.training.config.run_config import Config
 from schedir.training.processes.rendezvous_store import connect_store
 from schedir.transports.json_collectives import decode_value, encode_value, find_difference
 
-# Settings that may be a machine's own.
+# Settings that may differ between machines. For the data, the processes compare digests instead.
 LOCAL_SETTINGS: Final = {
-    *("data.source", "data.validation", "data.tokenizer"),  # digests of what they are are compared
+    *("data.source", "data.validation", "data.tokenizer"),
     *("train.threads", "pipeline.schedule"),
 }
-_READ_TIMEOUT: Final = 2.0  # seconds in which all read what is refused, before the store goes
+_READ_TIMEOUT: Final = 2.0  # Seconds for all processes to read an error before the store closes.
 _NO_DIFFERENCE: Final = "fine"
 
 
 def collect_config_facts(config: Config) -> dict[str, str]:
-    """What must be the same in the configuration that each process has read, and in what reads it:
-    the whole of it, but for what is a machine's own."""
+    """Return the settings and versions that must be the same on all processes.
+
+    Args:
+        config: The configuration that this process has read.
+
+    Returns:
+        All settings but `LOCAL_SETTINGS`, and the versions of schedir, torch and Python.
+    """
     versions = {
         "the version of schedir": vars(sys.modules["schedir"])["__version__"],
         "the version of torch": torch.__version__,
@@ -46,7 +53,13 @@ def collect_config_facts(config: Config) -> dict[str, str]:
 
 
 def collect_run_facts(config: Config, program: Program, data: Mapping[str, str]) -> dict[str, str]:
-    """The same, with the program, what is said of the data, and how many processes there are."""
+    """Return the facts of `collect_config_facts`, of the program, the data and the processes.
+
+    Args:
+        config: The configuration that this process has read.
+        program: The program of this process.
+        data: The facts of its `Corpus`.
+    """
     return collect_config_facts(config) | {
         "WORLD_SIZE": os.environ.get("WORLD_SIZE", "1"),
         "the program": program.digest[:12],
@@ -55,8 +68,17 @@ def collect_run_facts(config: Config, program: Program, data: Mapping[str, str])
 
 
 def require_same_data(crcs: Sequence[int], step: int) -> None:
-    """Compare what processes have drawn up to a step (from 1), each a crc32: the digests that they
-    have met with are of samples, where there is much.  Raises ModelError where two differ."""
+    """Check that all processes have read the same samples.
+
+    The digests at the start cover only a part of large data, so the samples are compared, too.
+
+    Args:
+        crcs: The CRC-32 of the samples of each process.
+        step: The step up to which they have read, from 1.
+
+    Raises:
+        ModelError: Two processes differ.
+    """
     fact = f"the data read up to step {step}"
     if found := find_difference([{fact: f"crc32 {one:08x}"} for one in crcs]):
         raise ModelError(
@@ -65,11 +87,18 @@ def require_same_data(crcs: Sequence[int], step: int) -> None:
 
 
 def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
-    """The store at which the processes of the environment meet, this one's number, and how many
-    they are, as `init_process_group` takes them, after all have compared `facts`.
+    """Compare `facts` with all processes, and return the arguments of `init_process_group`.
 
-    Raises ModelError, in all of them, where one differs or two have one number, and ExecutionError
-    where one does not come in `timeout` seconds.
+    Args:
+        facts: The facts of this process.
+        timeout: The seconds that the processes wait for each other.
+
+    Returns:
+        The store, the number of this process, and the number of processes.
+
+    Raises:
+        ModelError: In all processes, facts differ, or two processes have the same number.
+        ExecutionError: A process does not arrive in time.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -85,30 +114,43 @@ def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
 def compare_facts(
     store: Any, rank: int, world: int, facts: Mapping[str, str], timeout: float
 ) -> None:
-    """Compare `facts` with all processes that meet at a store; process 0 judges.  Raises as
-    `run_rendezvous`."""
+    """Compare `facts` with all processes at a store. Process 0 makes the comparison.
+
+    Args:
+        store: The store.
+        rank: The number of this process.
+        world: The number of processes.
+        facts: The facts of this process.
+        timeout: The seconds that the processes wait for each other.
+
+    Raises:
+        ModelError: In all processes, facts differ, or two processes have the same number.
+        ExecutionError: A process does not arrive in time.
+    """
     if store.add(f"came {rank}", 1) > 1:
-        twice = f"two processes have RANK {rank}"
-        store.set("twice", twice)
-        raise ModelError(twice, hint="each process of a run has another RANK")
+        duplicate = f"two processes have RANK {rank}"
+        store.set("twice", duplicate)
+        raise ModelError(duplicate, hint="each process of a run has another RANK")
     store.set(f"facts {rank}", encode_value((dict(facts), _describe_machine())))
-    over = monotonic() + timeout
+    deadline = monotonic() + timeout
     if rank == 0:
-        store.set("verdict", _find_difference(store, world, over) or _NO_DIFFERENCE)
-    verdict = _wait_for_key(store, "verdict", over, 0).decode(errors="replace")
+        store.set("verdict", _find_difference(store, world, deadline) or _NO_DIFFERENCE)
+    verdict = _wait_for_key(store, "verdict", deadline, 0).decode(errors="replace")
     read = store.add("read", 1)
     if verdict == _NO_DIFFERENCE:
         return
-    if rank == 0:  # with it the store may go
-        over = monotonic() + _READ_TIMEOUT
-        while read < sum(store.check([f"came {k}"]) for k in range(world)) and monotonic() < over:
+    if rank == 0:  # The store may be in this process, so it waits until the others have read.
+        deadline = monotonic() + _READ_TIMEOUT
+        while (
+            read < sum(store.check([f"came {k}"]) for k in range(world)) and monotonic() < deadline
+        ):
             sleep(0.02)
             read = store.add("read", 0)
     raise ModelError(verdict)
 
 
 def _find_difference(store: Any, world: int, deadline: float) -> str:
-    """In what processes differ, as soon as it is known; "" where they do not."""
+    """Return the first difference between the facts of processes, "" if there is none."""
     everyone: list[dict[str, str]] = []
     places: dict[object, int] = {}
     for k in range(world):
@@ -127,7 +169,7 @@ def _find_difference(store: Any, world: int, deadline: float) -> str:
 
 
 def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, ...] | None]:
-    """What a process says of itself.  Raises ModelError for what none says."""
+    """Return the facts and the machine of a process. Raises ModelError if they are invalid."""
     match decode_value(data, sender):
         case (dict() as facts, (tuple() | None) as place):
             if all(isinstance(one, str) for one in (*facts, *facts.values(), *(place or ()))):
@@ -136,8 +178,7 @@ def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, 
 
 
 def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
-    """What process `process` sets, which comes until a time.  Raises ModelError where two have one
-    number."""
+    """Return the value that a process sets. Raises ModelError if two have the same number."""
     while not store.check([key]):
         if store.check(["twice"]):
             raise ModelError(store.get("twice").decode(errors="replace"))
@@ -148,9 +189,10 @@ def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
 
 
 def _describe_machine() -> tuple[str, ...] | None:
-    """A machine, as far as one sees it, and the number there; None where nobody says it.
+    """Return this machine and the local rank, None if there is no local rank.
 
-    Of two nodes of torchrun on one machine each counts from 0.
+    With torchrun, several nodes on one machine each count their local ranks from 0, so the number
+    of the node is included.
     """
     local, node = os.environ.get("LOCAL_RANK"), os.environ.get("GROUP_RANK", "")
     try:
