@@ -1,7 +1,7 @@
 """Start the processes of a run on this machine, forward their output, and end them together.
 
-Nothing lies in a folder meanwhile but their black boxes, in that of the run's output; and whatever
-ends this process ends them.
+During the run, the output directory has only their black boxes. If this process ends for any
+reason, they end, too.
 """
 
 from __future__ import annotations
@@ -37,14 +37,20 @@ from schedir.training.processes.process_exit import (
     TERMINATED_EXIT_CODE,
 )
 
-MAX_PROCESSES: Final = 256  # processes that one machine is asked to start
-MAX_OUTPUT_BYTES: Final = 2**20  # of what a process prints that are passed on
-MAX_LINE_BYTES: Final = 2**13  # of a line
-REFUSED_EXIT_CODE: Final = 2  # the exit code of a process that says so
+MAX_PROCESSES: Final = 256  # Larger runs need several machines, and so torchrun.
+MAX_OUTPUT_BYTES: Final = 2**20  # Bytes of output of a process that are forwarded.
+MAX_LINE_BYTES: Final = 2**13  # Bytes. Longer lines are split.
+REFUSED_EXIT_CODE: Final = 2  # The exit code of a process that refuses the configuration.
 
 
 class FailedExit(NamedTuple):
-    """How the first process to fail has ended, and the boxes of all at that moment."""
+    """The exit of the first process that failed.
+
+    Args:
+        process: The number of the process, -1 if none failed.
+        code: Its exit code, negative for a signal.
+        black_boxes: The black boxes of all processes at that moment.
+    """
 
     process: int
     code: int
@@ -54,16 +60,28 @@ class FailedExit(NamedTuple):
 def launch(
     arguments: Sequence[str], layout: ProcessLayout, output_dir: str, grace: float | None = None
 ) -> int:
-    """Run `python -m schedir ARGUMENTS` in so many processes, as torchrun would.
+    """Run `python -m schedir ARGUMENTS` in all processes of a run, as torchrun would.
 
-    They find RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.  What process 0 prints
-    is passed on as it is; what others print, and standard error, line by line, with the number of
-    the process in front, up to `MAX_OUTPUT_BYTES` of each.  When one fails, what it has to say is
-    said, or how it ended and where that was; the others are ended, and 1 is returned, or 2 where it
-    said that something is refused.  With a `grace` a SIGTERM is passed on, and as many seconds
-    later they are to have ended; with a second one they end at once.
+    The environment of each process has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    The standard output of process 0 is forwarded unchanged. All other output is forwarded line by
+    line, with the number of the process in front, up to `MAX_OUTPUT_BYTES` per process.
 
-    Raises UsageError for more processes than `MAX_PROCESSES`.
+    When a process fails, its reason is printed. If it has none, its exit code or signal and its
+    position are printed. The other processes are then killed.
+
+    Args:
+        arguments: The arguments of schedir.
+        layout: The numbers of ranks, tensor-parallel ranks and replicas.
+        output_dir: The output directory, for the black boxes.
+        grace: The seconds in which the processes must exit after a SIGTERM, which is forwarded to
+            them. A second SIGTERM ends them at once. With None, the first SIGTERM does.
+
+    Returns:
+        The exit code: 0, 1 if a process failed, 2 if it refused the configuration, or 143 after
+        SIGTERM.
+
+    Raises:
+        UsageError: There are more processes than `MAX_PROCESSES`.
     """
     world = layout.ranks * layout.tp * layout.dp
     if world > MAX_PROCESSES:
@@ -73,7 +91,7 @@ def launch(
         )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # The processes meet in this one, at a port that is taken from the start.
+    # The rendezvous store is in this process. Its port is reserved from the start.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = TCPStore(
@@ -86,7 +104,7 @@ def launch(
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # all processes are clients of the store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # All processes are clients of the store.
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "PYTHONUNBUFFERED": "1",
@@ -94,34 +112,34 @@ def launch(
     }
     folder = Path(output_dir, BLACK_BOX_DIRECTORY)
     _remove_leftovers(folder)
-    end: FailedExit | None = None
+    failure: FailedExit | None = None
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[Thread] = []
-    passing = _SignalForwarding(processes, grace)
+    signal_forwarding = _SignalForwarding(processes, grace)
     try:
-        passing.install()
+        signal_forwarding.install()
         for number in range(world):
             process = subprocess.Popen(
                 [sys.executable, "-m", "schedir", *arguments],
-                stdin=subprocess.PIPE,  # ends when this process does
+                stdin=subprocess.PIPE,  # It closes when this process ends.
                 stdout=subprocess.PIPE if number else None,
                 stderr=subprocess.PIPE,
                 env=environment | {"RANK": str(number), "LOCAL_RANK": str(number)},
-                start_new_session=True,  # Ctrl-C is for this process alone
+                start_new_session=True,  # Ctrl-C must interrupt this process only.
             )
             processes.append(process)
             readers += _start_forwarding(number, process)
-        passing.forward_pending()
-        end = _wait_for_failure(processes, folder, compute_run_id(os.getpid(), environment))
-        if passing.has_received_signal and end.code == TERMINATED_EXIT_CODE:
-            passing.wait()  # each ends by itself
+        signal_forwarding.forward_pending()
+        failure = _wait_for_failure(processes, folder, compute_run_id(os.getpid(), environment))
+        if signal_forwarding.has_received_signal and failure.code == TERMINATED_EXIT_CODE:
+            signal_forwarding.wait()  # All processes are about to exit.
     finally:
-        passing.restore()
+        signal_forwarding.restore()
         for process in processes:
             process.kill()
         for process in processes:
             process.wait()
-        for reader in readers:  # what they started may live on, and hold a pipe open
+        for reader in readers:  # A child of a process may still run, and keep the pipe open.
             reader.join(EXIT_TIMEOUT)
         read = not any(reader.is_alive() for reader in readers)
         for process in processes:
@@ -129,35 +147,34 @@ def launch(
                 if pipe is not None:
                     pipe.close()
         del store
-        if end is None:  # a person has ended all: nobody is to blame
+        if failure is None:  # The user has interrupted the run, so no process failed.
             _remove_leftovers(folder)
-    if not end.code and end.process < 0:
+    if not failure.code and failure.process < 0:
         _remove_leftovers(folder)
         return 0
     run = compute_run_id(os.getpid(), environment)
     after = read_black_boxes(folder, run)
-    said, code = _describe_failure(end, after, layout, folder)
-    print(said, file=sys.stderr)
-    if passing.has_received_signal and end.code in (
+    message, code = _describe_failure(failure, after, layout, folder)
+    print(message, file=sys.stderr)
+    if signal_forwarding.has_received_signal and failure.code in (
         TERMINATED_EXIT_CODE,
         -signal.SIGTERM,
-    ):  # the latter had nothing to save yet
+    ):  # A process that SIGTERM ended had nothing to save yet.
         _remove_leftovers(folder)
         return TERMINATED_EXIT_CODE
-    if code == REFUSED_EXIT_CODE:  # which has been said, and nothing else happened
+    if code == REFUSED_EXIT_CODE:  # The message is complete without the black boxes.
         _remove_leftovers(folder)
     else:
-        write_verdict(folder, run, said)
+        write_verdict(folder, run, message)
     return code
 
 
-_KILL_DELAY: Final = (
-    5.0  # seconds, after which processes are ended that do not do so past their grace
-)
+# Seconds after the grace time until processes that still run are killed.
+_KILL_DELAY: Final = 5.0
 
 
 class _SignalForwarding:
-    """SIGTERM, passed on to processes; without a `grace` it ends this one, and so them."""
+    """Forwards SIGTERM to processes. Without a `grace`, SIGTERM ends this process, and so them."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], grace: float | None) -> None:
         self.processes, self.grace, self.has_received_signal = processes, grace, False
@@ -165,6 +182,7 @@ class _SignalForwarding:
         self.kill_timer: Timer | None = None
 
     def install(self) -> None:
+        """Install the handler, if there is a `grace` and this is the main thread."""
         if self.grace is not None and current_thread() is main_thread():
             self.previous_handler = signal.signal(signal.SIGTERM, self._handle_signal)
 
@@ -180,7 +198,7 @@ class _SignalForwarding:
         self.forward_pending()
 
     def forward_pending(self) -> None:
-        """Tell those, too, that were started meanwhile."""
+        """Send SIGTERM to all processes if it was received, also to those that started since."""
         if self.has_received_signal:
             for process in self.processes:
                 process.terminate()
@@ -190,12 +208,13 @@ class _SignalForwarding:
             process.kill()
 
     def wait(self) -> None:
-        """Return when all have ended, which they are about to."""
+        """Wait until all processes have exited, at most `EXIT_GRACE` seconds each."""
         with suppress(subprocess.TimeoutExpired):
             for process in self.processes:
                 process.wait(EXIT_GRACE)
 
     def restore(self) -> None:
+        """Restore the previous handler."""
         if self.kill_timer is not None:
             self.kill_timer.cancel()
         if self.previous_handler is not None:
@@ -205,7 +224,7 @@ class _SignalForwarding:
 def _wait_for_failure(
     processes: Sequence[subprocess.Popen[bytes]], directory: Path, run_id: int
 ) -> FailedExit:
-    """The first process to fail, or to end with 0 and before its end; number -1 when none has."""
+    """Return the first process that failed, or exited with 0 too early; -1 if none did."""
     ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
 
     def watch(number: int, process: subprocess.Popen[bytes]) -> None:
@@ -215,10 +234,10 @@ def _wait_for_failure(
         Thread(target=watch, args=(number, process), daemon=True).start()
     for _ in processes:
         number, code = ended.get()
-        seen = read_black_boxes(directory, run_id)
-        # Who has ended well has taken its box with it.
-        if code or (number in seen and not seen[number][BlackBoxField.HAS_ENDED]):
-            return FailedExit(number, code, seen)
+        black_boxes = read_black_boxes(directory, run_id)
+        # A process that ended well has removed its black box.
+        if code or (number in black_boxes and not black_boxes[number][BlackBoxField.HAS_ENDED]):
+            return FailedExit(number, code, black_boxes)
     return FailedExit(-1, 0, {})
 
 
@@ -228,41 +247,45 @@ def _describe_failure(
     layout: ProcessLayout,
     directory: Path,
 ) -> tuple[str, int]:
-    """What is said of a run that has failed, and the exit code.
+    """Return the error message of a run that failed, and the exit code.
 
-    Who has ended another has said why; else it is the word of the one that ended, and where that
-    has none, how it ended.
+    If another process killed the failed one, the message is the reason of that process. Otherwise
+    it is the reason of the failed process. If it has none, the message has its exit code or signal.
     """
-    accusers = [
+    killers = [
         one
         for one in black_boxes.values()
         if one[BlackBoxField.KILLED_PROCESS] == failure.process + 1
     ]
-    own = black_boxes.get(failure.process)
-    speakers = [*accusers, *([own] if own is not None else [])]
-    if own is not None and own.has_failed and not own.reason:  # because of others
-        speakers += sorted(black_boxes.values(), key=lambda one: one[BlackBoxField.FAILURE_TIME])
-    for one in speakers:
+    failed_box = black_boxes.get(failure.process)
+    candidates = [*killers, *([failed_box] if failed_box is not None else [])]
+    # If a failed process has no reason, another process is the cause.
+    if failed_box is not None and failed_box.has_failed and not failed_box.reason:
+        candidates += sorted(black_boxes.values(), key=lambda one: one[BlackBoxField.FAILURE_TIME])
+    for one in candidates:
         if one.has_failed and one.reason:
             return one.reason, one[BlackBoxField.EXIT_CODE] or 1
-    how = f"ended with exit code {failure.code}"
+    exit_text = f"ended with exit code {failure.code}"
     if failure.code < 0:
-        how = f"was ended by signal {-failure.code} ({signal.strsignal(-failure.code)})"
-    where = "before it had begun" if directory.exists() else "and its black box has gone"
+        exit_text = f"was ended by signal {-failure.code} ({signal.strsignal(-failure.code)})"
+    location = "before it had begun" if directory.exists() else "and its black box has gone"
     if failure.process in failure.black_boxes:
-        where = StalledRun(failure.black_boxes, layout, load_program(directory)).describe_location(
-            failure.process
-        )
+        location = StalledRun(
+            failure.black_boxes, layout, load_program(directory)
+        ).describe_location(failure.process)
     code = (
         REFUSED_EXIT_CODE
         if failure.code == REFUSED_EXIT_CODE and failure.process not in failure.black_boxes
         else 1
     )
-    return f"{layout.name_process(failure.process)} {how}, {where}; the others were stopped", code
+    return (
+        f"{layout.name_process(failure.process)} {exit_text}, {location}; the others were stopped",
+        code,
+    )
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove what a run before this one has left, or this one, all done."""
+    """Remove the black boxes and other files that this run or an earlier one left."""
     for path in [*directory.glob("[0-9]*"), directory / PROGRAM_FILE, directory / VERDICT_FILE]:
         path.unlink(missing_ok=True)
     if directory.is_dir() and not any(directory.iterdir()):
@@ -273,14 +296,14 @@ _PRINT_LOCK = Lock()
 
 
 def _start_forwarding(number: int, process: subprocess.Popen[bytes]) -> list[Thread]:
-    """Threads that pass on what a process prints, as it comes."""
-    left = [MAX_OUTPUT_BYTES]
+    """Start the threads that forward the output of a process, line by line."""
+    bytes_left = [MAX_OUTPUT_BYTES]
 
     def pass_on(pipe: IO[bytes], to: IO[bytes]) -> None:
         while line := pipe.readline(MAX_LINE_BYTES):
-            left[0] -= len(line)
-            if left[0] < 0:
-                if left[0] + len(line) >= 0:
+            bytes_left[0] -= len(line)
+            if bytes_left[0] < 0:
+                if bytes_left[0] + len(line) >= 0:
                     line = f"... more than {MAX_OUTPUT_BYTES} bytes: the rest is left out".encode()
                 else:
                     continue

@@ -1,10 +1,12 @@
 """End a process of a run, and report once why the run ended.
 
-Who gives up writes why into its black box; where that is another's fault, the boxes of all say
-whose (`hang_diagnosis/stall_cause.py`).  One process speaks: under `launch` that is the launcher,
-and else the first to give up, as the store knows where the processes meet.  Whoever keeps the
-others, stopped or never coming back, is ended by the one that says so: so whoever has started the
-processes sees the guilty one end first, and not an innocent one.
+A process that fails writes the reason into its black box. If another process is the cause, the
+black boxes of all processes show which one (`hang_diagnosis/stall_cause.py`). Only one process
+prints the reason. Under `launch` it is the launcher. Otherwise it is the first process that fails,
+which the rendezvous store decides.
+
+A process that is stopped, or that never arrives, blocks the others. The process that reports it
+also kills it. So the launcher or torchrun receives the exit of the process that is the cause first.
 """
 
 from __future__ import annotations
@@ -35,18 +37,28 @@ from schedir.io.black_box import (
 from schedir.ir.program import Program
 from schedir.training.processes.rendezvous_store import connect_store
 
-EXIT_TIMEOUT: Final = 1.0  # seconds in which a process that has closed its connections ends
-EXIT_GRACE: Final = 5.0  # seconds in which the first one to give up ends the others
-TERMINATED_EXIT_CODE: Final = 128 + signal.SIGTERM  # the exit code of a run that was told to end
-LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # the number of the process that is `launch`
-_PR_SET_PDEATHSIG: Final = 1
+EXIT_TIMEOUT: Final = 1.0  # Seconds in which a process exits that has closed its connections.
+EXIT_GRACE: Final = 5.0  # Seconds in which the first process that fails ends the others.
+TERMINATED_EXIT_CODE: Final = 128 + signal.SIGTERM  # The exit code of a run after SIGTERM.
+LAUNCHER_PID_VARIABLE: Final = "SCHEDIR_LAUNCHED"  # Contains the process id of `launch`.
+_PR_SET_PDEATHSIG: Final = 1  # From linux/prctl.h.
 
 
 class RunMember:
-    """This process among those of its run: its box, and those of the others.
+    """This process as a member of its run, with access to the black boxes of the run.
 
-    `program` is None until it is known, in set-up; `has_lost_peers` says that the process has given
-    up because others have not come, and is no longer where its box says.
+    Args:
+        output_dir: The output directory of the run.
+        layout: The numbers of ranks, tensor-parallel ranks and replicas.
+        process: The number of this process.
+
+    Attributes:
+        black_box: The black box of this process.
+        program: The program of the run. None during the set-up.
+        has_lost_peers: True if the process failed because others did not arrive. It then is no
+            longer at the position in its black box.
+        known_processes: The processes whose black boxes were read.
+        is_single_machine: True if all processes run on this machine.
     """
 
     def __init__(self, output_dir: str | Path, layout: ProcessLayout, process: int) -> None:
@@ -60,23 +72,27 @@ class RunMember:
         self.black_box = BlackBox(path, process=process, world=self.world_size, tp=tp, dp=dp)
         self.program: Program | None = None
         self.has_lost_peers = False
-        self.known_processes: set[int] = set()  # whose boxes were seen
+        self.known_processes: set[int] = set()
         self.run_id = compute_run_id(os.getppid())
-        here = os.environ.get("LOCAL_WORLD_SIZE", "")
-        self.is_single_machine = is_launched() or here == str(self.world_size)
+        local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+        self.is_single_machine = is_launched() or local_world_size == str(self.world_size)
 
     @property
     def name(self) -> str:
-        """As every message names it."""
+        """Return the name of this process in messages."""
         return self.layout.name_process(self.process)
 
     @property
     def is_current_process(self) -> bool:
-        """Whether it is this process, and not one that forked this."""
+        """Return whether this is the process that joined the run, and not a fork of it."""
         return self.black_box.values[BlackBoxField.PID] == os.getpid()
 
     def set_program(self, program: Program) -> None:
-        """Know what is run, and leave it for who reads the boxes."""
+        """Set the program, and write it to the directory of the black boxes, for their readers.
+
+        Args:
+            program: The program of the run.
+        """
         from schedir.ir.text_format import to_text
 
         self.program = program
@@ -85,123 +101,142 @@ class RunMember:
                 (self.directory / PROGRAM_FILE).write_text(to_text(program))
 
     def collect_black_boxes(self) -> dict[int, BlackBoxSnapshot]:
-        """The boxes on this machine."""
-        found = read_black_boxes(self.directory, self.run_id)
-        self.known_processes |= found.keys()
-        return found
+        """Return the black boxes on this machine, by process."""
+        black_boxes = read_black_boxes(self.directory, self.run_id)
+        self.known_processes |= black_boxes.keys()
+        return black_boxes
 
     def inspect_stall(self) -> StalledRun:
-        """Who waits for whom now, on all machines."""
-        seen = self.collect_black_boxes()
+        """Return which process waits for which, on all machines."""
+        black_boxes = self.collect_black_boxes()
         missing, unheard = list[int](), list[int]()
-        if len(seen) < self.world_size:
+        if len(black_boxes) < self.world_size:
             absent = [
-                p for p in range(self.world_size) if p not in seen and p not in self.known_processes
+                p
+                for p in range(self.world_size)
+                if p not in black_boxes and p not in self.known_processes
             ]
             if self.is_single_machine:
                 missing = absent
             elif absent:
-                with suppress(Exception):  # there is no store, or it has gone with who had it
-                    seen |= exchange_black_boxes(connect_store(EXIT_TIMEOUT), seen, absent)
-                unheard = [p for p in absent if p not in seen]
-        return StalledRun(seen, self.layout, self.program, missing, unheard)
+                # There may be no store, or its process may have exited.
+                with suppress(Exception):
+                    black_boxes |= exchange_black_boxes(
+                        connect_store(EXIT_TIMEOUT), black_boxes, absent
+                    )
+                unheard = [p for p in absent if p not in black_boxes]
+        return StalledRun(black_boxes, self.layout, self.program, missing, unheard)
 
     def describe_position(self) -> str:
-        """What this process is at."""
-        standstill = StalledRun(self.collect_black_boxes(), self.layout, self.program)
-        return (
-            standstill.describe_location(self.process)
-            if self.process in standstill.snapshots
-            else ""
-        )
+        """Return a text with the position of this process, "" without a black box."""
+        run = StalledRun(self.collect_black_boxes(), self.layout, self.program)
+        return run.describe_location(self.process) if self.process in run.snapshots else ""
 
     def finish(self) -> None:
-        """All has ended well: nothing is left of the box."""
+        """Mark the end of this process, and remove its black box."""
         self.black_box.values[BlackBoxField.HAS_ENDED] = 1
         self.black_box.remove()
         with suppress(OSError):
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 (self.directory / PROGRAM_FILE).unlink(missing_ok=True)
-            self.directory.rmdir()  # by whoever is the last
+            self.directory.rmdir()  # This fails in all processes but the last one.
 
 
 class TerminationNotice(Exception):
-    """The processes were told to end, and have: `saved` says of which step there is what."""
+    """The end of a run after SIGTERM.
+
+    Args:
+        saved: A text with the step that is saved.
+    """
 
     def __init__(self, saved: str) -> None:
         super().__init__(f"was told to end (SIGTERM): {saved}")
 
 
-_CURRENT_MEMBER: list[RunMember] = []  # this process, if it is one of several
+_CURRENT_MEMBER: list[RunMember] = []  # One element if this process is one of several.
 
 
 def get_current_member() -> RunMember | None:
-    """This process among those of its run, if it is one."""
+    """Return this process as a member of its run, None if it is a single process."""
     return _CURRENT_MEMBER[0] if _CURRENT_MEMBER else None
 
 
 def join_run(member: RunMember) -> None:
-    """Be a process of a run from now on."""
+    """Make this process a member of a run.
+
+    Args:
+        member: The member.
+    """
     _CURRENT_MEMBER[:] = [member]
 
 
 def is_launched() -> bool:
-    """Whether `launch` has started this process, and says how it ends."""
+    """Return whether `launch` started this process, and so reports how it ends."""
     return LAUNCHER_PID_VARIABLE in os.environ
 
 
-_REPORT_LOCK = Lock()  # for the thread that gives up first
-_TERMINATION_EVENT = Event()  # that this process is to end
+_REPORT_LOCK = Lock()  # The first thread that fails acquires it and never releases it.
+_TERMINATION_EVENT = Event()  # This process must exit without waiting for others.
 
 
 def exit_with_error(
     reason: str | None, code: int = 1, *, is_peer_failure: bool = False
 ) -> NoReturn:
-    """End this process at once: a tidy end would close connections first, and others seem to fail.
+    """Report an error, and end this process at once.
 
-    Nothing is said without a `reason`: it is for another process to say.  `is_peer_failure` is what
-    fails because others have gone or have not come: then it is said whose fault that is.
+    A normal exit would first close connections, and other processes would seem to fail.
+
+    Args:
+        reason: The reason. If None, nothing is printed, because another process reports it.
+        code: The exit code.
+        is_peer_failure: True if the error occurred because other processes exited or did not
+            arrive. The report then names the process that is the cause.
     """
-    own = get_current_member()
-    if (
-        own is not None and not own.is_current_process
-    ):  # a person's code has forked it: it has no box
+    member = get_current_member()
+    # A process that user code has forked has no black box.
+    if member is not None and not member.is_current_process:
         if reason is not None:
-            print(f"a child of {own.name}: {reason}", file=sys.stderr, flush=True)
+            print(f"a child of {member.name}: {reason}", file=sys.stderr, flush=True)
         os._exit(code)
-    _REPORT_LOCK.acquire()  # for good
-    if own is None:
+    _REPORT_LOCK.acquire()  # It is never released.
+    if member is None:
         if reason is not None and _is_first_failure():
             print(f"process {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr, flush=True)
         else:
             time.sleep(EXIT_GRACE)
         os._exit(code)
-    found: StallCause | None = None
+    cause: StallCause | None = None
     if is_peer_failure:
-        own.has_lost_peers, own.black_box.values[BlackBoxField.IS_WAITING] = True, 1
-        found = _find_cause(own, reason or "")
-    if found is not None and found.process != own.process:
-        reason = _describe_cause(own, found)
-    elif found is not None and found.kind is not StallKind.SAID:
-        reason = str(found)
+        member.has_lost_peers, member.black_box.values[BlackBoxField.IS_WAITING] = True, 1
+        cause = _find_cause(member, reason or "")
+    if cause is not None and cause.process != member.process:
+        reason = _describe_cause(member, cause)
+    elif cause is not None and cause.kind is not StallKind.SAID:
+        reason = str(cause)
     elif reason is not None:
-        reason = f"{own.name}: {reason}"
-    report_and_exit(own, reason, code, found)
+        reason = f"{member.name}: {reason}"
+    report_and_exit(member, reason, code, cause)
 
 
 def stop_waiting() -> None:
-    """Wait for nobody any more."""
+    """End all waits of this process for other processes before its exit."""
     _TERMINATION_EVENT.set()
 
 
 def exit_with_cause(member: RunMember, cause: StallCause, code: int = 1) -> NoReturn:
-    """End this process, for the one that keeps it."""
+    """Report that another process is the cause, and end this process.
+
+    Args:
+        member: This process.
+        cause: The process that is the cause, and the reason.
+        code: The exit code.
+    """
     _REPORT_LOCK.acquire()
     report_and_exit(member, _describe_cause(member, cause), code, cause)
 
 
 def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
-    """What is to be said of another process, None where that has said it to the same people."""
+    """Return the text about another process, None if that process has reported on this machine."""
     if cause.kind is not StallKind.SAID:
         return str(cause)
     return None if cause.process in member.known_processes else cause.message
@@ -210,75 +245,92 @@ def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
 def report_and_exit(
     member: RunMember, text: str | None, code: int, cause: StallCause | None
 ) -> NoReturn:
-    """Say a text, unless somebody has said one; end who is to blame, and this process."""
+    """Print a text if no process has printed one, kill the cause, and end this process.
+
+    Args:
+        member: This process.
+        text: The text, None to print nothing.
+        code: The exit code.
+        cause: The process that is the cause, None if it is unknown. Only a process on this machine
+            is killed, and only if it is certainly the cause.
+    """
     member.black_box.report_failure(text or "", code)
     is_read = is_launched() and member.black_box.has_file
-    speaks = text is not None and (is_read or _is_first_failure())
-    if speaks and not is_read:
+    reports = text is not None and (is_read or _is_first_failure())
+    if reports and not is_read:
         print(text, file=sys.stderr, flush=True)
-    guilty = cause is not None and cause.process != member.process
-    is_here = (
+    is_other_process = cause is not None and cause.process != member.process
+    is_local = (
         cause is None or cause.process in member.known_processes or cause.kind is StallKind.MISSING
     )
-    if cause is not None and guilty and is_here and cause.is_certain:
+    if cause is not None and is_other_process and is_local and cause.is_certain:
         _kill_culprit(member, cause)
-    if text is not None and guilty and not is_here:
+    if text is not None and is_other_process and not is_local:
         _write_agent_error(text)
-    if not speaks or (guilty and is_here):
+    if not reports or (is_other_process and is_local):
         _TERMINATION_EVENT.wait(EXIT_GRACE)
     os._exit(code)
 
 
 def _write_agent_error(text: str) -> None:
-    """Let torchrun have a text beside the process that it calls the root cause, where that is on
-    another machine: the agent of each knows its own processes only."""
+    """Write a text to the error file of torchrun, which prints it for the root cause.
+
+    This is for a cause on another machine. The torchrun agent of each machine has only its own
+    processes.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": told}))
+            Path(path).write_text(json.dumps({"message": message}))
 
 
 def _kill_culprit(member: RunMember, cause: StallCause) -> None:
-    """End a process of this machine that keeps the others."""
-    seen = member.collect_black_boxes().get(
-        cause.process
-    )  # of which the system has said just now how it is
-    kept = seen is not None and cause.kind in (StallKind.STOPPED, StallKind.BUSY)
-    if kept and seen is not None and seen.state in ("runs", "stopped"):
+    """Kill a process of this machine that is stopped or busy, and so blocks the others."""
+    # This reads the present state of the process from the system.
+    snapshot = member.collect_black_boxes().get(cause.process)
+    is_blocking = snapshot is not None and cause.kind in (StallKind.STOPPED, StallKind.BUSY)
+    if is_blocking and snapshot is not None and snapshot.state in ("runs", "stopped"):
         member.black_box.values[BlackBoxField.KILLED_PROCESS] = cause.process + 1
         with suppress(OSError):
-            os.kill(seen[BlackBoxField.PID], signal.SIGKILL)
+            os.kill(snapshot[BlackBoxField.PID], signal.SIGKILL)
 
 
 def _find_cause(member: RunMember, reason: str) -> StallCause | None:
-    """Who keeps this process, given a moment: connections close before processes have ended."""
-    over = time.monotonic() + EXIT_TIMEOUT
+    """Return the process that blocks this one.
+
+    This retries for `EXIT_TIMEOUT` seconds, because the connections of a process close before it
+    exits.
+    """
+    deadline = time.monotonic() + EXIT_TIMEOUT
     reason = reason.partition("\n")[0]
     while True:
-        found = member.inspect_stall().find_cause()
-        if found is not None and found.kind < StallKind.MISSING:
-            return found
-        if time.monotonic() > over:
+        cause = member.inspect_stall().find_cause()
+        if cause is not None and cause.kind < StallKind.MISSING:
+            return cause
+        if time.monotonic() > deadline:
             return member.inspect_stall().find_cause(reason)
         time.sleep(0.02)
 
 
 def make_store_key(name: str) -> str:
-    """What a fact of this attempt is called at the store."""
+    """Return the key of a fact in the rendezvous store, for this attempt of torchrun.
+
+    Args:
+        name: The name of the fact.
+    """
     return f"schedir {name} in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _is_first_failure() -> bool:
-    """Whether no other process that torchrun has started here has given up, as far as the store
-    knows."""
+    """Return whether no other process of this torchrun agent has failed before."""
     if "MASTER_PORT" not in os.environ:
         return True
     try:
         node = os.environ.get("GROUP_RANK", "0")
         return bool(connect_store(EXIT_TIMEOUT).add(make_store_key(f"failed on {node}"), 1) == 1)
-    except ImportError:  # what is wrong here others do not have
+    except ImportError:  # torch may be missing only here, so this process must report.
         return True
-    except Exception:  # it is gone, or not yet there: let one of each machine speak
+    except Exception:  # There is no store, so one process of each machine reports.
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -288,58 +340,68 @@ def exchange_black_boxes(
     absent: list[int],
     timeout: float = EXIT_TIMEOUT,
 ) -> dict[int, BlackBoxSnapshot]:
-    """The boxes of processes elsewhere, which a store has; it is told of our own ones.
+    """Write the black boxes of this machine to a store, and read those of other machines.
 
-    Those that nobody has brought in `timeout` seconds are left out.
+    Args:
+        store: The rendezvous store.
+        local_boxes: The black boxes of this machine, by process.
+        absent: The processes without a black box on this machine.
+        timeout: The seconds to wait for the black boxes of other machines.
+
+    Returns:
+        The black boxes that were written in time, by process.
     """
-    for process, seen in local_boxes.items():
-        store.set(make_store_key(f"box of {process}"), seen.to_bytes())
-    found: dict[int, BlackBoxSnapshot] = {}
-    over = time.monotonic() + timeout
-    while len(found) < len(absent) and time.monotonic() < over:
+    for process, snapshot in local_boxes.items():
+        store.set(make_store_key(f"box of {process}"), snapshot.to_bytes())
+    remote_boxes: dict[int, BlackBoxSnapshot] = {}
+    deadline = time.monotonic() + timeout
+    while len(remote_boxes) < len(absent) and time.monotonic() < deadline:
         for process in absent:
-            where = make_store_key(f"box of {process}")
-            if process not in found and store.check([where]):
-                other = BlackBoxSnapshot.from_bytes(store.get(where))
-                found |= {} if other is None else {process: other}
+            key = make_store_key(f"box of {process}")
+            if process not in remote_boxes and store.check([key]):
+                other = BlackBoxSnapshot.from_bytes(store.get(key))
+                remote_boxes |= {} if other is None else {process: other}
         time.sleep(0.02)
-    return found
+    return remote_boxes
 
 
 @contextmanager
 def interrupt_on_signals() -> Iterator[None]:
-    """Within this, SIGHUP and SIGQUIT interrupt what is done as Ctrl-C does, so that nothing of it
-    is left; afterwards they end this process, as ever."""
-    told: list[int] = []
+    """Interrupt on SIGHUP and SIGQUIT as on Ctrl-C, while the context is active.
 
-    def tell(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-        if len(told) == 1:  # the rest would interrupt the end
+    So the code in the context can clean up. After the context, the signal ends this process as
+    usual.
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:  # A second interrupt would disturb the clean-up.
             raise KeyboardInterrupt
 
-    usual: dict[int, Any] = {}
+    previous_handlers: dict[int, Any] = {}
     if current_thread() is main_thread():
         for each in (signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(each) is signal.SIG_DFL:  # and not under nohup
-                usual[each] = signal.signal(each, tell)
+            if signal.getsignal(each) is signal.SIG_DFL:  # nohup ignores SIGHUP.
+                previous_handlers[each] = signal.signal(each, handle)
     try:
         yield
     finally:
-        for number, handler in usual.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-        if told:
-            os.kill(os.getpid(), told[0])
+        if received:
+            os.kill(os.getpid(), received[0])
 
 
 def end_with_parent() -> None:
-    """End as soon as whoever has started this process has gone: `launch`, or torchrun."""
+    """End this process when its launcher ends: `launch` or torchrun."""
     if not is_launched() and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if is_launched() and os.getppid() != int(os.environ[LAUNCHER_PID_VARIABLE]):
-            os._exit(1)  # it went before that
-    elif is_launched():  # its end closes our standard input
+            os._exit(1)  # The launcher ended before the call of `prctl`.
+    elif is_launched():  # The end of the launcher closes the standard input.
 
         def watch() -> None:
             os.read(0, 1)
@@ -349,7 +411,12 @@ def end_with_parent() -> None:
 
 
 def exit_after_termination(reason: str, code: int) -> NoReturn:
-    """End this process as it was told to, all saved: process 0 says so, and waits for nobody."""
+    """End this process after SIGTERM, when the last step is saved. Process 0 reports it.
+
+    Args:
+        reason: The report.
+        code: The exit code.
+    """
     own = get_current_member()
     if own is not None and is_launched():
         own.black_box.values[BlackBoxField.HAS_ENDED] = 1
@@ -363,10 +430,10 @@ def exit_after_termination(reason: str, code: int) -> NoReturn:
 
 
 def exit_cleanly() -> NoReturn:
-    """End this process, all done.
+    """End this process with exit code 0, at once.
 
-    At once, too: while an interpreter is taken down, threads of torch that still run now and
-    then abort it ("terminate called without an active exception"; seen in 1 run of 62).
+    A normal exit tears down the interpreter. Threads of torch that still run sometimes abort it
+    ("terminate called without an active exception", in 1 of 62 runs).
     """
     if (own := get_current_member()) is not None and own.is_current_process:
         own.finish()

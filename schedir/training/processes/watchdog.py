@@ -1,7 +1,8 @@
-"""Watchdog: a thread that detects a hang from the black boxes of all processes.
+"""The watchdog: a thread that detects a hang from the black boxes of all processes.
 
-It is awake ten times in a second, and at once when a process of its machine ends or this one is
-told to end.  Where nothing moves in the steps of a run, the boxes say who keeps it.
+It runs ten times per second. It also runs at once when a process of its machine exits, or when this
+process receives SIGTERM. If a step makes no progress, it finds the process that is the cause in the
+black boxes.
 """
 
 from __future__ import annotations
@@ -43,15 +44,13 @@ from schedir.training.processes.process_exit import (
     stop_waiting,
 )
 
-GPU_ANSWER_TIMEOUT: Final = 1.0  # seconds in which a GPU tells what has ended
-POLL_INTERVAL: Final = 0.1  # seconds
-SAVE_CHECK_INTERVAL: Final = (
-    1.0  # seconds from one look for who is stopped to the next, in a long save
-)
-SAME_SIGNAL_SECONDS: Final = (
-    2.0  # seconds in which two SIGTERMs are one, of a batch system and of torchrun
-)
-QUIET_SECONDS: Final = 0.3  # seconds without movement, after which the place in the code is noted
+GPU_ANSWER_TIMEOUT: Final = 1.0  # Seconds to wait for the progress of a GPU.
+POLL_INTERVAL: Final = 0.1  # Seconds.
+# Seconds between two checks for stopped processes during a long save.
+SAVE_CHECK_INTERVAL: Final = 1.0
+# Seconds in which two SIGTERMs count as one, because a batch system and torchrun each send one.
+SAME_SIGNAL_SECONDS: Final = 2.0
+QUIET_SECONDS: Final = 0.3  # Seconds without progress before the position in the code is recorded.
 
 _SCHEDIR_PATH: Final = str(__file__).rpartition("training")[0]
 _TORCH_PATH: Final = str(torch.__file__).rpartition("__init__")[0]
@@ -61,12 +60,17 @@ _WAIT_PATTERN: Final = re.compile(
 
 
 class Watchdog:
-    """The thread that watches a process and its peers.
+    """The thread that monitors this process and its peers.
 
-    `timeout` is how many seconds nothing may move within a step.  Told to end (SIGTERM), a process
-    does so at once; or, while a run with a `graceful_stop` steps, when it has saved, for which it
-    has
-    `grace` seconds.  When it is told again, it ends.
+    After SIGTERM, a process usually exits at once. If it has a `graceful_stop` and runs steps, it
+    first saves a step. After a second SIGTERM, it exits at once.
+
+    Args:
+        member: This process.
+        timeout: The seconds without progress within a step after which the run fails.
+        graceful_stop: The end of the run after a common step. None if the run writes no
+            checkpoints.
+        grace: The seconds to save after SIGTERM.
     """
 
     def __init__(
@@ -85,15 +89,13 @@ class Watchdog:
         self.box_values = member.black_box.values
         self.executor: Executor | None = None
         self.gpu: _Device | None = None
-        self.peer_pidfds: dict[int, int] = {}  # pidfds, of which process each is
+        self.peer_pidfds: dict[int, int] = {}  # The process of each pidfd.
         self.exit_thread: Thread | None = None
-        self.last_save_check = 0  # for processes that are stopped
+        self.last_save_check = 0  # CLOCK_MONOTONIC, in nanoseconds.
         self.is_stopped = False
         self.signal_pipe, tell = os.pipe()
         os.set_blocking(tell, False)
-        self.previous_handlers: tuple[int, Any] | None = (
-            None  # what was there before, to be put back
-        )
+        self.previous_handlers: tuple[int, Any] | None = None  # `__exit__` restores them.
         if is_rank_main_thread() or (
             graceful_stop is not None and current_thread() is main_thread()
         ):
@@ -106,16 +108,21 @@ class Watchdog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.is_stopped = (
-            not is_rank_main_thread()
-        )  # of a process of its own it is needed to the end
+        # In a rank of a launcher, the watchdog must run until the process exits.
+        self.is_stopped = not is_rank_main_thread()
         if self.is_stopped and self.previous_handlers is not None:
             signal.set_wakeup_fd(self.previous_handlers[0])
             signal.signal(signal.SIGTERM, self.previous_handlers[1])
 
     @contextmanager
     def watch(self, executor: Executor) -> Iterator[None]:
-        """Within this, crash if nothing moves for a while, and say who keeps the others."""
+        """Monitor the steps of an executor while the context is active.
+
+        If nothing makes progress for `timeout` seconds, the process reports the cause and exits.
+
+        Args:
+            executor: The executor of this rank.
+        """
         executor.progress = self.box_values
         self.member.set_program(executor.program)
         if executor.state.device.type == "cuda":
@@ -129,9 +136,9 @@ class Watchdog:
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self.signal_pipe, select.POLLIN)
-        stood: object = None
-        since = noted_since = monotonic_ns()
-        noted, unmet = 0, True
+        last_progress: object = None
+        progress_time = note_time = monotonic_ns()
+        last_note, has_missing_peers = 0, True
         while not self.is_stopped:
             for descriptor, _ in poll.poll(POLL_INTERVAL * 1000):
                 if descriptor == self.signal_pipe:
@@ -149,53 +156,55 @@ class Watchdog:
                     f"{self.member.describe_position()}",
                     128 + signal.SIGTERM,
                 )
-            if unmet:
-                unmet = self._register_peers(poll)
-            stands = self._get_progress()
-            if stands != stood:
-                stood, since = stands, now
-                if noted:
+            if has_missing_peers:
+                has_missing_peers = self._register_peers(poll)
+            progress = self._get_progress()
+            if progress != last_progress:
+                last_progress, progress_time = progress, now
+                if last_note:
                     self.member.black_box.write_note("")
-                noted = 0
+                last_note = 0
                 self.box_values[BlackBoxField.IS_WAITING] = self.member.has_lost_peers
-            elif now - since > QUIET_SECONDS * 1e9:
-                before, noted = noted, self._note_location(noted)
-                noted_since = now if noted != before else noted_since
+            elif now - progress_time > QUIET_SECONDS * 1e9:
+                before, last_note = last_note, self._note_location(last_note)
+                note_time = now if last_note != before else note_time
             if self.box_values[BlackBoxField.PHASE] == ProcessPhase.SAVE:
-                stood_for = 0  # it takes what disks take
+                stalled_for = 0  # A save may take any time.
                 if (
-                    now - since > self.timeout * 1e9
+                    now - progress_time > self.timeout * 1e9
                     and now - self.last_save_check > SAVE_CHECK_INTERVAL * 1e9
                 ):
                     self.last_save_check = now
                     self._handle_stall(is_saving=True)
             elif self.executor is not None:
-                stood_for = now - since
-            else:  # in set-up, who waits for others may be told, and who is at work not
-                sets_up = (
+                stalled_for = now - progress_time
+            else:  # In set-up, only a process that waits for others can be stalled.
+                is_waiting_in_set_up = (
                     self.box_values[BlackBoxField.IS_WAITING]
                     and self.box_values[BlackBoxField.PHASE] < ProcessPhase.DATA_WAIT
                 )
-                stood_for = now - noted_since if sets_up else 0
-            if stood_for > self.timeout * 1e9 and not self._is_exiting():
+                stalled_for = now - note_time if is_waiting_in_set_up else 0
+            if stalled_for > self.timeout * 1e9 and not self._is_exiting():
                 self._handle_stall()
 
     def _get_progress(self) -> object:
-        words = self.box_values
+        """Return a value that changes if this process makes progress."""
+        values = self.box_values
         if self.gpu is not None:
-            self.gpu.write_progress(words)
-        watched = self.executor is not None  # how long it has set up is then no stand
-        lanes = [*words[FIRST_LANE_FIELD : FIRST_LANE_FIELD + len(Lane)]]
+            self.gpu.write_progress(values)
+        # The begin of `watch` counts as progress, so the time of the set-up does not.
+        watched = self.executor is not None
+        lanes = [*values[FIRST_LANE_FIELD : FIRST_LANE_FIELD + len(Lane)]]
         return (
             watched,
-            words[BlackBoxField.PHASE_COUNT],
-            words[POSITION_FIELD],
-            words[POSITION_TIME_FIELD],
+            values[BlackBoxField.PHASE_COUNT],
+            values[POSITION_FIELD],
+            values[POSITION_TIME_FIELD],
             lanes,
         )
 
     def _register_peers(self, poll: select.poll) -> bool:
-        """Know when peers of this machine end; whether there are more to come."""
+        """Monitor the exit of peers on this machine, and return whether peers are missing."""
         if not hasattr(os, "pidfd_open"):
             return False
         for process, seen in self.member.collect_black_boxes().items():
@@ -203,7 +212,7 @@ class Watchdog:
                 continue
             try:
                 descriptor = os.pidfd_open(seen[BlackBoxField.PID])
-            except OSError:  # it has gone
+            except OSError:  # The process has exited.
                 continue
             self.peer_pidfds[descriptor] = process
             poll.register(descriptor, select.POLLIN)
@@ -213,8 +222,8 @@ class Watchdog:
         )
 
     def _handle_peer_exit(self, process: int) -> None:
-        """A peer has ended: if nobody has said why, and nobody will, say it."""
-        if is_launched():  # then `launch` does, who knows how
+        """Report the exit of a peer, if no other process has reported it or will."""
+        if is_launched():  # `launch` reports it, with the exit code.
             return
         standstill = self.member.inspect_stall()
         seen = standstill.snapshots.get(process)
@@ -224,7 +233,11 @@ class Watchdog:
                 self._start_exit(found)
 
     def _handle_termination(self) -> None:
-        """torchrun ends all when one has failed; who that was it says by a number alone."""
+        """Save a step and exit after SIGTERM, or exit at once.
+
+        When a process fails, torchrun sends SIGTERM to the others, and prints only the number of
+        the failed process. So this reports the failure first.
+        """
         code, standstill = 128 + signal.SIGTERM, self.member.inspect_stall()
         found = standstill.find_cause()
         failed = found is not None and found.kind in (
@@ -240,7 +253,7 @@ class Watchdog:
             if monotonic() - stop.signal_time < SAME_SIGNAL_SECONDS:
                 return
         stop_waiting()
-        if self._is_exiting():  # it has waited for that
+        if self._is_exiting():  # The thread that exits has waited for this.
             return
         why = f"was told to end (SIGTERM), {standstill.describe_location(self.member.process)}"
         if found is not None and found.kind is StallKind.DIED:
@@ -251,40 +264,43 @@ class Watchdog:
         exit_with_error(None if found is not None and found.kind is StallKind.SAID else why, code)
 
     def _handle_stall(self, is_saving: bool = False) -> None:
-        """Accuse who keeps this process; while it saves, only who was stopped all the time."""
-        executor, device, stands = self.executor, self.gpu, self.member.inspect_stall()
+        """Report the process that blocks this one, and exit.
+
+        During a save, only a process that was stopped for the complete timeout is reported.
+        """
+        executor, device, stalled_run = self.executor, self.gpu, self.member.inspect_stall()
         name = "" if executor is None else f"{executor.program.name}: "
         fact = f"{name}nothing has moved for {self.timeout:g} s"
-        found = stands.find_cause(fact)
+        found = stalled_run.find_cause(fact)
         if is_saving and found is not None:
             stopped = found.kind is StallKind.STOPPED
             found = (
                 found
-                if stopped and stands.snapshots[found.process].heartbeat_age > self.timeout
+                if stopped and stalled_run.snapshots[found.process].heartbeat_age > self.timeout
                 else None
             )
         elif executor is not None and not is_saving:
-            if found is not None and stands.is_slow(found.process):
-                found = stands.find_cause(
+            if found is not None and stalled_run.is_slow(found.process):
+                found = stalled_run.find_cause(
                     f"{name}{self.member.name} has waited for {self.timeout:g} s"
                 )
-            step, known = (
+            step, gpu_step = (
                 self.box_values[BlackBoxField.STEP],
                 None if device is None else device.last_step,
             )
             progress = None if device is None else device.progress
-            heads = make_stall_error(fact, executor, step, progress, known)
+            stall_error = make_stall_error(fact, executor, step, progress, gpu_step)
             if found is None:
-                exit_with_error(str(heads))
-            if known is not None:  # what is under way on this GPU, on all lanes
+                exit_with_error(str(stall_error))
+            if gpu_step is not None:  # Add the instructions that run on this GPU.
                 found = found._replace(
-                    lines=(*found.lines, "on its own GPU:", *heads.format_lines())
+                    lines=(*found.lines, "on its own GPU:", *stall_error.format_lines())
                 )
         if found is not None:
             self._start_exit(found)
 
     def _start_exit(self, cause: StallCause) -> None:
-        """Accuse, by a thread that may wait: this one is to hear when it is told to end."""
+        """Report the cause and exit in another thread. This one can then still handle SIGTERM."""
         if not self._is_exiting():
             self.exit_thread = Thread(
                 target=exit_with_cause, args=(self.member, cause), daemon=True
@@ -294,31 +310,33 @@ class Watchdog:
     def _is_exiting(self) -> bool:
         return self.exit_thread is not None and self.exit_thread.is_alive()
 
-    def _note_location(self, noted: int) -> int:
-        """Note where the main thread stands in the code, and whether it waits for others there."""
+    def _note_location(self, last_note: int) -> int:
+        """Record the position of the main thread in user code, and whether it waits for others.
+
+        Returns a number for the present position in the code.
+        """
         frame = sys._current_frames().get(main_thread().ident or 0)
         if frame is None or self.member.has_lost_peers:
-            return noted
+            return last_note
         key = id(frame) ^ frame.f_lasti << 1 | 1
-        if key != noted:
+        if key != last_note:
             self.box_values[BlackBoxField.IS_WAITING] = is_waiting(frame)
             self.member.black_box.write_note(find_user_location(frame))
         return key
 
 
 def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """The watchdog reads of a signal from its pipe."""
+    """Do nothing: the watchdog reads the signal from its pipe."""
 
 
 def _mask_sigterm(mask_action: int) -> None:
-    """Hold SIGTERM back while a person's code forks, or hold it no more."""
+    """Block or unblock SIGTERM around a fork in user code."""
     if signal.getsignal(signal.SIGTERM) is _ignore_signal:
         signal.pthread_sigmask(mask_action, [signal.SIGTERM])
 
 
 def _reset_signals_in_child() -> None:
-    """A child that a person's code has forked has the pipe, too: what ends the child is not said
-    there."""
+    """Reset SIGTERM in a forked child, which must not write to the pipe of its parent."""
     if signal.getsignal(signal.SIGTERM) is _ignore_signal:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -333,12 +351,16 @@ os.register_at_fork(
 
 
 def is_rank_main_thread() -> bool:
-    """Whether this is a process that somebody has started as one of several, in its main thread."""
+    """Return whether this is the main thread of a rank that a launcher started."""
     return "RANK" in os.environ and current_thread() is main_thread()
 
 
 def is_waiting(frame: FrameType) -> bool:
-    """Whether a thread stands in a collective, or at a message."""
+    """Return whether a thread waits in a collective or for a message.
+
+    Args:
+        frame: The innermost frame of the thread.
+    """
     file = frame.f_code.co_filename
     if f"{_TORCH_PATH}distributed" in file:
         return True
@@ -347,8 +369,14 @@ def is_waiting(frame: FrameType) -> bool:
 
 
 def find_user_location(frame: FrameType | None) -> str:
-    """The innermost place of a thread that is in nobody's library but a person's own code; ""
-    where there is none."""
+    """Return the innermost position of a thread in user code, outside of libraries.
+
+    Args:
+        frame: The innermost frame of the thread.
+
+    Returns:
+        A text such as "train.py:12 in main". "" if there is no user code.
+    """
     while frame is not None:
         code = frame.f_code
         file = code.co_filename
@@ -366,28 +394,37 @@ def make_stall_error(
     progress: GpuProgress | None,
     gpu_step: StepProgress | None,
 ) -> ExecutionError:
-    """The error of a run that stands in a step (from 1), for the reason that `fact` says.
+    """Return the error of a run without progress in a step.
 
-    Of a GPU, as it is `gpu_step`, the first site is the first instruction of the Stream that has
-    not ended though all that it needs of its own rank has; those follow that are under way beside
-    it, on other lanes.  Else the site is where the host is.
+    With a GPU, the first site is the first instruction that has not ended although its local inputs
+    are ready. The other sites are instructions that run on other lanes. Without a GPU, the site is
+    the position of the host.
+
+    Args:
+        fact: The reason, for the message.
+        executor: The executor of this rank.
+        step: The step of the host, from 1.
+        progress: The progress of the GPU. None on CPUs.
+        gpu_step: The last answer of the GPU. None on CPUs.
     """
-    now = executor.current_runner
-    stream, program, notes = now.state.stream, now.program, dict[int, str]()
-    gpu_step = gpu_step if now is executor else None
+    runner = executor.current_runner
+    stream, program, notes = runner.state.stream, runner.program, dict[int, str]()
+    gpu_step = gpu_step if runner is executor else None
     if progress is not None and gpu_step is not None:
         notes = {
             k: f"in step {gpu_step.step}, {describe_wait(program, stream[k])}"
             for k in progress.find_running(gpu_step)
         }
-    notes = notes or {now.position: f"in step {step}"}
+    notes = notes or {runner.position: f"in step {step}"}
     sites = [InstructionSite(executor.rank, k, stream[k], note) for k, note in notes.items()]
     return ExecutionError(fact, program=program.name, sites=sites)
 
 
 class _Device:
-    """A GPU's progress, asked by a thread that may get no answer: while the host waits in the
-    driver, as for memory, the driver may answer nobody."""
+    """The progress of a GPU, which a separate thread queries.
+
+    While the host waits in the driver, for example for memory, the driver may not answer.
+    """
 
     def __init__(self, progress: GpuProgress, device: torch.device) -> None:
         self.progress, self.device = progress, device
@@ -395,7 +432,7 @@ class _Device:
         self.last_step: StepProgress | None = None
 
     def query_step(self) -> StepProgress | None:
-        """As the GPU has last answered."""
+        """Query the GPU, and return its last answer."""
         if self.query_thread is None or not self.query_thread.is_alive():
             self.query_thread = Thread(target=self._query, daemon=True)
             self.query_thread.start()
@@ -403,15 +440,15 @@ class _Device:
         return self.last_step
 
     def _query(self) -> None:
-        with suppress(RuntimeError):  # of a GPU that has failed, whose error the host will meet
+        with suppress(RuntimeError):  # If the GPU has failed, the host receives the error, too.
             torch.cuda.set_device(self.device)
             self.last_step = self.progress.get_progress()
 
     def write_progress(self, values: memoryview[int]) -> None:
-        """Note in the box of the process how far it is, as it has last answered."""
-        known, stream = self.query_step(), self.progress.executor.state.stream
+        """Write the last answer of the GPU into the black box of the process."""
+        gpu_step, stream = self.query_step(), self.progress.executor.state.stream
         for lane in Lane:
-            opens = () if known is None else known.unfinished
-            mine = (k for k in opens if INSTRUCTIONS[stream[k].op].lane is lane)
+            unfinished = () if gpu_step is None else gpu_step.unfinished
+            mine = (k for k in unfinished if INSTRUCTIONS[stream[k].op].lane is lane)
             values[FIRST_LANE_FIELD + lane] = next(mine, len(stream))
-        values[BlackBoxField.DEVICE_STEP] = 0 if known is None else known.step
+        values[BlackBoxField.DEVICE_STEP] = 0 if gpu_step is None else gpu_step.step
