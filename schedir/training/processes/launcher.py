@@ -1,7 +1,7 @@
 """Start the processes of a run on this machine, forward their output, and end them together.
 
-During the run, the output directory has only their black boxes. If this process ends for any
-reason, they end, too.
+The launcher uses no files but the black boxes of the processes, in the output directory. If the
+launcher ends for any reason, the processes end, too.
 """
 
 from __future__ import annotations
