@@ -1,13 +1,13 @@
-"""Save and load checkpoints, which any other layout of ranks can load.
+"""Save checkpoints, and load them with any other layout of ranks.
 
     from schedir.checkpoints import load, save
 
-    state = load(executor, "checkpoints")  # of the newest whole one, None if there is none
+    state = load(executor, "checkpoints")  # the newest complete checkpoint, or None
     ...
     save(executor, "checkpoints", step=100)
 
-What a rank holds of a tensor are boxes of it, by the name that it has in the whole model: so who
-reads may have other ranks, stages, replicas and slices than who wrote.
+Each process saves slices of tensors under the names that the tensors have in the full model. So a
+run with other ranks, stages, replicas or tensor-parallel sizes can load them.
 """
 
 from __future__ import annotations

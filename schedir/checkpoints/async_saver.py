@@ -1,13 +1,14 @@
-"""Save checkpoints beside the steps: copy the state during one step, and write it during later
-ones.
+"""Save checkpoints asynchronously: later steps run while a thread writes the files.
 
-saver = Saver(executor, "checkpoints", keep=2)
-for step in range(1000):
-    if step and step % 50 == 0:
-        saver.due(step)  # what the executor is after so many steps
-    executor.step(inputs, targets)
-    saver.write()  # once nothing takes back what was due
-saver.wait()
+One step copies the state to host memory, and a thread then writes the copy.
+
+    saver = Saver(executor, "checkpoints", keep=2)
+    for step in range(1000):
+        if step and step % 50 == 0:
+            saver.schedule_save(step)  # the state after `step` steps
+        executor.step(inputs, targets)  # copies the state
+        saver.write()  # starts to write the copy, if there is one
+    saver.wait()
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from schedir.runtime.offload.snapshot_copies import CopyPair, SnapshotCopy
 
 
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint that is whole: of which step, where, and in how many seconds it was written."""
+    """A complete checkpoint that a `Saver` has written.
+
+    Attributes:
+        step: The number of steps after which the state was saved.
+        path: The directory of the checkpoint.
+        seconds: The time that writing took, in seconds.
+    """
 
     step: int
     path: Path
@@ -42,33 +49,50 @@ class SavedCheckpoint(NamedTuple):
 
 
 class Saver:
-    """Saves an executor as `save` does, beside its steps; its program has `checkpoint_snapshots`.
+    """Saves checkpoints of an executor as `save` does, while later steps run.
 
-    What a step changes is copied by the Snapshots of the step behind which it is due; all else, as
-    buffers, which a forward may write to, at once.  A thread writes the files.  All processes make
-    theirs together, and call the same; they wait half an hour for what others write.
-    `saved_checkpoint` is the newest one that it has made whole.  Raises ModelError for a program
-    without snapshots.
+    The program must have been compiled with `checkpoint_snapshots`. Its Snapshot instructions copy
+    the tensors that a step changes. `schedule_save` copies all other tensors at once, such as
+    buffers, because a forward may write to them. A thread then writes the files.
 
-    >>> import schedir, tempfile, torch
-    >>> from schedir.checkpoints import Saver
-    >>> from schedir.runtime import InProcessExecutor
-    >>> shape = schedir.PipelineShape(ranks=2, microbatches=4)
-    >>> program = schedir.compile(schedir.schedules.one_f_one_b, shape, checkpoint_snapshots=True)
-    >>> stages = [torch.nn.Linear(8, 8) for _ in range(2)]
-    >>> how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
-    >>> run = InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)
-    >>> x = torch.ones(4, 2, 8)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saver = Saver(run, folder, keep=2)
-    ...     for step in range(4):
-    ...         loss = run.step(x, x)  # copies what is due under it
-    ...         saver.write()  # the step before, beside the next ones
-    ...         saver.schedule_save(step + 1)
-    ...     saver.cancel()  # no step copies the last
-    ...     saver.wait()
-    ...     saver.saved_checkpoint.step
-    3
+    All processes create their Saver together, and call the same methods in the same order. They
+    wait at most 30 minutes for the files of other processes.
+
+    Args:
+        executor: The executor to save.
+        directory: The directory of the checkpoints. It is created if it does not exist.
+        name_map: Returns the name that a parameter or buffer of a stage has in the full model.
+        keep: The number of newest checkpoints that are kept. By default all are kept.
+
+    Attributes:
+        saved_checkpoint: The newest complete checkpoint that this Saver has written, or None.
+
+    Raises:
+        UsageError: `executor` is not an executor.
+        ModelError: The program has no `checkpoint_snapshots`.
+
+    Example:
+        >>> import schedir, tempfile, torch
+        >>> from schedir.checkpoints import Saver
+        >>> from schedir.runtime import InProcessExecutor
+        >>> shape = schedir.PipelineShape(ranks=2, microbatches=4)
+        >>> program = schedir.compile(
+        ...     schedir.schedules.one_f_one_b, shape, checkpoint_snapshots=True
+        ... )
+        >>> stages = [torch.nn.Linear(8, 8) for _ in range(2)]
+        >>> how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
+        >>> run = InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)
+        >>> x = torch.ones(4, 2, 8)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saver = Saver(run, folder, keep=2)
+        ...     for step in range(4):
+        ...         loss = run.step(x, x)  # copies the state of a scheduled save
+        ...         saver.write()  # writes this copy while later steps run
+        ...         saver.schedule_save(step + 1)
+        ...     saver.cancel()  # no step copies the last one
+        ...     saver.wait()
+        ...     saver.saved_checkpoint.step
+        3
     """
 
     def __init__(
@@ -108,18 +132,28 @@ class Saver:
             self.group = create_separate_group(peers.group)
             self.peers = CheckpointGroup(self.group)
         self._host_buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self._save_plan: SavePlan | None = None  # copied, or about to be
+        self._save_plan: SavePlan | None = None  # scheduled, and not being written yet
         self._immediate_copies: list[SnapshotCopy] = []
         self._writer_thread: Thread | None = None
         self.saved_checkpoint: SavedCheckpoint | None = None
         self._error: BaseException | None = None
 
     def schedule_save(self, step: int, extra_state: Mapping[str, Any] | None = None) -> None:
-        """Let what the executor is now, after so many steps, be saved; the next step copies it.
+        """Schedule a save of the current state; the next step copies it.
 
-        Nobody but the step may change weights or what optimizers keep meanwhile.  Waits until what
-        was written before has been, and raises what that has (`wait`).  Raises ModelError where
-        another step is due, and neither `write_checkpoint` nor `cancel` was called.
+        Until that step, no other code may change weights or optimizer states. The call waits until
+        the previous checkpoint is written, and raises its errors as `wait` does. All processes call
+        it.
+
+        Args:
+            step: The number of steps that were made so far.
+            extra_state: More values for the checkpoint, as JSON values. The first process saves
+                them.
+
+        Raises:
+            ModelError: Another save is scheduled, and neither `write` nor `cancel` was called.
+            CheckpointError: The previous checkpoint could not be written, or this state cannot be
+                saved.
         """
         if self._save_plan is not None:
             raise ModelError(
@@ -127,57 +161,67 @@ class Saver:
                 hint="saver.write() or saver.cancel() before another step is due",
             )
         self.wait()
-        taken = plan_save(self.executor, step=step, name_map=self.name_map, extra_state=extra_state)
-        wanted: list[dict[int, list[CopyPair]]] = [{} for _ in self.rank_executors]
-        now: list[CopyPair] = []
+        save_plan = plan_save(
+            self.executor, step=step, name_map=self.name_map, extra_state=extra_state
+        )
+        requests: list[dict[int, list[CopyPair]]] = [{} for _ in self.rank_executors]
+        immediate_pairs: list[CopyPair] = []
         tensors = {}
-        for name, (kind, pieces) in taken.tensors.items():
+        for name, (kind, pieces) in save_plan.tensors.items():
             pairs = [(self._get_host_buffer(name, piece), piece.memory) for piece in pieces]
-            if name in taken.stepped_tensors:
-                number, stage = taken.stepped_tensors[name]
-                wanted[number].setdefault(stage, []).extend(pairs)
+            if name in save_plan.stepped_tensors:
+                number, stage = save_plan.stepped_tensors[name]
+                requests[number].setdefault(stage, []).extend(pairs)
             else:
-                now += pairs
+                immediate_pairs += pairs
             copies = [
                 piece._replace(memory=memory)
                 for piece, (memory, _) in zip(pieces, pairs, strict=True)
             ]
             tensors[name] = kind, copies
-        self._immediate_copies = [self.rank_executors[0].state.resources.snapshots.start_copy(now)]
+        self._immediate_copies = [
+            self.rank_executors[0].state.resources.snapshots.start_copy(immediate_pairs)
+        ]
         for one in self._immediate_copies:
-            one.wait()  # a forward may write to these
-        for rank, own in zip(self.rank_executors, wanted, strict=True):
+            one.wait()  # A forward may write to these tensors.
+        for rank, own in zip(self.rank_executors, requests, strict=True):
             rank.state.resources.snapshots.request(own, self)
-        self._save_plan = replace(taken, tensors=tensors)
+        self._save_plan = replace(save_plan, tensors=tensors)
 
     def write(self) -> None:
-        """Begin to write what was due, if anything, and has been copied by a step; to be called
-        when nobody takes it back any more.
+        """Start to write the scheduled checkpoint, if there is one.
 
-        Raises ModelError, in all processes alike, where no step has been made since, and, once,
-        where weights were changed before one copied them: by `load`, another Saver, or a step of a
-        program without snapshots.
+        Call it after the step that copies the state, and only when this state is final. For
+        example, post-validation must not undo the update any more. All processes call it.
+
+        Raises:
+            ModelError: No step was made since `schedule_save`; the save remains scheduled. Or the
+                weights changed before a step copied them: by `load`, by another Saver, or by a step
+                of a program without snapshots; then the save is canceled. All processes raise it.
         """
-        taken, self._save_plan = self._save_plan, None
-        if taken is None:
+        plan, self._save_plan = self._save_plan, None
+        if plan is None:
             return
-        of = [rank.state.resources.snapshots for rank in self.rank_executors]
-        told = self.peers.gather_results(
-            lambda: (any(one.requester is not self for one in of), any(one.requested for one in of))
+        snapshots = [rank.state.resources.snapshots for rank in self.rank_executors]
+        statuses = self.peers.gather_results(
+            lambda: (
+                any(one.requester is not self for one in snapshots),
+                any(one.requested for one in snapshots),
+            )
         )
-        if any(changed for changed, _ in told):
+        if any(changed for changed, _ in statuses):
             self.cancel()
             raise ModelError(
-                f"step {taken.step} can be saved no more: it was not copied before weights changed",
+                f"step {plan.step} can be saved no more: it was not copied before weights changed",
                 hint="saver.write() before a load, another Saver, or a step without snapshots",
             )
-        if any(waits for _, waits in told):
-            self._save_plan = taken
+        if any(waits for _, waits in statuses):
+            self._save_plan = plan
             raise ModelError(
-                f"step {taken.step} has not been copied: no step was made since it was due",
+                f"step {plan.step} has not been copied: no step was made since it was due",
                 hint="executor.step(...), or save(executor, folder, step=...)",
             )
-        copies = [copy for one in of for copy in one.take_copies()]
+        copies = [copy for one in snapshots for copy in one.take_copies()]
         copies += self._immediate_copies
 
         def run() -> None:
@@ -185,16 +229,19 @@ class Saver:
             try:
                 for one in copies:
                     one.finish()
-                path = write_checkpoint(taken, self.directory, keep=self.keep, group=self.group)
-                self.saved_checkpoint = SavedCheckpoint(taken.step, path, perf_counter() - began)
-            except BaseException as error:  # whoever waits raises it
+                path = write_checkpoint(plan, self.directory, keep=self.keep, group=self.group)
+                self.saved_checkpoint = SavedCheckpoint(plan.step, path, perf_counter() - began)
+            except BaseException as error:  # `wait` raises it.
                 self._error = error
 
         self._writer_thread = Thread(target=run, name="checkpoint", daemon=True)
         self._writer_thread.start()
 
     def cancel(self) -> None:
-        """Let nothing be saved of what was due and is not being written: it was taken back."""
+        """Cancel a scheduled save that is not being written yet.
+
+        For example, the step was undone.
+        """
         self._save_plan = None
         for rank in self.rank_executors:
             if rank.state.resources.snapshots.requester is self:
@@ -202,14 +249,15 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Return whether a thread is writing a checkpoint now."""
         return self._writer_thread is not None and self._writer_thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until what is being written has been.
+        """Wait until the checkpoint that is being written is complete.
 
-        Raises CheckpointError, in all processes alike, where one could not write, and ModelError
-        where a step is due and neither `write_checkpoint` nor `cancel` was called.
+        Raises:
+            CheckpointError: A process could not write its files. All processes raise it, once.
+            ModelError: A save is scheduled, and neither `write` nor `cancel` was called.
         """
         if self._writer_thread is not None:
             self._writer_thread.join()
@@ -224,10 +272,10 @@ class Saver:
             )
 
     def _get_host_buffer(self, name: str, piece: TensorPiece) -> Tensor:
-        """Memory of the host for a piece, which is made once."""
-        key, of = (name, piece.offset), piece.memory
-        room = self._host_buffers.get(key)
-        if room is None or room.shape != of.shape or room.dtype != of.dtype:
-            room = torch.empty(of.shape, dtype=of.dtype, pin_memory=of.is_cuda)
-            self._host_buffers[key] = room
-        return room
+        """Return the host memory for a slice. It is allocated once, and reused by later saves."""
+        key, source = (name, piece.offset), piece.memory
+        buffer = self._host_buffers.get(key)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._host_buffers[key] = buffer
+        return buffer

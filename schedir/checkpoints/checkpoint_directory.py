@@ -1,14 +1,13 @@
-"""The directory of a run's checkpoints: one subdirectory per step, which appears only when
-complete.
+"""Manage the directory of a run's checkpoints, which has one subdirectory per step.
 
-    step-00000120        whole: renamed to this when all was written, and the manifest last
-    step-00000130.tmp    being written; of a run that ended meanwhile, if nobody has the lock
-    step-00000120.old    what stands aside while another of its step takes its name
+    step-00000120        complete: renamed to this after all files and the manifest were written
+    step-00000130.tmp    incomplete: being written, or left by a run that ended while it wrote
+    step-00000120.old    the replaced checkpoint, while a new one of the same step takes its name
     step-00000110.gone   being removed
 
-So a process may end, or a machine, between any two calls of the system: what is there is whole, or
-has another name, and the next that writes tidies up.  Names that are not of these forms are never
-touched.  Needs no torch.
+A process or a machine may stop between any two system calls. Even then, a directory without a
+suffix contains all files of its checkpoint. The next process that writes removes the leftovers.
+Other names are never touched. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -52,35 +51,46 @@ _NAME_PATTERN = re.compile(
     rf"{_STEP_PREFIX}(\d{{8,16}})({_UNFINISHED_SUFFIX}|{_REPLACED_SUFFIX}|{_REMOVING_SUFFIX}|)"
 )
 
-_locks_by_directory: dict[
-    str, DirectoryLock
-] = {}  # of this process, by folder: they go when it ends
+# The locks of this process, by real path. The system releases them when the process ends.
+_locks_by_directory: dict[str, DirectoryLock] = {}
 
 
-SelectFiles = Callable[[Manifest], list[str]]  # of its files, those that a process verifies
-GatherTexts = Callable[
-    [str], list[str]
-]  # takes this process's text; returns the texts of all processes
+SelectFiles = Callable[[Manifest], list[str]]  # returns the files that this process verifies
+# Takes this process's text, and returns the texts of all processes.
+GatherTexts = Callable[[str], list[str]]
 _T = TypeVar("_T")
 
 
 class LatestCheckpoint(NamedTuple):
-    """The newest whole checkpoint, None where none is, and why each newer one was passed over."""
+    """The newest complete checkpoint of a directory.
+
+    Attributes:
+        manifest: Its manifest, or None if no checkpoint is complete.
+        skip_reasons: Why each newer checkpoint was skipped, the newest first.
+    """
 
     manifest: Manifest | None
     skip_reasons: tuple[str, ...]
 
 
 class CheckpointDirectory:
-    """The folder of a run's checkpoints, which need not be there yet."""
+    """The directory of a run's checkpoints.
+
+    Args:
+        path: The directory. It need not exist. A relative path stays the same directory if the
+            process changes its working directory later.
+
+    Raises:
+        UsageError: `path` is empty, or is not a valid path.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises UsageError for what names no folder."""
         self.path_text = str(require_path(path))
         if not str(path):
             raise UsageError("'' names no folder", hint="'.' is the one in which the process is")
         try:
-            # It stays the same folder when the process goes to another.
+            # An absolute path stays the same directory when the process changes its working
+            # directory.
             self.path = Path(os.path.abspath(Path(path).expanduser()))
         except RuntimeError as error:
             raise UsageError(f"{self.path_text} names no folder: {error}") from None
@@ -88,30 +98,47 @@ class CheckpointDirectory:
     # ------------------------------------------------------------ what is there
 
     def list_steps(self) -> list[int]:
-        """The steps of which there are checkpoints, whole or not, the newest last.
+        """Return the steps that have a checkpoint, complete or not, in ascending order.
 
-        Raises CheckpointError if the folder cannot be read.
+        Raises:
+            CheckpointError: The directory cannot be read.
         """
         return sorted(
             {step for step, what in self._scan_entries() if what in ("", _REPLACED_SUFFIX)}
         )
 
     def locate_step(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the directory of a step's checkpoint, which need not exist.
+
+        If a save was interrupted while it replaced this checkpoint, this is the `.old` directory.
+
+        Args:
+            step: The step.
+        """
         path, aside = self._make_path(step), self._make_path(step, _REPLACED_SUFFIX)
         return aside if not path.exists() and aside.exists() else path
 
     def get_unfinished_path(self, step: int) -> Path:
-        """Where it is written."""
+        """Return the directory in which a step's checkpoint is written until it is complete.
+
+        Args:
+            step: The step.
+        """
         return self._make_path(step, _UNFINISHED_SUFFIX)
 
     def load_manifest(self, step: int, *, include_tensors: bool = True) -> Manifest:
-        """The manifest of a step's checkpoint; without `include_tensors` quickly, with neither
-        these nor boxes.
+        """Read and verify the manifest of a step's checkpoint.
 
-        Its own digest, its form, and that boxes make up tensors are verified; files are not.
-        Raises IncompleteCheckpointError, and CheckpointError for one that cannot be read, or is of
-        a format that is not known.
+        This verifies the digest of the manifest, its format, and that the slices of each tensor
+        cover it exactly. It does not verify the other files.
+
+        Args:
+            step: The step.
+            include_tensors: True to read tensors and slices, too. Without them reading is fast.
+
+        Raises:
+            IncompleteCheckpointError: The manifest is missing, damaged, or of another step.
+            CheckpointError: The manifest cannot be read, or its format is of another version.
         """
         path = self.locate_step(step)
         try:
@@ -129,11 +156,17 @@ class CheckpointDirectory:
         return manifest
 
     def check_files(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-        """Read files of a checkpoint, all unless some are named, and compare them with what the
-        manifest says; the sizes of all files before any is read.
+        """Compare files of a checkpoint with their digests in the manifest.
 
-        Raises IncompleteCheckpointError if one is another, and CheckpointError if it cannot be
-        read.
+        The sizes of all files are compared first, before any file is read.
+
+        Args:
+            manifest: The manifest.
+            names: The files to read. By default all files are read.
+
+        Raises:
+            IncompleteCheckpointError: A file is missing, or differs from the manifest.
+            CheckpointError: A file cannot be read.
         """
         self.check_sizes(manifest)
         path, own = self.locate_step(manifest.step), manifest.files if names is None else names
@@ -147,9 +180,12 @@ class CheckpointDirectory:
                 )
 
     def check_sizes(self, manifest: Manifest) -> None:
-        """Compare the sizes of all files; raises what `check_files` does.
+        """Compare the sizes of all files with the manifest. Raises the errors of `check_files`.
 
-        A file that has been changed may have its size: see `check_files`.
+        A changed file may still have the same size, which only `check_files` detects.
+
+        Args:
+            manifest: The manifest.
         """
         for name, file in manifest.files.items():
             self._require_size(self.locate_step(manifest.step), manifest.step, name, file)
@@ -161,31 +197,42 @@ class CheckpointDirectory:
         *,
         step: int | None = None,
     ) -> LatestCheckpoint:
-        """The newest whole checkpoint, verified, and why each newer one was passed over; or that of
-        a step, for which none is passed over.
+        """Find and verify the newest complete checkpoint, or the checkpoint of a given step.
 
-        Where several processes go on from it, all call this: each verifies the files that
-        `own(manifest)` names, those that it will read, or its `manifest.share`; and `agree(text)`
-        gives what each process says, by rank.  So all come to the same checkpoint.
+        If several processes load it, all of them call this together. Then all of them get the same
+        checkpoint. Each process verifies only some of the files.
 
-        Raises CheckpointError, in all of them, for what cannot be read though it may be whole, as
-        of a newer format or with no permission: to go on from an older one would be wrong; and
-        IncompleteCheckpointError where that of the step is not whole.
+        Args:
+            select_files: Returns the files of a manifest that this process verifies, for example
+                those that it will read, or those of `Manifest.assign_files`. By default it verifies
+                all.
+            gather_texts: Takes the text of this process, and returns the texts of all processes by
+                rank. By default this process works alone.
+            step: The step of the checkpoint. By default the newest complete one is found, and
+                incomplete newer ones are skipped.
+
+        Raises:
+            CheckpointError: A checkpoint cannot be read, but may be complete. For example, it has a
+                newer format or the process has no permission. It is not skipped, because resuming
+                from an older one would lose steps. All processes raise it.
+            IncompleteCheckpointError: `step` is given, and its checkpoint is incomplete. All
+                processes raise it.
         """
         if step is not None:
             return LatestCheckpoint(self.verify(step, select_files, gather_texts), ())
-        passed: list[str] = []
-        every = {
+        skip_reasons: list[str] = []
+        steps_of_any = {
             step for steps in _gather_outcomes(self.list_steps, gather_texts) for step in steps
         }
-        for newest in sorted(every, reverse=True):  # one that not all see is not whole
+        # A step that only some processes find counts as incomplete.
+        for newest in sorted(steps_of_any, reverse=True):
             try:
                 return LatestCheckpoint(
-                    self.verify(newest, select_files, gather_texts), tuple(passed)
+                    self.verify(newest, select_files, gather_texts), tuple(skip_reasons)
                 )
             except IncompleteCheckpointError as error:
-                passed.append(error.fact)
-        return LatestCheckpoint(None, tuple(passed))
+                skip_reasons.append(error.fact)
+        return LatestCheckpoint(None, tuple(skip_reasons))
 
     def verify(
         self,
@@ -193,11 +240,21 @@ class CheckpointDirectory:
         select_files: SelectFiles | None = None,
         gather_texts: GatherTexts | None = None,
     ) -> Manifest:
-        """The manifest of a step's checkpoint, all of whose files are as it says; processes may
-        verify them together, as in `find_checkpoint`: where it is not whole for one, all raise what
-        that does.
+        """Verify all files of a step's checkpoint, and return its manifest.
 
-        Raises what `read` and `check_files` do.
+        Several processes may verify the files together, as in `find_checkpoint`. If it is
+        incomplete for one of them, all raise the same error.
+
+        Args:
+            step: The step.
+            select_files: Returns the files of a manifest that this process verifies. By default
+                all.
+            gather_texts: Takes the text of this process, and returns the texts of all processes.
+
+        Raises:
+            UsageError: `step` is not a valid step.
+            IncompleteCheckpointError: The checkpoint is incomplete, or differs between processes.
+            CheckpointError: A file cannot be read.
         """
         _require_step(step)
         found: list[Manifest] = []
@@ -205,7 +262,8 @@ class CheckpointDirectory:
         def digest() -> str:
             manifest = self.load_manifest(step)
             found.append(manifest)
-            # This compares the sizes of all: who reads a file may not be who verified it.
+            # This compares the sizes of all files, because another process may have verified the
+            # files that this process reads.
             self.check_files(manifest, select_files and select_files(manifest))
             return manifest.digest
 
@@ -216,22 +274,29 @@ class CheckpointDirectory:
         return found[0]
 
     def find_newest_step(self) -> int | None:
-        """The newest step whose checkpoint is whole, if there is any; raises what `find_checkpoint`
-        does."""
+        """Return the newest step with a complete checkpoint, or None if there is none.
+
+        Raises:
+            CheckpointError: See `find_checkpoint`.
+        """
         found = self.find_checkpoint().manifest
         return None if found is None else found.step
 
     # ------------------------------------------------------------ writing
 
     def claim(self) -> None:
-        """Let no other process write here while this one lives; the folder is made if need be.
+        """Lock the directory, so that no other process writes to it until this process ends.
 
-        `begin` does this, too.  Raises CheckpointError if another has it, or if it cannot be made.
+        The directory is created if it does not exist. `begin` calls this, too. If the file system
+        has no locks, this prints a warning to stderr.
+
+        Raises:
+            CheckpointError: Another run has the lock, or the directory cannot be created.
         """
         with translate_os_errors(f"write to {self.path_text}"):
             self.path.mkdir(parents=True, exist_ok=True)
             for key, lock in [*_locks_by_directory.items()]:
-                if not lock.is_held:  # its folder has been removed
+                if not lock.is_held:  # The directory was removed.
                     _locks_by_directory.pop(key).release()
             key = os.path.realpath(self.path)
             if key in _locks_by_directory:
@@ -252,14 +317,26 @@ class CheckpointDirectory:
             _locks_by_directory[key] = lock
 
     def release(self) -> None:
-        """Let other processes write here."""
+        """Release the lock of the directory, so that other processes can write to it."""
         if lock := _locks_by_directory.pop(os.path.realpath(self.path), None):
             lock.release()
 
     def begin(self, step: int) -> Path:
-        """Make the folder in which all processes write; of one process, which gets the lock.
+        """Create the directory to which all processes write the checkpoint of a step.
 
-        What runs that ended have left unfinished is removed.  Raises CheckpointError.
+        One process calls it, and gets the lock of the directory. It also removes the leftovers of
+        interrupted saves.
+
+        Args:
+            step: The step.
+
+        Returns:
+            The directory with the suffix `.tmp`.
+
+        Raises:
+            UsageError: `step` is not a valid step.
+            CheckpointError: Another run has the lock, the step's directory exists without a
+                manifest, or the directory cannot be written.
         """
         _require_step(step)
         self.claim()
@@ -275,13 +352,18 @@ class CheckpointDirectory:
         return self.get_unfinished_path(step)
 
     def abandon(self, step: int) -> None:
-        """Remove what was written of a checkpoint that will not be finished."""
+        """Remove the files of a checkpoint that will not be finished.
+
+        Args:
+            step: The step.
+        """
         self._remove(self.get_unfinished_path(step))
 
     def remove_all(self) -> None:
-        """Remove all checkpoints, the newest last; of one process, which gets the lock.
+        """Remove all checkpoints, the newest last. One process calls it, and gets the lock.
 
-        Raises CheckpointError where one stays.
+        Raises:
+            CheckpointError: Another run has the lock, or a checkpoint could not be removed.
         """
         if not self.list_steps():
             return
@@ -292,12 +374,24 @@ class CheckpointDirectory:
             raise CheckpointError(f"step {left[0]} is still in {self.path_text}", step=left[0])
 
     def finish(self, manifest: Manifest, keep: int | None = None) -> Path:
-        """Let what has been written be the checkpoint of its step; of one process, when all have
-        written.
+        """Complete the checkpoint of a step, after all processes have written their files.
 
-        All is on the disk before it has its name.  Of whole checkpoints up to this step the newest
-        `keep` are kept, and older ones removed.  Raises CheckpointError if it is not all there, or
-        cannot be written, as on a full disk: nothing is left of it then, and nothing else removed.
+        One process calls it. All data is flushed to the disk before the directory gets its final
+        name. If this fails, the unfinished checkpoint is removed, and no other checkpoint is
+        removed.
+
+        Args:
+            manifest: The manifest to write.
+            keep: The number of newest complete checkpoints to keep, up to this step. Older ones are
+                removed. By default all are kept.
+
+        Returns:
+            The directory of the checkpoint.
+
+        Raises:
+            UsageError: `keep` is not a positive integer.
+            CheckpointError: A file is missing or has another size, or the system could not write,
+                as on a full disk.
         """
         step = manifest.step
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -322,7 +416,11 @@ class CheckpointDirectory:
         return to
 
     def _replace_directory(self, path: Path, target: Path, replaced_path: Path) -> None:
-        """Give a folder its name; what has it stands aside: one of the two is always there."""
+        """Rename `path` to `target`. An existing target is first renamed to `replaced_path`.
+
+        At any moment, one of the two checkpoints exists. If the second rename fails, the first one
+        is undone.
+        """
         if replaces := target.exists():
             target.rename(replaced_path)
         try:
@@ -337,25 +435,28 @@ class CheckpointDirectory:
             self._remove(replaced_path)
 
     def _remove_leftovers(self) -> None:
-        """Remove what runs that ended have left; only who has the lock may do this."""
+        """Remove the leftovers of interrupted saves.
+
+        Only the process with the lock may call this.
+        """
         for step, what in self._scan_entries():
             path = self._make_path(step, what)
             if what == _REPLACED_SUFFIX and not self._make_path(step).exists():
-                path.rename(self._make_path(step))  # the other never took its name
+                path.rename(self._make_path(step))  # The new checkpoint did not get this name.
             elif what:
                 self._remove(path)
 
     def _remove_older(self, step: int, keep: int) -> None:
-        """Remove what is older than the newest so many whole checkpoints up to a step."""
-        whole = 0
-        for one in reversed([s for s in self.list_steps() if s <= step]):
-            if whole >= keep:
-                self._remove(self.locate_step(one))
+        """Remove checkpoints older than the `keep` newest complete ones up to `step`."""
+        num_complete = 0
+        for other_step in reversed([s for s in self.list_steps() if s <= step]):
+            if num_complete >= keep:
+                self._remove(self.locate_step(other_step))
             else:
-                whole += one == step or self._has_all_files(one)
+                num_complete += other_step == step or self._has_all_files(other_step)
 
     def _has_all_files(self, step: int) -> bool:
-        """Whether a checkpoint has all its files, as far as their sizes tell."""
+        """Return whether all files of a checkpoint exist with the right sizes."""
         try:
             self.check_sizes(self.load_manifest(step, include_tensors=False))
         except CheckpointError:
@@ -363,17 +464,18 @@ class CheckpointDirectory:
         return True
 
     def _remove(self, path: Path) -> None:
-        """Remove a folder, which has another name before the first of its files goes.
+        """Remove a directory. It is renamed before its first file is deleted.
 
-        What cannot be removed stays, and is told: a checkpoint that is whole must not fail for it.
+        If this fails, a message is printed to stderr. A complete checkpoint must not fail because
+        an old one cannot be removed.
         """
-        going = path.with_name(path.name.partition(".")[0] + _REMOVING_SUFFIX)
+        removing_path = path.with_name(path.name.partition(".")[0] + _REMOVING_SUFFIX)
         try:
-            if path != going:
-                if going.exists():
-                    shutil.rmtree(going)
-                path.rename(going)
-            shutil.rmtree(going)
+            if path != removing_path:
+                if removing_path.exists():
+                    shutil.rmtree(removing_path)
+                path.rename(removing_path)
+            shutil.rmtree(removing_path)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -385,7 +487,7 @@ class CheckpointDirectory:
         return self.path / f"{_STEP_PREFIX}{step:08}{suffix}"
 
     def _scan_entries(self) -> Iterator[tuple[int, str]]:
-        """The steps that the folder has by name, and what follows that."""
+        """Yield the step and the suffix of each checkpoint directory."""
         try:
             found = [_NAME_PATTERN.fullmatch(entry.name) for entry in os.scandir(self.path)]
         except FileNotFoundError:
@@ -397,7 +499,7 @@ class CheckpointDirectory:
                 yield int(match[1]), match[2]
 
     def _require_size(self, path: Path, step: int, name: str, file: ManifestFile) -> None:
-        """Refuse a file that is not there, or has another size."""
+        """Raise IncompleteCheckpointError if a file is missing or has another size."""
         with open_regular_file(path / name, step) as found:
             size = os.fstat(found.fileno()).st_size
         if size != file.size:
@@ -410,11 +512,11 @@ class CheckpointDirectory:
     def translate_write_errors(
         self, step: int, needed_bytes: int | None = None
     ) -> AbstractContextManager[None]:
-        """Turn an OSError in this context into a CheckpointError that names the folder.
+        """Convert an OSError in this context to a CheckpointError that names the directory.
 
         Args:
             step: The step that is saved.
-            needed_bytes: The number of bytes that this process writes, if it is known.
+            needed_bytes: The number of bytes that this process writes, if it is available.
         """
         doing = f"save step {step} to {self.path_text}"
         return translate_os_errors(doing, step, directory=self.path, needed_bytes=needed_bytes)
@@ -426,9 +528,11 @@ def _require_step(step: int) -> None:
 
 
 def _gather_outcomes(compute: Callable[[], _T], gather_texts: GatherTexts | None) -> list[_T]:
-    """What each process makes, which JSON can say; what any was refused, all are.
+    """Return the result of `compute` of each process, as JSON values.
 
-    Raises CheckpointError, or IncompleteCheckpointError where nobody raises another.
+    If one fails, all raise its error.
+
+    A CheckpointError has precedence over an IncompleteCheckpointError.
     """
     if gather_texts is None:
         return [compute()]
@@ -440,7 +544,7 @@ def _gather_outcomes(compute: Callable[[], _T], gather_texts: GatherTexts | None
         outcome = [kind, error.fact, error.step, error.file]
     outcomes = [json.loads(one) for one in gather_texts(json.dumps(outcome))]
     for name, raised in (("refused", CheckpointError), ("not whole", IncompleteCheckpointError)):
-        for said, fact, step, file in outcomes:
-            if said == name:
+        for found_kind, fact, step, file in outcomes:
+            if found_kind == name:
                 raise raised(fact, step, file)
     return [made for _, made, _, _ in outcomes]

@@ -12,23 +12,36 @@ from schedir.errors import CheckpointError, SchedirError, describe_exception
 from schedir.transports.json_collectives import RecordTypes, gather
 from schedir.transports.transport import describe_peer_error
 
-DISK_TIMEOUT: Final = timedelta(
-    minutes=30
-)  # that processes wait for what others write: torch's default
+# The time that a process waits for the files of others. This is torch's default timeout.
+DISK_TIMEOUT: Final = timedelta(minutes=30)
 
 _T = TypeVar("_T")
 
 
 def create_separate_group(group: Any = None) -> Any:
-    """A group of its own for the processes of another one, or for all, who call this: what a thread
-    tells in it meets nothing that others tell, and all wait as long as disks take
-    (`DISK_TIMEOUT`)."""
+    """Create a new Gloo group with the same members, for a thread that saves checkpoints.
+
+    All members call this. Messages of the thread in the new group do not mix with messages in other
+    groups. Its timeout is `DISK_TIMEOUT`.
+
+    Args:
+        group: A group of torch.distributed. By default the group of all processes.
+    """
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
     return dist.new_group(members, DISK_TIMEOUT, backend="gloo", use_local_synchronization=True)
 
 
 class CheckpointGroup:
-    """The processes of a group of torch.distributed, or this one alone."""
+    """The processes of a group of torch.distributed, or this process alone.
+
+    Args:
+        group: The group. By default the group of all processes.
+        is_single_process: True if this process saves and loads alone, without torch.distributed.
+
+    Attributes:
+        process: The rank of this process in the group.
+        processes: The number of processes.
+    """
 
     def __init__(self, group: Any = None, *, is_single_process: bool = False) -> None:
         self.group, self.is_single_process = group, is_single_process
@@ -36,30 +49,37 @@ class CheckpointGroup:
         self.processes = 1 if is_single_process else dist.get_world_size(group)
 
     def gather_results(self, compute: Callable[[], _T], kinds: RecordTypes = ()) -> list[_T]:
-        """What each process makes, in their order: plain values, and records of these kinds.
+        """Return the results of all processes, by rank.
 
-        Where one fails, all raise CheckpointError, as the first of these does, and name it; so do
-        those that are left where one has ended.
+        All processes call this. If `compute` fails in some of them, all raise the error of the
+        first one, which names the process.
+
+        Args:
+            compute: Computes the result of this process: plain values, or records of `kinds`.
+            kinds: The types of records that results may contain.
+
+        Raises:
+            CheckpointError: `compute` failed in a process, or a process has ended.
         """
         mine: _T | None = None
-        own: Exception | None = None
+        local_error: Exception | None = None
         wrong: tuple[str, str, int | None, str] | None = None
         try:
             mine = compute()
         except SchedirError as error:
-            own, place = error, (getattr(error, "step", None), getattr(error, "file", ""))
+            local_error, place = error, (getattr(error, "step", None), getattr(error, "file", ""))
             wrong = (error.fact, error.hint, *place)
-        except Exception as error:  # of whatever kind: the others wait for what this one tells
-            own, wrong = error, (describe_exception(error), "", None, "")
-        told = (mine, wrong)
-        everyone = [told] if self.is_single_process else self._gather_outcomes(told, kinds)
-        failed = [(k, *wrong) for k, (_, wrong) in enumerate(everyone) if wrong]
+        except Exception as error:  # Any error: the other processes wait for this outcome.
+            local_error, wrong = error, (describe_exception(error), "", None, "")
+        outcome = (mine, wrong)
+        outcomes = [outcome] if self.is_single_process else self._gather_outcomes(outcome, kinds)
+        failed = [(k, *wrong) for k, (_, wrong) in enumerate(outcomes) if wrong]
         if failed:
             process, fact, hint, step, file = failed[0]
-            alike = len(failed) == len(everyone) and len({fact for _, fact, *_ in failed}) == 1
+            alike = len(failed) == len(outcomes) and len({fact for _, fact, *_ in failed}) == 1
             fact = fact if alike else f"process {process}: {fact}"
-            raise CheckpointError(fact, step, file, hint) from own
-        made: list[Any] = [made for made, _ in everyone]
+            raise CheckpointError(fact, step, file, hint) from local_error
+        made: list[Any] = [made for made, _ in outcomes]
         return made
 
     def _gather_outcomes(self, outcome: object, kinds: RecordTypes) -> list[Any]:
@@ -71,17 +91,33 @@ class CheckpointGroup:
             raise
 
     def require_same(self, compute: Callable[[], str]) -> None:
-        """Raise CheckpointError where the processes make different things: what each is about to
-        do, in words."""
-        told = self.gather_results(compute)
-        for process, other in enumerate(told):
-            if other != told[0]:
+        """Raise an error unless `compute` returns the same text in all processes.
+
+        Args:
+            compute: Returns a text that describes the next action of this process.
+
+        Raises:
+            CheckpointError: The texts differ, or `compute` failed in a process.
+        """
+        texts = self.gather_results(compute)
+        for process, other in enumerate(texts):
+            if other != texts[0]:
                 raise CheckpointError(
-                    f"process 0 {told[0]}, and process {process} {other}",
+                    f"process 0 {texts[0]}, and process {process} {other}",
                     hint="all processes call the same",
                 )
 
     def broadcast_result(self, compute: Callable[[], _T], kinds: RecordTypes = ()) -> _T:
-        """What the first process makes, told to all; where it fails, all raise what it does."""
+        """Return the result of `compute` in the first process.
+
+        If it fails, all processes raise its error.
+
+        Args:
+            compute: Computes the result. Only the first process calls it.
+            kinds: The types of records that the result may contain.
+
+        Raises:
+            CheckpointError: `compute` failed, or a process has ended.
+        """
         (made, *_) = self.gather_results(lambda: compute() if not self.process else None, kinds)
         return cast(_T, made)
