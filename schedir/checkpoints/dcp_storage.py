@@ -1,8 +1,8 @@
-"""Store tensor slices in files of the format of `torch.save`.
+"""Store tensor slices in files that torch.distributed.checkpoint (DCP) can read.
 
-A file has one box behind the other, each an archive of `torch.save`, as those of
-torch.distributed.checkpoint have.  Where each lies is told in the manifest: torch's `.metadata` is
-a pickle, and is written for others only.
+A file is a sequence of archives of `torch.save`, one per tensor slice. The manifest has the
+position of each slice. Torch's own index, `.metadata`, is a pickle. schedir writes it for other
+tools, and never reads it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from schedir.checkpoints.local_state import TensorPiece
 
 
 class _DigestedFile(RawIOBase):
-    """A file that is written from its begin to its end, and the digest of what was."""
+    """A file that is written sequentially, with its size and digest so far."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.digest, self.size = file, sha256(), 0
-        self.error: OSError | None = None  # the error of the first write that failed
+        self.error: OSError | None = None  # the first error of a write
 
     def write(self, data: Any, /) -> int:
         self.digest.update(data)
@@ -49,13 +49,26 @@ class _DigestedFile(RawIOBase):
         return memoryview(data).nbytes
 
 
-TensorsToWrite = Mapping[str, tuple[TensorMeta, Sequence[TensorPiece]]]  # by tensor
+TensorsToWrite = Mapping[str, tuple[TensorMeta, Sequence[TensorPiece]]]  # by name of the tensor
 
 
 def write(
     directory: Path, process: int, tensors: TensorsToWrite
 ) -> tuple[list[StoredSlice], dict[str, ManifestFile]]:
-    """Write boxes to a file of a process; returns where each lies, and the file with its digest."""
+    """Write the tensor slices of a process to its file, and flush the file to the disk.
+
+    Args:
+        directory: The directory of the checkpoint.
+        process: The number of the process, which is part of the file name.
+        tensors: The slices to write.
+
+    Returns:
+        The position of each slice, and the file with its size and digest. Both are empty if there
+        are no slices.
+
+    Raises:
+        OSError: The file could not be written.
+    """
     pieces = [(name, piece) for name, (_, some) in tensors.items() for piece in some]
     if not pieces:
         return [], {}
@@ -71,7 +84,7 @@ def write(
         except RuntimeError:
             if stream.error is None:
                 raise
-            # torch's archive writer raises this error in place of the OSError of the write.
+            # Torch's archive writer raises a RuntimeError in place of the OSError of the write.
             raise stream.error from None
         file.flush()
         os.fsync(file.fileno())
@@ -79,7 +92,10 @@ def write(
 
 
 def _copy_to_compact_storage(memory: Tensor) -> Tensor:
-    """The numbers of a tensor in memory that has no others: `torch.save` writes all that it has."""
+    """Return a CPU tensor whose storage has no other elements.
+
+    `torch.save` writes the full storage.
+    """
     tensor = memory.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
@@ -87,14 +103,25 @@ def _copy_to_compact_storage(memory: Tensor) -> Tensor:
 def write_metadata(
     directory: Path, tensors: Mapping[str, TensorMeta], slices: Iterable[StoredSlice]
 ) -> dict[str, ManifestFile]:
-    """Write what torch's own tools read: a pickle, which we never open; returns the file."""
+    """Write the index `.metadata`, with which torch's own tools read the checkpoint.
+
+    The index is a pickle, and schedir never reads it.
+
+    Args:
+        directory: The directory of the checkpoint.
+        tensors: Shape and dtype of each tensor.
+        slices: The stored slices of all processes.
+
+    Returns:
+        The file with its size and digest.
+    """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     results = []
     for box in slices:
         chunks[box.tensor].append(
             ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
         )
-        where = _StorageInfo(box.file, box.begin, box.length)  # torch has no public name for it
+        where = _StorageInfo(box.file, box.begin, box.length)  # Torch has no public name for it.
         results.append(WriteResult(MetadataIndex(box.tensor, box.offset), box.length, where))
     kinds: dict[str, Any] = {
         name: TensorStorageMetadata(
@@ -108,8 +135,7 @@ def write_metadata(
 
 
 def _intersect(piece: TensorPiece, stored: StoredSlice) -> tuple[list[int], list[int]]:
-    """Where the numbers begin that a piece and a stored box of its tensor have both, and how many
-    there are in each dimension."""
+    """Return offset and size of the intersection of two slices of a tensor. Sizes may be 0."""
     each = [*zip(piece.offset, piece.size, stored.offset, stored.size, strict=True)]
     begin = [max(one, other) for one, _, other, _ in each]
     end = [min(one + n, other + length) for one, n, other, length in each]
@@ -119,11 +145,18 @@ def _intersect(piece: TensorPiece, stored: StoredSlice) -> tuple[list[int], list
 def read(
     directory: Path, manifest: Manifest, destinations: Iterable[tuple[str, Sequence[TensorPiece]]]
 ) -> None:
-    """Read the numbers of pieces into their memory, of tensors by name, from the boxes that have
-    them; numbers of another type are rounded."""
+    """Read tensor slices into memory, from the stored slices that overlap them.
+
+    A value of another dtype is converted. Files are not verified.
+
+    Args:
+        directory: The directory of the checkpoint.
+        manifest: The manifest of the checkpoint.
+        destinations: Names of tensors, each with slices and the memory to fill.
+    """
     pieces: dict[str, list[TensorPiece]] = {}
-    for name, some in destinations:
-        pieces.setdefault(name, []).extend(some)
+    for name, slices in destinations:
+        pieces.setdefault(name, []).extend(slices)
     files: dict[str, list[StoredSlice]] = {}
     for box in manifest.slices:
         if any(prod(_intersect(piece, box)[1]) for piece in pieces.get(box.tensor, ())):
@@ -142,8 +175,10 @@ def read(
 
 
 def _narrow(tensor: Tensor, offset: Sequence[int], begin: Sequence[int], size: list[int]) -> Tensor:
-    """A box of a tensor that begins at an offset of a larger one: where it begins there, and its
-    size."""
+    """Return a view of a slice.
+
+    `tensor` begins at `offset` of a larger tensor, the slice at `begin`.
+    """
     for dim, (at, first, length) in enumerate(zip(offset, begin, size, strict=True)):
         tensor = tensor.narrow(dim, first - at, length)
     return tensor

@@ -1,4 +1,7 @@
-"""Flush files to the disk, and report I/O errors in one sentence.  Needs no torch."""
+"""Flush files to the disk, and convert I/O errors to errors of one sentence.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,25 @@ from schedir.checkpoints.manifest import IncompleteCheckpointError
 from schedir.errors import CheckpointError, format_bytes
 from schedir.io.files import describe_os_error, is_disk_full
 
-# Of what should be there.
+# Errors that mean that a file of a checkpoint is missing or damaged.
 _DAMAGE_ERRNOS: Final = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ELOOP)
-_READ_BYTES: Final = 2**22  # bytes that are read at a time
-_MAX_THREADS: Final = 8
+_READ_BYTES: Final = 2**22  # bytes of one read
+_MAX_THREADS: Final = 8  # threads of `compute_digests`
 
 
 @contextmanager
 def open_regular_file(path: Path, step: int) -> Iterator[BinaryIO]:
-    """An ordinary file of a checkpoint, to be read in this context.
+    """Open a regular file of a checkpoint for reading, within a context.
 
-    Raises CheckpointError where the system does not read it, and IncompleteCheckpointError where
-    something is missing, and for a link, a pipe and so on: these may lead elsewhere, or wait for
-    ever.
+    Links, pipes and devices are refused: they may lead out of the checkpoint, or block forever.
+
+    Args:
+        path: The file.
+        step: The step of the checkpoint, for errors.
+
+    Raises:
+        IncompleteCheckpointError: The file is missing or damaged, or is not a regular file.
+        CheckpointError: The file cannot be read for another reason, such as permissions.
     """
     name, file = path.parent.name, path.name
     try:
@@ -51,19 +60,29 @@ def open_regular_file(path: Path, step: int) -> Iterator[BinaryIO]:
 
 
 def compute_digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path, str]]:
-    """The sha256 of each of some files of a checkpoint, which are about so large.
+    """Compute the sha256 of files of a checkpoint, in several threads.
 
-    Several are read side by side, large ones first.  When the one who asks has enough, none is read
-    on.  Raises what `open_regular_file` does.
+    Large files are read first. If the caller closes the generator, the threads stop.
+
+    Args:
+        sizes: The files, and their expected sizes in bytes.
+        step: The step of the checkpoint, for errors.
+
+    Yields:
+        Each file with its digest in hexadecimal digits, in the order in which they are done.
+
+    Raises:
+        IncompleteCheckpointError: See `open_regular_file`.
+        CheckpointError: See `open_regular_file`.
     """
     stop = Event()
 
     def digest(path: Path) -> tuple[Path, str]:
-        found, buffer = sha256(), memoryview(bytearray(min(_READ_BYTES, sizes[path] + 1)))
+        sha, buffer = sha256(), memoryview(bytearray(min(_READ_BYTES, sizes[path] + 1)))
         with open_regular_file(path, step) as file:
             while not stop.is_set() and (size := file.readinto(buffer)):  # type: ignore[attr-defined]
-                found.update(buffer[:size])
-        return path, found.hexdigest()
+                sha.update(buffer[:size])
+        return path, sha.hexdigest()
 
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)), max(len(sizes), 1))
     with ThreadPoolExecutor(threads) as pool:
@@ -84,13 +103,14 @@ def translate_os_errors(
     directory: Path | None = None,
     needed_bytes: int | None = None,
 ) -> Iterator[None]:
-    """Turn an OSError in this context into a CheckpointError of one sentence.
+    """Convert an OSError in this context to a CheckpointError of one sentence.
 
     Args:
-        action: What cannot be done, as in "cannot save step 3".
+        action: The action that failed, as in "save step 3".
         step: The step of the checkpoint.
-        directory: The folder that is written to. If its disk is full, the error has its free bytes.
-        needed_bytes: The number of bytes that this process writes, if it is known.
+        directory: The directory that is written to. If its disk is full, the error has the bytes
+            that were free when the context was entered.
+        needed_bytes: The number of bytes that this process writes, if it is available.
 
     Raises:
         CheckpointError: An OSError was raised in this context.
@@ -116,7 +136,7 @@ def translate_os_errors(
 
 
 def _get_free_bytes(directory: Path) -> int | None:
-    """Return the free bytes on the disk of a folder, or None if the system does not tell."""
+    """Return the free bytes on the disk of a directory, or None if they are unknown."""
     try:
         disk = os.statvfs(directory)
     except OSError:
@@ -125,7 +145,11 @@ def _get_free_bytes(directory: Path) -> int | None:
 
 
 def fsync_path(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk."""
+    """Flush a file, or the entries of a directory, to the disk.
+
+    Args:
+        path: The file or directory.
+    """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -134,4 +158,9 @@ def fsync_path(path: Path) -> None:
 
 
 def print_to_stderr(text: str) -> None:
+    """Print a line to stderr, and flush it.
+
+    Args:
+        text: The line.
+    """
     print(text, file=sys.stderr, flush=True)

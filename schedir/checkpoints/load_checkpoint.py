@@ -38,33 +38,50 @@ def load(
     optimizer: Any = RUN_OPTIMIZER,
     name_map: NameMap = add_stage_prefix,
 ) -> Mapping[str, Any] | None:
-    """Be what a checkpoint says that `save` has written, whatever ranks, stages, replicas and
-    slices wrote it: that of a `step`, or the newest whole one; all processes call this, between
-    steps.  Returns a mapping with its `step` and `extra`, or None where there are no checkpoints.
+    """Load a checkpoint that `save` has written, with any layout of ranks.
 
-    What a run is, and when it is told its `optimizer`, says `save`; one without an optimizer takes
-    weights and buffers alone.  It is said in a warning where
-    a newer checkpoint is not whole, where numbers are of another type than the checkpoint's, and
-    where modules will draw others.
+    The run may have other ranks, stages, replicas and tensor-parallel sizes than the run that
+    saved. All processes call this between two steps. A run without an optimizer loads only weights
+    and buffers.
 
-    Raises CheckpointError, in all processes, for a checkpoint of another model, or one that cannot
-    be read, and where there are some and none is whole: the first three things that do not fit are
-    said, and nothing has been changed.  Where a file cannot be read any more when all has been
-    verified, a part of the numbers is: neither a step nor a save of this run goes on from that.
+    Nothing is changed before all files are verified and the checkpoint fits the run. If a file
+    cannot be read after that, some tensors are already overwritten. Then the run refuses further
+    steps and saves.
 
-    >>> import schedir, tempfile, torch
-    >>> from schedir.checkpoints import load
-    >>> from schedir.runtime import InProcessExecutor
-    >>> program = schedir.compile(schedir.schedules.gpipe,
-    ...     schedir.PipelineShape(ranks=2, microbatches=4))
-    >>> stages = [torch.nn.Linear(8, 8) for _ in range(2)]
-    >>> how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
-    >>> run = InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     print(load(run, folder))  # nothing has been saved there
-    None
+    The call warns if a newer checkpoint is incomplete, if weights are read from another dtype, and
+    if modules will draw other random numbers.
+
+    Args:
+        run: See `save`.
+        directory: The directory of the checkpoints.
+        step: The step to load. By default the newest complete checkpoint is loaded.
+        optimizer: See `save`.
+        name_map: See `save`.
+
+    Returns:
+        A mapping with the `step` and the `extra` state of the checkpoint, or None if there are no
+        checkpoints.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model, or cannot be read. Or there are
+            checkpoints, and none is complete. The error lists the first three differences. All
+            processes raise it.
+        UsageError: `run` is not a run, or `directory` or `step` is not valid.
+
+    Example:
+        >>> import schedir, tempfile, torch
+        >>> from schedir.checkpoints import load
+        >>> from schedir.runtime import InProcessExecutor
+        >>> program = schedir.compile(schedir.schedules.gpipe,
+        ...     schedir.PipelineShape(ranks=2, microbatches=4))
+        >>> stages = [torch.nn.Linear(8, 8) for _ in range(2)]
+        >>> how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
+        >>> run = InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     print(load(run, folder))  # nothing has been saved there
+        None
     """
-    place, (peers, kept) = CheckpointDirectory(directory), get_checkpoint_state(run)
+    place, (peers, checkpoint_state) = CheckpointDirectory(directory), get_checkpoint_state(run)
     which = "the newest checkpoint" if step is None else f"step {describe(step)}"
     peers.require_same(lambda: f"loads {which}")
     found = _find_verified(peers, place, step)
@@ -73,12 +90,14 @@ def load(
     if (manifest := found.manifest) is None:
         return None
     _require_valid_state(manifest)
-    ranks, owns, _ = gather_checkpoint_states(peers, kept, optimizer, name_map, is_saving=False)
+    ranks, local_states, _ = gather_checkpoint_states(
+        peers, checkpoint_state, optimizer, name_map, is_saving=False
+    )
     wanted: list[LoadPlan] = []
 
     def expect() -> Any:
         one = LoadPlan(
-            manifest, owns, has_optimizer=any(rank.optimizer is not None for rank in ranks)
+            manifest, local_states, has_optimizer=any(rank.optimizer is not None for rank in ranks)
         )
         wanted.append(one)
         each = ([*dict.fromkeys(facts)] for facts in (one.mismatches, one.warnings))
@@ -86,30 +105,31 @@ def load(
 
     told = peers.gather_results(expect)
     (want,) = wanted
-    wrong = [fact for _, facts, _, _ in told for fact in facts]
-    if not wrong:
-        wrong += want.find_unread(name for taken, *_ in told for name in taken)
-        wrong += _describe_untied_weights([trained for *_, trained in told])
-    if wrong := [*dict.fromkeys(wrong)]:
+    mismatches = [fact for _, facts, _, _ in told for fact in facts]
+    if not mismatches:
+        mismatches += want.find_unread(name for taken, *_ in told for name in taken)
+        mismatches += _describe_untied_weights([trained for *_, trained in told])
+    if mismatches := [*dict.fromkeys(mismatches)]:
         raise CheckpointError(
-            f"the checkpoint of step {manifest.step} does not fit: {join_facts(wrong)}"
+            f"the checkpoint of step {manifest.step} does not fit: {join_facts(mismatches)}"
         )
 
     def read() -> None:
         for _, part in want.shards:
-            part.memory.detach().zero_()  # the rows with which a slice is padded stay so
+            part.memory.detach().zero_()  # Padding rows of a shard remain zero.
         dcp_storage.read(
             place.locate_step(manifest.step),
             manifest,
             [(n, part.spec.get_all_slices(part.memory)) for n, part in want.shards],
         )
-        for weight, kept in want.optimizer_states:
+        for weight, optimizer_state in want.optimizer_states:
             weight.optimizer.state.pop(weight.optimized_tensor, None)
-            if kept:
-                weight.optimizer.state[weight.optimized_tensor] = kept
+            if optimizer_state:
+                weight.optimizer.state[weight.optimized_tensor] = optimizer_state
 
     for rank in ranks:
-        rank.set_loading(True)  # until all is: nobody goes on with a part of it
+        # Until all tensors are loaded, the rank refuses to step and to save.
+        rank.set_loading(True)
     try:
         with torch.no_grad():
             peers.gather_results(read)
@@ -127,8 +147,10 @@ def load(
 def _find_verified(
     peers: CheckpointGroup, directory: CheckpointDirectory, step: int | None
 ) -> LatestCheckpoint:
-    """The checkpoint of a step, or the newest that is whole, if there are any, of which each
-    process has verified its share of the files."""
+    """Return the newest complete checkpoint, or that of `step`.
+
+    Each process verifies some files.
+    """
     found = directory.find_checkpoint(
         lambda manifest: manifest.assign_files(peers.process, peers.processes),
         lambda text: peers.gather_results(lambda: text),
@@ -144,7 +166,10 @@ def _find_verified(
 
 
 def _require_valid_state(manifest: Manifest) -> None:
-    """Refuse a manifest whose state is none that `save` writes: no digest keeps it from that."""
+    """Raise CheckpointError if the state of a manifest is not one that `save` writes.
+
+    A correct digest does not exclude this, because other code can write a manifest, too.
+    """
     state = manifest.state
     for key, is_sound in _STATE_CHECKS.items():
         if key not in state or not is_sound(state[key]):
@@ -162,7 +187,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_loss_scale(value: Any) -> bool:
-    """Whether it is a scale, and for how many steps it has been good."""
+    """Return whether a value is a loss scale with its number of good steps."""
     if type(value) is not list or len(value) != 2 or type(value[0]) not in (int, float):
         return False
     return 0 < value[0] < 2.0**128 and _is_count(value[1])
@@ -183,13 +208,13 @@ _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 
 def _describe_untied_weights(trained_names: Sequence[Mapping[str, str]]) -> list[str]:
-    """What a checkpoint has once, and a run trains twice: a weight that was tied."""
-    whose: dict[str, str] = {}
+    """Describe weights that are tied in the checkpoint, but trained separately in this run."""
+    name_of_stored: dict[str, str] = {}
     every = {name: stored for one in trained_names for name, stored in one.items()}
     return [
-        f"{whose[stored]} and {name} are one weight in it, and two here"
+        f"{name_of_stored[stored]} and {name} are one weight in it, and two here"
         for name, stored in every.items()
-        if whose.setdefault(stored, name) != name
+        if name_of_stored.setdefault(stored, name) != name
     ]
 
 
@@ -199,22 +224,21 @@ def _restore_run_state(
     directory: Path,
     manifest: Manifest,
 ) -> None:
-    """Let steps, draws and scale go on from what they were."""
+    """Restore the step number, the loss scale, and the state of random number generators."""
     state = manifest.state
     seed, trains = ranks[0].random_streams.seed, ranks[0].program.has_backward
     for rank in ranks:
         rank.random_streams.step = state["next"]
-        scale, told = rank.loss_scale, state["loss_scale"]
-        if scale is not None and told is not None:
-            scale.value.fill_(told[0])
-            scale.good_steps.fill_(told[1])
+        scale, saved_scale = rank.loss_scale, state["loss_scale"]
+        if scale is not None and saved_scale is not None:
+            scale.value.fill_(saved_scale[0])
+            scale.good_steps.fill_(saved_scale[1])
     if seed != state["seed"]:
         if trains:
             warn_once(peers, f"modules draw by the seed {seed}, and drew by {state['seed']}")
     elif seed is None and state["world"] == [*ranks[0].world_shape]:
 
         def restore() -> None:
-            """Let torch's generators be as they were."""
             parts = list_generator_shards(ranks[0], peers.process)
             dcp_storage.read(
                 directory,

@@ -1,4 +1,4 @@
-"""Plan which stored slices of a checkpoint a process reads, and refuse what does not fit."""
+"""Plan which tensors of a checkpoint a process loads, and detect those that do not fit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,26 @@ from schedir.runtime.parameters.mixed_precision import has_step_hooks, is_torch_
 
 
 class LoadPlan:
-    """What is to be read: `shards`, each with the name of the tensor in the checkpoint, and
-    `optimizer_states`, which an optimizer then keeps of each weight.
+    """The shards of a checkpoint that a process loads.
 
-    `has_optimizer` says whether there is an optimizer.  `mismatches` is what does not fit,
-    `warnings` what is read otherwise than it was written, in words, and `trained_names` under which
-    name the checkpoint has each weight that is trained.
+    Args:
+        manifest: The manifest of the checkpoint.
+        local_states: The local states of the ranks in this process.
+        has_optimizer: True if the run has an optimizer.
+
+    Attributes:
+        shards: The shards to read, each with the name of its tensor in the checkpoint.
+        used_names: The names of weights and buffers in the checkpoint that this process uses.
+        optimizer_states: The optimizer state of each weight after the load, with the memory to
+            fill.
+        mismatches: Descriptions of tensors that do not fit.
+        warnings: Descriptions of tensors that are read in another form than they were written.
+        trained_names: The name in the checkpoint of each weight that is trained, by its name in
+            this run.
+        aliases: Other names of weights, each with the name under which the checkpoint has it.
+        optimizer_kinds: The class name of the optimizer that stepped each weight.
+        optimizer_keys: The keys of the optimizer state of each weight in the checkpoint.
+        initial_states: The cache of `_get_initial_state`, by parameter group, dtype and device.
     """
 
     def __init__(
@@ -28,7 +42,7 @@ class LoadPlan:
     ) -> None:
         self.manifest, self.has_optimizer = manifest, has_optimizer
         self.shards: list[tuple[str, TensorShard]] = []
-        self.used_names: list[str] = []  # of weights and buffers, by the names that it has
+        self.used_names: list[str] = []
         self.optimizer_states: list[tuple[SliceableWeight, dict[str, Tensor]]] = []
         self.mismatches: list[str] = []
         self.warnings: list[str] = []
@@ -37,7 +51,7 @@ class LoadPlan:
         self.optimizer_kinds: Mapping[str, str] = {
             name: kind for kind, names in manifest.state["optimizers"].items() for name in names
         }
-        self.optimizer_keys: dict[str, list[str]] = {}  # of what optimizers kept, by weight
+        self.optimizer_keys: dict[str, list[str]] = {}
         self.initial_states: dict[Any, dict[str, Tensor]] = {}
         for tensor in manifest.tensors:
             what, _, rest = tensor.partition("/")
@@ -52,27 +66,34 @@ class LoadPlan:
                 self._add_shard(part.name, part)
 
     def find_stored_name(self, weight: SliceableWeight) -> str:
-        """The name under which a checkpoint has a weight: one of those that it has there."""
+        """Return the name under which the checkpoint has a weight.
+
+        It may be another one of the names of a tied weight.
+
+        Args:
+            weight: The weight.
+        """
         if f"weights/{weight.name}" in self.manifest.tensors:
             return weight.name
         return self.aliases.get(weight.name, weight.name)
 
     def _add_weight(self, weight: SliceableWeight) -> None:
         name, kinds = self.find_stored_name(weight), self.manifest.tensors
-        whole, main = f"weights/{name}", f"main/{name}"
-        self.used_names.append(whole)
+        stored_weight, main = f"weights/{name}", f"main/{name}"
+        self.used_names.append(stored_weight)
         if weight.parameter.requires_grad:
             self.trained_names[weight.name] = name
-        exact = main if main in kinds else whole  # has the numbers before they were rounded
+        # The float32 copy has the values before they were rounded.
+        exact = main if main in kinds else stored_weight
         exact_type = kinds[exact].dtype if exact in kinds else ""
         for part in weight.iterate_weight_shards():
-            stored = whole
+            stored = stored_weight
             if part.name.startswith("main/"):
                 stored = exact
-            elif kinds.get(whole, part.meta).dtype != (here := part.meta.dtype) and (
+            elif kinds.get(stored_weight, part.meta).dtype != (here := part.meta.dtype) and (
                 weight.main_parameter is not None or here == exact_type
             ):
-                stored, there = exact, kinds[whole].dtype
+                stored, there = exact, kinds[stored_weight].dtype
                 what = "float32 copies" if exact == main else "weights"
                 self.warnings.append(f"weights of {here} are read from {what} of a run of {there}")
             rounds = part.memory is weight.parameter and weight.main_parameter is not None
@@ -82,7 +103,7 @@ class LoadPlan:
                 "some weights are frozen here: what was kept to step them is not read"
             )
         if (
-            whole in kinds
+            stored_weight in kinds
             and name in self.optimizer_keys
             and self.has_optimizer
             and weight.lacks_optimizer
@@ -90,7 +111,7 @@ class LoadPlan:
             self.mismatches.append(
                 f"{name} was stepped by {self.optimizer_kinds.get(name)}, and is by nothing here"
             )
-        if not weight.is_optimized or whole not in kinds:
+        if not weight.is_optimized or stored_weight not in kinds:
             return
         kind, before = type(weight.optimizer).__name__, self.optimizer_kinds.get(name)
         if before != kind:
@@ -118,8 +139,11 @@ class LoadPlan:
             self.shards.append((stored, shard))
 
     def _prepare_state(self, weight: SliceableWeight, name: str) -> dict[str, Tensor]:
-        """What an optimizer is to keep of a weight, in what memory there is, or in new memory."""
-        keys = self.optimizer_keys.get(name, [])  # none before the first step
+        """Return the optimizer state of a weight with the memory to fill.
+
+        Existing memory is reused.
+        """
+        keys = self.optimizer_keys.get(name, [])  # empty if it was saved before the first step
         keeps = self._get_initial_state(weight)
         there, state = weight.optimizer.state.get(weight.optimized_tensor, {}), {}
         for key in dict.fromkeys([*keys, *keeps]) if keys else ():
@@ -141,7 +165,8 @@ class LoadPlan:
             shape = torch.Size(()) if is_one else own.shape
             value = there.get(key)
             if not isinstance(value, Tensor) or (value.shape, value.dtype) != (shape, dtype):
-                # As optimizers make it: a fused one steps numbers in their order in memory.
+                # Use the memory format of the parameter, as optimizers do. A fused optimizer steps
+                # the elements in memory order.
                 value = torch.empty_like(
                     own if shape else own.new_empty(()), dtype=dtype, device=device
                 )
@@ -149,18 +174,25 @@ class LoadPlan:
         return state
 
     def _get_initial_state(self, weight: SliceableWeight) -> dict[str, Tensor]:
-        """What an optimizer of torch's keeps of a weight, as it makes it of one of one number;
-        nothing where that cannot be found out."""
+        """Return the state that an optimizer of torch creates for a parameter with one element.
+
+        The result is empty if the optimizer is not one of torch's, has step hooks, or cannot step
+        this parameter.
+        """
         optimizer, own = weight.optimizer, weight.optimized_tensor
-        place = id(weight.param_group), own.dtype, own.device
-        if place not in self.initial_states:
-            self.initial_states[place] = {}
+        key = id(weight.param_group), own.dtype, own.device
+        if key not in self.initial_states:
+            self.initial_states[key] = {}
             if is_torch_optimizer(optimizer) and not has_step_hooks(optimizer):
-                self.initial_states[place] = _make_initial_state(optimizer, weight.param_group, own)
-        return self.initial_states[place]
+                self.initial_states[key] = _make_initial_state(optimizer, weight.param_group, own)
+        return self.initial_states[key]
 
     def find_unread(self, used_names: Iterable[str]) -> Iterator[str]:
-        """What of a checkpoint nobody takes, of weights and buffers, given what is taken of it."""
+        """Describe the weights and buffers of the checkpoint that no process uses.
+
+        Args:
+            used_names: The `used_names` of all processes.
+        """
         every = {*used_names}
         for tensor in self.manifest.tensors:
             if tensor.partition("/")[0] in ("weights", "buffers") and tensor not in every:
@@ -170,6 +202,7 @@ class LoadPlan:
 def _make_initial_state(
     optimizer: Any, group: Mapping[str, Any], tensor: Tensor
 ) -> dict[str, Tensor]:
+    """Step a new optimizer of the same class once, and return its state for one element."""
     p = nn.Parameter(tensor.detach().new_zeros(1, 1))
     p.grad = torch.zeros_like(p)
     takes = signature(type(optimizer)).parameters

@@ -1,8 +1,11 @@
-"""List the tensors of a process by their names in the whole model, with the slices that it holds.
+"""List the tensors of a process by their names in the full model, with their local shards.
 
-Nothing is copied or gathered here.  Replicas (dp) have the same, in parts (ZeRO) or whole; each
-writes its own part of every bucket.  What each tensor-parallel rank has whole the first one writes,
-of several holders of a stage the first, and of a weight that is tied the first stage.
+Nothing is copied or communicated here. Each element of a tensor is written by one process:
+
+- Each data-parallel replica writes its range of every bucket, also where weights are not sharded.
+- The first tensor-parallel rank writes the tensors that are not sharded.
+- The first rank of a stage writes it, if several ranks have stage replicas.
+- The first stage of a tied weight writes it.
 """
 
 from __future__ import annotations
@@ -26,11 +29,17 @@ from schedir.runtime.parameters.mixed_precision import (
     unwrap_optimizer,
 )
 
-NameMap = Callable[[int, str], str]  # of a stage and a name there, the name in the whole model
+NameMap = Callable[[int, str], str]  # Maps a stage and a name in it to the name in the full model.
 
 
 class TensorPiece(NamedTuple):
-    """A box of a tensor, and the memory in which its numbers are, of its size."""
+    """A slice of a tensor, with the memory of its elements.
+
+    Attributes:
+        offset: The offset of the slice in each dimension of the full tensor.
+        size: The size of the slice in each dimension.
+        memory: A tensor of this size.
+    """
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -39,12 +48,20 @@ class TensorPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorShardSpec:
-    """What part of a tensor a process has: a slice of it, and of the numbers of the slice those
-    from `low` to `high` are its own.
+    """The shard of a tensor that a process has.
 
-    The slice is of `shape`, and begins at `start` along the dimension `dim` of the tensor, which is
-    of the shape `full_shape`; where it reaches beyond that, its numbers are padding.  Memory has
-    the own numbers only, 1-dim, where they are `is_flat`, and else the slice.
+    The tensor-parallel slice is the part of the tensor along `dim` that the rank has. The local
+    range of the process is the range `low` to `high` of the flattened slice.
+
+    Args:
+        shape: The shape of the tensor-parallel slice.
+        full_shape: The shape of the full tensor.
+        low: The first element of the local range.
+        high: The end of the local range, exclusive.
+        dim: The dimension along which the tensor is sliced.
+        start: The offset of the slice in `dim`. Elements beyond the full tensor are padding.
+        is_flat: True if the memory is one-dimensional and has only the local range. Otherwise it
+            has the slice.
     """
 
     shape: tuple[int, ...]
@@ -56,11 +73,19 @@ class TensorShardSpec:
     is_flat: bool = False
 
     def get_local_slices(self, memory: Tensor) -> list[TensorPiece]:
-        """The boxes of own numbers."""
+        """Return the slices of the local range, without padding.
+
+        Args:
+            memory: The memory of the shard.
+        """
         return [*self._iterate_slices(memory, self.low, self.high)]
 
     def get_all_slices(self, memory: Tensor) -> list[TensorPiece]:
-        """The boxes of all numbers that memory has."""
+        """Return the slices of all elements in the memory, without padding.
+
+        Args:
+            memory: The memory of the shard.
+        """
         numel = torch.Size(self.shape).numel()
         return (
             self.get_local_slices(memory)
@@ -87,8 +112,14 @@ class TensorShardSpec:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A tensor of which a process has something: its name with what it is of, as `weights/NAME`;
-    which memory has it, cut how; and whether the process writes its own numbers of it."""
+    """A tensor, or the part of it that a process has.
+
+    Args:
+        name: The name in the checkpoint. It begins with a category, as in `weights/NAME`.
+        memory: The local memory.
+        spec: Which part of the tensor the memory has.
+        should_write: True if this process writes its local range.
+    """
 
     name: str
     memory: Tensor
@@ -97,17 +128,26 @@ class TensorShard:
 
     @property
     def meta(self) -> TensorMeta:
-        """What the whole tensor is."""
+        """Shape and dtype of the full tensor."""
         return TensorMeta(self.spec.full_shape, str(self.memory.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
 class SliceableWeight:
-    """A weight as a stage of a rank has it.
+    """A weight in a stage of a rank, with its optimizer state.
 
-    `name` is the one in the whole model, that of the stage `owner_stage`, and `aliases` are others
-    that it has there.  `main_parameter` is its float32 copy, and `optimized_tensor` what an
-    `optimizer` keeps its state by, with the options of a `param_group`.
+    Args:
+        name: The name in the full model.
+        stage: The stage.
+        owner_stage: The stage whose name the weight has. It differs from `stage` for a tied weight.
+        parameter: The parameter.
+        spec: Which part of the weight this process has.
+        should_write: True if this process writes its local range.
+        aliases: Other names of the weight in the full model.
+        main_parameter: The float32 copy of the parameter, if it has one.
+        optimized_tensor: The tensor that the optimizer steps, the key of its state.
+        optimizer: The optimizer that steps the weight, if there is one.
+        param_group: The options of its parameter group.
     """
 
     name: str
@@ -124,12 +164,12 @@ class SliceableWeight:
 
     @property
     def is_optimized(self) -> bool:
-        """Whether an optimizer steps numbers of it."""
+        """Return whether an optimizer steps local elements of the weight."""
         return self.optimizer is not None and self._is_trained
 
     @property
     def lacks_optimizer(self) -> bool:
-        """Whether numbers of it are trained, and no optimizer steps them."""
+        """Return whether local elements are trained, but no optimizer steps them."""
         return self.optimizer is None and self._is_trained
 
     @property
@@ -140,7 +180,7 @@ class SliceableWeight:
         return self.parameter.requires_grad and has_some
 
     def iterate_shards(self) -> Iterator[TensorShard]:
-        """The weight, its float32 copy, and what an optimizer keeps of it."""
+        """Yield the weight, its float32 copy, and its optimizer state."""
         yield from self.iterate_weight_shards()
         state = self.optimizer.state if self.is_optimized else {}
         for key, value in state.get(self.optimized_tensor, {}).items():
@@ -148,7 +188,7 @@ class SliceableWeight:
                 yield self.make_state_shard(key, value)
 
     def iterate_weight_shards(self) -> Iterator[TensorShard]:
-        """The weight, and its float32 copy."""
+        """Yield the weight and its float32 copy."""
         yield TensorShard(f"weights/{self.name}", self.parameter, self.spec, self.should_write)
         if self.main_parameter is not None:
             yield TensorShard(
@@ -156,17 +196,30 @@ class SliceableWeight:
             )
 
     def make_state_shard(self, key: str, value: Tensor) -> TensorShard:
-        """What an optimizer keeps under a key: a number for each of the weight's, or one of all."""
-        cut, writes = self.spec, self.should_write
-        if not value.dim() and (cut.shape or cut.is_flat):  # whoever has the first number writes it
-            first = not cut.start and cut.low == 0 < cut.high
-            cut, writes = TensorShardSpec((), (), 0, 1), writes and first
-        return TensorShard(f"optimizer/{self.name}/{key}", value, cut, writes)
+        """Return the shard of an optimizer state of this weight.
+
+        A scalar state, such as a step count, is written by the process that has the first element
+        of the weight.
+
+        Args:
+            key: The key of the state.
+            value: The state: a tensor like the weight, or a scalar.
+        """
+        spec, writes = self.spec, self.should_write
+        if not value.dim() and (spec.shape or spec.is_flat):
+            has_first_element = not spec.start and spec.low == 0 < spec.high
+            spec, writes = TensorShardSpec((), (), 0, 1), writes and has_first_element
+        return TensorShard(f"optimizer/{self.name}/{key}", value, spec, writes)
 
 
 @dataclass
 class LocalState:
-    """All that a rank has: weights, and buffers with the stage of each."""
+    """The tensors of a rank. Iterating over it yields all of their shards.
+
+    Args:
+        weights: The weights.
+        buffers: The buffers, each with its stage.
+    """
 
     weights: list[SliceableWeight] = field(default_factory=list)
     buffers: list[tuple[int, TensorShard]] = field(default_factory=list)
@@ -178,26 +231,43 @@ class LocalState:
 
 
 def list_generator_shards(rank: RankCheckpointState, process: int) -> list[TensorShard]:
-    """The states of torch's generators in a process, of modules that draw as they come (seed=None),
-    in the order of `rank.draws.generators`."""
+    """Return the states of torch's random number generators in a process.
+
+    They are saved if the run has no seed. The order is that of `rank.random_streams.generators`.
+
+    Args:
+        rank: The state of a rank in this process.
+        process: The number of the process, which is part of the names.
+    """
     parts = []
     for k, generator in enumerate(rank.random_streams.generators):
         state: Tensor = generator.get_state()
         shape = tuple(state.shape)
-        cut = TensorShardSpec(shape, shape, 0, state.numel())
-        parts.append(TensorShard(f"generators/{process}.{k}", state, cut, should_write=True))
+        spec = TensorShardSpec(shape, shape, 0, state.numel())
+        parts.append(TensorShard(f"generators/{process}.{k}", state, spec, should_write=True))
     return parts
 
 
 def collect_tied_names(rank: RankCheckpointState, name_map: NameMap) -> dict[tuple[Any, ...], str]:
-    """The names of tied weights whose first stage is this rank's, by the stages that share them and
-    a number: these are told to the others."""
+    """Return the names of the tied weights whose first stage is on this rank.
+
+    The other processes use these names.
+
+    Args:
+        rank: The state of the rank.
+        name_map: Returns the name in the full model.
+
+    Returns:
+        The names, by the stages that share a weight and its number among their weights.
+    """
     return {key: name_map(s, n) for key, s, n in _iterate_tied_weights(rank) if s == key[0][0]}
 
 
 def _iterate_tied_weights(rank: RankCheckpointState) -> Iterator[tuple[tuple[Any, ...], int, str]]:
-    """The copies of tied weights that a rank has: by which stages share one, and its number among
-    the weights of these; the stage, and the name there."""
+    """Yield key, stage and local name of each copy of a tied weight on a rank.
+
+    The key has the stages that share the weight, and its number among their weights.
+    """
     count: dict[tuple[int, ...], int] = {}
     for weight in rank.tied_weights:
         k = count[weight.stages] = count.get(weight.stages, -1) + 1
@@ -208,38 +278,51 @@ def _iterate_tied_weights(rank: RankCheckpointState) -> Iterator[tuple[tuple[Any
 def collect_local_state(
     rank: RankCheckpointState, name_map: NameMap, tied: Mapping[tuple[Any, ...], str]
 ) -> LocalState:
-    """What a rank has; `tied_weights` are the names of tied weights, as all processes have told
-    them."""
-    own, steppers = LocalState(), OptimizerOwners(rank.optimizer)
+    """Return the weights and buffers of a rank.
+
+    If the loss is a module, it counts as part of the last stage. Its names begin with `loss.`.
+
+    Args:
+        rank: The state of the rank.
+        name_map: Returns the name in the full model.
+        tied: The names of tied weights from all processes. See `collect_tied_names`.
+
+    Raises:
+        CheckpointError: Two weights or buffers of a stage have the same name, or two optimizers
+            step the same parameter.
+    """
+    local_state, steppers = LocalState(), OptimizerOwners(rank.optimizer)
     first_name = {(s, n): (key[0][0], tied[key]) for key, s, n in _iterate_tied_weights(rank)}
     modules = [(s, stage, name_map, first_name) for s, stage in rank.stages.items()]
     last, loss = rank.program.shape.stages - 1, getattr(rank.loss, "func", rank.loss)
-    if isinstance(loss, nn.Module) and last in rank.stages:  # by names of its own
+    if isinstance(loss, nn.Module) and last in rank.stages:
         modules.append((last, StageCheckpointState(loss, {}), lambda _, name: f"loss.{name}", {}))
     for s, stage, names_of, firsts in modules:
         trained = {n: p for p, n in stage.parameter_names.items()}
-        for name, p, also in _iterate_parameters(stage.module):
-            p = trained.get(name, p)  # what the stage computes with, where it shares it
-            if p in rank.aliases:  # the memory of another stage's
+        for name, p, other_names in _iterate_parameters(stage.module):
+            p = trained.get(name, p)  # A stage may compute with a shared parameter instead.
+            if p in rank.aliases:  # Another stage has the same memory, and saves it.
                 continue
-            of, whole_name = firsts.get((s, name)) or (s, names_of(s, name))
+            owner_stage, full_name = firsts.get((s, name)) or (s, names_of(s, name))
             own_range = stage.shard_ranges.get(p) or _make_equal_range(p, rank)
-            cut = _make_shard_spec(p, own_range, rank, is_flat=p in stage.shards)
-            others = [names_of(s, n) for n in ([name] if of != s else []) + also]
-            also_whole = tuple(dict.fromkeys(n for n in others if n != whole_name))
-            writes = _is_writer(rank, s, p) and of == s
-            kept = steppers.find_owner(p)
-            own.weights.append(
-                SliceableWeight(whole_name, s, of, p, cut, writes, also_whole, *kept)
+            spec = _make_shard_spec(p, own_range, rank, is_flat=p in stage.shards)
+            others = [names_of(s, n) for n in ([name] if owner_stage != s else []) + other_names]
+            aliases = tuple(dict.fromkeys(n for n in others if n != full_name))
+            writes = _is_writer(rank, s, p) and owner_stage == s
+            optimizer_fields = steppers.find_owner(p)
+            local_state.weights.append(
+                SliceableWeight(
+                    full_name, s, owner_stage, p, spec, writes, aliases, *optimizer_fields
+                )
             )
         for name, buffer in _iterate_buffers(stage.module):
-            own.buffers.append((s, _make_buffer_shard(names_of(s, name), s, buffer, rank)))
-    _require_unique_names(own)
-    return own
+            local_state.buffers.append((s, _make_buffer_shard(names_of(s, name), s, buffer, rank)))
+    _require_unique_names(local_state)
+    return local_state
 
 
 def _require_unique_names(local_state: LocalState) -> None:
-    """Refuse one name for two weights or buffers of a stage: the checkpoint would have one."""
+    """Raise CheckpointError if two weights or two buffers of a stage have the same name."""
     count = Counter((weight.stage, f"weights {weight.name}") for weight in local_state.weights)
     count.update(
         (s, f"buffers {part.name.removeprefix('buffers/')}") for s, part in local_state.buffers
@@ -253,7 +336,14 @@ def _require_unique_names(local_state: LocalState) -> None:
 
 
 class OptimizerOwners:
-    """What optimizers keep: which of them steps a parameter, and from which float32 copy."""
+    """The optimizer and the float32 copy of each parameter.
+
+    Args:
+        optimizer: The optimizer of a rank, which may contain others, or None.
+
+    Raises:
+        CheckpointError: Two optimizers step the same parameter.
+    """
 
     def __init__(self, optimizer: object) -> None:
         self.main_parameters: dict[Any, Tensor] = {}
@@ -273,15 +363,22 @@ class OptimizerOwners:
                         )
 
     def find_owner(self, p: nn.Parameter) -> tuple[Tensor | None, Any, Any, dict[str, Any]]:
-        """Of a parameter its float32 copy, what is stepped, by which optimizer, and with which
-        options."""
+        """Return the owners of a parameter.
+
+        Args:
+            p: The parameter.
+
+        Returns:
+            Its float32 copy or None, the tensor that is stepped, the optimizer or None, and the
+            parameter group.
+        """
         main = self.main_parameters.get(p)
         stepped = p if main is None else main
         return main, stepped, *self.groups.get(stepped, (None, {}))
 
 
 def _iterate_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str]]]:
-    """Each parameter with its first name, and the others that it has."""
+    """Yield each parameter once, with its first name and its other names."""
     every: dict[nn.Parameter, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         every.setdefault(p, []).append(name)
@@ -290,8 +387,11 @@ def _iterate_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, 
 
 
 def _is_writer(rank: RankCheckpointState, stage: int, tensor: Tensor) -> bool:
-    """Whether a rank writes its part of what it and others have: the first holder of the stage, and
-    the first of tensor-parallel ranks unless each has a slice."""
+    """Return whether a rank writes its local range of a tensor.
+
+    It does if it is the first rank of the stage. If the tensor is not sharded over tensor-parallel
+    ranks, it must also be the first of those.
+    """
     is_first = bool(rank.program.shape.first_rank_per_stage[stage] == rank.rank)
     return is_first and (is_tp_sharded(tensor) or not rank.tp_rank)
 
@@ -299,15 +399,18 @@ def _is_writer(rank: RankCheckpointState, stage: int, tensor: Tensor) -> bool:
 def _make_buffer_shard(
     name: str, stage: int, buffer: Tensor, rank: RankCheckpointState
 ) -> TensorShard:
-    """A buffer, which the first replica writes: each has seen other microbatches."""
-    whole = ShardRange(tuple(buffer.shape), 0, buffer.numel())
-    cut = _make_shard_spec(buffer, whole, rank, is_flat=False)
+    """Return the shard of a buffer.
+
+    Only the first replica writes it, as replicas may differ.
+    """
+    full_range = ShardRange(tuple(buffer.shape), 0, buffer.numel())
+    spec = _make_shard_spec(buffer, full_range, rank, is_flat=False)
     writes = _is_writer(rank, stage, buffer) and not rank.shard_spec.replica
-    return TensorShard(f"buffers/{name}", buffer, cut, writes)
+    return TensorShard(f"buffers/{name}", buffer, spec, writes)
 
 
 def _make_equal_range(p: Tensor, rank: RankCheckpointState) -> ShardRange:
-    """The range of a parameter that has none of its own, as one that is frozen: an equal share."""
+    """Return the equal share that a replica writes of a parameter without a bucket."""
     n, k = rank.shard_spec.replicas, rank.shard_spec.replica
     return ShardRange(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
 
@@ -318,13 +421,15 @@ def _make_shard_spec(
     (shape, low, high), dim = shard_range, getattr(p, "shard_dim", None)
     if dim is None:
         return TensorShardSpec(shape, shape, low, high, is_flat=is_flat)
-    dim, whole = dim % len(shape), [*shape]
-    whole[dim] = getattr(p, "shard_size", rank.tp * shape[dim])
-    return TensorShardSpec(shape, tuple(whole), low, high, dim, rank.tp_rank * shape[dim], is_flat)
+    dim, full_shape = dim % len(shape), [*shape]
+    full_shape[dim] = getattr(p, "shard_size", rank.tp * shape[dim])
+    return TensorShardSpec(
+        shape, tuple(full_shape), low, high, dim, rank.tp_rank * shape[dim], is_flat
+    )
 
 
 def _iterate_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a state_dict has, once each."""
+    """Yield the buffers of a module's state_dict, each once."""
     seen: set[int] = set()
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
