@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: its files, tensors and slices.  Needs no torch.
+"""The manifest of a checkpoint: its files, its tensors, and their slices.
 
-Its files with their digests, its tensors, and in which file each box of them lies.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from typing import Any, Final, NamedTuple
 
 from schedir.errors import CheckpointError
 
+# Bytes of an element, by torch's name of the dtype.
 DTYPE_BYTES: Final = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
     **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
     "complex128": 16,
-}  # of a number, by the names that torch has for types
+}
 
 
 def join_facts(facts: Sequence[str], max_facts: int = 3) -> str:
-    """Facts as one sentence: the first few, and how many more there are.
+    """Return the first facts as one sentence, with the number of the others.
 
-    >>> join_facts(["one", "two", "three", "four", "five"])
-    'one; two; three; and 2 more'
+    Args:
+        facts: The facts.
+        max_facts: The number of facts to name.
+
+    Example:
+        >>> join_facts(["one", "two", "three", "four", "five"])
+        'one; two; three; and 2 more'
     """
     return "; ".join(
         [*facts[:max_facts], *[f"and {len(facts) - max_facts} more"] * (len(facts) > max_facts)]
@@ -33,18 +39,32 @@ def join_facts(facts: Sequence[str], max_facts: int = 3) -> str:
 
 
 class IncompleteCheckpointError(CheckpointError):
-    """A checkpoint of which something is missing, or is not as it was written."""
+    """A checkpoint has missing or damaged files."""
 
 
 class ManifestFile(NamedTuple):
-    """A file of a checkpoint: its bytes, and their sha256 in hexadecimal digits."""
+    """A file of a checkpoint.
+
+    Attributes:
+        size: Its size in bytes.
+        sha256: Its digest in hexadecimal digits.
+    """
 
     size: int
     sha256: str
 
 
 class StoredSlice(NamedTuple):
-    """A box of a tensor as it is stored: which, where in it, in which file, and its bytes there."""
+    """A tensor slice in a file of a checkpoint.
+
+    Attributes:
+        tensor: The name of the tensor.
+        offset: The offset of the slice in each dimension of the tensor.
+        size: The size of the slice in each dimension.
+        file: The name of the file.
+        begin: The first byte of the slice in the file.
+        length: The number of its bytes there.
+    """
 
     tensor: str
     offset: tuple[int, ...]
@@ -55,25 +75,37 @@ class StoredSlice(NamedTuple):
 
 
 class TensorMeta(NamedTuple):
-    """What a tensor is: its whole shape, and its type as in "float32"."""
+    """Shape and dtype of a tensor.
+
+    Attributes:
+        shape: The shape of the full tensor.
+        dtype: Torch's name of the dtype, as in "float32".
+    """
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def nbytes(self) -> int:
-        """How many it takes."""
+        """The bytes of the full tensor."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint has.
+    """The contents of a checkpoint.
 
-    `step` is how many steps have been made; `facts` are what was run, for people to read, and
-    `state` what goes on from: the number of the next step, the scale of a loss, and what the caller
-    gave.  Both are JSON: a tuple becomes a list.  `finished_at` it was finished is in seconds since
-    1970, and `digest` is that of its lines; what has not been written has neither.
+    Args:
+        step: The number of steps that were made.
+        files: The files, by name.
+        tensors: Shape and dtype of each tensor, by name.
+        slices: The stored slices.
+        facts: A description of the run, for people. JSON values, so a tuple is loaded as a list.
+        state: The state to resume from, in addition to tensors: for example the number of the next
+            step, the loss scale, and the extra state of the caller. JSON values, too.
+        finished_at: When the checkpoint was completed, in seconds since 1970. It is 0 before that.
+        digest: The sha256 of the manifest's lines. It is empty if the manifest was not read from a
+            file.
     """
 
     step: int
@@ -87,11 +119,17 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Those of all files."""
+        """The total size of all files, in bytes."""
         return sum(file.size for file in self.files.values())
 
     def assign_files(self, process: int, processes: int) -> list[str]:
-        """The files that one of several processes verifies, so that each has about as many
-        bytes."""
+        """Return the files that one of several processes verifies.
+
+        Each process gets about the same number of bytes.
+
+        Args:
+            process: The number of the process.
+            processes: The number of processes.
+        """
         largest = sorted(self.files, key=lambda name: (-self.files[name].size, name))
         return largest[process::processes]

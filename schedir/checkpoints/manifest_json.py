@@ -5,10 +5,13 @@
     {"tensor": "weights/norm.bias", "dtype": "float32", "shape": [8], "boxes": [...]}
     {"sha256": "..."}
 
-The first line says what was run; then comes a line for each file, and one for each tensor with its
-boxes: [number of the file, where it begins there, its bytes there, offset, size].  The last line is
-the digest of all before it: that the file was cut off, or changed by an accident, shows.  It is no
-signature: whoever can write the folder can write another digest.  Needs no torch.
+The first line describes the run. Then there is one line per file, and one line per tensor with its
+slices, which are called boxes in the file. A box is [number of the file, first byte, number of
+bytes, offset, size].
+
+The last line is the digest of all lines before it. It detects truncation and accidental changes. It
+is not a signature: a person with write access can write another digest. This module does not need
+torch.
 """
 
 from __future__ import annotations
@@ -34,22 +37,26 @@ from schedir.io.files import read_prefix
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.jsonl"
-MAX_BYTES: Final = 2**28  # of a manifest
+MAX_BYTES: Final = 2**28  # bytes of a manifest
 MAX_LINE_BYTES: Final = 2**22
-MAX_CORNERS: Final = 2**20  # of the boxes of a tensor: each has 2^n in n dimensions
+MAX_CORNERS: Final = 2**20  # corners of all boxes of a tensor: 2^n each, in n dimensions
 MAX_DIMENSIONS: Final = 8
-_MAX_DEPTH = 50  # lists in lists
-_MAX_INTEGER = 2**53  # of a tensor
+_MAX_DEPTH = 50  # nested lists and objects
+_MAX_INTEGER = 2**53  # the largest integer, and the most elements of a tensor
 _MAX_NAME_LENGTH = 1000  # characters of a tensor's name
 _DIGEST_LINE = b'{"sha256": "%s"}\n'
 _SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 
 def encode_manifest(manifest: Manifest) -> Iterator[bytes]:
-    """The lines of a manifest.
+    """Yield the lines of a manifest.
 
-    Raises CheckpointError for one that `read_manifest` would refuse, as where a tensor lacks boxes
-    because a process did not tell of them.
+    Args:
+        manifest: The manifest.
+
+    Raises:
+        CheckpointError: `read_manifest` would refuse the manifest. For example, a process did not
+            report its slices of a tensor.
     """
     reader, digest = _ManifestReader("it"), sha256()
     try:
@@ -67,11 +74,11 @@ def encode_manifest(manifest: Manifest) -> Iterator[bytes]:
 
 
 def _iterate_records(manifest: Manifest) -> Iterator[dict[str, Any]]:
-    """What each line says."""
+    """Yield the JSON object of each line, except the last one."""
     number = {name: k for k, name in enumerate(manifest.files)}
-    of: dict[str, list[list[Any]]] = {name: [] for name in manifest.tensors}
+    boxes_of: dict[str, list[list[Any]]] = {name: [] for name in manifest.tensors}
     for box in manifest.slices:
-        of[box.tensor].append([number[box.file], box.begin, box.length, box.offset, box.size])
+        boxes_of[box.tensor].append([number[box.file], box.begin, box.length, box.offset, box.size])
     yield {
         "schedir_checkpoint": FORMAT_VERSION, "step": manifest.step, "when": manifest.finished_at,
         "facts": manifest.facts, "state": manifest.state,
@@ -79,17 +86,22 @@ def _iterate_records(manifest: Manifest) -> Iterator[dict[str, Any]]:
     for name, file in manifest.files.items():
         yield {"file": name, "size": file.size, "sha256": file.sha256}
     for name, kind in manifest.tensors.items():
-        yield {"tensor": name, "dtype": kind.dtype, "shape": kind.shape, "boxes": of[name]}
+        yield {"tensor": name, "dtype": kind.dtype, "shape": kind.shape, "boxes": boxes_of[name]}
 
 
 def read_manifest(
     file: BinaryIO, checkpoint_name: str, *, include_tensors: bool = True
 ) -> Manifest:
-    """The manifest that an open file has; `checkpoint_name` is the name of the checkpoint, for
-    errors.
+    """Read and validate a manifest.
 
-    Without `include_tensors` it has its facts and files only, which is quick.  Raises
-    IncompleteCheckpointError, and CheckpointError for one of another format.
+    Args:
+        file: The open file.
+        checkpoint_name: The name of the checkpoint, for errors.
+        include_tensors: True to read tensors and slices, too. Without them reading is fast.
+
+    Raises:
+        IncompleteCheckpointError: The manifest is truncated, damaged or not valid.
+        CheckpointError: The manifest has another format version.
     """
     length = len(_DIGEST_LINE % b"") + 64
     data = read_prefix(file, MAX_BYTES + length + 1)
@@ -117,7 +129,7 @@ def read_manifest(
 
 
 class _InvalidManifest(Exception):
-    """Why a manifest is not believed."""
+    """A manifest is not valid; the message is the reason."""
 
 
 class _ManifestReader:
@@ -132,7 +144,7 @@ class _ManifestReader:
         self.slices: list[StoredSlice] = []
 
     def build_manifest(self, digest: str) -> Manifest:
-        """What has been taken."""
+        """Return the manifest of the lines that were read."""
         if not self.header:
             raise _InvalidManifest("it is empty")
         head = self.header
@@ -143,7 +155,12 @@ class _ManifestReader:
         )  # fmt: skip
 
     def read_line(self, line: bytes) -> None:
-        """Believe a line.  Raises _Unsound, and CheckpointError for another format."""
+        """Validate a line, and add its record.
+
+        Raises:
+            _InvalidManifest: The line is not valid.
+            CheckpointError: The line is the header of another format version.
+        """
         self.line_number += 1
         try:
             value = _parse_object(line)
@@ -247,16 +264,16 @@ class _ManifestReader:
 
 
 def _is_exact_cover(shape: tuple[int, ...], slices: Sequence[StoredSlice]) -> bool:
-    """Whether boxes, which lie within a tensor, have each of its numbers once.
+    """Return whether slices within a tensor cover each of its elements exactly once.
 
-    They do if their indicators add up to that of the whole, and so do the mixed differences of
-    these: 1 or -1 at the corners of a box, and 0 elsewhere.
+    They do if the sum of their indicator functions is 1 everywhere. The code compares mixed
+    differences instead. Those of a box are 1 or -1 at its corners, and 0 elsewhere.
     """
     if len(slices) == 1:
         return slices[0].size == shape
     sums: dict[int, int] = {}
-    whole = [] if 0 in shape else [((0,) * len(shape), shape, -1)]
-    for offset, size, sign in (*((box.offset, box.size, 1) for box in slices), *whole):
+    full_tensor = [] if 0 in shape else [((0,) * len(shape), shape, -1)]
+    for offset, size, sign in (*((box.offset, box.size, 1) for box in slices), *full_tensor):
         corners = [(0, sign)]
         for at, long, length in zip(offset, size, shape, strict=True):
             corners = [
@@ -270,7 +287,13 @@ def _is_exact_cover(shape: tuple[int, ...], slices: Sequence[StoredSlice]) -> bo
 
 
 def is_file_name(name: object) -> bool:
-    """Whether a checkpoint may have a file of this name: no path, and none that hides another."""
+    """Return whether a checkpoint may have a file of this name.
+
+    The name must not be a path, and must not be the name of the manifest.
+
+    Args:
+        name: The name.
+    """
     return (
         isinstance(name, str)
         and name.isprintable()
@@ -282,7 +305,10 @@ def is_file_name(name: object) -> bool:
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:
-    """What a line says.  Python's own reader takes NaN, and keys that come twice."""
+    """Return the JSON object of a line.
+
+    It refuses NaN and duplicate keys, as Python's reader does not.
+    """
     if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
         raise _InvalidManifest(f"it has more than {format_bytes(MAX_LINE_BYTES)}, or no end")
     try:
@@ -297,10 +323,10 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         raise _InvalidManifest("a key comes twice")
-    return found
+    return result
 
 
 def _reject_constant(word: str) -> float:
@@ -313,7 +339,7 @@ _DECODER = json.JSONDecoder(
 
 
 def _require_fields(value: Mapping[str, Any], *keys: str) -> list[Any]:
-    """What an object has under these keys, which are all that it has."""
+    """Return the values of these keys. Raise _InvalidManifest if the object has other keys."""
     if {*value} != {*keys}:
         raise _InvalidManifest(
             f"it says {', '.join(map(describe, [*value][:9]))}, and not {', '.join(keys)}"
@@ -327,7 +353,10 @@ def _require_integer(value: object, name: str) -> None:
 
 
 def _require_json(value: object, depth: int = 0) -> None:
-    """Refuse what JSON would not give back, but tuples, which become lists."""
+    """Raise _InvalidManifest if JSON cannot represent a value.
+
+    Tuples are allowed, and become lists.
+    """
     if depth > _MAX_DEPTH:
         raise _InvalidManifest(f"it is nested more than {_MAX_DEPTH} times")
     if isinstance(value, float) and not isfinite(value):

@@ -1,8 +1,10 @@
 """Export the model of a checkpoint as one `.safetensors` file.
 
-The file has the length of a header in 8 bytes, the header in JSON, and the numbers of one tensor
-behind the other (https://github.com/huggingface/safetensors, "Format").  It is written tensor by
-tensor, so that memory has room for one.
+The file has the length of the header in 8 bytes, the header in JSON, and the data of one tensor
+after the other. It is written tensor by tensor, so memory must fit only one tensor.
+
+References:
+    https://github.com/huggingface/safetensors, section "Format".
 """
 
 from __future__ import annotations
@@ -34,8 +36,15 @@ _FLOAT_DTYPES: Final = ("float64", "float32", "float16", "bfloat16")
 
 
 class ExportedTensor(NamedTuple):
-    """A tensor of the file: its name and what it is there, and the tensor of the checkpoint from
-    which it is made, and how."""
+    """A tensor of the exported file.
+
+    Attributes:
+        name: The name in the exported file.
+        meta: Shape and dtype in the exported file.
+        stored_name: The tensor of the checkpoint from which it is made.
+        convert: Converts the tensor after its dtype was changed. By default it only makes it
+            contiguous.
+    """
 
     name: str
     meta: TensorMeta
@@ -44,11 +53,17 @@ class ExportedTensor(NamedTuple):
 
 
 def list_exported_tensors(manifest: Manifest, dtype: str | None = None) -> list[ExportedTensor]:
-    """The weights and buffers of a checkpoint by their names in the whole model.
+    """List the weights and buffers of a checkpoint by their names in the full model.
 
-    With a `dtype`, as "float32", weights of other floating types become it: from their float32
-    copies where there are any, so that each number is rounded once.  Else all are as they are.
-    Raises CheckpointError for types that the format does not have.
+    Args:
+        manifest: The manifest of the checkpoint.
+        dtype: The dtype of exported floating-point weights, as "float32". Weights are converted
+            from their float32 copies if there are any, so that each value is rounded once. By
+            default all tensors keep their dtypes.
+
+    Raises:
+        CheckpointError: The format does not have a dtype, a weight and a buffer have the same name,
+            or there are no weights.
     """
     found: dict[str, ExportedTensor] = {}
     for stored, kind in manifest.tensors.items():
@@ -76,14 +91,27 @@ def write_safetensors(
     tensors: Sequence[ExportedTensor],
     metadata: Mapping[str, str],
 ) -> int:
-    """Write a file of tensors, made of the files of a checkpoint, which have been verified; returns
-    its bytes.  Raises CheckpointError for what cannot be read, and for what cannot be said in the
-    type that is wanted."""
+    """Write tensors of a checkpoint to a file. The checkpoint must have been verified.
+
+    Args:
+        path: The file to write.
+        directory: The directory of the checkpoint.
+        manifest: The manifest of the checkpoint.
+        tensors: The tensors to write.
+        metadata: Texts for the `__metadata__` of the header.
+
+    Returns:
+        The size of the file in bytes.
+
+    Raises:
+        CheckpointError: A tensor cannot be read, or has values that are too large for the new
+            dtype.
+    """
     boxes: dict[str, list[StoredSlice]] = {one.stored_name: [] for one in tensors}
     for box in manifest.slices:
         if box.tensor in boxes:
             boxes[box.tensor].append(box)
-    # The widest types first: so each tensor begins at a multiple of its type's bytes.
+    # The widest dtypes come first, so that each tensor begins at a multiple of its element size.
     placed = sorted(tensors, key=lambda one: -DTYPE_BYTES[one.meta.dtype])
     with path.open("wb") as file:
         file.write(_encode_header(placed, metadata))
@@ -96,24 +124,24 @@ def write_safetensors(
 
 
 def _encode_header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> bytes:
-    """What is before the numbers: which tensor is where."""
-    said: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    """Return the header, which has the position of each tensor."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for one in tensors:
         end = at + one.meta.nbytes
-        said[one.name] = {
+        header[one.name] = {
             "dtype": SAFETENSORS_DTYPES[one.meta.dtype],
             "shape": one.meta.shape,
             "data_offsets": [at, end],
         }
         at = end
-    text = json.dumps(said, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _read_tensor(directory: Path, manifest: Manifest, name: str) -> Tensor:
-    """A whole tensor of a checkpoint."""
+    """Return a full tensor of a checkpoint."""
     kind = manifest.tensors[name]
     memory = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
     piece = TensorPiece((0,) * len(kind.shape), kind.shape, memory)
@@ -128,7 +156,7 @@ def _read_tensor(directory: Path, manifest: Manifest, name: str) -> Tensor:
 
 
 def _encode_tensor(tensor: ExportedTensor, value: Tensor) -> memoryview:
-    """The numbers of a tensor as they are in the file."""
+    """Return the bytes of a tensor in the exported file."""
     made = value.to(getattr(torch, tensor.meta.dtype))
     if made.dtype != value.dtype:
         over = sum(
@@ -148,6 +176,6 @@ def _encode_tensor(tensor: ExportedTensor, value: Tensor) -> memoryview:
 
 
 def _split_blocks(value: Tensor) -> tuple[Tensor, ...]:
-    """The numbers of a tensor, so many at a time that what is asked of them takes little memory."""
+    """Split a tensor into blocks of 2**20 elements, so that comparisons need little memory."""
     parts: tuple[Tensor, ...] = value.view(-1).split(2**20)
     return parts

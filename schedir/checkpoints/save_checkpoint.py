@@ -43,40 +43,58 @@ def save(
     extra_state: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Write what a run is after `step` steps to a folder of its own in `directory`, and return
-    that; all processes call this, between steps.
+    """Save a checkpoint of a run after `step` steps, in a new subdirectory of `directory`.
 
-    A run is an Executor, an InProcessExecutor, or a `schedir.torch_pipelining.Schedule`, which is
-    told the `optimizer` of this process's stages: one, several in a list, or None for weights
-    alone.
+    All processes call this between two steps. The checkpoint has:
 
-    Saved are weights, float32 copies of a MainOptimizer, what optimizers keep of each weight,
-    persistent buffers, the number of the next step, the scale of a loss, without a seed torch's
-    generators, and of the first process `extra_state`, which is JSON.  Options of optimizers, as a
-    learning rate, are the caller's.  `name_map` gives the name that a parameter or buffer of a
-    stage has in the whole model: that is how a run with other stages finds it.  Of the checkpoints
-    in the folder the newest `keep` stay, or all.
+    - weights, and the float32 copies of a MainOptimizer
+    - the optimizer state of each weight
+    - persistent buffers
+    - the number of the next step, and the loss scale
+    - the states of torch's random number generators, if the run has no seed
+    - `extra_state` of the first process
 
-    A last update that is not validated (norm_check "after_step") is settled first.  Raises
-    CheckpointError, in all processes, for what could not be saved right, and where one fails.
+    Options of optimizers, such as the learning rate, are not restored by `load`. If a last update
+    is not validated yet (norm_check "after_step"), it is validated first.
 
-    >>> import schedir, tempfile, torch
-    >>> from schedir.checkpoints import load, save
-    >>> from schedir.runtime import InProcessExecutor
-    >>> def made(ranks):  # four stages on so many ranks
-    ...     shape = schedir.PipelineShape(ranks, 4, stages_per_rank=4 // ranks)
-    ...     program = schedir.compile(schedir.schedules.interleaved, shape)
-    ...     stages = [torch.nn.Linear(8, 8) for _ in range(4)]
-    ...     how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
-    ...     return InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)
-    >>> x, one, other = torch.ones(4, 2, 8), made(ranks=4), made(ranks=2)
-    >>> loss = one.step(x, x)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     at = save(one, folder, step=1)
-    ...     at.name, load(other, folder)
-    ('step-00000001', {'step': 1, 'extra': {}})
-    >>> bool(one.step(x, x) == other.step(x, x))  # as if nothing had been between
-    True
+    Args:
+        run: An Executor, an InProcessExecutor, or a `schedir.torch_pipelining.Schedule`.
+        directory: The directory of the checkpoints. It is created if it does not exist.
+        step: The number of steps that were made.
+        optimizer: For a Schedule, the optimizer of this process's stages: one, several in a list,
+            or None to save weights and buffers only. By default it is the optimizer of the
+            executor.
+        name_map: Returns the name that a parameter or buffer of a stage has in the full model. A
+            run with other stages finds it by this name. By default it is `stages.STAGE.NAME`.
+        extra_state: More values, which must be JSON.
+        keep: The number of newest complete checkpoints to keep. By default all are kept.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        CheckpointError: The state cannot be saved correctly, or a process failed. All processes
+            raise it.
+        UsageError: `run` is not a run, or `directory` is not valid.
+
+    Example:
+        >>> import schedir, tempfile, torch
+        >>> from schedir.checkpoints import load, save
+        >>> from schedir.runtime import InProcessExecutor
+        >>> def made(ranks):  # four stages on this number of ranks
+        ...     shape = schedir.PipelineShape(ranks, 4, stages_per_rank=4 // ranks)
+        ...     program = schedir.compile(schedir.schedules.interleaved, shape)
+        ...     stages = [torch.nn.Linear(8, 8) for _ in range(4)]
+        ...     how = dict(loss=torch.nn.functional.mse_loss, boundary=(2, 8))
+        ...     return InProcessExecutor(program, stages, optimizer=torch.optim.AdamW, **how)
+        >>> x, one, other = torch.ones(4, 2, 8), made(ranks=4), made(ranks=2)
+        >>> loss = one.step(x, x)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     at = save(one, folder, step=1)
+        ...     at.name, load(other, folder)
+        ('step-00000001', {'step': 1, 'extra': {}})
+        >>> bool(one.step(x, x) == other.step(x, x))  # as without the save
+        True
     """
     taken = plan_save(
         run, step=step, optimizer=optimizer, name_map=name_map, extra_state=extra_state
@@ -86,8 +104,17 @@ def save(
 
 @dataclass
 class SavePlan:
-    """What a process is to write, and where it is in memory: of tensors by name what they are, and
-    boxes; of those that a step changes the rank's number in this process, and the stage."""
+    """The data that a process writes for a checkpoint.
+
+    Args:
+        peers: The processes that save together.
+        step: The number of steps that were made.
+        tensors: The local slices of each tensor, with the tensor's shape and dtype.
+        state: See `Manifest`.
+        facts: See `Manifest`.
+        stepped_tensors: The tensors that a step changes. The values are the index of the rank in
+            this process, and the stage.
+    """
 
     peers: CheckpointGroup
     step: int
@@ -105,17 +132,32 @@ def plan_save(
     name_map: NameMap = add_stage_prefix,
     extra_state: Mapping[str, Any] | None = None,
 ) -> SavePlan:
-    """What a process is to write of a run after `step` steps, in the memory in which it is: the
-    next step changes that.  All processes call this.  Raises as `save`."""
-    peers, kept = get_checkpoint_state(run)
+    """Collect the data that this process writes, without copying it.
+
+    The next step changes these tensors. All processes call this.
+
+    Args:
+        run: See `save`.
+        step: See `save`.
+        optimizer: See `save`.
+        name_map: See `save`.
+        extra_state: See `save`.
+
+    Raises:
+        CheckpointError: See `save`.
+        UsageError: `run` is not a run.
+    """
+    peers, checkpoint_state = get_checkpoint_state(run)
     plain = _require_json_extra(peers, step, extra_state)
-    ranks, owns, known = gather_checkpoint_states(peers, kept, optimizer, name_map, is_saving=True)
-    warn_of_differing_buffers(peers, known)
-    warn_of_unoptimized(peers, known)
-    parts = [part for own in owns for part in own if part.should_write]
+    ranks, local_states, manifests = gather_checkpoint_states(
+        peers, checkpoint_state, optimizer, name_map, is_saving=True
+    )
+    warn_of_differing_buffers(peers, manifests)
+    warn_of_unoptimized(peers, manifests)
+    parts = [part for own in local_states for part in own if part.should_write]
     stepped = {
         part.name: (k, weight.stage)
-        for k, own in enumerate(owns)
+        for k, own in enumerate(local_states)
         for weight in own.weights
         if weight.parameter.requires_grad
         for part in weight.iterate_shards()
@@ -127,15 +169,15 @@ def plan_save(
     tensors = {part.name: (part.meta, part.spec.get_local_slices(part.memory)) for part in parts}
     program, scale = first.program, first.loss_scale
     optimizers: dict[str, dict[str, None]] = {}
-    for one in known:
+    for one in manifests:
         for kind, weights in one.optimizers.items():
             optimizers.setdefault(kind, {}).update(dict.fromkeys(weights))
-    told = {
+    state = {
         "next": step if seed is None else first.random_streams.step,
         "seed": seed,
         "world": [*first.world_shape],
         "loss_scale": scale and [float(scale.value), int(scale.good_steps)],
-        "also": {name: of for one in known for name, of in one.aliases.items()},
+        "also": {name: of for one in manifests for name, of in one.aliases.items()},
         "optimizers": {kind: [*weights] for kind, weights in optimizers.items()},
         "extra": plain,
     }
@@ -146,9 +188,9 @@ def plan_save(
         "dp": first.shard_spec.replicas,
         "zero": first.shard_spec.zero,
         "torch": torch.__version__,
-        "options": _describe_options(owns),
+        "options": _describe_options(local_states),
     }
-    return SavePlan(peers, step, tensors, told, facts, stepped)
+    return SavePlan(peers, step, tensors, state, facts, stepped)
 
 
 def write_checkpoint(
@@ -158,8 +200,22 @@ def write_checkpoint(
     keep: int | None = None,
     group: Any = None,
 ) -> Path:
-    """Write what has been taken; all processes call this, and tell each other by a `param_group` of
-    torch.distributed, that of the run unless given.  Returns and raises as `save`."""
+    """Write the planned checkpoint. All processes call this.
+
+    Args:
+        save_plan: The data to write.
+        directory: The directory of the checkpoints.
+        keep: The number of newest complete checkpoints to keep. By default all are kept.
+        group: The group of torch.distributed in which processes communicate. By default that of the
+            run.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        CheckpointError: A process failed, or another save writes to this directory. All processes
+            raise it.
+    """
     peers = (
         save_plan.peers
         if group is None or save_plan.peers.is_single_process
@@ -171,9 +227,8 @@ def write_checkpoint(
         def begin() -> str:
             stack.enter_context(_lock_within_process(place, save_plan.step))
             at = place.begin(save_plan.step)
-            stack.callback(
-                place.abandon, save_plan.step
-            )  # which finds nothing of one that is whole
+            # This removes an unfinished checkpoint. A complete one has another name by then.
+            stack.callback(place.abandon, save_plan.step)
             return str(at)
 
         return _write_and_finish(peers, place, Path(peers.broadcast_result(begin)), save_plan, keep)
@@ -181,8 +236,10 @@ def write_checkpoint(
 
 @contextmanager
 def _lock_within_process(directory: CheckpointDirectory, step: int) -> Iterator[None]:
-    """Refuse a second writer of a folder in this process, as a Saver's thread: other processes are
-    kept out by the folder's lock."""
+    """Raise CheckpointError if another thread of this process is saving to the directory.
+
+    The lock of the directory excludes only other processes.
+    """
     key = os.path.realpath(directory.path)
     if (other := _steps_being_written.setdefault(key, own := [step])) is not own:
         raise CheckpointError(
@@ -197,7 +254,8 @@ def _lock_within_process(directory: CheckpointDirectory, step: int) -> Iterator[
         del _steps_being_written[key]
 
 
-_steps_being_written: dict[str, list[int]] = {}  # the steps that this process is writing, by folder
+# The step that this process is writing, by the real path of the directory.
+_steps_being_written: dict[str, list[int]] = {}
 
 
 def _write_and_finish(
@@ -207,7 +265,7 @@ def _write_and_finish(
     save_plan: SavePlan,
     keep: int | None,
 ) -> Path:
-    def own() -> Any:
+    def write_local_slices() -> Any:
         pieces = (piece for _, some in save_plan.tensors.values() for piece in some)
         with directory.translate_write_errors(
             save_plan.step, sum(piece.memory.nbytes for piece in pieces)
@@ -215,12 +273,12 @@ def _write_and_finish(
             boxes, files = dcp_storage.write(path, peers.process, save_plan.tensors)
         return {name: kind for name, (kind, _) in save_plan.tensors.items()}, boxes, files
 
-    told = peers.gather_results(own, [StoredSlice, ManifestFile, TensorMeta])
+    results = peers.gather_results(write_local_slices, [StoredSlice, ManifestFile, TensorMeta])
 
     def finish() -> str:
-        tensors = {name: kind for kinds, _, _ in told for name, kind in kinds.items()}
-        boxes = tuple(box for _, some, _ in told for box in some)
-        files = {name: file for _, _, some in told for name, file in some.items()}
+        tensors = {name: kind for kinds, _, _ in results for name, kind in kinds.items()}
+        boxes = tuple(box for _, some, _ in results for box in some)
+        files = {name: file for _, _, some in results for name, file in some.items()}
         with directory.translate_write_errors(save_plan.step):
             files |= dcp_storage.write_metadata(path, tensors, boxes)
         manifest = Manifest(save_plan.step, files, tensors, boxes, save_plan.facts, save_plan.state)
@@ -232,7 +290,10 @@ def _write_and_finish(
 def _require_json_extra(
     peers: CheckpointGroup, step: int, extra_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What the caller gave; refused in all processes where one's is no JSON, or of another step."""
+    """Return the extra state.
+
+    All processes raise an error if one of them is not JSON, or steps differ.
+    """
 
     def plain() -> str:
         if not isinstance(extra_state, Mapping | None):
@@ -250,7 +311,7 @@ def _require_json_extra(
 
 
 def _describe_options(local_states: Sequence[LocalState]) -> list[str]:
-    """The options with which weights of the first process are stepped."""
+    """Describe the optimizer options of the weights in the first process."""
     groups = {
         id(w.param_group): {
             k: v for k, v in w.param_group.items() if isinstance(v, bool | int | float | str)

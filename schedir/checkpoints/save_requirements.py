@@ -1,4 +1,4 @@
-"""Refuse runs whose state a checkpoint cannot represent."""
+"""Refuse to save runs whose state a checkpoint cannot represent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from schedir.runtime.parameters.mixed_precision import (
 
 
 def require_savable(rank: RankCheckpointState) -> None:
-    """Raise CheckpointError for a rank that has what is no tensor."""
+    """Raise an error if a rank has state that is not a plain tensor.
+
+    Args:
+        rank: The state of the rank.
+
+    Raises:
+        CheckpointError: A module overrides `get_extra_state`, a parameter is a tensor subclass or
+            is on the meta device, or the optimizer may have other state than elementwise state.
+    """
     for s, stage in rank.stages.items():
         for name, module in stage.module.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -43,7 +51,7 @@ def require_savable(rank: RankCheckpointState) -> None:
 
 
 def _require_known_optimizer(optimizer: Any) -> None:
-    """Refuse an optimizer that may keep what nobody knows of."""
+    """Raise CheckpointError for an optimizer that may have state of an unknown form."""
     hint = "an optimizer of torch's, or a MainOptimizer of one"
     for one in () if optimizer is None else find_optimizers(optimizer):
         inner = unwrap_optimizer(one)
@@ -64,8 +72,18 @@ def _require_known_optimizer(optimizer: Any) -> None:
 
 
 def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
-    """Raise CheckpointError for an optimizer that keeps other things than a number for each of a
-    weight's, or one of all, or steps what no stage has."""
+    """Raise an error if the state of an optimizer cannot be sliced as its weights are.
+
+    Each state must be a tensor with the shape of the weight, a scalar tensor, or None.
+
+    Args:
+        optimizer: The optimizer of a rank, or None.
+        local_state: The weights of the rank.
+
+    Raises:
+        CheckpointError: A state has another form, its key is not a string or contains a "/", or the
+            optimizer steps a parameter of no stage.
+    """
     whose = {
         id(weight.optimized_tensor): weight
         for weight in local_state.weights

@@ -1,4 +1,4 @@
-"""Collect what all processes hold, before a checkpoint is written or read."""
+"""Exchange descriptions of tensors between processes, before a save or a load."""
 
 from __future__ import annotations
 
@@ -22,10 +22,17 @@ from schedir.runtime.model_checks.tensor_fingerprint import compute_checksum
 
 
 class RankManifest(NamedTuple):
-    """What a process tells of what it has: by name in the whole model, of which stage it is, and
-    what; other names of the same; the weights of each optimizer, and those that are trained and
-    stepped by none; and, of who saves, checksums of buffers, and of weights that others reduce,
-    each with what is kept of it."""
+    """The description that a process sends of its tensors.
+
+    Attributes:
+        tensors: The weights and buffers: name in the full model, stage, shape and dtype.
+        aliases: Other names of weights, each with the name under which the weight is saved.
+        optimizers: The names of the weights that each class of optimizer steps.
+        unoptimized: The names of the trained weights that no optimizer steps, if code outside of
+            schedir reduces the gradients.
+        checksums: When saving, checksums of buffers. Also checksums of each weight with its float32
+            copy and optimizer state, if code outside of schedir reduces the gradients.
+    """
 
     tensors: list[tuple[str, int, TensorMeta]]
     aliases: dict[str, str]
@@ -35,20 +42,32 @@ class RankManifest(NamedTuple):
 
 
 def add_stage_prefix(stage: int, name: str) -> str:
-    """A name that a number of stages makes, for modules that have none for the whole model."""
+    """Return the name `stages.STAGE.NAME`, for modules without names in a full model.
+
+    Args:
+        stage: The stage.
+        name: The name in the stage.
+    """
     return f"stages.{stage}.{name}"
 
 
 def get_checkpoint_state(run: object) -> tuple[CheckpointGroup, CheckpointState]:
-    """The processes of a run, and what this one has.  Raises UsageError for what is no run."""
-    kept = getattr(run, "checkpoint_state", None)
-    if kept is None or isinstance(run, type):
+    """Return the processes of a run, and the state of this process.
+
+    Args:
+        run: An Executor, an InProcessExecutor, or a `schedir.torch_pipelining.Schedule`.
+
+    Raises:
+        UsageError: `run` is none of these.
+    """
+    getter = getattr(run, "checkpoint_state", None)
+    if getter is None or isinstance(run, type):
         raise UsageError(
             "an Executor, an InProcessExecutor or a schedir.torch_pipelining.Schedule is saved "
             f"and loaded, not {describe(run)}"
         )
-    found: CheckpointState = kept()
-    return CheckpointGroup(found.group, is_single_process=found.is_single_process), found
+    state: CheckpointState = getter()
+    return CheckpointGroup(state.group, is_single_process=state.is_single_process), state
 
 
 def gather_checkpoint_states(
@@ -59,10 +78,25 @@ def gather_checkpoint_states(
     *,
     is_saving: bool,
 ) -> tuple[list[RankCheckpointState], list[LocalState], list[RankManifest]]:
-    """The ranks of a process, what these have, and what all tell of theirs, the same in all.
+    """Collect the local states of this process, and the descriptions of all processes.
 
-    Raises CheckpointError for what cannot be saved, or where two have one name; of who saves also
-    where replicas that others reduce are not equal.
+    All processes call this. An update that is not validated yet is validated first.
+
+    Args:
+        peers: The processes that save or load together.
+        state: The state of this process.
+        optimizer: The optimizer of this process, or RUN_OPTIMIZER.
+        name_map: Returns the name in the full model.
+        is_saving: True for a save, which also needs checksums.
+
+    Returns:
+        The ranks of this process, their local states, and the descriptions of all processes, which
+        are the same in all processes.
+
+    Raises:
+        CheckpointError: A state cannot be saved, two tensors have the same name, or processes
+            disagree on a tensor. When saving, also if replicas differ whose gradients are reduced
+            outside of schedir.
     """
     ranks: list[RankCheckpointState] = []
 
@@ -80,46 +114,46 @@ def gather_checkpoint_states(
 
     first = {key: name for some in peers.gather_results(tied) for key, name in some.items()}
     state.validate_last_update()
-    owns: list[LocalState] = []
+    local_states: list[LocalState] = []
 
     def own() -> RankManifest:
         for rank in ranks:
-            owns.append(collect_local_state(rank, name, first))
-            require_sliceable_state(rank.optimizer, owns[-1])
-        return _build_rank_manifest(ranks, owns, is_saving=is_saving)
+            local_states.append(collect_local_state(rank, name, first))
+            require_sliceable_state(rank.optimizer, local_states[-1])
+        return _build_rank_manifest(ranks, local_states, is_saving=is_saving)
 
-    known = peers.gather_results(own, [RankManifest, TensorMeta])
-    _require_consistent(known)
-    return ranks, owns, known
+    manifests = peers.gather_results(own, [RankManifest, TensorMeta])
+    _require_consistent(manifests)
+    return ranks, local_states, manifests
 
 
 def _build_rank_manifest(
     ranks: Sequence[RankCheckpointState], local_states: Sequence[LocalState], *, is_saving: bool
 ) -> RankManifest:
-    known = RankManifest([], {}, {}, [], {})
+    manifest = RankManifest([], {}, {}, [], {})
     for rank, own in zip(ranks, local_states, strict=True):
         for weight in own.weights:
             parts = [*weight.iterate_shards()]
-            known.tensors.append((parts[0].name, weight.owner_stage, parts[0].meta))
-            known.aliases.update(dict.fromkeys(weight.aliases, weight.name))
+            manifest.tensors.append((parts[0].name, weight.owner_stage, parts[0].meta))
+            manifest.aliases.update(dict.fromkeys(weight.aliases, weight.name))
             if weight.optimizer is not None and weight.parameter.requires_grad:
                 by = type(weight.optimizer).__name__
-                known.optimizers.setdefault(by, []).append(weight.name)
+                manifest.optimizers.setdefault(by, []).append(weight.name)
             elif (
                 rank.has_external_reduction
                 and rank.optimizer is not None
                 and weight.lacks_optimizer
             ):
-                known.unoptimized.append(weight.name)
+                manifest.unoptimized.append(weight.name)
             if is_saving and rank.has_external_reduction:
-                known.checksums[parts[0].name] = [
+                manifest.checksums[parts[0].name] = [
                     compute_checksum(part.memory.detach()) for part in parts
                 ]
         for stage, part in own.buffers:
-            known.tensors.append((part.name, stage, part.meta))
+            manifest.tensors.append((part.name, stage, part.meta))
             if is_saving:
-                known.checksums[part.name] = [compute_checksum(part.memory.detach())]
-    return known
+                manifest.checksums[part.name] = [compute_checksum(part.memory.detach())]
+    return manifest
 
 
 def _require_consistent(manifests: Sequence[RankManifest]) -> None:
@@ -148,30 +182,46 @@ def _require_consistent(manifests: Sequence[RankManifest]) -> None:
 def _find_differing_tensors(
     manifests: Sequence[RankManifest], prefix: str
 ) -> Iterator[tuple[str, int, int]]:
-    """The tensors whose names begin so of which two processes have other numbers, and which two."""
-    told: dict[str, tuple[int, list[int]]] = {}
+    """Yield tensors with this prefix whose checksums differ, with the two processes."""
+    first_checksums: dict[str, tuple[int, list[int]]] = {}
     for process, one in enumerate(manifests):
         for name, sums in one.checksums.items():
-            before, others = told.setdefault(name, (process, sums))
+            before, others = first_checksums.setdefault(name, (process, sums))
             if name.startswith(prefix) and sums != others:
                 yield name, before, process
 
 
 def warn_of_differing_buffers(peers: CheckpointGroup, manifests: Sequence[RankManifest]) -> None:
-    """Say it where a buffer is not the same wherever it is, as of replicas that see other data."""
+    """Warn if a buffer differs between processes. Replicas see different microbatches.
+
+    Args:
+        peers: The processes that save together.
+        manifests: The descriptions of all processes.
+    """
     for name, *_ in _find_differing_tensors(manifests, "buffers/"):
         warn_once(peers, f"{name} is not the same in all processes: that of the first is saved")
         return
 
 
 def warn_of_unoptimized(peers: CheckpointGroup, manifests: Sequence[RankManifest]) -> None:
-    """Say it where an optimizer has been given, and it does not step all that is trained: another
-    one may, and would be lost."""
+    """Warn of trained weights that no saved optimizer steps.
+
+    Another optimizer may step them, and its state would be lost.
+
+    Args:
+        peers: The processes that save together.
+        manifests: The descriptions of all processes.
+    """
     if left := [*dict.fromkeys(name for one in manifests for name in one.unoptimized)]:
         warn_once(peers, f"trained, and stepped by no optimizer that is saved: {join_facts(left)}")
 
 
 def warn_once(peers: CheckpointGroup, fact: str) -> None:
-    """Warn, once for all processes."""
+    """Warn in the first process only.
+
+    Args:
+        peers: The processes that save or load together.
+        fact: The warning.
+    """
     if not peers.process:
         warnings.warn(fact, stacklevel=4)

@@ -1,4 +1,4 @@
-"""A slice of a tensor: an offset and a size in each dimension."""
+"""Tensor slices: an offset and a size in each dimension."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import NamedTuple
 
 
 class TensorSlice(NamedTuple):
-    """Where a box begins in each dimension of a tensor, how long it is there, and how many numbers
-    of the run come before it."""
+    """A slice of a tensor that has a part of a range of its elements.
+
+    Attributes:
+        offset: The offset in each dimension of the tensor.
+        size: The size in each dimension.
+        flat_offset: The number of elements of the range before the slice.
+    """
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -17,16 +22,26 @@ class TensorSlice(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many numbers it has."""
+        """The number of elements."""
         return prod(self.size)
 
 
 def split_range_into_slices(shape: Sequence[int], low: int, high: int) -> Iterator[TensorSlice]:
-    """The fewest boxes that the numbers from `low` to `high` of a tensor are, one behind the other,
-    in the order of its numbers: of n dimensions at most 2 n - 1.
+    """Split a range of the flattened tensor into as few slices as possible.
 
-    >>> [(box.offset, box.size) for box in split_range_into_slices((3, 4), 2, 9)]
-    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    A tensor of n dimensions has at most 2 n - 1 of them.
+
+    Args:
+        shape: The shape of the tensor.
+        low: The first element of the range.
+        high: The end of the range, exclusive. It may be larger than the number of elements.
+
+    Yields:
+        The slices in the order of their elements.
+
+    Example:
+        >>> [(box.offset, box.size) for box in split_range_into_slices((3, 4), 2, 9)]
+        [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
     low_of_all, high = low, min(high, prod(shape))
     if not shape and low < high:
@@ -36,7 +51,7 @@ def split_range_into_slices(shape: Sequence[int], low: int, high: int) -> Iterat
     while low < high:
         index, within = divmod(low, row)
         at, rows = low - low_of_all, (high - low) // row
-        if within or not rows:  # a part of a row
+        if within or not rows:  # The range starts within a row, or ends in this one.
             end = min(row, high - index * row)
             for box in split_range_into_slices(shape[1:], within, end):
                 yield TensorSlice((index, *box.offset), (1, *box.size), at + box.flat_offset)
