@@ -1,13 +1,15 @@
 """Read the dumps of torch's flight recorder, one file per rank.
 
-The form is that of `FlightRecorder.hpp` (torch 2.13 writes its version 2.10), read as
-`torch.distributed.flight_recorder` reads it: `entries` in the order in which the rank issued them,
-and `pg_config`, who is in which process group.  Three things are not on the surface:
+The format is that of `FlightRecorder.hpp`; torch 2.13 writes version 2.10. It is interpreted as
+`torch.distributed.flight_recorder` does. `entries` are in the order in which the rank issued them,
+and `pg_config` has the ranks of each process group. Three properties are not obvious:
 
-- What is issued as a batch has an entry for each message, which never changes its state, and then
-  one called `coalesced`, with the same sequence number, whose state is that of all of them.
-- ProcessGroupGloo records collectives, no messages, and never ends an entry: it retires it.
-- A message names the ranks of its process group, not of the job; the ranks of the group say which.
+- A batch has an entry per message, whose state never changes. Then it has an entry `coalesced` with
+  the same sequence number, whose state is that of all messages.
+- ProcessGroupGloo records collectives, but no messages. It marks an ended entry as retired, and
+  does not change its state.
+- A message names ranks of its process group, not of the job. They are mapped with the ranks of the
+  group.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from schedir.errors import TraceError, UsageError
 from schedir.hang_diagnosis.safe_unpickler import loads
 from schedir.io.files import expand_paths, open_regular_file, read_prefix
 
-MAX_BYTES: Final = {"pickle": 2**27, "json": 2**25}  # of a file; JSON makes more of a byte
-_PREFIX_BYTES: Final = 2**12  # bytes in which a dump begins
+# Bytes of a file. The limit of JSON is lower, because its values need more memory per byte.
+MAX_BYTES: Final = {"pickle": 2**27, "json": 2**25}
+_PREFIX_BYTES: Final = 2**12  # bytes that are read to detect the format
 MAX_ENTRIES: Final = 2**20
 MAX_FILES: Final = 2**14
 _RANK_SUFFIX: Final = re.compile(r"(\d{1,6})(?:\.(?:json|pickle|pkl|dump|bin))?$")
@@ -38,14 +41,20 @@ _STATE_OF_NAME: Final[dict[str, OperationState]] = {
 _MESSAGE_NAME: Final = re.compile(r"(send|recv) (\d{1,6})(?:->|<-)(\d{1,6})$")
 _RANK_LIST: Final = re.compile(r"\[[\d, ]*\]$")
 _INTEGER_LIMIT: Final = 2**63
-_MAX_NAME_LENGTH: Final = 2**12  # characters of a name: many entries may share one
+_MAX_NAME_LENGTH: Final = 2**12  # characters of a name
 
 
 class RecordedGroup(NamedTuple):
-    """A process group: its name, what it was made for, and the ranks of the job that are in it.
+    """A process group.
 
-    Two groups of one name may differ in their ranks: they are two.  `has_ranks` says that the dump
-    has the ranks; where it has none, they are those of which a dump speaks of the group.
+    Groups with the same name but different ranks are different groups.
+
+    Attributes:
+        name: The name.
+        description: The purpose of the group, such as `default_pg`.
+        ranks: The ranks of the job that are in the group.
+        has_ranks: True if the dump has the ranks. Otherwise `ranks` are the ranks whose dumps
+            mention the group.
     """
 
     name: str
@@ -54,9 +63,8 @@ class RecordedGroup(NamedTuple):
     has_ranks: bool = True
 
     def __hash__(self) -> int:
-        return hash(
-            (self.name, self.description, len(self.ranks))
-        )  # all ranks are many, for each entry
+        # Hashing all ranks would be slow for large groups, since each entry hashes its group.
+        return hash((self.name, self.description, len(self.ranks)))
 
     def __str__(self) -> str:
         return (
@@ -65,14 +73,25 @@ class RecordedGroup(NamedTuple):
 
 
 class RecordedOperation(NamedTuple):
-    """A message or a collective, as a rank has recorded it.
+    """A message or a collective that a rank has recorded.
 
-    `number` counts all that the rank has recorded, from 0.  `kind` is send, recv, or the name of a
-    collective, and `peer` the other end of a message, -1 for a collective.  `sequence_number`
-    counts the collectives, or else the launches of messages, and `logical_number` all messages and
-    collectives of the process group, each from 1.  `batch` is not 0 for what was issued as one.
-    Times are in nanoseconds, 0 where there is none.  `source_line` is where in a person's code it
-    was issued.
+    Attributes:
+        number: Its number among all entries of the rank, from 0.
+        group: The process group.
+        kind: `send`, `recv`, or the name of a collective.
+        peer: The rank of the job that is the other end of a message, or -1 for a collective.
+        sequence_number: For a collective, torch's number of the collective. For a message, torch's
+            number of the launch of messages. Both count from 1 in each process group.
+        logical_number: Torch's number among all messages and collectives of the process group, from
+            1.
+        collective_number: Torch's number of collectives in the process group so far.
+        batch: The same positive number for all operations of a batch, or 0 outside of a batch.
+        state: `issued`, `started` or `ended`.
+        sizes: The shape of each input tensor.
+        dtypes: The dtype of each input tensor.
+        created_time: When it was issued, in nanoseconds, or 0.
+        ended_time: When its end was discovered, in nanoseconds, or 0.
+        source_line: The line of user code that issued it, as `file:line`, or empty.
     """
 
     number: int
@@ -92,12 +111,12 @@ class RecordedOperation(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a message, and no collective."""
+        """Return whether it is a message. Otherwise it is a collective."""
         return self.peer >= 0
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over."""
+        """Return whether it has ended."""
         return self.state == "ended"
 
     def __str__(self) -> str:
@@ -107,7 +126,7 @@ class RecordedOperation(NamedTuple):
 
     @property
     def shape_text(self) -> str:
-        """Sizes and dtypes, for people."""
+        """The dtypes and shapes of its inputs, as text for people."""
         each = [
             f"{dtype} {list(sizes)}"
             for dtype, sizes in zip(self.dtypes or ("",) * 99, self.sizes, strict=False)
@@ -117,7 +136,15 @@ class RecordedOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class FlightRecorderDump:
-    """What one rank has recorded, in its order; `num_lost` of its entries were overwritten."""
+    """The operations that one rank has recorded.
+
+    Args:
+        rank: The rank.
+        path: The file.
+        ops: The operations, in the order in which the rank issued them.
+        groups: The process groups that have ranks.
+        num_lost: The number of entries that were overwritten.
+    """
 
     rank: int
     path: str
@@ -127,28 +154,30 @@ class FlightRecorderDump:
 
     @property
     def may_have_lost_position(self) -> bool:
-        """Whether what the rank stands at may be among what is lost."""
+        """Return whether the operation at which the rank waits may have been overwritten."""
         return bool(self.num_lost and self.ops and not self.ops[0].is_done)
 
     @cached_property
     def last_done(self) -> RecordedOperation | None:
-        """The last operation that has ended."""
+        """The last operation that has ended, or None."""
         return next((op for op in reversed(self.ops) if op.is_done), None)
 
     @cached_property
     def current_op(self) -> RecordedOperation | None:
-        """The first operation that the rank has issued and that has not ended: it stands there."""
+        """The first operation that was issued and has not ended, or None. The rank waits there."""
         return next((op for op in self.ops if not op.is_done), None)
 
     @cached_property
     def last_time(self) -> int:
-        """When this rank last issued or ended anything, 0 if it never did."""
+        """The last time at which an operation was issued or ended, in nanoseconds.
+
+        It is 0 if there is none.
+        """
         return max((max(op.created_time, op.ended_time) for op in self.ops), default=0)
 
     @property
     def current_since(self) -> int:
-        """When the rank issued the operation that it stands at, or else when it was last heard of,
-        in nanoseconds."""
+        """The time at which `current_op` was issued, or else `last_time`, in nanoseconds."""
         return self.current_op.created_time if self.current_op else self.last_time
 
 
@@ -156,20 +185,24 @@ class FlightRecorderDump:
 
 
 def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], list[str]]:
-    """Read the dumps in files, folders and patterns.
+    """Read the dumps in files, directories and patterns.
 
-    Of a folder those files are read whose names end in a number, as torch names them.
+    In a directory, only files whose names end in a number are read, as torch names them.
+
+    Args:
+        sources: The files, directories and patterns.
 
     Returns:
-        The dumps by rank, and the files of folders that are passed over.
+        The dumps by rank, and the files of directories that were skipped.
 
     Raises:
-        TraceError: A file is no dump.
-        UsageError: There is no file, it cannot be read, or a rank has two.
+        TraceError: A file is not a dump.
+        UsageError: There is no file, a file cannot be read, its rank is unknown, or a rank has two
+            dumps.
     """
-    paths, passed = _find_paths(sources)
+    paths, skipped = _find_paths(sources)
     found: dict[int, FlightRecorderDump] = {}
-    for path in paths:  # one at a time: of what a file has, little is kept
+    for path in paths:  # One at a time, to save memory: only a small part of a file is kept.
         try:
             dump = _build_dump(path, _read_dump_file(path))
         except TraceError as error:
@@ -181,17 +214,17 @@ def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], l
                 hint="give one run at a time, as JSON or as pickles",
             )
         found[dump.rank] = dump
-    return _infer_group_ranks(dict(sorted(found.items()))), passed
+    return _infer_group_ranks(dict(sorted(found.items()))), skipped
 
 
 def _find_paths(sources: Iterable[str]) -> tuple[list[str], list[str]]:
     paths: dict[str, None] = {}
-    passed: list[str] = []
+    skipped: list[str] = []
 
     def in_folder(folder: Path) -> list[Path]:
         files = sorted(file for file in folder.iterdir() if file.is_file())
         dumps = [file for file in files if _RANK_SUFFIX.search(file.name)]
-        passed.extend(str(file) for file in files if file not in {*dumps})
+        skipped.extend(str(file) for file in files if file not in {*dumps})
         if not dumps:
             raise UsageError(
                 f"{folder} has no file whose name ends in a rank, such as nccl_trace_rank_0"
@@ -204,11 +237,11 @@ def _find_paths(sources: Iterable[str]) -> tuple[list[str], list[str]]:
         paths |= dict.fromkeys(map(str, own))
     if len(paths) > MAX_FILES:
         raise UsageError(f"{len(paths)} files are too many: at most {MAX_FILES} ranks are read")
-    return [*paths], passed
+    return [*paths], skipped
 
 
 def _read_dump_file(path: str) -> dict[str, Any]:
-    """Read a file as plain values: a dump of a version that is known, whose entries are tables."""
+    """Read a file as plain values. Check its version, and that its entries are dicts."""
     with open_regular_file(path) as file:
         data = read_prefix(file, _PREFIX_BYTES)
         if not data:
@@ -230,7 +263,7 @@ def _read_dump_file(path: str) -> dict[str, Any]:
         raise TraceError(
             f"the dump is of version {_clean_text(raw['version'])}, and 2 is what is read"
         )
-    entries = raw.setdefault("entries", [])  # left out where it would be empty
+    entries = raw.setdefault("entries", [])  # Torch omits an empty list.
     if not isinstance(entries, list | tuple) or not all(isinstance(e, dict) for e in entries):
         raise TraceError("the entries of the dump are no list of entries")
     if len(entries) > MAX_ENTRIES:
@@ -243,14 +276,18 @@ def _load_json(data: bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise TraceError("the JSON is nested too deeply for a dump") from None
-    except ValueError as error:  # of bytes that are no UTF-8, and of thousands of digits, too
+    # This includes UnicodeDecodeError, and the error for an integer of too many digits.
+    except ValueError as error:
         at = getattr(error, "pos", getattr(error, "start", 0))
         fact = f"the JSON is cut off or damaged at byte {at} of {len(data)}"
         raise TraceError(fact) from None
 
 
 def _clean_text(text: object) -> str:
-    """A name out of a file, fit for a terminal; of what is no text nothing is looked at."""
+    """Return a name from a file as printable text.
+
+    A value that is not text is not inspected.
+    """
     return _replace_unprintable(text[:200] if isinstance(text, str) else f"<{type(text).__name__}>")
 
 
@@ -260,15 +297,17 @@ def _replace_unprintable(text: str) -> str:
 
 
 def _infer_group_ranks(dumps: dict[int, FlightRecorderDump]) -> dict[int, FlightRecorderDump]:
-    """The dumps, in which each group without ranks has those that speak of it."""
+    """Give each group without ranks the ranks of the dumps that mention it."""
     members: dict[RecordedGroup, set[int]] = defaultdict(set)
     for rank, dump in dumps.items():
         for group in {op.group for op in dump.ops if not op.group.has_ranks}:
             members[group].update(dumps if group.description == "default_pg" else [rank])
-    whole = {group: group._replace(ranks=tuple(sorted(some))) for group, some in members.items()}
+    groups_with_ranks = {
+        group: group._replace(ranks=tuple(sorted(some))) for group, some in members.items()
+    }
     for rank, dump in dumps.items():
         if not all(op.group.has_ranks for op in dump.ops):
-            ops = (op._replace(group=whole.get(op.group, op.group)) for op in dump.ops)
+            ops = (op._replace(group=groups_with_ranks.get(op.group, op.group)) for op in dump.ops)
             dumps[rank] = replace(dump, ops=tuple(ops))
     return dumps
 
@@ -276,7 +315,10 @@ def _infer_group_ranks(dumps: dict[int, FlightRecorderDump]) -> dict[int, Flight
 def _infer_rank(
     path: str, entries: Sequence[dict[str, Any]], config: dict[str, RecordedGroup]
 ) -> int:
-    """The rank that a file is of: by its name, which its messages must not contradict."""
+    """Return the rank of a dump from its file name, or else from its messages.
+
+    Both must agree.
+    """
     own = Counter[int]()
     for entry in entries:
         found = _MESSAGE_NAME.search(entry["profiling_name"])
@@ -312,7 +354,7 @@ def _are_sizes(value: Any) -> bool:
     )
 
 
-# What an entry must have, and what it may look like.
+# The required fields of an entry, and a check of each value.
 _FIELD_CHECKS: Final[dict[str, Callable[[Any], bool]]] = {
     "record_id": _is_number,
     "process_group": lambda v: isinstance(v, list | tuple) and [*map(type, v)] == [str, str],
@@ -337,7 +379,7 @@ def _require_fields(entry: dict[str, Any]) -> None:
 
 
 def _parse_groups(config: object) -> dict[str, RecordedGroup]:
-    """The process groups of a dump that have ranks, by name."""
+    """Return the process groups of a dump that have ranks, by name."""
     if not isinstance(config, dict):
         raise TraceError("the process groups of the dump are no table")
     groups = {}
@@ -346,14 +388,14 @@ def _parse_groups(config: object) -> dict[str, RecordedGroup]:
         numbers = _parse_ranks(ranks) if isinstance(ranks, str) and len(ranks) <= 2**20 else None
         if numbers is None:
             raise TraceError(f"the process group {_clean_text(name)} has no list of ranks")
-        if numbers:  # Gloo leaves an empty one, without a name
+        if numbers:  # Gloo writes an empty group without a name.
             groups[name] = RecordedGroup(
                 _clean_text(name), _clean_text(group.get("desc", "")), numbers
             )
     return groups
 
 
-@lru_cache(64)  # many groups of many dumps have the same ranks
+@lru_cache(64)  # Many groups of many dumps have the same ranks.
 def _parse_ranks(text: str) -> tuple[int, ...] | None:
     if not _RANK_LIST.match(text):
         return None
@@ -394,13 +436,13 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
     kind, peer = _clean_text(title), -1
     if found := _MESSAGE_NAME.match(title):
         kind, other = found[1], int(found[3])
-        # Without its ranks a group is read as the job's own, which is what has ranks by itself.
+        # In a group without ranks, a rank of the group is taken as a rank of the job.
         if group.has_ranks and other >= len(group.ranks):
             raise TraceError(
                 f"a message of {group} is for its rank {other}, and it has {len(group.ranks)}"
             )
         peer = group.ranks[other] if group.has_ranks else other
-    dtypes = entry.get("input_dtypes")  # since version 2.1
+    dtypes = entry.get("input_dtypes")  # Torch writes it since version 2.1 of the format.
     dtypes = dtypes[:64] if isinstance(dtypes, list | tuple) else ()
     return RecordedOperation(
         number=entry["record_id"],
@@ -421,9 +463,12 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
 
 
 def _end_batch(ops: list[RecordedOperation], members: list[int], entry: dict[str, Any]) -> None:
-    """Give the members of a batch, which are the last of their group, the state of the whole.
+    """Give the operations of a batch the state of the batch.
 
-    `members` are the places of what the group has issued since its last batch.
+    They are the last ones of their group.
+
+    `members` are the indices of the operations that the group issued since its last batch. It is
+    cleared.
     """
     state, over, batch = (
         _STATE_OF_NAME[entry["state"]],
@@ -443,7 +488,7 @@ def _read_ended_time(entry: dict[str, Any]) -> int:
 
 
 def _find_source_line(entry: dict[str, Any]) -> str:
-    """The innermost line outside of torch, as `file:line`, if the dump has stacks."""
+    """Return the innermost line outside of torch as `file:line`, or "" without stacks."""
     frames: Sequence[Any] = entry.get("frames") or ()
     for frame in frames[:200] if isinstance(frames, list | tuple) else ():
         if not isinstance(frame, dict):

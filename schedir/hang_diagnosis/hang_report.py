@@ -1,7 +1,7 @@
-"""Report in words where the ranks of a job are, and what holds them up.
+"""Report in words where each rank of a job waits, and the cause of the hang.
 
-`describe_job` needs the dumps alone.  `describe_program` says at which instruction of a program
-each rank stands, and whether that is a deadlock of the program.
+`describe_job` needs only the dumps. `describe_program` also names the instruction of a program that
+each rank has reached, and reports whether the program has a deadlock.
 """
 
 from __future__ import annotations
@@ -24,18 +24,27 @@ from schedir.io import terminal
 from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
 from schedir.ir.program import Program
 
-MAX_SHOWN = 16  # ranks, or copies of a program, that are told one by one
+MAX_SHOWN = 16  # ranks, or copies of a program, that a report lists one by one
 
 
 def describe_job(job: DistributedJob) -> list[str]:
-    """The cause, as far as it is known, then where each rank stands by its operations."""
-    stands: dict[str, list[int]] = {}  # many ranks at the same operation are one line
+    """Report the likely cause, and then where each rank waits.
+
+    Args:
+        job: The dumps of the job.
+
+    Returns:
+        The lines of the report.
+    """
+    ranks_by_text: dict[str, list[int]] = {}  # One line describes all ranks at the same operation.
     for rank in job.dumps:
-        stands.setdefault(_describe_position(job, rank, len(job.dumps) > MAX_SHOWN), []).append(
-            rank
-        )
+        ranks_by_text.setdefault(
+            _describe_position(job, rank, len(job.dumps) > MAX_SHOWN), []
+        ).append(rank)
     first = {*job.roots, *(wait.rank for wait in (*job.cycle, *job.unmatched))}
-    shown = sorted(stands, key=lambda text: first.isdisjoint(stands[text]))[:MAX_SHOWN]
+    shown = sorted(ranks_by_text, key=lambda text: first.isdisjoint(ranks_by_text[text]))[
+        :MAX_SHOWN
+    ]
     lines = _describe_job_cause(job)
     there = f"{len(job.dumps)} dump{'s' * (len(job.dumps) != 1)}"
     if job.missing:
@@ -43,9 +52,9 @@ def describe_job(job: DistributedJob) -> list[str]:
         lines.append(f"{there} {of}")
     else:
         lines.append(f"{there}, of all ranks that they name")
-    for text in sorted(shown, key=lambda text: stands[text]):
-        lines.append(f"  {_name_ranks(stands[text])}  {text}")
-    if left := len(job.dumps) - sum(len(stands[text]) for text in shown):
+    for text in sorted(shown, key=lambda text: ranks_by_text[text]):
+        lines.append(f"  {_name_ranks(ranks_by_text[text])}  {text}")
+    if left := len(job.dumps) - sum(len(ranks_by_text[text]) for text in shown):
         lines.append(f"  ... and {left} more ranks (--json has them all)")
     return [
         *lines,
@@ -55,7 +64,10 @@ def describe_job(job: DistributedJob) -> list[str]:
 
 
 def _describe_position(job: DistributedJob, rank: int, is_brief: bool) -> str:
-    """Where a rank stands; `is_brief` without times, so that many ranks are told alike."""
+    """Describe where a rank waits.
+
+    If `is_brief`, omit times, so that similar ranks share a line.
+    """
     dump, waits = job.dumps[rank], job.waits[rank]
     if dump.current_op is None:
         after = "nothing is recorded"
@@ -69,18 +81,18 @@ def _describe_position(job: DistributedJob, rank: int, is_brief: bool) -> str:
     others = [
         _describe_peers(job, [*some]) for _, some in groupby(waits, lambda w: (w.reason, w.op))
     ]
-    said = "; ".join(dict.fromkeys(others)) or "which ranks have a part in it, no dump says"
+    reasons = "; ".join(dict.fromkeys(others)) or "which ranks have a part in it, no dump says"
     before = ""
-    if op.is_message and not dump.num_lost:  # else nobody knows how many there were
+    if op.is_message and not dump.num_lost:  # Otherwise the number of earlier messages is unknown.
         way = (op.group, op.kind, op.peer)
         count = sum((o.group, o.kind, o.peer) == way for o in dump.ops if o.number < op.number)
         before = f", after {count} in {op.group}"
     ago = "" if is_brief else _describe_age(job, op.created_time)
-    return f"{job.describe_operation(rank, op)}{before}: {said}{ago}{_describe_source_line(op)}"
+    return f"{job.describe_operation(rank, op)}{before}: {reasons}{ago}{_describe_source_line(op)}"
 
 
 def _describe_job_cause(job: DistributedJob) -> list[str]:
-    """The cause, as far as it can be told without a program."""
+    """Describe the cause, as far as the dumps show it without a program."""
     lines = []
     if cycle := job.cycle:
         lines.append(f"ranks {_list_ranks([wait.rank for wait in cycle])} wait for each other:")
@@ -141,7 +153,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
 
 
 def _describe_issued_by_all(job: DistributedJob, wait: PendingOperation) -> str:
-    """Of what all of its ranks have issued, which of them have not come to it on their devices."""
+    """Describe an operation that all ranks have issued: which devices have not started it."""
     op = wait.op
     ranks = sorted({op.peer, wait.rank} if op.is_message else {*op.group.ranks})
     parts = {rank: job.find_counterpart(wait.rank, op, rank) for rank in ranks if rank in job.dumps}
@@ -163,7 +175,7 @@ def _describe_issued_by_all(job: DistributedJob, wait: PendingOperation) -> str:
 
 
 def _deduplicate_waits(waits: Iterable[PendingOperation]) -> list[PendingOperation]:
-    """One wait of each operation: its other side says the same."""
+    """Return one wait per operation. The waits of its other ranks have the same cause."""
     kept: dict[object, PendingOperation] = {}
     for wait in waits:
         which = (
@@ -176,7 +188,10 @@ def _deduplicate_waits(waits: Iterable[PendingOperation]) -> list[PendingOperati
 
 
 def _describe_mixed_batching(wait: PendingOperation) -> str:
-    """That the two sides of a message may have gone by two communicators, and never meet."""
+    """Warn if only one side of a message is in a batch.
+
+    They may then use two communicators.
+    """
     part = wait.counterpart
     if part is None or not wait.op.is_message or bool(wait.op.batch) == bool(part.batch):
         return ""
@@ -190,13 +205,13 @@ def _describe_mixed_batching(wait: PendingOperation) -> str:
 
 
 def _describe_done(dump: FlightRecorderDump) -> str:
-    """What a rank has done, for who has no program."""
+    """List the messages that a rank has completed, for readers without a program."""
     done = Counter((op.kind, op.peer) for op in dump.ops if op.is_message)
-    what = [
+    counts = [
         f"{number} {kind}{'s' * (number > 1)} {'to' if kind == 'send' else 'from'} {peer}"
         for (kind, peer), number in done.most_common(6)
     ]
-    return f" (after {', '.join(what)})" if what and not dump.num_lost else ""
+    return f" (after {', '.join(counts)})" if counts and not dump.num_lost else ""
 
 
 def _describe_lost_entries(dumps: Sequence[FlightRecorderDump]) -> list[str]:
@@ -228,7 +243,7 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _describe_peers(job: DistributedJob, waits: Sequence[PendingOperation]) -> str:
-    """What the ranks do that an operation waits for, which is the same of all."""
+    """Describe the ranks that an operation waits for. All waits must have the same reason."""
     first = waits[0]
     ranks = _name_ranks([wait.awaited_rank for wait in waits])
     if first.reason is WaitReason.OTHER and first.counterpart:
@@ -243,7 +258,7 @@ def _describe_peers(job: DistributedJob, waits: Sequence[PendingOperation]) -> s
 
 
 def _describe_age(job: DistributedJob, time: int) -> str:
-    """How long before the last sign of life of any rank."""
+    """Return how long a time is before the newest entry of all dumps."""
     newest = max((dump.last_time for dump in job.dumps.values()), default=0)
     seconds = (newest - time) / 1e9
     return f", {seconds:.3g} s before the newest entry" if time and seconds >= 0.001 else ""
@@ -254,7 +269,7 @@ def _describe_source_line(op: RecordedOperation) -> str:
 
 
 def _describe_old_dumps(ranks: Sequence[int]) -> list[str]:
-    """That dumps are of different moments."""
+    """Warn of dumps that are older than others."""
     if not ranks:
         return []
     return [
@@ -270,7 +285,19 @@ def _describe_old_dumps(ranks: Sequence[int]) -> list[str]:
 def describe_named_job(
     job: DistributedJob, program: Program, copies: Sequence[MatchedProgram]
 ) -> list[str]:
-    """Where each rank stands, by the names that a program of another order gives its messages."""
+    """Report where each rank waits, if its transfers are in another order than the program's.
+
+    Messages have the names of instructions, found by their number between two ranks. Deadlocks of
+    the program are not reported.
+
+    Args:
+        job: The dumps of the job.
+        program: The program.
+        copies: The copies of the program in the job. At least one has an `order_mismatch`.
+
+    Returns:
+        The lines of the report.
+    """
     index = InstructionIndex.from_program(program)
     names: dict[tuple[int, int], str] = {}
     for matched in copies:
@@ -286,7 +313,15 @@ def describe_named_job(
 
 
 def describe_program(job: DistributedJob, verdicts: Sequence[ProgramVerdict]) -> list[str]:
-    """Where each rank stands in a program, and whether this is a deadlock of it."""
+    """Report where each rank waits in a program, and whether the program has a deadlock.
+
+    Args:
+        job: The dumps of the job.
+        verdicts: The verdict on each copy of the program.
+
+    Returns:
+        The lines of the report.
+    """
     shown = ([v for v in verdicts if v.cycle or v.causes] or verdicts)[:MAX_SHOWN]
     lines = [line for verdict in shown for line in _ProgramCopyReport(job, verdict).to_lines()]
     if left := len(verdicts) - len(shown):
@@ -295,7 +330,12 @@ def describe_program(job: DistributedJob, verdicts: Sequence[ProgramVerdict]) ->
 
 
 class _ProgramCopyReport:
-    """The report of one copy of the program."""
+    """The report of one copy of the program.
+
+    Args:
+        job: The dumps of the job.
+        verdict: The verdict on the copy.
+    """
 
     def __init__(self, job: DistributedJob, verdict: ProgramVerdict) -> None:
         self.job, self.verdict = job, verdict
@@ -305,7 +345,7 @@ class _ProgramCopyReport:
         self.old_dump_ranks = sorted({*job.old_dump_ranks} & {*ranks} | behind)
 
     def name_rank(self, program_rank: int) -> str:
-        """A rank of the program, and which of the job it is."""
+        """Name a rank of the program. If it has another number in the job, add that."""
         rank = self.matched.ranks[program_rank]
         return (
             f"rank {program_rank}"
@@ -314,11 +354,11 @@ class _ProgramCopyReport:
         )
 
     def name_owner(self, position: int) -> str:
-        """The rank of an instruction."""
+        """Name the rank of an instruction."""
         return self.name_rank(int(self.positioned.rank_of[position]))
 
     def split_name(self, position: int) -> tuple[str, str]:
-        """The number of an instruction on its rank, and the instruction."""
+        """Return the number of an instruction on its rank, and the instruction, as text."""
         _, number, instr = self.positioned.graph.index.locate(position)
         return f"#{number}", str(instr)
 
@@ -382,7 +422,7 @@ class _ProgramCopyReport:
         return f"{stands} has not been issued, and nothing keeps it{before}"
 
     def _describe_need(self, position: int) -> str:
-        """What a transfer that has not ended needs of the other side."""
+        """Describe the other side of a transfer that has not ended."""
         placed = self.positioned
         other = int(placed.graph.partner[position])
         number, instr = self.split_name(other)
@@ -408,7 +448,7 @@ class _ProgramCopyReport:
         return f"{needs} has issued it as {number}{behind}"
 
     def _describe_outcome(self) -> list[str]:
-        """Whether it is a deadlock, and else the causes."""
+        """Report a deadlock, or else the causes of the wait."""
         verdict = self.verdict
         if verdict.is_deadlock:
             lines = ["this is a deadlock of the program:"]
@@ -438,39 +478,39 @@ class _ProgramCopyReport:
         return [*lines, end]
 
     def _describe_cause(self, cause: StallReason, certainty: str) -> list[str]:
-        """What is said of a cause: `certainty` it is that, or one of several that may be."""
-        who = " or ".join(dict.fromkeys(map(self.name_owner, cause.positions)))
-        what = " or ".join(map(self.name_instruction, cause.positions))
+        """Describe a cause. `certainty` is "is", or "may be" if there are other candidates."""
+        owners = " or ".join(dict.fromkeys(map(self.name_owner, cause.positions)))
+        ops = " or ".join(map(self.name_instruction, cause.positions))
         if cause.kind is ChainEnd.SILENT:
-            said = f"is waited for, at {what}, and has left no dump: its process may be gone"
+            problem = f"is waited for, at {ops}, and has left no dump: its process may be gone"
         elif cause.kind is ChainEnd.STUCK:
             both = " and ".join(
                 f"{self.name_instruction(at)} of {self.name_owner(at)}" for at in cause.positions
             )
             return [f"{both} are issued, and nothing keeps them: the message does not pass"]
         elif cause.kind is ChainEnd.ENDED:
-            said = (
-                f"may be the cause: the other side of {what} has ended; its device has not come "
+            problem = (
+                f"may be the cause: the other side of {ops} has ended; its device has not come "
                 "to it, or its dump is the older one"
             )
         elif cause.kind is ChainEnd.LATE:
-            said = (
-                f"{certainty} the cause: its host has not come to {what}; it computes, or is "
+            problem = (
+                f"{certainty} the cause: its host has not come to {ops}; it computes, or is "
                 "held up "
                 "before it, or its process is gone"
             )
         elif len(cause.positions) == 1 and self.positioned.is_unblocked(cause.positions[0]):
-            said = (
-                f"{certainty} the cause: {what} is issued on both sides, and nothing stands before "
+            problem = (
+                f"{certainty} the cause: {ops} is issued on both sides, and nothing stands before "
                 "it; its value has not been computed, or it does not pass"
             )
         else:
-            said = (
-                f"may be the cause: {what} is issued, and so is the other side, and what stands "
+            problem = (
+                f"may be the cause: {ops} is issued, and so is the other side, and what stands "
                 "before it may still be computed; or it does not pass (with "
                 "TORCH_NCCL_ENABLE_TIMING=1 dumps tell which side has started)"
             )
-        lines = [f"{who} {said}"]
+        lines = [f"{owners} {problem}"]
         if cause.kind is ChainEnd.LATE:
             rank = self.matched.ranks[int(self.positioned.rank_of[cause.positions[0]])]
             for wait in self.job.waits.get(rank, ()):

@@ -1,7 +1,8 @@
-"""Read the black boxes of a run from outside, during the run or after it.
+"""Read the black boxes of a run, while it runs or after it has ended.
 
-The same as its processes and its launcher say of it when its timeout is over; only that it may go
-on, or that all of it may have been ended at once, and then nobody is to blame.
+The report is the one that processes and the launcher print after a timeout. In addition, the run
+may still make progress, or all processes may have been stopped at once. Then no process is the
+cause.
 """
 
 from __future__ import annotations
@@ -31,13 +32,20 @@ from schedir.io.files import open_regular_file, read_text, require_path
 from schedir.ir.program import Program
 
 MAX_PROCESSES: Final = 2**20  # processes of a run
-PROGRESS_SECONDS: Final = 1.0  # seconds in which a process has begun something, if a run goes on
-SAME_END_SECONDS: Final = 0.5  # seconds in which processes end that are ended by one
+PROGRESS_SECONDS: Final = 1.0  # A run makes progress if an instruction began in these seconds.
+SAME_END_SECONDS: Final = 0.5  # Processes that end within these seconds were stopped together.
 
 
 @dataclass(frozen=True)
 class PostMortem:
-    """The boxes of one run, and its program and the words of its launcher, if they are there."""
+    """The black boxes of one run.
+
+    Args:
+        directory: The directory of the black boxes.
+        snapshots: The contents of the boxes, by process. There is at least one.
+        program: The program of the run, if it was saved there.
+        verdict: The last message of the launcher, or "".
+    """
 
     directory: Path
     snapshots: Mapping[int, BlackBoxSnapshot]
@@ -46,30 +54,32 @@ class PostMortem:
 
     @cached_property
     def stalled_run(self) -> StalledRun:
-        """Who waits for whom; processes without a box may be on other machines."""
+        """The waits between the processes. A process without a box may be on another machine."""
         return StalledRun(self.snapshots, self.layout, self.program)
 
     @property
     def layout(self) -> ProcessLayout:
-        """How many processes there are, and how."""
+        """The number of processes along each dimension of the process mesh."""
         return ProcessLayout.from_snapshot(next(iter(self.snapshots.values())))
 
     @property
     def processes_without_box(self) -> list[int]:
-        """Processes that have no box here."""
+        """The processes that have no box in this directory."""
         one = next(iter(self.snapshots.values()))
         return [p for p in range(one[BlackBoxField.WORLD_SIZE]) if p not in self.snapshots]
 
     @cached_property
     def stalled_seconds(self) -> float:
-        """For how many seconds no process has begun anything."""
+        """The seconds since a running process last began an instruction or a phase."""
         alive = [one for one in self.snapshots.values() if one.state in ("runs", "unknown")]
         return min((one.seconds_at_position for one in alive), default=0.0)
 
     @cached_property
     def cause(self) -> StallCause | None:
-        """Who keeps the others, or has ended them; None of a run that goes on, or that somebody has
-        ended as a whole."""
+        """The process that delays or ended the others, or None.
+
+        It is None if the run makes progress, and if all processes were stopped at once.
+        """
         own = [one for one in self.snapshots.values() if one.state != "unknown"]
         beats = [one[BlackBoxField.HEARTBEAT] for one in own if one.is_dead]
         if (
@@ -89,13 +99,13 @@ class PostMortem:
 
     @property
     def message(self) -> str:
-        """What the launcher has said, or whoever gave up first; "" where nobody has."""
-        spoke = [one for one in self.snapshots.values() if one.has_failed and one.reason]
-        first = min(spoke, key=lambda one: one[BlackBoxField.FAILURE_TIME], default=None)
+        """The message of the launcher, or else of the process that failed first, or ""."""
+        failed = [one for one in self.snapshots.values() if one.has_failed and one.reason]
+        first = min(failed, key=lambda one: one[BlackBoxField.FAILURE_TIME], default=None)
         return self.verdict or ("" if first is None else first.reason)
 
     def to_lines(self) -> Iterator[str]:
-        """The answer, then where each process stands."""
+        """Yield the lines of a report: the cause, and then where each process is."""
         cause, still = self.cause, self.stalled_run
         if self.message:
             yield from self.message.splitlines()
@@ -133,7 +143,7 @@ class PostMortem:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for a program to read."""
+        """Return the report as JSON values."""
         still, cause = self.stalled_run, self.cause
         return {
             "processes": [
@@ -162,8 +172,17 @@ class PostMortem:
 
 
 def read_post_mortem(path: str) -> PostMortem | None:
-    """The boxes of the newest run in a folder, or in the one for them in it; None where there are
-    none.  Raises UsageError for what no run has written."""
+    """Read the black boxes of the newest run in a directory.
+
+    Args:
+        path: The directory of the black boxes, or the directory that contains it.
+
+    Returns:
+        The black boxes, or None if there are none.
+
+    Raises:
+        UsageError: The boxes are damaged, or do not belong to one run.
+    """
     for folder in (require_path(path) / BLACK_BOX_DIRECTORY, require_path(path)):
         if os.path.isdir(folder) and (all_of := read_black_boxes(folder)):
             return _make_post_mortem(folder, all_of)
@@ -181,8 +200,8 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
     began = newest[BlackBoxField.START_TIME] / ticks * 1e9
 
     def belongs(one: BlackBoxSnapshot) -> bool:
-        """Whether it is of the newest's run, which may have several starters."""
-        told = [
+        """Return whether a box is of the newest box's run, which may have several launchers."""
+        is_equal = [
             one[w] == newest[w]
             for w in (
                 BlackBoxField.NAMESPACE_ID,
@@ -191,7 +210,7 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
                 BlackBoxField.DP,
             )
         ]
-        return all(told) and (
+        return all(is_equal) and (
             one[BlackBoxField.RUN_ID] == newest[BlackBoxField.RUN_ID]
             or one[BlackBoxField.HEARTBEAT] > began
         )
@@ -202,7 +221,8 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
     if not (len(seen) <= world <= MAX_PROCESSES and shape.ranks * shape.tp * shape.dp == world
             and 0 <= min(seen) <= max(seen) < world):  # fmt: skip
         raise UsageError(f"the boxes in {directory} are of no run of {world} processes")
-    if not here:  # another clock: it stopped with the last of them
+    # Another machine has another clock, so the last time in the boxes is the time of reading.
+    if not here:
         last = max(
             max(
                 one[w]
@@ -220,7 +240,11 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
 
 
 def load_program(directory: Path) -> Program | None:
-    """What the processes run, if one has left it beside their boxes."""
+    """Load the program that the processes run, or None if it was not saved or is not valid.
+
+    Args:
+        directory: The directory of the black boxes.
+    """
     from schedir.ir.text_format import from_text
 
     try:
@@ -230,14 +254,27 @@ def load_program(directory: Path) -> Program | None:
 
 
 def write_verdict(directory: Path, run: int, text: str) -> None:
-    """Leave what a launcher has said of the end of its run, for who reads the boxes later."""
+    """Save the last message of a launcher for later reports.
+
+    It does nothing without a directory.
+
+    Args:
+        directory: The directory of the black boxes.
+        run: The number of the run.
+        text: The message.
+    """
     with suppress(OSError):
         if directory.is_dir():
             (directory / VERDICT_FILE).write_text(f"{run}\n{text}")
 
 
 def read_verdict(directory: Path, run: int) -> str:
-    """What `write_verdict` has left of this run, "" where it has not."""
+    """Return the message of `write_verdict` for this run, or "" if there is none.
+
+    Args:
+        directory: The directory of the black boxes.
+        run: The number of the run.
+    """
     try:
         with open_regular_file(directory / VERDICT_FILE) as file:
             head, _, text = file.read(2**16).decode(errors="replace").partition("\n")
