@@ -1,8 +1,8 @@
 """Match the messages that ranks recorded with the transfers of a program.
 
-The messages of a rank in a process group are those transfers of its Stream that go that way, in
-the order of the Stream, over and over, a step after the other.  So the n-th message of all is known
-from n alone; the rest of the recording must agree, or it is not of this program.
+In a process group, a rank sends and receives the transfers of its Stream that use this group. It
+does so in the order of the Stream, and repeats them in every step. So the number of a message
+determines its transfer. The rest of the recording must agree, or the dump is not of this program.
 """
 
 from __future__ import annotations
@@ -29,32 +29,43 @@ from schedir.hang_diagnosis.wait_graph import DistributedJob
 from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS, Lane
 from schedir.ir.program import Program
 
-# Of these are shapes, votes and objects, and no activation.
+# Messages of shapes, votes and objects have these dtypes. Activations have none of them.
 _INTEGER_DTYPES: Final = {"int", "long", "byte", "char", "short", "bool"}
 
 
 def is_control_message(op: RecordedOperation) -> bool:
-    """Whether a message is no activation: of whole numbers, or of one number, as torch sends before
-    the first step to open its communicators."""
+    """Return whether a message is not a transfer of a program.
+
+    These are messages of integers, and of at most one element. Torch sends the latter before the
+    first step, to open its communicators.
+
+    Args:
+        op: The message.
+    """
     return bool({*op.dtypes} & _INTEGER_DTYPES) or sum(map(prod, op.sizes)) <= 1
 
 
 @dataclass(frozen=True)
 class MatchedProgram:
-    """A copy of the program: which rank of the job runs which of its ranks, and how far each is.
+    """A copy of the program in a job, with the progress of its ranks in one step.
 
-    `step` is the step that all this is of, from 0, or None where the recordings cannot say which.
-    `issued_mask`, `started_mask` and `ended_mask` have an entry per instruction, by position, and
-    are true of transfers; what has started is known only where ranks record it.
-    `num_ignored` messages are no transfers, but shapes, objects, or one number.
-    `transfers_per_group` has, for each rank and process group, the transfers that it carries.
-    `position_of_message` has the position of each message, by the rank of the job and its number
-    there.  Of the ranks in `counter_ranks` only counters tell the place in the step, which other
-    messages, lost by now, would have moved.
+    A mask has one entry per instruction, by position, and is True only for transfers.
 
-    `order_mismatch` is not empty where a rank has another order than its Stream, and tells where.
-    Then its sends, and what it receives from each rank, go as the program says, and are named by
-    that.
+    Args:
+        ranks: The rank of the job that runs each rank of the program.
+        step: The number of the step, from 0, or None if the dumps do not show it.
+        issued_mask: The transfers that were issued.
+        started_mask: The transfers that have started. Only some ranks record this.
+        ended_mask: The transfers that have ended.
+        has_dump: Which ranks of the program have a dump.
+        num_ignored: The number of messages that are not transfers. See `is_control_message`.
+        transfers_per_group: The transfers of each process group of each rank, as positions.
+        position_of_message: The position of each message, by the rank of the job and its number
+            there.
+        counter_ranks: The ranks of the job for which only torch's counters show the place in the
+            step. Lost messages that are not transfers would make it wrong.
+        order_mismatch: If not empty, where the order of a rank differs from its Stream. Then only
+            the order of all sends, and of the receives from each rank, agrees with the program.
     """
 
     ranks: tuple[int, ...]
@@ -71,28 +82,40 @@ class MatchedProgram:
 
 
 def match_program(job: DistributedJob, program: Program) -> list[MatchedProgram]:
-    """Each copy of the program that the job runs, as tensor- and data-parallel ranks have them.
+    """Find each copy of the program that the job runs, one per tensor- and data-parallel rank.
 
-    Raises UsageError where the recordings cannot be of this program.
+    Args:
+        job: The dumps of the job.
+        program: The program.
+
+    Raises:
+        UsageError: The dumps cannot be of this program, or have lost too many entries.
     """
     graph = Graph.from_program(program)
     return [_match_copy(job, graph, ranks) for ranks in _find_pipelines(job, program)]
 
 
 def find_communicating_ranks(job: DistributedJob) -> list[tuple[int, ...]]:
-    """The ranks that exchange messages with each other, directly or not, ascending."""
-    circle: dict[int, set[int]] = {}
+    """Return the groups of ranks that exchange messages, directly or through other ranks.
+
+    Args:
+        job: The dumps of the job.
+
+    Returns:
+        The ranks of each group, in ascending order.
+    """
+    group_of_rank: dict[int, set[int]] = {}
     for rank, dump in job.dumps.items():
         for peer in {op.peer for op in dump.ops if op.is_message}:
-            both = circle.get(rank, {rank}) | circle.get(peer, {peer})
-            circle.update(dict.fromkeys(both, both))
-    return sorted({tuple(sorted(one)) for one in circle.values()})
+            both = group_of_rank.get(rank, {rank}) | group_of_rank.get(peer, {peer})
+            group_of_rank.update(dict.fromkeys(both, both))
+    return sorted({tuple(sorted(one)) for one in group_of_rank.values()})
 
 
 def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
-    """The ranks that exchange messages, a copy each, in the order of the program's ranks.
+    """Return the ranks of each copy of the program, in the order of the program's ranks.
 
-    That is the order of a process group of just these ranks, if their messages go in one.
+    If a copy's messages use a process group of exactly its ranks, the order is that of the group.
     """
     many, found = program.shape.ranks, find_communicating_ranks(job)
     if not found and many > 1:
@@ -101,10 +124,10 @@ def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ..
             hint="leave out --program; torch's Gloo records no messages, NCCL does",
         )
     used = {op.group for dump in job.dumps.values() for op in dump.ops if op.is_message}
-    whole = [g.ranks for g in sorted(used) if g.has_ranks and len(g.ranks) == many]
+    groups = [g.ranks for g in sorted(used) if g.has_ranks and len(g.ranks) == many]
     copies = []
     for ranks in found:
-        around = [own for own in whole if {*ranks} <= {*own}]
+        around = [own for own in groups if {*ranks} <= {*own}]
         if not around and len(ranks) != many:
             raise UsageError(
                 f"messages go between {len(ranks)} ranks ({_abbreviate_ranks(ranks)}), and "
@@ -167,7 +190,7 @@ def _match_copy(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> Ma
 def _find_carriers(
     job: DistributedJob, ranks: tuple[int, ...]
 ) -> dict[tuple[int, int], list[RecordedGroup]]:
-    """From whom to whom, the process groups that carry messages, the first to be used first."""
+    """Return the process groups of messages by sender and receiver, in order of first use."""
     found: dict[tuple[int, int], dict[RecordedGroup, None]] = defaultdict(dict)
     for rank in ranks:
         for op in job.dumps[rank].ops if rank in job.dumps else ():
@@ -179,12 +202,21 @@ def _find_carriers(
 
 @dataclass(frozen=True)
 class TransferSequence:
-    """The messages of a rank in one process group, as turns of its transfers there.
+    """The messages of a rank in one process group, matched with its transfers there.
 
-    `transfers` are the positions of these transfers in a step.  `transfer_numbers` has the turn of
-    each message, counted on from step to step, from the step of the first one on; `previous_steps`
-    is how many whole steps were before that one, None if nobody knows, and `previous_transfers` how
-    many turns of it.  What is recorded fits there alone, or else the counters say so.
+    Transfers are numbered from step to step: `transfers` has n positions, so transfer number k has
+    the position `transfers[k % n]`. Number 0 is the first transfer of the step of the first
+    message.
+
+    Args:
+        transfers: The positions of the transfers of one step in this group.
+        transfer_numbers: The transfer number of each message.
+        ops: The messages.
+        previous_steps: The number of complete steps before the first message, or None if it is
+            unknown.
+        previous_transfers: The number of transfers of its step before the first message.
+        is_unique_fit: True if the recording matches only here. Otherwise torch's counters chose the
+            place.
     """
 
     transfers: NDArray[np.int32]
@@ -195,15 +227,20 @@ class TransferSequence:
     is_unique_fit: bool = True
 
     def list_positions(self) -> Iterator[tuple[int, int, int]]:
-        """The number of each message, its step, if that is known, and its position."""
+        """Yield the number of each message, its step, and its position.
+
+        If `previous_steps` is None, the step counts from that of the first message.
+        """
         for number, op in zip(self.transfer_numbers, self.ops, strict=True):
             step, turn = divmod(number, len(self.transfers))
             yield op.number, step + (self.previous_steps or 0), int(self.transfers[turn])
 
     @property
     def open_step(self) -> int:
-        """The step, from that of the first message on, of the first one that has not ended, or of
-        the next."""
+        """The step of the first message that has not ended, or of the next message.
+
+        It counts from the step of the first message.
+        """
         open_ = [n for n, op in zip(self.transfer_numbers, self.ops, strict=True) if not op.is_done]
         return min(open_, default=self.previous_transfers + len(self.ops)) // len(self.transfers)
 
@@ -214,9 +251,16 @@ class TransferSequence:
         started_mask: NDArray[np.bool_],
         ended_mask: NDArray[np.bool_],
     ) -> None:
-        """Note what is issued, what has started and what has ended of a step, counted from that of
-        the first message on."""
-        # Older than what is kept: all of a step that was before, or the beginning of the first.
+        """Mark the transfers of a step that were issued, have started and have ended.
+
+        Args:
+            step: The step, counted from that of the first message.
+            issued_mask: The mask of issued transfers, by position. It is changed in place.
+            started_mask: The mask of started transfers.
+            ended_mask: The mask of ended transfers.
+        """
+        # Transfers whose entries are lost have ended: all of an earlier step, or the first ones of
+        # step 0.
         older = self.transfers[
             : self.previous_transfers if step == 0 else len(self.transfers) * (step < 0)
         ]
@@ -233,23 +277,34 @@ class TransferSequence:
 
 
 class _StepMismatch(Exception):
-    """What is not as the Stream of a rank says, as a sentence."""
+    """The order of a rank differs from its Stream; the message is the place."""
 
 
 class _Direction(NamedTuple):
-    """Which way a transfer goes, as its rank sees it."""
+    """The direction of a transfer, as seen by its rank: `send` or `recv`, and the other rank."""
 
     kind: str
     peer: int
 
 
 class _RecordedRank:
-    """A rank of the program, whose transfers a dump has recorded.
+    """A rank of the program with its recorded messages.
 
-    `position_of_message` has the step and the position of each message, by its number in the dump.
-    `order_mismatch` says where the rank has another order than its Stream; then `sequences` are all
-    sends, and the receives from each rank.  Raises UsageError for messages that do not go so,
-    either.
+    If `order_mismatch` is not empty, the rank has another order than its Stream. Then `sequences`
+    has one entry for all sends of a group, and one for the receives from each rank.
+
+    Args:
+        graph: The graph of the program.
+        program_rank: The rank of the program.
+        ranks: The rank of the job that runs each rank of the program.
+        dump: The dump of the rank.
+        carriers: See `_find_carriers`.
+
+    Attributes:
+        position_of_message: The step and the position of each message, by its number in the dump.
+
+    Raises:
+        UsageError: The messages do not match the program in either order.
     """
 
     def __init__(
@@ -261,7 +316,7 @@ class _RecordedRank:
         carriers: Mapping[tuple[int, int], list[RecordedGroup]],
     ) -> None:
         self.graph, self.ranks, self.dump, self.carriers = graph, ranks, dump, carriers
-        self.has_ambiguous_group = False  # whether a way is in a process group that nobody can tell
+        self.has_ambiguous_group = False  # True if the group of some direction is unknown
         self.program_rank_of = {rank: k for k, rank in enumerate(ranks)}
         index = graph.index
         lo, hi = graph.program.offsets[program_rank : program_rank + 2].tolist()
@@ -290,15 +345,15 @@ class _RecordedRank:
 
     @property
     def has_unused_groups(self) -> bool:
-        """Whether the rank has not used all of its process groups yet."""
+        """Return whether the rank has not used all of its process groups yet."""
         used = sum(len(run.transfers) for run in self.sequences)
         return not self.dump.num_lost and used < len(self.directions)
 
     def _split_sequences(self) -> list[TransferSequence]:
-        """The messages by process group, each as turns of the transfers that go there.
+        """Match the messages of each process group with the transfers that use it.
 
-        Where a group each carries activations and gradients one way, the group that is used first
-        is for what the Stream sends first.
+        If two groups carry activations and gradients in the same direction, the group that is used
+        first carries the kind that the Stream sends first.
         """
         ops: dict[tuple[RecordedGroup, _Direction | None], list[RecordedOperation]] = defaultdict(
             list
@@ -306,30 +361,30 @@ class _RecordedRank:
         for op in self.messages:
             ops[op.group, self._queue_of(self._direction_of(op))].append(op)
         lanes: dict[_Direction, list[Lane]] = defaultdict(list)
-        turns: dict[tuple[RecordedGroup, _Direction | None], list[int]] = defaultdict(list)
-        for at, way in self.directions.items():
-            known, lane = lanes[way], INSTRUCTIONS[self.graph.index.op[at]].lane
-            if lane not in known:
-                known.append(lane)
-            groups = self._find_groups(way)
-            which = known.index(lane) if len(groups) > 1 else 0
+        transfers: dict[tuple[RecordedGroup, _Direction | None], list[int]] = defaultdict(list)
+        for at, direction in self.directions.items():
+            lanes_seen, lane = lanes[direction], INSTRUCTIONS[self.graph.index.op[at]].lane
+            if lane not in lanes_seen:
+                lanes_seen.append(lane)
+            groups = self._find_groups(direction)
+            which = lanes_seen.index(lane) if len(groups) > 1 else 0
             if which < len(groups):
-                turns[groups[which], self._queue_of(way)].append(at)
-        return [self._make_sequence(own, turns[key]) for key, own in ops.items()]
+                transfers[groups[which], self._queue_of(direction)].append(at)
+        return [self._make_sequence(own, transfers[key]) for key, own in ops.items()]
 
     def _direction_of(self, op: RecordedOperation) -> _Direction:
         return _Direction(op.kind, self.program_rank_of[op.peer])
 
     def _queue_of(self, direction: _Direction) -> _Direction | None:
-        """In what line a message waits for its turn."""
+        """Return the queue in which the order of a message must agree with the Stream."""
         if not self.order_mismatch:
             return None
         return direction if direction.kind == "recv" else _Direction(direction.kind, -1)
 
     def _find_groups(self, direction: _Direction) -> list[RecordedGroup]:
-        """The process groups that carry one way, the first to be used first.
+        """Return the process groups that carry a direction, in order of first use.
 
-        Where both ends have lost what went there, the only group that both are in.
+        If both ends have lost these messages, return the only group that has both ranks.
         """
         rank, there = self.dump.rank, self.ranks[direction.peer]
         groups = self.carriers[(rank, there) if direction.kind == "send" else (there, rank)]
@@ -342,8 +397,10 @@ class _RecordedRank:
         return both[:1]
 
     def _require_step_order(self) -> None:
-        """Raise UsageError for a message of a step before which a rank has not issued all of the
-        last one, by the program: the rank has other messages than that, or more of them."""
+        """Raise UsageError if a step begins before the previous one was fully issued.
+
+        Then the rank has other messages than the program, or more of them.
+        """
         many = len(self.directions)
         for number, op in enumerate(self.messages):
             step, at = self.position_of_message[op.number]
@@ -355,8 +412,7 @@ class _RecordedRank:
                 )
 
     def _require_causality(self) -> None:
-        """Raise UsageError for a receive that comes after a send of what was computed with it, or
-        later, by the program."""
+        """Raise UsageError if a receive comes after a send that needs its data, or later data."""
         index, many, needs = self.graph.index, len(self.graph), self.graph.needs
         computed = -1
         for number, op in enumerate(self.messages):
@@ -383,7 +439,7 @@ class _RecordedRank:
                 raise self._make_mismatch_error(ops, transfers, len(numbers))
             return TransferSequence(positions, numbers, ops)
         if ops[0].batch and ops[0].is_done:
-            # Of a batch a part may be lost, and nothing says in which order it was.
+            # A part of the first batch may be lost, and the order within a batch is not recorded.
             ops = [op for op in ops if op.batch != ops[0].batch] or ops
         rank, larger = self.dump.rank, "a larger TORCH_FR_BUFFER_SIZE keeps more"
         if not ops[0].is_done:
@@ -412,18 +468,18 @@ class _RecordedRank:
         )
 
     def _find_fitting_places(self, ops: list[RecordedOperation], transfers: list[int]) -> list[int]:
-        """The places in a step at which the first message may be, so that all others fit.
+        """Return the places in a step at which the first message may be, so that all others match.
 
-        Places from which transfers go the same ways are asked about once, as there may be many:
-        all of a process group that carries one way.
+        Places with the same sequence of directions are checked once. In a group with one direction,
+        all places have the same one.
         """
-        ways = [self.directions[at] for at in transfers]
+        directions = [self.directions[at] for at in transfers]
         fits: dict[tuple[_Direction, ...], bool] = {}
-        followed = [(*ways[place:], *ways[:place]) for place in range(len(transfers))]
-        for place, follow in enumerate(followed):
-            if follow not in fits:
-                fits[follow] = len(self._number_messages(ops, transfers, place)) == len(ops)
-        return [place for place, follow in enumerate(followed) if fits[follow]]
+        sequences = [(*directions[place:], *directions[:place]) for place in range(len(transfers))]
+        for place, sequence in enumerate(sequences):
+            if sequence not in fits:
+                fits[sequence] = len(self._number_messages(ops, transfers, place)) == len(ops)
+        return [place for place, sequence in enumerate(sequences) if fits[sequence]]
 
     @cached_property
     def _ops_by_group(self) -> dict[RecordedGroup, list[RecordedOperation]]:
@@ -433,7 +489,7 @@ class _RecordedRank:
         return found
 
     def _has_usable_counters(self, group: RecordedGroup) -> bool:
-        """Whether the counters of a process group say how many transfers were before.
+        """Return whether the counters of a process group show the number of earlier transfers.
 
         They do if each message and each collective counts as one, and all messages are transfers.
         """
@@ -443,21 +499,21 @@ class _RecordedRank:
             and b.collective_number == a.collective_number + (not b.is_message)
             for a, b in pairwise(ops)
         )
-        talk = any(is_control_message(op) for op in ops if op.is_message)
+        has_control_messages = any(is_control_message(op) for op in ops if op.is_message)
         return (
             not self.has_ambiguous_group
             and steady
-            and not talk
+            and not has_control_messages
             and ops[0].logical_number > ops[0].collective_number
         )
 
     def _number_messages(
         self, ops: list[RecordedOperation], transfers: list[int], place: int
     ) -> list[int]:
-        """Which turn each message is, if the first of all is at a place in the step; they end
-        before the first one that is none.
+        """Return the transfer numbers of messages, if the first is at `place` in its step.
 
-        What is issued as one may be recorded in any order.
+        The result ends before the first message that does not match. The messages of a batch may be
+        recorded in any order.
         """
         numbers: list[int] = []
         free: dict[_Direction, deque[int]] = defaultdict(deque)
@@ -467,8 +523,10 @@ class _RecordedRank:
                 end = at + 1
                 while op.batch and end < len(ops) and ops[end].batch == op.batch:
                     end += 1
-                for turn in range(place + at, place + end) if transfers else ():
-                    free[self.directions[transfers[turn % len(transfers)]]].append(turn)
+                for transfer_number in range(place + at, place + end) if transfers else ():
+                    free[self.directions[transfers[transfer_number % len(transfers)]]].append(
+                        transfer_number
+                    )
             if not free[self._direction_of(op)]:
                 break
             numbers.append(free[self._direction_of(op)].popleft())

@@ -1,10 +1,11 @@
-"""Find the instruction that each rank has reached, what it waits for, and which rank is late.
+"""Find the instruction that each rank has reached, its cause of waiting, and the late rank.
 
-Transfers are seen, what is computed is not.  What has surely ended is all that an ended transfer
-needs; what may have ended is what nothing unfinished keeps from it.  A rank stands at the first of
-its instructions that is kept from starting, or that its host has not come to.  From there one goes
-to what keeps it, on whatever rank that is, until one comes to a rank that nothing keeps, the cause,
-or around a cycle, a deadlock.
+Dumps show transfers, but no computation. If a transfer has ended, all instructions that it needs
+have surely ended. An instruction may have ended if it does not wait for an open transfer.
+
+The position of a rank is the first instruction that cannot start yet, or that the host has not
+issued. From there, the analysis follows the waits across ranks. It ends at a rank that does not
+wait for another rank, the cause, or in a cycle, a deadlock.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ from schedir.ir.isa.instructions import RECV_OPS, SEND_OPS, TRANSFER_OPS
 from schedir.ir.program import Program
 from schedir.verify.check import build_complete_graph, check
 
-# Unless one is said: the usual one, and where the recordings contradict it, laxer ones.
+# The default is the usual model. If the dumps contradict it, weaker ones are tried.
 _DEFAULT_MODELS: Final = ("per_device", *reversed(MODELS[: MODELS.index("per_device")]))
 
 
 class ChainEnd(Enum):
-    """What a chain of waits ends at.
+    """The kinds of ends of a chain of waits.
 
-    A rank whose host has not come to a transfer; one of which there is no dump; sides of a message
-    that is issued on both, whose ranks may still compute what they wait for; a message that is
-    issued on both sides, and that nothing keeps from passing; a side whose other side has ended.
+    - LATE: The host of a rank has not issued a transfer.
+    - SILENT: There is no dump of a rank.
+    - BUSY: Both sides of a message were issued, and a rank may still compute before it.
+    - STUCK: Both sides of a message were issued, and nothing delays it.
+    - ENDED: The other side of a message has ended.
     """
 
     LATE = 0
@@ -47,11 +50,15 @@ class ChainEnd(Enum):
 
 
 class RankPosition(NamedTuple):
-    """Where a rank of the program stands.
+    """The position of a rank of the program.
 
-    `position` is the position of what it waits at, or of the next transfer that it has not issued
-    where it is `is_late`; None if all its transfers have ended.  `compute_range` are the
-    instructions since its last transfer that is issued, which it may be computing.
+    Attributes:
+        rank: The rank.
+        position: The position of the instruction that it waits at. If `is_late`, that of the next
+            transfer, which it has not issued. None if all its transfers have ended.
+        is_late: True if it has not issued a transfer that could be issued.
+        compute_range: The first and last position (exclusive) of the instructions since its last
+            issued transfer. It may be computing one of them.
     """
 
     rank: int
@@ -61,28 +68,50 @@ class RankPosition(NamedTuple):
 
 
 class PendingTransfer(NamedTuple):
-    """A transfer that has not ended, and what it needs, which has not ended either."""
+    """A transfer that has not ended, and a transfer that it waits for.
+
+    Attributes:
+        position: Its position.
+        needed_position: The position of the instruction that it waits for.
+    """
 
     position: int
     needed_position: int
 
 
 class StallReason(NamedTuple):
-    """The end of a chain: transfers that nothing keeps, and that have not ended."""
+    """The end of a chain of waits.
+
+    Attributes:
+        kind: The kind of end.
+        positions: The transfers at the end, which have not ended.
+    """
 
     kind: ChainEnd
     positions: tuple[int, ...]
 
 
 class PositionedRanks:
-    """The ranks of a copy of a program, placed by what has been matched."""
+    """The ranks of a copy of a program, with their positions.
+
+    Args:
+        graph: The graph of the program under a progress model.
+        matched: The copy of the program.
+
+    Attributes:
+        rank_of: The rank of each instruction.
+        is_transfer: Which instructions are transfers.
+        has_no_dump: Which instructions are on a rank without a dump.
+        ended_mask: The transfers that have ended. This includes those of ranks without a dump whose
+            other side has ended.
+    """
 
     def __init__(self, graph: Graph, matched: MatchedProgram) -> None:
         self.graph, self.matched = graph, matched
         self.rank_of = graph.index.rank
         self.is_transfer = graph.index.is_op(TRANSFER_OPS)
         self.has_no_dump: NDArray[np.bool_] = ~np.array(matched.has_dump)[self.rank_of]
-        # Of ranks without a dump, the transfers have ended whose other side has.
+        # On ranks without a dump, a transfer has ended if its other side has.
         there = self.has_no_dump & (graph.partner != NO_POSITION)
         self.ended_mask: NDArray[np.bool_] = matched.ended_mask | (
             there & matched.ended_mask[graph.partner]
@@ -95,7 +124,7 @@ class PositionedRanks:
         return [*self.graph.index.joined.tolist(), False]
 
     def _list_group(self, position: int) -> list[int]:
-        """What is issued as one with an instruction, itself among it."""
+        """Return the instructions that are issued with this one as a group, including itself."""
         first, end = position, position + 1
         while self._is_joined[first]:
             first -= 1
@@ -105,13 +134,16 @@ class PositionedRanks:
 
     @cached_property
     def _collective_members(self) -> dict[int, list[int]]:
-        """The members of the collective that an instruction is of, itself among them."""
+        """The members of the collective of an instruction, including itself."""
         groups = [members.tolist() for members in self.graph.collective_groups]
         return {one: members for members in groups for one in members}
 
     def _list_predecessors(self, position: int) -> set[int]:
-        """What an instruction waits for on its own rank; a group for what any member does, and a
-        collective for what all do, wherever they are."""
+        """Return the instructions that an instruction waits for on its own rank.
+
+        A group waits for the predecessors of each of its members. A collective waits for those of
+        all members, on all ranks.
+        """
         found: set[int] = set()
         for member in self._collective_members.get(position, [position]):
             group = self._list_group(member)
@@ -120,14 +152,18 @@ class PositionedRanks:
         return found - {NO_POSITION, *self._collective_members.get(position, ())}
 
     def _list_blockers(self, position: int) -> list[int]:
-        """Of what an instruction waits for on its own rank, what cannot have ended."""
+        """Return the predecessors of an instruction that cannot have ended."""
         return sorted(
             one for one in self._list_predecessors(position) if not self.possibly_ended[one]
         )
 
     @cached_property
     def surely_ended(self) -> NDArray[np.bool_]:
-        """What has surely ended: all that stands before what has, and who sent what has come."""
+        """The instructions that have surely ended.
+
+        These are the ones before an ended transfer in its queue, those that it needs, and the sides
+        that sent received messages.
+        """
         sure = self.ended_mask.copy()
         left = np.flatnonzero(sure).tolist()
         receives = self.graph.index.is_op(RECV_OPS)
@@ -144,7 +180,10 @@ class PositionedRanks:
 
     @cached_property
     def possibly_ended(self) -> NDArray[np.bool_]:
-        """What may have ended: transfers that have, and all else that nothing else keeps."""
+        """The instructions that may have ended.
+
+        These are ended transfers, and other instructions whose predecessors may all have ended.
+        """
         may = self.surely_ended & (~self.is_transfer | self.has_no_dump) | self.ended_mask
         open_, found = np.flatnonzero(~self.is_transfer & ~may).tolist(), True
         before = {at: self._list_predecessors(at) for at in open_}
@@ -157,7 +196,11 @@ class PositionedRanks:
 
     @property
     def contradiction(self) -> tuple[int, int] | None:
-        """A transfer that has not ended, and one behind it in its queue that has, if any."""
+        """Two transfers whose recorded order contradicts the progress model, or None.
+
+        The first one has not ended, but the second one, which follows it in its queue, has. Or both
+        were issued in different process groups, but the model puts them in one queue.
+        """
         wrong = np.flatnonzero(
             self.surely_ended & self.is_transfer & ~self.ended_mask & ~self.has_no_dump
         )
@@ -165,52 +208,59 @@ class PositionedRanks:
             behind = np.flatnonzero((self.graph.queue == self.graph.queue[at]) & self.ended_mask)
             if (behind := behind[behind > at]).size:
                 return at, int(behind[0])
-        for turns in (
-            self.matched.transfers_per_group
-        ):  # what has process groups of its own has queues of its own
+        # Transfers in different process groups have different queues.
+        for transfers in self.matched.transfers_per_group:
             mine = (
                 self.is_transfer
-                & (self.rank_of == self.rank_of[turns[0]])
+                & (self.rank_of == self.rank_of[transfers[0]])
                 & self.matched.issued_mask
             )
-            others = np.setdiff1d(np.flatnonzero(mine), turns)
-            both = others[np.isin(self.graph.queue[others], self.graph.queue[turns])]
+            others = np.setdiff1d(np.flatnonzero(mine), transfers)
+            both = others[np.isin(self.graph.queue[others], self.graph.queue[transfers])]
             if both.size:
-                return int(turns[0]), int(both[0])
+                return int(transfers[0]), int(both[0])
         return None
 
     @property
     def old_dump_ranks(self) -> tuple[int, ...]:
-        """Ranks whose dumps are older than others: what they have not issued has come elsewhere."""
-        came = np.flatnonzero(self.graph.index.is_op(RECV_OPS) & self.matched.ended_mask)
-        sends = self.graph.partner[came]
-        unsaid = sends[~self.matched.issued_mask[sends] & ~self.has_no_dump[sends]]
-        return tuple(sorted({int(rank) for rank in self.rank_of[unsaid]}))
+        """The ranks whose dumps are older than others.
+
+        Another rank has received a message that such a rank has not issued.
+        """
+        received = np.flatnonzero(self.graph.index.is_op(RECV_OPS) & self.matched.ended_mask)
+        sends = self.graph.partner[received]
+        not_issued = sends[~self.matched.issued_mask[sends] & ~self.has_no_dump[sends]]
+        return tuple(sorted({int(rank) for rank in self.rank_of[not_issued]}))
 
     # ------------------------------------------------------------ where ranks stand
 
     def find_position(self, rank: int) -> RankPosition:
-        """Where a rank of the program stands."""
+        """Return the position of a rank of the program.
+
+        Args:
+            rank: The rank of the program.
+        """
         lo, hi = self.graph.program.offsets[rank : rank + 2].tolist()
         transfers = [k for k in range(lo, hi) if self.is_transfer[k]]
         last = max((k for k in transfers if self.matched.issued_mask[k]), default=lo - 1)
         for at in range(lo, hi):
             if self.matched.issued_mask[at] if self.is_transfer[at] else self.possibly_ended[at]:
                 continue
-            # What keeps a collective may be on other ranks, too: what is on this one comes first.
-            kept = [one for one in self._list_predecessors(at) if not self.possibly_ended[one]]
-            kept.sort(key=lambda one: bool(self.rank_of[one] != rank))
-            if self.is_transfer[at] and not kept:
+            # The blockers of a collective may be on other ranks, too. Those on this rank come
+            # first.
+            blockers = [one for one in self._list_predecessors(at) if not self.possibly_ended[one]]
+            blockers.sort(key=lambda one: bool(self.rank_of[one] != rank))
+            if self.is_transfer[at] and not blockers:
                 return RankPosition(rank, at, True, (last + 1, at))
-            return RankPosition(rank, self._find_blocking_transfer(kept), False, (at, at))
+            return RankPosition(rank, self._find_blocking_transfer(blockers), False, (at, at))
         open_ = [k for k in transfers if not self.ended_mask[k]]
         stands = self._find_blocking_transfer(open_[:1]) if open_ else None
         return RankPosition(rank, stands, False, (last + 1, hi))
 
     def _find_blocking_transfer(self, blockers: list[int]) -> int:
-        """The transfer or collective that has not ended, first found going back.
+        """Return the nearest open transfer or collective before these instructions.
 
-        Of transfers it is the head of the queue.
+        For transfers it is the head of their queue.
         """
         seen: set[int] = set()
         while blockers:
@@ -231,16 +281,20 @@ class PositionedRanks:
     # ------------------------------------------------------------ why
 
     def find_next_wait(self, position: int) -> PendingTransfer | StallReason:
-        """What a transfer that has not ended waits for: another one, or the end of the chain.
+        """Return the next wait of an open transfer, or the end of the chain.
 
-        A batch is over when all of it is, so one looks at all that is issued as one, on both sides.
+        A batch ends when all of its messages have ended. So the search covers all messages that are
+        issued together, on both sides.
+
+        Args:
+            position: The position of a transfer or collective that has not ended.
         """
         if not self.is_transfer[position]:
             return PendingTransfer(
                 position, self._find_blocking_transfer(self._list_blockers(position))
             )
         seen, suspects = [position], dict[int, None]()
-        for one in seen:  # which grows
+        for one in seen:  # The loop appends to this list.
             if (found := self._find_blocker(one)) is not None:
                 return found if isinstance(found, StallReason) else PendingTransfer(position, found)
             other = self._partner_of(one)
@@ -266,24 +320,28 @@ class PositionedRanks:
         return int(self.graph.partner[position])
 
     def _is_suspect(self, position: int) -> bool:
-        """Whether a side of a message may not have started because of what its rank computes.
+        """Return whether a side of a message may not have started because its rank still computes.
 
-        A send needs its value; on a GPU either side waits for all kernels that were issued before.
+        A send needs its value. On a GPU, both sides wait for all kernels that were issued before.
         """
         lo = int(self.graph.program.offsets[int(self.rank_of[position])])
         before = ~self.is_transfer[lo:position] & ~self.surely_ended[lo:position]
-        # What the last step computed after its last transfer may not have ended, either.
-        came = (self.is_transfer[lo:position] & self.ended_mask[lo:position]).any()
-        behind = before.any() or (self.matched.step != 0 and not came)
-        return not self.matched.started_mask[position] and bool(behind)
+        # The computation after the last transfer of the previous step may not have ended, either.
+        has_ended_transfer = (self.is_transfer[lo:position] & self.ended_mask[lo:position]).any()
+        may_compute = before.any() or (self.matched.step != 0 and not has_ended_transfer)
+        return not self.matched.started_mask[position] and bool(may_compute)
 
     def is_unblocked(self, position: int) -> bool:
-        """Whether nothing keeps what its rank computes before a transfer, in whatever order."""
+        """Return whether all instructions before a transfer on its rank may have ended.
+
+        Args:
+            position: The position of the transfer.
+        """
         lo = int(self.graph.program.offsets[int(self.rank_of[position])])
         return bool((self.is_transfer[lo:position] | self.possibly_ended[lo:position]).all())
 
     def _find_blocker(self, position: int) -> int | StallReason | None:
-        """What keeps a transfer on its own rank: another one, or its host, which is elsewhere."""
+        """Return the reason on its own rank why a transfer waits: another transfer, or its host."""
         if self.has_no_dump[position]:
             return (
                 None
@@ -302,7 +360,14 @@ class PositionedRanks:
         )
 
     def follow_waits(self, position: int) -> tuple[list[PendingTransfer], StallReason | None]:
-        """The waits from a transfer that has not ended to the cause; None for a circle."""
+        """Follow the waits from an open transfer to the cause.
+
+        Args:
+            position: The position of the transfer.
+
+        Returns:
+            The waits, and the cause. The cause is None if the waits form a cycle.
+        """
         links: list[PendingTransfer] = []
         while isinstance(found := self.find_next_wait(position), PendingTransfer):
             links.append(found)
@@ -314,11 +379,15 @@ class PositionedRanks:
 
 @dataclass(frozen=True)
 class ProgramVerdict:
-    """What is said of a copy of a program under a progress model.
+    """The diagnosis of a copy of a program under a progress model.
 
-    `cycle` are transfers that wait for each other, each for the next; `causes` what others wait
-    for and nothing keeps.  `check_error` is what `check` says of the program; of one that stands in
-    a circle also what it says of it on hosts that block, if it says nothing else.
+    Args:
+        positioned: The ranks with their positions.
+        check_error: The error that `check` raises for the program, or None. If there is a cycle and
+            no error, it is the error for blocking hosts.
+        positions: The position of each rank with a dump.
+        causes: The ends of the chains of waits.
+        cycle: Transfers that wait for each other, each for the next one, or empty.
     """
 
     positioned: PositionedRanks
@@ -329,7 +398,7 @@ class ProgramVerdict:
 
     @property
     def matched(self) -> MatchedProgram:
-        """What was recorded."""
+        """The copy of the program."""
         return self.positioned.matched
 
     @property
@@ -339,18 +408,24 @@ class ProgramVerdict:
 
     @property
     def is_deadlock(self) -> bool:
-        """Whether nothing that anybody does can set it going again."""
+        """Return whether ranks wait for each other in a cycle, so that the job cannot continue."""
         return bool(self.cycle)
 
 
 def diagnose_copies(
     program: Program, copies: Sequence[MatchedProgram], progress_model: ProgressModel | None = None
 ) -> list[ProgramVerdict]:
-    """A verdict on each copy of a program, of which all messages go as the program says.
+    """Diagnose each copy of a program. Their dumps must not have an `order_mismatch`.
 
-    Without a model it is `per_device`, or the strictest laxer one that is not contradicted.
-    Raises UsageError for recordings that contradict the model, and another SchedirError for a
-    program that is not complete.
+    Args:
+        program: The program.
+        copies: The copies of the program.
+        progress_model: The progress model. By default `per_device`, or the strictest weaker model
+            that the dumps do not contradict.
+
+    Raises:
+        UsageError: The dumps contradict the progress model.
+        SchedirError: The program is not complete.
     """
     return [_diagnose_copy(program, matched, progress_model) for matched in copies]
 
@@ -379,26 +454,26 @@ def _make_verdict(positioned: PositionedRanks) -> ProgramVerdict:
         if there
     )
     causes: dict[StallReason, None] = {}
-    circle: tuple[PendingTransfer, ...] = ()
+    cycle: tuple[PendingTransfer, ...] = ()
     for place in places:
-        # A rank that is late is a cause where others wait for it.
+        # A late rank is added as a cause when another rank waits for it.
         if place.position is None or place.is_late:
             continue
         links, cause = positioned.follow_waits(place.position)
         if cause is not None:
             causes[cause] = None
-        elif not circle:
+        elif not cycle:
             back = [link.position for link in links].index(links[-1].needed_position)
-            circle = tuple(links[back:])
-    refusals = (
-        _find_check_error(positioned.graph, blocks) for blocks in (False, *[True] * bool(circle))
+            cycle = tuple(links[back:])
+    errors = (
+        _find_check_error(positioned.graph, blocks) for blocks in (False, *[True] * bool(cycle))
     )
-    refusal = next((one for one in refusals if one is not None), None)
-    return ProgramVerdict(positioned, refusal, places, tuple(causes), circle)
+    check_error = next((one for one in errors if one is not None), None)
+    return ProgramVerdict(positioned, check_error, places, tuple(causes), cycle)
 
 
 def _find_check_error(graph: Graph, blocking_hosts: bool) -> SchedirError | None:
-    """What `check` says of a program, on hosts that block or not."""
+    """Return the error that `check` raises for a program, or None."""
     try:
         check(graph.program, graph.progress_model, blocking_hosts=blocking_hosts)
     except SchedirError as error:

@@ -1,9 +1,9 @@
-"""Load pickles of plain values, without running code: numbers, text, None, lists, tuples and dicts.
+"""Load pickles of plain values without running code.
 
-Python's unpickler imports and calls whatever a file names.  So `pickletools` first lists the
-opcodes, and a file with an opcode that plain values do not need is refused before it is unpickled.
-The allow-list has the opcodes that torch's pickler and Python's protocols 2 to 5 write for plain
-values.
+Plain values are numbers, text, None, lists, tuples and dicts. Python's unpickler imports and calls
+any object that a file names. So `pickletools` first lists the opcodes. A file is refused before
+unpickling if plain values do not need one of its opcodes. The allow-list has the opcodes that
+torch's pickler and Python's protocols 2 to 5 write for plain values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALLOWED_OPCODES: Final = frozenset({
     "SETITEMS", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET",
 })
 # fmt: on
-# What the opcodes would do that pickles of other values most likely contain.
+# The effects of the opcodes that pickles of other values most likely contain.
 _OPCODE_EFFECTS: Final = {
     **dict.fromkeys(("GLOBAL", "INST", "STACK_GLOBAL"), "imports what it names"),
     **dict.fromkeys(("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ"), "calls what it names"),
@@ -36,7 +36,7 @@ _OPCODE_EFFECTS: Final = {
 
 
 def loads(data: bytes, path: str = "") -> Any:
-    """Return the value of a pickle that contains plain values only.
+    r"""Return the value of a pickle that contains plain values only.
 
     Args:
         data: The pickle.
@@ -45,18 +45,19 @@ def loads(data: bytes, path: str = "") -> Any:
     Raises:
         TraceError: The pickle is damaged, cut off or too large, or contains other values.
 
-    >>> loads(pickle.dumps({"entries": [(1, "a")], "ended": None}))
-    {'entries': [(1, 'a')], 'ended': None}
-    >>> try:
-    ...     loads(b"cos\\nsystem\\n.")
-    ... except TraceError as error:
-    ...     print(error)
-    byte 0 of the pickle imports what it names, and nothing of a dump is ever run
+    Example:
+        >>> loads(pickle.dumps({"entries": [(1, "a")], "ended": None}))
+        {'entries': [(1, 'a')], 'ended': None}
+        >>> try:
+        ...     loads(b"cos\nsystem\n.")
+        ... except TraceError as error:
+        ...     print(error)
+        byte 0 of the pickle imports what it names, and nothing of a dump is ever run
     """
     file = io.BytesIO(data)
     try:
         _check_opcodes(file)
-    except ValueError:  # `pickletools` cannot read a number, a text or an opcode
+    except ValueError:  # `pickletools` cannot read a number, a text or an opcode.
         fact = f"the pickle is cut off or damaged at byte {file.tell()} of {len(data)}"
         raise TraceError(fact, program=path) from None
     except _RefusedPickle as refused:
@@ -71,7 +72,7 @@ def loads(data: bytes, path: str = "") -> Any:
 
 
 class _RefusedPickle(Exception):
-    """A pickle is refused; the message says why."""
+    """A pickle is refused; the message is the reason."""
 
 
 def _check_opcodes(file: io.BytesIO) -> None:
@@ -91,10 +92,10 @@ def _check_opcodes(file: io.BytesIO) -> None:
 
 
 class _SafeUnpickler(pickle._Unpickler):
-    """The unpickler of the standard library that is written in Python.
+    """The Python implementation of the standard unpickler, with restrictions.
 
-    Its memo is a dict.  The unpickler written in C has an array as memo, which is as long as the
-    largest index in the file, so a small file could fill the memory.
+    Its memo is a dict. The C implementation has an array as memo, whose length is the largest index
+    in the file. So a small file could fill the memory.
     """
 
     stack: list[Any]
