@@ -1,14 +1,14 @@
-"""Find the process that holds up a run, from the black boxes of its processes.
+"""Find the process that caused a hang, from the black boxes of the processes.
 
-Each process stands at an instruction: it has begun it, and all before it on its rank.  It waits
-for others if what the instruction needs is not there: a message whose sender has not come to its
-send, a collective to which a member has not come.  Going from who waits to who is waited for, along
-the dependency graph, one comes to who waits for nobody: it has died or is stopped, or does not come
-out of what it does.  Who noticed first says nothing.
+Each process is at an instruction, which it has begun, as all earlier ones on its rank. It waits for
+another process if the instruction needs a message that was not sent yet, or a collective that
+another member has not reached. The analysis follows these waits along the dependency graph. They
+end at a process that does not wait for another one. This process has died, is stopped, or does not
+finish its current action. It does not matter which process detected the hang first.
 
-Outside of steps all processes go through the same phases: who is in an earlier one is waited for.
-Inside an instruction, tensor-parallel processes wait for each other, and there the note in a box
-tells who is in a collective and who is not.
+Outside of steps, all processes enter the same phases, and wait for those in an earlier phase.
+Tensor-parallel processes also wait for each other inside an instruction. There, the box of a
+process shows whether it is in a collective.
 """
 
 from __future__ import annotations
@@ -26,13 +26,23 @@ from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS, In
 from schedir.ir.pipeline.process_mesh import describe_process, make_process_mesh
 from schedir.ir.program import Program
 
-MAX_SHOWN: Final = 16  # processes that are told one by one
-SLOW_SHARE: Final = 0.5  # of the time that others wait: who has moved since may do so again
-SILENT_SECONDS: Final = 1.5  # seconds without a sign of a watchdog that is awake ten times in one
+MAX_SHOWN: Final = 16  # processes that a report lists one by one
+# A process that moved within this share of the time that others wait may be slow, and not hang.
+SLOW_SHARE: Final = 0.5
+# Seconds without a heartbeat of the watchdog, which writes ten per second.
+SILENT_SECONDS: Final = 1.5
 
 
 class StallKind(IntEnum):
-    """What is the matter with a process that waits for nobody, the surest first."""
+    """The state of a process that does not wait for another one, the most certain cause first.
+
+    - SAID: It failed with a message.
+    - DIED: It died without one.
+    - STOPPED: It is stopped, for example by a signal.
+    - MISSING: It has left no black box on this machine.
+    - BUSY: It runs.
+    - UNHEARD: Its machine has sent no information about it.
+    """
 
     SAID = 0
     DIED = 1
@@ -43,7 +53,13 @@ class StallKind(IntEnum):
 
 
 class ProcessLayout(NamedTuple):
-    """How many processes there are, and how: in a pipeline, a tensor-parallel group, replicas."""
+    """The number of processes along each dimension of the process mesh.
+
+    Attributes:
+        ranks: The number of pipeline ranks.
+        tp: The tensor-parallel size.
+        dp: The number of replicas.
+    """
 
     ranks: int
     tp: int
@@ -51,22 +67,40 @@ class ProcessLayout(NamedTuple):
 
     @classmethod
     def from_program(cls, program: Program) -> ProcessLayout:
-        """That of a program."""
+        """Return the layout that a program needs.
+
+        Args:
+            program: The program.
+        """
         return cls(program.shape.ranks, program.tp, program.dp)
 
     @classmethod
     def from_snapshot(cls, snapshot: BlackBoxSnapshot) -> ProcessLayout:
-        """That of the run of a process."""
+        """Return the layout of the run of a process.
+
+        Args:
+            snapshot: The contents of its black box.
+        """
         tp, dp = max(snapshot[BlackBoxField.TP], 1), max(snapshot[BlackBoxField.DP], 1)
         return cls(max(snapshot[BlackBoxField.WORLD_SIZE] // (tp * dp), 1), tp, dp)
 
     def name_process(self, process: int) -> str:
-        """A process as every message names it."""
+        """Return the name of a process in messages.
+
+        Args:
+            process: Its number.
+        """
         return describe_process(process, *self)
 
 
 class WaitingProcess(NamedTuple):
-    """A process that waits for another, and for which instruction there, if that is known."""
+    """A wait of a process for another one.
+
+    Attributes:
+        process: The process that waits.
+        awaited_process: The process that it waits for.
+        instr: The instruction of the awaited process, or "" if it is unknown.
+    """
 
     process: int
     awaited_process: int
@@ -74,10 +108,15 @@ class WaitingProcess(NamedTuple):
 
 
 class StallCause(NamedTuple):
-    """Who keeps the others: the process, what is the matter with it, and all that wait.
+    """The process that delays the others.
 
-    `is_certain` is False where another may as well be the cause; `message` is what the process has
-    said.
+    Attributes:
+        process: The process.
+        kind: Its state.
+        fact: A sentence that describes it.
+        is_certain: False if another process is an equally likely cause.
+        lines: The state of each other process.
+        message: The message with which the process failed, or "".
     """
 
     process: int
@@ -92,10 +131,19 @@ class StallCause(NamedTuple):
 
 
 class StalledRun:
-    """Processes of a run by their boxes, and the program that they run, if it is known.
+    """The processes of a run, with the contents of their black boxes.
 
-    `missing` are processes of this machine that have left no box, `unreachable` those of others of
-    which nothing is known: they may have gone with all that could tell of them.
+    Args:
+        snapshots: The contents of the boxes, by process.
+        layout: The number of processes.
+        program: The program that they run, if it is available.
+        missing: Processes of this machine without a box.
+        unreachable: Processes of other machines without information. Their machines may have
+            failed.
+
+    Attributes:
+        waits_of: The waits of each process.
+        awaited: The processes for which others wait.
     """
 
     def __init__(
@@ -120,7 +168,7 @@ class StalledRun:
         return int(replica), int(rank), int(slice_)
 
     def _current_instruction(self, process: int) -> tuple[int, Instr] | None:
-        """Where a process stands in its Stream, if it does."""
+        """Return index and instruction of a process in its Stream, or None outside of a step."""
         one = self.snapshots[process]
         if self.program is None or one.phase is not ProcessPhase.STEP:
             return None
@@ -134,7 +182,7 @@ class StalledRun:
         return [*self._find_graph_waits(process)] or [*self._find_phase_waits(process)]
 
     def _find_graph_waits(self, process: int) -> Iterator[WaitingProcess]:
-        """What the instruction needs at which a process stands, that is not there."""
+        """Yield the waits of a process for inputs of its current instruction."""
         own, graph = self.snapshots[process], self.graph
         if graph is None or self.program is None or own.phase is not ProcessPhase.STEP:
             return
@@ -142,7 +190,8 @@ class StalledRun:
         at = lo + max(own.position, 0)
         if at < hi:
             needs = {int(n) for n in graph.local_waits[:, at] if n != NO_POSITION}
-            if graph.index.op[at] in SEND_OPS:  # into memory that is free when a step has ended
+            # A receive buffer is free only after its rank has ended the previous step.
+            if graph.index.op[at] in SEND_OPS:
                 for member, there in self._find_participants(process, at):
                     other = self.snapshots.get(member)
                     if (
@@ -150,7 +199,7 @@ class StalledRun:
                         and other[BlackBoxField.PHASE_COUNT] < own[BlackBoxField.PHASE_COUNT]
                     ):
                         yield WaitingProcess(process, member, self._name_instruction(there))
-        else:  # what it has sent is on its way
+        else:  # At the end of a step, a process waits until its messages are received.
             needs = {k for k in range(lo, hi) if graph.index.op[k] in SEND_OPS}
         for need in sorted(needs):
             for member, there in self._find_participants(process, need):
@@ -158,7 +207,7 @@ class StalledRun:
                     yield WaitingProcess(process, member, self._name_instruction(there))
 
     def _find_participants(self, process: int, position: int) -> Iterator[tuple[int, int]]:
-        """Who else has a part in what a process has begun, and where in the program that is."""
+        """Yield the other processes of an instruction, each with its position there."""
         graph = self.graph
         assert graph is not None
         replica, rank, slice_ = self._coordinates_of(process)
@@ -179,7 +228,7 @@ class StalledRun:
             yield from ((int(other), position) for other in self.mesh[:, rank, slice_])
 
     def _has_passed(self, process: int, position: int, occurrence: int) -> bool:
-        """Whether a process has passed an instruction, in the step of a turn."""
+        """Return whether a process has passed an instruction in the phase with this number."""
         if (one := self.snapshots.get(process)) is None:
             return process not in (*self.missing, *self.unreachable)
         if one[BlackBoxField.PHASE_COUNT] != occurrence:
@@ -189,13 +238,13 @@ class StalledRun:
         return one.find_lane_position(INSTRUCTIONS[instr.op].lane) > index
 
     def _find_phase_waits(self, process: int) -> Iterator[WaitingProcess]:
-        """Who is behind a process that may be in a collective with it, or not in that."""
+        """Yield waits for processes that are in an earlier phase, or not in the same collective."""
         own = self.snapshots[process]
         replica, rank, _ = self._coordinates_of(process)
         in_step = own.phase is ProcessPhase.STEP and self._current_instruction(process) is not None
-        near = [int(p) for p in self.mesh[replica, rank]] if in_step else [*self.snapshots]
+        candidates = [int(p) for p in self.mesh[replica, rank]] if in_step else [*self.snapshots]
         waits = bool(own[BlackBoxField.IS_WAITING])
-        for other in near:
+        for other in candidates:
             one = self.snapshots.get(other)
             if one is None or other == process:
                 continue
@@ -222,7 +271,11 @@ class StalledRun:
     # ------------------------------------------------------------ who is to blame
 
     def classify(self, process: int) -> StallKind:
-        """What is the matter with a process, if it waits for nobody."""
+        """Return the state of a process, on the assumption that it does not wait for another one.
+
+        Args:
+            process: The process.
+        """
         if process not in self.snapshots:
             return StallKind.UNHEARD if process in self.unreachable else StallKind.MISSING
         one = self.snapshots[process]
@@ -233,7 +286,7 @@ class StalledRun:
         return StallKind.STOPPED if one.state == "stopped" else StallKind.BUSY
 
     def find_roots(self) -> list[int]:
-        """The processes that wait for nobody, and have not gone because of others."""
+        """Return the processes that do not wait for others, and did not end because of others."""
         found = [
             p for p, waits in self.waits_of.items()
             if not waits and not (self.classify(p) is StallKind.BUSY and self._has_ended(p))
@@ -245,30 +298,35 @@ class StalledRun:
         return one.has_failed or bool(one[BlackBoxField.HAS_ENDED]) or one.state == "gone"
 
     def find_cause(self, reason: str = "") -> StallCause | None:
-        """Who keeps the others, for a reader who was told `reason` it is asked; None if nobody
-        does.
+        """Return the process that delays the others, or None if there is none.
 
-        Of several it is the one of which most is known, then who is furthest behind.
+        If there are several, the one with the most certain state is returned, and then the one with
+        the least progress.
+
+        Args:
+            reason: A text that the fact begins with, such as the reason for the diagnosis.
         """
         roots = self.find_roots()
         if not roots:
             return None
         roots.sort(key=self._sort_key)
         first, kind = roots[0], self.classify(roots[0])
-        alike = [p for p in roots if self._sort_key(p)[:2] == self._sort_key(first)[:2]]
-        sure = len(alike) == 1 or kind < StallKind.MISSING
+        candidates = [p for p in roots if self._sort_key(p)[:2] == self._sort_key(first)[:2]]
+        sure = len(candidates) == 1 or kind < StallKind.MISSING
         fact = f"{reason}: " if reason else ""
         fact += f"{self.layout.name_process(first)} {self._describe_problem(first, kind)}"
         if not sure:
-            fact += f"; or it may be {', '.join(self.layout.name_process(p) for p in alike[1:4])}"
-        said = self.snapshots[first].reason if first in self.snapshots else ""
-        return StallCause(first, kind, fact, sure, (*self.describe_processes(first),), said)
+            fact += (
+                f"; or it may be {', '.join(self.layout.name_process(p) for p in candidates[1:4])}"
+            )
+        message = self.snapshots[first].reason if first in self.snapshots else ""
+        return StallCause(first, kind, fact, sure, (*self.describe_processes(first),), message)
 
     def _sort_key(self, process: int) -> tuple[int, bool, int, int, float]:
         one, kind = self.snapshots.get(process), self.classify(process)
         if one is None:
             return kind, process not in self.awaited, 0, 0, 0.0
-        if kind in (StallKind.SAID, StallKind.DIED):  # who did first
+        if kind in (StallKind.SAID, StallKind.DIED):  # The first to fail is the cause.
             when = BlackBoxField.FAILURE_TIME if kind is StallKind.SAID else BlackBoxField.HEARTBEAT
             return kind, False, 0, 0, one[when] - one.read_time
         turn = one[BlackBoxField.PHASE_COUNT] + bool(one[BlackBoxField.IS_WAITING])
@@ -293,7 +351,13 @@ class StalledRun:
         return f"waits for nobody, and {does}: {where}, for {one.seconds_at_position:.1f} s"
 
     def is_slow(self, process: int) -> bool:
-        """Whether a process at work has moved while others waited for it: it may be only slow."""
+        """Return whether a running process has moved while others waited for it.
+
+        It may only be slow.
+
+        Args:
+            process: The process.
+        """
         if self.classify(process) is not StallKind.BUSY:
             return False
         waits = (
@@ -308,19 +372,30 @@ class StalledRun:
         return self.snapshots[process].seconds_at_position < SLOW_SHARE * waited
 
     def _describe_activity(self, process: int) -> str:
-        """What a process is at."""
+        """Describe the phase and the instruction of a process."""
         one, found = self.snapshots[process], self._current_instruction(process)
         return one.activity if found is None else f"{one.activity} at #{found[0]} {found[1]}"
 
     def describe_location(self, process: int) -> str:
-        """What a process is at, and where in the code."""
+        """Describe the current phase and instruction of a process, and the place in the code.
+
+        Args:
+            process: The process.
+        """
         one, text = self.snapshots[process], self._describe_activity(process)
         if self.program is None and one.phase is ProcessPhase.STEP:
             text += f" at #{one.position}"
         return f"{text}, {one.note}" if one.note else text
 
     def describe_processes(self, excluded: int = -1) -> list[str]:
-        """All processes but one, and for whom they wait."""
+        """Describe the state of each process, and the processes that it waits for.
+
+        Args:
+            excluded: A process to omit. By default there is none.
+
+        Returns:
+            The lines of the description.
+        """
         rest = [p for p in self.snapshots if p != excluded]
         names = {p: self.layout.name_process(p) for p in rest[:MAX_SHOWN]}
         width = max(map(len, names.values()), default=0)
@@ -343,7 +418,9 @@ class StalledRun:
             return f"{text}, has {'given up' if self.snapshots[process].has_failed else 'ended'}"
         if not waits:
             return text
-        many = [*dict.fromkeys(wait.awaited_process for wait in waits)]
-        for_whom = " and ".join(f"process {p}" for p in many[:4]) + " and more" * (len(many) > 4)
-        what = next((f" to come to {wait.instr}" for wait in waits if wait.instr), "")
-        return f"{text}, waits for {for_whom}{what}"
+        awaited = [*dict.fromkeys(wait.awaited_process for wait in waits)]
+        awaited_text = " and ".join(f"process {p}" for p in awaited[:4]) + " and more" * (
+            len(awaited) > 4
+        )
+        instr_text = next((f" to come to {wait.instr}" for wait in waits if wait.instr), "")
+        return f"{text}, waits for {awaited_text}{instr_text}"

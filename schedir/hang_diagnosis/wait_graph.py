@@ -1,8 +1,8 @@
-"""Build the graph of which rank waits for which, from the recorded operations alone.
+"""Build the graph of the waits between ranks from recorded operations, without a program.
 
-No program is needed.  A rank waits at the first operation that it has issued and that has not
-ended.  Whom that waits for is read off the other ranks' recordings: a message pairs with its other
-side, the k-th from a to b in a process group with the k-th, and a collective with those of the same
+A rank waits at its first operation that was issued and has not ended. The recordings of the other
+ranks show the ranks that it waits for. The k-th message from a to b that a has recorded in a
+process group pairs with the k-th one of b. A collective pairs with those of the same sequence
 number.
 """
 
@@ -24,11 +24,11 @@ from schedir.hang_diagnosis.flight_recorder import (
     RecordedOperation,
 )
 
-# Collectives that end nowhere before all members have issued them.
+# Collectives that end on no rank before all members have issued them.
 _find_synchronizing: Final = re.compile(
     r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier"
 ).search
-# Collectives whose members may come with different sizes.
+# Suffixes of collectives whose members may have different sizes.
 _UNEVEN_SUFFIXES: Final = (
     "gather",
     "scatter",
@@ -41,10 +41,13 @@ _UNEVEN_SUFFIXES: Final = (
 
 
 class WaitReason(Enum):
-    """What another rank has done for an operation that has not ended, in words.
+    """The progress of another rank in an operation that has not ended, in words.
 
-    It has issued its part `BEHIND` another that has not ended; it has issued an `OTHER` part, which
-    does not fit; or it is `THERE`, and so are all.
+    - NO_DUMP: The rank has no dump.
+    - NOT_ISSUED: It has not issued its side.
+    - BEHIND: It has issued its side after another operation that has not ended.
+    - OTHER: It has issued an operation that does not match.
+    - THERE: It has issued its side, and waits there, too.
     """
 
     NO_DUMP = "left no dump"
@@ -58,7 +61,15 @@ _BLOCKING_REASONS: Final = (WaitReason.NOT_ISSUED, WaitReason.BEHIND)
 
 
 class PendingOperation(NamedTuple):
-    """An operation of `rank` that has not ended, and what its part on rank `awaited_rank` does."""
+    """An operation that has not ended, and one of the ranks that it waits for.
+
+    Attributes:
+        rank: The rank that waits.
+        op: Its operation.
+        awaited_rank: The other rank.
+        reason: The progress of the other rank.
+        counterpart: The operation of the other rank, or None if it has not recorded it.
+    """
 
     rank: int
     op: RecordedOperation
@@ -68,14 +79,16 @@ class PendingOperation(NamedTuple):
 
 
 class DistributedJob:
-    """All that is known of a job: its dumps, and what they say together.
-
-    `waits` are what the first operation of each rank that has not ended waits for, with all of its
-    batch.
+    """A job, with the dumps of its ranks and the waits between them.
 
     Args:
         dumps: The dumps by rank.
-        extra_names: What else an operation is called, by its rank and number.
+        extra_names: Additional names of operations, by rank and number.
+
+    Attributes:
+        ranks: The ranks with a dump, and the ranks in process groups of dumps.
+        waits: The waits of each rank: those of its first operation that has not ended, and of the
+            other operations in its batch.
     """
 
     def __init__(
@@ -87,7 +100,8 @@ class DistributedJob:
         groups = {g for d in dumps.values() for g in (*d.groups, *(op.group for op in d.ops))}
         members = {id(group.ranks): group.ranks for group in groups}.values()
         self.ranks = tuple(sorted({*dumps, *(rank for some in members for rank in some)}))
-        # Messages of a rank by channel, and its collectives by process group and number.
+        # Messages are stored by rank, process group, sender and receiver, collectives by group and
+        # number.
         self._messages: dict[tuple[int, RecordedGroup, int, int], list[RecordedOperation]] = (
             defaultdict(list)
         )
@@ -107,19 +121,30 @@ class DistributedJob:
         self.waits = {rank: self._find_waits(rank) for rank in dumps}
 
     def describe_operation(self, rank: int, op: RecordedOperation) -> str:
-        """An operation of a rank in words."""
+        """Describe an operation of a rank in words, with its additional name if it has one.
+
+        Args:
+            rank: The rank.
+            op: The operation.
+        """
         name = self.extra_names.get((rank, op.number))
         return f"{op} ({name})" if name else str(op)
 
     def has_lost_entries(self, wait: PendingOperation) -> bool:
-        """Whether one of the two has lost its beginning, so that a number says nothing of pairs."""
+        """Return whether one of the two ranks has lost entries.
+
+        Then messages cannot be paired by number.
+
+        Args:
+            wait: The wait.
+        """
         return any(
             self.dumps[r].num_lost for r in (wait.rank, wait.awaited_rank) if r in self.dumps
         )
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks of which there is no dump."""
+        """The ranks without a dump."""
         return tuple(rank for rank in self.ranks if rank not in self.dumps)
 
     # ------------------------------------------------------------ who is the other side of what
@@ -127,9 +152,15 @@ class DistributedJob:
     def find_counterpart(
         self, rank: int, op: RecordedOperation, other: int
     ) -> RecordedOperation | None:
-        """What another rank has recorded of an operation of a rank, None if nothing.
+        """Return the operation of another rank that pairs with an operation, or None.
 
-        Of a collective in a batch that is the one at the same place in its batch.
+        For a collective in a batch, it is the one at the same place in its batch. If entries are
+        lost, messages that have not ended are paired in order.
+
+        Args:
+            rank: The rank of the operation.
+            op: The operation.
+            other: The other rank.
         """
         if not op.is_message:
             own, theirs = (self._matching_collectives(one, op) for one in (rank, other))
@@ -137,7 +168,8 @@ class DistributedJob:
         ends = _sender_and_receiver(rank, op)
         own, theirs = (self._messages.get((one, op.group, *ends), []) for one in (rank, other))
         if self.dumps[rank].num_lost or self.dumps[other].num_lost:
-            # Where the beginning is lost, what has not ended is paired in order.
+            # If the first entries are lost, only messages that have not ended can be paired, in
+            # order.
             if op.is_done:
                 return None
             own, theirs = ([one for one in side if not one.is_done] for side in (own, theirs))
@@ -145,22 +177,22 @@ class DistributedJob:
         return theirs[at] if at < len(theirs) else None
 
     def _matching_collectives(self, rank: int, op: RecordedOperation) -> list[RecordedOperation]:
-        """The collectives of a rank that have the number of another rank's."""
+        """Return the collectives of a rank with the sequence number of an operation."""
         return self._collectives.get((rank, op.group), {}).get(op.sequence_number, [])
 
     def _last_collective_number(self, rank: int, group: RecordedGroup) -> int:
-        """The number of the last collective that a rank has issued in a process group."""
+        """Return the number of the last collective that a rank has issued in a process group."""
         return max(self._collectives.get((rank, group), (0,)))
 
     def _find_wait_reason(
         self, rank: int, op: RecordedOperation, other: int
     ) -> tuple[int, WaitReason, RecordedOperation | None]:
-        """Another rank, what its part in an operation does, and which it is."""
+        """Return the other rank, its progress in an operation, and its side of the operation."""
         if other not in self.dumps:
             return other, WaitReason.NO_DUMP, None
         part = self.find_counterpart(rank, op, other)
         if part is None:
-            # Of a collective that is no longer in its buffer, the rank has had it.
+            # If the rank has issued later collectives, this one was overwritten in its buffer.
             later = (
                 not op.is_message
                 and self._last_collective_number(other, op.group) > op.sequence_number
@@ -179,7 +211,8 @@ class DistributedJob:
             if op.is_message:
                 found.append(PendingOperation(rank, op, *self._find_wait_reason(rank, op, op.peer)))
                 continue
-            # Others do the same for all that have issued the same: it is asked once for all.
+            # All ranks that have issued the same collective wait for the same ranks, so these are
+            # computed once.
             place = self._matching_collectives(rank, op).index(op)
             key = (op.group, op.sequence_number, place, op.kind, op.sizes, op.dtypes)
             if key not in self._cached_waits:
@@ -192,21 +225,23 @@ class DistributedJob:
                 for one in self._cached_waits[key]
                 if one[0] != rank
             ]
-        held = [wait for wait in found if wait.reason is not WaitReason.THERE]
-        return tuple(held or found)
+        blocked = [wait for wait in found if wait.reason is not WaitReason.THERE]
+        return tuple(blocked or found)
 
     # ------------------------------------------------------------ what that means
 
     @property
     def cycle(self) -> tuple[PendingOperation, ...]:
-        """The waits around a cycle of ranks, each for the next, from the lowest rank that is found
-        in one; empty if there is none."""
+        """The waits around a cycle of ranks, each for the next one, or empty if there is no cycle.
+
+        The search starts at the lowest rank that reaches a cycle.
+        """
         left = {
             rank: [w for w in own if w.reason in _BLOCKING_REASONS]
             for rank, own in self.waits.items()
         }
-        while done := [rank for rank, own in left.items() if not own]:
-            for rank in done:
+        while free_ranks := [rank for rank, own in left.items() if not own]:
+            for rank in free_ranks:
                 del left[rank]
             left = {rank: [w for w in own if w.awaited_rank in left] for rank, own in left.items()}
         if not left:
@@ -220,7 +255,7 @@ class DistributedJob:
 
     @property
     def roots(self) -> tuple[int, ...]:
-        """The ranks for which others wait, and which wait for nobody here."""
+        """The ranks for which others wait, and which do not wait for others."""
         waited = {wait.awaited_rank for waits in self.waits.values() for wait in waits}
         return tuple(
             sorted(r for r in waited if not any(w.awaited_rank != r for w in self.waits.get(r, ())))
@@ -228,14 +263,17 @@ class DistributedJob:
 
     @property
     def unmatched(self) -> tuple[PendingOperation, ...]:
-        """What does not fit, or has not ended though all of its ranks are there."""
+        """The waits for operations that do not match, or that all ranks have issued."""
         every = [wait for waits in self.waits.values() for wait in waits]
         return tuple(wait for wait in every if wait.reason in (WaitReason.OTHER, WaitReason.THERE))
 
     @cached_property
     def old_dump_ranks(self) -> tuple[int, ...]:
-        """The ranks that have written their dumps before others have: they have not issued what has
-        ended elsewhere, and cannot have without them."""
+        """The ranks whose dumps are older than others.
+
+        They have not issued an operation that has ended on another rank, and could not have ended
+        without them.
+        """
         found: set[int] = set()
         ended: dict[RecordedGroup, int] = defaultdict(int)
         for (_, group), parts in self._collectives.items():
@@ -261,7 +299,7 @@ class DistributedJob:
 
 
 def _sender_and_receiver(rank: int, op: RecordedOperation) -> tuple[int, int]:
-    """From whom to whom a message goes."""
+    """Return the sender and the receiver of a message."""
     return (rank, op.peer) if op.kind == "send" else (op.peer, rank)
 
 
@@ -271,7 +309,7 @@ def _list_pending_ops(dump: FlightRecorderDump) -> tuple[RecordedOperation, ...]
 
 
 def _are_mismatched(op: RecordedOperation, counterpart: RecordedOperation) -> bool:
-    """Whether two parts of one operation cannot be."""
+    """Return whether two operations cannot be sides of one operation."""
     if op.is_message:
         return (
             sum(map(prod, op.sizes)) != sum(map(prod, counterpart.sizes))
