@@ -1,9 +1,11 @@
 """Mark the instructions of DeepSpeed's PipelineEngine as profiler ranges.
 
-Its instructions carry the number of a buffer, not of a microbatch; but each kind of them comes in
-the order of microbatches (`TrainSchedule._step_to_micro_batch`), so that the k-th is that of
-microbatch k, which the buffer must confirm.  Sends and receives block, and are whole ranges; those
-of DualPipeV are queued until `CommitP2P` issues all of them as one and waits.
+DeepSpeed's instructions have the number of a buffer, but not of a microbatch. Each kind of
+instruction runs in the order of microbatches (`TrainSchedule._step_to_micro_batch`). So the k-th
+one is that of microbatch k, and its buffer must agree.
+
+Sends and receives block, so one range contains both post and wait. In DualPipeV they are queued.
+`CommitP2P` then issues all of them as a batch, and waits.
 """
 
 from __future__ import annotations
@@ -43,7 +45,14 @@ _MAP_ATTRIBUTE: Final = "_INSTRUCTION_MAP"
 
 
 def add_patches(patches: FunctionPatches) -> None:
-    """Plan what is put around DeepSpeed's functions.  Raises UsageError where one is not there."""
+    """Plan the wrappers of DeepSpeed's functions.
+
+    Args:
+        patches: The patches to which wrappers are added.
+
+    Raises:
+        UsageError: DeepSpeed does not have one of the functions.
+    """
     patches.wrap_function(import_module(_MODULE).PipelineEngine, "_exec_schedule", _run_schedule)
 
 
@@ -58,20 +67,27 @@ def _run_schedule(original: Any, engine: Any, schedule: Any, *args: Any, **kwarg
         schedule,
         queues_messages=any(kind.__name__ == _COMMIT_KIND for kind in engine._INSTRUCTION_MAP),
     )
-    own = vars(engine).get(_MAP_ATTRIBUTE)
+    instance_map = vars(engine).get(_MAP_ATTRIBUTE)
     marked = {
         k: partial(step.run_instruction, k.__name__, run)
         for k, run in engine._INSTRUCTION_MAP.items()
     }
-    setattr(engine, _MAP_ATTRIBUTE, marked)  # this engine's, for as long as the step lasts
+    setattr(engine, _MAP_ATTRIBUTE, marked)  # only in this engine, until the step ends
     try:
         return original(engine, schedule, *args, **kwargs)
     finally:
-        delattr(engine, _MAP_ATTRIBUTE) if own is None else setattr(engine, _MAP_ATTRIBUTE, own)
+        delattr(engine, _MAP_ATTRIBUTE) if instance_map is None else setattr(
+            engine, _MAP_ATTRIBUTE, instance_map
+        )
 
 
 class _DeepSpeedStep:
-    """A step under a profiler: how many of each kind have run, and which messages are queued."""
+    """A step under a profiler, with the counts of its instructions and the queued messages.
+
+    Args:
+        schedule: The schedule of the step.
+        queues_messages: True if messages are queued until `CommitP2P`.
+    """
 
     def __init__(self, schedule: Any, queues_messages: bool) -> None:
         self.schedule = schedule
@@ -79,7 +95,7 @@ class _DeepSpeedStep:
         self.queued_actions: list[str] = []
         self.counts: Counter[tuple[str, int]] = Counter()
         self.num_buffers = schedule.num_pipe_buffers()
-        # By phase; in the second, stages come back to the ranks that they began on.
+        # The stage of each phase. DualPipeV places the stages of its second phase in reverse order.
         both = schedule.stage_id, 2 * schedule.stages - 1 - schedule.stage_id
         self.stage_of_phase = both if queues_messages else both[:1]
 
@@ -89,7 +105,7 @@ class _DeepSpeedStep:
             return original(engine, **kwargs)
 
     def make_range(self, kind: str, arguments: dict[str, Any]) -> Any:
-        """The range of an instruction; what loads, or only queues, has none."""
+        """Return the range of an instruction. Instructions that load or queue have none."""
         if kind in _ACTIONS:
             action = self.name_next_action(kind, arguments["buffer_id"], arguments.get("phase", 0))
             if not self.queues_messages or not kind.startswith(("Send", "Recv")):
@@ -105,7 +121,10 @@ class _DeepSpeedStep:
         return nullcontext()
 
     def name_next_action(self, kind: str, buffer: int, phase: int) -> str:
-        """What the next instruction of a kind is called, if it works on its buffer."""
+        """Return the name of the next instruction of a kind.
+
+        Raise ExecutionError for another buffer.
+        """
         mb = self.counts[kind, phase]
         self.counts[kind, phase] += 1
         if (phase * self.schedule.micro_batches + mb) % self.num_buffers != buffer:

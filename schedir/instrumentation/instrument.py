@@ -10,8 +10,9 @@ from typing import Any, Final
 
 from schedir.errors import UsageError, describe_exception
 
-# By the name it is asked for, the module that marks a trainer, and imports it only then.  There,
-# ROOT is what must be installed, and KNOWN the versions that it is for.
+# The module that marks each trainer. It imports the trainer only when it adds its patches. Its
+# PACKAGE is the package to install, ROOT_MODULE the module to import, and SUPPORTED_VERSION a
+# version that works.
 _MARKERS: Final = {
     "torch": "schedir.instrumentation.torch_pipelining",
     "megatron": "schedir.instrumentation.megatron",
@@ -21,7 +22,7 @@ _MARKERS: Final = {
 
 @dataclass
 class _InstrumentedTrainer:
-    """A trainer whose functions have ours around them, for as long as anybody wants it."""
+    """A trainer whose functions are wrapped while at least one `Instrumented` uses it."""
 
     package: str
     version: str
@@ -33,9 +34,13 @@ _INSTRUMENTED: dict[str, _InstrumentedTrainer] = {}
 
 @dataclass(repr=False)
 class Instrumented:
-    """What was instrumented: `undo()`, or the end of a `with`, takes it away again.
+    """The trainers that a call of `instrument` has marked.
 
-    `trainers` are the packages and versions that are marked, `skipped` why others are not, by name.
+    Call `undo`, or use it as a context manager, to remove the marks.
+
+    Args:
+        trainers: The version of each marked package.
+        skipped: The reason why a trainer was not marked, by its name.
     """
 
     trainers: dict[str, str] = field(default_factory=dict)
@@ -43,7 +48,7 @@ class Instrumented:
     _names: list[str] = field(default_factory=list)
 
     def undo(self) -> None:
-        """Take the ranges away, unless another call still wants them.  Does nothing twice."""
+        """Remove the marks, unless another call still uses them. A second call does nothing."""
         while self._names:
             name = self._names.pop()
             patches = _INSTRUMENTED[name].patches
@@ -71,25 +76,31 @@ class Instrumented:
 
 
 def instrument(*trainers: str) -> Instrumented:
-    """Put ranges of torch.profiler around the instructions of trainers that do not mark them.
+    """Mark the instructions of other trainers as ranges of torch.profiler.
 
-    `trainers` are of "torch" (torch.distributed.pipelining), "megatron" (Megatron-LM) and
-    "deepspeed" (its PipelineEngine); with none, whatever of them is installed is imported and
-    marked.  Call it in every process, before the trainer makes its first step under a profiler;
-    the traces are then for `schedir import`.  Steps that begin without a profiler run as they
-    did.  A second call changes nothing; each is undone by itself.
+    Call it in every process, before the first step under a profiler. `schedir import` reads the
+    traces. Steps that begin without a profiler are not changed. If a trainer is already marked,
+    another call only adds a user: the marks are removed when all users have called `undo`.
 
-    A range is named as torch names its actions: `PP:0F3`, `PP:0SEND_F3`, `PP:1WAIT_RECV_F3`.  What
-    torch's own schedules mark is not marked again.
+    A range has the name that torch gives to its actions: `PP:0F3`, `PP:0SEND_F3`,
+    `PP:1WAIT_RECV_F3`. Actions that torch's own schedules mark are not marked twice.
 
-    Raises UsageError, before anything is changed, for a name that is none of these, and for a
-    trainer that was asked for and is not installed, cannot be imported, or is a version without
-    the functions that are to be marked.
+    Args:
+        trainers: "torch" (torch.distributed.pipelining), "megatron" (Megatron-LM), or "deepspeed"
+            (its PipelineEngine). By default all installed ones are imported and marked.
 
-    >>> import schedir
-    >>> with schedir.instrument("torch") as done:
-    ...     print(*done.trainers)
-    torch
+    Returns:
+        The marked trainers, with the reasons why others were skipped.
+
+    Raises:
+        UsageError: A name is unknown. Or a given trainer is not installed, cannot be imported, or
+            has a version without the functions to mark. Nothing is changed then.
+
+    Example:
+        >>> import schedir
+        >>> with schedir.instrument("torch") as done:
+        ...     print(*done.trainers)
+        torch
     """
     unknown = [name for name in trainers if name not in _MARKERS]
     if unknown:
@@ -119,7 +130,7 @@ def instrument(*trainers: str) -> Instrumented:
 
 
 def _prepare_trainer(name: str) -> _InstrumentedTrainer:
-    """A trainer with all that is to be put around its functions, which are all there."""
+    """Return a trainer with its planned patches, and check that all functions exist."""
     from schedir.instrumentation.profiler_ranges import FunctionPatches
 
     marker: Any = import_module(_MARKERS[name])
@@ -134,7 +145,7 @@ def _prepare_trainer(name: str) -> _InstrumentedTrainer:
             f"{package} {version} cannot be marked: {error.fact}",
             hint=f"{package} {marker.SUPPORTED_VERSION} can",
         ) from None
-    except Exception as error:  # whatever its import may raise
+    except Exception as error:  # Importing a trainer may raise any error.
         raise UsageError(f"{package} cannot be imported: {describe_exception(error)}") from None
     return _InstrumentedTrainer(package, version, patches)
 
@@ -142,5 +153,5 @@ def _prepare_trainer(name: str) -> _InstrumentedTrainer:
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of what it lies in
+    except ModuleNotFoundError:  # Its parent package is missing.
         return False

@@ -1,11 +1,15 @@
-"""Mark forwards, backwards and messages of Megatron-LM (megatron-core 0.16) as profiler ranges.
+"""Mark the instructions of Megatron-LM (megatron-core 0.16) as profiler ranges.
+
+These are forwards, backwards, messages and the reduction of gradients.
 
 Its three schedules call `forward_step` and `backward_step`, and post messages through
-`_batched_p2p_ops` or `_p2p_ops`, all by their names in their modules.  A forward is given its
-microbatch and chunk; stage = chunk * ranks + rank.  What it returns carries both to the backward
-and to the message in which it is sent.  Receives come in the order in which the other side
-computes, which is that of Megatron's own table; the forward or backward that takes what was
-received must confirm it.
+`_batched_p2p_ops` or `_p2p_ops`. They find these functions by name in their modules, so the
+functions can be wrapped.
+
+A forward has its microbatch and model chunk as arguments, and stage = chunk * ranks + rank. Its
+outputs are tagged with both. The backward and the send of an output read this tag. Receives are in
+the order in which the other side computes, which is that of Megatron's own table. The forward or
+backward that uses a received tensor verifies its tag.
 """
 
 from __future__ import annotations
@@ -38,14 +42,14 @@ ROOT_MODULE: Final = "megatron.core"
 SUPPORTED_VERSION: Final = "0.16.1"
 _MODULE: Final = "megatron.core.pipeline_parallel.schedules"
 
-_POSITION_ATTRIBUTE: Final = "_schedir_at"  # which stage and microbatch a tensor is of
+_POSITION_ATTRIBUTE: Final = "_schedir_at"  # the stage and microbatch of a tensor
 _NO_PIPELINING: Final = "forward_backward_no_pipelining"
 _SCHEDULES: Final = (
     _NO_PIPELINING,
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
-# Settings under which it computes or sends elsewhere.
+# With these settings, Megatron computes or sends in functions that are not wrapped.
 _UNSUPPORTED_SETTINGS: Final = (
     "overlap_moe_expert_parallel_comm",
     "hybrid_context_parallel",
@@ -61,7 +65,14 @@ class _MessageStage(NamedTuple):
 
 @dataclass
 class _MegatronStep:
-    """A step under a profiler: whose it is, and which messages come next."""
+    """A step under a profiler, with the messages that the rank receives next.
+
+    Args:
+        ranks: The number of pipeline ranks.
+        rank: The pipeline rank.
+        activations: The activations to receive, in order.
+        gradients: The gradients to receive, in order.
+    """
 
     ranks: int
     rank: int
@@ -69,7 +80,11 @@ class _MegatronStep:
     gradients: Iterator[_MessageStage]
 
     def name_message(self, direction: str, tensor: Any) -> str:
-        """What a message is called that `_p2p_ops` knows by the parameter `tensor_{place}`."""
+        """Return the name of a message. Tag it if it is received.
+
+        `direction` is that of the parameter `tensor_{direction}` of `_p2p_ops`, such as
+        `send_next`.
+        """
         if direction.startswith("recv"):
             at = next(self.activations if direction == "recv_prev" else self.gradients, None)
             if at is None:
@@ -84,7 +99,14 @@ _CURRENT_STEP: ContextVar[_MegatronStep | None] = ContextVar("schedir.megatron",
 
 
 def add_patches(patches: FunctionPatches) -> None:
-    """Plan what is put around Megatron's functions.  Raises UsageError where one is not there."""
+    """Plan the wrappers of Megatron's functions.
+
+    Args:
+        patches: The patches to which wrappers are added.
+
+    Raises:
+        UsageError: Megatron does not have one of the functions.
+    """
     schedules: Any = import_module(_MODULE)
     messages: Any = import_module("megatron.core.pipeline_parallel.p2p_communication")
     within = FunctionPatches()
@@ -117,7 +139,8 @@ def _run_schedule(
     if chunks > 1:
         group = config.microbatch_group_size_per_vp_stage
         table = schedules.get_schedule_table(given["num_microbatches"], chunks, group)
-    # From the last rank to the first a message goes to the next chunk; out of the model goes none.
+    # A message from the last rank to the first one enters the next chunk. The ends of the model
+    # have no messages.
     forwards = [(chunk + (rank == 0), mb) for mb, chunk in table]
     backwards = [(chunks - 1 - chunk - (rank == ranks - 1), mb) for mb, chunk in table]
     step = _MegatronStep(
@@ -147,7 +170,7 @@ def _run_schedule(
 
 
 def _pipeline_position(schedules: Any, original: Any, arguments: dict[str, Any]) -> tuple[int, int]:
-    """The rank in the pipeline, and the number of ranks."""
+    """Return the rank in the pipeline, and the number of ranks."""
     if original.__name__ == _NO_PIPELINING:
         return 0, 1
     communicator = arguments.get("p2p_communicator")
@@ -186,7 +209,7 @@ def _run_backward(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reduce_gradients(original: Any, stages: range, *args: Any, **kwargs: Any) -> Any:
-    """Reduce the gradients of all the rank's stages, in one call."""
+    """Reduce the gradients of all stages of the rank in one call, in their ranges."""
     with open_reduction_ranges(stages):
         return original(*args, **kwargs)
 
@@ -195,7 +218,7 @@ def _reduce_gradients(original: Any, stages: range, *args: Any, **kwargs: Any) -
 
 
 def _post_batch(original: Any, **kwargs: Any) -> Any:
-    """Post messages as one."""
+    """Post messages as a batch, in a range."""
     step = _CURRENT_STEP.get()
     actions = _name_messages(step, kwargs)
     if not actions:
@@ -206,7 +229,7 @@ def _post_batch(original: Any, **kwargs: Any) -> Any:
 
 
 def _post_one_by_one(original: Any, **kwargs: Any) -> Any:
-    """Post messages one after the other, in an order that `_p2p_ops` knows."""
+    """Post messages one after the other, each in a range. `_p2p_ops` chooses the order."""
     actions = _name_messages(_CURRENT_STEP.get(), kwargs)
     if not actions:
         return original(**kwargs)
@@ -216,25 +239,27 @@ def _post_one_by_one(original: Any, **kwargs: Any) -> Any:
         with make_instruction_range(names.pop(id(tensor))):
             return function(tensor, **rest)
 
-    own = _Distributed(
+    patched_distributed = _Distributed(
         isend=partial(marked, distributed.isend), irecv=partial(marked, distributed.irecv)
     )
-    names_in_it = original.__globals__ | {"torch": SimpleNamespace(distributed=own)}
-    works = FunctionType(original.__code__, names_in_it, closure=original.__closure__)(**kwargs)
+    patched_globals = original.__globals__ | {
+        "torch": SimpleNamespace(distributed=patched_distributed)
+    }
+    works = FunctionType(original.__code__, patched_globals, closure=original.__closure__)(**kwargs)
     if names:
         raise ExecutionError("Megatron posts messages by other functions", hint=_HINT)
     return {place: PostedMessages([work], [actions[place]]) for place, work in works.items()}
 
 
 class _Distributed(SimpleNamespace):
-    """torch.distributed, with functions of ours in place of some."""
+    """The module torch.distributed, with some functions replaced."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(distributed, name)
 
 
 def _name_messages(step: _MegatronStep | None, arguments: dict[str, Any]) -> dict[str, str]:
-    """What the messages of a call are called, by their place, in the order of its parameters."""
+    """Return the names of the messages of a call, by direction, in the order of its parameters."""
     places = ("send_prev", "recv_prev", "send_next", "recv_next")
     tensors = {place: arguments[f"tensor_{place}"] for place in places} if step else {}
     return {
@@ -257,7 +282,7 @@ def _tag_tensors(value: Any, position: _MessageStage) -> None:
 
 
 def _read_tag(value: Any) -> _MessageStage:
-    """Which stage and microbatch a tensor is of that a forward or backward has returned."""
+    """Return the stage and microbatch of a tensor that a forward or backward has returned."""
     found = [getattr(tensor, _POSITION_ATTRIBUTE, None) for tensor in _list_tensors(value)]
     if not found or not isinstance(found[0], _MessageStage):
         raise ExecutionError("Megatron hands on a tensor that no forward_step returned", hint=_HINT)
@@ -265,7 +290,7 @@ def _read_tag(value: Any) -> _MessageStage:
 
 
 def _require_tag(value: Any, position: _MessageStage) -> None:
-    """Raise ExecutionError where what was received is not what a forward or backward takes."""
+    """Raise ExecutionError if a received tensor is not the input of this forward or backward."""
     for tensor in _list_tensors(value):
         found = getattr(tensor, _POSITION_ATTRIBUTE, position)
         if found != position:

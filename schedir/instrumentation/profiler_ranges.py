@@ -1,15 +1,15 @@
 """Names of profiler ranges, and wrappers of functions, for all instrumented trainers.
 
-A range says an instruction as torch.distributed.pipelining names its actions, behind `PP:`:
+The name of a range is `PP:` and the name that torch.distributed.pipelining gives to the action:
 
     PP:0F3                          the forward of microbatch 3 on stage 0; B, I and W likewise
-    PP:0SEND_F3                     a message is posted, or the whole of one that blocks
-    PP:(0SEND_F1;0RECV_B0)BATCH_P2P several, issued as one
+    PP:0SEND_F3                     the post of a message, or post and wait if it blocks
+    PP:(0SEND_F1;0RECV_B0)BATCH_P2P the post of several messages as a batch
     PP:1WAIT_RECV_F3                the wait for a message that was posted before
-    PP:(0SEND_F1;0RECV_B0)WAIT      the one wait for several
-    PP:1REDUCE_GRAD, PP:STEP        gradients are reduced, the optimizer steps
+    PP:(0SEND_F1;0RECV_B0)WAIT      the wait for a batch of messages
+    PP:1REDUCE_GRAD, PP:STEP        the reduction of gradients, and the optimizer step
 
-The stage of SEND_F is the sender's, that of RECV_F the receiver's.
+SEND_F has the stage of the sender, and RECV_F that of the receiver.
 """
 
 from __future__ import annotations
@@ -28,27 +28,42 @@ from schedir.errors import UsageError
 
 
 def is_profiling() -> bool:
-    """Whether a profiler of this process runs.  Asked once at the start of a step."""
+    """Return whether a profiler of this process runs. Call it once at the start of a step."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def make_instruction_range(action: str) -> record_function:
-    """The range of an action."""
+    """Return the range of an action.
+
+    Args:
+        action: The name of the action, without `PP:`.
+    """
     return record_function(f"PP:{action}")
 
 
 def make_posting_range(actions: Sequence[str]) -> record_function:
-    """The range in which messages are posted, as one where they are several."""
+    """Return the range in which messages are posted. Several messages are a batch.
+
+    Args:
+        actions: The names of the messages.
+    """
     return make_instruction_range(_join_actions(actions, "BATCH_P2P"))
 
 
 def _join_actions(actions: Sequence[str], kind: str) -> str:
-    once = list(dict.fromkeys(actions))  # tensors of one boundary are one message
+    once = list(dict.fromkeys(actions))  # All tensors of a boundary have the same name.
     return once[0] if len(once) == 1 else f"({';'.join(once)}){kind}"
 
 
 def open_reduction_ranges(stages: Iterable[int]) -> ExitStack:
-    """The range of one call that reduces the gradients of several stages: one of each stage."""
+    """Open one range per stage for a call that reduces the gradients of several stages.
+
+    Args:
+        stages: The stages.
+
+    Returns:
+        A context that closes the ranges.
+    """
     with ExitStack() as stack:
         for stage in stages:
             stack.enter_context(make_instruction_range(f"{stage}REDUCE_GRAD"))
@@ -56,7 +71,14 @@ def open_reduction_ranges(stages: Iterable[int]) -> ExitStack:
 
 
 class PostedMessages:
-    """Messages under way: their wait is a range, and all else is that of torch's works."""
+    """The works of posted messages, which marks their wait as a range.
+
+    Other attributes are those of the last work.
+
+    Args:
+        works: Torch's works.
+        actions: The names of the messages.
+    """
 
     def __init__(self, works: Sequence[Any], actions: Sequence[str]) -> None:
         self.works = works
@@ -64,10 +86,17 @@ class PostedMessages:
         self.name = name if ";" in name else re.sub("(?=SEND|RECV)", "WAIT_", name)
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for all works in one range, and return the result of the last one.
+
+        Args:
+            *args: Arguments of the works' `wait`.
+            **kwargs: Keyword arguments of the works' `wait`.
+        """
         with make_instruction_range(self.name):
             return [work.wait(*args, **kwargs) for work in self.works][-1]
 
     def is_completed(self) -> bool:
+        """Return whether all works are completed."""
         return all(work.is_completed() for work in self.works)
 
     def __getattr__(self, name: str) -> Any:
@@ -75,7 +104,12 @@ class PostedMessages:
 
 
 def wrap_works(works: Sequence[Any], actions: Sequence[str]) -> list[PostedMessages]:
-    """The works of messages, one of each message, or one of all where a batch has one work."""
+    """Wrap the works of messages so that their waits are ranges.
+
+    Args:
+        works: Torch's works: one per message, or one of all messages of a batch.
+        actions: The name of each message. Messages with the same name share a range.
+    """
     if len(works) != len(actions):
         return [PostedMessages(works, actions)] if works else []
     each: dict[str, list[Any]] = {}
@@ -85,9 +119,10 @@ def wrap_works(works: Sequence[Any], actions: Sequence[str]) -> list[PostedMessa
 
 
 class FunctionPatches:
-    """Functions of others, each with one of ours around it for as long as a `with` lasts.
+    """Wrappers of other packages' functions, installed while a `with` block uses them.
 
-    Several may last at a time; the first puts ours there, and the last takes them away.
+    Several blocks, also of several threads, may use them at the same time. The first one installs
+    the wrappers, and the last one removes them.
     """
 
     def __init__(self) -> None:
@@ -97,9 +132,15 @@ class FunctionPatches:
         self._lock = Lock()
 
     def wrap_function(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Plan that `ours(original, *args)` is called where `owner.name(*args)` is.
+        """Plan that `wrapper(original, *args)` is called in place of `owner.name(*args)`.
 
-        Raises UsageError where `owner` itself has no such function.
+        Args:
+            owner: The module or class that has the function.
+            name: The name of the function.
+            wrapper: The function to call.
+
+        Raises:
+            UsageError: `owner` does not define such a function.
         """
         if not callable(vars(owner).get(name)):
             raise UsageError(f"{owner.__name__} has no {name}")
@@ -121,14 +162,14 @@ class FunctionPatches:
             self.num_users -= 1
             while self._installed and not self.num_users:
                 owner, name, original, called = self._installed.pop()
-                if vars(owner).get(name) is called:  # or others have come on top, and stay
+                if vars(owner).get(name) is called:  # Other code may have wrapped it since.
                     setattr(owner, name, original)
 
     def _make_wrapper(self, original: Any, wrapper: Callable[..., Any]) -> Any:
         @wraps(original)
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def patched(*args: Any, **kwargs: Any) -> Any:
             if not self.num_users:
                 return original(*args, **kwargs)
             return wrapper(original, *args, **kwargs)
 
-        return called
+        return patched

@@ -1,9 +1,9 @@
-"""Mark what the schedules of torch.distributed.pipelining 2.13 do not mark themselves.
+"""Mark the actions of torch.distributed.pipelining 2.13 that its schedules do not mark.
 
-`_PipelineScheduleRuntime` and what is made of it mark each action, but not the waits for messages,
-which happen in the forward or backward that needs them.  `ScheduleGPipe` marks a forward with its
-messages and waits in it as one, `Schedule1F1B` nothing.  All of them call the same methods of a
-stage, and two functions of their module for messages.
+`_PipelineScheduleRuntime` and its subclasses mark each action. They do not mark the waits for
+messages, which are in the forward or backward that needs them. `ScheduleGPipe` marks a forward with
+its messages and waits as one range, and `Schedule1F1B` marks nothing. All of them call the same
+methods of a stage, and post messages with `_batch_p2p`.
 """
 
 from __future__ import annotations
@@ -41,16 +41,22 @@ _MESSAGE_METHODS: Final = {
     "get_bwd_send_ops": "SEND_B",
     "get_bwd_recv_ops": "RECV_B",
 }
-_ACTION_ATTRIBUTE: Final = "_schedir_action"  # what a P2POp of a step is to be called
+_ACTION_ATTRIBUTE: Final = "_schedir_action"  # the name of the message of a P2POp
 
 
 @dataclass
 class _TorchStep:
-    """A step under a profiler: of which schedule, and whether that marks its actions itself."""
+    """A step under a profiler.
+
+    Args:
+        is_marked: True if the schedule marks its actions itself.
+        has_loss: True if the schedule computes a loss.
+        open_forward: The range of a forward that ends when its loss is computed.
+    """
 
     is_marked: bool
     has_loss: bool
-    open_forward: record_function | None = None  # a forward that ends when its loss is there
+    open_forward: record_function | None = None
 
     def make_range(self, stage: Any, action: str, chunk: object) -> Any:
         self.close_forward()
@@ -66,7 +72,14 @@ _CURRENT_STEP: ContextVar[_TorchStep | None] = ContextVar("schedir.torch_pipelin
 
 
 def add_patches(patches: FunctionPatches) -> None:
-    """Plan what is put around torch's functions.  Raises UsageError where one is not there."""
+    """Plan the wrappers of torch's functions.
+
+    Args:
+        patches: The patches to which wrappers are added.
+
+    Raises:
+        UsageError: Torch does not have one of the functions.
+    """
     schedules: Any = import_module(_MODULE)
     stage = import_module("torch.distributed.pipelining.stage")._PipelineStageBase
     runtime = schedules._PipelineScheduleRuntime
@@ -92,7 +105,8 @@ def _run_step(
 ) -> Any:
     if not is_profiling():
         return original(schedule, *args, **kwargs)
-    # A schedule within another's forward or loss, as a teacher's, is a part of that.
+    # A schedule may run within a forward or loss of another one, for example as a teacher. It is
+    # not marked.
     inside = _CURRENT_STEP.get() is not None
     step = (
         None if inside else _TorchStep(isinstance(schedule, runtime), schedule._loss_fn is not None)
@@ -108,7 +122,7 @@ def _run_step(
 
 
 def _name_ops(action: str, original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
-    """The operations of a message, each with the message's name."""
+    """Return the operations of a message, each tagged with the name of the message."""
     ops = original(stage, *args, **kwargs)
     if _CURRENT_STEP.get() is not None:
         for op in ops:
@@ -121,7 +135,10 @@ def _name_ops(action: str, original: Any, stage: Any, *args: Any, **kwargs: Any)
 
 
 def _post_batch(original: Any, ops: Any, *args: Any, **kwargs: Any) -> Any:
-    """Post messages.  Others than a stage's, as those before the first step, have no name."""
+    """Post messages in a range.
+
+    Messages of other code, such as before the first step, have no name.
+    """
     step = _CURRENT_STEP.get()
     actions = [] if step is None else [getattr(op, _ACTION_ATTRIBUTE, "") for op in ops]
     if step is None or not all(actions) or not actions:
@@ -151,7 +168,7 @@ def _compute_loss(original: Any, schedule: Any, stage: Any, *args: Any, **kwargs
 
 
 def _run_backward(action: str, original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
-    """A backward, half of one, or what is done with gradients after all; nothing in `eval`."""
+    """Run a backward, a part of one, or the reduction after it. It is not marked in `eval`."""
     step = _CURRENT_STEP.get()
     if step is None or step.is_marked or not stage.has_backward:
         return original(stage, *args, **kwargs)
@@ -164,5 +181,5 @@ def _run_backward(action: str, original: Any, stage: Any, *args: Any, **kwargs: 
 
 
 def _read_microbatch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The microbatch, which is the first parameter of a stage's methods after itself."""
+    """Return the microbatch, which is the first parameter of a stage's methods after itself."""
     return int(args[0] if args else next(v for k, v in kwargs.items() if k.endswith("chunk_id")))
