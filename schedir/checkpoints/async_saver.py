@@ -184,8 +184,8 @@ class Saver:
         ]
         for one in self._immediate_copies:
             one.wait()  # A forward may write to these tensors.
-        for rank, own in zip(self.rank_executors, requests, strict=True):
-            rank.state.resources.snapshots.request(own, self)
+        for rank, stage_copies in zip(self.rank_executors, requests, strict=True):
+            rank.state.resources.snapshots.request(stage_copies, self)
         self._save_plan = replace(save_plan, tensors=tensors)
 
     def write(self) -> None:

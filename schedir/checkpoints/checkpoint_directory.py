@@ -169,8 +169,8 @@ class CheckpointDirectory:
             CheckpointError: A file cannot be read.
         """
         self.check_sizes(manifest)
-        path, own = self.locate_step(manifest.step), manifest.files if names is None else names
-        sizes = {path / name: manifest.files[name].size for name in own}
+        path, selected = self.locate_step(manifest.step), manifest.files if names is None else names
+        sizes = {path / name: manifest.files[name].size for name in selected}
         for file, digest in compute_digests(sizes, manifest.step):
             if digest != manifest.files[file.name].sha256:
                 raise IncompleteCheckpointError(
@@ -257,11 +257,11 @@ class CheckpointDirectory:
             CheckpointError: A file cannot be read.
         """
         _require_step(step)
-        found: list[Manifest] = []
+        manifests: list[Manifest] = []
 
         def digest() -> str:
             manifest = self.load_manifest(step)
-            found.append(manifest)
+            manifests.append(manifest)
             # This compares the sizes of all files, because another process may have verified the
             # files that this process reads.
             self.check_files(manifest, select_files and select_files(manifest))
@@ -271,7 +271,7 @@ class CheckpointDirectory:
             raise IncompleteCheckpointError(
                 f"the checkpoint of step {step} is not the same to all processes", step=step
             )
-        return found[0]
+        return manifests[0]
 
     def find_newest_step(self) -> int | None:
         """Return the newest step with a complete checkpoint, or None if there is none.
@@ -489,19 +489,19 @@ class CheckpointDirectory:
     def _scan_entries(self) -> Iterator[tuple[int, str]]:
         """Yield the step and the suffix of each checkpoint directory."""
         try:
-            found = [_NAME_PATTERN.fullmatch(entry.name) for entry in os.scandir(self.path)]
+            matches = [_NAME_PATTERN.fullmatch(entry.name) for entry in os.scandir(self.path)]
         except FileNotFoundError:
             return
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path_text}: {error.strerror}") from None
-        for match in found:
+        for match in matches:
             if match and match[1] == f"{int(match[1]):08}":
                 yield int(match[1]), match[2]
 
     def _require_size(self, path: Path, step: int, name: str, file: ManifestFile) -> None:
         """Raise IncompleteCheckpointError if a file is missing or has another size."""
-        with open_regular_file(path / name, step) as found:
-            size = os.fstat(found.fileno()).st_size
+        with open_regular_file(path / name, step) as opened:
+            size = os.fstat(opened.fileno()).st_size
         if size != file.size:
             raise IncompleteCheckpointError(
                 f"{path.name} is not whole: {name} has {size:,} bytes, not {file.size:,}",

@@ -84,45 +84,45 @@ def load(
     place, (peers, checkpoint_state) = CheckpointDirectory(directory), get_checkpoint_state(run)
     which = "the newest checkpoint" if step is None else f"step {describe(step)}"
     peers.require_same(lambda: f"loads {which}")
-    found = _find_verified(peers, place, step)
-    for fact in found.skip_reasons:
+    latest = _find_verified(peers, place, step)
+    for fact in latest.skip_reasons:
         warn_once(peers, f"passed over: {fact}")
-    if (manifest := found.manifest) is None:
+    if (manifest := latest.manifest) is None:
         return None
     _require_valid_state(manifest)
     ranks, local_states, _ = gather_checkpoint_states(
         peers, checkpoint_state, optimizer, name_map, is_saving=False
     )
-    wanted: list[LoadPlan] = []
+    plans: list[LoadPlan] = []
 
     def expect() -> Any:
         one = LoadPlan(
             manifest, local_states, has_optimizer=any(rank.optimizer is not None for rank in ranks)
         )
-        wanted.append(one)
+        plans.append(one)
         each = ([*dict.fromkeys(facts)] for facts in (one.mismatches, one.warnings))
         return one.used_names, *each, one.trained_names
 
-    told = peers.gather_results(expect)
-    (want,) = wanted
-    mismatches = [fact for _, facts, _, _ in told for fact in facts]
+    results = peers.gather_results(expect)
+    (plan,) = plans
+    mismatches = [fact for _, facts, _, _ in results for fact in facts]
     if not mismatches:
-        mismatches += want.find_unread(name for taken, *_ in told for name in taken)
-        mismatches += _describe_untied_weights([trained for *_, trained in told])
+        mismatches += plan.find_unread(name for taken, *_ in results for name in taken)
+        mismatches += _describe_untied_weights([trained for *_, trained in results])
     if mismatches := [*dict.fromkeys(mismatches)]:
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} does not fit: {join_facts(mismatches)}"
         )
 
     def read() -> None:
-        for _, part in want.shards:
+        for _, part in plan.shards:
             part.memory.detach().zero_()  # Padding rows of a shard remain zero.
         dcp_storage.read(
             place.locate_step(manifest.step),
             manifest,
-            [(n, part.spec.get_all_slices(part.memory)) for n, part in want.shards],
+            [(n, part.spec.get_all_slices(part.memory)) for n, part in plan.shards],
         )
-        for weight, optimizer_state in want.optimizer_states:
+        for weight, optimizer_state in plan.optimizer_states:
             weight.optimizer.state.pop(weight.optimized_tensor, None)
             if optimizer_state:
                 weight.optimizer.state[weight.optimized_tensor] = optimizer_state
@@ -139,7 +139,7 @@ def load(
     for rank in ranks:
         rank.set_loading(False)
     _restore_run_state(peers, ranks, place.locate_step(manifest.step), manifest)
-    for fact in dict.fromkeys(fact for _, _, facts, _ in told for fact in facts):
+    for fact in dict.fromkeys(fact for _, _, facts, _ in results for fact in facts):
         warn_once(peers, fact)
     return {"step": manifest.step, "extra": manifest.state["extra"]}
 

@@ -58,10 +58,10 @@ class LoadPlan:
             if what == "optimizer":
                 name, _, key = rest.rpartition("/")
                 self.optimizer_keys.setdefault(name, []).append(key)
-        for own in local_states:
-            for weight in own.weights:
+        for local_state in local_states:
+            for weight in local_state.weights:
                 self._add_weight(weight)
-            for _, part in own.buffers:
+            for _, part in local_state.buffers:
                 self.used_names.append(part.name)
                 self._add_shard(part.name, part)
 
@@ -157,18 +157,18 @@ class LoadPlan:
                     f"it has optimizer/{name}/{key}, which {kind} does not keep here"
                 )
                 continue
-            own: Tensor = weight.optimized_tensor
+            tensor: Tensor = weight.optimized_tensor
             like = keeps.get(key)
             is_one = not like.dim() if like is not None else stored.shape != weight.spec.full_shape
             dtype = like.dtype if like is not None else getattr(torch, stored.dtype)
-            device = like.device if like is not None else own.device
-            shape = torch.Size(()) if is_one else own.shape
+            device = like.device if like is not None else tensor.device
+            shape = torch.Size(()) if is_one else tensor.shape
             value = there.get(key)
             if not isinstance(value, Tensor) or (value.shape, value.dtype) != (shape, dtype):
                 # Use the memory format of the parameter, as optimizers do. A fused optimizer steps
                 # the elements in memory order.
                 value = torch.empty_like(
-                    own if shape else own.new_empty(()), dtype=dtype, device=device
+                    tensor if shape else tensor.new_empty(()), dtype=dtype, device=device
                 )
             state[key] = value
         return state
@@ -179,12 +179,14 @@ class LoadPlan:
         The result is empty if the optimizer is not one of torch's, has step hooks, or cannot step
         this parameter.
         """
-        optimizer, own = weight.optimizer, weight.optimized_tensor
-        key = id(weight.param_group), own.dtype, own.device
+        optimizer, tensor = weight.optimizer, weight.optimized_tensor
+        key = id(weight.param_group), tensor.dtype, tensor.device
         if key not in self.initial_states:
             self.initial_states[key] = {}
             if is_torch_optimizer(optimizer) and not has_step_hooks(optimizer):
-                self.initial_states[key] = _make_initial_state(optimizer, weight.param_group, own)
+                self.initial_states[key] = _make_initial_state(
+                    optimizer, weight.param_group, tensor
+                )
         return self.initial_states[key]
 
     def find_unread(self, used_names: Iterable[str]) -> Iterator[str]:

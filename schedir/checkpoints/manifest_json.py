@@ -222,13 +222,13 @@ class _ManifestReader:
         if type(boxes) is not list or len(boxes) << len(shape) > MAX_CORNERS:
             raise _InvalidManifest(f"boxes are a list of at most {MAX_CORNERS >> len(shape)}")
         kind = TensorMeta(tuple(shape), dtype)
-        own = [self._read_slice(name, kind, box) for box in boxes]
-        if not _is_exact_cover(kind.shape, own):
-            have, whole = sum(prod(box.size) for box in own), prod(shape)
-            why = f"have {have} of its {whole} numbers" if have != whole else "overlap"
+        slices = [self._read_slice(name, kind, box) for box in boxes]
+        if not _is_exact_cover(kind.shape, slices):
+            have, numel = sum(prod(box.size) for box in slices), prod(shape)
+            why = f"have {have} of its {numel} numbers" if have != numel else "overlap"
             raise _InvalidManifest(f"the boxes of {describe(name)} {why}")
         self.tensors[name] = kind
-        self.slices += own
+        self.slices += slices
 
     def _read_slice(self, name: str, meta: TensorMeta, value: Any) -> StoredSlice:
         if type(value) is not list or len(value) != 5:
@@ -248,12 +248,12 @@ class _ManifestReader:
                 raise _InvalidManifest(
                     f"a box of {describe(name)} has not its {dimensions} dimensions"
                 )
-        for at, long, whole in zip(offset, size, meta.shape, strict=True):
+        for at, long, full in zip(offset, size, meta.shape, strict=True):
             _require_integer(at, "offset")
             _require_integer(long, "size")
-            if not long or at + long > whole:
+            if not long or at + long > full:
                 raise _InvalidManifest(
-                    f"a box of {describe(name)} goes from {at} to {at + long} of {whole}"
+                    f"a box of {describe(name)} goes from {at} to {at + long} of {full}"
                 )
         within, most = self.file_sizes[file]
         if begin + length > most or length < prod(size) * DTYPE_BYTES[meta.dtype]:

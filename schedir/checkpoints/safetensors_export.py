@@ -116,8 +116,10 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(_encode_header(placed, metadata))
         for one in placed:
-            own = replace(manifest, slices=tuple(boxes[one.stored_name]))
-            file.write(_encode_tensor(one, _read_tensor(directory, own, one.stored_name)))
+            tensor_manifest = replace(manifest, slices=tuple(boxes[one.stored_name]))
+            file.write(
+                _encode_tensor(one, _read_tensor(directory, tensor_manifest, one.stored_name))
+            )
         file.flush()
         os.fsync(file.fileno())
         return file.tell()

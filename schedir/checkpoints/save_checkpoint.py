@@ -96,10 +96,10 @@ def save(
         >>> bool(one.step(x, x) == other.step(x, x))  # as without the save
         True
     """
-    taken = plan_save(
+    plan = plan_save(
         run, step=step, optimizer=optimizer, name_map=name_map, extra_state=extra_state
     )
-    return write_checkpoint(taken, directory, keep=keep)
+    return write_checkpoint(plan, directory, keep=keep)
 
 
 @dataclass
@@ -154,11 +154,11 @@ def plan_save(
     )
     warn_of_differing_buffers(peers, manifests)
     warn_of_unoptimized(peers, manifests)
-    parts = [part for own in local_states for part in own if part.should_write]
+    parts = [part for local_state in local_states for part in local_state if part.should_write]
     stepped = {
         part.name: (k, weight.stage)
-        for k, own in enumerate(local_states)
-        for weight in own.weights
+        for k, local_state in enumerate(local_states)
+        for weight in local_state.weights
         if weight.parameter.requires_grad
         for part in weight.iterate_shards()
         if part.should_write
@@ -316,8 +316,8 @@ def _describe_options(local_states: Sequence[LocalState]) -> list[str]:
         id(w.param_group): {
             k: v for k, v in w.param_group.items() if isinstance(v, bool | int | float | str)
         }
-        for own in local_states
-        for w in own.weights
+        for local_state in local_states
+        for w in local_state.weights
         if w.optimizer is not None
     }
     return [", ".join(f"{k} {v}" for k, v in group.items()) for group in groups.values()]

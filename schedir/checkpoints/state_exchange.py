@@ -106,23 +106,24 @@ def gather_checkpoint_states(
             raise CheckpointError(f"name_map({stage}, {own!r}) is {describe(found)}, and no text")
         return found
 
-    def tied() -> Any:
+    def collect_names_of_tied_weights() -> Any:
         ranks.extend(state.collect_rank_states(optimizer))
         for rank in ranks:
             require_savable(rank)
         return {key: of for rank in ranks for key, of in collect_tied_names(rank, name).items()}
 
-    first = {key: name for some in peers.gather_results(tied) for key, name in some.items()}
+    results = peers.gather_results(collect_names_of_tied_weights)
+    tied_names = {key: name for some in results for key, name in some.items()}
     state.validate_last_update()
     local_states: list[LocalState] = []
 
-    def own() -> RankManifest:
+    def describe_local_states() -> RankManifest:
         for rank in ranks:
-            local_states.append(collect_local_state(rank, name, first))
+            local_states.append(collect_local_state(rank, name, tied_names))
             require_sliceable_state(rank.optimizer, local_states[-1])
         return _build_rank_manifest(ranks, local_states, is_saving=is_saving)
 
-    manifests = peers.gather_results(own, [RankManifest, TensorMeta])
+    manifests = peers.gather_results(describe_local_states, [RankManifest, TensorMeta])
     _require_consistent(manifests)
     return ranks, local_states, manifests
 
@@ -131,8 +132,8 @@ def _build_rank_manifest(
     ranks: Sequence[RankCheckpointState], local_states: Sequence[LocalState], *, is_saving: bool
 ) -> RankManifest:
     manifest = RankManifest([], {}, {}, [], {})
-    for rank, own in zip(ranks, local_states, strict=True):
-        for weight in own.weights:
+    for rank, local_state in zip(ranks, local_states, strict=True):
+        for weight in local_state.weights:
             parts = [*weight.iterate_shards()]
             manifest.tensors.append((parts[0].name, weight.owner_stage, parts[0].meta))
             manifest.aliases.update(dict.fromkeys(weight.aliases, weight.name))
@@ -149,7 +150,7 @@ def _build_rank_manifest(
                 manifest.checksums[parts[0].name] = [
                     compute_checksum(part.memory.detach()) for part in parts
                 ]
-        for stage, part in own.buffers:
+        for stage, part in local_state.buffers:
             manifest.tensors.append((part.name, stage, part.meta))
             if is_saving:
                 manifest.checksums[part.name] = [compute_checksum(part.memory.detach())]

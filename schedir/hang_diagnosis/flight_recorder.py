@@ -232,9 +232,9 @@ def _find_paths(sources: Iterable[str]) -> tuple[list[str], list[str]]:
         return dumps
 
     for place in sources:
-        if not (own := expand_paths(place, in_folder)):
+        if not (found := expand_paths(place, in_folder)):
             raise UsageError(f"there is no file {place}")
-        paths |= dict.fromkeys(map(str, own))
+        paths |= dict.fromkeys(map(str, found))
     if len(paths) > MAX_FILES:
         raise UsageError(f"{len(paths)} files are too many: at most {MAX_FILES} ranks are read")
     return [*paths], skipped
@@ -319,20 +319,20 @@ def _infer_rank(
 
     Both must agree.
     """
-    own = Counter[int]()
+    message_counts = Counter[int]()
     for entry in entries:
         found = _MESSAGE_NAME.search(entry["profiling_name"])
         group = config.get(entry["process_group"][0])
         if found and group and int(found[2]) < len(group.ranks):
-            own[group.ranks[int(found[2])]] += 1
-    of_name = _RANK_SUFFIX.search(Path(path).name)
-    if of_name is None and not own:
+            message_counts[group.ranks[int(found[2])]] += 1
+    match = _RANK_SUFFIX.search(Path(path).name)
+    if match is None and not message_counts:
         raise UsageError(
             f"which rank {path} is of is not said",
             hint="the name ends in the rank, as nccl_trace_rank_0 does",
         )
-    rank = int(of_name[1]) if of_name else own.most_common(1)[0][0]
-    if others := [other for other in own if other != rank]:
+    rank = int(match[1]) if match else message_counts.most_common(1)[0][0]
+    if others := [other for other in message_counts if other != rank]:
         raise TraceError(
             f"the name says that this is rank {rank}, and it has messages of rank {others[0]}"
         )

@@ -129,7 +129,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
             f"{_list_ranks(late)}; each may be the cause"
         )
         late = []
-    waits = [wait for own in job.waits.values() for wait in own]
+    waits = [wait for rank_waits in job.waits.values() for wait in rank_waits]
     alone = len(job.roots) == 1 and not job.old_dump_ranks and not cycle
     for rank in late:
         sure = alone and any(

@@ -80,8 +80,8 @@ class PostMortem:
 
         It is None if the run makes progress, and if all processes were stopped at once.
         """
-        own = [one for one in self.snapshots.values() if one.state != "unknown"]
-        beats = [one[BlackBoxField.HEARTBEAT] for one in own if one.is_dead]
+        visible = [one for one in self.snapshots.values() if one.state != "unknown"]
+        beats = [one[BlackBoxField.HEARTBEAT] for one in visible if one.is_dead]
         if (
             len(beats) == len(self.snapshots) > 1
             and max(beats) - min(beats) < SAME_END_SECONDS * 1e9

@@ -127,15 +127,15 @@ def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ..
     groups = [g.ranks for g in sorted(used) if g.has_ranks and len(g.ranks) == many]
     copies = []
     for ranks in found:
-        around = [own for own in groups if {*ranks} <= {*own}]
-        if not around and len(ranks) != many:
+        matching = [group for group in groups if {*ranks} <= {*group}]
+        if not matching and len(ranks) != many:
             raise UsageError(
                 f"messages go between {len(ranks)} ranks ({_abbreviate_ranks(ranks)}), and "
                 f"{program.name} is "
                 f"for {many}",
                 fields=["ranks"],
             )
-        copies.append(around[0] if around else ranks)
+        copies.append(matching[0] if matching else ranks)
     return [*dict.fromkeys(copies)]
 
 
@@ -146,8 +146,8 @@ def _abbreviate_ranks(ranks: Sequence[int]) -> str:
 def _match_copy(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> MatchedProgram:
     carriers = _find_carriers(job, ranks)
     records = [
-        _RecordedRank(graph, own, ranks, job.dumps[rank], carriers)
-        for own, rank in enumerate(ranks)
+        _RecordedRank(graph, program_rank, ranks, job.dumps[rank], carriers)
+        for program_rank, rank in enumerate(ranks)
         if rank in job.dumps
     ]
     runs = [run for record in records for run in record.sequences]
@@ -370,7 +370,7 @@ class _RecordedRank:
             which = lanes_seen.index(lane) if len(groups) > 1 else 0
             if which < len(groups):
                 transfers[groups[which], self._queue_of(direction)].append(at)
-        return [self._make_sequence(own, transfers[key]) for key, own in ops.items()]
+        return [self._make_sequence(group_ops, transfers[key]) for key, group_ops in ops.items()]
 
     def _direction_of(self, op: RecordedOperation) -> _Direction:
         return _Direction(op.kind, self.program_rank_of[op.peer])

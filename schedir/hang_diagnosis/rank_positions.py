@@ -348,8 +348,8 @@ class PositionedRanks:
                 if self.ended_mask[self._partner_of(position)]
                 else StallReason(ChainEnd.SILENT, (position,))
             )
-        if own := self._list_blockers(position):
-            return self._find_blocking_transfer(own)
+        if blockers := self._list_blockers(position):
+            return self._find_blocking_transfer(blockers)
         if self.matched.issued_mask[position]:
             return None
         place = self.find_position(int(self.rank_of[position]))
