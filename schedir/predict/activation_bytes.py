@@ -1,4 +1,9 @@
-"""Activation bytes that one transformer layer saves per microbatch (arXiv 2205.05198)."""
+"""Activation bytes that a transformer layer saves per microbatch.
+
+References:
+    Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
+    2205.05198), section 4.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,17 @@ Recompute = Literal["none", "selective", "full"]
 
 
 class Term(NamedTuple):
-    """What is kept in section 4.1 of the paper: `bytes_per_element` bytes of so many numbers.
+    """One tensor that a layer saves for its backward (arXiv 2205.05198, section 4.1).
 
-    There are s b h numbers, or a s^2 b of what is `is_quadratic`.  Those of one tensor-parallel
-    rank are 1/t where a part is `is_tp_sharded`, and of the others where the sequence is, too
-    (section 4.2).
+    With sequence s, microbatch size b, hidden size h and a heads, a tensor has s b h elements. A
+    quadratic one has a s^2 b.
+
+    Attributes:
+        name: The tensor, in words.
+        bytes_per_element: Bytes for each element. A term may count several tensors of this size.
+        is_tp_sharded: True if each of t tensor-parallel ranks saves 1/t of it. Sequence parallelism
+            shards the other terms too (section 4.2).
+        is_quadratic: True if the size grows with the square of the sequence.
     """
 
     name: str
@@ -51,7 +62,23 @@ def compute_layer_terms(
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
 ) -> dict[str, float]:
-    """The parts of `activation_bytes_per_layer`, by what they are of."""
+    """Return the bytes of each tensor that `activation_bytes_per_layer` adds up.
+
+    Args:
+        sequence: Tokens of a sequence.
+        microbatch_size: Sequences of a microbatch.
+        hidden: Hidden size.
+        heads: Attention heads.
+        tp: Tensor-parallel size.
+        recompute: "none", "selective" or "full", see `activation_bytes_per_layer`.
+        sequence_parallel: True if the tensor-parallel ranks use sequence parallelism.
+
+    Returns:
+        Bytes on one tensor-parallel rank, by the name of the tensor.
+
+    Raises:
+        UsageError: A size is not an integer of at least 1, or `recompute` is not one of the three.
+    """
     sizes = {
         "sequence": sequence,
         "microbatch_size": microbatch_size,
@@ -66,16 +93,16 @@ def compute_layer_terms(
             f"recompute is {', '.join(get_args(Recompute))}, not {describe(recompute)}",
             fields=["recompute"],
         )
-    whole = {
+    num_elements = {
         False: sequence * microbatch_size * hidden,
         True: heads * sequence**2 * microbatch_size,
     }
     if recompute == "full":
         first = ACTIVATION_TERMS[0]
-        return {first.name: float(first.bytes_per_element * whole[False])}
+        return {first.name: float(first.bytes_per_element * num_elements[False])}
     return {
         term.name: term.bytes_per_element
-        * whole[term.is_quadratic]
+        * num_elements[term.is_quadratic]
         / (tp if term.is_tp_sharded or sequence_parallel else 1)
         for term in ACTIVATION_TERMS
         if not (term.is_quadratic and recompute == "selective")
@@ -92,25 +119,49 @@ def activation_bytes_per_layer(
     recompute: Recompute = "none",
     sequence_parallel: bool = False,
 ) -> float:
-    """Bytes that a transformer layer keeps of a microbatch for its backward, on one of `tp`
-    tensor-parallel ranks: Table 2 of arXiv 2205.05198, in 16 bits, with masks of a byte.
+    """Return the activation bytes that a transformer layer saves per microbatch and rank.
 
-    With s, b, h, a and t: sbh(34 + 5as/h) (equation 1), sbh(10 + 24/t + 5as/(ht)) (2), and with
-    `sequence_parallel` sbh/t (34 + 5as/h) (4).  "selective" recomputes softmax and dropout of
-    attention and leaves the terms with 5as out (6); "full" keeps the input, 2sbh.
+    Activations have 16 bits, and dropout masks one byte. With s, b, h, a and t for sequence,
+    microbatch size, hidden size, heads and tensor-parallel size:
 
-    It is the paper's layer.  That of `schedir.training` keeps other things where its operations are
-    others: no as^2b of attention, which is one operation that keeps 4abs bytes, and no masks where
-    nothing is dropped; and each norm keeps 2 numbers for each token, which the paper leaves out.
-    What a layer does keep `measure_sizes` measures.  Attention is to all tokens, and no windows.
+    - without tensor parallelism: sbh (34 + 5as/h) (equation 1);
+    - with t tensor-parallel ranks: sbh (10 + 24/t + 5as/(ht)) (equation 2);
+    - with sequence parallelism: sbh/t (34 + 5as/h) (equation 4).
 
-    Raises UsageError for sizes that are no numbers from 1 on, and another `recompute`.
+    This is the layer of the paper. A layer of `schedir.training` saves other tensors:
 
-    >>> from schedir import activation_bytes_per_layer
-    >>> gpt3 = {"sequence": 2048, "microbatch_size": 1, "hidden": 12288, "heads": 96}
-    >>> [f"{activation_bytes_per_layer(**gpt3, tp=8, recompute=r) / 1e6:.0f} MB" for r in ("none",
-    ...     "selective")]
-    ['579 MB', '327 MB']
+    - Its attention is one operation. It saves 4abs bytes instead of the terms with as^2b.
+    - It saves no masks if there is no dropout.
+    - Each norm saves 2 numbers per token, which the paper leaves out.
+
+    `measure_sizes` measures the bytes that a layer really saves. The formulas are for attention to
+    all tokens, without windows.
+
+    Args:
+        sequence: Tokens of a sequence.
+        microbatch_size: Sequences of a microbatch.
+        hidden: Hidden size.
+        heads: Attention heads.
+        tp: Tensor-parallel size.
+        recompute: "none" saves all terms. "selective" recomputes softmax and dropout of attention,
+            and leaves out the terms with 5as (equation 6). "full" saves the input only, 2sbh bytes.
+        sequence_parallel: True if the tensor-parallel ranks use sequence parallelism.
+
+    Returns:
+        Bytes on one tensor-parallel rank.
+
+    Raises:
+        UsageError: A size is not an integer of at least 1, or `recompute` is not one of the three.
+
+    References:
+        Korthikanti et al. 2022 (arXiv 2205.05198), Table 2.
+
+    Example:
+        >>> from schedir import activation_bytes_per_layer
+        >>> gpt3 = {"sequence": 2048, "microbatch_size": 1, "hidden": 12288, "heads": 96}
+        >>> [f"{activation_bytes_per_layer(**gpt3, tp=8, recompute=r) / 1e6:.0f} MB"
+        ...     for r in ("none", "selective")]
+        ['579 MB', '327 MB']
     """
     return sum(
         compute_layer_terms(

@@ -1,4 +1,4 @@
-"""Find why the compute lane of a rank is idle."""
+"""Find the causes of the idle time of each rank's compute lane."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 
 class IdleCause(IntEnum):
-    """Why a rank is idle; `idleness` says how each is told."""
+    """The cause of an idle interval; `idleness` defines each cause."""
 
     WARMUP = 0
     COOLDOWN = 1
@@ -41,14 +41,15 @@ class IdleCause(IntEnum):
     STEP = 12
 
 
-# Of what is awaited while it runs.
+# By opcode: the cause for a rank that waits while the instruction runs.
 _CAUSE_OF_OP: Final = [
     IdleCause[(row.idle_cause or LANES[row.lane].idle_cause).upper()] for row in INSTRUCTIONS
 ]
 IDLE_DTYPE: Final = np.dtype(
     [("rank", "i4"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
 )
-# Between two instructions of a compute lane; and a part of that, with one cause.
+# A gap is the idle time between two instructions of a compute lane. A wait is a part of a gap with
+# one cause.
 GAP_DTYPE: Final = np.dtype(
     [("rank", "i4"), ("before", "i8"), ("after", "i8"), ("start", "f8"), ("end", "f8")]
 )
@@ -58,39 +59,47 @@ WAIT_DTYPE: Final = np.dtype(
 
 
 def idleness(timeline: Timeline) -> NDArray[Any]:
-    """Every idle interval of every rank with its one cause, by rank and start.
+    """Return all idle intervals of all ranks, each with one cause.
 
-    A structured array (IDLE): rank, cause (a Cause), start, end, and `awaits`, the index in
-    `timeline.spans` of the instruction that was waited for, or -1.  The intervals of a rank do
-    not overlap, and their lengths sum to `timeline.idle[rank]`.
+    Between two instructions of its compute lane, a rank waits for the inputs of the second one. The
+    search begins at the start of the second instruction, and goes back in time. Each step goes to
+    the predecessor that ended last (`Graph.find_last_predecessors`). The search ends where the gap
+    begins. The causes are:
 
-    Between two instructions of its compute lane, a rank waits for what the second one needs.
-    From the start of that one we go back in time, each time to what ended last of all that had
-    to end before (`Graph.latest`), until we are where the rank became idle:
+    - MESSAGE: The rank waits for a transfer or a gather that is in progress.
+    - SUM: The rank waits for a collective between the segments of a stage (TPReduceAct,
+      TPReduceGrad). With sequence parallelism these include gathers.
+    - REDUCTION: The rank waits for a reduction in progress that all members have joined.
+    - WEIGHTS: The rank waits for the gather of a stage's weights (Unshard).
+    - SNAPSHOT: The optimizer step waits for the copy of a stage to the host (Snapshot).
+    - OFFLOAD: The rank waits for a copy from the host (Reload), or for a copy to the host (Offload)
+      that must free memory first.
+    - DISK: The rank waits for a copy between the host and its disk (ReloadFromDisk, OffloadToDisk).
+    - STEP: The rank waits for weights that the host updates (HostOptimizerStep).
+    - HOST: All predecessors have ended, and the instruction has not started. A prediction of a
+      program with its transfers has no such interval.
+    - WARMUP, PEER, COOLDOWN: The rank waits for an instruction of another rank's compute lane. This
+      instruction is the awaited one for the rest of the gap. The cause is WARMUP until the first
+      backward of the waiting rank starts. It is COOLDOWN from the end of its last forward, but not
+      before its first backward. It is PEER in between.
+    - IMBALANCE: A rank with less work than the busiest one is idle for the difference in any order.
+      That much of its waits for other ranks has this cause: first of its PEER waits, then of its
+      waits after its first instruction, then of those before it.
 
-    - MESSAGE: a transfer, or a scatter or gather, is under way; it is awaited.
-    - SUM: what pieces of a stage give is being summed (TPReduceAct, TPReduceGrad),
-    or gathered where
-      tensor-parallel ranks share the sequence, and that is awaited.
-    - REDUCTION: a reduction is under way, and no member is missing any more; it is awaited.
-    - WEIGHTS: a stage's weights are being gathered (Unshard), and that is awaited.
-    - SNAPSHOT: a stage is being copied to the host (Snapshot), and its step awaits that.
-    - OFFLOAD: what is held elsewhere is on its way from the host's memory (Reload), or to it
-      (Offload) and leaves no room before; it is awaited.
-    - DISK: the same between the host's memory and its disk (ReloadFromDisk, OffloadToDisk).
-    - STEP: the host steps a stage (HostOptimizerStep), and its weights are awaited.
-    - HOST: all that was waited for has ended, and still the next has not begun.  Never in a
-      prediction.
-    - An instruction on another rank has not ended: that one is awaited, for the rest of the
-      interval.  Which cause this is, the phase of the waiting rank decides:
-      WARMUP until its first backward begins, COOLDOWN from the end of its last forward on (but
-      not before its first backward), PEER in between.
-    - IMBALANCE: a rank with less to do than the busiest one is idle for the difference, in
-      whatever order: so much of its waits for others is called this, of the PEER ones first,
-      then of those after its first instruction, then of those before it.
+    Before the first instruction of a rank the causes are the same, but each wait for another rank
+    is WARMUP. After its last instruction the cause is COOLDOWN, and no instruction is awaited.
 
-    Before the first instruction of a rank the same is told, except that waits for others are
-    WARMUP; after its last it is COOLDOWN, and nothing is awaited.
+    Args:
+        timeline: A predicted or measured run.
+
+    Returns:
+        A structured array with the fields of `IDLE_DTYPE`, sorted by rank and start. `cause` is an
+        IdleCause. `awaits` is the index in `timeline.spans` of the awaited instruction, or -1; for
+        HOST, of the instruction that starts late. The intervals of a rank do not overlap, and their
+        lengths add up to `timeline.idle[rank]`.
+
+    Raises:
+        UsageError: `timeline` is not a Timeline.
     """
     require_timelines([timeline])
     if not len(timeline):
@@ -108,17 +117,31 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
 
 
 def sum_by_cause(idle: NDArray[Any], ranks: int) -> Floats:
-    """Idle time by rank and cause, shape (ranks, len(Cause))."""
+    """Return the idle time of each rank by cause.
+
+    Args:
+        idle: The intervals that `idleness` returns.
+        ranks: The number of ranks.
+
+    Returns:
+        Times of shape (ranks, len(IdleCause)), in the unit of the timeline.
+    """
     total = np.zeros((ranks, len(IdleCause)))
     np.add.at(total, (idle["rank"], idle["cause"]), idle["end"] - idle["start"])
     return total
 
 
 def find_ready_gaps(timeline: Timeline) -> Floats:
-    """How long compute lanes stand still for nothing, by pairs of instructions that follow there.
+    """Return the idle times between computes that wait for nothing.
 
-    For each of which the second has all that it waits for when the first ends: from then until
-    it begins.  Of a program with its transfers; in a prediction all are 0.
+    Each is for two consecutive instructions of a compute lane. All inputs of the second one are
+    ready when the first one ends. The idle time is from this end to the start of the second one.
+
+    Args:
+        timeline: A run of a program with its transfers.
+
+    Returns:
+        Times of shape (n,). In a prediction all are 0.
     """
     before, after = _find_followers(timeline)
     spans = timeline.spans
@@ -130,10 +153,17 @@ def find_ready_gaps(timeline: Timeline) -> Floats:
 
 
 def find_steady_phase(timeline: Timeline) -> tuple[Floats, Floats]:
-    """When the steady phase of each rank begins and ends: warmup is before it, cooldown after.
+    """Return the start and end of each rank's steady phase, between warmup and cooldown.
 
-    From the start of its first backward, infinite if there is none, to the end of its last
-    forward, if that is later.  In the times of `timeline.spans`; each of shape (ranks,).
+    The phase is from the start of the first backward to the end of the last forward, if that is
+    later.
+
+    Args:
+        timeline: A predicted or measured run.
+
+    Returns:
+        Starts and ends in the times of `timeline.spans`, each of shape (ranks,). A rank without a
+        backward has infinite ones.
     """
     spans = timeline.spans
     begins, ends = np.full(timeline.ranks, np.inf), np.full(timeline.ranks, -np.inf)
@@ -144,22 +174,26 @@ def find_steady_phase(timeline: Timeline) -> tuple[Floats, Floats]:
 
 
 def compute_exposed_share(timeline: Timeline) -> float:
-    """The share of the steady phase in which ranks wait for a transfer, a scatter or a gather.
+    """Return the share of the steady phase in which ranks wait for a transfer or a gather.
 
-    Where no rank has a steady phase, the share is 0.
+    Args:
+        timeline: A predicted or measured run.
+
+    Returns:
+        A share from 0 to 1; 0 if no rank has a steady phase.
     """
     begins, ends = find_steady_phase(timeline)
     idle = idleness(timeline)
     idle = idle[idle["cause"] == IdleCause.MESSAGE]
     rank = idle["rank"]
     waits = np.minimum(idle["end"], ends[rank]) - np.maximum(idle["start"], begins[rank])
-    there = np.isfinite(begins)
-    whole = float((ends[there] - begins[there]).sum())
-    return float(np.maximum(waits, 0.0).sum()) / whole if whole else 0.0
+    has_phase = np.isfinite(begins)
+    steady_time = float((ends[has_phase] - begins[has_phase]).sum())
+    return float(np.maximum(waits, 0.0).sum()) / steady_time if steady_time else 0.0
 
 
 def _find_followers(timeline: Timeline) -> tuple[Ints, Ints]:
-    """All pairs of instructions that follow each other on the compute lane of a rank."""
+    """Return all pairs of consecutive instructions on the compute lane of a rank."""
     spans = timeline.spans
     own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~timeline.is_second_of_pair)
     same = spans["rank"][own[1:]] == spans["rank"][own[:-1]]
@@ -167,9 +201,9 @@ def _find_followers(timeline: Timeline) -> tuple[Ints, Ints]:
 
 
 def _find_gaps(timeline: Timeline) -> NDArray[Any]:
-    """The gaps of all compute lanes, by rank and start: a structured array (GAP).
+    """Return the gaps of all compute lanes, by rank and start, with the fields of `GAP_DTYPE`.
 
-    `before` and `after` are the indices of the instructions around a gap, -1 where there is none.
+    `before` and `after` are the indices of the instructions around a gap, or -1.
     """
     spans = timeline.spans
     own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~timeline.is_second_of_pair)
@@ -184,11 +218,12 @@ def _find_gaps(timeline: Timeline) -> NDArray[Any]:
 
 
 def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
-    """What each gap consists of, in any order: a structured array (WAIT).
+    """Return the waits of all gaps, in any order, with the fields of `WAIT_DTYPE`.
 
-    All gaps at once are walked from their end back to their beginning.  At each step we stand at
-    `time`, before the instruction `waiting`: first comes the time since what `waiting` waited for
-    had ended, and then the time in which that ran, before which we stand next.
+    The loop walks all gaps at once, from their ends to their beginnings. At each step, `now` is the
+    instruction that waits, and `time` is the latest time that has no cause yet. First comes the
+    time between the end of the predecessor and `time`. Then comes the time in which the predecessor
+    ran.
     """
     spans, latest = timeline.spans, _find_latest(timeline)
     nothing_follows = gaps["after"] == NO_POSITION
@@ -206,7 +241,7 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
         gap, begin, now, time = gap[on], begin[on], awaited[on], ended[on]
 
         cause = _explain_running(timeline, now)
-        # Of another rank's compute nobody asks what it waited for: it stands for all of that.
+        # A wait for another rank's compute is not resolved further, and covers the rest of the gap.
         began = np.where(cause == IdleCause.PEER, -np.inf, spans["start"][now])
         began = np.clip(began, begin, time)
         found.append(_make_waits(gap, cause, now, began, time))
@@ -226,9 +261,10 @@ def _make_waits(
 
 
 def _explain_late_start(timeline: Timeline, waiting: Ints, awaited: Ints) -> tuple[Ints, Ints]:
-    """Why an instruction has not begun though what it waited for has ended; and what is awaited.
+    """Return the cause and the awaited instruction if the predecessor has ended.
 
-    Of a draft, whose messages are no instructions, a message is under way.  Else it is the host.
+    In a draft, which has no message instructions, the cause is a message between two ranks.
+    Otherwise it is the host.
     """
     lane, rank = timeline.spans["lane"], timeline.spans["rank"]
     computes = (lane[waiting] == Lane.COMPUTE) & (lane[awaited] == Lane.COMPUTE)
@@ -238,23 +274,23 @@ def _explain_late_start(timeline: Timeline, waiting: Ints, awaited: Ints) -> tup
 
 
 def _explain_running(timeline: Timeline, awaited: Ints) -> Ints:
-    """Why a rank is idle while what it waits for runs."""
+    """Return the cause of waits for instructions that are running."""
     cause = np.array(_CAUSE_OF_OP)
     cause[[*find_segment_collectives(timeline.program.sequence_parallel)]] = IdleCause.SUM
     return np.asarray(cause[timeline.spans["op"][awaited]])
 
 
 def _find_latest(timeline: Timeline) -> Ints:
-    """What each instruction waited for longest; of equals, work rather than a transfer."""
+    """Return the predecessor of each instruction that ends last; of equal ones, a compute."""
     spans = timeline.spans
     order = np.lexsort((spans["lane"] == Lane.COMPUTE, spans["end"]))
-    place = np.full(len(spans) + 1, -1.0)  # the last entry is that of NONE
+    place = np.full(len(spans) + 1, -1.0)  # the last entry is that of NO_POSITION
     place[order] = np.arange(len(spans))
     return timeline.graph.find_last_predecessors(place[:-1])
 
 
 def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
-    """The cause of a wait for another rank, by the phase that the waiting rank is in at a gap."""
+    """Return the cause of a wait for another rank in each gap, by the phase of the waiting rank."""
     begins, ends = (times[gaps["rank"]] for times in find_steady_phase(timeline))
     fills = np.isfinite(begins) & (gaps["end"] <= begins)
     return np.select(
@@ -265,24 +301,27 @@ def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
 
 
 def _mark_imbalance(timeline: Timeline, gaps: NDArray[Any], idle: NDArray[Any]) -> NDArray[Any]:
-    """Take from the waits for other ranks what a rank has less to do than the busiest one."""
+    """Mark waits for other ranks as IMBALANCE.
+
+    A rank has as much of it as its busy time is below that of the busiest rank.
+    """
     rank = idle["rank"]
-    begins = np.full(timeline.ranks, -np.inf)  # when the first instruction does
+    begins = np.full(timeline.ranks, -np.inf)  # start of the first instruction
     first = gaps[gaps["before"] == NO_POSITION]
     begins[first["rank"]] = first["end"]
     at = np.flatnonzero(
         np.isin(idle["cause"], (IdleCause.WARMUP, IdleCause.COOLDOWN, IdleCause.PEER))
     )
-    turn = (idle["cause"] != IdleCause.PEER).astype(int) + (idle["start"] < begins[rank])
-    at = at[np.lexsort((idle["start"][at], turn[at], rank[at]))]
+    priority = (idle["cause"] != IdleCause.PEER).astype(int) + (idle["start"] < begins[rank])
+    at = at[np.lexsort((idle["start"][at], priority[at], rank[at]))]
     long = idle["end"][at] - idle["start"][at]
     total = np.concatenate([[0.0], np.cumsum(long)])
     base = total[np.searchsorted(rank[at], rank[at])]
     left = (timeline.busy.max() - timeline.busy)[rank[at]] - (total[:-1] - base)
-    whole, part = at[left >= long], at[(left > 0) & (left < long)]
-    idle["cause"][whole] = IdleCause.IMBALANCE
-    rest = idle[part].copy()
+    complete, partial = at[left >= long], at[(left > 0) & (left < long)]
+    idle["cause"][complete] = IdleCause.IMBALANCE
+    rest = idle[partial].copy()
     rest["start"] += left[(left > 0) & (left < long)]
-    idle["end"][part] = rest["start"]
-    idle["cause"][part] = IdleCause.IMBALANCE
+    idle["end"][partial] = rest["start"]
+    idle["cause"][partial] = IdleCause.IMBALANCE
     return np.concatenate([idle, rest[rest["end"] > rest["start"]]])

@@ -1,4 +1,4 @@
-"""Compute costs that predict a measured run."""
+"""Compute the costs that reproduce a measured run, and adjust and format costs."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from schedir.predict.timeline import Timeline, require_timelines
 
 Floats = NDArray[np.float64]
 
-MAX_PREDICTION_ERROR: Final = (
-    0.1  # of a step: a prediction that is further off says nothing of its run
-)
-MIN_REPORTED_SHARE: Final = 0.01  # of ranks x span: what is less is not worth a word
-TIME_TOLERANCE: Final = 1e-9  # of a time: two that differ by less differ by rounding
-HOST_GAP_QUANTILE: Final = 0.9  # of the host's gaps are no longer than usual
+# Share of the span of a run. A prediction with a larger error does not explain its run.
+MAX_PREDICTION_ERROR: Final = 0.1
+MIN_REPORTED_SHARE: Final = 0.01  # Share of ranks x span. Smaller shares are noise.
+TIME_TOLERANCE: Final = 1e-9  # Share of a time. Smaller differences come from rounding.
+HOST_GAP_QUANTILE: Final = 0.9  # Share of the host's gaps that count as usual.
 _OPS_OF_COST: Final = {
     name: [op for op in COST_BY_OPCODE if COST_BY_OPCODE[op] == name]
     for name in COST_BY_OPCODE.values()
 }
-# What runs beside computes, and is seen to end when somebody looks.
+# Costs of the lanes that run in parallel to compute. The end of their instructions is recorded only
+# when another instruction waits for it.
 _ASYNC_COSTS: Final = [
     name for name, ops in _OPS_OF_COST.items() if INSTRUCTIONS[ops[0]].lane is not Lane.COMPUTE
 ]
 SPLIT_BACKWARD: Final = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-# Why a rank waits for what is under way on another lane than compute.
+# Causes of waits for an instruction that is in progress on another lane than compute.
 _LANE_CAUSES: Final = (
     IdleCause.MESSAGE, IdleCause.REDUCTION, IdleCause.WEIGHTS, IdleCause.SNAPSHOT,
     IdleCause.OFFLOAD, IdleCause.DISK, IdleCause.SUM, IdleCause.STEP,
@@ -54,44 +54,60 @@ _LANE_CAUSES: Final = (
 
 
 def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
-    """The costs at which a simulation takes as long as the run did, and waits where it waited.
+    """Return the costs at which a simulation reproduces a run.
 
-    A message, a gather, also of weights, and a reduction cost what somebody waited for them;
-    nothing, if nobody did.
-    An instruction that somebody waited for was seen to end when it ended, so its time lies between
-    `least` and its span, where `least` is the span less what the one ahead in its queue may have
-    taken of it.  The end of any other is seen only when the receiver looks, so its time lies
-    between 0 and its span.  But a prediction is seen whole: all its spans are costs.  The cost of a
-    kind is the time that is nearest to all these intervals: of the times c with the smallest sum of
-    distances |c - interval| the least.  A wait counts if it is longer than nine in ten of the gaps
-    that the host leaves between two computes with nothing to wait for, and longer than the
-    error of the clocks.
+    With these costs, a simulation has the same span as the run, and its ranks wait where those of
+    the run waited.
 
-    All else costs its mean time, per stage for F, B, I, W and pairs, per rank for a step, which may
-    run alone on one and beside a neighbour's backwards on another, and one number for each other
-    kind.  An instruction of the compute lane takes its span and the delay before it that nothing
-    explains: how much earlier a simulation would begin it in which all computes end as they did and
-    messages take the times above.  The delay is the host's own work, messages that took longer
-    than most, and noise; it is negative where a message took less than most.  But nothing costs
-    less than the least that it was seen to take.
+    Costs of instructions on other lanes than compute, such as messages, gathers and reductions:
 
-    Instructions that the program, or a stage of it, does not have cost nothing, but for R, which is
-    left to be as long as F.
+    - The duration of each instruction is within an interval. If a rank waited for the instruction,
+      its end is exact. Its duration is then at most its span. It is at least the part of the span
+      after the end of the instruction before it in its queue.
+    - If no rank waited for it, its end may be recorded late. Its duration is then between 0 and its
+      span.
+    - In a prediction, all durations are equal to the spans.
+    - The cost is the time with the smallest sum of distances to all intervals. If there are
+      several, it is the smallest one.
+    - A wait counts if it is longer than usual gaps of the host and than the clock error. A gap of
+      the host is the time between two computes in which nothing is awaited. It is usual if it is
+      not longer than the quantile `HOST_GAP_QUANTILE` of them.
 
-    With `per_microbatch` F, B, I, W and pairs cost what each microbatch took in each stage, as an
-    array: for packed data and segments of a sequence, which take different times.  All else,
-    messages too, costs one number as without.
+    Costs of all other instructions are mean times:
 
-    Else a mean is assumed to stand for all: where the times of one instruction differ from
-    microbatch to microbatch (the first touches new memory, another process takes the core), a
-    simulation is too short if others waited for the slow ones, and too long if those fell where
-    nobody waited.  Of a stage with several holders it is the mean of all.
+    - F, B, I, W, R and pairs have one for each stage, and instructions of a rank, such as the step,
+      one for each rank. The step of one rank may run in parallel to a neighbour's backwards. All
+      other kinds have one number.
+    - The time of an instruction is its span plus the unexplained delay before it. To find this
+      delay, a simulation lets all computes end as in the run, and all messages take the costs
+      above. The delay is the difference of the starts. It comes from the host, slow messages and
+      noise. It is negative after a message that was faster than its cost.
+    - A cost is never less than the shortest span.
+    - A stage with several replicas has the mean of all of them.
+    - Means hide differences between microbatches, such as a first one that touches new memory. A
+      simulation is too short if other ranks waited for the slow ones, and too long if no rank did.
+
+    Instructions that a stage or the program does not have cost 0. Only the cost of R is left out
+    then, and is equal to that of F.
+
+    Args:
+        measured: A measured run, or a prediction.
+        per_microbatch: True to return the costs of F, B, I, W, R and pairs as arrays by stage and
+            microbatch. This is for packed data and sequence segments, whose microbatches take
+            different times.
+
+    Returns:
+        Costs in the unit of `measured`.
+
+    Raises:
+        UsageError: `measured` is not a Timeline.
     """
     require_timelines([measured])
     spans, stages = measured.spans, range(measured.program.shape.stages)
     costs: dict[str, Cost] = dict.fromkeys(COST_BY_OPCODE.values(), 0.0)
     bounds = _bound_durations(measured)
-    once = measured.graph.node == np.arange(len(spans))  # of what is one on several ranks
+    # Messages and collectives are on several ranks, but count once.
+    once = measured.graph.node == np.arange(len(spans))
     for name in _ASYNC_COSTS:
         costs[name] = _find_nearest_time(bounds[:, once & np.isin(spans["op"], _OPS_OF_COST[name])])
     lasted = spans["end"] - spans["start"]
@@ -115,27 +131,50 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
         if per_microbatch:
             costs["FB"] = _collect_microbatches(costs["FB"], measured, took, ahead)
     if RECOMPUTE not in measured.program.used_opcodes:
-        del costs[COST_BY_OPCODE[RECOMPUTE]]  # it takes as long as its F
+        del costs[COST_BY_OPCODE[RECOMPUTE]]  # R takes the time of F by default.
     return Costs(**costs)
 
 
 def compute_prediction_error(predicted: Timeline, run: Timeline) -> float:
-    """How much longer than a run its prediction takes, over the run; 0 for a run of no length."""
+    """Return the relative error of a predicted span.
+
+    Args:
+        predicted: The prediction.
+        run: The measured run.
+
+    Returns:
+        How much longer the prediction is, as a share of the run's span; negative if it is shorter.
+        0 if the run's span is 0.
+    """
     return predicted.span / run.span - 1 if run.span else 0.0
 
 
 def compute_unexplained_share(predicted: Timeline, run: Timeline) -> float:
-    """The share of ranks x span that a prediction at a run's own times counts as work, and in
-    which ranks of the run stood still: the host's time, messages that were late, and noise.
+    """Return the share of ranks x span that the prediction counts as work, and the run does not.
+
+    This is time of the host, of late messages and of noise, which `calibrate` adds to the costs of
+    computes.
+
+    Args:
+        predicted: The prediction at the calibrated costs of the run.
+        run: The measured run.
+
+    Returns:
+        A share of ranks x span of the prediction.
     """
-    whole = predicted.span * predicted.ranks
-    return float((predicted.busy - run.busy).sum()) / whole if whole else 0.0
+    total = predicted.span * predicted.ranks
+    return float((predicted.busy - run.busy).sum()) / total if total else 0.0
 
 
 def format_bubbles(run: Timeline, predicted: Timeline) -> str:
-    """The bubble of a run, and the predicted one if the prediction does not miss the run.
+    """Return the bubble of a run and of its prediction in words.
 
-    What is unexplained is said where it is a hundredth or more.
+    The text has no predicted bubble if the prediction error is above `MAX_PREDICTION_ERROR`. It has
+    the unexplained share if that is at least `MIN_REPORTED_SHARE`.
+
+    Args:
+        run: The measured run.
+        predicted: The prediction at the calibrated costs of the run.
     """
     more = compute_prediction_error(predicted, run)
     if abs(more) > MAX_PREDICTION_ERROR:
@@ -147,7 +186,10 @@ def format_bubbles(run: Timeline, predicted: Timeline) -> str:
 
 
 def _bounded_mean(durations: Floats) -> float:
-    """The mean of times with delays, and no less than the least without; shape (2, n)."""
+    """Return the mean of times with delays, but at least the shortest time without delay.
+
+    `durations` has shape (2, n): times with delays, and without.
+    """
     times, lasted = durations
     return max(float(lasted.min()), float(times.mean())) if len(times) else 0.0
 
@@ -155,7 +197,7 @@ def _bounded_mean(durations: Floats) -> float:
 def _collect_microbatches(
     mean: Cost, measured: Timeline, durations: Floats, mask: NDArray[np.bool_]
 ) -> Cost:
-    """What some instructions took, by stage and microbatch; the stage's mean for all others."""
+    """Return the masked durations by stage and microbatch, and the stage's mean for all others."""
     shape, spans = measured.program.shape, measured.spans[mask]
     each = np.repeat(to_grid(mean), shape.microbatches, 1)
     each[spans["stage"], spans["mb"]] = durations[:, mask].max(0)
@@ -163,34 +205,40 @@ def _collect_microbatches(
 
 
 def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_]) -> Cost:
-    """The mean of what is once on each rank, the k-th number rank k's; one if all are alike."""
+    """Return the mean of an instruction of each rank, or one number if all means are equal.
+
+    `Costs` has one number per stage. The k-th one is that of rank k.
+    """
     shape = measured.program.shape
-    column = np.minimum(measured.spans["rank"], shape.stages - 1)  # as Costs has them
+    column = np.minimum(measured.spans["rank"], shape.stages - 1)  # the column in `Costs`
     each = range(min(shape.ranks, shape.stages)) if mask.any() else ()
-    own = [_bounded_mean(durations[:, mask & (column == k)]) for k in each]
-    if not own or np.ptp(own) <= TIME_TOLERANCE * max(own):
+    means = [_bounded_mean(durations[:, mask & (column == k)]) for k in each]
+    if not means or np.ptp(means) <= TIME_TOLERANCE * max(means):
         return _bounded_mean(durations[:, mask])
-    return tuple(own + own[-1:] * (shape.stages - len(own)))
+    return tuple(means + means[-1:] * (shape.stages - len(means)))
 
 
 def _average_unpaired(name: str, durations: Floats, paired: NDArray[np.bool_]) -> float:
-    """The mean of what is not in a pair; if all is, a pair's third for F, and the rest for B."""
+    """Return the mean of instructions outside of pairs.
+
+    If all are in pairs, F takes a third of the pair, and B two thirds.
+    """
     if paired.all():
         return _bounded_mean(durations) * (1 / 3 if name == "F" else 2 / 3)
     return _bounded_mean(durations[:, ~paired])
 
 
 def _bound_durations(measured: Timeline) -> Floats:
-    """The least and the most time that each instruction can have taken, shape (2, n)."""
+    """Return the least and the most time that each instruction can have taken, shape (2, n)."""
     spans, graph, idle = measured.spans, measured.graph, idleness(measured)
     idle = idle[np.isin(idle["cause"], _LANE_CAUSES)]
-    # Another one ended the wait if this one was seen to end later.
+    # If the awaited instruction ended after the wait, another instruction ended the wait.
     idle = idle[idle["end"] >= spans["end"][idle["awaits"]] - measured.clock_error]
     waited = np.zeros(graph.node_id_limit)
     np.maximum.at(waited, graph.node[idle["awaits"]], idle["end"] - idle["start"])
     gaps = find_ready_gaps(measured)
     usual = float(np.quantile(gaps, HOST_GAP_QUANTILE)) if len(gaps) else 0.0
-    # What is behind another in its queue may have begun when that one was seen to end.
+    # An instruction may have begun only when the one before it in its queue ended.
     behind = (graph.queue_predecessor != NO_POSITION) & (
         graph.entry_exit_nodes[0][graph.queue_predecessor] != graph.entry_exit_nodes[0]
     )
@@ -206,28 +254,34 @@ def _bound_durations(measured: Timeline) -> Floats:
 
 
 def _find_nearest_time(bounds: Floats) -> float:
-    """The least of the times of which the sum of distances to all intervals is the smallest.
+    """Return the least of the times with the smallest sum of distances to all intervals.
 
-    Each end of an interval pulls as strongly as any other, so it is the median of them all.
+    Each end of an interval has the same weight, so this is the lower median of all ends.
     """
     count = bounds.shape[1]
     return float(np.sort(bounds, axis=None)[count - 1]) if count else 0.0
 
 
 def _measure_unexplained(measured: Timeline, costs: Costs) -> Floats:
-    """How much later than it could each instruction of the compute lane began.
+    """Return the unexplained delay before each instruction of the compute lane.
 
-    It could when all computes that it waits for had ended as they did, and all else as at `costs`.
+    The delay is the difference between its start and its earliest start. The earliest start follows
+    from the recorded ends of computes, and from `costs` for all other instructions.
     """
     spans, compute = measured.spans, measured.spans["lane"] == Lane.COMPUTE
     known = np.where(compute, spans["end"] - measured.start_time, np.nan)
-    could = compute_earliest_times(measured.graph, costs, known).start
-    return np.where(compute, spans["start"] - measured.start_time - could, 0.0)
+    earliest = compute_earliest_times(measured.graph, costs, known).start
+    return np.where(compute, spans["start"] - measured.start_time - earliest, 0.0)
 
 
 def fill_missing_backwards(costs: Costs, program: Program) -> Costs:
-    """Costs of a run with those of backwards that it does not have: a whole one is I + W, and
-    of a whole one I and W are half each.
+    """Return costs that also have the backwards that the run did not have.
+
+    B costs I + W. Without I and W in the run, each of them costs half of B.
+
+    Args:
+        costs: The costs of a run.
+        program: The program of the run.
     """
     whole, first, late = (costs.for_opcode(op, program.shape) for op in (BACKWARD, *SPLIT_BACKWARD))
     if BACKWARD_INPUT not in program.used_opcodes:
@@ -239,68 +293,85 @@ def fill_missing_backwards(costs: Costs, program: Program) -> Costs:
 
 
 def adjust_for_zero(costs: Costs, program: Program, zero: int, sizes: Sizes | None = None) -> Costs:
-    """Costs of a program with those that it needs with another level of ZeRO.
+    """Return the costs of a program for another ZeRO level.
 
-    An all-reduce takes as long as a reduce-scatter and an all-gather (arXiv 1910.02054, section
-    7.1): so each of these takes half of it, and the gather of weights as much as their bytes are
-    more or less than those of gradients, where sizes tell.  What is stepped in parts takes 1/dp.
-    A cost that is told, and is not 0, stays.
+    An all-reduce takes the time of a reduce-scatter and an all-gather (arXiv 1910.02054, section
+    7.1), so each of the two takes half of it. The all-gather of weights is longer or shorter by the
+    ratio of the bytes of weights and gradients. A sharded optimizer step takes 1/dp of the time.
+
+    Costs are changed only if exactly one of the two levels is 0. A cost that is given and not 0 is
+    kept, except that of the step.
+
+    Args:
+        costs: The costs of `program`.
+        program: The program.
+        zero: The other ZeRO level.
+        sizes: The sizes, for the bytes of weights and gradients. If None, these are equal.
     """
     if bool(zero) == bool(program.zero):
         return costs
     dp, stages = program.dp, program.shape.stages
-    more = 1.0 if sizes is None else _params_per_gradient_byte(sizes, stages)
+    ratio = 1.0 if sizes is None else _params_per_gradient_byte(sizes, stages)
     step = from_grid(to_grid(costs.step or 0.0) * (1 / dp if zero else dp))
     if not zero:
-        whole = costs.reduce_grads or from_grid(2 * to_grid(costs.reduce_scatter or 0.0))
-        return replace(costs, reduce_grads=whole, step=step)
+        reduce_grads = costs.reduce_grads or from_grid(2 * to_grid(costs.reduce_scatter or 0.0))
+        return replace(costs, reduce_grads=reduce_grads, step=step)
     half = to_grid(costs.reduce_grads or 0.0) / 2
     return replace(
         costs,
         reduce_scatter=costs.reduce_scatter or from_grid(half),
-        unshard=costs.unshard or from_grid(half * more),
+        unshard=costs.unshard or from_grid(half * ratio),
         step=step,
     )
 
 
 def _params_per_gradient_byte(sizes: Sizes, stages: int) -> float | NDArray[np.float64]:
-    """Bytes of weights over those of gradients, of each stage; 1 where nobody tells both."""
+    """Return the bytes of weights over those of gradients for each stage; 1 if one is unknown."""
     params, grads = (sizes.for_stages(name, stages)[:, None] for name in ("params", "grads"))
-    told = (params > 0) & (grads > 0)
-    each = np.where(told, params / np.where(told, grads, 1.0), 1.0)
+    has_both = (params > 0) & (grads > 0)
+    each = np.where(has_both, params / np.where(has_both, grads, 1.0), 1.0)
     return float(each[0, 0]) if (each == each[0]).all() else each
 
 
 def round_costs(costs: Costs) -> Costs:
-    """The costs that `format_costs` says of some, and one number for what all stages, or all
-    microbatches, have alike.
+    """Return costs rounded to 6 digits, as `format_costs` writes them.
 
-    >>> round_costs(Costs(F=(1 / 3, 1 / 3), B=(2.0, 1 / 3))).B
-    (2.0, 0.333333)
-    >>> round_costs(Costs(F=((1.0, 2.0), (1.0, 2.0)))).F
-    ((1.0, 2.0),)
+    If all stages or all microbatches have the same cost, they become one number.
+
+    Args:
+        costs: The costs.
+
+    Example:
+        >>> round_costs(Costs(F=(1 / 3, 1 / 3), B=(2.0, 1 / 3))).B
+        (2.0, 0.333333)
+        >>> round_costs(Costs(F=((1.0, 2.0), (1.0, 2.0)))).F
+        ((1.0, 2.0),)
     """
 
-    def said(value: Cost) -> Cost:
+    def round_cost(value: Cost) -> Cost:
         each = np.array([[float(f"{cost:.6g}") for cost in row] for row in to_grid(value).tolist()])
         if (each == each[:, :1]).all():
             each = each[:, :1]
         return from_grid(each[:1] if (each == each[:1]).all() else each)
 
-    return Costs(**{name: said(value) for name, value in costs.specified.items()})
+    return Costs(**{name: round_cost(value) for name, value in costs.specified.items()})
 
 
 def format_costs(costs: Costs) -> str:
-    """Costs as the option --costs takes them: those that are told.
+    """Return the given costs as a value of the option `--costs`.
 
-    >>> format_costs(Costs(F=(1.5, 2.0), B=3.0, I=1.0, W=2.0, send=0.25))
-    'F=1.5:2,I=1,W=2,B=3,send=0.25'
-    >>> format_costs(Costs(F=((1.0, 2.0), (1.5, 2.5)))).split(",")[0]  # stages and microbatches
-    'F=1/2:1.5/2.5'
+    Args:
+        costs: The costs. Those that were not given are left out.
+
+    Example:
+        >>> format_costs(Costs(F=(1.5, 2.0), B=3.0, I=1.0, W=2.0, send=0.25))
+        'F=1.5:2,I=1,W=2,B=3,send=0.25'
+        >>> format_costs(Costs(F=((1.0, 2.0), (1.5, 2.5)))).split(",")[0]  # stages and microbatches
+        'F=1/2:1.5/2.5'
     """
 
-    def said(value: Cost) -> str:
+    def format_cost(value: Cost) -> str:
         rows = to_grid(value).tolist()
         return ":".join("/".join(f"{cost:.6g}" for cost in row) for row in rows)
 
-    return ",".join(f"{name}={said(value)}" for name, value in costs.specified.items())
+    return ",".join(f"{name}={format_cost(value)}" for name, value in costs.specified.items())

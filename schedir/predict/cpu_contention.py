@@ -21,7 +21,7 @@ from schedir.predict.simulate import require_representable
 from schedir.predict.timeline import Timeline, build_spans
 from schedir.verify.check import build_complete_graph, prove
 
-CPU_LANES: Final = (Lane.COMPUTE, Lane.TP, Lane.DP, Lane.PARAMS)  # of processors
+CPU_LANES: Final = (Lane.COMPUTE, Lane.TP, Lane.DP, Lane.PARAMS)  # lanes that use a processor
 
 
 def simulate_on_cpus(
@@ -32,24 +32,36 @@ def simulate_on_cpus(
     progress_model: ProgressModel = "per_edge",
     blocking_hosts: bool = True,
 ) -> Timeline:
-    """The Timeline of a lowered program on a machine whose ranks share `processors`.
+    """Return the Timeline of a program on a machine whose ranks share processors.
 
-    Costs are those of a rank that runs alone.  While more ranks compute than there are processors,
-    each goes at processors/ranks of its speed, as a fair scheduler of threads has it: the idealized
-    processor sharing of Kleinrock, "Time-shared systems: a theoretical treatment" (1967).  Sums and
-    gathers over processes are work of processors, too, which move and add their bytes; messages
-    take none.  There may be less than one processor: where each rank stands for several processes
-    that share a machine.  With as many processors as ranks it is `simulate`.
+    If more ranks compute than there are processors, each rank runs at processors/ranks of its
+    speed. This is the ideal processor sharing of a fair thread scheduler. Sums and
+    gathers of several processes use processors too, because they copy and add bytes. Messages use
+    none. With as many processors as ranks, the result is that of `simulate`.
 
-    Raises UsageError for a number that is not positive, CostsError for costs that add up to
-    infinity, and what `check` raises for a program that is wrong.
+    Args:
+        program: A lowered program.
+        costs: The costs of a rank that runs alone.
+        processors: The number of processors. It may be below 1, if each rank represents several
+            processes that share a machine.
+        progress_model: The progress model of the transport.
+        blocking_hosts: True if hosts are blocking, as on CPUs.
 
-    >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
-    >>> from schedir.predict.cpu_contention import simulate_on_cpus
-    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
-    >>> costs = Costs(F=1, B=2)
-    >>> [simulate_on_cpus(program, costs, n).span for n in (1, 2, 4)], 4 * 8 * 3
-    ([96.0, 51.0, 33.0], 96)
+    Raises:
+        UsageError: `processors` is not a number above 0, or the program is a draft.
+        CostsError: The costs add up to more than `MAX_TIME`.
+        SchedirError: `check` refuses the program.
+
+    References:
+        Kleinrock 1967, "Time-shared systems: a theoretical treatment".
+
+    Example:
+        >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
+        >>> from schedir.predict.cpu_contention import simulate_on_cpus
+        >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
+        >>> costs = Costs(F=1, B=2)
+        >>> [simulate_on_cpus(program, costs, n).span for n in (1, 2, 4)], 4 * 8 * 3
+        ([96.0, 51.0, 33.0], 96)
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     require_type(costs, Costs, "Costs(F=1, B=2)")
@@ -69,44 +81,46 @@ def simulate_on_cpus(
 
 
 def _share_processors(graph: Graph, costs: Costs, processors: float) -> tuple[Times, Times]:
-    """The start and the end of each instruction.
+    """Return the start and the end of each instruction.
 
-    What computes goes at one speed, which all share; so it ends in the order of the work done by
-    then since it began, and one number, the work that each has been given, tells all of them.
+    All running computes have the same speed. So one number, `progress`, is enough: the work that a
+    compute would have received since time 0. A compute ends when `progress` has grown by its cost.
     """
-    asked = build_problem(graph, costs)
+    problem = build_problem(graph, costs)
     runs = [row.lane in CPU_LANES for row in INSTRUCTIONS]
     computes = np.zeros(graph.node_id_limit, bool)
     computes[: len(graph.index)] = np.array(runs)[graph.index.op]
     after: list[list[int]] = [[] for _ in range(graph.node_id_limit)]
     missing = [0] * graph.node_id_limit
-    for source, target in asked.edges:
+    for source, target in problem.edges:
         for a, b in zip(source.tolist(), target.tolist(), strict=True):
             after[a].append(b)
             missing[b] += 1
-    cost, shares = asked.cost.tolist(), computes.tolist()
+    cost, shares = problem.cost.tolist(), computes.tolist()
     start, end = np.zeros(graph.node_id_limit), np.zeros(graph.node_id_limit)
-    waiting: list[tuple[float, int]] = []  # what takes no processor, by its end
-    working: list[tuple[float, int]] = []  # what computes, by the work given when it ends
-    ready = [a for a in np.flatnonzero(asked.node_mask).tolist() if not missing[a]]
-    now = given = 0.0
+    waiting: list[tuple[float, int]] = []  # instructions without a processor, by their end
+    working: list[
+        tuple[float, int]
+    ] = []  # instructions with a processor, by `progress` at their end
+    ready = [a for a in np.flatnonzero(problem.node_mask).tolist() if not missing[a]]
+    now = progress = 0.0
     while ready or waiting or working:
         while ready:
             a = ready.pop()
             start[a] = now
             if shares[a]:
-                heappush(working, (given + cost[a], a))
+                heappush(working, (progress + cost[a], a))
             else:
                 heappush(waiting, (now + cost[a], a))
         speed = min(1.0, processors / len(working)) if working else 1.0
-        computed = now + max(0.0, working[0][0] - given) / speed if working else inf
-        then = min(computed, waiting[0][0] if waiting else inf)
-        if computed <= then:
-            given, a = heappop(working)
+        computed = now + max(0.0, working[0][0] - progress) / speed if working else inf
+        next_time = min(computed, waiting[0][0] if waiting else inf)
+        if computed <= next_time:
+            progress, a = heappop(working)
         else:
-            given += (then - now) * speed
+            progress += (next_time - now) * speed
             _, a = heappop(waiting)
-        now = end[a] = then
+        now = end[a] = next_time
         if now == inf:
             break
         for b in after[a]:

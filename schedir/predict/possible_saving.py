@@ -1,22 +1,34 @@
-"""Report the time that a schedule as short as a lower bound would save."""
+"""Compute and format the time that a schedule as short as a lower bound would save."""
 
 from __future__ import annotations
 
 from typing import Final
 
-RELATIVE_TOLERANCE: Final = 1e-9  # sums of times differ by that much of themselves
+RELATIVE_TOLERANCE: Final = 1e-9  # Share of a span. Smaller differences come from rounding.
 
 
 def compute_saving(span: float, lower_bound: float) -> float:
-    """The share of a span that is above a bound on it: 0 where rounding is all of it."""
+    """Return the share of a span that is above a lower bound.
+
+    Args:
+        span: The time of a schedule.
+        lower_bound: A lower bound of this time, in the same unit.
+
+    Returns:
+        A share from 0 to 1. It is 0 if the difference comes from rounding.
+    """
     return 1 - lower_bound / span if span > lower_bound * (1 + RELATIVE_TOLERANCE) else 0.0
 
 
 def format_percent(saving: float) -> str:
-    """A gain in a column.
+    """Return a saving as a percentage for a table.
 
-    >>> format_percent(0.0), format_percent(0.00001), format_percent(0.0312)
-    ('none', '<0.1%', '3.1%')
+    Args:
+        saving: The saving, as a share from 0 to 1.
+
+    Example:
+        >>> format_percent(0.0), format_percent(0.00001), format_percent(0.0312)
+        ('none', '<0.1%', '3.1%')
     """
     if not saving:
         return "none"
@@ -24,10 +36,14 @@ def format_percent(saving: float) -> str:
 
 
 def describe_saving(saving: float) -> str:
-    """A gain in a sentence.
+    """Return a saving in words for a sentence.
 
-    >>> describe_saving(0.0), describe_saving(0.00001), describe_saving(0.0312)
-    ('nothing', 'less than 0.1%', 'at most 3.1%')
+    Args:
+        saving: The saving, as a share from 0 to 1.
+
+    Example:
+        >>> describe_saving(0.0), describe_saving(0.00001), describe_saving(0.0312)
+        ('nothing', 'less than 0.1%', 'at most 3.1%')
     """
-    said = format_percent(saving)
-    return {"none": "nothing", "<0.1%": "less than 0.1%"}.get(said, f"at most {said}")
+    text = format_percent(saving)
+    return {"none": "nothing", "<0.1%": "less than 0.1%"}.get(text, f"at most {text}")

@@ -1,4 +1,4 @@
-"""Summarize which forwards are recomputed, offloaded or spilled."""
+"""Describe in words which forwards are recomputed, offloaded or spilled to the disk."""
 
 from __future__ import annotations
 
@@ -8,20 +8,31 @@ from schedir.passes.memory.offload_placement import DISK_TRIP, HOST_TRIP
 
 
 def describe_recompute(program: Program) -> str:
-    """Return in words what a program recomputes; an empty string if it recomputes nothing.
+    """Return in words which forwards a program recomputes.
 
-    >>> from schedir import PipelineShape, compile, schedules
-    >>> describe_recompute(compile(schedules.one_f_one_b, PipelineShape(4, 8),
-    ...     recompute="0,1.0,1.1,1.2,1.5"))
-    '12 of 32 forwards: of stage 0 all, of stage 1 0-2 and 5'
+    Args:
+        program: The program.
+
+    Returns:
+        The text; an empty string if it recomputes nothing.
+
+    Example:
+        >>> from schedir import PipelineShape, compile, schedules
+        >>> describe_recompute(compile(schedules.one_f_one_b, PipelineShape(4, 8),
+        ...     recompute="0,1.0,1.1,1.2,1.5"))
+        '12 of 32 forwards: of stage 0 all, of stage 1 0-2 and 5'
     """
     return _describe_op_forwards(program, RECOMPUTE)
 
 
 def describe_forwards(program: Program) -> str:
-    """Return which forwards are recomputed, offloaded and spilled, one line for each of the three.
+    """Return in words which forwards are recomputed, offloaded and spilled to the disk.
 
-    A line is left out if the program does this with no forward.
+    Args:
+        program: The program.
+
+    Returns:
+        One line for each of the three. A line is left out if the program does this with no forward.
     """
     done = {
         "recomputed": RECOMPUTE,
@@ -41,13 +52,13 @@ def _describe_op_forwards(program: Program, op: Opcode) -> str:
                 found.setdefault(i.stage, []).append(i.mb)
     if not found:
         return ""
-    many = program.shape.microbatches
+    microbatches = program.shape.microbatches
     each = [
-        f"of stage {stage} {'all' if len(own) == many else _format_ranges(sorted(own))}"
-        for stage, own in sorted(found.items())
+        f"of stage {stage} {'all' if len(mbs) == microbatches else _format_ranges(sorted(mbs))}"
+        for stage, mbs in sorted(found.items())
     ]
     number = sum(map(len, found.values()))
-    return f"{number} of {program.shape.stages * many} forwards: {', '.join(each)}"
+    return f"{number} of {program.shape.stages * microbatches} forwards: {', '.join(each)}"
 
 
 def _format_ranges(numbers: list[int]) -> str:

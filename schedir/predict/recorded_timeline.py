@@ -22,10 +22,18 @@ def build_timeline(
     *,
     blocking_hosts: bool = False,
 ) -> Timeline:
-    """A measured Timeline from when each instruction was begun and ended on its own rank.
+    """Return a measured Timeline from the recorded start and end of each instruction.
 
-    What is one node of the graph has one span: a message and a collective are under way when
-    the last side is there, a pair that runs together when its first member begins.
+    Instructions of one node of the dependency graph have one common span. A message and a
+    collective start when the last member starts. A pair that runs together starts when its first
+    member starts. All end when the last member ends. Times begin at 0.
+
+    Args:
+        program: The program.
+        start: The start of each instruction on its rank, in seconds, shape (n,).
+        end: The end of each instruction on its rank, in seconds, shape (n,).
+        progress_model: The progress model of the transport.
+        blocking_hosts: True if the hosts are blocking.
     """
     node = Graph.from_program(program, progress_model).node
     first, last, over = np.full(len(node), np.inf), *np.full((2, len(node)), -np.inf)

@@ -1,4 +1,4 @@
-"""Simulate a program: the longest path through its dependency graph is its time."""
+"""Simulate a program: its time is the longest path through its dependency graph."""
 
 from __future__ import annotations
 
@@ -23,23 +23,34 @@ def simulate(
     sizes: Sizes | None = None,
     skip_checks: bool = False,
 ) -> Timeline:
-    """The Timeline that a program will have at the given costs under a progress model.
+    """Return the Timeline that a program has at given costs.
 
-    Every instruction starts as soon as its queue, its values and its partners let it.  Of a
-    draft it is the program that `compile` makes of it for this model, in the order of these
-    costs.  `blocking_hosts` says that hosts wait themselves, as on CPUs (`Graph`): then a message
-    waits for the computes before it in its Stream.  With `sizes`, memory is told in bytes.
+    Each instruction starts when its queue, its inputs and its partners allow it.
 
-    Raises what `check` raises for a program that is wrong, and CostsError if the costs add up to
-    more than 1e300.  A program that `check` has proven is not looked at again.  With `skip_checks`
-    it need only be complete and finish: what it computes may be wrong.
+    Args:
+        program: A program. A draft is lowered first, as `compile` does it for this progress model
+            and these costs.
+        costs: The cost of each instruction. The default is `Costs()`.
+        progress_model: The progress model of the transport.
+        blocking_hosts: True if hosts are blocking, as on CPUs. Then a message waits for the
+            computes before it in its Stream.
+        sizes: The sizes of values. With sizes, the memory of the Timeline is in bytes.
+        skip_checks: True to skip the proof that the program computes the right values. It must
+            still be complete and free of deadlocks.
 
-    >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
-    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
-    >>> simulate(program, Costs(F=1, B=2))
-    <predicted Timeline of one_f_one_b: span 33, bubble 27.3%>
-    >>> simulate(program, Costs(F=1, B=2, send=0.25), progress_model="per_edge").span
-    37.0
+    Raises:
+        SchedirError: `check` refuses the program. A program that `check` has proven is not checked
+            again.
+        CostsError: The costs add up to more than `MAX_TIME`, 1e300.
+        UsageError: An argument has the wrong type, or the sizes do not match the program.
+
+    Example:
+        >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
+        >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=4, microbatches=8))
+        >>> simulate(program, Costs(F=1, B=2))
+        <predicted Timeline of one_f_one_b: span 33, bubble 27.3%>
+        >>> simulate(program, Costs(F=1, B=2, send=0.25), progress_model="per_edge").span
+        37.0
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     blocking_hosts, skip_checks = (
@@ -51,7 +62,7 @@ def simulate(
     if sizes is not None:
         require_type(sizes, Sizes, SIZES_EXAMPLE)
         sizes.validate(program.shape)
-    if program.is_draft and (program.has_backward or program.shape.ranks > 1):  # else it is whole
+    if program.is_draft and (program.has_backward or program.shape.ranks > 1):  # else complete
         program = lower(check_draft(program), costs, progress_model)
     graph = build_complete_graph(program, progress_model, blocking_hosts=blocking_hosts)
     reached = compute_earliest_times(graph, costs)
@@ -61,7 +72,7 @@ def simulate(
         raise explain_deadlock(graph, reached)
     require_representable(reached.end, program)
     start, end = reached.start, reached.end
-    del graph, reached  # makes room for the spans
+    del graph, reached  # frees memory for the spans
     spans = build_spans(program, start, end)
     return Timeline(
         program, spans, progress_model=progress_model, sizes=sizes, blocking_hosts=blocking_hosts
@@ -69,7 +80,7 @@ def simulate(
 
 
 def require_representable(end: Times, program: Program) -> None:
-    """Raise CostsError if an instruction ends later than `MAX_TIME`, the latest time of a Timeline.
+    """Refuse times that are later than `MAX_TIME`, the latest time of a Timeline.
 
     Args:
         end: The end time of each instruction.
@@ -78,7 +89,7 @@ def require_representable(end: Times, program: Program) -> None:
     Raises:
         CostsError: A time is later than `MAX_TIME`, infinite or NaN.
     """
-    if not end.max(initial=0.0) <= MAX_TIME:  # also where it is NaN
+    if not end.max(initial=0.0) <= MAX_TIME:  # the comparison is also False for NaN
         raise CostsError(
             f"the costs add up to more than {MAX_TIME:g}, the latest time of a Timeline",
             program=program.name,

@@ -1,8 +1,8 @@
-"""Compute the time from one step to the next, of many consecutive steps.
+"""Compute the step period of many consecutive steps.
 
-The span of one step says nothing of that: a rank that has ended its step begins the next one when
-nothing holds it, while others are busy still.  What holds it is what meets all ranks, as the norm
-of the gradients that a step waits for (`Program.norm_check`), and what it is sent.
+The span of one step does not give this time. A rank that ends its step early can begin the next one
+while other ranks are busy. It has to wait only for messages, and for collectives of all ranks, such
+as the norm of the gradients before a step (`Program.norm_check`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import Program
 from schedir.verify.check import check
 
-# What reads weights in another lane than that of the update: no queue holds it back.
+# Instructions that read weights on another lane than that of the update. No queue orders them after
+# the update.
 _WEIGHT_READS: Final = tuple(
     op for op in find_consumers(Value.PARAMS) if INSTRUCTIONS[op].lane is not Lane.COMPUTE
 )
@@ -42,27 +43,36 @@ def compute_step_period(
     blocking_hosts: bool = False,
     steps: int = 32,
 ) -> float:
-    """The mean time of the second half of `steps` steps of a lowered program in a row, in the unit
-    of the costs.
+    """Return the mean time of a step among many consecutive steps, in the unit of the costs.
 
-    In each queue a step follows the one before, and what reads weights beside what computes (an
-    Unshard) follows the update that made them.  A step whose update is validated after waits for
-    the norm of the one before it ahead of its own update, and never has to be run again here.  A
-    host that `blocking_hosts` begins a step when all messages and reductions that it waits for are
+    Each queue runs one step after the other. An instruction on another lane than compute that reads
+    weights, such as an Unshard, waits for the update before it. A step whose update is validated
+    later waits before its own update for the norm of the step before. No update has to be repeated
+    here. A blocking host begins a step when all messages and reductions of the step before are
     over.
 
-    Raises what `check` raises, and UsageError for less than two steps.
+    Args:
+        program: A lowered program.
+        costs: The cost of each instruction. The default is `Costs()`.
+        progress_model: The progress model of the transport.
+        blocking_hosts: True if hosts are blocking, as on CPUs.
+        steps: The number of simulated steps. The result is the mean of the second half of them.
 
-    >>> from schedir import PipelineShape, compile, schedules, simulate
-    >>> from schedir.predict.step_period import compute_step_period
-    >>> programs = [
-    ...     compile(schedules.zb_h2, PipelineShape(4, 8), clip_grad_norm=True, norm_check=when)
-    ...     for when in ("before_step", "after_step")
-    ... ]
-    >>> [compute_step_period(program) for program in programs]
-    [27.0, 24.0]
-    >>> float(simulate(programs[1]).active_span.max())
-    24.0
+    Raises:
+        UsageError: `steps` is less than 2.
+        SchedirError: `check` refuses the program.
+
+    Example:
+        >>> from schedir import PipelineShape, compile, schedules, simulate
+        >>> from schedir.predict.step_period import compute_step_period
+        >>> programs = [
+        ...     compile(schedules.zb_h2, PipelineShape(4, 8), clip_grad_norm=True, norm_check=when)
+        ...     for when in ("before_step", "after_step")
+        ... ]
+        >>> [compute_step_period(program) for program in programs]
+        [27.0, 24.0]
+        >>> float(simulate(programs[1]).active_span.max())
+        24.0
     """
     check(program, progress_model, blocking_hosts=blocking_hosts)
     if steps < 2:
@@ -73,17 +83,17 @@ def compute_step_period(
     edges = [(a + nodes * n, b + nodes * n) for n in range(steps) for a, b in within]
     for n in range(steps - 1):
         edges += [(a + nodes * n, b + nodes * (n + 1)) for a, b in across]
-    whole = one._replace(
+    problem = one._replace(
         edges=edges, node_mask=np.tile(one.node_mask, steps), cost=np.tile(one.cost, steps)
     )
-    start, _ = solve_longest_paths(whole)
-    ends = (start + whole.cost).reshape(steps, nodes)[:, graph.node].max(1)
+    start, _ = solve_longest_paths(problem)
+    ends = (start + problem.cost).reshape(steps, nodes)[:, graph.node].max(1)
     half = steps // 2
     return float((ends[-1] - ends[half - 1]) / (steps - half))
 
 
 def _iter_step_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
-    """Edges from the nodes of a step to those of the next."""
+    """Yield edges from the nodes of a step to those of the next step."""
     index, (enter, leave) = graph.index, graph.entry_exit_nodes
     _, first = np.unique(graph.queue, return_index=True)
     _, back = np.unique(graph.queue[::-1], return_index=True)
@@ -102,5 +112,5 @@ def _iter_step_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
             mine, next_ones = (at[index.rank[at] == rank] for at in (waited, first))
             yield np.repeat(leave[mine], len(next_ones)), np.tile(enter[next_ones], len(mine))
     behind = np.flatnonzero(validates)
-    if len(behind):  # one each, rank by rank
+    if len(behind):  # each rank has one of both
         yield leave[behind], enter[updates]

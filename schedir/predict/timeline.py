@@ -1,4 +1,4 @@
-"""Timeline: the predicted or measured start and end of every instruction."""
+"""The predicted or measured start and end of every instruction of a program."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Times = NDArray[np.float64]
 TimelineKind = Literal["predicted", "measured"]
 
 TIMELINE_KINDS: Final[tuple[TimelineKind, ...]] = get_args(TimelineKind)
-# Units of time that a Timeline may be in, those of the costs and seconds, and how finely its
-# clocks tell it: CUDA's events tell half a microsecond.
+# The units of a Timeline, and the resolution of its clocks in this unit. "" is the unit of the
+# costs. CUDA events have a resolution of half a microsecond.
 TIME_UNITS: Final = {"": 0.0, "s": 1e-6}
-MAX_TIME: Final = 1e300  # the latest time; sums over ranks of later times may overflow a float
+MAX_TIME: Final = 1e300  # The latest time. Sums of later times over ranks may overflow a float.
 
 SPAN_DTYPE: Final = np.dtype(
     [("rank", "i4"), ("stage", "i4"), ("mb", "i4"), ("lane", "i2"), ("op", "i2"),
@@ -46,7 +46,16 @@ SPAN_DTYPE: Final = np.dtype(
 
 
 def build_spans(program: Program, start: NDArray[np.float64], end: NDArray[np.float64]) -> Spans:
-    """Spans of all instructions of a program, rank by rank, from their starts and ends."""
+    """Return the spans of all instructions of a program, rank by rank.
+
+    Args:
+        program: The program.
+        start: The start of each instruction, shape (n,).
+        end: The end of each instruction, shape (n,).
+
+    Returns:
+        A structured array with the fields of `SPAN_DTYPE`.
+    """
     fields, lanes = (
         program.words.view(WORD_DTYPE),
         np.array([row.lane for row in INSTRUCTIONS], np.int16),
@@ -62,7 +71,14 @@ def build_spans(program: Program, start: NDArray[np.float64], end: NDArray[np.fl
 
 
 def require_timelines(timelines: object) -> None:
-    """Raise UsageError for what is no sequence of Timelines, and for an empty one."""
+    """Refuse a value that is not a sequence of at least one Timeline.
+
+    Args:
+        timelines: The value.
+
+    Raises:
+        UsageError: It is not a sequence, is empty, or has an entry that is not a Timeline.
+    """
     run = "schedir.simulate(program)"
     require_type(timelines, Sequence, f"[{run}]")
     assert isinstance(timelines, Sequence)
@@ -73,15 +89,26 @@ def require_timelines(timelines: object) -> None:
 
 
 class CausalityViolations(NamedTuple):
-    """By how much each instruction comes before a cause of it, 0 where it does not, and which cause
-    that is (an index into spans, or -1); each of shape (n,)."""
+    """The instructions that come before one of their causes.
+
+    Attributes:
+        amount: The time by which each instruction comes before a cause, shape (n,); 0 if it does
+            not.
+        cause: The index in `spans` of this cause, shape (n,), or -1.
+    """
 
     amount: NDArray[np.float64]
     cause: NDArray[np.int64]
 
 
 class MemoryHistory(NamedTuple):
-    """A step curve: from `times[i]` on, `held[i]` is held, of which `by_kind` has the parts."""
+    """The memory of a rank over time.
+
+    Attributes:
+        times: The times of changes, ascending.
+        total: The memory from each of these times on.
+        by_kind: The same for each kind of memory. The kinds add up to `total`.
+    """
 
     times: NDArray[np.float64]
     total: NDArray[np.float64]
@@ -90,32 +117,38 @@ class MemoryHistory(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Start and end of every instruction.
+    """The predicted or measured start and end of every instruction.
 
-    `spans` is a structured array with one entry per instruction, in the order of the program
-    (rank by rank, each in Stream order): rank, lane (a Lane), op (an Opcode), stage, mb, and
-    start and end in `unit` ("" for the units of the costs, "s" for a measured run).
-    `progress_model` is the progress model under which it was predicted, or that its transport
-    gives.
-    `clock_error` says by how much the clocks of two ranks may differ, in `unit`: 0 in a
-    prediction, and where all ranks read one clock.  `sizes` are those of the values, where
-    memory is to be told in bytes.
+    Args:
+        program: The program.
+        spans: A structured array with one entry per instruction: rank, lane (a Lane), op (an
+            Opcode), stage, mb, start and end. The order is rank by rank, and each rank in the order
+            of its Stream.
+        kind: "predicted" or "measured".
+        unit: The unit of times: "" for the unit of the costs, or "s" for seconds.
+        progress_model: The progress model of the prediction, or of the transport of a measured run.
+        clock_error: The most by which the clocks of two ranks may differ, in `unit`. It is 0 in a
+            prediction, and if all ranks read the same clock.
+        sizes: The sizes of values. With sizes, memory is in bytes.
+        blocking_hosts: True if hosts are blocking, as on CPUs.
 
-    Raises UsageError for a unit that is none of UNITS.
+    Raises:
+        UsageError: `unit` is not one of `TIME_UNITS`.
 
-    >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
-    >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=4))
-    >>> run = simulate(program, Costs(F=1, B=2))
-    >>> run.span, run.bubble, run.idle, run.peak_in_flight
-    (15.0, 0.2, array([3., 3.]), array([2, 1]))
-    >>> for instr, start, end in [run.instruction_at(rank=1, index=k) for k in range(4)]:
-    ...     print(f"{start:g} to {end:g}: {instr}")
-    1 to 1: recv_act 1.0
-    1 to 2: F 1.0
-    2 to 2: recv_act 1.1
-    2 to 4: B 1.0
-    >>> run.critical_path[:4]  # what decides the span: indices into `spans`
-    array([ 0, 18, 19, 21])
+    Example:
+        >>> from schedir import Costs, PipelineShape, compile, schedules, simulate
+        >>> program = compile(schedules.one_f_one_b, PipelineShape(ranks=2, microbatches=4))
+        >>> run = simulate(program, Costs(F=1, B=2))
+        >>> run.span, run.bubble, run.idle, run.peak_in_flight
+        (15.0, 0.2, array([3., 3.]), array([2, 1]))
+        >>> for instr, start, end in [run.instruction_at(rank=1, index=k) for k in range(4)]:
+        ...     print(f"{start:g} to {end:g}: {instr}")
+        1 to 1: recv_act 1.0
+        1 to 2: F 1.0
+        2 to 2: recv_act 1.1
+        2 to 4: B 1.0
+        >>> run.critical_path[:4]  # what decides the span: indices into `spans`
+        array([ 0, 18, 19, 21])
     """
 
     program: Program
@@ -148,59 +181,68 @@ class Timeline:
 
     @property
     def ranks(self) -> int:
-        """How many pipeline ranks there are."""
+        """The number of pipeline ranks."""
         return self.program.shape.ranks
 
     @cached_property
     def start_time(self) -> float:
-        """When the first instruction starts."""
+        """The time when the first instruction starts."""
         return float(self.spans["start"].min()) if len(self) else 0.0
 
     @cached_property
     def span(self) -> float:
-        """From the start of the first instruction to the end of the last (the makespan)."""
+        """The time from the first start to the last end of all instructions (the makespan)."""
         return float(self.spans["end"].max()) - self.start_time if len(self) else 0.0
 
     @cached_property
     def busy(self) -> NDArray[np.float64]:
-        """Time that each rank's compute lane is in use, shape (ranks,).
+        """The time that each rank's compute lane is in use, shape (ranks,).
 
-        A pair run together counts once.
+        A pair that runs together counts once.
         """
         return self._sum_busy_time(self.spans["lane"] == Lane.COMPUTE)
 
     def _sum_busy_time(self, mask: NDArray[np.bool_]) -> NDArray[np.float64]:
-        own = self.spans[mask & ~self.is_second_of_pair]
+        counted = self.spans[mask & ~self.is_second_of_pair]
         busy = np.zeros(self.ranks)
-        np.add.at(busy, own["rank"], own["end"] - own["start"])
+        np.add.at(busy, counted["rank"], counted["end"] - counted["start"])
         return busy
 
     @cached_property
     def is_second_of_pair(self) -> NDArray[np.bool_]:
-        """Whether each span is the second of a pair run together, whose time is the first's."""
+        """A mask of the spans that are the second of a pair that runs together, shape (n,).
+
+        The time of the pair is that of the first.
+        """
         second: NDArray[np.bool_] = self.program.joined & np.isin(self.spans["op"], COMPUTE_OPS)
         return second
 
     @cached_property
     def idle(self) -> NDArray[np.float64]:
-        """Time within the span that each rank's compute lane is not in use, shape (ranks,)."""
+        """The time within the span that each rank's compute lane is not in use, shape (ranks,)."""
         return self.span - self.busy
 
     @property
     def bubble(self) -> float:
-        """Idle share of ranks x span, from 0 to 1."""
-        whole = self.span * self.ranks
-        return float(self.idle.sum()) / whole if whole else 0.0
+        """The idle share of ranks x span, from 0 to 1."""
+        total = self.span * self.ranks
+        return float(self.idle.sum()) / total if total else 0.0
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Idle over busy time: the papers' bubble, (P-1)/m for 1F1B (SC21, section 2.2.1)."""
+        """The idle time over the busy time.
+
+        This is the bubble of the papers: (P-1)/m for 1F1B (Narayanan et al., SC21, section 2.2.1).
+        """
         ideal = float(self.busy.sum())
         return float(self.idle.sum()) / ideal if ideal else 0.0
 
     @cached_property
     def active_span(self) -> NDArray[np.float64]:
-        """From first start to last end of F, B, I, W on each rank, shape (ranks,)."""
+        """The time from the first start to the last end of compute on each rank, shape (ranks,).
+
+        Compute is F, B, I, W and R.
+        """
         work = np.isin(self.spans["op"], COMPUTE_OPS)
         first, last = np.full(self.ranks, np.inf), np.full(self.ranks, -np.inf)
         np.minimum.at(first, self.spans["rank"][work], self.spans["start"][work])
@@ -209,36 +251,46 @@ class Timeline:
 
     @cached_property
     def idle_in_active_span(self) -> NDArray[np.float64]:
-        """Idle time of each rank within its own span: the zero-bubble papers' measure.
+        """The idle time of each rank within its active span, shape (ranks,).
 
-        arXiv 2401.10241, section 5: what is left when ranks need not end together.
+        This is the bubble of the zero-bubble papers (arXiv 2401.10241, section 5), in which ranks
+        need not end at the same time.
         """
         return self.active_span - self._sum_busy_time(np.isin(self.spans["op"], COMPUTE_OPS))
 
     @cached_property
     def peak_activations(self) -> float:
-        """The most that a rank holds, in activations of a whole rank and of whole microbatches;
-        half a rank's is half, and of a stage in pieces each has as much of them."""
+        """The largest activation memory of a rank, in microbatches through all stages of a rank.
+
+        An activation of half of a rank's stages counts as half. Each segment of a stage has an
+        equal share of the stage's activations.
+        """
         program = self.program
-        pieces, peak = program.segments_per_stage, self.peak_in_flight
-        if (whole := lcm(*pieces)) > 1:
-            peak = peak_in_flight(program, np.repeat([whole // one for one in pieces], pieces))
-        of_a_rank = program.chunks_per_microbatch * whole * len(pieces) / program.shape.ranks
+        segments, peak = program.segments_per_stage, self.peak_in_flight
+        if (common := lcm(*segments)) > 1:
+            peak = peak_in_flight(program, np.repeat([common // one for one in segments], segments))
+        of_a_rank = program.chunks_per_microbatch * common * len(segments) / program.shape.ranks
         return int(peak.max(initial=0)) / of_a_rank
 
     @cached_property
     def peak_in_flight(self) -> NDArray[np.int64]:
-        """Per rank, the most (stage, mb) alive at once: from F until B, or until W."""
+        """The most (stage, mb) in flight at once on each rank, shape (ranks,).
+
+        They are in flight from F to B, or to W if the backward is split.
+        """
         return peak_in_flight(self.program)
 
     @cached_property
     def peak_weight_versions(self) -> NDArray[np.int64]:
-        """Per rank, the most versions of its weights that are of use at once."""
+        """The most weight versions that each rank needs at once, shape (ranks,)."""
         return count_peak_versions(self.program)
 
     @cached_property
     def memory(self) -> tuple[MemoryHistory, ...]:
-        """What each rank holds as time passes: in bytes, or, without sizes, in activations."""
+        """The memory of each rank's device over time, in bytes, or in activations without sizes.
+
+        An activation is one (stage, mb) in flight.
+        """
         if self.sizes is None:
             curves = (self.count_in_flight(rank) for rank in range(self.ranks))
             alive = np.float64(self.program.has_backward)
@@ -249,9 +301,13 @@ class Timeline:
         return self.memory_on("device")
 
     def memory_on(self, tier: str) -> tuple[MemoryHistory, ...]:
-        """What each rank holds on a tier as time passes, in bytes: "device", "host" or "disk".
+        """Return the memory of each rank on a tier over time, in bytes.
 
-        Raises UsageError for another tier, and where no sizes are known.
+        Args:
+            tier: "device", "host" or "disk".
+
+        Raises:
+            UsageError: There is no such tier, or the Timeline has no sizes.
         """
         if tier not in TIERS:
             raise UsageError(f"there is no tier {tier!r:.60}: they are {', '.join(TIERS)}")
@@ -269,7 +325,8 @@ class Timeline:
         spans = self.spans[int(self.program.offsets[rank]) :][footprint.positions]
         times = np.where(footprint.is_at_start, spans["start"], spans["end"])
         times[0] = self.start_time
-        if (spans["lane"][1:] != Lane.COMPUTE).any():  # what other lanes change, in order of time
+        # Other lanes run in parallel to compute, so their changes are not in the order of time.
+        if (spans["lane"][1:] != Lane.COMPUTE).any():
             footprint, times = footprint.order_by_time(times), np.unique(times)
         parts = {
             name: np.full(len(times), size) for name, (_, size) in footprint.static_memory.items()
@@ -279,45 +336,62 @@ class Timeline:
 
     @property
     def static_memory(self) -> dict[str, NDArray[np.float64]]:
-        """Per rank, the bytes that are held all the time, by the parts that `sizes` tells apart."""
+        """The bytes that each rank uses all the time, by the parts of `sizes`.
+
+        Each part has shape (ranks,). The result is empty without sizes, or if `sizes` does not
+        specify the parts.
+        """
         if self.sizes is None or not self.sizes.specified_parts:
             return {}
         return compute_static_memory(self.program, self.sizes)
 
     @cached_property
     def peak_memory(self) -> NDArray[np.float64]:
-        """Per rank, the most that is held at once.
+        """The peak memory of each rank's device, shape (ranks,).
 
-        In bytes; without sizes, in activations of one (stage, mb).
+        It is in bytes, or without sizes in activations of one (stage, mb).
         """
         return np.array([curve.total.max(initial=0.0) for curve in self.memory])
 
     @property
     def peak_over_all_ranks(self) -> float:
-        """The most that all ranks hold at once: of virtual ranks that share one device."""
+        """The peak of the sum of all ranks' memory, for virtual ranks that share one device."""
         changes = [np.diff(curve.total, prepend=0.0) for curve in self.memory]
         at = np.argsort(np.concatenate([curve.times for curve in self.memory]), kind="stable")
         return float(np.cumsum(np.concatenate(changes)[at]).max(initial=0.0))
 
     def count_in_flight(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Times and counts of (stage, mb) alive on a rank: a step curve."""
+        """Return how many (stage, mb) are in flight on a rank over time.
+
+        Args:
+            rank: The rank.
+
+        Returns:
+            The times of changes, and the count from each of these times on.
+        """
         lo, hi = self.program.offsets[rank : rank + 2]
         at, count = count_in_flight(self.program.streams[rank], self.program.frozen_stages)
-        own = self.spans[lo:hi][at]
+        changes = self.spans[lo:hi][at]
         grows = np.diff(count, prepend=0) > 0
-        return np.where(grows, own["start"], own["end"]), count
+        return np.where(grows, changes["start"], changes["end"]), count
 
     @cached_property
     def critical_path(self) -> NDArray[np.int64]:
-        """The chain of instructions that decides the span: indices into `spans`, in order."""
+        """The instructions that decide the span: indices into `spans`, in order."""
         if not len(self):
             return np.empty(0, np.int64)
         return self.critical_path_to(int(self.spans["end"].argmax()))
 
     def critical_path_to(self, position: int) -> NDArray[np.int64]:
-        """The chain that decides when an instruction starts: indices into `spans`, it last.
+        """Return the instructions that decide when an instruction starts.
 
-        Each one's predecessor is, of all that it waited for, what ended last.
+        The predecessor of each one is the last to end of all that it waited for.
+
+        Args:
+            position: The index of the instruction in `spans`.
+
+        Returns:
+            Indices into `spans` in order; the last is `position`.
         """
         path = [position]
         while (before := int(self.critical_predecessor[path[-1]])) >= 0:
@@ -326,18 +400,24 @@ class Timeline:
 
     @cached_property
     def critical_predecessor(self) -> NDArray[np.int64]:
-        """For each span, of all that it waited for, what ended last: its index, or -1."""
+        """The index of the instruction that ended last of all that each span waited for, or -1."""
         return self.graph.find_last_predecessors(self.spans["end"])
 
     @cached_property
     def causality_violations(self) -> CausalityViolations:
-        """Which instructions come before what causes them: of such a run, times cannot be right.
+        """The instructions that come before one of their causes, so that the times cannot be right.
 
-        What an instruction needs has ended before it starts; of a measured message or reduction it
-        is only known that it has begun, for its end may be noted late, and of a measured pair that
-        runs together that each half was over.  A message begins at its sender, and nobody leaves a
-        collective before all have come; that is by the clocks of two ranks, which may differ by
-        `clock_error`.
+        Times can be right only if they follow these rules:
+
+        - The inputs of an instruction end before it starts.
+        - The end of a measured message or reduction may be recorded late. Only its start must come
+          before the instruction that waits for it.
+        - In a measured pair that runs together, inputs need only end before the pair ends.
+        - A receive does not end before its send starts.
+        - A collective does not end before its last member starts.
+
+        The clocks of two ranks may differ by `clock_error`. Differences below the clock's
+        resolution do not count.
         """
         spans, graph, seen = self.spans, self.graph, self.kind == "measured"
         start, end, rank = spans["start"], spans["end"], spans["rank"]
@@ -371,30 +451,35 @@ class Timeline:
 
     @property
     def causality_warning(self) -> str:
-        """What is to be said of times that cannot be right, or nothing."""
+        """A warning if times cannot be right, or an empty string."""
         worst = float(self.causality_violations.amount.max(initial=0.0))
         return f"effects up to {worst:.3g} {self.unit}".rstrip() + " before causes" if worst else ""
 
     @property
     def description(self) -> str:
-        """What views say beside the name: predicted or measured, and how many stages per rank."""
+        """The text that views show after the name: the kind, and the number of stages per rank."""
         shape = self.program.shape
         return self.kind + (f", {shape.stages_per_rank_text}" if shape.stages_per_rank > 1 else "")
 
     @property
     def caption(self) -> str:
-        """`description`, and the doubt if there is one, which no view may leave out."""
+        """The description and the causality warning, which every view must show."""
         return ", ".join(filter(None, [self.description, self.causality_warning]))
 
     @cached_property
     def graph(self) -> Graph:
-        """The dependency graph of the program, under the run's model."""
+        """The dependency graph of the program, under the progress model of the run."""
         return Graph.from_program(
             self.program, self.progress_model, blocking_hosts=self.blocking_hosts
         )
 
     def instruction_at(self, rank: int, index: int) -> tuple[Instr, float, float]:
-        """The instruction at an index of a rank's Stream, with its start and end."""
+        """Return an instruction of a rank with its start and end.
+
+        Args:
+            rank: The rank.
+            index: The index in the Stream of the rank.
+        """
         s = self.spans[int(self.program.offsets[rank]) + index]
         instr = Instr(OPCODES[int(s["op"])], int(s["stage"]), int(s["mb"]))
         return instr, float(s["start"]), float(s["end"])

@@ -14,7 +14,14 @@ from schedir.predict.timeline import Timeline
 
 
 class TimeDifference(NamedTuple):
-    """What a rank does, or why it is idle, and how long in each run, in all its microbatches."""
+    """The time that a rank spends on one activity in two runs, over all microbatches.
+
+    Attributes:
+        rank: The rank.
+        activity: Compute, such as "F 2" for F of stage 2, or a cause, such as "idle: message".
+        first_time: The time in the first run.
+        second_time: The time in the second run.
+    """
 
     rank: int
     activity: str
@@ -23,15 +30,22 @@ class TimeDifference(NamedTuple):
 
     @property
     def increase(self) -> float:
-        """How much longer the second takes; those of a rank sum to the difference of the spans."""
+        """The second time minus the first. The sum over a rank is the difference of the spans."""
         return self.second_time - self.first_time
 
 
 def compare_timelines(first: Timeline, second: Timeline) -> list[TimeDifference]:
-    """Each rank's span, in both runs, as what it does ("F 2": F of stage 2) and why it is idle
-    ("idle: message"); the largest difference first.
+    """Return how long each rank spends on each activity in two runs.
 
-    Raises UsageError for runs of two programs, or whose times have two units.
+    Args:
+        first: A run.
+        second: A run of the same program.
+
+    Returns:
+        One entry for each rank and activity, sorted by the absolute difference, the largest first.
+
+    Raises:
+        UsageError: The runs are of different programs, or their times have different units.
     """
     if first.program.digest != second.program.digest:
         raise UsageError("the two runs are of different programs")
@@ -47,7 +61,7 @@ def compare_timelines(first: Timeline, second: Timeline) -> list[TimeDifference]
 
 
 def _sum_times(timeline: Timeline) -> dict[tuple[int, str], float]:
-    """What each rank's span is made of."""
+    """Return the time of each rank's activities; those of a rank add up to the span."""
     spans = timeline.spans
     work = spans[(spans["lane"] == Lane.COMPUTE) & ~timeline.is_second_of_pair]
     found: dict[tuple[int, str], float] = {}

@@ -1,8 +1,9 @@
 """Simulate changes of a run, and report their effects.
 
-`_Table` yields the changes: `rows` those that may take less time, and `iter_memory_changes` those
-of what ranks hold in memory.  A row changes the costs, the progress model, options of `compile` or
-the draft, and describes the change in words.  To try another change, add a row.
+`_Table` yields the changes. `iter_time_changes` yields changes that may take less time, and
+`iter_memory_changes` changes of the memory of ranks. A row changes the costs, the progress model,
+options of `compile` or the draft, and describes the change in words. To try another change, add a
+row.
 """
 
 from __future__ import annotations
@@ -63,18 +64,17 @@ from schedir.schedules.greedy import greedy_schedule
 from schedir.schedules.schedule_algebra import Schedule, get_placement_mark, get_weight_delay_mark
 from schedir.schedules.schedule_expansion import expand_schedule
 
-MIN_SAVING: Final = 0.005  # share of a time or of bytes: smaller differences are not reported
-MAX_COMPILED_INSTRUCTIONS: Final = (
-    100_000  # instructions: of a longer program no changed program is compiled
-)
+MIN_SAVING: Final = 0.005  # Share of a time or of bytes. Smaller differences are not reported.
+# Instructions. For a longer program, compiling changed programs would take too long.
+MAX_COMPILED_INSTRUCTIONS: Final = 100_000
 _I: Final = BACKWARD_INPUT
 _COMPUTE_COSTS: Final = (*(COST_BY_OPCODE[op] for op in COMPUTE_OPS), "FB")
 _SEGMENT_SUMS: Final = "sums of pieces"
-# The row of `_FREE_COSTS` that also makes `tp_gather` free, by `program.sequence_parallel`.  With a
-# shared sequence a gather is a part of the sums, and without one a part of a message.
+# The row of `_FREE_COSTS` that also makes `tp_gather` free, by `program.sequence_parallel`. With
+# sequence parallelism a gather is a part of the sums, and without it a part of a message.
 _FREE_GATHER_ROW: Final = {False: "messages", True: _SEGMENT_SUMS}
 _COPY_LANES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
-# By what takes no time in a row, in words: the costs that the row sets to 0.
+# The costs that a row sets to 0, by their name in the row's description.
 _FREE_COSTS: Final[dict[str, tuple[str, ...]]] = {
     "messages": ("send", "tp_scatter"),
     _SEGMENT_SUMS: ("tp_reduce",),
@@ -95,9 +95,9 @@ _FREE_COSTS: Final[dict[str, tuple[str, ...]]] = {
         if row.lane in _COPY_LANES and Value.SNAPSHOT not in row.gives
     ),
 }
-# Options of `compile` that change what ranks hold: what forwards save, and the parts of ZeRO.
-# Rows that `compile` refuses are not reported, such as "fit" without a limit, or more active stages
-# than a rank has.
+# Options of `compile` that change the memory of ranks: those of saved activations, and those of
+# ZeRO. Rows that `compile` refuses are not reported, such as "fit" without a limit, or more
+# unsharded stages than a rank has.
 _MEMORY_OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     {}, {"offload": "half"}, {"offload": "all"}, {"recompute": "all"},
     {"offload": "all", "recompute": "all"},
@@ -121,18 +121,16 @@ class ChangeRow(NamedTuple):
     """One change of the run.
 
     Args:
-        kind: What the row is compared with: of all rows of a kind the one that saves most is
-            reported.
+        kind: The group of the row. The row of a kind that saves most is reported.
         description: The change in words.
         costs: The costs at which the changed run is simulated.
         draft: The draft to compile, or None to keep the program.
-        transfer_costs: The costs for which `compile` orders the transfers of `expand_schedule`.
+        transfer_costs: The costs for which `compile` orders the transfers of the draft.
         options: The options of `compile` that differ from those of the program.
         progress_model: The progress model, or None to keep that of the run.
         max_activations: The largest peak of activations at which the row is reported.
-        baseline_kind: Another kind, whose rows come earlier.  The row is reported only if it takes
-        less
-            time than the best of these.
+        baseline_kind: Another kind, whose rows come earlier. The row is reported only if it takes
+            less time than the best of these.
     """
 
     kind: str
@@ -153,9 +151,8 @@ class SimulatedChange:
     Args:
         row: The row.
         run: The simulation of the changed run.
-        saved_share: The share of the time per microbatch that the change saves.  It is negative if
-        the
-            changed run takes longer.
+        saved_share: The share of the time per microbatch that the change saves. It is negative if
+            the changed run takes longer.
     """
 
     row: ChangeRow
@@ -169,7 +166,7 @@ class SimulatedChange:
 
     @property
     def memory(self) -> dict[str, float]:
-        """The peak bytes of the fullest rank on each tier; empty if the sizes are not known."""
+        """The peak bytes of the fullest rank on each tier; empty without sizes."""
         if self.run.sizes is None:
             return {}
         return {
@@ -187,18 +184,17 @@ class SimulatedChange:
 
 
 class Advice(NamedTuple):
-    """A simulation of the run without a change, and of its changes.
+    """A simulation of the run without a change, and simulations of its changes.
 
     Args:
         baseline: The simulation without a change.
         relative_error: The relative error of the span of `baseline` against the run; 0 for a
-        prediction.  If
-            it is above MISSED or below -MISSED, no change is simulated.
-        changes: The best change of each kind, in descending order of what they save.
-        memory_changes: The changes of what ranks hold that take less time or less memory of the
-        device, in
-            ascending order of their time.
-        fits_memory: Whether the run without a change is within the limit.
+            prediction. If its absolute value is above `MAX_PREDICTION_ERROR`, no change is
+            simulated.
+        changes: The best change of each kind, in descending order of the saved share.
+        memory_changes: The changes of the memory of ranks that take less time or less device
+            memory, in ascending order of their time.
+        fits_memory: True if the run without a change is within the memory limit.
     """
 
     baseline: Timeline
@@ -209,7 +205,7 @@ class Advice(NamedTuple):
 
     @property
     def is_reliable(self) -> bool:
-        """Whether the simulation is close enough to the run for changes to be simulated."""
+        """Return whether the simulation is close enough to the run to simulate changes."""
         return abs(self.relative_error) <= MAX_PREDICTION_ERROR
 
     @property
@@ -228,13 +224,15 @@ def advise(
 
     Args:
         timeline: A predicted or measured run.
-        costs: The costs of a prediction.  If None, `calibrate` finds the costs of the run.
-        schedule: The schedule from which the program was compiled.  If None, a built-in schedule
-            that gives the same program takes its place.  If there is none, more microbatches are
-            not tried.
-        memory_limit: The most bytes that a rank may hold on the device.  Changes of what ranks hold
-        are
-            reported only if they are within this limit.
+        costs: The costs of a prediction. If None, `calibrate` computes the costs from the run.
+        schedule: The schedule from which the program was compiled. If None, a built-in schedule
+            that gives the same program takes its place. If there is none, more microbatches are not
+            tried.
+        memory_limit: The most bytes that a rank may use on the device. Changes of the memory of
+            ranks are reported only if they are within this limit.
+
+    Raises:
+        UsageError: `timeline` is not a Timeline.
     """
     require_timelines([timeline])
     program, sizes = timeline.program, timeline.sizes
@@ -276,10 +274,10 @@ def advise(
 def _find_unbeaten(
     current: SimulatedChange, table: _Table, *, fits_memory: bool
 ) -> list[SimulatedChange]:
-    """Return the changes of what ranks hold that no other change beats in both time and memory.
+    """Return the changes that no other change beats in both time and device memory.
 
-    Changes in ascending order of time hold ever less memory.  Of changes that take the same time,
-    the one that holds least on other tiers than the device comes first.
+    The result is in ascending order of time, and so in descending order of device memory. If
+    several changes take the same time, the one with the least memory on other tiers comes first.
     """
     seen, tried = {current.run.program.digest}, []
     for row in table.iter_memory_changes():
@@ -293,11 +291,11 @@ def _find_unbeaten(
         return float(f"{change.run.span:.9g}"), sum(elsewhere), device
 
     unbeaten: list[SimulatedChange] = []
-    own = current.memory.get("device", 0.0)
+    current_memory = current.memory.get("device", 0.0)
     for change in sorted(tried, key=by_time):
         most = change.memory.get("device", 0.0)
         is_shorter = change.run.span <= current.run.span * (1 - MIN_SAVING)
-        is_better = is_shorter or most < own * (1 - MIN_SAVING) or not fits_memory
+        is_better = is_shorter or most < current_memory * (1 - MIN_SAVING) or not fits_memory
         if is_better and all(most < other.memory.get("device", 0.0) for other in unbeaten):
             unbeaten.append(change)
     return unbeaten
@@ -359,7 +357,7 @@ class _Table:
         yield from self._iter_greedy_orders()
 
     def iter_memory_changes(self) -> Iterator[ChangeRow]:
-        """Yield the changes that `Advice.held` may contain."""
+        """Yield the changes that `Advice.memory_changes` may contain."""
         if len(self.program) > MAX_COMPILED_INSTRUCTIONS:
             return
         sizes, zero = self.baseline.sizes, self.program.zero
@@ -385,7 +383,7 @@ class _Table:
                 )
 
     def simulate_row(self, row: ChangeRow) -> SimulatedChange | None:
-        """Compile and simulate a row.  Return None if its program or its costs are refused."""
+        """Compile and simulate a row. Return None if its program or its costs are refused."""
         program, sizes = self.program, self.baseline.sizes
         model = row.progress_model or self.baseline.progress_model
         try:
@@ -424,7 +422,7 @@ class _Table:
     def _make_memory_row(
         self, description: str, draft: Program, options: Mapping[str, Any]
     ) -> ChangeRow:
-        """Return a row of a draft compiled with other options for what ranks hold."""
+        """Return a row of a draft compiled with other options for the memory of ranks."""
         limit = (
             {"sizes": self.baseline.sizes, "memory_limit": self.memory_limit}
             if self.memory_limit is not None
@@ -437,44 +435,47 @@ class _Table:
         table = self.costs.for_opcode(FORWARD, self.shape) + self.costs.for_opcode(
             BACKWARD, self.shape
         )
-        pieces = self.program.segments_per_stage
-        each = sum_segments(table, pieces).mean(1)
+        segments = self.program.segments_per_stage
+        each = sum_segments(table, segments).mean(1)
         worst, mean = int(each.argmax()), float(each.mean())
         if not mean or each[worst] <= 1.01 * mean:
             return
         even = {
-            name: average_stages(c, pieces)
+            name: average_stages(c, segments)
             for name, c in self.costs.specified.items()
             if name in _COMPUTE_COSTS
         }
-        first, last = sum(pieces[:worst]), sum(pieces[: worst + 1]) - 1
+        first, last = sum(segments[:worst]), sum(segments[: worst + 1]) - 1
         holders = " and ".join(map(str, self.shape.replica_ranks[:, first].tolist()))
         which = f"stage {first}" if first == last else f"stage of pieces {first} to {last}"
         longer = f"({which} on rank {holders} takes {each[worst] / mean:.2f}x)"
         yield self._make_cost_row("even", f"stages that all take the mean {longer}", **even)
 
     def _iter_more_microbatches(self) -> Iterator[ChangeRow]:
-        """Yield a row with twice as many microbatches, if the schedule is known."""
+        """Yield a row with twice as many microbatches, if there is a schedule."""
         if self.schedule is None:
             return
-        whole, costs = self.program.unsegmented_shape, _double_microbatches(self.costs)
+        unsegmented, costs = self.program.unsegmented_shape, _double_microbatches(self.costs)
         with suppress(SchedirError):
             drafted = expand_schedule(
-                self.schedule, replace(whole, microbatches=2 * whole.microbatches)
+                self.schedule, replace(unsegmented, microbatches=2 * unsegmented.microbatches)
             )
             drafted = split_like(drafted, self.program)
             what = "twice as many microbatches of this size"
             yield ChangeRow("microbatches", what, costs, drafted, costs)
 
     def _iter_other_schedules(self) -> Iterator[ChangeRow]:
-        """Yield a row for each built-in schedule.  It must not hold more activations."""
-        whole, room = self.program.unsegmented_shape, self.baseline.peak_activations
+        """Yield a row for each built-in schedule. It must not use more activation memory."""
+        unsegmented, max_activations = (
+            self.program.unsegmented_shape,
+            self.baseline.peak_activations,
+        )
         for name, schedule in get_built_in_schedules().items():
             placement, fixed = get_placement_mark(schedule)
-            for v in {fixed} if fixed else {1, whole.stages_per_rank}:
+            for v in {fixed} if fixed else {1, unsegmented.stages_per_rank}:
                 with suppress(SchedirError):
                     shape = PipelineShape(
-                        self.shape.ranks, whole.microbatches, v, placement or "loop",
+                        self.shape.ranks, unsegmented.microbatches, v, placement or "loop",
                         self.shape.optimizer_steps, get_weight_delay_mark(schedule) or 0,
                         self.shape.sequence_chunks,
                     )  # fmt: skip
@@ -483,19 +484,20 @@ class _Table:
                         name == self.program.name
                         or drafted.has_backward != self.program.has_backward
                     )
-                    if (
-                        same or shape.placement_rows != self.shape.placement_rows
-                    ):  # the number of copies of the model
+                    # Placements with other numbers of rows have other numbers of model copies.
+                    if same or shape.placement_rows != self.shape.placement_rows:
                         continue
                     costs = self._split_costs_into(drafted.shape.stages)
                     what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
                     what += ", which holds no more activations"
                     if _I in drafted.used_opcodes and _I not in self.program.used_opcodes:
                         what += "; I and W each half of B"
-                    yield ChangeRow("schedule", what, costs, drafted, costs, max_activations=room)
+                    yield ChangeRow(
+                        "schedule", what, costs, drafted, costs, max_activations=max_activations
+                    )
 
     def _split_costs_into(self, stages: int) -> Costs:
-        """Return costs of the same model cut into another number of stages."""
+        """Return costs of the same model divided into another number of stages."""
         now = {name: c for name, c in self.costs.specified.items() if name in STAGE_COSTS}
         own = self.shape.stages
         return replace(
@@ -515,16 +517,16 @@ class _Table:
         ):
             if more and (peak == most).all():
                 return
-            room, frozen = (peak + more).tolist(), self.program.frozen_stages
+            limits, frozen = (peak + more).tolist(), self.program.frozen_stages
             with suppress(SchedirError):
                 drafted = greedy_schedule(
-                    self.shape, letters, room.__getitem__, self.costs, frozen_stages=frozen
+                    self.shape, letters, limits.__getitem__, self.costs, frozen_stages=frozen
                 )
                 yield self._make_draft_row("greedy", what, drafted)
 
 
 def _double_microbatches(costs: Costs) -> Costs:
-    """Return the costs for twice as many microbatches: those of each microbatch are repeated."""
+    """Return the costs for twice as many microbatches, repeating those of each microbatch."""
     again = {
         name: from_grid(np.tile(to_grid(c), 2))
         for name, c in costs.specified.items()

@@ -1,9 +1,9 @@
-"""Count the tiles that windowed attention computes, and the saving.
+"""Count the tiles that windowed attention computes, and the computation that it saves.
 
-The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922): each
-query sees `window` keys around it, and the window moves every `stride` queries only.  Stride 1 is a
-sliding window, and stride = window is blocked attention.  Attention computes tiles of queries by
-tiles of keys, and what is masked in a tile that is visited is computed for nothing.
+The windows are those of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922). Each
+query attends to `window` keys around it, and the window moves only every `stride` queries. Stride 1
+is a sliding window, and stride = window is blocked attention. Attention computes tiles of queries
+by tiles of keys. Masked pairs in a tile that is computed are wasted work.
 """
 
 from __future__ import annotations
@@ -25,29 +25,38 @@ PerDimension = int | Sequence[int]
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension: which keys of a `length` each query sees.
+    """The keys that each query attends to along one dimension.
 
-    The queries of a stride share the window of one of them, their leader.
+    All queries of a stride share one window, that of their leader.
 
-    - Not causal, the leader is the middle one, or the right one of two in the middle.
-      `window // 2` keys of the window lie before it, and at the ends the window is shifted inwards,
-      so that everybody sees as many.  This is section 3.1 of the paper; what it leaves open, of
-      strides and windows that are even, is as in NATTEN, its implementation.
-    - Causal, the leader is the last query of a stride, and the window ends with it; a query sees of
-      that what is not behind itself: j <= i with j > leader - window.  The paper does not say this;
-      NATTEN does it, but where a last stride is not full.  There it takes the last query for the
-      leader, so what a query sees depends on how many come after it, and here it does not.
+    - Not causal: the leader is the middle query of the stride, or the right one of two in the
+      middle. `window // 2` keys of the window come before the leader. At both ends the window is
+      shifted inwards, so that each query attends to the same number of keys. This is section 3.1 of
+      the paper. The paper leaves even strides and windows open; here they are as in NATTEN, its
+      implementation.
+    - Causal: the leader is the last query of the stride, and the window ends with it. A query i
+      attends to the keys j of this window up to itself: j <= i and j > leader - window. The paper
+      does not define this. NATTEN does the same except in a last stride that is not full. There its
+      leader is the last query, so the keys of a query depend on the number of queries after it.
 
-    A window longer than `length`, which NATTEN refuses, sees all if not causal; causal it does if
-    it is not shorter than `length` rounded up to strides.
+    NATTEN refuses a window longer than `length`. Here such a window has all keys if not causal. If
+    causal, it has all earlier keys if it is at least `length` rounded up to strides.
 
-    Raises UsageError for what is no number from 1 on, and a stride longer than the window, which
-    would leave keys that nobody sees.
+    Args:
+        length: The number of queries and of keys.
+        window: The number of keys in a window.
+        stride: The number of consecutive queries that share a window.
+        causal: True if a query attends only to itself and earlier keys.
 
-    >>> Axis(8, window=4, stride=2, causal=True).visible_keys[0].tolist()
-    [0, 0, 0, 0, 2, 2, 4, 4]
-    >>> Axis(8, window=4, stride=2).visible_keys[0].tolist()
-    [0, 0, 1, 1, 3, 3, 4, 4]
+    Raises:
+        UsageError: A number is not an integer of at least 1, or `stride` is longer than `window`,
+            so that no query would attend to some keys.
+
+    Example:
+        >>> Axis(8, window=4, stride=2, causal=True).visible_keys[0].tolist()
+        [0, 0, 0, 0, 2, 2, 4, 4]
+        >>> Axis(8, window=4, stride=2).visible_keys[0].tolist()
+        [0, 0, 1, 1, 3, 3, 4, 4]
     """
 
     length: int
@@ -71,7 +80,7 @@ class Axis:
 
     @cached_property
     def visible_keys(self) -> tuple[Ints, Ints]:
-        """By query, the first key that it sees, and the one behind the last."""
+        """The first key of each query, and the last one plus 1, each of shape (length,)."""
         query = np.arange(self.length)
         first = query // self.stride * self.stride
         if self.causal:
@@ -82,13 +91,22 @@ class Axis:
 
     @property
     def dense_axis(self) -> Axis:
-        """The same with a window over all."""
+        """The same dimension with a window over all keys."""
         return Axis(self.length, 2 * self.length, 1, self.causal)
 
 
 @dataclass(frozen=True)
 class AxisTiles:
-    """One dimension in tiles, of so many queries and so many keys; the last ones may be cut off."""
+    """One dimension divided into tiles; the last tiles may be cut off.
+
+    Args:
+        axis: The dimension.
+        q_tile: Queries of a tile.
+        kv_tile: Keys of a tile.
+
+    Raises:
+        UsageError: A number is not an integer of at least 1.
+    """
 
     axis: Axis
     q_tile: int
@@ -100,24 +118,28 @@ class AxisTiles:
 
     @cached_property
     def _key_bounds(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """By query tile: the first key and the one behind the last that any of its queries sees,
-        and that all of them do."""
+        """The bounds of keys for each query tile: first, end, full first and full end.
+
+        The first two bound the keys that at least one query of the tile attends to. The last two
+        bound the keys that all queries of the tile attend to.
+        """
         (start, end), at = self.axis.visible_keys, np.arange(0, self.axis.length, self.q_tile)
         least, most = np.minimum.reduceat, np.maximum.reduceat
         return least(start, at), most(end, at), most(start, at), least(end, at)
 
     @cached_property
     def visited_ranges(self) -> Ints:
-        """By query tile, the first of the key tiles that it visits and the one behind the last.
+        """The first key tile that each query tile visits, and the last one plus 1, shape (n, 2).
 
-        They are neighbours: windows of neighbouring strides touch, as no stride is longer.
+        The visited tiles are consecutive. No stride is longer than the window, so consecutive
+        windows have no keys between them.
         """
         first, last, _, _ = self._key_bounds
         return np.stack([first // self.kv_tile, -(-last // self.kv_tile)], 1)
 
     @cached_property
     def full_ranges(self) -> Ints:
-        """The same of those in which each query sees each key."""
+        """The same for the key tiles in which each query attends to each key."""
         _, _, first, last = self._key_bounds
         first = -(-first // self.kv_tile)
         last = np.where(last == self.axis.length, -(-last // self.kv_tile), last // self.kv_tile)
@@ -125,51 +147,55 @@ class AxisTiles:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether windows begin and end between tiles; a causal one ends at the diagonal."""
+        """Return whether windows begin and end between tiles; a causal one ends at the diagonal."""
         if not self.axis.causal:
             return bool(np.array_equal(self.visited_ranges, self.full_ranges))
         return bool((self._key_bounds[2] <= self.visited_ranges[:, 0] * self.kv_tile).all())
 
     @property
     def dense_tiles(self) -> AxisTiles:
-        """The same tiles with a window over all."""
+        """The same tiles with a window over all keys."""
         return AxisTiles(self.axis.dense_axis, self.q_tile, self.kv_tile)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What windowed attention computes, in tiles of queries by tiles of keys: see `compute_tiles`.
+    """The tiles of windowed attention, as `compute_tiles` returns them.
 
-    A query sees what it sees along each dimension, so numbers of tiles are products over these.
+    A query attends to a key if it does so along each dimension. So numbers of tiles are products
+    over the dimensions.
+
+    Args:
+        axes: The tiles along each dimension.
     """
 
     axes: tuple[AxisTiles, ...]
 
     @property
     def visited_count(self) -> int:
-        """How many are computed."""
+        """The number of tiles that are computed."""
         return prod(int(_compute_sizes(a.visited_ranges).sum()) for a in self.axes)
 
     @property
     def dense_count(self) -> int:
-        """How many are with windows over all, causal where these are."""
+        """The number of tiles that are computed with windows over all keys, causal if these are."""
         return prod(int(_compute_sizes(a.dense_tiles.visited_ranges).sum()) for a in self.axes)
 
     @property
     def partial_count(self) -> int:
-        """In how many of those that are computed anything is masked, be it for causality."""
+        """The number of computed tiles in which a pair is masked, by a window or by causality."""
         return self.visited_count - prod(
             int(_compute_sizes(a.full_ranges).sum()) for a in self.axes
         )
 
     @property
     def speedup(self) -> float:
-        """Dense over visited: no kernel with such tiles gains more."""
+        """The dense over the visited count, the most that a kernel with such tiles can gain."""
         return self.dense_count / self.visited_count
 
     @property
     def worst_tile_speedup(self) -> float:
-        """The same of the query tile that visits most: the paper's bound (appendix B.1)."""
+        """The speedup of the query tile that visits most: the paper's bound (appendix B.1)."""
         most = (
             (
                 _compute_sizes(a.dense_tiles.visited_ranges).max(),
@@ -181,52 +207,69 @@ class Tiles:
 
     @property
     def pair_speedup(self) -> float:
-        """Dense over windowed pairs of a query and a key that it sees: what tiles of one would
-        gain; "FLOP-wise" in the paper."""
+        """The number of pairs of a query and its keys, dense over windowed.
+
+        Tiles of size 1 would gain this much. The paper calls it "FLOP-wise".
+        """
         return prod(_count_pairs(a.axis.dense_axis) / _count_pairs(a.axis) for a in self.axes)
 
     @property
     def is_block_sparse(self) -> bool:
-        """Whether nothing is masked in any tile that is computed: "perfectly block-sparse" in the
-        paper (section 3.2), and never causal, but in tiles of one."""
+        """Return whether no computed tile has a masked pair.
+
+        The paper calls this "perfectly block-sparse" (section 3.2). Causal attention is
+        block-sparse only with tiles of size 1.
+        """
         return self.partial_count == 0
 
     @property
     def is_aligned(self) -> bool:
-        """Whether no tile is cut by an end of a window; causal dimensions are masked at the
-        diagonal only.
+        """Return whether all windows begin and end between tiles.
 
-        It is if, along each dimension, q_tile and kv_tile divide the stride, and kv_tile the
-        window; not causal, kv_tile divides the length and window // 2 - stride // 2, too.  These
-        are our conditions for tiles that lie still; the paper's two, q_tile divides the stride and
-        kv_tile the window, are for key tiles that begin where the window does.
+        A causal dimension may be masked at the diagonal. It is aligned if `q_tile` and `kv_tile`
+        divide the stride, and `kv_tile` divides the window. A dimension that is not causal also
+        needs that `kv_tile` divides the length and `window // 2 - stride // 2`.
+
+        These conditions are for key tiles at fixed positions. The paper has two conditions:
+        `q_tile` divides the stride, and `kv_tile` the window. They are for key tiles that begin
+        where the window begins.
         """
         return all(a.is_aligned for a in self.axes)
 
     @property
     def computed_pairs(self) -> int:
-        """Pairs of a query and a key that are computed, seen or not; tiles that are cut off count
-        whole."""
+        """The number of computed pairs of a query and a key, masked ones included.
+
+        Tiles that are cut off count as full tiles.
+        """
         return self.visited_count * prod(a.q_tile * a.kv_tile for a in self.axes)
 
     def visited_by(self, *index: int) -> tuple[range, ...]:
-        """The key tiles that a query tile visits, along each dimension."""
+        """Return the key tiles that a query tile visits, along each dimension.
+
+        Args:
+            *index: The index of the query tile along each dimension.
+        """
         return tuple(
             range(*a.visited_ranges[i].tolist()) for a, i in zip(self.axes, index, strict=True)
         )
 
     @property
     def grid(self) -> NDArray[np.int8]:
-        """Query tiles by key tiles, both in row-major order: 2 is computed and nothing in it is
-        masked, 1 computed and masked in part, 0 not computed.  It is as large as it says."""
+        """The state of each pair of tiles: 2 for full, 1 for masked, 0 for skipped.
+
+        A full tile has no masked pair, and a masked tile has some. A skipped tile is not computed.
+        The shape is (query tiles, key tiles), each in row-major order over the dimensions. The
+        array may be very large.
+        """
         visited = full = np.ones((1, 1), np.int8)
         for a in self.axes:
             tile = np.arange(-(-a.axis.length // a.kv_tile))
-            here, all_of = (
+            visited_axis, full_axis = (
                 ((tile >= ends[:, :1]) & (tile < ends[:, 1:])).astype(np.int8)
                 for ends in (a.visited_ranges, a.full_ranges)
             )
-            visited, full = np.kron(visited, here), np.kron(full, all_of)
+            visited, full = np.kron(visited, visited_axis), np.kron(full, full_axis)
         return visited + full
 
 
@@ -239,31 +282,41 @@ def compute_tiles(
     kv_tile: PerDimension,
     causal: bool | Sequence[bool] = False,
 ) -> Tiles:
-    """The tiles that windowed attention visits, along one dimension or several.
+    """Return the tiles that windowed attention visits, along one dimension or several.
 
-    `length` is one number, or one for each dimension; so is all else, where one number is for all.
-    `q_tile` queries and `kv_tile` keys are computed at once; key tiles lie still ("static KV
-    tiling" in the paper), and one of which no query of a tile sees any key is skipped.
+    Each argument is one number for all dimensions, or a sequence with one for each. Key tiles have
+    fixed positions ("static KV tiling" in the paper). A key tile is skipped if no query of a query
+    tile attends to one of its keys.
 
-    Raises UsageError as `Axis` does, and where numbers of dimensions differ.
+    Args:
+        length: The number of queries and of keys. It decides the number of dimensions.
+        window: The number of keys in a window.
+        stride: The number of consecutive queries that share a window.
+        q_tile: Queries of a tile.
+        kv_tile: Keys of a tile.
+        causal: True if a query attends only to itself and earlier keys.
 
-    The paper's video model, with a sliding window and with a stride (Figure 3):
+    Raises:
+        UsageError: `Axis` refuses a number, or an argument has another number of dimensions.
 
-    >>> video = {"q_tile": (4, 8, 8), "kv_tile": (2, 8, 8)}
-    >>> sliding = compute_tiles((30, 48, 80), (18, 24, 24), **video)
-    >>> f"{sliding.worst_tile_speedup:.1f} of {sliding.pair_speedup:.1f}"
-    '3.3 of 11.1'
-    >>> strided = compute_tiles((30, 48, 80), (18, 24, 24), (16, 8, 8), **video)
-    >>> f"{strided.worst_tile_speedup:.1f}", strided.is_block_sparse
-    ('11.1', True)
+    Example:
+        The paper's video model, with a sliding window and with a stride (Figure 3):
 
-    A causal GPT, over one dimension:
+        >>> video = {"q_tile": (4, 8, 8), "kv_tile": (2, 8, 8)}
+        >>> sliding = compute_tiles((30, 48, 80), (18, 24, 24), **video)
+        >>> f"{sliding.worst_tile_speedup:.1f} of {sliding.pair_speedup:.1f}"
+        '3.3 of 11.1'
+        >>> strided = compute_tiles((30, 48, 80), (18, 24, 24), (16, 8, 8), **video)
+        >>> f"{strided.worst_tile_speedup:.1f}", strided.is_block_sparse
+        ('11.1', True)
 
-    >>> gpt = compute_tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)
-    >>> gpt.visited_count, gpt.dense_count, f"{gpt.speedup:.2f}", gpt.is_aligned
-    (250, 2080, '8.32', True)
-    >>> gpt.visited_by(10)
-    (range(7, 11),)
+        A causal GPT, over one dimension:
+
+        >>> gpt = compute_tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)
+        >>> gpt.visited_count, gpt.dense_count, f"{gpt.speedup:.2f}", gpt.is_aligned
+        (250, 2080, '8.32', True)
+        >>> gpt.visited_by(10)
+        (range(7, 11),)
     """
     lengths = _to_dimensions("length", length, None)
     n = len(lengths)
@@ -279,13 +332,21 @@ def compute_tiles(
 
 
 def count_layer_flops(attention_tiles: Tiles, hidden: int, microbatch_size: int = 1) -> float:
-    """Floating-point operations of a transformer layer's forward with these windows: 24 b s h^2 of
-    its weights, and 4 b h V of its attention, where V is the `computed_pairs`; with V = s^2 these
-    are those of the appendix of arXiv 2104.04473.  A backward takes twice as many.
+    """Return the floating-point operations of the forward of a layer with windowed attention.
 
-    >>> gpt = compute_tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)
-    >>> f"{count_layer_flops(gpt, 1024) / 1e9:.1f} GFLOP"
-    '107.3 GFLOP'
+    The weights take 24 b s h^2 operations, and the attention 4 b h V, where V is `computed_pairs`.
+    With V = s^2 this is the formula in the appendix of arXiv 2104.04473. A backward takes twice as
+    many.
+
+    Args:
+        attention_tiles: The tiles of the attention.
+        hidden: Hidden size.
+        microbatch_size: Sequences of a microbatch.
+
+    Example:
+        >>> gpt = compute_tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)
+        >>> f"{count_layer_flops(gpt, 1024) / 1e9:.1f} GFLOP"
+        '107.3 GFLOP'
     """
     tokens = prod(a.axis.length for a in attention_tiles.axes)
     return (
@@ -305,7 +366,7 @@ def _count_pairs(axis: Axis) -> int:
 
 
 def _to_dimensions(name: str, value: Any, dimensions: int | None) -> tuple[Any, ...]:
-    """A value for each dimension."""
+    """Return a value for each dimension."""
     if not isinstance(value, tuple | list):
         return (value,) * (dimensions or 1)
     if not value or dimensions not in (None, len(value)):
