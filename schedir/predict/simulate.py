@@ -62,7 +62,9 @@ def simulate(
     if sizes is not None:
         require_type(sizes, Sizes, SIZES_EXAMPLE)
         sizes.validate(program.shape)
-    if program.is_draft and (program.has_backward or program.shape.ranks > 1):  # else complete
+    if program.is_draft and (
+        program.has_backward or program.shape.ranks > 1
+    ):  # otherwise it needs no messages
         program = lower(check_draft(program), costs, progress_model)
     graph = build_complete_graph(program, progress_model, blocking_hosts=blocking_hosts)
     reached = compute_earliest_times(graph, costs)

@@ -29,7 +29,7 @@ from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS, RECV_OPS, TIE
 from schedir.ir.notebook_repr import render_html
 from schedir.ir.program import OPCODES, WORD_DTYPE, Program
 
-Spans = NDArray[Any]  # structured: SPAN
+Spans = NDArray[Any]  # a structured array with the fields of SPAN_DTYPE
 Times = NDArray[np.float64]
 TimelineKind = Literal["predicted", "measured"]
 

@@ -390,7 +390,7 @@ class _Table:
             if row.draft is not None:
                 program = self.lowering.compile_draft(row.draft, row.transfer_costs, **row.options)
             costs = adjust_for_zero(row.costs, self.program, program.zero, sizes)
-            if program.shape != self.shape:  # the sizes are those of another shape
+            if program.shape != self.shape:  # the sizes are for the other shape
                 sizes = None
             run = simulate(
                 program,

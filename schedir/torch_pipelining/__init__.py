@@ -2,8 +2,8 @@
 
 from schedir.extras import require_package
 
-# Before torch 2.13, its stages fail if an input has no gradient: an integer tensor, or one that the
-# stage does not use.
+# In earlier versions of torch, stages fail if an input has no gradient: an integer tensor, or an
+# input that the stage does not use.
 require_package("torch", "schedir.torch_pipelining", min_version="2.13")
 
 from schedir.torch_pipelining.schedule import Schedule  # noqa: E402

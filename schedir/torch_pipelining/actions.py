@@ -15,15 +15,24 @@ ActionLists = dict[int, list[Any]]  # by rank
 
 
 def make_compute_actions(program: Program) -> ActionLists:
-    """The F, B, I and W of each rank, as torch's schedules list them in `pipeline_order`."""
+    """Return the F, B, I and W of each rank, as torch's schedules list them in `pipeline_order`.
+
+    Args:
+        program: The program.
+    """
     return _parse_actions(format_cells(program, "torch"))
 
 
 def make_actions(program: Program) -> ActionLists:
-    """All that torch's runtime does of a program, in the program's order.
+    """Return all actions of torch's runtime for a program, in the program's order.
 
-    Raises GroupError for transfers that are issued as one, and UsageError for two holders of a
-    stage and for several updates, for which it has no actions.
+    Args:
+        program: The program.
+
+    Raises:
+        GroupError: The program groups transfers.
+        UsageError: A stage has several replicas, or the program has several updates. torch has no
+            actions for these.
     """
     try:
         return _parse_actions(format_cells(program, "torch-2.13"))
@@ -37,13 +46,22 @@ def _parse_actions(rows: list[list[str]]) -> ActionLists:
 
 
 def find_split_stages(program: Program) -> frozenset[int]:
-    """The stages some of whose backwards are in halves."""
+    """Return the stages that have at least one split backward.
+
+    Args:
+        program: The program.
+    """
     words = program.words.view(WORD_DTYPE)
     return frozenset(words["stage"][is_op(words["op"], BACKWARD_INPUT_OPS)].tolist())
 
 
 def get_last_stage_order(program: Program, last_stage: int) -> list[int]:
-    """The microbatches in the order in which the last stage runs them forward."""
+    """Return the microbatches in the order in which the last stage runs their forwards.
+
+    Args:
+        program: The program.
+        last_stage: The number of the last stage.
+    """
     words = program.words.view(WORD_DTYPE)
-    mine = is_op(words["op"], (FORWARD,)) & (words["stage"] == last_stage)
-    return [int(mb) for mb in words["mb"][mine]]
+    is_last_forward = is_op(words["op"], (FORWARD,)) & (words["stage"] == last_stage)
+    return [int(mb) for mb in words["mb"][is_last_forward]]

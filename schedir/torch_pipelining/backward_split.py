@@ -1,10 +1,13 @@
-"""Torch's split backward, and full backwards where it would lose gradients.
+"""torch's split backward, and full backwards where it would lose gradients.
 
-torch takes the weights' half from what lies between weights and inputs.  A weight from which no way
-leads to an output past an input, as in a stage behind frozen ones, or of a table that is handed on,
-is in none of its groups, and gets no gradient, nor a word; nor does one that is no parameter of the
-stage, as of a loss that is trained.  And it detaches what backwards begin with in place, which
-cannot be done with views.
+torch computes the gradients of weights from the autograd nodes where the paths of weights and
+inputs join. It silently computes no gradient for two kinds of weights:
+
+- A weight has no path to an output that joins a path of an input. Examples are weights of a stage
+  after frozen stages, and a table that the stage returns.
+- A weight is not a parameter of the stage. An example is a parameter of the loss.
+
+torch also detaches the tensors that backwards begin with in place, which fails for views.
 
 Both halves run the nodes where weights and inputs join. A `torch.autograd.Function` there may count
 its calls, add to a gradient of its own, or write to its arguments. Then only a full backward is
@@ -26,28 +29,32 @@ from torch.distributed.pipelining import _backward as theirs
 def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int) -> bool:
     """Return whether the halves of torch's split backward would be wrong for a microbatch.
 
-    They are wrong if they leave out a weight that is used, or a path from it to an output, if they
-    count a path twice, or if they call a `torch.autograd.Function` twice.
+    They are wrong if they leave out a weight that is used, or a path from it to an output. They are
+    also wrong if they count a path twice, or call a `torch.autograd.Function` twice.
 
     Args:
         stage: A stage of torch, after its forward.
         backward_inputs: The tensors that the backward begins with: outputs, or a loss.
         mb: The microbatch.
     """
-    taken, roots = _gradient_nodes(stage.fwd_cache[mb][1]), _gradient_nodes(backward_inputs)
+    inputs, roots = _gradient_nodes(stage.fwd_cache[mb][1]), _gradient_nodes(backward_inputs)
     weights = _gradient_nodes([p for p in stage.submod.parameters() if p.requires_grad])
-    ways = theirs.construct_reverse_graph(roots)
-    if any(type(node).__name__.endswith("CheckpointFunctionBackward") for node in (*ways, *roots)):
+    reverse_graph = theirs.construct_reverse_graph(roots)
+    if any(
+        type(node).__name__.endswith("CheckpointFunctionBackward")
+        for node in (*reverse_graph, *roots)
+    ):
         return True  # a reentrant checkpoint refuses torch.autograd.grad
-    used = {node for node in ways if hasattr(node, "variable")} - {*taken}
-    groups = theirs.get_param_groups(taken, weights, ways)  # adds unused weights to `reverse_graph`
-    found = [node for group in groups for node in group["params"]]
-    if used - {*found} or len(found) > len({*found}):
+    used = {node for node in reverse_graph if hasattr(node, "variable")} - {*inputs}
+    # This adds unused weights to `reverse_graph`, so `used` is computed before.
+    groups = theirs.get_param_groups(inputs, weights, reverse_graph)
+    grouped = [node for group in groups for node in group["params"]]
+    if used - {*grouped} or len(grouped) > len({*grouped}):
         return True
-    twice = [node for group in groups for node in _nodes_in_both_halves(group, ways)]
+    twice = [node for group in groups for node in _nodes_in_both_halves(group, reverse_graph)]
     if len(twice) > len({*twice}) or any(isinstance(node, BackwardCFunction) for node in twice):
         return True  # the half of one group frees saved tensors that other groups need
-    return any(_bypasses_group(group, ways, {*roots}) for group in groups)
+    return any(_bypasses_group(group, reverse_graph, {*roots}) for group in groups)
 
 
 def _nodes_in_both_halves(group: Any, reverse_graph: Any) -> set[Any]:
@@ -76,7 +83,7 @@ def _reachable_nodes(nodes: set[Any], get_neighbours: Callable[[Any], Any]) -> s
 
 
 def _bypasses_group(group: Any, reverse_graph: Any, roots: set[Any]) -> bool:
-    """Whether a way leads from weights to an output past what their half is taken from."""
+    """Return whether weights have a path to an output without the join nodes of their group."""
     seen = set(group["params"])
     left = [*seen]
     while left:
@@ -90,21 +97,28 @@ def _bypasses_group(group: Any, reverse_graph: Any, roots: set[Any]) -> bool:
 
 
 def _gradient_nodes(tensors: Sequence[object]) -> list[Any]:
-    """Where gradients of tensors come to in the graph."""
-    own = (t for t in tensors if isinstance(t, Tensor) and t.requires_grad)
-    return [node for t in own if (node := theirs._get_grad_fn_or_grad_acc(t)) is not None]
+    """Return the autograd nodes that receive the gradients of tensors."""
+    with_gradient = (t for t in tensors if isinstance(t, Tensor) and t.requires_grad)
+    return [node for t in with_gradient if (node := theirs._get_grad_fn_or_grad_acc(t)) is not None]
 
 
 def make_detachable(tensor: Any) -> Any:
-    """What a backward begins with, as a tensor that can be detached in place and is no input: the
-    same memory where it is a view or was handed on."""
+    """Return a tensor that a backward can begin with and that torch can detach in place.
+
+    Args:
+        tensor: An output or a loss.
+
+    Returns:
+        A new tensor in the same memory for a view or for an input that the stage returns, and
+        `tensor` otherwise.
+    """
     plain = type(tensor) in (Tensor, nn.Parameter)
-    again = plain and (tensor._is_view() or (tensor.is_leaf and tensor.requires_grad))
-    return _MemoryAlias.apply(tensor) if again else tensor  # type: ignore[no-untyped-call]
+    needs_alias = plain and (tensor._is_view() or (tensor.is_leaf and tensor.requires_grad))
+    return _MemoryAlias.apply(tensor) if needs_alias else tensor  # type: ignore[no-untyped-call]
 
 
 class _MemoryAlias(Function):
-    """The same memory in a tensor that is no view."""
+    """Makes a tensor in the same memory that is not a view."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -117,6 +131,8 @@ class _MemoryAlias(Function):
 
 
 def full_backward_dw_builder() -> Callable[[], None]:
-    """A stage's `dw_builder`: with one, torch takes the whole backward at I; this does nothing at
-    W."""
+    """Return a function that does nothing, as the `dw_builder` of a stage.
+
+    With a `dw_builder`, torch runs the full backward at I, and the returned function at W.
+    """
     return lambda: None

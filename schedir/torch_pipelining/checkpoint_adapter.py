@@ -27,14 +27,29 @@ from schedir.torch_pipelining.stages import SharedWeights, unwrap_module
 
 @dataclass(frozen=True)
 class OptimizerList:
-    """The optimizers of a process, where it has several."""
+    """The optimizers of a process with several of them.
+
+    Args:
+        optimizers: The optimizers.
+    """
 
     optimizers: tuple[Any, ...]
 
 
 class TorchCheckpointState:
-    """Knows what a checkpoint has of a schedule: replicas are the pipelines that the processes of
-    the default group run."""
+    """Builds the checkpoint state of a schedule.
+
+    The replicas are the pipelines that the processes of the default group run.
+
+    Args:
+        stages: The stages of this rank.
+        program: The program of the schedule.
+        shared_weights: The weights that stages share, or None.
+        loss_fn: The loss function, or None.
+
+    Attributes:
+        is_load_incomplete: True during a load, and after a failed one.
+    """
 
     def __init__(
         self,
@@ -46,10 +61,14 @@ class TorchCheckpointState:
         self.stages, self.program, self.loss_fn = stages, program, loss_fn
         self.group: Any = stages[0].group
         self.shared_weights = shared_weights if program.has_backward else None
-        self.is_load_incomplete = False  # a load is under way, or has failed
+        self.is_load_incomplete = False
 
     def require_complete_load(self) -> None:
-        """Refuse a step after a load that has failed in the middle.  Raises ExecutionError."""
+        """Refuse a step after a failed load, which may have loaded only some weights.
+
+        Raises:
+            ExecutionError: A load failed.
+        """
         if self.is_load_incomplete:
             raise ExecutionError(
                 "a load has failed, and a part of the weights has been read",
@@ -58,16 +77,27 @@ class TorchCheckpointState:
             )
 
     def checkpoint_state(self, *, has_failed: bool) -> CheckpointState:
-        """As Schedule.kept, of one whose last step may have failed."""
+        """Return the state that checkpoints save and load.
 
-        def own() -> list[int]:
+        All processes of the default group must call this.
+
+        Args:
+            has_failed: True if the last step of the schedule failed. The state of a rank is refused
+                then.
+
+        Raises:
+            CheckpointError: The pipelines of the processes are not replicas, or the tied weights do
+                not match the program.
+        """
+
+        def get_pipeline() -> list[int]:
             if self.shared_weights is not None:
                 self.shared_weights.refresh()
             members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
             return [self.stages[0].num_stages, *members]
 
         try:
-            pipelines = gather_or_raise(own, dist.group.WORLD)
+            pipelines = gather_or_raise(get_pipeline, dist.group.WORLD)
         except SchedirError as error:
             raise CheckpointError(error.fact, hint=error.hint) from error
         mesh = _build_mesh(pipelines)
@@ -79,17 +109,17 @@ class TorchCheckpointState:
                 )
             return [self._rank_state(optimizer, mesh)]
 
-        return CheckpointState(
-            ranks, validate_last_update=lambda: None
-        )  # an optimizer of the user's has stepped
+        # The user's optimizer makes the updates, and they are not validated later.
+        return CheckpointState(ranks, validate_last_update=lambda: None)
 
     def _rank_state(self, optimizer: Any, mesh: Sequence[tuple[int, ...]]) -> RankCheckpointState:
         shape, flat = self.program.shape, [process for members in mesh for process in members]
         world = [shape.ranks, 1, len(mesh), shape.stages]
-        # Which process draws for what is plain where replicas lie as those of executors do.
+        # The order of processes is left out if it is that of executors, so that both can load the
+        # random state of each other.
         world += [] if flat == [*range(len(flat))] else flat
 
-        def is_read(begins: bool) -> None:
+        def set_incomplete(begins: bool) -> None:
             self.is_load_incomplete = begins
 
         return RankCheckpointState(
@@ -101,15 +131,18 @@ class TorchCheckpointState:
             self.loss_fn,
             RandomStreams(None, torch.device(self.stages[0].device)),
             world,
-            is_read,
+            set_incomplete,
             tied_weights=() if self.shared_weights is None else self.shared_weights.weights,
             has_external_reduction=True,
         )
 
 
 def _build_mesh(pipelines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The processes of each pipeline, by its ranks, of what each process tells of its own: how many
-    stages that has, and its processes."""
+    """Return the processes of each pipeline, by rank.
+
+    `pipelines` has an entry for each process: the number of stages and the processes of its
+    pipeline.
+    """
     stages, mesh = pipelines[0][0], dict.fromkeys(tuple(members) for _, *members in pipelines)
     for process, (other, *_) in enumerate(pipelines):
         if other != stages:
@@ -139,7 +172,7 @@ def _stage_state(stage: Any) -> StageCheckpointState:
 
 
 def _require_optimizer(optimizer: Any, program: Program) -> Any:
-    """The optimizer of a process that is given to a save or a load."""
+    """Check the optimizer that a save or a load receives for this process, and return it."""
     if optimizer is RUN_OPTIMIZER:
         if program.has_backward:
             raise CheckpointError(

@@ -37,7 +37,7 @@ from schedir.transports.shared_memory import SharedMemoryTransport
 
 # ---------------------------------------------------------------- shapes of boundaries
 
-# Run one microbatch through torch's stages, and note the tensors that pass between them.
+# Run one microbatch through torch's stages, and record the tensors that pass between them.
 
 
 def infer_stage_boundaries(
@@ -51,8 +51,8 @@ def infer_stage_boundaries(
 ) -> dict[int, tuple[Boundary, ...]]:
     """Return the boundaries of each stage but the last.
 
-    The stages run one after the other, each on zeros of the shapes that the one before returned.
-    Buffers, gradients and generators are restored.  All ranks of the group must call this.
+    The stages run one after the other. Each runs on zeros of the shapes that the one before
+    returned. Buffers, gradients and generators are restored. All ranks of the group must call this.
 
     Args:
         modules: This rank's stages.
@@ -60,28 +60,28 @@ def infer_stage_boundaries(
         group: The process group of the pipeline.
         args: The arguments of the first stage for a microbatch.
         kwargs: The keywords of this rank's stages for a microbatch.
-        has_backward: Whether the step has backwards.
+        has_backward: True if the step has backwards.
 
     Raises:
         ModelError: In all ranks, if a stage fails or returns anything but tensors.
     """
-    rank, found = dist.get_rank(group), dict[int, tuple[Boundary, ...]]()
+    rank, boundaries = dist.get_rank(group), dict[int, tuple[Boundary, ...]]()
     for s in range(shape.stages - 1):
         owner = int(shape.first_rank_per_stage[s])
-        told: Any = None
+        result: Any = None
         if rank == owner:
             try:
-                given = found[s - 1] if s else args
-                told = _infer_outputs(modules[s], s, given, kwargs, has_backward=has_backward)
+                inputs = boundaries[s - 1] if s else args
+                result = _infer_outputs(modules[s], s, inputs, kwargs, has_backward=has_backward)
             except SchedirError as error:
-                told = error.fact
+                result = error.fact
             except Exception as error:
-                told = f"stage {s} fails in the first microbatch: {describe_exception(error)}"
-        said = broadcast(told, owner, group, [Boundary])
-        if isinstance(said, str):
-            raise ModelError(said)
-        found[s] = said
-    return found
+                result = f"stage {s} fails in the first microbatch: {describe_exception(error)}"
+        received = broadcast(result, owner, group, [Boundary])
+        if isinstance(received, str):
+            raise ModelError(received)
+        boundaries[s] = received
+    return boundaries
 
 
 def _infer_outputs(
@@ -95,7 +95,8 @@ def _infer_outputs(
     """Run a stage on one microbatch, and return the boundaries of its outputs."""
     device = find_device({stage: module})
     xs = tuple(_make_zeros(x, device) if isinstance(x, Boundary) else x for x in inputs)
-    # Copies, and no leaves: a module may write to what it is given.
+    # A module may write to its inputs, and autograd allows that only for copies that are not
+    # leaves.
     with (
         preserve_buffers(module, device),
         preserve_module_state(module),
@@ -119,48 +120,78 @@ def _make_zeros(boundary: Boundary, device: torch.device) -> Tensor:
 # ---------------------------------------------------------------- executors
 
 
-InputShapes = tuple[tuple[Any, ...], ...]  # of inputs and keywords, by microbatch
+# The shapes of inputs, and those of keywords, each by microbatch.
+InputShapes = tuple[tuple[Any, ...], ...]
 
 
 class ExecutorRequirements(NamedTuple):
-    """What a rank's executor is made for; of all ranks, it says which executor runs a step."""
+    """The facts about a rank's step that its executor depends on.
+
+    The facts of all ranks together identify the executor of a step.
+
+    Attributes:
+        has_backward: True if the step trains.
+        shapes: The shapes of inputs and keywords.
+        module_ids: The ids of the modules of the stages.
+        trained_ids: The id of each parameter in order, or 0 if it is frozen.
+        dtypes: The dtype of autocast, or None if it is off, and the dtypes of the parameters.
+        name_prefixes: The prefix of parameter names in each module, which `torch.compile` adds.
+        num_failures: The number of steps that have failed.
+    """
 
     has_backward: bool
     shapes: InputShapes
     module_ids: tuple[int, ...]
-    trained_ids: tuple[int, ...]  # of their parameters, in order: which it is, 0 of a frozen one
-    dtypes: tuple[torch.dtype | None, ...]  # that of autocast, if it is on, and of the parameters
-    name_prefixes: tuple[str, ...]  # of their names, as torch.compile has them
+    trained_ids: tuple[int, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    name_prefixes: tuple[str, ...]
     num_failures: int
 
 
 @dataclass
 class CachedExecutor:
-    """An executor, and what it was made for."""
+    """An executor, and the facts for which it was built.
+
+    Args:
+        requirements: The requirements of this rank.
+        modules: The modules of the stages.
+        executor: The executor.
+        transport: The transport of the executor.
+        receive_storages: The addresses of the storages in which messages are received.
+    """
 
     requirements: ExecutorRequirements
     modules: tuple[nn.Module, ...]
     executor: Executor
     transport: ProcessTransport
-    receive_storages: frozenset[int]  # where what is received lies
+    receive_storages: frozenset[int]
 
     def matches_step(self, has_backward: bool, shapes: InputShapes, stages: Sequence[Any]) -> bool:
-        """Whether it is for this step, as far as this rank can see."""
+        """Return whether the executor fits a step, by the facts of this rank.
+
+        Args:
+            has_backward: True if the step trains.
+            shapes: The shapes of inputs and keywords of the step.
+            stages: The stages of this rank.
+        """
         if (has_backward, shapes) != (self.requirements.has_backward, self.requirements.shapes):
             return False
         if any(one.submod is not other for one, other in zip(stages, self.modules, strict=True)):
             return False
-        unchanged = self.executor.resources.parameter_guard
-        if _boundary_dtypes(stages[0].device, unchanged.parameters) != self.requirements.dtypes:
+        guard = self.executor.resources.parameter_guard
+        if _boundary_dtypes(stages[0].device, guard.parameters) != self.requirements.dtypes:
             return False
         try:
-            unchanged.require_unchanged()
+            guard.require_unchanged()
         except ModelError:
             return False
         return True
 
     def disconnect(self) -> None:
-        """Let go what is under way, and let ranks that wait for this one know."""
+        """Drop unfinished transfers, and close the connections.
+
+        Ranks that wait for this rank get an error.
+        """
         state = self.executor.state
         state.pending_sends.clear()
         state.pending_reductions.clear()
@@ -176,7 +207,20 @@ def collect_requirements(
     num_failures: int,
     program: Program,
 ) -> ExecutorRequirements:
-    """What a rank has for a step.  Raises UsageError and ModelError for what cannot run."""
+    """Return the requirements of a rank for a step.
+
+    Args:
+        stages: The stages of this rank.
+        has_backward: True if the step trains.
+        shapes: The shapes of inputs and keywords.
+        num_failures: The number of steps that have failed.
+        program: The program of the step.
+
+    Raises:
+        UsageError: Microbatches have different shapes, or a stage is wrapped in a way that the
+            executor does not support.
+        ModelError: The gradients of a stage under DistributedDataParallel cannot be reduced.
+    """
     for stage in stages:
         _require_executor_support(stage)
     for each in shapes:
@@ -204,7 +248,7 @@ def collect_requirements(
 def _boundary_dtypes(
     stage_device: Any, parameters: Iterable[Tensor]
 ) -> tuple[torch.dtype | None, ...]:
-    """What decides of which types tensors are that pass between stages."""
+    """Return the dtypes that decide the dtypes of boundaries: of autocast and of parameters."""
     device = torch.device(stage_device).type
     on = torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None, *map(_get_dtype, parameters)
@@ -223,10 +267,20 @@ def make_executor(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> CachedExecutor:
-    """The executor of a rank, for what all ranks have; all of the group call this.
+    """Return the executor of a rank for a step.
 
-    `args` and `kwargs` are those of the first microbatch.  Layers are made splittable, in place,
-    where backwards are split, but not within what torch.compile has compiled.
+    All ranks of the group must call this. If a stage has split backwards, its layers are made
+    splittable in place. A module that `torch.compile` compiled is not changed.
+
+    Args:
+        requirements: The requirements of all ranks.
+        stages: The stages of this rank.
+        program: The program of the step.
+        group: The process group of the pipeline.
+        loss: The loss function of the executor.
+        tied_weights: The tied weights that the user gives, or None.
+        args: The arguments of the first stage for the first microbatch.
+        kwargs: The keywords of this rank's stages for the first microbatch.
     """
     rank = dist.get_rank(group)
     trains = requirements[rank].has_backward
@@ -235,7 +289,7 @@ def make_executor(
         if not hasattr(modules[s], "_orig_mod"):
             make_backward_splittable(modules[s])
     with torch.inference_mode(False):
-        found = infer_stage_boundaries(
+        boundaries = infer_stage_boundaries(
             modules, program.shape, group, args, kwargs, has_backward=trains
         )
         transport = _make_transport(program, group, torch.device(stages[0].device))
@@ -245,10 +299,10 @@ def make_executor(
             modules,
             transport,
             loss=loss,
-            boundary=found,
+            boundary=boundaries,
             seed=None,
             tied_weights=_prefix_tied_names(tied_weights, requirements, program),
-            # `schedule.py` has checked for weights that are equal and not tied
+            # `SharedWeights` has checked for equal weights that are not tied.
             allow_identical_stages=True,
             accumulate_grads=not (trains and program.shape.placement_rows > 1),
             record_timestamps=False,
@@ -266,7 +320,7 @@ def make_executor(
 def _prefix_tied_names(
     tied_weights: TiedWeights | None, requirements: Sequence[ExecutorRequirements], program: Program
 ) -> TiedWeights | None:
-    """What is tied, by the names that parameters have in the modules that run."""
+    """Return the tied weights with the names that parameters have in the modules that run."""
     if tied_weights is None:
         return None
     own = zip(program.shape.stages_on_rank, requirements, strict=True)
@@ -277,12 +331,20 @@ def _prefix_tied_names(
 
 
 def _unwrap_ddp(module: nn.Module) -> nn.Module:
-    """What runs: the module that DDP has, without its reductions."""
+    """Return the module inside of a DDP, which runs without DDP's reductions."""
     return module.module if isinstance(module, Replicated) else module
 
 
 def collect_shapes(arguments: Any) -> tuple[Any, ...]:
-    """The shapes and types of a microbatch's arguments, by name if they have names."""
+    """Return the shapes and dtypes of a microbatch's arguments.
+
+    Args:
+        arguments: A sequence of arguments, or a mapping of keywords.
+
+    Returns:
+        For each argument its index or name, shape and dtype. An argument that is not a tensor has
+        its type instead, or its value if that is a bool or a string.
+    """
     each = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
     return tuple(
         (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, _describe_non_tensor(x))
@@ -291,7 +353,7 @@ def collect_shapes(arguments: Any) -> tuple[Any, ...]:
 
 
 def _describe_non_tensor(value: object) -> str:
-    """The type of what is no tensor; of what says which way a stage goes, what it says."""
+    """Return the type of a value, or the value of a bool or string, on which stages may branch."""
     return repr(value) if isinstance(value, bool | str) else type(value).__name__
 
 
@@ -301,12 +363,12 @@ def _describe_shapes(shapes: tuple[Any, ...]) -> str:
 
 
 def _parameter_prefix(module: nn.Module) -> str:
-    """What stands before the names of a module's parameters where it is compiled."""
+    """Return the prefix of a module's parameter names, which `torch.compile` adds."""
     return "_orig_mod." if hasattr(_unwrap_ddp(module), "_orig_mod") else ""
 
 
 def _require_executor_support(stage: Any) -> None:
-    """Refuse a stage that our executor does not run as its wrapper would."""
+    """Refuse a stage that the executor does not run as its wrapper would."""
     module = stage.submod
     if any(isinstance(m, FSDPModule) for m in module.modules()):
         raise UsageError(
@@ -321,7 +383,7 @@ def _require_executor_support(stage: Any) -> None:
 
 
 def _make_transport(program: Program, group: Any, device: torch.device) -> ProcessTransport:
-    """The best transport between the processes of a group; all of them call this."""
+    """Return the fastest transport between the processes of a group; all of them must call this."""
     if device.type == "cpu":
         kind = (
             SharedMemoryTransport

@@ -26,19 +26,29 @@ from schedir.torch_pipelining.executor_factory import (
 from schedir.torch_pipelining.output_checks import PendingOutputs
 from schedir.torch_pipelining.schedule_consistency import gather_or_raise, require_same
 
-MAX_EXECUTORS: Final = 4  # executors, of shapes that were met last
+MAX_EXECUTORS: Final = 4  # Executors. The oldest is dropped to free its memory and connections.
 
 
 class ExecutorRuntime:
-    """Runs the steps of a `schedir.torch_pipelining.Schedule` by our Executor.
+    """Runs the steps of a `schedir.torch_pipelining.Schedule` with schedir's Executor.
 
-    The executor is made at the first step, of what `submod` of the stages is then, and of the
-    shapes that the first microbatch has on its way.  Before each step the ranks tell each other
-    whether it still fits (one number); if shapes, types, autocast, modules, or what is trained have
-    changed on any, all make another, and the last few are kept.  So a change is never a hang.
+    The first step builds the executor, for the stages' `submod` and the shapes of its first
+    microbatch. Before each step the ranks exchange one number. It is 0 if the executor still fits
+    on all of them. If shapes, dtypes, autocast, modules or trained parameters changed on a rank,
+    all ranks build another executor. So a change never causes a hang. The last `MAX_EXECUTORS`
+    executors are kept.
 
-    A rank whose step fails leaves: waits of the others for it end in an ExecutionError.  The next
-    step makes a new executor.
+    A rank whose step fails disconnects, and the ranks that wait for it raise an ExecutionError. The
+    next step builds a new executor.
+
+    Args:
+        stages: The stages of this rank.
+        program: The program of training steps.
+        forward_program: The program of forwards only.
+        loss_fn: The loss function, or None.
+        scale_grads: True to divide gradients by the number of microbatches.
+        tied_weights: The tied weights that the user gives, or None.
+        group: The process group of the pipeline.
     """
 
     def __init__(
@@ -68,7 +78,7 @@ class ExecutorRuntime:
         )
         self.max_reduction = dist.AllreduceOptions()
         self.max_reduction.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        # Of the step under way, by microbatch.
+        # Outputs and losses of the current step, by microbatch.
         self.outputs: list[Any] = []
         self.losses: list[Any] = []
         self.keeps_outputs = self.computes_losses = False
@@ -84,10 +94,22 @@ class ExecutorRuntime:
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
     ) -> None:
-        """Run one step, or the forwards alone if the stages' `has_backward` is False.
+        """Run one step, or only its forwards if `has_backward` of the stages is False.
 
-        Outputs of the last stage are left in its `output_chunks`, and losses in `losses`, both
+        The outputs of the last stage are added to its `output_chunks`. All outputs and losses are
         detached.
+
+        Args:
+            arg_mbs: A tuple of arguments for each microbatch, on the rank of the first stage.
+            kwarg_mbs: A dict of keywords for each microbatch, or None.
+            target_mbs: The target of each microbatch, on the rank of the last stage.
+            losses: A list that is filled with the loss of each microbatch, or None.
+            return_outputs: True to keep the outputs of the last stage.
+            loss_kwargs: Keywords for the loss function, or None.
+
+        Raises:
+            UsageError: On all ranks, if the arguments of one rank are wrong.
+            ExecutionError: Another rank failed.
         """
         trains = bool(self.stages[0].has_backward)
         program = self.programs[trains]
@@ -129,7 +151,10 @@ class ExecutorRuntime:
         losses: object,
         has_backward: bool,
     ) -> str:
-        """What of a step's arguments is wrong, in words; other ranks wait to hear of it."""
+        """Return the first error in a step's arguments in words, or an empty string.
+
+        The step raises it later on all ranks, since the other ranks wait for this one.
+        """
         for what, given in (("arg_mbs", args), ("kwarg_mbs", kwargs), ("target_mbs", targets)):
             if given is not None and not isinstance(given, list):
                 return f"{what} is {describe(given)}, and no list"
@@ -147,10 +172,9 @@ class ExecutorRuntime:
         return ""
 
     def _reduce_gradients(self, program: Program) -> None:
-        """What torch's runtime does at REDUCE_GRAD."""
-        if (
-            program.shape.placement_rows > 1
-        ):  # in buffers of the executor's, which the next step fills
+        """Reduce and scale the gradients of a step, as torch's runtime does at REDUCE_GRAD."""
+        # With stage replicas, gradients are in buffers of the executor. The next step fills them.
+        if program.shape.placement_rows > 1:
             for p in gradients.list_parameters(self.stages):
                 p.grad = None if p.grad is None else p.grad.clone()
         for stage in self.stages:
@@ -160,7 +184,7 @@ class ExecutorRuntime:
             gradients.scale_gradients(self.stages, self.divisor)
 
     def _compute_loss(self, output: Any, mb_and_target: tuple[int, Any]) -> Tensor:
-        """Keep the output and the loss of a microbatch; what the executor takes gradients of."""
+        """Keep the output and the loss of a microbatch, and return the start of its backward."""
         mb, target = mb_and_target
         if self.keeps_outputs:
             self.outputs[mb] = tree_map_only(Tensor, self._detach_for_caller, output)
@@ -176,7 +200,7 @@ class ExecutorRuntime:
         return loss if trains else torch.zeros(())
 
     def _detach_for_caller(self, tensor: Tensor) -> Tensor:
-        """What a step leaves to its caller: nothing that the next one writes over."""
+        """Return a detached tensor for the caller; a copy if the next step would overwrite it."""
         assert self.current is not None
         there = tensor.untyped_storage().data_ptr() in self.current.receive_storages
         return tensor.detach().clone() if there else tensor.detach()
@@ -192,8 +216,10 @@ class ExecutorRuntime:
     def _get_executor(
         self, has_backward: bool, inputs: list[Any], kwarg_mbs: list[Any], bad_arguments: str = ""
     ) -> CachedExecutor:
-        """The executor of a step, which all ranks take or make together; or what is wrong with its
-        arguments on one of them, which all raise."""
+        """Return the executor of a step; all ranks reuse or build it together.
+
+        If the arguments are wrong on one rank, all ranks raise the error.
+        """
         if bad_arguments:
             inputs, kwarg_mbs = [], []
         shapes = tuple(map(collect_shapes, inputs)), tuple(map(collect_shapes, kwarg_mbs))
@@ -209,14 +235,14 @@ class ExecutorRuntime:
             return now
         program = self.programs[has_backward]
 
-        def mine() -> ExecutorRequirements:
+        def get_requirements() -> ExecutorRequirements:
             if bad_arguments:
                 raise UsageError(bad_arguments, program=program.name)
             return collect_requirements(
                 self.stages, has_backward, shapes, self.num_failures, program
             )
 
-        key = tuple(gather_or_raise(mine, self.group, [ExecutorRequirements]))
+        key = tuple(gather_or_raise(get_requirements, self.group, [ExecutorRequirements]))
         require_same("whether gradients are taken", [facts.has_backward for facts in key])
         for other in [
             k
@@ -246,7 +272,7 @@ def _get_num_failures(requirements: ExecutorRequirements) -> int:
 
 
 def _choose_flag_device(group: Any, device: torch.device) -> torch.device:
-    """Where processes of a group compare a number: on the host, if they have a backend there."""
+    """Return the device on which processes compare a number, the CPU if the group supports it."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:

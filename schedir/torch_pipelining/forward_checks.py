@@ -1,6 +1,6 @@
 """Check each forward of torch's runtime, and keep losses by microbatch.
 
-After a forward it is known whether torch's split backward of it would be wrong.
+A check after each forward decides whether torch's split backward of it would be wrong.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from schedir.torch_pipelining.stages import require_declared_output
 
 # ---------------------------------------------------------------- losses by microbatch
 
-# torch keeps losses in the order of the last stage's forwards, and reads the loss of microbatch k
-# at place k.
+# torch appends losses in the order of the last stage's forwards, but reads the loss of microbatch k
+# at index k.
 
 
 class MicrobatchLossRuntime(_PipelineScheduleRuntime):
@@ -59,9 +59,8 @@ class MicrobatchLossRuntime(_PipelineScheduleRuntime):
 # ---------------------------------------------------------------- checks of forwards
 
 
-_LAST_SCHEDULE: WeakKeyDictionary[Any, ref[Any]] = (
-    WeakKeyDictionary()
-)  # by stage, its last schedule
+# The last schedule of each stage.
+_LAST_SCHEDULE: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 _STAGE_METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
@@ -69,7 +68,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
     """torch's runtime, with checks of each forward."""
 
     _has_backward: bool
-    _split_stages: frozenset[int]  # stages some of whose backwards are in halves
+    _split_stages: frozenset[int]  # stages with at least one split backward
     _last_modules: list[Any]  # modules of the last step that succeeded
     # These belong to the current step.
     _full_stages: set[int]  # stages that run full backwards for all microbatches
@@ -78,7 +77,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
     _hook_count_before: int  # `hook_count()` before the current forward
 
     def _claim_stages(self) -> None:
-        """Let torch find shapes again if another schedule has run these stages since."""
+        """Make torch infer shapes again if another schedule has run these stages since."""
         if any(
             stage in _LAST_SCHEDULE and _LAST_SCHEDULE[stage]() is not self
             for stage in self._stages
@@ -117,10 +116,10 @@ class CheckedRuntime(MicrobatchLossRuntime):
     # ------------------------------------------------------------ shapes
 
     def _initialize_stages(self, *given: Any, **named: Any) -> None:
-        """Let torch find shapes with a forward and a backward of each stage, without a trace.
+        """Let torch infer shapes with a forward and a backward of each stage, without side effects.
 
-        These run on copies of the inputs, and the state and the gradients of stages are restored.
-        Each step receives into new tensor objects, which have no hooks of the last step.
+        These run on copies of the inputs. The state and the gradients of stages are restored. Each
+        step receives into new tensor objects, which have no hooks of the last step.
         """
         given, named = tree_map_only(Tensor, torch.clone, (given, named))
         with ExitStack() as stack:
@@ -133,9 +132,8 @@ class CheckedRuntime(MicrobatchLossRuntime):
         for stage in self._stages:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
                 for info in infos:
-                    if (
-                        getattr(info, "buffer", None) is not None
-                    ):  # an argument of the first stage has none
+                    # An argument of the first stage has no buffer.
+                    if getattr(info, "buffer", None) is not None:
                         info.buffer = info.buffer.detach().contiguous()
 
     # ------------------------------------------------------------ a forward

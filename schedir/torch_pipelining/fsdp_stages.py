@@ -1,7 +1,7 @@
-"""Support stages under `fully_shard`: when each is unsharded.
+"""Decide when stages under `fully_shard` are unsharded.
 
-torch's runtime gathers a stage's parameters at UNSHARD and lets go of them at RESHARD.  What is in
-between is all that may be computed with them; these actions are put in as the list is made.
+torch's runtime gathers the parameters of a stage at UNSHARD, and frees them at RESHARD. Actions
+that compute with them must be in between. `insert_unshards` adds both actions to a rank's list.
 """
 
 from __future__ import annotations
@@ -29,30 +29,38 @@ COMPUTE: Final = (FORWARD, *BACKWARDS)
 
 
 def insert_unshards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
-    """The actions of a rank, with UNSHARD and RESHARD: at most `unsharded_stages` are
-    whole at once, or as many as an action uses.
+    """Return the actions of a rank with UNSHARD and RESHARD added.
 
-    They are placed as Unshard and Reshard of a program with zero 3 are.  A stage is used by what
-    computes it and by its REDUCE_GRAD, which needs whole gradients.
+    They are placed like Unshard and Reshard in a program with zero 3. A stage is used by its
+    compute actions and by its REDUCE_GRAD, which needs unsharded gradients.
+
+    Args:
+        actions: The actions of the rank.
+        unsharded_stages: The most stages that are unsharded at once. If an action uses more stages,
+            that number applies instead.
     """
-    put = place_unshards([_stages_of_action(action) for action in actions], unsharded_stages)
+    changes_before = place_unshards(
+        [_stages_of_action(action) for action in actions], unsharded_stages
+    )
     order: list[Any] = []
-    for changes, also in zip(put, [*([action] for action in actions), []], strict=True):
+    for changes, also in zip(changes_before, [*([action] for action in actions), []], strict=True):
         order += [_Action(one, UNSHARD if begins else RESHARD, None) for one, begins in changes]
         order += also
     return order
 
 
 def _max_unsharded(actions: Sequence[Any], unsharded_stages: int) -> int:
-    """How many stages may be whole at once."""
+    """Return how many stages may be unsharded at once."""
     return max(unsharded_stages, *(len(_stages_of_action(action)) for action in actions), 0)
 
 
 def _stages_of_action(
     action: Any, kinds: Sequence[Any] = (*COMPUTE, REDUCE_GRAD)
 ) -> tuple[int, ...]:
-    """The stages that an action of one of these kinds is of, or that parts of it are of; unless
-    told, those whose parameters it needs whole."""
+    """Return the stages of an action and of its parts, if they are of one of these kinds.
+
+    The default kinds are those that need unsharded parameters.
+    """
     if action.sub_actions is not None:
         return tuple(
             dict.fromkeys(s for each in action.sub_actions for s in _stages_of_action(each, kinds))
@@ -61,47 +69,56 @@ def _stages_of_action(
 
 
 def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
-    """Refuse a rank's actions that use a stage while it is cut up, make it whole twice, hold more
-    than `unsharded_stages` (or than one uses) whole at once, or do not reduce it once, after all
-    that adds to its gradient.
+    """Refuse a rank's actions that use `fully_shard` wrongly.
 
-    Raises OrderError, SlotError or CompletenessError.
+    Args:
+        actions: The actions of the rank.
+        unsharded_stages: The most stages that may be unsharded at once. If an action uses more
+            stages, that number applies instead.
+
+    Raises:
+        OrderError: An action uses a stage that is sharded, or comes after the reduction of its
+            stage. Or a stage is unsharded or resharded twice in a row.
+        SlotError: Too many stages are unsharded at once.
+        CompletenessError: A stage stays unsharded at the end, or is not reduced exactly if it has
+            backwards.
     """
-    whole: set[int] = set()
+    unsharded: set[int] = set()
     reduced: set[int] = set()
-    added: set[int] = set()  # to gradients of these
-    room = _max_unsharded(actions, unsharded_stages)
+    added: set[int] = set()  # stages whose backwards have added to gradients
+    limit = _max_unsharded(actions, unsharded_stages)
     for action in actions:
         kind, stage = action.computation_type, action.stage_index
         if kind == UNSHARD:
-            if stage in whole:
+            if stage in unsharded:
                 raise OrderError(f"{action} makes stage {stage} whole, which it is")
-            whole.add(stage)
+            unsharded.add(stage)
         elif kind == RESHARD:
-            if stage not in whole:
+            if stage not in unsharded:
                 raise OrderError(f"{action} cuts up stage {stage}, which is cut up")
-            whole.remove(stage)
+            unsharded.remove(stage)
         needs = _stages_of_action(action)
-        if needs and len(whole) > room:
-            raise SlotError(f"at {action} stages {sorted(whole)} are whole, and {room} may be")
+        if needs and len(unsharded) > limit:
+            raise SlotError(f"at {action} stages {sorted(unsharded)} are whole, and {limit} may be")
         for s in needs:
-            if s not in whole:
+            if s not in unsharded:
                 raise OrderError(f"{action} needs stage {s}, which is cut up")
             if s in reduced:
                 raise OrderError(f"{action} comes after the reduction of stage {s}")
         added.update(_stages_of_action(action, BACKWARDS))
         reduced.update(_stages_of_action(action, (REDUCE_GRAD,)))
-    if whole:
-        raise CompletenessError(f"stages {sorted(whole)} are whole at the end")
+    if unsharded:
+        raise CompletenessError(f"stages {sorted(unsharded)} are whole at the end")
     if added != reduced:
         raise CompletenessError(f"stages {sorted(added ^ reduced)} are not reduced after backwards")
 
 
 def accumulate_gradients(module: Any) -> None:
-    """Add the gradients of a `fully_shard` module to its accumulators, which are in `reduce_dtype`.
+    """Add the gradients of a `fully_shard` module to its accumulators in `reduce_dtype`.
 
     FSDP does this after each full backward. The half that computes the gradients of weights calls
-    no hook of FSDP: the gradients of all microbatches would add up in the parameters' dtype.
+    no hook of FSDP. Without this function, the gradients of all microbatches would add up in the
+    parameters' dtype.
 
     Args:
         module: The module of a stage. Nothing happens if `fully_shard` was not applied to it.

@@ -1,7 +1,7 @@
 """Reduce, sum and scale the gradients of a step of torch's runtime, once each.
 
-What was there before the step, as of the step before where gradients are accumulated, is put aside
-and added at the end: else torch divides it again.
+If gradients are accumulated over steps, those of earlier steps are set aside and added at the end.
+Otherwise they would be divided again.
 """
 
 from __future__ import annotations
@@ -17,21 +17,29 @@ from torch import Tensor, nn
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
 SavedGradients = Mapping[nn.Parameter, Tensor]
-BUCKET_BYTES = 25 << 20  # bytes that are reduced at once, as DDP has it
+BUCKET_BYTES = 25 << 20  # bytes of a reduction, as in DDP
 
 
 def list_parameters(stages: Iterable[Any]) -> list[nn.Parameter]:
-    """The trained parameters of stages, each once: two stages may have one."""
+    """Return the trained parameters of stages, each once even if two stages share it.
+
+    Args:
+        stages: Stages of torch.
+    """
     found = (p for stage in stages for p in stage.submod.parameters() if p.requires_grad)
     return [*dict.fromkeys(found)]
 
 
 @contextmanager
 def set_gradients_aside(stages: Sequence[Any]) -> Iterator[None]:
-    """Within this, gradients begin with nothing; after it those of before are added."""
+    """Remove the gradients of stages in this context, and add them again when it ends.
+
+    Args:
+        stages: Stages of torch.
+    """
     shared = _find_bucket_views(stages)
-    there = {p: p.grad for p in list_parameters(stages) if p.grad is not None}
-    before = {p: grad.clone() if p in shared else grad for p, grad in there.items()}
+    present = {p: p.grad for p in list_parameters(stages) if p.grad is not None}
+    before = {p: grad.clone() if p in shared else grad for p, grad in present.items()}
     for p in before:
         p.grad = None
     try:
@@ -47,7 +55,10 @@ def set_gradients_aside(stages: Sequence[Any]) -> Iterator[None]:
 
 
 def _find_bucket_views(stages: Iterable[Any]) -> set[nn.Parameter]:
-    """Parameters whose gradients may be views of a DDP's buckets, into which it writes again."""
+    """Return the parameters whose gradients may be views of DDP's buckets.
+
+    DDP writes to its buckets again, so these gradients must be copied.
+    """
     return {
         p
         for stage in stages
@@ -59,7 +70,12 @@ def _find_bucket_views(stages: Iterable[Any]) -> set[nn.Parameter]:
 
 @torch.no_grad()
 def scale_gradients(stages: Sequence[Any], divisor: int) -> None:
-    """Divide the gradients of all parameters, each once."""
+    """Divide the gradients of all trained parameters, each once.
+
+    Args:
+        stages: Stages of torch.
+        divisor: The divisor.
+    """
     for p in list_parameters(stages):
         if p.grad is not None:
             p.grad.div_(divisor)
@@ -70,19 +86,26 @@ def scale_gradients(stages: Sequence[Any], divisor: int) -> None:
 
 @torch.no_grad()
 def average_over_replicas(ddp: Any) -> None:
-    """The mean of each gradient over the replicas of a stage, as its DDP would take it: of a
-    parameter that has a gradient on some of them, others count as zeros.
+    """Average each gradient over the replicas of a stage, as its DDP would.
 
-    Parameters are added in their order, in buckets of one type; all replicas call this.
+    If only some replicas have a gradient of a parameter, the others count as zeros. Parameters are
+    reduced in their order, in buckets of one dtype and device. All replicas must call this.
+
+    Args:
+        ddp: The DistributedDataParallel module of the stage.
     """
     group, left_out = ddp.process_group, ddp.parameters_to_ignore
     trained = ((name, p) for name, p in ddp.module.named_parameters() if p.requires_grad)
-    own = [p for name, p in trained if name not in left_out]
-    if not own:
+    trained_parameters = [p for name, p in trained if name not in left_out]
+    if not trained_parameters:
         return
-    has = torch.tensor([p.grad is not None for p in own], dtype=torch.int32, device=own[0].device)
+    has = torch.tensor(
+        [p.grad is not None for p in trained_parameters],
+        dtype=torch.int32,
+        device=trained_parameters[0].device,
+    )
     dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
-    used = [p for p, some in zip(own, has.tolist(), strict=True) if some]
+    used = [p for p, some in zip(trained_parameters, has.tolist(), strict=True) if some]
     for p in used:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -97,7 +120,7 @@ def average_over_replicas(ddp: Any) -> None:
 
 
 def _make_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients in their order, those of one type together up to BUCKET bytes."""
+    """Yield gradients in buckets of one dtype and device and up to `BUCKET_BYTES`."""
     kinds: dict[object, list[Tensor]] = {}
     for grad in gradients:
         kinds.setdefault((grad.dtype, grad.device), []).append(grad)
@@ -116,10 +139,16 @@ def _make_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def sum_tied_gradients(weights: Sequence[TiedWeight], rank_of: Sequence[int], group: Any) -> None:
-    """Add up the gradients of the copies of each tied weight, in the order of stages, into all.
+    """Sum the gradients of the copies of each tied weight, and write the sum to all copies.
 
-    Ranks that hold copies send each other theirs, so that each adds them up itself: all get the
-    same bits.  Every rank that has a copy calls this, with the weights in the same order.
+    Ranks exchange the gradients of their copies, and each adds them in the order of stages. So all
+    ranks get the same bits. Every rank with a copy must call this, with the weights in the same
+    order.
+
+    Args:
+        weights: The tied weights that have copies on this rank.
+        rank_of: The rank of each stage.
+        group: The process group of the pipeline.
     """
     rank = dist.get_rank(group)
     messages: list[dist.P2POp] = []
@@ -154,13 +183,18 @@ def _make_p2p_op(op: Any, tensor: Tensor, peer: int, group: Any) -> dist.P2POp:
 
 
 def _contiguous_gradient(p: nn.Parameter, seen: set[nn.Parameter]) -> Tensor:
-    """A copy's gradient, contiguous; zeros where nothing has used it, and where another stage of
-    the rank has the same Parameter, whose gradient is of both."""
-    there = p.grad is not None and p not in seen
+    """Return the gradient of a copy, contiguous.
+
+    It is zeros if the copy has no gradient. It is also zeros if another stage of the rank has the
+    same Parameter, whose gradient is that of both stages.
+    """
+    has_gradient = p.grad is not None and p not in seen
     seen.add(p)
-    return _to_local(p.grad if there and p.grad is not None else torch.zeros_like(p)).contiguous()
+    return _to_local(
+        p.grad if has_gradient and p.grad is not None else torch.zeros_like(p)
+    ).contiguous()
 
 
 def _to_local(tensor: Tensor) -> Tensor:
-    """A rank's shard of a tensor that is cut up, or a tensor that is not."""
+    """Return a rank's shard of a sharded tensor, and any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

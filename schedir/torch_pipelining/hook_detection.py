@@ -23,7 +23,11 @@ from schedir.runtime.autograd.node_hook_detection import (
 
 
 class _Counter:
-    """Counts hooks that `count_registrations` counts but need not, and retained gradients."""
+    """Counts retained gradients and the hooks of FSDP.
+
+    `count_registrations` does not count retained gradients. It counts the hooks of FSDP, which
+    `hook_count` subtracts.
+    """
 
     fsdp_hooks = 0
     retained_gradients = 0
@@ -31,9 +35,9 @@ class _Counter:
 
 
 def install_hook_counters() -> None:
-    """Wrap `Tensor.register_hook` and `Tensor.retain_grad`, so that `hook_count` sees their calls.
+    """Wrap `Tensor.register_hook` and `Tensor.retain_grad` to count calls for `hook_count`.
 
-    torch lists retained gradients nowhere, and only `register_hook` sees which hooks are those of
+    torch has no list of retained gradients, and only `register_hook` shows which hooks are those of
     `fully_shard`. The methods are wrapped once in the process, for all tensors.
     """
     if _Counter.is_installed:
@@ -66,7 +70,11 @@ def hook_count() -> int:
 
 
 def has_parameter_hooks(module: nn.Module) -> bool:
-    """Return whether a trained parameter, or the node that accumulates its gradient, has hooks."""
+    """Return whether a trained parameter, or the node that accumulates its gradient, has hooks.
+
+    Args:
+        module: The module of a stage.
+    """
     return any(
         not can_defer_gradient(p) or node_has_hooks(get_gradient_edge(p).node)
         for p in module.parameters()

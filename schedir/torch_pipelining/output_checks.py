@@ -20,32 +20,37 @@ OutputKey = tuple[int, int]  # stage and microbatch
 
 
 class _Output(NamedTuple):
-    """An output as its forward returned it."""
+    """An output as its forward returned it. `checksum` is None if values are not compared."""
 
     number: int
     tensor: Tensor
     version: int
-    checksum: Tensor | None  # if values are compared
+    checksum: Tensor | None
 
 
 class PendingOutputs:
     """The outputs of a rank's stages that the current step still needs.
 
     Args:
-        by_value: Whether to compare checksums of outputs in addition to version counters. They also
-            find writes through `.data`, custom kernels and replayed CUDA graphs.
+        by_value: True to compare checksums of outputs in addition to version counters. Checksums
+            also detect writes through `.data`, custom kernels and replayed CUDA graphs.
     """
 
     def __init__(self, *, by_value: bool) -> None:
         self._by_value = by_value
         self._needed_outputs: dict[OutputKey, list[_Output]] = {}
         self._latest_mb: dict[int, int] = {}  # by stage, the microbatch of its last forward
-        self._gpu_comparisons: list[
-            tuple[OutputKey, _Output, Tensor]
-        ] = []  # tensors on a GPU; the host reads them at the end
+        # The results are on a GPU. The host reads them only at the end of the step, because reading
+        # them waits for the GPU.
+        self._gpu_comparisons: list[tuple[OutputKey, _Output, Tensor]] = []
 
     def add(self, stage: int, mb: int, tensors: Iterable[Any]) -> None:
         """Add the outputs of a forward.
+
+        Args:
+            stage: The stage.
+            mb: The microbatch.
+            tensors: The outputs. Anything but tensors is ignored.
 
         Raises:
             ModelError: The forward wrote to the outputs of the stage's last forward.
@@ -59,10 +64,14 @@ class PendingOutputs:
         ]
 
     def note_read(self, stage: int, mb: int) -> None:
-        """Note that the next stage, on the same rank, has read the outputs of a forward.
+        """Record that the next stage, on the same rank, has read the outputs of a forward.
 
         Only outputs with a gradient are still needed, until their backward. From now on they are
         compared with their present state, because the next stage may have written to its inputs.
+
+        Args:
+            stage: The stage of the outputs.
+            mb: The microbatch.
         """
         key = stage, mb
         if key in self._needed_outputs:
@@ -76,7 +85,14 @@ class PendingOutputs:
         """Check the outputs of a forward when its backward begins, and forget them.
 
         Their gradient has arrived, so they were received. If no output has a gradient, they are
-        needed until the step ends: nothing shows that they were received.
+        needed until the step ends, because nothing shows that they were received.
+
+        Args:
+            stage: The stage.
+            mb: The microbatch.
+
+        Raises:
+            ModelError: An output was overwritten.
         """
         key = stage, mb
         self.require_unwritten(key)
@@ -84,7 +100,14 @@ class PendingOutputs:
             del self._needed_outputs[key]
 
     def require_unwritten(self, key: OutputKey) -> None:
-        """Raise ModelError if an output that is needed was written to."""
+        """Refuse a write to an output that is still needed.
+
+        Args:
+            key: The stage and the microbatch of the outputs.
+
+        Raises:
+            ModelError: An output was overwritten.
+        """
         for output in self._needed_outputs.get(key, ()):
             if _get_version(output.tensor) != output.version:
                 raise _make_overwrite_error(key, output)
@@ -92,14 +115,16 @@ class PendingOutputs:
                 continue
             differs = self._checksum(output.tensor) != output.checksum
             if output.tensor.device.type != "cpu":
-                self._gpu_comparisons.append(
-                    (key, output, differs)
-                )  # to read it now, the host would wait
+                self._gpu_comparisons.append((key, output, differs))
             elif differs:
                 raise _make_overwrite_error(key, output)
 
     def finish(self) -> None:
-        """Raise ModelError if any output that is needed until the end was written to."""
+        """Check all outputs that are needed until the end of the step, and forget them.
+
+        Raises:
+            ModelError: An output was overwritten.
+        """
         for key in self._needed_outputs:
             self.require_unwritten(key)
         self._needed_outputs.clear()

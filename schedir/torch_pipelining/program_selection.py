@@ -1,4 +1,4 @@
-"""Choose the program that a schedule runs, for the stages that the processes hold."""
+"""Choose the program that a schedule runs for the stages of the processes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,15 @@ EXAMPLE = "schedule='zb_v', or program=schedir.compile(schedule, shape)"
 def load_schedule_or_program(
     schedule: Schedule | str | None, program: ProgramSource | None
 ) -> Schedule | Program:
-    """The one that is given: a schedule, or a Program, which may be a draft.
+    """Return the schedule or the Program that the user gives; a Program may be a draft.
 
-    Raises UsageError where none or both are, or what is given is neither, and what reading a file
-    raises.
+    Args:
+        schedule: A schedule, its name, or a "file.py:function", or None.
+        program: A Program, or the path of a .sched or .csv file, or None.
+
+    Raises:
+        UsageError: None or both are given, or one has the wrong type.
+        SchedirError: The file is wrong.
     """
     if (schedule is None) == (program is None):
         both = "both are" if schedule is not None else "neither is"
@@ -43,14 +48,14 @@ def load_schedule_or_program(
             fields=["schedule", "program"],
         )
     if schedule is not None:
-        found = load_source(schedule) if isinstance(schedule, str) else schedule
-        if not callable(found) and not isinstance(found, Program):
+        source = load_source(schedule) if isinstance(schedule, str) else schedule
+        if not callable(source) and not isinstance(source, Program):
             raise UsageError(
                 f"a schedule is a function or the name of one, not {describe(schedule)}",
                 hint=EXAMPLE,
                 fields=["schedule"],
             )
-        return found
+        return source
     if isinstance(program, str | os.PathLike):
         path = os.fspath(program)
         if path.endswith(".csv"):
@@ -70,8 +75,17 @@ def load_schedule_or_program(
 def compile_for_stages(
     source: Schedule | Program, shape: PipelineShape, tied_weights: TiedStages
 ) -> Program:
-    """The program of these stages.  Raises UsageError for a Program of others, and what compiling
-    raises."""
+    """Return the program for stages of a given shape.
+
+    Args:
+        source: A schedule or a Program.
+        shape: The shape of the stages of all ranks.
+        tied_weights: The stages of each tied weight. Ties of a Program take precedence.
+
+    Raises:
+        UsageError: The Program is for other stages, or has a ZeRO level.
+        SchedirError: The schedule does not compile.
+    """
     if not isinstance(source, Program):
         return compile(source, shape, tied_weights=tied_weights)
     own, has = (
@@ -99,7 +113,7 @@ def compile_for_stages(
         is_op(stream.words.view(WORD_DTYPE)["op"], OPTIMIZER_STEP_OPS).any()
         for stream in source.streams
     )
-    # A CSV may have transfers, but has no step of an optimizer, and no sums of tied weights.
+    # A CSV file may have transfers, but has no optimizer step and no reductions of tied weights.
     return (
         source
         if ends
@@ -108,22 +122,28 @@ def compile_for_stages(
 
 
 def _describe_shape(shape: PipelineShape) -> str:
-    """A shape in words, with who holds which stage."""
+    """Return a shape in words, with the stages of each rank."""
     held = "; ".join(
         f"rank {rank}: {', '.join(map(str, own))}" for rank, own in enumerate(shape.stages_on_rank)
     )
     return f"{shape.stages} stages, {shape.microbatches} microbatches ({held})"
 
 
-# ------------------------------------------------------------ who holds what
+# ------------------------------------------------------------ stages of ranks
 
 
 def infer_shape(
     stages_of_ranks: Sequence[Sequence[int]], stages: int, microbatches: int
 ) -> PipelineShape:
-    """The shape of the stages that each rank holds.
+    """Return the pipeline shape for the stages of each rank.
 
-    Raises UsageError for a stage that nobody holds, or two ranks do, or one twice.
+    Args:
+        stages_of_ranks: The stages of each rank.
+        stages: The number of stages.
+        microbatches: The number of microbatches.
+
+    Raises:
+        UsageError: A stage is on no rank, on two ranks, or twice on a rank.
     """
     rank_of: dict[int, int] = {}
     for rank, own in enumerate(stages_of_ranks):
@@ -146,14 +166,24 @@ def infer_shape(
 
 
 def get_progress_model(group: Any, device: torch.device) -> tuple[ProgressModel, bool]:
-    """What a process group promises to what torch's runtime sends through it, and whether hosts
-    wait for messages.
+    """Return the progress model of torch's runtime on a group, and if hosts are blocking.
 
-    torch's runtime sends each message alone (`_batch_p2p` in its schedules.py), so over NCCL it is
-    on the communicator of its two ranks, or, of a group that is bound to a device, on the one of
-    the group.  Over Gloo all messages from one rank to another have one tag and match by position,
-    activations and gradients alike, which "pair" asks for; it asks for more, as there two ways of
-    a pair do not hold each other up.  Of a backend that is not known nothing is assumed.
+    torch's runtime sends each message alone (`_batch_p2p` in its schedules.py). The model follows
+    from the backend:
+
+    - NCCL: A message uses the communicator of its two ranks ("torch_lazy"). If the group is bound
+      to a device, it uses that of the group ("per_device").
+    - Gloo: All messages from one rank to another have one tag and match by position, both
+      activations and gradients. "per_pair" has this rule. It is stricter than Gloo, in which the
+      two directions of a pair do not wait for each other.
+    - Any other backend: "blocking_serial", which makes no assumption.
+
+    Args:
+        group: The process group of the pipeline.
+        device: The device of the stages.
+
+    Returns:
+        The progress model, and True if hosts are blocking.
     """
     blocks = device.type == "cpu"
     try:
@@ -169,5 +199,9 @@ def get_progress_model(group: Any, device: torch.device) -> tuple[ProgressModel,
 
 
 def get_process_group(stage: Any) -> Any:
-    """The process group of a stage."""
+    """Return the process group of a stage.
+
+    Args:
+        stage: A stage of torch.
+    """
     return stage.group if stage.group is not None else dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Schedule: a drop-in for torch's schedule classes, such as `ScheduleInterleaved1F1B`."""
+"""A drop-in replacement for torch's schedule classes, such as `ScheduleInterleaved1F1B`."""
 
 from __future__ import annotations
 
@@ -40,45 +40,55 @@ Runtime = Literal["torch", "schedir"]
 
 
 class Schedule(CheckedRuntime):
-    """A schedule of torch.distributed.pipelining that runs a program of ours.
+    """A schedule of torch.distributed.pipelining that runs a schedir program.
 
-    It takes what torch's own schedules take, and stands where they stand:
+    It takes the arguments of torch's schedules, and one of `schedule` and `program`. All ranks of a
+    pipeline must create theirs together. The program is proven before the first step, under the
+    progress model of the stages' process group (`program_selection.get_progress_model`). All ranks
+    have the same program.
 
-        schedule = ScheduleInterleaved1F1B(stages, n_microbatches, loss_fn=loss_fn)
-        schedule = schedir.torch_pipelining.Schedule(
-            stages, n_microbatches, loss_fn=loss_fn, schedule="zb_v"
-        )
+    `step` and `eval` are those of torch. They take complete batches or microbatches (`arg_mbs`,
+    `kwarg_mbs` and `target_mbs`, a list each). `eval` runs only the forwards of any schedule.
 
-    `stages` are this rank's PipelineStages, or one.  `schedule` is one of ours, its name, or a
-    function of one's own, compiled for the shape that follows from the stages: who holds which is
-    found out among the ranks.  `program` is a Program, a draft, or the path of a .sched or .csv,
-    for these very stages.  Without a `loss_fn` only forwards are run.
+    Stages may be wrapped by `fully_shard` or by DistributedDataParallel. Gradients are reduced once
+    per step, after all backwards and halves of backwards have added to them. Gradients of tied
+    weights are summed once per step, in the order of stages.
 
-    With runtime="torch" torch's own runtime makes the calls, with the program's transfers; with
-    runtime="schedir" our executor does.  The program is proven before the first step, under the
-    progress model that the stages' process group gives (`programs.model_of`), and all ranks have
-    the same.
+    Args:
+        stages: The PipelineStages of this rank, or one of them.
+        n_microbatches: The number of microbatches.
+        loss_fn: The loss function. Without it only forwards run.
+        args_chunk_spec: The dimensions along which arguments of a complete batch are split.
+        kwargs_chunk_spec: The same for keywords.
+        output_merge_spec: The dimensions along which outputs are merged.
+        scale_grads: True to divide the gradients of a step by the number of microbatches, once.
+            They are then added to the gradients from before the step.
+        schedule: A schedule, its name, or a function of the user. It is compiled for the shape that
+            follows from the stages of all ranks.
+        program: A Program, a draft, or the path of a .sched or .csv file, for exactly these stages.
+        runtime: "torch" runs the program and its transfers with torch's runtime. "schedir" runs it
+            with schedir's Executor.
+        tied_weights: The parameters that are copies of one weight, as
+            `schedir.find_tied_weights(stages)` returns them for all stages, the same on every rank.
+            It is not needed if the stages of a rank share one Parameter, or if modules have an
+            attribute `tied_weight`.
+        allow_identical_stages: True to allow equal trained parameters in different stages. By
+            default they are refused if they are not constant and not tied.
+        unsharded_stages: The most stages of a rank under `fully_shard` that are unsharded at once.
+        backward_requires_autograd: An argument of torch's schedules, which is passed on.
 
-    `step` and `eval` are torch's: of whole batches, which are cut as `args_chunk_spec` and
-    `kwargs_chunk_spec` say and merged as `output_merge_spec` does, or of microbatches (`arg_mbs`,
-    `kwarg_mbs`, `target_mbs`, a list each).  `eval` runs the forwards alone, of any schedule.  With
-    `scale_grads` the gradients of a step are divided by the number of microbatches, once, and then
-    added to what was there before it.
+    Raises:
+        ModelError: The tied weights do not match the stages.
+        UsageError: An argument is wrong or differs between ranks; the same error on all ranks.
+        SchedirError: `check` refuses the program.
 
-    Stages may be wrapped by `fully_shard` (at most `unsharded_stages` of a rank are whole at once),
-    or by DistributedDataParallel; gradients are reduced once in a step, after all that adds to
-    them, halves of backwards included.
+    Example:
+        Replace a schedule of torch::
 
-    `tied_weights` says which parameters are copies of one weight:
-    `schedir.find_tied_weights(stages)` of all stages, the same on every rank.  It may be left out
-    where a rank sees it, as its stages have one Parameter, and where modules name their
-    `tied_weight`.  Gradients of copies are summed once in a step, in the order of stages.  Trained
-    parameters of different stages that are equal, not constant and not tied are refused, unless
-    `allow_identical_stages`.
-
-    All ranks of a pipeline make theirs together.  Raises whatever `check` does for a program that
-    is not proven, ModelError for ties that do not go with the stages, and UsageError for anything
-    else that cannot be, the same on all ranks.
+            schedule = ScheduleInterleaved1F1B(stages, n_microbatches, loss_fn=loss_fn)
+            schedule = schedir.torch_pipelining.Schedule(
+                stages, n_microbatches, loss_fn=loss_fn, schedule="zb_v"
+            )
     """
 
     def __init__(
@@ -99,19 +109,19 @@ class Schedule(CheckedRuntime):
         unsharded_stages: int = 3,
         backward_requires_autograd: bool = True,
     ) -> None:
-        held = require_stages(stages)
-        self._group = group = program_selection.get_process_group(held[0])
+        local_stages = require_stages(stages)
+        self._group = group = program_selection.get_process_group(local_stages[0])
 
         def facts() -> dict[str, Any]:
-            require_runnable(held, n_microbatches, loss_fn, unsharded_stages)
+            require_runnable(local_stages, n_microbatches, loss_fn, unsharded_stages)
             if runtime not in get_args(Runtime):
                 raise UsageError(
                     f"runtime is 'torch' or 'schedir', not {describe(runtime)}", fields=["runtime"]
                 )
             program_selection.load_schedule_or_program(schedule, program)
             return {
-                "the stages": [stage.stage_index for stage in held],
-                "num_stages": held[0].num_stages,
+                "the stages": [stage.stage_index for stage in local_stages],
+                "num_stages": local_stages[0].num_stages,
                 "n_microbatches": n_microbatches,
                 "runtime": runtime,
                 "loss_fn": "None" if loss_fn is None else "a function",
@@ -122,7 +132,7 @@ class Schedule(CheckedRuntime):
                 "unsharded_stages": unsharded_stages,
                 "tied_weights": tied_weights,
                 "the progress model": program_selection.get_progress_model(
-                    group, torch.device(held[0].device)
+                    group, torch.device(local_stages[0].device)
                 ),
             }
 
@@ -130,7 +140,7 @@ class Schedule(CheckedRuntime):
         for what in [*each[0]][1:]:
             require_same(what, [of[what] for of in each])
         super().__init__(  # type: ignore[no-untyped-call]
-            held,
+            local_stages,
             n_microbatches,
             loss_fn=loss_fn,
             args_chunk_spec=args_chunk_spec,
@@ -140,11 +150,13 @@ class Schedule(CheckedRuntime):
             backward_requires_autograd=backward_requires_autograd,
         )
         shape = program_selection.infer_shape(
-            [of["the stages"] for of in each], held[0].num_stages, n_microbatches
+            [of["the stages"] for of in each], local_stages[0].num_stages, n_microbatches
         )
         self._rank_of: list[int] = shape.first_rank_per_stage.tolist()
         self._shared_weights = (
-            SharedWeights(held, group, tied_weights, allow_identical_stages=allow_identical_stages)
+            SharedWeights(
+                local_stages, group, tied_weights, allow_identical_stages=allow_identical_stages
+            )
             if loss_fn is not None
             else None
         )
@@ -153,31 +165,31 @@ class Schedule(CheckedRuntime):
         model, blocks = each[0]["the progress model"]
 
         def compiled() -> str:
-            found = program_selection.load_schedule_or_program(schedule, program)
-            whole = program_selection.compile_for_stages(
-                found, shape, self._shared_weights.tied_stages if self._shared_weights else ()
+            source = program_selection.load_schedule_or_program(schedule, program)
+            full_program = program_selection.compile_for_stages(
+                source, shape, self._shared_weights.tied_stages if self._shared_weights else ()
             )
-            if loss_fn is None and isinstance(found, Program) and whole.has_backward:
+            if loss_fn is None and isinstance(source, Program) and full_program.has_backward:
                 raise UsageError(
                     "the program has backwards, and there is no loss_fn to take them of",
-                    program=whole.name,
+                    program=full_program.name,
                     hint="loss_fn=..., or a program of forwards",
                     fields=["loss_fn"],
                 )
-            forward = evaluation_program(whole)
-            self.program = whole if loss_fn is not None else forward
+            forward = evaluation_program(full_program)
+            self.program = full_program if loss_fn is not None else forward
             self.forward_program = forward
             if runtime == "torch":
                 for one in (self.program, forward):
                     check(one, model, blocking_hosts=blocks)
                     actions.make_actions(one)
-            return f"{whole.name} ({whole.digest[:16]})"
+            return f"{full_program.name} ({full_program.digest[:16]})"
 
         require_same("the program", gather_or_raise(compiled, group))
         if self._shared_weights is not None and self.program.has_backward:
             self._shared_weights.bind_program(self.program)
         self._checkpoint_adapter = TorchCheckpointState(
-            held, self.program, self._shared_weights, loss_fn
+            local_stages, self.program, self._shared_weights, loss_fn
         )
         self._losses_by_mb = {}
         self._given_microbatches: tuple[Any, Any, Any] | None = None
@@ -188,7 +200,7 @@ class Schedule(CheckedRuntime):
         if runtime == "schedir":
             both = self.program, self.forward_program
             self._executor_runtime = ExecutorRuntime(
-                held, *both, loss_fn, self.scale_grads, tied_weights, group
+                local_stages, *both, loss_fn, self.scale_grads, tied_weights, group
             )
         self._actions_by_mode = {
             one.has_backward: {
@@ -211,8 +223,13 @@ class Schedule(CheckedRuntime):
 
     @classmethod
     def with_options(cls, **options: Any) -> type[Schedule]:
-        """A class of schedules with these keywords, for what takes a class, as torchtitan:
-        `Schedule.of(schedule="zb_v")`."""
+        """Return a subclass with these keywords as defaults, for code that takes a schedule class.
+
+        For torchtitan, pass `Schedule.with_options(schedule="zb_v")`.
+
+        Args:
+            **options: Keywords of `Schedule`.
+        """
 
         class Of(cls):  # type: ignore[valid-type, misc]
             def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -228,7 +245,7 @@ class Schedule(CheckedRuntime):
         )
 
     def _set_mapping(self) -> None:
-        """Tell torch who holds which stage, and what each rank computes."""
+        """Give torch the rank of each stage and the compute of each rank."""
         self.pipeline_order = actions.make_compute_actions(self.program)
         self.stage_index_to_group_rank = dict(enumerate(self._rank_of))
         for stage in self._stages:
@@ -236,9 +253,12 @@ class Schedule(CheckedRuntime):
         self.pipeline_order_with_comms = self._actions_by_mode[self.program.has_backward]
 
     def checkpoint_state(self) -> CheckpointState:
-        """What `schedir.checkpoints` saves and loads; all processes of the default group call this.
+        """Return the state that `schedir.checkpoints` saves and loads.
 
-        Raises CheckpointError where the pipelines of these are no replicas.
+        All processes of the default group must call this.
+
+        Raises:
+            CheckpointError: The pipelines of these processes are not replicas.
         """
         return self._checkpoint_adapter.checkpoint_state(has_failed=self._has_failed)
 
@@ -256,13 +276,33 @@ class Schedule(CheckedRuntime):
         target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run one step, of a whole batch (`args`, `target`, `kwargs`) or of microbatches.
+        """Run one step of a complete batch or of microbatches.
 
-        `args` go to the first stage and are told to its rank, `target` to the last; `kwargs` go to
-        every stage, each rank telling those of its own.  Of microbatches each has a tuple in
-        `arg_mbs`, a dict in `kwarg_mbs`, and what is in `target_mbs`.  On the rank of the last
-        stage `losses` is filled with the loss of each microbatch in order, and the outputs are
-        returned, merged, if `return_outputs`; elsewhere None is.  `loss_kwargs` go to `loss_fn`.
+        A complete batch is given as `args`, `kwargs` and `target`, and microbatches as `arg_mbs`,
+        `kwarg_mbs` and `target_mbs`.
+
+        Args:
+            *args: Arguments of the first stage, on its rank.
+            target: The target of the loss, on the rank of the last stage.
+            losses: A list, or None. On the rank of the last stage it is filled with the loss of
+                each microbatch in order.
+            return_outputs: True to return the merged outputs on the rank of the last stage.
+            loss_kwargs: Keywords for `loss_fn`.
+            arg_mbs: A tuple of arguments for each microbatch.
+            kwarg_mbs: A dict of keywords for each microbatch.
+            target_mbs: A target for each microbatch.
+            **kwargs: Keywords of every stage. Each rank gives those of its own stages.
+
+        Returns:
+            The merged outputs on the rank of the last stage, if `return_outputs`, and None
+            elsewhere.
+
+        Raises:
+            ExecutionError: The step before failed, or a load of a checkpoint failed.
+            UsageError: Both a batch and microbatches are given, no target is given, or the program
+                has no backwards.
+            ModelError: A stage does not fit the program, or overwrites an output that is still
+                needed.
         """
         if self._has_failed:
             raise ExecutionError(
@@ -299,7 +339,7 @@ class Schedule(CheckedRuntime):
             self._given_microbatches = self._loss_kwargs = None
 
     def _split_inputs(self, args: Any, kwargs: Any = None) -> tuple[Any, Any]:
-        """Microbatches: those that are given, or what torch cuts."""
+        """Return the given microbatches, or split a complete batch as torch does."""
         if self._given_microbatches is not None:
             return self._given_microbatches[0], self._given_microbatches[1]
         split: tuple[Any, Any] = super()._split_inputs(args, kwargs)
@@ -317,9 +357,8 @@ class Schedule(CheckedRuntime):
         if self._given_microbatches is not None:
             target_mbs = self._given_microbatches[2]
         given = (arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
-        if (
-            self._executor_runtime is not None
-        ):  # which looks at them itself, and lets all ranks know
+        # The executor runtime checks the arguments itself, and raises errors on all ranks.
+        if self._executor_runtime is not None:
             self._executor_runtime.step(*given, loss_kwargs)
             return
         self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
@@ -353,8 +392,10 @@ class Schedule(CheckedRuntime):
             last.output_chunks[:] = [made[mb] for mb in sorted(made)]
 
     def _disable_auto_reshard(self) -> None:
-        """Leave it to the schedule when sharded stages are cut up, and not to their forwards: after
-        one of these, half of a backward would add to parameters that are gone."""
+        """Let the schedule reshard stages, and not their forwards.
+
+        After a forward that reshards, the half of a backward would add to freed parameters.
+        """
         modules = self._stage_modules()
         if modules == self._last_modules:
             return
@@ -366,8 +407,11 @@ class Schedule(CheckedRuntime):
     # ------------------------------------------------------------ gradients
 
     def _must_set_gradients_aside(self) -> bool:
-        """Whether gradients of before must not be there meanwhile: they would be scaled or summed
-        again, and torch forgets those of sharded stages where it infers shapes."""
+        """Return whether gradients from before the step must be set aside.
+
+        They would be scaled or summed again. torch also drops those of sharded stages when it
+        infers shapes.
+        """
         divides = self.scale_grads and self._n_microbatches > 1
         sums = self._shared_weights is not None and bool(self._shared_weights.tied_stages)
         infers = not self._stages_forward_initialized or (
@@ -378,8 +422,11 @@ class Schedule(CheckedRuntime):
 
     @contextmanager
     def _remove_ddp(self) -> Iterator[None]:
-        """Within this, stages are without a DDP that would not reduce them: of split backwards it
-        sees no W, and of a static graph it takes the first microbatch for all."""
+        """Remove DDP from stages in this context if it would not reduce their gradients.
+
+        DDP has no hook at W of a split backward. With a static graph, it would reduce after the
+        first microbatch.
+        """
         self._ddp_modules: dict[int, Any] = {
             stage.stage_index: stage.submod
             for stage in self._stages
@@ -397,14 +444,14 @@ class Schedule(CheckedRuntime):
                 stage.submod = self._ddp_modules.get(stage.stage_index, stage.submod)
 
     def _reduce_gradients(self, action: Any, ctx: Any) -> None:
-        """REDUCE_GRAD: over replicas, once; what is scaled is scaled at the end of the step."""
+        """Run REDUCE_GRAD: reduce a stage over replicas, unscaled until the end of the step."""
         (stage,) = (s for s in self._stages if s.stage_index == action.stage_index)
         stage.perform_reduce_grad(1)
         if (ddp := self._ddp_modules.get(action.stage_index)) is not None:
             gradients.average_over_replicas(ddp)
 
     def _finish_gradients(self) -> None:
-        """Sum the copies of tied weights, and scale, each parameter once."""
+        """Sum the copies of tied weights and scale gradients, each parameter once."""
         if self._shared_weights is not None:
             gradients.sum_tied_gradients(self._shared_weights.weights, self._rank_of, self._group)
         if self.scale_grads and self._n_microbatches > 1:

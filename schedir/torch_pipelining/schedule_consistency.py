@@ -1,4 +1,4 @@
-"""Compare what the processes of a pipeline were given, and raise one error in all of them."""
+"""Compare the arguments of a pipeline's processes, and raise one error in all of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ _T = TypeVar("_T")
 def gather_or_raise(
     make_value: Callable[[], _T], group: Any, record_types: RecordTypes = ()
 ) -> list[_T]:
-    """What each process of the group makes, by rank: plain values, and records of these kinds.
+    """Return the value that each process of the group makes, by rank.
 
-    Where one raises a SchedirError, all raise it: that of the lowest rank, which it names if others
-    had none or another.
+    If processes raise a SchedirError, all processes raise that of the lowest rank. Its text has the
+    rank, unless all processes raise the same one. All processes of the group must call this.
+
+    Args:
+        make_value: Returns the value of this process: a plain value, or one of `record_types`.
+        group: The process group.
+        record_types: The record types that values may have.
+
+    Raises:
+        SchedirError: `make_value` of a process raised it.
+        UsageError: `make_value` of a process returned a value that cannot be sent.
     """
     mine: _T | None = None
     error: SchedirError | None = None
@@ -45,7 +54,7 @@ def gather_or_raise(
 
 
 def _error_to_values(error: SchedirError) -> tuple[Any, ...]:
-    """An error as plain values; of one that says more than others do, as all its lines."""
+    """Return an error as plain values. An error with more fields is sent as all its lines."""
     sites = [InstructionSite(s.rank, s.index, str(s.instr), s.note) for s in error.sites]
     fact = error.fact
     if not _has_plain_fields(type(error)):
@@ -54,22 +63,31 @@ def _error_to_values(error: SchedirError) -> tuple[Any, ...]:
 
 
 def _has_plain_fields(error_type: Any) -> bool:
-    """Whether errors of a kind have what all have, and no more."""
-    known = isinstance(error_type, type) and issubclass(error_type, SchedirError)
-    return known and getattr(error_type, "__init__") is getattr(SchedirError, "__init__")  # noqa: B009
+    """Return whether errors of a type have only the fields of `SchedirError`."""
+    is_error = isinstance(error_type, type) and issubclass(error_type, SchedirError)
+    return is_error and getattr(error_type, "__init__") is getattr(SchedirError, "__init__")  # noqa: B009
 
 
 def _error_from_values(values: tuple[Any, ...]) -> SchedirError:
-    """The error that a process tells, of its kind where that takes no more than is told."""
+    """Return the error that another process sent, of its type if that has only plain fields."""
     name, fact, program, sites, hint, fields = values
-    found: Any = getattr(errors, str(name), None)
-    kind: type[SchedirError] = found if _has_plain_fields(found) else SchedirError
+    error_type: Any = getattr(errors, str(name), None)
+    kind: type[SchedirError] = error_type if _has_plain_fields(error_type) else SchedirError
     made: SchedirError = kind(fact, program=program, sites=sites, hint=hint, fields=fields)
     return made
 
 
 def require_same(name: str, values: Sequence[object], hint: str = "") -> None:
-    """Raise UsageError where ranks were given different things."""
+    """Refuse values that differ between ranks.
+
+    Args:
+        name: The name of the value, for the error.
+        values: The value of each rank.
+        hint: A hint for the error.
+
+    Raises:
+        UsageError: Two ranks have different values.
+    """
     for rank, other in enumerate(values):
         if other != values[0]:
             one, two = (v if isinstance(v, str) else describe(v) for v in (values[0], other))

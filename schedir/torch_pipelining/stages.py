@@ -29,7 +29,14 @@ EXAMPLE = "[PipelineStage(module, stage_index, num_stages, device)]"
 
 
 def require_stages(stages: object) -> list[Any]:
-    """A rank's stages, ascending: a list of them, or one.  Raises UsageError for anything else."""
+    """Return the stages of a rank in ascending order.
+
+    Args:
+        stages: A sequence of torch's PipelineStages, or one of them.
+
+    Raises:
+        UsageError: The argument is something else, or empty.
+    """
     several = isinstance(stages, Sequence) and not isinstance(stages, str)
     found: list[Any] = [*stages] if several else [stages]  # type: ignore[misc]
     for stage in found:
@@ -47,7 +54,19 @@ def require_stages(stages: object) -> list[Any]:
 def require_runnable(
     stages: Sequence[Any], microbatches: object, loss_fn: object, unsharded_stages: object
 ) -> None:
-    """Refuse what no schedule of a rank's stages can be made of.  Raises UsageError."""
+    """Refuse arguments of a schedule that cannot run.
+
+    Args:
+        stages: The stages of this rank.
+        microbatches: The number of microbatches.
+        loss_fn: The loss function, or None.
+        unsharded_stages: The most stages that may be unsharded at once.
+
+    Raises:
+        UsageError: Stages differ in their number of stages, group or device. Or a number is not an
+            integer of at least 1, `loss_fn` is not a function, or only parts of a stage are
+            wrapped.
+    """
     for stage in stages[1:]:
         for what in ("num_stages", "group", "device"):
             one, other = getattr(stages[0], what), getattr(stage, what)
@@ -66,8 +85,16 @@ def require_runnable(
 
 
 def require_outermost_wrapper(stages: Sequence[Any]) -> None:
-    """Refuse stages of which parts are sharded or replicated, and not the stage: torch's runtime
-    looks at the outermost module alone.  Raises UsageError."""
+    """Refuse a stage with sharded or replicated parts that is not sharded or replicated as well.
+
+    torch's runtime checks only the outermost module.
+
+    Args:
+        stages: The stages of this rank.
+
+    Raises:
+        UsageError: Only parts of a stage are wrapped.
+    """
     for stage in stages:
         for is_so, done, again in (
             (_is_sharded, "sharded", "fully_shard(stage.submod), after its parts"),
@@ -88,13 +115,24 @@ def _is_sharded(module: Any) -> bool:
 
 
 def _is_replicated(module: Any) -> bool:
-    """By DistributedDataParallel, or by `replicate`, which is the same without a wrapper."""
+    """Return whether a module is replicated by DistributedDataParallel, or by `replicate`.
+
+    `replicate` does the same without a wrapper.
+    """
     by_name = "replicate" in (_get_registry(module) or ()) and not isinstance(module, FSDPModule)
     return isinstance(module, Replicated) or by_name
 
 
 def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
-    """Refuse a stage that is trained, of which the program has no backward.  Raises ModelError."""
+    """Refuse a trained stage for which the program has no backward.
+
+    Args:
+        stages: The stages of this rank.
+        program: The program.
+
+    Raises:
+        ModelError: A frozen stage of the program has trained parameters.
+    """
     for stage in stages:
         if stage.stage_index < program.frozen_stages and any(
             p.requires_grad for p in stage.submod.parameters()
@@ -108,13 +146,24 @@ def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
 
 
 def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> None:
-    """Refuse an output that is not as the next stage's rank was told, or found with the first
-    microbatch: torch would send it into what is there for another shape, or would not send its
-    gradient back, and not say so.  Raises ModelError."""
+    """Refuse an output that differs from the declared one, or from that of the first microbatch.
+
+    torch would send it into a buffer of another shape, or would not send its gradient back. It
+    would raise no error.
+
+    Args:
+        stage: A stage of torch.
+        output: The output of its forward.
+        is_sent: True if the next stage is on another rank.
+
+    Raises:
+        ModelError: A sent output has another shape or dtype. Or it needs a gradient, and the
+            declared one does not.
+    """
     declared = stage._stage_meta.outputs or ()
     outputs = output if isinstance(output, tuple | list) else (output,)
-    for k, (tensor, as_told) in enumerate(zip(outputs, declared, strict=False)):
-        kind, other = (tensor.shape, tensor.dtype), (as_told.shape, as_told.dtype)
+    for k, (tensor, expected) in enumerate(zip(outputs, declared, strict=False)):
+        kind, other = (tensor.shape, tensor.dtype), (expected.shape, expected.dtype)
         if is_sent and type(tensor) is Tensor and kind != other:
             raise ModelError(
                 f"output {k} of stage {stage.stage_index} is {[*kind[0]]} of {kind[1]}, and was "
@@ -123,7 +172,7 @@ def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> Non
                 hint="batches of one size that n_microbatches divides, another Schedule of the "
                 "same stages for another size, or runtime='schedir'",
             )
-        if tensor.requires_grad and not as_told.requires_grad and stage.has_backward:
+        if tensor.requires_grad and not expected.requires_grad and stage.has_backward:
             raise ModelError(
                 f"output {k} of stage {stage.stage_index} needs a gradient, and its output_args, "
                 "or the first step, say that it needs none",
@@ -133,7 +182,11 @@ def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> Non
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
-    """A stage's module without what wraps it, so that parameters have their own names."""
+    """Return a stage's module without its wrappers; its parameters have their original names.
+
+    Args:
+        module: The module of a stage.
+    """
     while True:
         inside = getattr(module, "_orig_mod", None)
         if isinstance(module, Replicated):
@@ -144,8 +197,21 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 
 class SharedWeights:
-    """The weights that stages share, as all ranks know them; `tied_stages` are the stages of
-    each."""
+    """The weights that stages share. All ranks of the group must create it together.
+
+    Args:
+        stages: The stages of this rank.
+        group: The process group of the pipeline.
+        tied_weights: The tied weights that the user gives, or None.
+        allow_identical_stages: True to allow equal weights of different stages without a tie.
+
+    Attributes:
+        weights: The tied weights that have copies on this rank. `bind_program` sets them.
+        tied_stages: The stages of each tied weight.
+
+    Raises:
+        ModelError: The ties contradict each other or the stages.
+    """
 
     def __init__(
         self,
@@ -160,12 +226,12 @@ class SharedWeights:
             tied_weights,
             allow_identical_stages,
         )
-        self.weights: list[TiedWeight] = []  # of which this rank has copies
+        self.weights: list[TiedWeight] = []
         self._program: Program | None = None
         self._fingerprints = self._gather_fingerprints()
-        known = ParameterTable(self._fingerprints, tied_weights, self._find_named_ties())
+        table = ParameterTable(self._fingerprints, tied_weights, self._find_named_ties())
         self.tied_stages: TiedStages = tuple(
-            sorted({tuple(s for s, _ in places) for places in known.weights if len(places) > 1})
+            sorted({tuple(s for s, _ in places) for places in table.weights if len(places) > 1})
         )
 
     def _gather_fingerprints(self) -> list[StageFingerprints]:
@@ -179,7 +245,7 @@ class SharedWeights:
         return {stage.stage_index: unwrap_module(stage.submod) for stage in self._stages}
 
     def _find_named_ties(self) -> TiedStages:
-        """The stages that call a weight their `tied_weight`: they are taken to share one."""
+        """Return the stages with a `tied_weight` attribute; they are assumed to share one weight."""
         named = {
             s
             for own in self._fingerprints
@@ -189,7 +255,14 @@ class SharedWeights:
         return (tuple(sorted(named)),) if len(named) > 1 else ()
 
     def bind_program(self, program: Program) -> None:
-        """Refuse what a program does not tie as it is.  Raises ModelError."""
+        """Find the tied weights of this rank for a program.
+
+        Args:
+            program: The program.
+
+        Raises:
+            ModelError: The ties do not match the program, or equal weights are not tied.
+        """
         self._program = program
         self.weights = self._find_weights(allow_identical_stages=self._allow_identical_stages)
 
@@ -204,10 +277,13 @@ class SharedWeights:
         )
 
     def refresh(self) -> None:
-        """Find the tied weights again where modules have been given others since.
+        """Find the tied weights again if modules have other parameters since.
 
-        Of those that began on the meta device the numbers were not there to compare: then all ranks
-        compare them at their first step.  Raises ModelError as `bind_program` does.
+        Parameters on the meta device have no numbers to compare. If a module had such parameters,
+        all ranks compare the numbers at their first step.
+
+        Raises:
+            ModelError: The ties do not match the program, or equal weights are not tied.
         """
         if any(
             not p.values_digest for own in self._fingerprints for each in own.values() for p in each
@@ -222,7 +298,14 @@ class SharedWeights:
 
 
 def require_reducible(stage: Any) -> None:
-    """Refuse a DDP whose gradients this cannot reduce as it would.  Raises ModelError."""
+    """Refuse a stage under DDP whose gradients cannot be reduced outside of DDP.
+
+    Args:
+        stage: A stage with a DistributedDataParallel module.
+
+    Raises:
+        ModelError: DDP has a communication hook or mixed precision.
+    """
     ddp = stage.submod
     for what, there in (
         ("a hook on its communication", bool(getattr(ddp, "_comm_hooks", ()))),
