@@ -62,9 +62,8 @@ def simulate(
     if sizes is not None:
         require_type(sizes, Sizes, SIZES_EXAMPLE)
         sizes.validate(program.shape)
-    if program.is_draft and (
-        program.has_backward or program.shape.ranks > 1
-    ):  # otherwise it needs no messages
+    # A draft without backwards on one rank needs no other instructions.
+    if program.is_draft and (program.has_backward or program.shape.ranks > 1):
         program = lower(check_draft(program), costs, progress_model)
     graph = build_complete_graph(program, progress_model, blocking_hosts=blocking_hosts)
     reached = compute_earliest_times(graph, costs)

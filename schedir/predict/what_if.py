@@ -383,7 +383,7 @@ class _Table:
                 )
 
     def simulate_row(self, row: ChangeRow) -> SimulatedChange | None:
-        """Compile and simulate a row. Return None if its program or its costs are refused."""
+        """Compile and simulate a row, or return None if its program or its costs are refused."""
         program, sizes = self.program, self.baseline.sizes
         model = row.progress_model or self.baseline.progress_model
         try:

@@ -37,7 +37,7 @@ def load_schedule_or_program(
         program: A Program, or the path of a .sched or .csv file, or None.
 
     Raises:
-        UsageError: None or both are given, or one has the wrong type.
+        UsageError: Neither or both are given, or one has the wrong type.
         SchedirError: The file is wrong.
     """
     if (schedule is None) == (program is None):

@@ -55,7 +55,7 @@ class Schedule(CheckedRuntime):
     weights are summed once per step, in the order of stages.
 
     Args:
-        stages: The PipelineStages of this rank, or one of them.
+        stages: The PipelineStages of this rank, or a single one.
         n_microbatches: The number of microbatches.
         loss_fn: The loss function. Without it only forwards run.
         args_chunk_spec: The dimensions along which arguments of a complete batch are split.

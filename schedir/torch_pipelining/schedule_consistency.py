@@ -54,7 +54,7 @@ def gather_or_raise(
 
 
 def _error_to_values(error: SchedirError) -> tuple[Any, ...]:
-    """Return an error as plain values. An error with more fields is sent as all its lines."""
+    """Return an error as plain values; one with more fields is sent as all its lines."""
     sites = [InstructionSite(s.rank, s.index, str(s.instr), s.note) for s in error.sites]
     fact = error.fact
     if not _has_plain_fields(type(error)):

@@ -32,7 +32,7 @@ def require_stages(stages: object) -> list[Any]:
     """Return the stages of a rank in ascending order.
 
     Args:
-        stages: A sequence of torch's PipelineStages, or one of them.
+        stages: A sequence of torch's PipelineStages, or a single one.
 
     Raises:
         UsageError: The argument is something else, or empty.
@@ -197,8 +197,9 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 
 class SharedWeights:
-    """The weights that stages share. All ranks of the group must create it together.
+    """The weights that stages share.
 
+    All ranks of the group must create it together.
     Args:
         stages: The stages of this rank.
         group: The process group of the pipeline.
@@ -245,7 +246,7 @@ class SharedWeights:
         return {stage.stage_index: unwrap_module(stage.submod) for stage in self._stages}
 
     def _find_named_ties(self) -> TiedStages:
-        """Return the stages with a `tied_weight` attribute; they are assumed to share one weight."""
+        """Return the stages with a `tied_weight` attribute, for which one shared weight is assumed."""
         named = {
             s
             for own in self._fingerprints
