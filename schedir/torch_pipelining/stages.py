@@ -200,6 +200,7 @@ class SharedWeights:
     """The weights that stages share.
 
     All ranks of the group must create it together.
+
     Args:
         stages: The stages of this rank.
         group: The process group of the pipeline.
@@ -246,7 +247,7 @@ class SharedWeights:
         return {stage.stage_index: unwrap_module(stage.submod) for stage in self._stages}
 
     def _find_named_ties(self) -> TiedStages:
-        """Return the stages with a `tied_weight` attribute, for which one shared weight is assumed."""
+        """Return the stages with a `tied_weight` attribute, which must share one weight."""
         named = {
             s
             for own in self._fingerprints
