@@ -247,7 +247,7 @@ class SharedWeights:
         return {stage.stage_index: unwrap_module(stage.submod) for stage in self._stages}
 
     def _find_named_ties(self) -> TiedStages:
-        """Return the stages with a `tied_weight` attribute, which must share one weight."""
+        """Return the stages whose `tied_weight` attributes are assumed to be one weight."""
         named = {
             s
             for own in self._fingerprints
