@@ -74,12 +74,13 @@ class ProgramStages:
             self.segmentation.layers_per_stage,
             {*self.program.shape.stages_on_rank[rank]},
         )
-        options = {"sequence": True} if self.program.sequence_parallel else {}
+        options = {"sequence_parallel": True} if self.program.sequence_parallel else {}
         for stage, first in enumerate(self.segmentation.first_segments[:-1]):
             if first not in local_stages:
                 continue
             complete_stage = self.model.module.build_stage(
-                self.config.model, stage, len(division), tp=tp, division=division, device=device,
+                self.config.model, stage, len(division), tp=tp, layers_per_stage=division,
+                device=device,
                 dtype=self.dtype, **options,
             )  # fmt: skip
             segments = [complete_stage]
