@@ -246,7 +246,7 @@ def _lock_within_process(directory: CheckpointDirectory, step: int) -> Iterator[
             f"step {other[0]} is being written to {directory.path_text} by this process, and "
             f"step {step} "
             "must wait for it",
-            hint="saver.ended() before",
+            hint="saver.wait() before",
         )
     try:
         yield
