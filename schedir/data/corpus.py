@@ -48,6 +48,7 @@ def read_documents(
     source: Source, tokenizer: Tokenizer, vocab: int, *, with_document_ends: bool = False
 ) -> Documents:
     """Return the tokens of a source, and the ends of its documents if it defines them.
+
     - A `.bin` contains tokens. An `.idx` next to it contains the ends of documents. Both are
       memory-mapped.
     - With the tokenizer "bytes", text files are joined to one stream without ends. A single file is

@@ -16,7 +16,7 @@ _TORCHTITAN_LAYERS_FIELD: Final = "pipeline_parallel_module_fqns_per_model_part"
 
 
 def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, str]:
-    """Return the launcher options that give each stage its layers, for two training frameworks.
+    r"""Return the launcher options that give each stage its layers, for two training frameworks.
 
     Megatron-LM: `--decoder-first-pipeline-num-layers` and `--decoder-last-pipeline-num-layers` if
     these are enough, and `--pipeline-model-parallel-layout`, which can express every division.
@@ -45,7 +45,7 @@ def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, st
         >>> for trainer, text in launcher_options(model, ParallelPlan(pp=3, microbatches=6,
         ...     layers_per_stage=(2, 3,
         ...     2))).items():
-        ...     print(f"{trainer}:", text, sep="\\n")
+        ...     print(f"{trainer}:", text, sep="\n")
         megatron:
         --pipeline-model-parallel-size 3
         --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
