@@ -299,7 +299,7 @@ class _Trainer:
             "saved",
             "deferred_wgrad",
             "saved_and_deferred",
-            "checkpoint",
+            "recompute_inputs",
             *STATIC_SIZES,
             "version",
         )

@@ -256,7 +256,7 @@ if os.environ.get("RANK") == "1":
     ("what", "code", "said"),
     [
         (
-            "schedir.training.batches.samples.Batches.batch = refuse",
+            "schedir.training.batches.samples.Batches.read_batch = refuse",
             2,
             "process 1 (pipeline rank 1): UsageError: no such luck\n",
         ),
