@@ -46,6 +46,7 @@ lint: $(READY)
 	$(BIN)/ruff check --no-cache
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python -m tests.sentences
 
 format: $(READY)
 	$(BIN)/ruff check --fix

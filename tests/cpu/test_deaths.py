@@ -28,7 +28,7 @@ drawn = schedir.training.batches.samples.Batches.read_batch
 
 
 def batch(self, first, count):
-    if first == 2 * self.size and os.environ.get("RANK") == "1":
+    if first == 2 * self.batch_size and os.environ.get("RANK") == "1":
         {how}
     return drawn(self, first, count)
 
@@ -157,7 +157,7 @@ def forking(self, step):
             time.sleep(100)
         os.kill(child, signal.SIGTERM)
         ended = {os.wait()[1] for _ in range(2)}
-        print(ended == {signal.SIGTERM, 256}, get_current_member().collect_black_boxes()[1].gave_up,
+        print(ended == {signal.SIGTERM, 256}, get_current_member().collect_black_boxes()[1].has_failed,
             file=sys.stderr)
     return take(self, step)
 

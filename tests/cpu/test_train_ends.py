@@ -262,7 +262,7 @@ if os.environ.get("RANK") == "1":
         ),
         ("mine = schedules.gpipe", 2, "processes 0 and 1 do not agree on the program"),
         (
-            "train.leave = lambda: os._exit(9)",
+            "train.exit_cleanly = lambda: os._exit(9)",
             1,
             "process 1 (pipeline rank 1) ended with exit code 9, at",
         ),
@@ -277,8 +277,8 @@ def test_the_rank_that_fails_says_why(
     got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
     assert got == code and err.count("\n") == 1 and said in err
     # Who fails when all is done does not keep the first rank from its results.
-    assert (tmp_path / "out" / "summary.json").exists() == ("leave" in what)
-    assert (tmp_path / "out" / "timeline.png").exists() == ("leave" in what)
+    assert (tmp_path / "out" / "summary.json").exists() == ("exit_cleanly" in what)
+    assert (tmp_path / "out" / "timeline.png").exists() == ("exit_cleanly" in what)
 
 
 def test_a_rank_that_stands_outside_of_a_step_is_one_error(config: str, tmp_path: Path) -> None:
