@@ -82,7 +82,7 @@ def table5(options: Options) -> None:
             began = process_time()
             found = schedir.search_schedule(
                 row.shape, row.costs, row.sizes, limit * row.shape.ranks,
-                objective="own", seconds=options.seconds,
+                objective="own", time_limit=options.seconds,
             )  # fmt: skip
             took = process_time() - began
             paper, rate = row.rates[column], row.rate(found.span)
@@ -132,7 +132,7 @@ def uneven(options: Options) -> None:
                 shape = PipelineShape(p, m)
                 began = process_time()
                 found = schedir.search_schedule(
-                    shape, costs, in_flight=room, seconds=options.seconds
+                    shape, costs, max_in_flight=room, time_limit=options.seconds
                 )
                 took = process_time() - began
                 over.append(found.gap_to_bound)
@@ -160,7 +160,7 @@ def time(options: Options) -> None:
         times = []
         for _ in range(3):
             began = process_time()
-            schedir.lower_bound(PipelineShape(p, m), paper, in_flight=p)
+            schedir.lower_bound(PipelineShape(p, m), paper, max_in_flight=p)
             times.append(process_time() - began)
         line("bound, the best of three", f"{p} x {m}", f"{min(times):.4f}", "", "")
     searches = (
@@ -173,7 +173,7 @@ def time(options: Options) -> None:
         began, clock = process_time(), perf_counter()
         seen: list[tuple[float, float]] = []
         found = schedir.search_schedule(
-            PipelineShape(p, m), costs, in_flight=p, seconds=options.seconds,
+            PipelineShape(p, m), costs, max_in_flight=p, time_limit=options.seconds,
             report=lambda step, bound, seen=seen, began=began: seen.append(  # type: ignore[misc]
                 (process_time() - began, step.span / bound - 1)
             ),
@@ -189,7 +189,7 @@ def time(options: Options) -> None:
     shape, costs = PipelineShape(16, 64), dict(families(16))["0.7 to 1.3, 0"]
     for asked in (0.1,) if options.smoke else (1.0, 3.0):
         clock = perf_counter()
-        schedir.search_schedule(shape, costs, in_flight=16, seconds=asked)
+        schedir.search_schedule(shape, costs, max_in_flight=16, time_limit=asked)
         line(f"--seconds {asked:g}", "16 x 64", "", f"{perf_counter() - clock:.2f}", "")
 
 
@@ -210,8 +210,8 @@ def searched(case: Case, seconds: float) -> Result:
     began = process_time()
     found = schedir.search_schedule(
         case.shape, case.costs, case.sizes, case.limit,
-        in_flight=case.in_flight, objective=case.objective, split_backward=case.split,
-        seconds=seconds,
+        max_in_flight=case.in_flight, objective=case.objective, split_backward=case.split,
+        time_limit=seconds,
     )  # fmt: skip
     took = process_time() - began
     # The trail is empty where the time was over before the search had an order of its own.
@@ -308,7 +308,7 @@ def beside_solver(path: Path, seconds: float) -> None:
     for case, row in zip(read(path), rows, strict=True):
         began = process_time()
         found = schedir.search_schedule(
-            case.shape, case.costs, in_flight=case.in_flight, seconds=seconds
+            case.shape, case.costs, max_in_flight=case.in_flight, time_limit=seconds
         )
         took = process_time() - began
         # The trail is empty where the time was over before the search had an order of its own.

@@ -21,7 +21,7 @@ Row = tuple[float, ...]
 class Case:
     """A Problem, the least that any order of it takes, and the best of the zoo's that fit.
 
-    Numbers by stage have one for each stage, or one for all.  A limit is `in_flight` or, beside
+    Numbers by stage have one for each stage, or one for all.  A limit is `max_in_flight` or, beside
     sizes, `limit` in bytes; or there is none.  `zoo` is by `orders.length`, too: without the queues
     of messages.
     """
@@ -68,7 +68,7 @@ class Case:
     def problem(self) -> SchedulingProblem:
         return make_problem(
             self.shape, self.costs, self.sizes, self.limit,
-            in_flight=self.in_flight, objective=self.objective, split_backward=self.split,
+            max_in_flight=self.in_flight, objective=self.objective, split_backward=self.split,
         )  # fmt: skip
 
     @property

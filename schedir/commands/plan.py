@@ -240,7 +240,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="divide the layers of the best three as is shortest")  # fmt: skip
     parser.add_argument("--improve-schedules", dest="search", action="store_true",
                         help="search shorter schedules for the best three")  # fmt: skip
-    parser.add_argument("--time-limit", dest="seconds", type=parse_number, default=10.0,
+    parser.add_argument("--time-limit", type=parse_number, default=10.0,
         metavar="S",
                         help="how long for each (10)")  # fmt: skip
     parser.add_argument("--gpu-counts", dest="scale", type=_parse_counts, metavar="GPUS",
@@ -373,8 +373,8 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError(f"--top says how many plans are told, from 1 on, not {args.top}")
     if args.tokens is not None and not 0 < args.tokens < inf:
         raise UsageError(f"--tokens are those that are trained on, not {args.tokens:g}")
-    if not 0 < args.seconds < inf:
-        raise UsageError(f"a search takes seconds, more than 0, not {args.seconds:g}")
+    if not 0 < args.time_limit < inf:
+        raise UsageError(f"a search takes seconds, more than 0, not {args.time_limit:g}")
     others = (
         ("--tradeoff", args.tradeoff),
         ("--optimize-division", args.cut),
@@ -391,7 +391,7 @@ def run(args: argparse.Namespace) -> str:
     with _open_output(args.output) as path:
         best = find_plans(request, args.top)
         best = optimize_plan_divisions(request, best) if args.cut else best
-        plans, programs, note = improve_plan_schedules(request, best, args.seconds * args.search)
+        plans, programs, note = improve_plan_schedules(request, best, args.time_limit * args.search)
         if not 1 <= args.take <= len(plans):
             raise UsageError(f"there is no plan {args.take}: they are 1 to {len(plans)}",
                              fields=["take"])  # fmt: skip

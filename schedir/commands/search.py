@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help="instead of --costs the mean times of this run, and its shape unless "
                       "another is said")  # fmt: skip
     what.add_argument(
-        "--max-in-flight", dest="in_flight", type=_parse_counts, metavar="N",
+        "--max-in-flight", type=_parse_counts, metavar="N",
         help="instead of --memory-limit: how many (stage, microbatch) a rank may hold, from F to "
         "W, or B; 8:8:7 per rank",
     )  # fmt: skip
@@ -105,9 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="none that splits backwards in I and W",
     )
-    how.add_argument("--time-limit", dest="seconds", type=parse_number, default=10.0, metavar="S",
+    how.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
                      help="how long at most (10)")  # fmt: skip
-    how.add_argument("--max-evaluations", dest="evaluations", type=parse_count, metavar="N",
+    how.add_argument("--max-evaluations", type=parse_count, metavar="N",
                      help="how many schedules at most, after those it begins with: the same ones, "
                      "and so the same file, on any machine")  # fmt: skip
     how.add_argument(
@@ -208,10 +208,10 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
         run, costs, notes = _load_costs(args.costs_from, full_backward_only=args.whole)
         defaults = {f.name: getattr(run.program.shape, f.name) for f in SHAPE_FIELDS}
     shape = PipelineShape(**(defaults | specified)).resolve_defaults()
-    if isinstance(args.in_flight, tuple) and len(args.in_flight) != shape.ranks:
+    if isinstance(args.max_in_flight, tuple) and len(args.max_in_flight) != shape.ranks:
         raise UsageError(
-            f"--max-in-flight has {len(args.in_flight)} numbers for {shape.ranks} ranks",
-            fields=["in_flight"],
+            f"--max-in-flight has {len(args.max_in_flight)} numbers for {shape.ranks} ranks",
+            fields=["max_in_flight"],
         )
     options = {f.name: getattr(shape, f.name) for f in SHAPE_FIELDS}
     sizes = args.sizes or (None if run is None else run.sizes)
@@ -223,7 +223,7 @@ def _parse_search_request(args: argparse.Namespace) -> _SearchRequest:
             request, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
         )
     return _SearchRequest(
-        shape, request, args.in_flight, args.whole, args.objective == "own", run, notes
+        shape, request, args.max_in_flight, args.whole, args.objective == "own", run, notes
     )
 
 
@@ -342,11 +342,11 @@ def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchR
     try:
         result = search_schedule(
             search_request.shape, request.costs, request.sizes, request.memory_limit,
-            in_flight=limit.__getitem__ if isinstance(limit, tuple) else limit,
+            max_in_flight=limit.__getitem__ if isinstance(limit, tuple) else limit,
             objective=args.objective,
             split_backward=not search_request.full_backward_only,
-            seconds=args.seconds,
-            evaluations=args.evaluations,
+            time_limit=args.time_limit,
+            max_evaluations=args.max_evaluations,
             seed=args.seed,
             initial_schedules=_load_initial_schedules(args.start, search_request),
             prove=args.prove,

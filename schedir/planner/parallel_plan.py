@@ -300,7 +300,8 @@ class PlanEstimate(ParallelPlan):
         mfu: `flops_per_second` as a share of the peak in the GPU's data sheet.
         bottleneck: The largest part that another plan could reduce, or "memory".
         explanation: A sentence that explains `bottleneck`.
-        exact: True if the program was simulated. Otherwise the step time is from the closed form.
+        is_simulated: True if the program was simulated. Otherwise the step time is from the closed
+        form.
         fits: True if the plan fits in the memory of the GPUs and their hosts.
         host_memory: Bytes on the host.
         offload_comparison: With an offload, the difference to the best plan without one. For the
@@ -322,7 +323,7 @@ class PlanEstimate(ParallelPlan):
     mfu: float
     bottleneck: str = ""
     explanation: str = ""
-    exact: bool = False
+    is_simulated: bool = False
     fits: bool = True
     host_memory: HostMemory = NO_HOST_MEMORY
     offload_comparison: str = ""

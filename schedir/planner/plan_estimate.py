@@ -51,6 +51,6 @@ def attach_estimates(
     return PlanEstimate(
         **vars(strip_estimates(plan)), step_time=step, breakdown=breakdown, memory=memory,
         flops_per_second=flops,
-        mfu=flops / cluster.peak_flops, exact=is_simulated, host_memory=host_memory,
+        mfu=flops / cluster.peak_flops, is_simulated=is_simulated, host_memory=host_memory,
         fits=memory.total <= cluster.memory and host_memory.total <= (cluster.host_memory or 0.0),
     )  # fmt: skip

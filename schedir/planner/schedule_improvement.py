@@ -124,8 +124,9 @@ def improve_schedule(
             model, cluster, kind, program.shape, times, search_constants, trainer.state_bytes
         )
         result = search_schedule(
-            program.shape, costs, sizes, memory_limit, split_backward=split, seconds=time_limit / 2,
-            evaluations=max_evaluations, seed=seed,
+            program.shape, costs, sizes, memory_limit, split_backward=split,
+            time_limit=time_limit / 2,
+            max_evaluations=max_evaluations, seed=seed,
         )  # fmt: skip
         lower_bound = min(lower_bound, result.bound)
         numba_statuses.add(result.numba)

@@ -104,8 +104,8 @@ def memory_frontier(
     *,
     split_backward: bool = True,
     levels: int = 16,
-    seconds: float = 30.0,
-    evaluations: int | None = None,
+    time_limit: float = 30.0,
+    max_evaluations: int | None = None,
     seed: int = 0,
     initial_schedules: Sequence[Schedule | Program] = (),
     report: Callable[[float, SearchStep, float], None] | None = None,
@@ -124,8 +124,9 @@ def memory_frontier(
             microbatch) pairs in flight.
         split_backward: True to split backwards into I and W.
         levels: The approximate number of limits to search.
-        seconds: The time of all searches together.
-        evaluations: The number of evaluated orders of all searches together. By default there is no
+        time_limit: The time of all searches together.
+        max_evaluations: The number of evaluated orders of all searches together. By default there
+        is no
             limit.
         seed: The random seed.
         initial_schedules: Schedules to start from, in addition to the built-in schedules.
@@ -141,13 +142,13 @@ def memory_frontier(
     Example:
         >>> from schedir import Costs, PipelineShape, memory_frontier
         >>> found = memory_frontier(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
-        ...     evaluations=2000)
+        ...     max_evaluations=2000)
         >>> [(level.limit, level.timeline.span, level.bound) for level in found.levels]
         [(1.0, 72.0, 72.0), (2.0, 41.0, 40.0), (3.0, 32.0, 31.0), (4.0, 27.0, 27.0)]
     """
     if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
         raise UsageError(f"levels are a whole number above 0, not {describe(levels)}")
-    seconds, evaluations = require_seconds(seconds), require_evaluations(evaluations)
+    time_limit, max_evaluations = require_seconds(time_limit), require_evaluations(max_evaluations)
     began, costs = perf_counter(), Costs() if costs is None else costs
     free = _make_problem(shape, costs, sizes, None, split_backward=split_backward)
     runs = tuple(_simulate_schedules(free, costs, sizes, initial_schedules))
@@ -158,15 +159,17 @@ def memory_frontier(
     complete, tried, uses = True, 0, set[NumbaStatus]()
     for k, limit in enumerate(limits):
         rest = len(limits) - k
-        part = (seconds - (perf_counter() - began)) / rest
-        if evaluations is not None:
-            part = seconds / len(limits)  # the clock must not decide how much is proved
+        part = (time_limit - (perf_counter() - began)) / rest
+        if max_evaluations is not None:
+            part = time_limit / len(limits)  # the clock must not decide how much is proved
         try:
             last = _search_at_limit(
                 shape, costs, sizes, limit,
                 split_backward=split_backward,
-                seconds=max(part, 0.01),
-                evaluations=None if evaluations is None else max((evaluations - tried) // rest, 1),
+                time_limit=max(part, 0.01),
+                max_evaluations=None
+                if max_evaluations is None
+                else max((max_evaluations - tried) // rest, 1),
                 seed=seed,
                 initial_schedules=[
                     *initial_schedules, *(level.timeline.program for level in found[-1:]),
@@ -223,7 +226,7 @@ def _make_problem(
             shape, costs, sizes, inf if limit is None else limit, split_backward=split_backward
         )
     few = None if limit is None else int(limit)
-    return make_problem(shape, costs, in_flight=few, split_backward=split_backward)
+    return make_problem(shape, costs, max_in_flight=few, split_backward=split_backward)
 
 
 def _search_at_limit(
@@ -231,7 +234,7 @@ def _search_at_limit(
 ) -> SearchResult:
     if sizes is not None:
         return search_schedule(shape, costs, sizes, limit, **search_options)  # type: ignore[arg-type]
-    return search_schedule(shape, costs, in_flight=int(limit), **search_options)  # type: ignore[arg-type]
+    return search_schedule(shape, costs, max_in_flight=int(limit), **search_options)  # type: ignore[arg-type]
 
 
 def _simulate_schedules(

@@ -154,7 +154,7 @@ def make_problem(
     sizes: Sizes | None = None,
     memory_limit: float | None = None,
     *,
-    in_flight: int | Callable[[int], int] | None = None,
+    max_in_flight: int | Callable[[int], int] | None = None,
     objective: Objective = "span",
     split_backward: bool = True,
 ) -> SchedulingProblem:
@@ -169,7 +169,8 @@ def make_problem(
         sizes: The sizes in bytes, required with `memory_limit`.
         memory_limit: The memory of each rank, in bytes, including model states. By default there is
             no limit.
-        in_flight: The largest number of (stage, microbatch) pairs between F and W, or F and B, on a
+        max_in_flight: The largest number of (stage, microbatch) pairs between F and W, or F and B,
+        on a
             rank. An integer, or a function of the rank, as in `greedy_schedule`. By default there
             is no limit. It excludes `memory_limit`.
         objective: The length to minimize, see `SchedulingProblem`.
@@ -226,7 +227,7 @@ def make_problem(
     if not shape.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MAX_TIME:
         raise CostsError(f"the costs add up to more than a search can count, {MAX_TIME:g}")
     saved, deferred, both, capacity = _stage_memory(
-        shape, sizes, memory_limit, in_flight, split_backward=split_backward
+        shape, sizes, memory_limit, max_in_flight, split_backward=split_backward
     )
     problem = SchedulingProblem(
         shape, split_backward, objective, F, I, W, tuple(act), tuple(grad), tuple(tail),
@@ -285,7 +286,9 @@ def _stage_memory(
     """Return `saved`, `deferred_wgrad`, `saved_and_deferred` and `capacity` of a problem."""
     one, zero = (1.0,) * shape.stages, _zeros(shape)
     if limit is not None and in_flight is not None:
-        raise UsageError("limit is in bytes, and in_flight counts: say one of the two")
+        raise UsageError(
+            "memory_limit is in bytes and max_in_flight is a count: give one of the two"
+        )
     if limit is None:
         capacity = (inf,) * shape.ranks
         if in_flight is not None:
@@ -320,7 +323,7 @@ def _require_in_flight(value: object) -> float:
         return float(min(index(value), MAX_STAGES * MAX_MICROBATCHES))  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(
-            f"in_flight is a whole number, or a function of the rank that gives one, not "
+            f"max_in_flight is a whole number, or a function of the rank that gives one, not "
             f"{describe(value)}"
         ) from None
 
@@ -342,5 +345,5 @@ def _require_capacity(problem: SchedulingProblem, limit: float | None) -> None:
             f"no schedule fits: rank {rank} has {say(least)} of one microbatch{of}, and may have "
             f"{say(problem.capacity[rank] if limit is None else limit)}",
             hint=f"the least that works there is {say(least + weights)}",
-            fields=["memory_limit" if limit is not None else "in_flight"],
+            fields=["memory_limit" if limit is not None else "max_in_flight"],
         )

@@ -42,11 +42,11 @@ def search_schedule(
     sizes: Sizes | None = None,
     memory_limit: float | None = None,
     *,
-    in_flight: int | Callable[[int], int] | None = None,
+    max_in_flight: int | Callable[[int], int] | None = None,
     objective: Objective = "span",
     split_backward: bool = True,
-    seconds: float = 10.0,
-    evaluations: int | None = None,
+    time_limit: float = 10.0,
+    max_evaluations: int | None = None,
     seed: int = 0,
     initial_schedules: Sequence[Schedule | Program] = (),
     prove: ProofMethod = "closed",
@@ -58,23 +58,25 @@ def search_schedule(
     longer than these. Then ranks choose their tasks by dispatch policies, and the best policies are
     varied. At last simulated annealing moves single tasks.
 
-    The search ends with a proof, after `seconds`, after `evaluations`, or when it finds nothing
-    shorter. Ctrl-C ends it too, and the best schedule is returned. Each forward runs once: with
-    little memory, a schedule with activation recomputation may be shorter.
+    The search ends with a proof, after `time_limit`, after `max_evaluations`, or when it finds
+    nothing shorter. Ctrl-C ends it too, and the best schedule is returned. Each forward runs once:
+    with little memory, a schedule with activation recomputation may be shorter.
 
     Args:
         shape: The pipeline shape.
         costs: The costs of stages. By default `Costs()`.
         sizes: The sizes in bytes, required with `memory_limit`.
         memory_limit: The memory of each rank, in bytes. By default there is no limit.
-        in_flight: The largest number of (stage, microbatch) pairs in flight on a rank. An integer,
+        max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank. An
+        integer,
             or a function of the rank, as in `greedy_schedule`. It excludes `memory_limit`.
         objective: The length to minimize. "span": the span of the run. "own": the longest time of a
             rank from its first compute to its last.
         split_backward: True to split backwards into I and W. If a full backward takes less than
             I and W together, the bound is for split backwards only.
-        seconds: The time limit.
-        evaluations: The largest number of evaluated orders. If `seconds` are enough for them, the
+        time_limit: The time limit.
+        max_evaluations: The largest number of evaluated orders. If `time_limit` are enough for
+        them, the
             result depends on `seed` alone. By default there is no limit.
         seed: The random seed.
         initial_schedules: Schedules to start from, in addition to the built-in schedules. Their
@@ -99,14 +101,14 @@ def search_schedule(
     Example:
         >>> from schedir import Costs, PipelineShape, search_schedule
         >>> found = search_schedule(PipelineShape(ranks=4, microbatches=8), Costs(F=2, I=2, W=1),
-        ...     in_flight=4)
+        ...     max_in_flight=4)
         >>> found.span
         49.0
         >>> found.timeline
         <predicted Timeline of search: span 49, bubble 18.4%>
     """
-    seconds = require_seconds(seconds)
-    evaluations = require_evaluations(evaluations)
+    time_limit = require_seconds(time_limit)
+    max_evaluations = require_evaluations(max_evaluations)
     seed = require_integer(seed, "seed", "a seed is a whole number")
     require_type(initial_schedules, Sequence, "[schedules.zb_h1]")
     if report is not None and not callable(report):
@@ -123,7 +125,7 @@ def search_schedule(
         costs,
         sizes,
         memory_limit,
-        in_flight=in_flight,
+        max_in_flight=max_in_flight,
         objective=objective,
         split_backward=split_backward,
     )
@@ -135,17 +137,17 @@ def search_schedule(
 
     def tighten_bound() -> float:
         nonlocal least
-        least = max(least, compute_bound(problem, seconds / 20), key=lambda bound: bound.value)
+        least = max(least, compute_bound(problem, time_limit / 20), key=lambda bound: bound.value)
         return least.value
 
     builder = ProgramBuilder(problem, costs, sizes, memory_limit)
     orders = list(list_initial_orders(problem, initial_schedules))
-    made, within = _reserve_message_memory(builder, problem, orders, least.value, seconds, seed)
-    build_seconds = min(problem.num_tasks * _BUILD_SECONDS_PER_TASK, seconds / 2)
-    search_seconds = seconds * (_HEURISTIC_SHARE if by_solver else 1) - build_seconds
+    made, within = _reserve_message_memory(builder, problem, orders, least.value, time_limit, seed)
+    build_seconds = min(problem.num_tasks * _BUILD_SECONDS_PER_TASK, time_limit / 2)
+    search_seconds = time_limit * (_HEURISTIC_SHARE if by_solver else 1) - build_seconds
     local_search = LocalSearch(
         within, least.value, start_time=begin, seconds=search_seconds,
-        evaluations=evaluations, seed=seed,
+        evaluations=max_evaluations, seed=seed,
         report=report_step,
     )  # fmt: skip
     stopped: StopReason = "time"
@@ -154,7 +156,7 @@ def search_schedule(
         if local_search.run(tighten_bound):
             stopped = "no better"
         if by_solver and not local_search.is_proved:
-            solved = _solve_with_cp_sat(problem, local_search, least, seconds, seed, report)
+            solved = _solve_with_cp_sat(problem, local_search, least, time_limit, seed, report)
             least = solved.bound
             if solved.order is not None:
                 local_search.add_order(solved.value, solved.order, "CP-SAT")
@@ -168,7 +170,7 @@ def search_schedule(
         made = builder.build_shortest(local_search.shortest_orders[:1], made)
         # Messages of the initial orders may wait less for each other.
         made = builder.build_shortest(local_search.initial_orders, made)
-        made = builder.build_shortest(local_search.list_finalists(), made, begin + seconds)
+        made = builder.build_shortest(local_search.list_finalists(), made, begin + time_limit)
     except KeyboardInterrupt:
         stopped, made = (
             "interrupted",

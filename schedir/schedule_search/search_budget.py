@@ -6,7 +6,7 @@ from operator import index
 
 from schedir.errors import UsageError, describe, to_float
 
-_EVALUATIONS_RULE = "evaluations are a whole number above 0"
+_EVALUATIONS_RULE = "max_evaluations is a whole number above 0"
 
 
 def require_seconds(value: object) -> float:
@@ -20,7 +20,10 @@ def require_seconds(value: object) -> float:
     """
     seconds = to_float(value)
     if seconds is None or seconds <= 0:
-        raise UsageError(f"seconds are a number above 0, not {describe(value)}", fields=["seconds"])
+        raise UsageError(
+            f"time_limit is a number of seconds above 0, not {describe(value)}",
+            fields=["time_limit"],
+        )
     return seconds
 
 
@@ -35,8 +38,8 @@ def require_evaluations(value: object) -> int | None:
     """
     if value is None:
         return None
-    if (evaluations := require_integer(value, "evaluations", _EVALUATIONS_RULE)) < 1:
-        raise UsageError(f"{_EVALUATIONS_RULE}, not {evaluations}", fields=["evaluations"])
+    if (evaluations := require_integer(value, "max_evaluations", _EVALUATIONS_RULE)) < 1:
+        raise UsageError(f"{_EVALUATIONS_RULE}, not {evaluations}", fields=["max_evaluations"])
     return evaluations
 
 

@@ -157,7 +157,8 @@ def forking(self, step):
             time.sleep(100)
         os.kill(child, signal.SIGTERM)
         ended = {os.wait()[1] for _ in range(2)}
-        print(ended == {signal.SIGTERM, 256}, get_current_member().collect_black_boxes()[1].has_failed,
+        print(ended == {signal.SIGTERM, 256},
+            get_current_member().collect_black_boxes()[1].has_failed,
             file=sys.stderr)
     return take(self, step)
 

@@ -107,7 +107,7 @@ def test_a_run_stops_at_the_first_stage_of_a_loss(
     [
         (1, ONE),
         (2, [*ONE, "train.precision=bfloat16"]),
-        (1, [*ONE, "pipeline.stages_per_rank=1", "pipeline.placement=[0,0,0,0]",
+        (1, [*ONE, "pipeline.stages_per_rank=4", "pipeline.placement=[0,0,0,0]",
              "pipeline.optimizer_steps=3", "pipeline.weight_delay=1"]),
     ],
 )  # fmt: skip

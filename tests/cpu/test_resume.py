@@ -352,7 +352,8 @@ attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def issues(self, *given):
-    if attempt < 2 and os.environ.get("RANK") == str(attempt) and self.number == 2 + 4 * attempt:
+    is_dying = os.environ.get("RANK") == str(attempt)
+    if attempt < 2 and is_dying and self.last_issued_step == 2 + 4 * attempt:
         os.kill(os.getpid(), signal.SIGKILL)
     issue(self, *given)
 

@@ -52,10 +52,10 @@ def found(shape: PipelineShape, in_flight: int, split: bool = True) -> Program:
     return search_schedule(
         shape,
         costs_of(shape),
-        in_flight=in_flight,
+        max_in_flight=in_flight,
         split_backward=split,
-        seconds=60,
-        evaluations=30,
+        time_limit=60,
+        max_evaluations=30,
     ).program
 
 

@@ -152,7 +152,7 @@ def test_one_of_several_updates_stops_late_as_at_once(
     def first_two(y: torch.Tensor) -> torch.Tensor:
         return infinite_gradient(y) if next(calls) % 3 < 2 else y
 
-    sets = ["pipeline.stages_per_rank=1", "pipeline.placement=[0,0,0,0]",
+    sets = ["pipeline.stages_per_rank=4", "pipeline.placement=[0,0,0,0]",
             "pipeline.optimizer_steps=3",
             "pipeline.weight_delay=1"]  # fmt: skip
     seen, said = [], []

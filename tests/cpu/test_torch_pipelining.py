@@ -217,7 +217,7 @@ def test_ours_run_in_torch(tmp_path: Path) -> None:
     for k, (name, shape, form) in enumerate(RUNS):
         costs = Costs(F=1.1, I=1.3, W=0.7, send=0.1)
         if name == "search":
-            program = search_schedule(shape, costs, in_flight=3, evaluations=30).program
+            program = search_schedule(shape, costs, max_in_flight=3, max_evaluations=30).program
         else:
             program = compile(getattr(schedules, name), shape)
         (tmp_path / f"{k}.csv").write_text(torch_csv.to_csv(program, form))

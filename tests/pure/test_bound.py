@@ -85,7 +85,7 @@ def test_the_automatic_schedules_of_the_zero_bubble_paper(
 
 def test_why_is_a_proof_in_words() -> None:
     priced = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
-    least = lower_bound(PipelineShape(8, 24), priced, in_flight=8)
+    least = lower_bound(PipelineShape(8, 24), priced, max_in_flight=8)
     assert least.explanation == (
         "rank 0 works 1102.68 and holds 8: it idles 135.016 between its 8th F and its first I, and "
         "72.709 between its last F and its last I"
@@ -205,7 +205,7 @@ def test_what_crosses_is_late(data: st.DataObject) -> None:
         shape, data.draw(st.sampled_from(["FIW", "IFW", "WIF"])), k, priced
     )
     try:
-        problem = make_problem(shape, priced, in_flight=k)
+        problem = make_problem(shape, priced, max_in_flight=k)
     except CostsError:  # all of them are 0
         reject()
     order, paths = (
@@ -258,7 +258,7 @@ def test_bytes_that_sums_round_are_as_many(saved: float) -> None:
         for shape in (PipelineShape(4, 8), PipelineShape(1, 5, 3), PipelineShape(2, 5, 2)):
             for seconds in (1e-9, 1.0):
                 one, other = (
-                    lower_bound(shape, priced, *told, seconds=seconds) for told in (room, like)
+                    lower_bound(shape, priced, *told, time_limit=seconds) for told in (room, like)
                 )
                 assert one.value == pytest.approx(other.value, rel=1e-9)
 
@@ -293,7 +293,7 @@ def test_no_order_at_all_is_shorter(data: st.DataObject) -> None:
 def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
     for priced in (Costs(), Costs(F=2, I=3, W=1, send=1), Costs(F=(3, 1), I=2, W=(0, 4))):
         problem = make_problem(
-            PipelineShape(2, 3), priced, in_flight=in_flight, objective=objective
+            PipelineShape(2, 3), priced, max_in_flight=in_flight, objective=objective
         )
         assert compute_bound(problem).value == pytest.approx(shortest(problem))
 
@@ -302,10 +302,10 @@ def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
     ("shape", "priced", "given"),
     [
         (PipelineShape(1, 1), Costs(), {}),
-        (PipelineShape(1, 5), Costs(W=0), {"in_flight": 1}),
-        (PipelineShape(4, 1), Costs(send=1), {"in_flight": 1}),
+        (PipelineShape(1, 5), Costs(W=0), {"max_in_flight": 1}),
+        (PipelineShape(4, 1), Costs(send=1), {"max_in_flight": 1}),
         (PipelineShape(4, 9), Costs(F=(0, 0, 100, 0), I=0, W=0), {}),
-        (PipelineShape(3, 4, 2, "vee"), Costs(F=0, I=0), {"in_flight": 4}),
+        (PipelineShape(3, 4, 2, "vee"), Costs(F=0, I=0), {"max_in_flight": 4}),
         (PipelineShape(2, 3), Costs(), {"memory_limit": float("inf"), "sizes": Sizes(saved=1)}),
         (PipelineShape(2, 3), Costs(), {"memory_limit": 5.0, "sizes": Sizes(saved=0)}),
     ],
@@ -345,7 +345,7 @@ def test_in_bytes_a_program_has_what_it_holds() -> None:
         program, sizes=Sizes(saved=2e9, deferred_wgrad=2e9, model_states=(3e9, 0, 0, 0))
     )
     assert in_bytes is not None
-    counted = lower_bound(PipelineShape(4, 8), in_flight=lambda rank: 4 if rank == 0 else 5)
+    counted = lower_bound(PipelineShape(4, 8), max_in_flight=lambda rank: 4 if rank == 0 else 5)
     assert in_bytes.value == counted.value
 
 

@@ -116,7 +116,7 @@ def test_what_messages_take_is_memory_that_others_may_use(name: str) -> None:
     run = simulate(compile(get_built_in_schedules()[name], shape), costs, sizes=sizes)
     bound = compute_program_bound(run.program, costs, sizes, split_backward=True)
     limit = float(run.peak_memory.max())
-    found = search_schedule(shape, costs, sizes, limit, evaluations=60)
+    found = search_schedule(shape, costs, sizes, limit, max_evaluations=60)
     assert bound is not None and bound.value <= found.span * (1 + 1e-9) < run.span
 
 

@@ -38,8 +38,9 @@ def test_seven_in_ten_bounds_are_exact() -> None:
 def test_a_search_finds_the_optimum(case: Case) -> None:
     """As orders are counted: in a simulation messages queue, and may make it longer."""
     found = search_schedule(
-        case.shape, case.costs, case.sizes, case.limit, in_flight=case.in_flight,
-        objective=case.objective, split_backward=case.split, seconds=100, evaluations=400_000,
+        case.shape, case.costs, case.sizes, case.limit, max_in_flight=case.in_flight,
+        objective=case.objective, split_backward=case.split, time_limit=100,
+        max_evaluations=400_000,
     )  # fmt: skip
     assert found.improvements[-1].span == pytest.approx(case.optimum, rel=PROOF_TOLERANCE)
     assert found.bound <= case.optimum * (1 + 1e-9)

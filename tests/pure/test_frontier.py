@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=CASES.values(), ids=[*CASES], scope="module")
 def found(request: pytest.FixtureRequest) -> MemoryFrontier:
-    return memory_frontier(**request.param, evaluations=600)
+    return memory_frontier(**request.param, max_evaluations=600)
 
 
 def test_what_fits_a_smaller_limit_fits_a_larger_one(found: MemoryFrontier) -> None:
@@ -70,7 +70,7 @@ def test_no_run_beside_is_shorter_than_what_is_found_in_its_memory(found: Memory
 
 def test_runs_are_those_of_the_zoo() -> None:
     shape, costs = PipelineShape(4, 8), Costs(F=2, I=2, W=1)
-    found = memory_frontier(shape, costs, evaluations=200)
+    found = memory_frontier(shape, costs, max_evaluations=200)
     assert {t.program.name: t.span for t in found.timelines} == {
         name: simulate(compile(getattr(schedules, name), shape, costs=costs), costs).span
         for name in ("eager_1f1b", "gpipe", "one_f_one_b", "zb_h1", "zb_h2")
@@ -79,12 +79,12 @@ def test_runs_are_those_of_the_zoo() -> None:
         found.levels[-1].timeline.span == schedir.lower_bound(shape, costs).value
     )  # and no more is gained
     program = compile(schedules.interleaved, PipelineShape(2, 4, 2))
-    again = memory_frontier(program.shape, evaluations=20, initial_schedules=[program])
+    again = memory_frontier(program.shape, max_evaluations=20, initial_schedules=[program])
     assert again.timelines[0].program.digest == program.digest
-    whole = memory_frontier(shape, costs, evaluations=20, split_backward=False)
+    whole = memory_frontier(shape, costs, max_evaluations=20, split_backward=False)
     assert {"zb_h1", "zb_h2"}.isdisjoint(t.program.name for t in whole.timelines)
     # A whole backward that takes less than its halves is no schedule of these halves.
-    cheap = memory_frontier(shape, Costs(F=2, I=2, W=1, B=2.5), evaluations=20)
+    cheap = memory_frontier(shape, Costs(F=2, I=2, W=1, B=2.5), max_evaluations=20)
     assert {t.program.name for t in cheap.timelines} == {"zb_h1", "zb_h2"}
 
 
@@ -98,7 +98,7 @@ def test_the_same_numbers_give_the_same_frontier(
         Sizes(saved=2, deferred_wgrad=1) if sized else None,
     )
     one, other = (
-        memory_frontier(shape, Costs(W=0.5), sizes, evaluations=100, seed=seed, levels=3)
+        memory_frontier(shape, Costs(W=0.5), sizes, max_evaluations=100, seed=seed, levels=3)
         for _ in "ab"
     )
     assert one.bounds == other.bounds
@@ -108,7 +108,7 @@ def test_the_same_numbers_give_the_same_frontier(
 
 
 def test_what_has_no_frontier_is_refused() -> None:
-    for wrong in ({"levels": 0}, {"seconds": 0}, {"evaluations": 0}):
+    for wrong in ({"levels": 0}, {"time_limit": 0}, {"max_evaluations": 0}):
         with pytest.raises(UsageError):
             memory_frontier(PipelineShape(2, 2), **wrong)  # type: ignore[arg-type]
     with pytest.raises(ShapeError):
@@ -147,7 +147,7 @@ def test_the_command_tells_and_draws_it(
     told = said(capsys, *AT, "--frontier", "-o", "x.svg")
     assert "4 in flight" in told and "zb_h1 49 (4 in flight)" in told and Path("x.svg").exists()
     facts = json.loads(said(capsys, *AT, "--frontier", "--json"))
-    found = memory_frontier(PipelineShape(4, 8), Costs(F=2, I=2, W=1), evaluations=300)
+    found = memory_frontier(PipelineShape(4, 8), Costs(F=2, I=2, W=1), max_evaluations=300)
     assert facts["levels"] == [
         {"limit": v.limit, "span": v.timeline.span, "bubble": v.timeline.bubble, "bound": v.bound}
         for v in found.levels

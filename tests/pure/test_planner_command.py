@@ -46,7 +46,7 @@ def test_plans_in_words() -> None:
         PLAN, schedule="one_f_one_b", stages_per_rank=1, step_time=40.0, zero=0, recompute="none"
     )
     plain = replace(
-        plain, exact=True, explanation="", breakdown=StepBreakdown(0.04, 0, 0, 0, 0, 0, 0)
+        plain, is_simulated=True, explanation="", breakdown=StepBreakdown(0.04, 0, 0, 0, 0, 0, 0)
     )
     text = format_plans(asked, [uneven, plain], 1, 300e9)
     text += format_plans(asked, [plain], 1, None)

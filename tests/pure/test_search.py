@@ -49,7 +49,7 @@ EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
 
 
 def test_what_is_found_is_a_program() -> None:
-    found = search_schedule(PipelineShape(4, 12), EVEN, in_flight=6, evaluations=3000)
+    found = search_schedule(PipelineShape(4, 12), EVEN, max_in_flight=6, max_evaluations=3000)
     assert found.timeline.peak_in_flight.max() <= 6
     for model in ("per_device", "blocking_serial", "per_edge"):
         check(found.program, model)
@@ -65,11 +65,11 @@ def test_a_limit_in_bytes_holds_messages_and_weights() -> None:
     sizes = Sizes(
         activation=2e6, saved=10e6, deferred_wgrad=4e6, saved_and_deferred=12e6, model_states=100e6
     )
-    found = search_schedule(PipelineShape(4, 12), EVEN, sizes, 160e6, evaluations=3000)
+    found = search_schedule(PipelineShape(4, 12), EVEN, sizes, 160e6, max_evaluations=3000)
     assert found.timeline.peak_memory.max() <= 160e6
     assert (
         found.span
-        < search_schedule(PipelineShape(4, 12), EVEN, sizes, 140e6, evaluations=3000).span
+        < search_schedule(PipelineShape(4, 12), EVEN, sizes, 140e6, max_evaluations=3000).span
     )
 
 
@@ -78,8 +78,8 @@ def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
         search_schedule(
             PipelineShape(4, 8),
             Costs(F=3, I=(4, 5, 6, 5), W=2),
-            in_flight=3,
-            evaluations=5000,
+            max_in_flight=3,
+            max_evaluations=5000,
             seed=7,
         )
         for _ in "12"
@@ -89,7 +89,7 @@ def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
 
 
 def test_nothing_is_moved_when_the_seconds_are_over() -> None:
-    problem = make_problem(PipelineShape(4, 8), Costs(F=2, I=2, W=1), in_flight=3)
+    problem = make_problem(PipelineShape(4, 8), Costs(F=2, I=2, W=1), max_in_flight=3)
     order = order_of_program(compile(schedules.zb_h1, problem.shape), split_backward=True)
     hunt = LocalSearch(
         problem, 0.0, start_time=perf_counter(), seconds=1e-9, evaluations=None, seed=0,
@@ -109,7 +109,7 @@ def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
         saved_and_deferred=(3, 6, 4, 3),
         model_states=(6, 9, 2, 5),
     )
-    found = search_schedule(PipelineShape(2, 4, 2), costs, sizes, 21, evaluations=3000)
+    found = search_schedule(PipelineShape(2, 4, 2), costs, sizes, 21, max_evaluations=3000)
     assert found.timeline.peak_memory.max() <= 21
 
 
@@ -117,20 +117,22 @@ def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
 def test_a_limit_of_some_times_what_is_saved_holds_as_many(saved: float) -> None:
     """Though sums of sizes are rounded; what is too much by a byte is too much."""
     shape, sizes = PipelineShape(4, 7), Sizes(saved=saved)
-    one = search_schedule(shape, EVEN, sizes, 4 * saved, evaluations=400)
-    assert one.span == search_schedule(shape, EVEN, in_flight=4, evaluations=400).span
+    one = search_schedule(shape, EVEN, sizes, 4 * saved, max_evaluations=400)
+    assert one.span == search_schedule(shape, EVEN, max_in_flight=4, max_evaluations=400).span
     check_memory(one.program, sizes, 4 * saved)
     with pytest.raises(MemoryLimitError):
         check_memory(one.program, sizes, 4 * saved - 1)
-    less = search_schedule(shape, EVEN, sizes, 4 * saved - 1, evaluations=400)
-    assert less.span == search_schedule(shape, EVEN, in_flight=3, evaluations=400).span
+    less = search_schedule(shape, EVEN, sizes, 4 * saved - 1, max_evaluations=400)
+    assert less.span == search_schedule(shape, EVEN, max_in_flight=3, max_evaluations=400).span
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), 1e308])
 def test_a_search_without_an_end_ends_with_a_proof_or_an_interrupt(seconds: float) -> None:
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
     assert (
-        search_schedule(PipelineShape(4, 8), uneven, in_flight=3, seconds=seconds).stop_reason
+        search_schedule(
+            PipelineShape(4, 8), uneven, max_in_flight=3, time_limit=seconds
+        ).stop_reason
         == "proved"
     )
 
@@ -148,16 +150,16 @@ def test_what_is_found_is_kept_where_it_is_interrupted_as_it_is_compiled(
 
     monkeypatch.setattr("schedir.schedule_search.heuristics.program_builder.compile", interrupted)
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
-    found = search_schedule(PipelineShape(4, 8), uneven, in_flight=3, evaluations=300)
+    found = search_schedule(PipelineShape(4, 8), uneven, max_in_flight=3, max_evaluations=300)
     assert found.stop_reason == "interrupted" and found.span == found.improvements[-1].span
 
 
 def test_numbers_may_be_of_numpy() -> None:
     sizes, shape = Sizes(saved=10.0), PipelineShape(2, 3)
-    plain = search_schedule(shape, EVEN, sizes, 20, seed=3, seconds=9, evaluations=50)
+    plain = search_schedule(shape, EVEN, sizes, 20, seed=3, time_limit=9, max_evaluations=50)
     found = search_schedule(
-        shape, EVEN, sizes, np.int64(20), seed=np.int64(3), seconds=np.float32(9),  # type: ignore[arg-type]
-        evaluations=np.int64(50),  # type: ignore[arg-type]
+        shape, EVEN, sizes, np.int64(20), seed=np.int64(3), time_limit=np.float32(9),  # type: ignore[arg-type]
+        max_evaluations=np.int64(50),  # type: ignore[arg-type]
     )  # fmt: skip
     assert to_text(found.program) == to_text(plain.program)
     room: Any = np.float32(20)
@@ -167,9 +169,9 @@ def test_numbers_may_be_of_numpy() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"in_flight": True}, {"memory_limit": 10**400}, {"memory_limit": float("-inf")},
-        {"seconds": 10**400},
-        {"seed": True}, {"evaluations": 2.5}, {"report": 5},
+        {"max_in_flight": True}, {"memory_limit": 10**400}, {"memory_limit": float("-inf")},
+        {"time_limit": 10**400},
+        {"seed": True}, {"max_evaluations": 2.5}, {"report": 5},
     ],
 )  # fmt: skip
 def test_what_is_no_such_number_is_refused(wrong: dict[str, Any]) -> None:
@@ -177,11 +179,11 @@ def test_what_is_no_such_number_is_refused(wrong: dict[str, Any]) -> None:
         search_schedule(PipelineShape(2, 3), EVEN, Sizes(saved=10.0), **wrong)
     for seconds in (0, -1, float("nan"), "1", None):
         with pytest.raises(UsageError):
-            lower_bound(PipelineShape(2, 3), EVEN, seconds=seconds)  # type: ignore[arg-type]
+            lower_bound(PipelineShape(2, 3), EVEN, time_limit=seconds)  # type: ignore[arg-type]
 
 
 def test_more_in_flight_than_a_float_can_say_are_no_limit() -> None:
-    assert lower_bound(PipelineShape(2, 3), EVEN, in_flight=10**400) == lower_bound(
+    assert lower_bound(PipelineShape(2, 3), EVEN, max_in_flight=10**400) == lower_bound(
         PipelineShape(2, 3), EVEN
     )
 
@@ -195,7 +197,7 @@ def test_nothing_that_it_begins_with_is_shorter(
     shape: PipelineShape, costs: Costs, in_flight: int | None
 ) -> None:
     """As programs, in which messages of a rank wait for each other, and not by their orders."""
-    found = search_schedule(shape, costs, in_flight=in_flight, evaluations=50)
+    found = search_schedule(shape, costs, max_in_flight=in_flight, max_evaluations=50)
     assert found.num_evaluated <= 50 + len(get_built_in_schedules())
     for schedule in get_built_in_schedules().values():
         try:
@@ -243,8 +245,8 @@ def test_pairs_that_save_time_are_not_searched() -> None:
 )
 def test_a_start_that_does_other_work_is_refused(start: Program) -> None:
     with pytest.raises(UsageError) as caught:
-        search_schedule(PipelineShape(4, 8), EVEN, initial_schedules=[start], evaluations=30)
-    assert caught.value.fields == ("start",)
+        search_schedule(PipelineShape(4, 8), EVEN, initial_schedules=[start], max_evaluations=30)
+    assert caught.value.fields == ("initial_schedules",)
 
 
 def test_costs_of_whole_backwards_are_not_split() -> None:
@@ -252,7 +254,7 @@ def test_costs_of_whole_backwards_are_not_split() -> None:
         search_schedule(PipelineShape(2, 4), Costs(F=10, B=20))
     assert (
         search_schedule(
-            PipelineShape(2, 4), Costs(F=10, B=20), split_backward=False, evaluations=99
+            PipelineShape(2, 4), Costs(F=10, B=20), split_backward=False, max_evaluations=99
         ).span
         == 150
     )
@@ -260,7 +262,9 @@ def test_costs_of_whole_backwards_are_not_split() -> None:
 
 def test_machine_code_and_lists_have_the_same_bits() -> None:
     problem = make_problem(
-        PipelineShape(4, 8, 2), Costs(F=(1, 2, 1, 3, 1, 2, 2, 2), I=2, W=1.1, send=0.3), in_flight=5
+        PipelineShape(4, 8, 2),
+        Costs(F=(1, 2, 1, 3, 1, 2, 2, 2), I=2, W=1.1, send=0.3),
+        max_in_flight=5,
     )
     loops, _ = compile_within(LOOPS, 60)
     if loops is None:
@@ -299,7 +303,7 @@ def test_any_policy_ends_and_fits(policy, placement, room, split, seed) -> None:
     """And so does all that comes of it by moving work; both loops agree with plain evaluation."""
     costs = Costs(F=(1, 2, 1, 3, 1, 2), I=2, W=1.1, send=0.3)
     problem = make_problem(
-        PipelineShape(3, 5, 2, placement), costs, in_flight=room, split_backward=split
+        PipelineShape(3, 5, 2, placement), costs, max_in_flight=room, split_backward=split
     )
     machine = OrderEvaluator(problem)
     takes = machine.evaluate_policy(policy)
@@ -337,8 +341,8 @@ if sys.argv[2] == "hide":
     sys.modules["numba"] = None
 from schedir import Costs, PipelineShape, search_schedule
 uneven = Costs(F=(1.1, 0.7, 1.3, 0.9, 1.2, 0.8), I=(0.9, 1.2, 0.7, 1.1, 0.8, 1.3), W=1.05, send=0.1)
-found = search_schedule(PipelineShape(6, 12), uneven, in_flight=3, evaluations=900,
-                        seconds=float(sys.argv[1]))
+found = search_schedule(PipelineShape(6, 12), uneven, max_in_flight=3, max_evaluations=900,
+                        time_limit=float(sys.argv[1]))
 print(found.numba, found.span, found.num_evaluated)
 """
 

@@ -47,7 +47,7 @@ def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
     found = simulate(from_text(text), COSTS)
     assert (found.peak_in_flight <= 4).all()
     assert f"span {found.span:.6g}," in told and f"span: {found.span:.6g};" in text
-    least = schedir.lower_bound(PLAN, COSTS, in_flight=4)
+    least = schedir.lower_bound(PLAN, COSTS, max_in_flight=4)
     assert f"is shorter than {least.value:.6g}:" in told and f"bound: {least.value:.6g};" in text
     assert least.explanation in told and least.explanation in text
     assert "zb_h1 " in told and "zb_h2 (7 in flight)" in told
@@ -232,15 +232,15 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("wrong", "names"),
     [
-        ({"seconds": float("nan")}, "seconds"),
-        ({"seconds": True}, "seconds"),
-        ({"seconds": "10"}, "seconds"),
-        ({"evaluations": 1.5}, "evaluations"),
+        ({"time_limit": float("nan")}, "time_limit"),
+        ({"time_limit": True}, "time_limit"),
+        ({"time_limit": "10"}, "time_limit"),
+        ({"max_evaluations": 1.5}, "max_evaluations"),
         ({"seed": "x"}, "seed"),
         ({"initial_schedules": 3}, "Sequence"),
         ({"initial_schedules": ["zb_h1"]}, "zb_h1"),
-        ({"in_flight": 2.5}, "in_flight"),
-        ({"in_flight": lambda rank: None}, "in_flight"),
+        ({"max_in_flight": 2.5}, "max_in_flight"),
+        ({"max_in_flight": lambda rank: None}, "max_in_flight"),
         ({"memory_limit": float("nan"), "sizes": Sizes(saved=1)}, "memory_limit"),
         ({"sizes": 3, "memory_limit": 4}, "Sizes"),
         ({"costs": 3}, "Costs"),
@@ -251,7 +251,7 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_python_is_told_as_well(wrong: dict[str, Any], names: str) -> None:
-    given: dict[str, Any] = {"shape": PLAN, "evaluations": 5} | wrong
+    given: dict[str, Any] = {"shape": PLAN, "max_evaluations": 5} | wrong
     with pytest.raises(SchedirError, match=names):
         schedir.search_schedule(**given)
 

@@ -91,7 +91,9 @@ def tiny(draw: st.DrawFn) -> SchedulingProblem:
     objective = draw(st.sampled_from(OBJECTIVES))
     if draw(st.booleans()):
         room = draw(st.integers(v, 6))
-        return make_problem(shape, costs, in_flight=room, objective=objective, split_backward=split)
+        return make_problem(
+            shape, costs, max_in_flight=room, objective=objective, split_backward=split
+        )
     saved = row(st.integers(1, 5).map(float))
     tape = tuple(float(draw(st.integers(0, int(s)))) for s in saved)
     both = tuple(s + draw(st.integers(0, int(t))) for s, t in zip(saved, tape, strict=True))
@@ -116,7 +118,7 @@ def test_the_solver_finds_what_trying_every_order_finds(problem: SchedulingProbl
 
 
 def test_a_known_bound_closes_it_at_once() -> None:
-    problem = make_problem(PipelineShape(ranks=2, microbatches=4), in_flight=2)
+    problem = make_problem(PipelineShape(ranks=2, microbatches=4), max_in_flight=2)
     order = solved(problem).order
     known = LowerBound(13.0, "rank 0 ends last")
     found = solved(problem, hint=order, known_bound=known)
@@ -125,13 +127,13 @@ def test_a_known_bound_closes_it_at_once() -> None:
 
 
 def test_without_a_known_bound_cp_sat_says_why() -> None:
-    problem = make_problem(PipelineShape(ranks=2, microbatches=4), in_flight=2)
+    problem = make_problem(PipelineShape(ranks=2, microbatches=4), max_in_flight=2)
     assert solved(problem).bound == LowerBound(13.0, CLOSED_EXPLANATION)
 
 
 def test_costs_that_are_no_decimals_are_rounded_down_for_the_bound() -> None:
     costs = Costs(F=(1 / 3, 2 / 7), I=(0.1 + 0.2, 3**0.5), W=(2 / 3, 5**0.5))
-    problem = make_problem(PipelineShape(ranks=2, microbatches=3), costs, in_flight=2)
+    problem = make_problem(PipelineShape(ranks=2, microbatches=3), costs, max_in_flight=2)
     best = shortest(problem)
     found = solved(problem)
     assert (
@@ -146,7 +148,7 @@ def test_costs_that_are_no_decimals_are_rounded_down_for_the_bound() -> None:
 def test_it_tells_how_far_it_is() -> None:
     told: list[tuple[float, float]] = []
     problem = make_problem(
-        PipelineShape(ranks=6, microbatches=12), Costs(F=3, I=4, W=2.5), in_flight=3
+        PipelineShape(ranks=6, microbatches=12), Costs(F=3, I=4, W=2.5), max_in_flight=3
     )
     found = solved(problem, report=lambda value, bound: told.append((value, bound)))
     values, bounds = zip(*told, strict=True)
@@ -170,9 +172,9 @@ def test_a_search_goes_on_with_the_solver() -> None:
     shape = PipelineShape(ranks=2, microbatches=6, stages_per_rank=2, placement="vee")
     costs = Costs(F=4, I=4, W=9, send=2)
     told: list[float] = []
-    closed = search_schedule(shape, costs, in_flight=3, evaluations=50)
+    closed = search_schedule(shape, costs, max_in_flight=3, max_evaluations=50)
     found = search_schedule(
-        shape, costs, in_flight=3, evaluations=50, seconds=60, prove="solver",
+        shape, costs, max_in_flight=3, max_evaluations=50, time_limit=60, prove="solver",
         report=lambda _, bound: told.append(bound),
     )  # fmt: skip
     assert closed.bound < found.bound == found.span < closed.span
@@ -187,7 +189,7 @@ def test_a_search_goes_on_with_the_solver() -> None:
 def test_ctrl_c_keeps_what_there_is() -> None:
     rng = Random(0)
     costs = Costs(*(tuple(rng.uniform(0.7, 1.3) for _ in range(8)) for _ in range(3)))
-    problem = make_problem(PipelineShape(ranks=8, microbatches=24), costs, in_flight=5)
+    problem = make_problem(PipelineShape(ranks=8, microbatches=24), costs, max_in_flight=5)
     order = order_one_by_one(problem)
     timer = Timer(1.0, os.kill, (os.getpid(), SIGINT))
     timer.start()

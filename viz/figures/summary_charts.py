@@ -102,7 +102,7 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
         >>> import schedir
         >>> shape = schedir.PipelineShape(ranks=4, microbatches=8)
         >>> costs = schedir.Costs(F=1, I=1, W=1)
-        >>> frontier = schedir.memory_frontier(shape, costs, evaluations=500)
+        >>> frontier = schedir.memory_frontier(shape, costs, max_evaluations=500)
         >>> figure = schedir.viz.memory_frontier(frontier)
         >>> [text.get_text() for text in figure.axes[0].texts]
         ['zb_h1', 'zb_h2', 'one_f_one_b', 'eager_1f1b', 'gpipe']

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from schedir.schedule_search.search_results import SearchStep
     from schedir.schedules.schedule_algebra import Schedule
 
-_SINGLE_LIMIT_OPTIONS = {"memory_limit": "--memory-limit", "in_flight": "--max-in-flight"}
+_SINGLE_LIMIT_OPTIONS = {"memory_limit": "--memory-limit", "max_in_flight": "--max-in-flight"}
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def _search_frontier(args: argparse.Namespace, request: FrontierRequest) -> Memo
         return memory_frontier(
             request.shape, request.costs, request.sizes,
             split_backward=not args.whole,
-            seconds=args.seconds,
-            evaluations=args.evaluations,
+            time_limit=args.time_limit,
+            max_evaluations=args.max_evaluations,
             seed=args.seed,
             initial_schedules=request.initial_schedules,
             report=report,

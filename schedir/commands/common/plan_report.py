@@ -165,7 +165,7 @@ def _format_step_times(plan: PlanEstimate) -> list[str]:
     rows = _format_parts(
         plan.breakdown._asdict(), _STEP_PART_NAMES, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
     )
-    return [f"step {format_seconds(plan.step_time)}{', simulated' * plan.exact}", *rows]
+    return [f"step {format_seconds(plan.step_time)}{', simulated' * plan.is_simulated}", *rows]
 
 
 def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:

@@ -95,7 +95,7 @@ def simulate_plan(
         >>> found = planner.simulate_plan(gpt, node, planner.ParallelPlan(pp=4, tp=2,
         ...     microbatch_size=2,
         ...     microbatches=16))
-        >>> found.exact, found.step_time == sum(found.breakdown), found.fits
+        >>> found.is_simulated, found.step_time == sum(found.breakdown), found.fits
         (True, True, True)
     """
     trainer = get_trainer(cluster, constants, state_bytes)

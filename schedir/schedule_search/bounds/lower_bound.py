@@ -26,10 +26,10 @@ def lower_bound(
     sizes: Sizes | None = None,
     memory_limit: float | None = None,
     *,
-    in_flight: int | Callable[[int], int] | None = None,
+    max_in_flight: int | Callable[[int], int] | None = None,
     objective: Objective = "span",
     split_backward: bool = True,
-    seconds: float = 0.005,
+    time_limit: float = 0.005,
 ) -> LowerBound:
     """Return a lower bound on the length of every schedule of a shape within a memory limit.
 
@@ -38,48 +38,49 @@ def lower_bound(
         costs: The costs of stages. By default `Costs()`.
         sizes: The sizes in bytes, required with `memory_limit`.
         memory_limit: The memory of each rank, in bytes. By default there is no limit.
-        in_flight: The largest number of (stage, microbatch) pairs in flight on a rank, or a
+        max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank, or a
             function of the rank. It excludes `memory_limit`.
         objective: The length to bound: "span" or "own", see `search_schedule`.
         split_backward: True for schedules with split backwards, False for full backwards.
-        seconds: The approximate time for the computation. It decides by the number of tasks which
+        time_limit: The approximate time for the computation. It decides by the number of tasks
+        which
             bounds are computed, not by a clock. So the result is deterministic.
 
     Returns:
         The tightest bound of those computed, in the unit of the costs, and its proof in words.
 
     Raises:
-        UsageError: `seconds` is not a positive number.
+        UsageError: `time_limit` is not a positive number.
         SchedirError: See `make_problem`.
 
     Example:
         >>> from schedir import Costs, PipelineShape, lower_bound
         >>> least = lower_bound(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
-        ...     in_flight=4)
+        ...     max_in_flight=4)
         >>> least.value
         27.0
         >>> print(least.explanation)
         rank 0 works 24 and holds 4: it idles 3 between its 4th F and its first I
     """
-    taken = require_seconds(seconds)
+    taken = require_seconds(time_limit)
     problem = make_problem(
         shape,
         costs,
         sizes,
         memory_limit,
-        in_flight=in_flight,
+        max_in_flight=max_in_flight,
         objective=objective,
         split_backward=split_backward,
     )
     return compute_bound(problem, taken)
 
 
-def compute_bound(problem: SchedulingProblem, seconds: float = 0.005) -> LowerBound:
+def compute_bound(problem: SchedulingProblem, time_limit: float = 0.005) -> LowerBound:
     """Return the largest bound of a problem that can be computed in about the given time.
 
     Args:
         problem: The problem.
-        seconds: The time, compared with an estimate from the number of tasks. With 0 only
+        time_limit: The time, compared with an estimate from the number of tasks. With 0 only
             closed-form bounds are computed, which take some milliseconds for any size.
     """
     best = max(
@@ -87,7 +88,7 @@ def compute_bound(problem: SchedulingProblem, seconds: float = 0.005) -> LowerBo
         compute_round_trip_bound(problem),
         key=lambda bound: bound.value,
     )
-    if problem.num_tasks * _SECONDS_PER_TASK > seconds:
+    if problem.num_tasks * _SECONDS_PER_TASK > time_limit:
         return best
     for relaxation in make_relaxations(problem):
         if (other := compute_earliest_bound(relaxation)).value > best.value * (
