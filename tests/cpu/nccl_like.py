@@ -59,7 +59,7 @@ class _Issued:
 
     def __init__(self, transport: NcclLike, kind: Kind, issued: Any, data: Work) -> None:
         self.transport, self.kind, self.issued, self.data = transport, kind, issued, data
-        self.mark = issued.mark
+        self.record_end = issued.record_end
 
     def wait(self) -> None:
         with _disable_current_modes():

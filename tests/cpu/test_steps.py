@@ -265,7 +265,7 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
         method = getattr(home, name)
 
         def inside(self: Any, *given: Any) -> Any:
-            steps = self if isinstance(self, StepLoop) else self.steps
+            steps = self if isinstance(self, StepLoop) else self.step_loop
             if (
                 not 1 <= steps.last_issued_step - (name == "issue") < 5
             ):  # the first one, and one reported
@@ -276,7 +276,8 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
 
         monkeypatch.setattr(home, name, inside)
 
-    for home, name in ((StepLoop, "issue"), (StepLoop, "settle"), (_Trainer, "_take")):
+    for home,
+    name in ((StepLoop, "issue"), (StepLoop, "read_oldest_step"), (_Trainer, "_take_batch")):
         guarded(home, name)
     # As on a GPU, where no other one is used.
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: adamw(*a, **k | {"fused": True}))
@@ -285,7 +286,8 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
     sets = [*ONE, *(one if schedule == "zb_h1" else []), f"pipeline.schedule={schedule}",
             f"train.precision={precision}", f'output.dir="{tmp_path}"']  # fmt: skip
     assert run(config, sets) == 0
-    assert {*watched} == {"issue", "settle", "_take"} and takes is not _Trainer._take_batch
+    assert {*watched} == {"issue", "read_oldest_step",
+        "_take_batch"} and takes is not _Trainer._take_batch
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -376,7 +378,7 @@ def test_the_time_of_a_step_has_its_wait_for_data(
 
         monkeypatch.setattr(home, name, longer)
 
-    lasts(_Trainer, "_take", 5.0)
+    lasts(_Trainer, "_take_batch", 5.0)
     lasts(Executor, "step", 1.0)
     lasts(_Trainer, "_report", 100.0)
     for module in (trainer, step_loop):
