@@ -276,8 +276,8 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
 
         monkeypatch.setattr(home, name, inside)
 
-    for home,
-    name in ((StepLoop, "issue"), (StepLoop, "read_oldest_step"), (_Trainer, "_take_batch")):
+    methods = ((StepLoop, "issue"), (StepLoop, "read_oldest_step"), (_Trainer, "_take_batch"))
+    for home, name in methods:
         guarded(home, name)
     # As on a GPU, where no other one is used.
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: adamw(*a, **k | {"fused": True}))
@@ -286,8 +286,11 @@ def test_a_step_that_is_not_reported_waits_for_nothing(
     sets = [*ONE, *(one if schedule == "zb_h1" else []), f"pipeline.schedule={schedule}",
             f"train.precision={precision}", f'output.dir="{tmp_path}"']  # fmt: skip
     assert run(config, sets) == 0
-    assert {*watched} == {"issue", "read_oldest_step",
-        "_take_batch"} and takes is not _Trainer._take_batch
+    assert {*watched} == {
+        "issue",
+        "read_oldest_step",
+        "_take_batch",
+    } and takes is not _Trainer._take_batch
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
