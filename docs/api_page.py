@@ -66,7 +66,7 @@ GROUPS = {
         "[how many GPUs, and how](planner.md).",
         ["planner.plan", "planner.estimate_step", "planner.TransformerSpec", "planner.load_model",
          "planner.ParallelPlan",
-         "planner.PlanEstimate", "planner.StepBreakdown", "planner.GpuMemory",
+         "planner.PlanEstimate", "planner.StepBreakdown", "planner.StateBytes", "planner.GpuMemory",
          "planner.cluster_preset",
          "planner.cluster_presets",
          "planner.SoftwareConstants", "planner.HostMemory", "planner.train_config",

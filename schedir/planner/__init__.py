@@ -17,7 +17,7 @@ from schedir.planner.regret import prediction_regret
 from schedir.planner.schedule_improvement import improve_schedule
 from schedir.planner.transformer.layer_division_search import optimize_layer_division
 from schedir.planner.transformer.layer_time import embedding_time, head_time, layer_time, stage_time
-from schedir.planner.transformer.memory_estimate import peak_memory
+from schedir.planner.transformer.memory_estimate import StateBytes, peak_memory
 from schedir.planner.transformer.model_presets import load_model
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 from schedir.retired_names import make_attribute_error
@@ -28,6 +28,7 @@ __all__ = [
     "ParallelPlan",
     "PlanEstimate",
     "SoftwareConstants",
+    "StateBytes",
     "StepBreakdown",
     "TransformerSpec",
     "all_plans",

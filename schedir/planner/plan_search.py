@@ -57,8 +57,8 @@ def estimate_step(
         exact: If True, simulate the program of the plan. If False, use the closed form, which is
             faster.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
-            of the cluster's number type (`get_state_bytes`).
+        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
+            type of the cluster.
 
     Returns:
         The plan with its estimates. `fits` is False if the plan does not fit in memory.
@@ -85,7 +85,7 @@ def estimate_step(
     if plan.tp > cluster.gpus_per_node:
         warn_cross_node_tp(plan.tp, cluster, stacklevel=2)
     if state_bytes is not None:
-        require_type(state_bytes, StateBytes, "StateBytes(), the bytes of each parameter's states")
+        require_type(state_bytes, StateBytes, "StateBytes(params=2, grads=4, optimizer=12)")
     constants, state_bytes = (
         constants or SoftwareConstants(),
         state_bytes or get_state_bytes(cluster),
@@ -148,14 +148,14 @@ def plan(
         zero: Allowed values of `ParallelPlan.zero`.
         sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None allows both.
         attention: The attention of all plans.
-        rank_order: The rank order of all plans.
+        rank_order: The rank order of all plans. See `ParallelPlan.rank_order`.
         offload: If True, also simulate plans that fit only with host memory: those that offload
             saved activations, the optimizer state, or both. Only the most likely ones are
             simulated. `PlanEstimate.offload_comparison` compares them with plans without an
             offload.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
-            of the cluster's number type (`get_state_bytes`).
+        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
+            type of the cluster.
 
     Returns:
         At most `top` plans that fit, the fastest first, with their bottlenecks.
@@ -181,7 +181,7 @@ def plan(
         if not exact:
             raise simulation_only_error()
     if state_bytes is not None:
-        require_type(state_bytes, StateBytes, "StateBytes(), the bytes of each parameter's states")
+        require_type(state_bytes, StateBytes, "StateBytes(params=2, grads=4, optimizer=12)")
     constants, state_bytes = (
         constants or SoftwareConstants(),
         state_bytes or get_state_bytes(cluster),
@@ -270,8 +270,8 @@ def all_plans(
         cluster: The cluster. All its GPUs are used.
         batch: Sequences of a step, over all replicas.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
-            of the cluster's number type (`get_state_bytes`).
+        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
+            type of the cluster.
         **filters: The arguments of `plan` that restrict fields, from `schedules` to `offload`
             without `exact`.
 

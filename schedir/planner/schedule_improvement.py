@@ -76,8 +76,8 @@ def improve_schedule(
         plan: The plan. It must not offload.
         constants: Constants of the software. None uses those of the cluster's trainer
             (`get_trainer`).
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
-            of the cluster's number type.
+        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
+            type of the cluster.
         time_limit: Seconds of both searches together.
         max_evaluations: Orders that each search evaluates, at most. With enough time the result
             then depends only on `seed`.

@@ -78,8 +78,8 @@ def simulate_plan(
         plan: The plan.
         constants: Constants of the software. None uses those of the cluster's trainer
             (`get_trainer`).
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
-            of the cluster's number type.
+        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
+            type of the cluster.
 
     Raises:
         UsageError: The options of the plan are incompatible, or its stages have several replicas on
@@ -129,8 +129,8 @@ def simulated_program(
         plan: The plan.
         constants: Constants of the software. None uses those of the cluster's trainer
             (`get_trainer`).
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
-            of the cluster's number type.
+        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
+            type of the cluster.
 
     Raises:
         UsageError: See `simulate_plan`.

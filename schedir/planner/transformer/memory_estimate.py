@@ -24,6 +24,11 @@ class StateBytes(NamedTuple):
         params: Bytes of a weight. An activation has as many.
         grads: Bytes of a gradient.
         optimizer: Bytes of the optimizer state, including float32 main parameters.
+
+    Example:
+        >>> from schedir.planner import StateBytes
+        >>> sum(StateBytes(params=2, grads=4, optimizer=12))  # Adam with float32 gradients
+        18
     """
 
     params: float
@@ -348,8 +353,8 @@ def peak_memory(
         cluster: The cluster.
         plan: The plan. It must not offload.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
-            of the cluster's number type (`get_state_bytes`).
+        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
+            type of the cluster.
 
     Raises:
         UsageError: The planner does not support the schedule, the degrees do not divide the model
@@ -390,8 +395,8 @@ def estimate_by_rank(
         cluster: The cluster.
         plan: The plan. It must not offload.
         constants: Constants of the software. None uses `SoftwareConstants()`.
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter. None uses those
-            of the cluster's number type (`get_state_bytes`).
+        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
+            type of the cluster.
 
     Raises:
         UsageError: See `peak_memory`.
