@@ -110,9 +110,9 @@ def compile(
         memory_limit: Limit on the memory of each rank, in bytes. None means no limit.
         blocking_hosts: If True, the host of each rank waits for its inputs itself, as on CPUs.
         debug: If True, the program is checked after each pass that leaves it complete.
-        **extra_options: Further attributes of the program (`zero`, `frozen_stages`: the
-            number of first stages that are not trained, ...) and
-            options of passes. `schedir options` lists all of them.
+        **extra_options: Further attributes of the program, such as `zero` and `frozen_stages` (the
+            number of first stages that are not trained), and options of passes.
+            `schedir options` lists all of them.
 
             - `recompute` selects the forwards that save only their inputs and run again. It is
               "all", "half", "fit" (as few as `memory_limit` requires), stages, pairs of (stage,
