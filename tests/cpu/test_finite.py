@@ -109,7 +109,7 @@ def world_of(program: Program, make: Any, dtype: torch.dtype = torch.float32) ->
 def learned(world: Any) -> list[Tensor]:
     """Weights, and then the state of optimizers, cloned."""
     weights = [
-        p for rank in world.ranks for s in rank.stages.values() for p in s.module.parameters()
+        p for rank in world.executors for s in rank.stages.values() for p in s.module.parameters()
     ]
     weights += [
         p for rank in world.ranks for p in getattr(rank.state.optimizer, "main_parameters", [])
@@ -124,7 +124,7 @@ def learned(world: Any) -> list[Tensor]:
 
 
 def set_stage(world: Any, stage: int, output: float = 1.0, gradient: float = 1.0) -> None:
-    for rank in world.ranks:
+    for rank in world.executors:
         if stage in rank.stages:
             rank.stages[stage].module.output = output
             rank.stages[stage].module.gradient = gradient
@@ -264,7 +264,7 @@ def test_each_update_of_a_step_has_its_own_word() -> None:
     )
     ours, plain = world_of(program, adamw()), world_of(program, adamw())
     inputs, targets, scale = batch(6)
-    last = ours.ranks[1].stages[1].module
+    last = ours.executors[1].stages[1].module
 
     seen: list[int] = []
     last.register_forward_pre_hook(lambda *_: seen.append(1))
