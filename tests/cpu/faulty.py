@@ -81,7 +81,7 @@ def at_instruction(k: int, step: int, when: str, fails: Callable[[], object]) ->
     waited for what it needs, "within", "behind" what it does at once, or "on the lane" that it
     starts something on."""
     of, lanes = cast(Any, program_runner), cast(Any, CopyLanes)
-    link, start = of.linked, lanes.start
+    link, start = of.link_stream, lanes.start
     steps, starts = itertools.count(1), [False]
 
     def linked(state: State) -> list[Call]:
@@ -116,4 +116,4 @@ def at_instruction(k: int, step: int, when: str, fails: Callable[[], object]) ->
 
         return start(own, lane, failing if starts[0] else run, *more, **named)
 
-    of.linked, lanes.start = linked, started
+    of.link_stream, lanes.start = linked, started

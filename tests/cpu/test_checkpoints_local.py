@@ -109,7 +109,7 @@ def test_any_draft_reads_what_any_other_wrote(data: Any, zeros: Any, name: str) 
     draft = data.draw(compute_programs(3, 3))
     shape, (one, two) = draft.shape, zeros
     assume(shape.optimizer_steps == 1)
-    writes = shape.rows == 1  # else each holder of a stage would have buffers of its own
+    writes = shape.placement_rows == 1  # else each holder of a stage would have buffers of its own
     m, stages, optimizer = shape.microbatches, shape.stages, OPTIMIZERS[name]
     other = data.draw(
         st.sampled_from(

@@ -65,7 +65,7 @@ def collect(
                 out = whole if in_place else torch.empty_like(whole)
             else:
                 out, given = mine if in_place else torch.empty(PART, dtype=dtype), whole
-            work = transport.collective(kind, group, out, given)
+            work = transport.start_collective(kind, group, out, given)
             started[kind, in_place] = work, out
     return started
 

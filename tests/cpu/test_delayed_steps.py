@@ -272,13 +272,13 @@ def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
 
 
 def _counted(versions: Any, most: list[int], rank: int) -> None:
-    keep = versions.keep
+    keep = versions.keep_version
 
     def counts(*more: Any) -> None:
         keep(*more)
-        most[rank] = max(most[rank], len(versions.kept))
+        most[rank] = max(most[rank], len(versions.copies_by_version))
 
-    vars(versions)["keep"] = counts
+    vars(versions)["keep_version"] = counts
 
 
 def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_what_is_sent_is_let_go_as_the_step_goes(overlap: bool) -> None:
         ) -> None:
             call(index)
             for op in SEND_OPS:
-                held = sum(rank.state.stream[sent].op == op for sent in rank.state.sending)
+                held = sum(rank.state.stream[sent].op == op for sent in rank.state.pending_sends)
                 most[r, op] = max(most[r, op], held)
 
         rank.run_instruction = watched  # type: ignore[method-assign]

@@ -112,11 +112,13 @@ def learned(world: Any) -> list[Tensor]:
         p for rank in world.executors for s in rank.stages.values() for p in s.module.parameters()
     ]
     weights += [
-        p for rank in world.ranks for p in getattr(rank.state.optimizer, "main_parameters", [])
+        p for rank in world.executors for p in getattr(rank.state.optimizer, "main_parameters", [])
     ]
-    weights += [a for rank in world.ranks for a in getattr(rank.state.optimizer, "averages", [])]
+    weights += [
+        a for rank in world.executors for a in getattr(rank.state.optimizer, "averages", [])
+    ]
     optimizers = [
-        getattr(rank.state.optimizer, "inner", rank.state.optimizer) for rank in world.ranks
+        getattr(rank.state.optimizer, "inner", rank.state.optimizer) for rank in world.executors
     ]
     states = [each for one in optimizers for each in getattr(one, "state", {}).values()]
     state = [t for each in states for t in each.values() if isinstance(t, Tensor)]
@@ -166,13 +168,13 @@ def test_what_is_not_finite_is_as_if_it_had_not_been(
         before = learned(ours)
         set_stage(ours, **spoil)
         ours.step(*batch(4, seed=7))
-        assert [rank.finite.tolist() for rank in ours.ranks] == [[False]] * 3
+        assert [rank.finite_updates.tolist() for rank in ours.executors] == [[False]] * 3
         after = learned(ours)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
         set_stage(ours, spoil["stage"])
         for world in (ours, plain):
             world.step(*batch(4, seed=step))
-            assert [rank.finite.tolist() for rank in world.ranks] == [[True]] * 3
+            assert [rank.finite_updates.tolist() for rank in world.executors] == [[True]] * 3
         pairs = zip(learned(ours), learned(plain), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
     assert not all(torch.equal(a, b) for a, b in zip(before, learned(ours), strict=False))
@@ -243,10 +245,10 @@ def test_without_the_norm_each_rank_judges_by_its_own_gradients(clip: bool) -> N
     world = world_of(compile(one_f_one_b, PipelineShape(3, 4), clip_grad_norm=clip), adamw())
     set_stage(world, 1, gradient=math.inf)
     world.step(*batch(4))
-    finite = [bool(rank.finite) for rank in world.ranks]
+    finite = [bool(rank.finite_updates) for rank in world.executors]
     assert finite == [False, False, not clip]
     left = [all(p.isfinite().all() for p in r.stages[k].module.parameters())
-            for k, r in enumerate(world.ranks)]  # fmt: skip
+            for k, r in enumerate(world.executors)]  # fmt: skip
     assert all(left)
 
 
@@ -254,8 +256,8 @@ def test_gradients_that_are_not_finite_are_left_to_look_at() -> None:
     world = world_of(compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True), adamw())
     set_stage(world, 0, gradient=math.inf)
     world.step(*batch(2))
-    assert not all(g.isfinite().all() for g in world.ranks[0].stages[0].gradients.flat)
-    assert all(g.isfinite().all() for g in world.ranks[1].stages[1].gradients.flat)
+    assert not all(g.isfinite().all() for g in world.executors[0].stages[0].gradients.flat)
+    assert all(g.isfinite().all() for g in world.executors[1].stages[1].gradients.flat)
 
 
 def test_each_update_of_a_step_has_its_own_word() -> None:
@@ -271,7 +273,7 @@ def test_each_update_of_a_step_has_its_own_word() -> None:
     last.register_forward_hook(lambda m, g, y: y * (math.nan if len(seen) in (3, 4) else 1.0))
     for world in (ours, plain):
         world.step(inputs, targets, scale)
-    assert [rank.finite.tolist() for rank in ours.ranks] == [[True, False, True]] * 2
+    assert [rank.finite_updates.tolist() for rank in ours.executors] == [[True, False, True]] * 2
     assert all(t.isfinite().all() for t in learned(ours))
     pairs = zip(learned(ours), learned(plain), strict=True)
     assert not all(torch.equal(a, b) for a, b in pairs)

@@ -44,7 +44,7 @@ WHERE = ("device", "cpu_step")
 
 
 def steps_of(world: Any, rank: int = 0) -> CpuOptimizer:
-    found = world.ranks[rank].state.held.states
+    found = world.executors[rank].state.resources.host_optimizer_state
     assert isinstance(found, CpuOptimizer)
     return found
 
@@ -93,7 +93,7 @@ def poison_weights(own: CpuOptimizer) -> None:
             weight.fill_(torch.nan)
         begin(stage, *more)
 
-    vars(own)["begin"] = poisoned
+    vars(own)["begin_step"] = poisoned
 
 
 LEVELS = ((0, True, False), (2, False, True), (3, True, False))

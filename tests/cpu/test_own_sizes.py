@@ -92,7 +92,7 @@ def sliced(rank: int, choice: ParallelPlan) -> list[list[float]]:
     """What a slice measures."""
     made = plan_program(ParallelPlan(tp=2, microbatches=choice.microbatches), tied_weights=True)
     found = measured(SMALL, choice, GlooTransport(made).tp_group)
-    return [found.of(name, choice.stages).tolist() for name in NAMES]
+    return [found.for_stages(name, choice.stages).tolist() for name in NAMES]
 
 
 def test_sizes_of_slices_are_those_measured() -> None:

@@ -137,13 +137,13 @@ def _under_a_tape(rank: int) -> list[int]:
     with buckets_of(4 * WIDTH * WIDTH):
         executor = executor_of(Case(zb, ONE))
         mine: Any = executor.state.reductions[Instr(Opcode.ReduceGrads, 0, 0)]
-        begin = mine.start_one
+        begin = mine.start_bucket
 
         def spy(k: int) -> Any:
-            left.append(sum(map(len, mine.missing)))
+            left.append(sum(map(len, mine.pending_grads)))
             return begin(k)
 
-        mine.start_one = spy
+        mine.start_bucket = spy
         steps(executor)
     return left
 

@@ -148,7 +148,7 @@ class Witness:
         def look() -> None:
             nonlocal most
             tapes = (
-                tape.tensors()
+                tape.list_saved_tensors()
                 for tape in rank.state.slot_tables[Value.DEFERRED_WGRAD].values
                 if tape is not None
             )

@@ -113,7 +113,7 @@ def keep_apart(rank: Executor) -> None:
             for v in rank.state.slot_tables[kind].values
         ]
         for tape in filter(None, rank.state.slot_tables[Value.DEFERRED_WGRAD].values):
-            out += tape.tensors()
+            out += tape.list_saved_tensors()
         out += [
             saved[0] for saved in rank.state.slot_tables[Value.SAVED].values if saved is not None
         ]

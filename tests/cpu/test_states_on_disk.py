@@ -258,7 +258,7 @@ def test_a_folder_may_vanish(tmp_path: Path) -> None:
 
 def everything(world: Any) -> dict[int, list[Tensor]]:
     """What is kept of each stage."""
-    states = states_of(world.ranks[0])
+    states = states_of(world.executors[0])
     return {
         s: [t.clone() for t in states.list_state_tensors(s)] for s in states.optimizer_parameters
     }

@@ -231,7 +231,7 @@ def test_ours_run_in_torch(tmp_path: Path) -> None:
             grad_scale=1 / shape.microbatches,
         )
         for rank, grads in enumerate(ranks):
-            assert {*grads} == {*shape.stages_of[rank]}
+            assert {*grads} == {*shape.stages_on_rank[rank]}
             for stage, got in grads.items():
                 expected = [p.grad for p in plain[stage].parameters()]
                 assert len(got) == len(expected)

@@ -80,7 +80,7 @@ def trained(adamw: bool, main: bool) -> Any:
 def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
     """A step after them is as without, where state was and where there was none."""
     plain, warm = trained(adamw, main), trained(adamw, main)
-    rank = warm.ranks[0]
+    rank = warm.executors[0]
     places = [p.data_ptr() for s in rank.stages.values() for p in s.module.parameters()]
     with undo_steps(rank.state):
         for _ in range(2):
@@ -89,11 +89,13 @@ def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
     for world in (plain, warm):
         for seed in (2, 3):
             world.step(*batch(2, seed)[:2])
-        own = world.ranks[0]
+        own = world.executors[0]
         parameters = [p for s in own.stages.values() for p in s.module.parameters()]
         inner = getattr(own.state.optimizer, "inner", own.state.optimizer)
         states = [t for state in inner.state.values() for t in state.values()]
-        found.append([*parameters, *states, own.state.loss_scale.value, own.state.loss_scale.good])
+        found.append(
+            [*parameters, *states, own.state.loss_scale.value, own.state.loss_scale.good_steps]
+        )
     assert [p.data_ptr() for p in found[1][: len(places)]] == places
     assert len(found[0]) > len(places) + 2
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -101,7 +103,7 @@ def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
 
 def test_what_is_undone_within_another_does_not_end_it() -> None:
     world = trained(adamw=True, main=False)
-    (rank,) = world.ranks
+    (rank,) = world.executors
     before = [p.detach().clone() for s in rank.stages.values() for p in s.module.parameters()]
     rank.state.optimizer = torch.optim.AdamW(
         [p for s in rank.stages.values() for p in s.module.parameters()], fused=True

@@ -225,7 +225,7 @@ def test_places_of_ties_are_sorted_and_said_once() -> None:
 def test_equal_by_chance_is_said() -> None:
     ranks: Any = _copied(allow_identical_stages=True)
     ranks.step(*batch(2, 0), SCALE)
-    one, other = (rank.stages[s].module for s, rank in enumerate(ranks.ranks))
+    one, other = (rank.stages[s].module for s, rank in enumerate(ranks.executors))
     assert not torch.equal(one.words.weight.grad, other.head.weight.grad)
 
 
