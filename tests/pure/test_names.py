@@ -49,6 +49,18 @@ VAGUE = frozenset(_VAGUE.split())
 GOOD_NAMES = {
     "commands/print": "a command's file has the name of the command",
 }
+# Members with such a name, with the reason.
+GOOD_MEMBERS = {
+    "after": "the state of a value after a `Change`",
+    "before": "the state of a value before a `Change`",
+    "ends": "where the documents of a stream of tokens end",
+    "fill": "a verb: fill a slot",
+    "finite": "a flag of a private record",
+    "lags": "the plural of lag",
+    "matched": "the positions that match a program",
+    "tied": "the setting of a model: its embedding is tied",
+    "words": "the int64 words of a Stream",
+}
 # File names that occur twice, with the reason.
 TWICE = {
     "schedule_algebra": "the public module re-exports the one of schedules/",
@@ -114,6 +126,23 @@ def test_module_names_are_nouns() -> None:
 
 def test_class_names_are_nouns() -> None:
     assert not [name for name in CLASSES if name.strip("_").lower() in VAGUE]
+
+
+def members(tree: ast.Module) -> set[str]:
+    """Return the names of functions, and of methods and annotated fields of classes."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    bodies = [tree.body, *(node.body for node in classes)]
+    found = {node.name for body in bodies for node in body if isinstance(node, ast.FunctionDef)}
+    fields = [node for owner in classes for node in owner.body if isinstance(node, ast.AnnAssign)]
+    return found | {node.target.id for node in fields if isinstance(node.target, ast.Name)}
+
+
+def test_names_of_functions_and_members_say_something() -> None:
+    vague: dict[str, str] = {}
+    for name, path in FILES.items():
+        found = members(ast.parse(path.read_bytes()))
+        vague |= {member.strip("_"): name for member in found if member.strip("_") in VAGUE}
+    assert vague.keys() == GOOD_MEMBERS.keys(), vague
 
 
 def test_a_class_name_means_one_class() -> None:
