@@ -27,7 +27,8 @@ class DeviceRow(NamedTuple):
 
     Attributes:
         device: The name of the device.
-        require_path: A function of the number of processes. It raises UsageError if this machine lacks
+        require_path: A function of the number of processes. It raises UsageError if this machine
+        lacks
             devices for that number of processes.
         initialise_path: A function `initialise(timeout, **init_args)` that initialises
             torch.distributed.
