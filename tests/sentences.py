@@ -10,7 +10,6 @@ import argparse
 import ast
 import io
 import re
-import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -81,15 +80,15 @@ def is_hard(sentence: str) -> bool:
     return len(words) > MAX_WORDS or vague or bool(AVOIDED.search(plain.lower()))
 
 
-def tracked(*patterns: str) -> list[Path]:
-    """Return the files that git tracks, by patterns."""
-    listed = subprocess.check_output(["git", "ls-files", *patterns], cwd=ROOT, text=True)
-    return [ROOT / name for name in listed.splitlines() if not (ROOT / name).is_symlink()]
+def modules() -> list[Path]:
+    """Return the modules of the product."""
+    found = (path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py")))
+    return [path for path in found if path.parent.name != "__pycache__"]
 
 
 def docstrings() -> Iterator[Sentence]:
     """Yield the sentences of the docstrings of the product."""
-    for path in tracked(*(f"{folder}/**/*.py" for folder in PRODUCT), "schedir/*.py"):
+    for path in modules():
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 line = getattr(node, "lineno", 1)
@@ -100,7 +99,7 @@ def docstrings() -> Iterator[Sentence]:
 
 def comments() -> Iterator[Sentence]:
     """Yield the sentences of the comments of the product; lines that follow each other are one."""
-    for path in tracked(*(f"{folder}/**/*.py" for folder in PRODUCT), "schedir/*.py"):
+    for path in modules():
         block: list[str] = []
         begin = last = 0
         tokens = tokenize.tokenize(io.BytesIO(path.read_bytes()).readline)
@@ -122,7 +121,7 @@ def messages() -> Iterator[Sentence]:
 
     They have no period, so each text is one sentence.
     """
-    for path in tracked(*(f"{folder}/**/*.py" for folder in PRODUCT), "schedir/*.py"):
+    for path in modules():
         tree = ast.parse(path.read_bytes())
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
@@ -141,9 +140,9 @@ def messages() -> Iterator[Sentence]:
 
 def pages() -> Iterator[Sentence]:
     """Yield the sentences of the pages, without code, tables, titles and recorded decisions."""
-    for path in tracked("*.md", "docs/*.md"):
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))):
         name = str(path.relative_to(ROOT))
-        if name.startswith(("docs/decisions", "docs/results")) or name == "CHANGELOG.md":
+        if name == "CHANGELOG.md":
             continue
         text = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.M | re.S)
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
