@@ -189,9 +189,8 @@ def test_a_file_tells_whole_stages(
     commands.said(capsys, "print", name, *shape, "-O", f"stage_segments={of_stages}", "-o", file)
     program = load_source(file)
     assert isinstance(program, Program) and program.chunks_per_microbatch == 2
-    assert program.unsegmented_shape == PipelineShape(
-        2, 4, stages // 2, program.unsegmented_shape.placement
-    )
+    placement = program.unsegmented_shape.placement
+    assert program.unsegmented_shape == PipelineShape(2, 4, placement=placement)
     assert program.segments_per_stage == count_segments(of_stages, program.unsegmented_shape)
     assert (
         from_text(to_text(program)) == program
