@@ -490,7 +490,9 @@ class Program:
             for f in HEADER_FIELDS
             if not (f.digest or f.is_default(self))
         ]
-        sha = hashlib.sha256(repr((*first, self.slots, *later)).encode())
+        # `SlotCounts` was called `Slots`, and its text is part of the digest.
+        header = repr((*first, self.slots, *later)).replace("SlotCounts(", "Slots(")
+        sha = hashlib.sha256(header.encode())
         for s in self.streams:
             sha.update(len(s).to_bytes(8, "little"))
             sha.update(s.words.astype("<i8", copy=False).tobytes())

@@ -85,8 +85,9 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
     for s in range(first_stage + 1, stages):
         needs[KINDS * s + F].append(Precedence(KINDS * (s - 1) + F, 0, problem.act_delay[s - 1]))
         needs[KINDS * (s - 1) + I].append(Precedence(KINDS * s + I, 0, problem.grad_delay[s]))
-    stages_by_rank = [[s for s in own if s >= first_stage] for own in problem.stages_of_rank]
-    for active_stages in stages_by_rank:
+    active_stages: list[int] = []
+    for local_stages in problem.stages_of_rank:
+        active_stages = [s for s in local_stages if s >= first_stage]
         for s in active_stages:
             for kind in kinds:
                 ran[KINDS * s + kind].append(Precedence(KINDS * s + kind, 1, 0.0))
@@ -108,14 +109,14 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
             if lag.stage >= first_stage <= lag.before_stage:
                 code = KINDS * lag.stage + kind
                 ran[code].append(Precedence(KINDS * lag.before_stage + before, lag.lag, 0.0))
-    # A microbatch that has run an I has run the I's of later stages of the rank, and all F's.
-    for active_stages in stages_by_rank:
-        for lag in lags.F_after_I:
-            if lag.before_stage in active_stages:
-                code = KINDS * lag.stage + F
-                for q in active_stages:
-                    if q > lag.before_stage:
-                        ran[code] += (Precedence(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
+    # A microbatch that has run an I has run the I's of later stages of the last rank, and all F's.
+    # On other ranks the same precedences would not be valid: they gave bounds above optimal times.
+    for lag in lags.F_after_I:
+        if lag.before_stage in active_stages:
+            code = KINDS * lag.stage + F
+            for q in active_stages:
+                if q > lag.before_stage:
+                    ran[code] += (Precedence(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
     # A precedence with a larger lag follows from one with a smaller lag.
     for code, each in enumerate(ran):
         least: dict[int, int] = {}
