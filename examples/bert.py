@@ -113,19 +113,22 @@ def build_stage(
     stages: int,
     *,
     tp: ProcessGroup | None = None,
-    sequence: bool = False,
-    division: Sequence[int] | None = None,
+    sequence_parallel: bool = False,
+    layers_per_stage: Sequence[int] | None = None,
 ) -> Stage:
     """Stage `stage` of `stages`, this rank's shard of it.
 
     With `sequence_parallel` tensor-parallel ranks share the tokens, too: for a program that says
-    `sequence yes`.  `division` is the number of layers of each stage (`split_layers`).
+    `sequence_parallel yes`.  `layers_per_stage` is the number of layers of each stage
+    (`split_layers`).
     """
-    counts = split_layers(config.layers, stages, division)
+    counts = split_layers(config.layers, stages, layers_per_stage)
     first = sum(counts[:stage])
     layers = range(first, first + counts[stage])
-    sequence = sequence and tp_size(tp) > 1
-    return Stage(config, layers, stage == 0, stage == stages - 1, tp, sequence=sequence)
+    sequence_parallel = sequence_parallel and tp_size(tp) > 1
+    return Stage(
+        config, layers, stage == 0, stage == stages - 1, tp, sequence_parallel=sequence_parallel
+    )
 
 
 def loss(found: Found, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:
@@ -173,24 +176,24 @@ class Stage(nn.Module):
         last: bool,
         tp: ProcessGroup | None,
         *,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.tp, self.sequence = config, tp, sequence
+        self.config, self.tp, self.sequence_parallel = config, tp, sequence_parallel
         self.embedding, head = EmbeddingAndHead.for_stage(
-            config, first, last, tp, WHERE, sequence_parallel=sequence
+            config, first, last, tp, WHERE, sequence_parallel=sequence_parallel
         )
         self.positions = self.sentences = self.norm = self.heads = None
-        seen = partial(mark_sequence_parallel, group=tp, sequence_parallel=sequence)
+        seen = partial(mark_sequence_parallel, group=tp, sequence_parallel=sequence_parallel)
         if first:
             self.positions = seen(_table(config, "positions", config.context))
             self.sentences = seen(_table(config, "sentences", SENTENCES))
         self.layers = nn.ModuleDict(
-            {str(i): Layer(config, i, tp, sequence=sequence) for i in layers}
+            {str(i): Layer(config, i, tp, sequence_parallel=sequence_parallel) for i in layers}
         )
         if last:
             self.norm = seen(nn.LayerNorm(config.hidden, **WHERE))
-            self.heads = Heads(config, tp, sequence=sequence)
+            self.heads = Heads(config, tp, sequence_parallel=sequence_parallel)
         self.head = head
 
     @property
@@ -201,12 +204,14 @@ class Stage(nn.Module):
     def forward(
         self, x: Tensor, *, sentences: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor | Found:
-        parts = tp_size(self.tp) if self.sequence and self.embedding is None else 1
+        parts = tp_size(self.tp) if self.sequence_parallel and self.embedding is None else 1
         if (length := x.shape[1] * parts) > self.config.context:
             raise ValueError(f"{length} tokens do not fit a context of {self.config.context}")
         if self.embedding is not None:
             assert self.positions is not None and self.sentences is not None
-            own = partial(select_local_tokens, group=self.tp, sequence_parallel=self.sequence)
+            own = partial(
+                select_local_tokens, group=self.tp, sequence_parallel=self.sequence_parallel
+            )
             of = torch.zeros_like(x) if sentences is None else sentences
             of = own(of.unsqueeze(-1)).squeeze(-1)
             sums = split_backward.embedding(of, self.sentences) + own(self.positions[:length])
@@ -228,12 +233,12 @@ class Layer(nn.Module):
         index: int,
         tp: ProcessGroup | None,
         *,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         adds = 2 * config.layers
         weights = LayerParameters(
-            config.seed, f"layers.{index}", config.hidden, adds, tp, WHERE, sequence
+            config.seed, f"layers.{index}", config.hidden, adds, tp, WHERE, sequence_parallel
         )
         self.attention = SelfAttention(weights, config.heads, causal=False)
         self.feed_forward = FeedForward(weights)
@@ -254,11 +259,13 @@ class Heads(nn.Module):
         config: BertConfig,
         tp: ProcessGroup | None,
         *,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.tp, self.sequence = tp, sequence
-        weights = LayerParameters(config.seed, "heads", config.hidden, 1, tp, WHERE, sequence)
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        weights = LayerParameters(
+            config.seed, "heads", config.hidden, 1, tp, WHERE, sequence_parallel
+        )
         self.token = _whole(weights, "token", config.hidden)
         self.norm = weights.make_norm()
         self.bias = shard(torch.zeros(config.vocab, **WHERE), 0, tp, padded=True)
@@ -267,7 +274,7 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor) -> Found:
         tokens = self.norm(F.gelu(self.token(x)))
-        first = get_first_token(x, self.tp, sequence_parallel=self.sequence)
+        first = get_first_token(x, self.tp, sequence_parallel=self.sequence_parallel)
         return tokens, self.follows(torch.tanh(self.pool(first)))
 
 

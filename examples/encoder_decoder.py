@@ -70,21 +70,21 @@ class EncoderDecoderConfig:
 
 
 def layers_of(
-    config: EncoderDecoderConfig, stages: int, division: Sequence[int] | None = None
+    config: EncoderDecoderConfig, stages: int, layers_per_stage: Sequence[int] | None = None
 ) -> list[range]:
     """The layers of each stage, by number, those of the encoder first (`split_layers`)."""
-    counts = split_layers(config.encoder_layers + config.decoder_layers, stages, division)
+    counts = split_layers(config.encoder_layers + config.decoder_layers, stages, layers_per_stage)
     ends = [sum(counts[: s + 1]) for s in range(stages)]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def tied_stages(
-    config: EncoderDecoderConfig, stages: int, division: Sequence[int] | None = None
+    config: EncoderDecoderConfig, stages: int, layers_per_stage: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Which stages share the embedding, as compile's `tied_weights`; none in one stage."""
     if not config.tied:
         return ()
-    layers = layers_of(config, stages, division)
+    layers = layers_of(config, stages, layers_per_stage)
     middle = next(s for s, own in enumerate(layers) if config.encoder_layers in own)
     found = tuple(sorted({0, middle, stages - 1}))
     return (found,) if len(found) > 1 else ()
@@ -96,18 +96,20 @@ def build_stage(
     stages: int,
     *,
     tp: ProcessGroup | None = None,
-    sequence: bool = False,
-    division: Sequence[int] | None = None,
+    sequence_parallel: bool = False,
+    layers_per_stage: Sequence[int] | None = None,
 ) -> Stage:
     """Stage `stage` of `stages`, this rank's shard of it.
 
     With `sequence_parallel` tensor-parallel ranks share the tokens of both sequences, too: for a
-    program that says `sequence yes`.  `division` is the number of layers of each stage, those of
-    the encoder first; a stage may have the encoder's end and the decoder's begin.
+    program that says `sequence_parallel yes`.  `layers_per_stage` is the number of layers of each
+    stage, those of the encoder first; a stage may have the encoder's end and the decoder's begin.
     """
-    layers = layers_of(config, stages, division)
+    layers = layers_of(config, stages, layers_per_stage)
     ends = stage == 0, stage == stages - 1
-    return Stage(config, layers[stage], *ends, tp, sequence=sequence and tp_size(tp) > 1)
+    return Stage(
+        config, layers[stage], *ends, tp, sequence_parallel=sequence_parallel and tp_size(tp) > 1
+    )
 
 
 def boundaries(
@@ -117,12 +119,12 @@ def boundaries(
     source: int,
     target: int,
     *,
-    division: Sequence[int] | None = None,
+    layers_per_stage: Sequence[int] | None = None,
 ) -> dict[int, tuple[Boundary, ...]]:
     """What each stage but the last gives, for sequences of `source` and `target` tokens, a rank's
     own where they are shared: what an Executor takes as `boundary`."""
     memory, hidden = (Boundary((batch, n, config.hidden)) for n in (source, target))
-    ends = [own.stop for own in layers_of(config, stages, division)[:-1]]
+    ends = [own.stop for own in layers_of(config, stages, layers_per_stage)[:-1]]
     return {
         s: (memory,) if end <= config.encoder_layers else (hidden, memory)
         for s, end in enumerate(ends)
@@ -148,12 +150,12 @@ class Stage(nn.Module):
         last: bool,
         tp: ProcessGroup | None,
         *,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.config, begin = config, config.encoder_layers
-        self.tp, self.sequence = tp, sequence
-        how: dict[str, Any] = {"sequence_parallel": sequence}
+        self.tp, self.sequence_parallel = tp, sequence_parallel
+        how: dict[str, Any] = {"sequence_parallel": sequence_parallel}
         ends = {"embedding": first, "decoder_embedding": begin in layers, "head": last}
         weights = _ends([name for name, here in ends.items() if here], config, tp)
         self.embedding = self.decoder_embedding = self.head = None
@@ -194,7 +196,7 @@ class Stage(nn.Module):
         target: Tensor,
         mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        parts = tp_size(self.tp) if self.sequence and self.embedding is None else 1
+        parts = tp_size(self.tp) if self.sequence_parallel and self.embedding is None else 1
         if max(length := x.shape[1] * parts, target.shape[1]) > self.config.context:
             raise ValueError(
                 f"{length} and {target.shape[1]} tokens do not fit a context of "
@@ -218,7 +220,9 @@ class Stage(nn.Module):
     def _placed(self, x: Tensor, length: int) -> Tensor:
         """Embeddings of so many tokens, or the rank's own of them, times the root of their width,
         and where each is."""
-        where = select_local_tokens(waves(length, x), self.tp, sequence_parallel=self.sequence)
+        where = select_local_tokens(
+            waves(length, x), self.tp, sequence_parallel=self.sequence_parallel
+        )
         return x * math.sqrt(x.shape[-1]) + where
 
 
@@ -231,12 +235,14 @@ class EncoderLayer(nn.Module):
         index: int,
         tp: ProcessGroup | None,
         *,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         adds = 2 * config.encoder_layers
         name = f"encoder.{index}"
-        weights = LayerParameters(config.seed, name, config.hidden, adds, tp, WHERE, sequence)
+        weights = LayerParameters(
+            config.seed, name, config.hidden, adds, tp, WHERE, sequence_parallel
+        )
         self.attention = SelfAttention(weights, config.heads, causal=False)
         self.feed_forward = FeedForward(weights)
 
@@ -254,12 +260,14 @@ class DecoderLayer(nn.Module):
         index: int,
         tp: ProcessGroup | None,
         *,
-        sequence: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         adds = 3 * config.decoder_layers
         name = f"decoder.{index}"
-        weights = LayerParameters(config.seed, name, config.hidden, adds, tp, WHERE, sequence)
+        weights = LayerParameters(
+            config.seed, name, config.hidden, adds, tp, WHERE, sequence_parallel
+        )
         self.attention = SelfAttention(weights, config.heads, causal=True)
         across = weights._replace(name=f"decoder.{index}.across")
         self.across = CrossAttention(across, config.heads)

@@ -112,7 +112,7 @@ def test_evaluations_leave_nothing(name: str, zero: int) -> None:
     found, losses = [], []
     for evaluates in (False, True):
         stages: list[nn.Module] = [Drops(s) for s in gpt_stages(shape.stages)]
-        ranks = ranks_of(program, stages, more=[looks])
+        ranks = ranks_of(program, stages, extra_programs=[looks])
         steps: list[Tensor] = []
         for k in range(2):
             if evaluates:
@@ -238,7 +238,7 @@ def refused() -> list[Exception]:
         found.append(error.value)
 
     def beside(*more: Any, of: Program = program) -> Any:
-        return lambda: ranks_of(of, stages, more=more)
+        return lambda: ranks_of(of, stages, extra_programs=more)
 
     tried(beside(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True)))
     tried(beside(schedir.compile(gpipe, PipelineShape(2, 4))))
@@ -250,7 +250,7 @@ def refused() -> list[Exception]:
     tried(beside(after(gpipe, PipelineShape(2, 4)), of=after(one_f_one_b, PipelineShape(2, 4))))
 
     part = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True)
-    ranks = ranks_of(program, stages, more=[looks, part], optimizer=None)
+    ranks = ranks_of(program, stages, extra_programs=[looks, part], optimizer=None)
     inputs, targets, _ = batch(4)
     tried(lambda: ranks.step(inputs, targets, program=looks))
     tried(lambda: ranks.evaluate(inputs[:2], targets[:2], program=part))
