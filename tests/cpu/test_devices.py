@@ -197,7 +197,7 @@ def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> Non
     assert (found.progress_model, found.blocking_hosts) == (row.progress_model, row.blocking_hosts)
     taken = inspect.signature(found).parameters
     first, more = [*taken.values()][:4], [*taken.values()][4:]
-    assert [p.name for p in first] == ["program", "timeout", "device", "message"]
+    assert [p.name for p in first] == ["program", "timeout", "device", "max_message_bytes"]
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in [*first[2:], *more])
     assert all(
         p.default is not inspect.Parameter.empty for p in more
