@@ -117,7 +117,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "a norm below": lambda: world(max_norm=-1),
     "a norm of what clips nothing": lambda: world(program=FREE, max_norm=0.5),
     "a seed of text": lambda: world(seed="7"),
-    "a flag of text": lambda: world(record="no"),
+    "a flag of text": lambda: world(record_timestamps="no"),
     "a shape without order": lambda: world(boundary={2, 3}),
     "a schedule": lambda: world(program=one_f_one_b),
     "a shape": lambda: rank(program=PipelineShape(2, 4)),

@@ -240,7 +240,7 @@ def sets_up(folder: Path) -> None:
     join_run(own := RunMember(folder, ProcessLayout(1, 1, 1), 0))
     program = compile(one_f_one_b, PipelineShape(1, 2))
     executor: Any = SimpleNamespace(
-        at=None, program=program, rank=0, state=SimpleNamespace(device=torch.device("cpu"))
+        position=None, program=program, rank=0, state=SimpleNamespace(device=torch.device("cpu"))
     )
     executor.current_runner = executor
     executor.state.stream, executor.position = program.streams[0], 0
@@ -274,7 +274,7 @@ def saves_slowly(rank: int, folder: Path, snapshots: bool) -> bool:
         return write(*given)
 
     dcp_storage.write = slowly  # type: ignore[assignment]
-    batches: Any = SimpleNamespace(size=1, cursor=lambda taken: None)
+    batches: Any = SimpleNamespace(batch_size=1, make_cursor=lambda taken: None)
     saving = TrainingCheckpoints(executor, TrainConfig(checkpoint_dir=str(folder)), batches, None)
     saving.save(1)
     return saving.saved_step == 1

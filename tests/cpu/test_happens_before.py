@@ -93,7 +93,7 @@ def test_a_copy_that_does_not_wait_is_seen(
 
     def hasty(source: Any, target: Any) -> Any:
         sides = {"source": source, "target": target}
-        sides[side] = sides[side]._replace(ready=_Ready())
+        sides[side] = sides[side]._replace(ready_point=_Ready())
         return copy(**sides)
 
     monkeypatch.setattr(cuda_streams, "_copy_message", hasty)
