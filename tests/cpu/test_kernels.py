@@ -48,14 +48,14 @@ def assert_near(got: Tensor, want: Tensor, *, roundings: float = 4) -> None:
 @FEW
 @given(st.integers(1, 4), st.integers(1, 300), st.sampled_from([1, 3, 4]), FLOATS, SEEDS)
 def test_cross_entropy(n: int, k: int, t: int, dtype: torch.dtype, seed: int) -> None:
-    kernels, ignore = load("cross_entropy_triton", MOST=64), -1  # a row takes several turns
+    kernels, ignore = load("cross_entropy_triton", MAX_BLOCK_COLUMNS=64), -1  # a row takes several turns
     targets = (t * k * random(seed, n).sigmoid()).long()
     targets[random(seed + 1, n) > 0.5] = ignore
     shards = list(3 * random(seed, t, n, k, dtype=dtype))
     shards[-1][:, k // 2 :] = float("-inf")  # padding, for k = 1 all of a shard
     parts = []
     for rank, logits in enumerate(shards):
-        part = kernels.statistics(logits, targets, rank * k)
+        part = kernels.compute_statistics(logits, targets, rank * k)
         want = cross_entropy.compute_statistics_reference(logits, targets, rank * k)
         torch.testing.assert_close(part, want, rtol=1e-6, atol=1e-6)
         parts.append(part)
@@ -65,7 +65,7 @@ def test_cross_entropy(n: int, k: int, t: int, dtype: torch.dtype, seed: int) ->
     for rank, logits in enumerate(shards):
         rest = targets, everyone, dloss, rank * k, ignore
         want = cross_entropy.write_gradient_reference_(logits.clone(), *rest)
-        assert_near(kernels.gradient_(logits, *rest), want)
+        assert_near(kernels.write_gradient_(logits, *rest), want)
 
 
 def test_losses_are_torchs() -> None:
@@ -101,7 +101,7 @@ def test_bias_gelu(rows: int, n: int, dtype: torch.dtype, programs: int, seed: i
 @given(st.integers(1, 7), st.sampled_from([1, 5, 300]), FLOATS, st.integers(1, 4), SEEDS)
 def test_add_layer_norm(rows: int, n: int, dtype: torch.dtype, programs: int, seed: int) -> None:
     # 300 numbers are 3 tiles, or 5 in float32.
-    kernels = load("layer_norm_triton", MOST=256, ROWS=2)
+    kernels = load("layer_norm_triton", MAX_TILE_BYTES=256, MIN_ROWS=2)
     x, residual, dh, dy = random(seed, 4, rows, n, dtype=dtype)
     weight, bias = random(seed + 1, 2, n, dtype=dtype)
     h, y, moments = kernels.forward(x, residual, weight, bias, 1e-5)
@@ -165,9 +165,9 @@ def assert_rows_alike(*tensors: Tensor) -> None:
 def test_logits_past_an_int32() -> None:
     kernels, logits = load("cross_entropy_triton"), far()
     targets, dloss = torch.tensor([5, 5, 5]), torch.tensor(0.5)
-    parts = kernels.statistics(logits, targets, 0)
+    parts = kernels.compute_statistics(logits, targets, 0)
     assert_rows_alike(parts.t())
-    assert_rows_alike(kernels.gradient_(logits, targets, parts.unsqueeze(0), dloss, 0, -1))
+    assert_rows_alike(kernels.write_gradient_(logits, targets, parts.unsqueeze(0), dloss, 0, -1))
 
 
 def test_rows_past_an_int32() -> None:

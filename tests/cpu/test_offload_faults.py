@@ -112,7 +112,7 @@ def test_who_does_not_wait_until_it_is_back_fails(monkeypatch: pytest.MonkeyPatc
 def test_what_spills_wants_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no folder is given") as caught:
         world_of(away(1.0))
-    assert "folder" in caught.value.hint
+    assert "spill_dir" in caught.value.hint
     with pytest.raises(ModelError, match="No such file or directory"):
         world_of(away(1.0), spill_dir=tmp_path / "gone")
     (tmp_path / "file").touch()

@@ -24,7 +24,7 @@ NAMES = (
     "saved",
     "deferred_wgrad",
     "saved_and_deferred",
-    "checkpoint",
+    "recompute_inputs",
     "params",
     "grads",
     "optimizer",
