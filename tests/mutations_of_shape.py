@@ -165,15 +165,17 @@ def crowd_placement(e: Edit) -> None:
     """A stage at another stage's place."""
     place = e.program.shape.first_rank_per_stage.tolist()
     place[e.rng.randrange(len(place))] = e.rng.randrange(e.program.shape.ranks)
-    _replan(e, stages_per_rank=1, placement=tuple(place))
+    e.program = replace(e.program, shape=e.program.shape.with_stage_ranks(tuple(place)))
 
 
 @whole
 def spell_placement(e: Edit) -> bool | None:
     """The same placement, stage by stage, where that says it all."""
-    if e.program.shape.placement_rows > 1:
+    shape = e.program.shape
+    if shape.placement_rows > 1:
         return False
-    _replan(e, stages_per_rank=1, placement=tuple(e.program.shape.first_rank_per_stage.tolist()))
+    place = tuple(shape.first_rank_per_stage.tolist())
+    e.program = replace(e.program, shape=shape.with_stage_ranks(place))
     return None
 
 

@@ -66,6 +66,8 @@ def build_pipeline_shape(plan: ParallelPlan) -> PipelineShape:
             hint=f"v={required_v}",
             fields=["stages_per_rank", "schedule"],
         )
+    if placement is not None and not isinstance(placement, str):
+        return PipelineShape(plan.pp, plan.microbatches, placement=placement)
     return PipelineShape(plan.pp, plan.microbatches, plan.stages_per_rank, placement or "loop")
 
 

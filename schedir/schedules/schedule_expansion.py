@@ -145,7 +145,9 @@ def _require_placement(schedule: Schedule, shape: PipelineShape, name: str) -> N
         return
     if isinstance(placement, str):
         v = max(v, find_named_placement(placement).stages_per_rank)
-    right = PipelineShape(shape.ranks, shape.microbatches, v, placement)
+        right = PipelineShape(shape.ranks, shape.microbatches, v, placement)
+    else:
+        right = PipelineShape(shape.ranks, shape.microbatches, placement=placement)
     if not np.array_equal(shape.replica_ranks, right.replica_ranks):
         raise ScheduleError(
             f"{name} is for placement {placement!r}{f' with {v} stages per rank' * bool(fixed)}, "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.placement import Placement
 from schedir.torch_pipelining import Schedule
 from tests.cpu.torchs import Step, stage_of
 
@@ -31,7 +33,7 @@ def run(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor, *
 
 
 def step_of(
-    placement: str | Sequence[int],
+    placement: Placement,
     *,
     steps: int = 1,
     dp: int = 1,
@@ -44,7 +46,9 @@ def step_of(
     def step(rank: int, ranks: int, model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
         mesh = init_device_mesh("cpu", (ranks // dp, dp), mesh_dim_names=("pp", "dp"))
         pp, own = mesh["pp"].get_local_rank(), mesh["dp"]
-        shape = PipelineShape(ranks // dp, MB, max(1, len(model) // (ranks // dp)), placement)  # type: ignore[arg-type]
+        shape = PipelineShape(ranks // dp, MB, placement=placement)
+        if isinstance(placement, str):
+            shape = replace(shape, stages_per_rank=max(1, len(model) // (ranks // dp)))
         parts = {s: wrap(model[s], own) if wrap else model[s] for s in shape.stages_on_rank[pp]}
         schedule = made(parts, len(model), mesh["pp"].get_group(), **options)
         x, y = (each.chunk(dp)[own.get_local_rank()] for each in batch)

@@ -48,7 +48,10 @@ def assert_near(got: Tensor, want: Tensor, *, roundings: float = 4) -> None:
 @FEW
 @given(st.integers(1, 4), st.integers(1, 300), st.sampled_from([1, 3, 4]), FLOATS, SEEDS)
 def test_cross_entropy(n: int, k: int, t: int, dtype: torch.dtype, seed: int) -> None:
-    kernels, ignore = load("cross_entropy_triton", MAX_BLOCK_COLUMNS=64), -1  # a row takes several turns
+    kernels, ignore = (
+        load("cross_entropy_triton", MAX_BLOCK_COLUMNS=64),
+        -1,
+    )  # a row takes several turns
     targets = (t * k * random(seed, n).sigmoid()).long()
     targets[random(seed + 1, n) > 0.5] = ignore
     shards = list(3 * random(seed, t, n, k, dtype=dtype))

@@ -53,7 +53,7 @@ def test_a_batch_is_drawn_while_the_step_before_runs() -> None:
     drawn = threading.Event()
 
     class Seen(Batches):
-        def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def read_batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
             if first == count:
                 drawn.set()
             return super().read_batch(first, count)
@@ -97,7 +97,7 @@ def test_memory_that_a_copy_still_reads_is_left_alone(monkeypatch: pytest.Monkey
 
 def test_an_error_is_that_of_the_step_that_needs_the_batch() -> None:
     class Fails(Batches):
-        def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def read_batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
             if first == 2 * count:
                 raise UsageError("no such token")
             return super().read_batch(first, count)
@@ -114,7 +114,7 @@ def test_a_source_that_does_not_answer_holds_up_no_end() -> None:
     asked, answer, answered = (threading.Event() for _ in range(3))
 
     class Stuck(Batches):
-        def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def read_batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
             if first == count:
                 asked.set()
                 answer.wait(20)

@@ -236,7 +236,7 @@ class _Busy:
     def __init__(self) -> None:
         self.asked, self.over = 0, Event()
 
-    def standing(self) -> None:
+    def get_progress(self) -> None:
         self.asked += 1
         self.over.wait()
 

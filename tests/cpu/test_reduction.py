@@ -313,7 +313,7 @@ def test_what_was_over_before_its_turn_ends_when_that_comes(
         def wait(self) -> None:
             """At once."""
 
-        def mark(self, event: torch.cuda.Event) -> None:
+        def record_end(self, event: torch.cuda.Event) -> None:
             event.record(lane)
 
     program = compile(one_f_one_b, ONE, dp=2, progress_model="per_edge")

@@ -84,7 +84,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "replicas of unequal shares": {"replicas": 3},
     "no time": {"timeout": None},
     "no tolerance": {"tolerance": float("nan")},
-    "another start": {"start": "forkserver"},
+    "another start": {"start_method": "forkserver"},
     "dropout": {"model": nn.Sequential(LINEAR, nn.Dropout())},
     "a loss of many numbers": {"loss_fn": lambda y, t: y - t},
     "no loss": {"loss_fn": None, "batch": batch()[0]},
@@ -94,7 +94,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "a step that returns losses": {"step": lambda r, P, model, b: [0.25]},
     "another name": {"step": lambda r, P, model, b: {"weihgt": None}},
     "a slice": {"step": lambda r, P, model, b: {"weight": torch.zeros(3, WIDTH)}},
-    "a function of nowhere": {"start": "spawn", "step": lambda *_: None},
+    "a function of nowhere": {"start_method": "spawn", "step": lambda *_: None},
 }
 
 
