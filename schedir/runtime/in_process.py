@@ -121,9 +121,7 @@ class InProcessExecutor:
     ) -> None:
         program = require_program(program)
         make_optimizer = require_factory(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
-        make_loss_scale = require_factory(
-            loss_scale, "the loss scale", "loss_scale=LossScale"
-        )
+        make_loss_scale = require_factory(loss_scale, "the loss scale", "loss_scale=LossScale")
         if (program.tp, program.dp) != (1, 1):
             raise ModelError("virtual ranks run with tp 1 and dp 1", program=program.name)
         stages = [module for _, module in sorted(require_stages(stages, program).items())]

@@ -24,7 +24,7 @@ BUDGET = {
     "schedir/ir": 4_270,
     "schedir/models": 820,
     "schedir/passes": 2_590,
-    "schedir/planner": 3_460,
+    "schedir/planner": 3_470,
     "schedir/predict": 1_460,
     "schedir/runtime": 9_220,
     "schedir/schedule_search": 2_770,
