@@ -91,6 +91,7 @@ add_module_names = False  # names are as users write them after `schedir.`
 toc_object_entries = False  # the headings of docs/api.md are enough
 maximum_signature_line_length = 88
 autodoc_default_options = {"member-order": "bysource"}
+napoleon_use_ivar = True  # autodoc describes the attributes themselves
 autodoc_preserve_defaults = True
 autodoc_type_aliases = {name: name for name in ("ArrayLike", "PerStage", "Placement", "Which")}
 

@@ -301,7 +301,7 @@ class PlanEstimate(ParallelPlan):
         bottleneck: The largest part that another plan could reduce, or "memory".
         explanation: A sentence that explains `bottleneck`.
         is_simulated: True if the program was simulated. Otherwise the step time is from the closed
-        form.
+            form.
         fits: True if the plan fits in the memory of the GPUs and their hosts.
         host_memory: Bytes on the host.
         offload_comparison: With an offload, the difference to the best plan without one. For the

@@ -124,10 +124,9 @@ def memory_frontier(
             microbatch) pairs in flight.
         split_backward: True to split backwards into I and W.
         levels: The approximate number of limits to search.
-        time_limit: The time of all searches together.
+        time_limit: The time of all searches together, in seconds.
         max_evaluations: The number of evaluated orders of all searches together. By default there
-        is no
-            limit.
+            is no limit.
         seed: The random seed.
         initial_schedules: Schedules to start from, in addition to the built-in schedules.
         report: Called with the limit, and with the arguments of the `report` of `search_schedule`.

@@ -170,9 +170,8 @@ def make_problem(
         memory_limit: The memory of each rank, in bytes, including model states. By default there is
             no limit.
         max_in_flight: The largest number of (stage, microbatch) pairs between F and W, or F and B,
-        on a
-            rank. An integer, or a function of the rank, as in `greedy_schedule`. By default there
-            is no limit. It excludes `memory_limit`.
+            on a rank. An integer, or a function of the rank, as in `greedy_schedule`. By default
+            there is no limit. It excludes `memory_limit`.
         objective: The length to minimize, see `SchedulingProblem`.
         split_backward: True to split backwards into I and W.
 

@@ -68,16 +68,15 @@ def search_schedule(
         sizes: The sizes in bytes, required with `memory_limit`.
         memory_limit: The memory of each rank, in bytes. By default there is no limit.
         max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank. An
-        integer,
-            or a function of the rank, as in `greedy_schedule`. It excludes `memory_limit`.
+            integer, or a function of the rank, as in `greedy_schedule`. It excludes
+            `memory_limit`.
         objective: The length to minimize. "span": the span of the run. "own": the longest time of a
             rank from its first compute to its last.
         split_backward: True to split backwards into I and W. If a full backward takes less than
             I and W together, the bound is for split backwards only.
-        time_limit: The time limit.
-        max_evaluations: The largest number of evaluated orders. If `time_limit` are enough for
-        them, the
-            result depends on `seed` alone. By default there is no limit.
+        time_limit: The longest time of the search, in seconds.
+        max_evaluations: The largest number of evaluated orders. If they end before `time_limit`,
+            the result depends on `seed` alone. By default there is no limit.
         seed: The random seed.
         initial_schedules: Schedules to start from, in addition to the built-in schedules. Their
             backwards are split or joined as `split_backward` demands.

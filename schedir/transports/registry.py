@@ -28,8 +28,7 @@ class DeviceRow(NamedTuple):
     Attributes:
         device: The name of the device.
         require_path: A function of the number of processes. It raises UsageError if this machine
-        lacks
-            devices for that number of processes.
+            lacks devices for that number of processes.
         initialise_path: A function `initialise(timeout, **init_args)` that initialises
             torch.distributed.
         buffer_sharing: The default of `buffer_sharing` for programs. On a CPU it is "none", because

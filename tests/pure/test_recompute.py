@@ -106,7 +106,7 @@ def test_memory_is_that_counted_by_hand() -> None:
 
 def test_a_checkpoint_is_the_activation_of_the_stage_before() -> None:
     sizes = Sizes(activation=(1, 2, 3), saved=10)
-    assert sizes.for_stages("checkpoint", 3).tolist() == [0, 1, 2]
+    assert sizes.for_stages("recompute_inputs", 3).tolist() == [0, 1, 2]
     assert Sizes(recompute_inputs=5).for_stages("recompute_inputs", 2).tolist() == [5, 5]
 
 

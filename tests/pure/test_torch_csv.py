@@ -292,7 +292,7 @@ def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -
     out = said(capsys, "import", "my shape.csv", "-o", "x.sched", *how)
     again = from_text((folder / "x.sched").read_text())
     assert out.startswith("wrote x.sched: 4 ranks, 8 stages, 8 microbatches, ")
-    assert again.name == "my_plan" and again.shape == program.shape and again.clip_grad_norm
+    assert again.name == "my_shape" and again.shape == program.shape and again.clip_grad_norm
     assert len(again.slots) == 4
     if form == "torch":
         assert again.streams == program.streams
