@@ -84,7 +84,7 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
         CheckpointError: A state has another form, its key is not a string or contains a "/", or the
             optimizer steps a parameter of no stage.
     """
-    whose = {
+    weight_of = {
         id(weight.optimized_tensor): weight
         for weight in local_state.weights
         if weight.optimizer is not None
@@ -93,22 +93,22 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
         inner = unwrap_optimizer(one)
         name = type(inner).__name__
         for p in _iterate_trained_params(inner):
-            if id(p) not in whose:
+            if id(p) not in weight_of:
                 raise CheckpointError(f"{name} steps a parameter of {list(p.shape)} of no stage")
         for p, kept in getattr(inner, "state", {}).items():
-            if id(p) not in whose and kept:
+            if id(p) not in weight_of and kept:
                 raise CheckpointError(f"{name} keeps {', '.join(kept)} of no weight")
             for key, value in kept.items():
                 if not isinstance(key, str) or "/" in key:
                     raise CheckpointError(
-                        f"{name} keeps {key!r:.60} of {whose[id(p)].name}, and a checkpoint has "
-                        "names without a / for what is kept"
+                        f"{name} keeps {key!r:.60} of {weight_of[id(p)].name}, and a checkpoint "
+                        "has names without a / for what is kept"
                     )
                 alike = isinstance(value, Tensor) and (not value.dim() or value.shape == p.shape)
                 if value is not None and not alike:
                     what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                     raise CheckpointError(
-                        f"{name} keeps {key} ({what}) of {whose[id(p)].name}, whose own is "
+                        f"{name} keeps {key} ({what}) of {weight_of[id(p)].name}, whose own is "
                         f"{list(p.shape)}: it is not of each number by itself"
                     )
 

@@ -137,7 +137,7 @@ def _describe_possible_saving(advice: Advice, lower_bounds: list[LowerBound]) ->
     if len({*most}) > 1:
         most = [f"{most[0]} with whole backwards, {most[1]} with split ones"]
     which = "another order of these stages that holds no more activations"
-    return [f"{which} saves {said}" for said in most[:1]]
+    return [f"{which} saves {saving}" for saving in most[:1]]
 
 
 def _collect_facts(

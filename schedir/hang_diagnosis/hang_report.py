@@ -341,8 +341,8 @@ class _ProgramCopyReport:
         self.job, self.verdict = job, verdict
         self.positioned, self.matched = verdict.positioned, verdict.matched
         ranks = self.matched.ranks
-        behind = {ranks[own] for own in self.positioned.old_dump_ranks}
-        self.old_dump_ranks = sorted({*job.old_dump_ranks} & {*ranks} | behind)
+        old_ranks = {ranks[own] for own in self.positioned.old_dump_ranks}
+        self.old_dump_ranks = sorted({*job.old_dump_ranks} & {*ranks} | old_ranks)
 
     def name_rank(self, program_rank: int) -> str:
         """Name a rank of the program. If it has another number in the job, add that."""
@@ -432,10 +432,10 @@ class _ProgramCopyReport:
         if placed.has_no_dump[other]:
             return f"{needs} has left no dump"
         if not self.matched.issued_mask[other]:
-            stands = placed.find_position(int(placed.rank_of[other])).position
+            other_position = placed.find_position(int(placed.rank_of[other])).position
             there = (
-                f", and stands at {self.split_name(stands)[0]}"
-                if stands not in (None, other)
+                f", and stands at {self.split_name(other_position)[0]}"
+                if other_position not in (None, other)
                 else ""
             )
             return f"{needs} has not come to it: it is {number} there{there}"

@@ -205,9 +205,11 @@ class PositionedRanks:
             self.surely_ended & self.is_transfer & ~self.ended_mask & ~self.has_no_dump
         )
         for at in wrong.tolist():
-            behind = np.flatnonzero((self.graph.queue == self.graph.queue[at]) & self.ended_mask)
-            if (behind := behind[behind > at]).size:
-                return at, int(behind[0])
+            ended_later = np.flatnonzero(
+                (self.graph.queue == self.graph.queue[at]) & self.ended_mask
+            )
+            if (ended_later := ended_later[ended_later > at]).size:
+                return at, int(ended_later[0])
         # Transfers in different process groups have different queues.
         for transfers in self.matched.transfers_per_group:
             mine = (
@@ -254,8 +256,8 @@ class PositionedRanks:
                 return RankPosition(rank, at, True, (last + 1, at))
             return RankPosition(rank, self._find_blocking_transfer(blockers), False, (at, at))
         open_ = [k for k in transfers if not self.ended_mask[k]]
-        stands = self._find_blocking_transfer(open_[:1]) if open_ else None
-        return RankPosition(rank, stands, False, (last + 1, hi))
+        position = self._find_blocking_transfer(open_[:1]) if open_ else None
+        return RankPosition(rank, position, False, (last + 1, hi))
 
     def _find_blocking_transfer(self, blockers: list[int]) -> int:
         """Return the nearest open transfer or collective before these instructions.

@@ -400,7 +400,7 @@ class Dataflow:
         giver, stale = chains.find_givers(
             self._compute_keys(value, needer), needer, find_change(row.op, value)
         )
-        self._stale_reads += [StaleRead(who, culprit, value) for who, culprit in stale]
+        self._stale_reads += [StaleRead(reader, culprit, value) for reader, culprit in stale]
         return giver
 
     # ------------------------------------------------------------ lifetimes

@@ -248,6 +248,11 @@ class Program:
         across = SlotCounts._fields[: len(BOUNDARY_VALUES)]
         return any(not {*across}.isdisjoint(slots.specified()) for slots in self.slots)
 
+    @property
+    def slots_per_rank(self) -> Sequence[SlotCounts]:
+        """The numbers of static buffers of each rank; unspecified if the program has none."""
+        return self.slots or [SlotCounts.unspecified()] * self.shape.ranks
+
     def with_slots(self, slots: Sequence[SlotCounts]) -> Self:
         """Return a program with the same Streams and other numbers of slots.
 
@@ -263,6 +268,19 @@ class Program:
         shared = {key: value for key, value in self._cache.items() if key in ("index", "flow")}
         program._cache.update(shared)
         return program
+
+    def with_slot_counts(self, slot_name: str, slot_counts: NDArray[np.int64]) -> Self:
+        """Return a program with other numbers of one kind of static buffers.
+
+        Args:
+            slot_name: A field of `SlotCounts`.
+            slot_counts: The numbers, shape (ranks,).
+
+        Raises:
+            ShapeError: The numbers do not fit the program.
+        """
+        each = zip(self.slots_per_rank, slot_counts.tolist(), strict=True)
+        return self.with_slots([slots._replace(**{slot_name: n}) for slots, n in each])
 
     def cached(self, key: object, make: Callable[[Self], _T]) -> _T:
         """Return an object that is derived from the program, and cache it.

@@ -239,10 +239,10 @@ def _bound_durations(measured: Timeline) -> Floats:
     gaps = find_ready_gaps(measured)
     usual = float(np.quantile(gaps, HOST_GAP_QUANTILE)) if len(gaps) else 0.0
     # An instruction may have begun only when the one before it in its queue ended.
-    behind = (graph.queue_predecessor != NO_POSITION) & (
+    has_predecessor = (graph.queue_predecessor != NO_POSITION) & (
         graph.entry_exit_nodes[0][graph.queue_predecessor] != graph.entry_exit_nodes[0]
     )
-    freed = np.where(behind, spans["end"][graph.queue_predecessor], -np.inf)
+    freed = np.where(has_predecessor, spans["end"][graph.queue_predecessor], -np.inf)
     begun = np.full(graph.node_id_limit, -np.inf)
     np.maximum.at(begun, graph.node, np.maximum(spans["start"], freed))
     least = np.maximum(spans["end"] - begun[graph.node], 0.0)

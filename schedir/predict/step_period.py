@@ -111,6 +111,6 @@ def _iter_step_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
         for rank in range(graph.program.shape.ranks):
             mine, next_ones = (at[index.rank[at] == rank] for at in (waited, first))
             yield np.repeat(leave[mine], len(next_ones)), np.tile(enter[next_ones], len(mine))
-    behind = np.flatnonzero(validates)
-    if len(behind):  # each rank has one of both
-        yield leave[behind], enter[updates]
+    validations = np.flatnonzero(validates)
+    if len(validations):  # each rank has one of both
+        yield leave[validations], enter[updates]

@@ -81,11 +81,11 @@ def require_stages(
     def refuse(fact: str) -> ModelError:
         return ModelError(fact, program=program.name, hint=f"this takes {wants}")
 
-    whose = "the program has" if rank is None else f"rank {rank} owns"
+    owner = "the program has" if rank is None else f"rank {rank} owns"
     if isinstance(value, Mapping):
         result = dict(value)
         if {*result} != {*expected}:
-            raise refuse(f"{whose} stages {[*expected]}, and is given {describe([*result])}")
+            raise refuse(f"{owner} stages {[*expected]}, and is given {describe([*result])}")
     elif isinstance(value, Sequence | nn.Sequential | nn.ModuleList) and not isinstance(value, str):
         if len(value) != len(all_stages):
             raise refuse(f"{len(value)} stages are given, the program has {len(all_stages)}")

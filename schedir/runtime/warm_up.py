@@ -174,8 +174,8 @@ class UnsteppedParameters:
         if isinstance(state.loss, nn.Module):
             modules.append(("of the loss", state.loss))
         self.names = {
-            p: f"{name} {whose}"
-            for whose, module in modules
+            p: f"{name} {owner}"
+            for owner, module in modules
             for name, p in module.named_parameters()
             if p not in stepped
         }

@@ -179,7 +179,7 @@ def _repeat_block(
     passed = [0] * (4 * P)  # Number of microbatches that have passed each link.
     alive = [[0, 0] for _ in range(P)]  # Activations of each of the two local stages.
     owed: list[deque[int]] = [deque() for _ in range(P)]
-    said: list[list[int]] = [[] for _ in range(P)]
+    letters_per_rank: list[list[int]] = [[] for _ in range(P)]
     now = 0
     while min(passed) < m or any(owed):
         ready = [m, *passed[:-1]]
@@ -204,6 +204,6 @@ def _repeat_block(
                 alive[r][5 - k] -= 1
             else:
                 continue
-            said[r].append(k)
+            letters_per_rank[r].append(k)
         now += 1
-    return tuple(concat(_LETTERS[k] for k in own) for own in said)
+    return tuple(concat(_LETTERS[k] for k in own) for own in letters_per_rank)

@@ -45,7 +45,7 @@ def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) ->
     """
     letters = np.concatenate(words)
     fields = letters.view(WORD_DTYPE)
-    op, said = fields["op"], fields["mb"]
+    op, given_mb = fields["op"], fields["mb"]
     rank = np.repeat(np.arange(first_rank, first_rank + len(words)), [*map(len, words)])
     local = _resolve_local_stages(fields, rank, shape)
     w, i = _match_weight_grads(op, rank, local)
@@ -61,9 +61,9 @@ def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) ->
     )
     rows = shape.replica_row_of_stage(own, np.arange(first_rank, first_rank + len(words))[:, None])
     begin = np.array(shape.microbatch_row_offsets)[rows].reshape(-1)
-    mb = np.where(said == AUTO_MICROBATCH, before + begin[cell], said)
-    _number_recomputes(op, cell, said, mb, rank, local)
-    free = said[w] == AUTO_MICROBATCH
+    mb = np.where(given_mb == AUTO_MICROBATCH, before + begin[cell], given_mb)
+    _number_recomputes(op, cell, given_mb, mb, rank, local)
+    free = given_mb[w] == AUTO_MICROBATCH
     mb[w[free]] = mb[i[free]]
     return pack(op, own.reshape(-1)[cell], mb) | letters & JOINED_BIT
 
@@ -155,11 +155,11 @@ def _match_weight_grads(
             one = int(more.argmax())
             raise ScheduleError(f"rank {one} has {number[one]} W for {inputs[one]} I")
         stage_of_i = np.where(number[rank[i]] > 0, OLDEST_STAGE, stage_of_i)
-    whose, of = rank[w] << 16 | local[w], rank[i] << 16 | stage_of_i
-    w, i = w[np.argsort(whose, kind="stable")], i[np.argsort(of, kind="stable")]
-    whose, of = np.sort(whose), np.sort(of)
-    at = np.searchsorted(of, whose) + np.arange(len(w)) - np.searchsorted(whose, whose)
-    there = at < np.searchsorted(of, whose, side="right")
+    w_cells, of = rank[w] << 16 | local[w], rank[i] << 16 | stage_of_i
+    w, i = w[np.argsort(w_cells, kind="stable")], i[np.argsort(of, kind="stable")]
+    w_cells, of = np.sort(w_cells), np.sort(of)
+    at = np.searchsorted(of, w_cells) + np.arange(len(w)) - np.searchsorted(w_cells, w_cells)
+    there = at < np.searchsorted(of, w_cells, side="right")
     return w[there], i[at[there]]
 
 

@@ -340,9 +340,11 @@ def _require_expected(inspector: Inspector, expected: ExpectedInstructions) -> N
         time, key = divmod(at, shape.ranks if per is Scope.RANK else shape.replica_ranks.size)
         rank = key if per is Scope.RANK else int(shape.replica_ranks.reshape(-1)[key])
         instr = Instr(op, 0 if per is Scope.RANK else key % shape.stages, time)
-        beside = expected.counterpart
-        there = beside is not None and inspector.is_present(beside)[at]
-        sites = [inspector.make_key_site(beside, at)] if beside is not None and there else []
+        counterpart = expected.counterpart
+        there = counterpart is not None and inspector.is_present(counterpart)[at]
+        sites = (
+            [inspector.make_key_site(counterpart, at)] if counterpart is not None and there else []
+        )
         inspector.refuse(
             f"{instr} is missing on rank {rank}", *sites, kind=kind, hint=expected.hint
         )

@@ -90,9 +90,9 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         for. Kinds without reuse are missing.
     """
     flow, found = Dataflow.from_program(program), {}
-    said = _read_slot_counts(program)
+    given_counts = _read_slot_counts(program)
     for kind in SLOT_VALUES:
-        count = said.get(kind, np.full(program.shape.ranks, UNSHARED_SLOTS))
+        count = given_counts.get(kind, np.full(program.shape.ranks, UNSHARED_SLOTS))
         if (count == UNSHARED_SLOTS).all() and VALUES[kind].scope is not Scope.STAGE:
             continue
         lives = flow.find_lifetimes(kind)
@@ -202,7 +202,7 @@ def count_slots(program: Program) -> NDArray[np.int64]:
         Dataflow.from_program(program),
         number_groups(InstructionIndex.from_program(program)),
     )
-    said = _read_slot_counts(program)
+    given_counts = _read_slot_counts(program)
     columns = []
     for kind in SLOT_KINDS:
         lives = flow.find_lifetimes(kind)
@@ -211,8 +211,10 @@ def count_slots(program: Program) -> NDArray[np.int64]:
             each = (len(find_stages(program, kind, rank)) for rank in range(program.shape.ranks))
             values = np.array([*each], np.int64)
         most = values if program.has_static_buffers(kind) else lives.count_peak(group)
-        if kind in said:
-            most = np.where(said[kind] == UNSHARED_SLOTS, most, np.minimum(said[kind], values))
+        if kind in given_counts:
+            most = np.where(
+                given_counts[kind] == UNSHARED_SLOTS, most, np.minimum(given_counts[kind], values)
+            )
         columns.append(most)
     return np.stack(columns, 1)
 
@@ -312,8 +314,8 @@ def compute_form_sizes(
         Bytes, of the shape of `positions`.
     """
     forms = [FORMS[form] for op in change_ops if (form := INSTRUCTIONS[op].form) is not None]
-    told = [form.size for form in forms if form.size and sizes.is_specified(form.size)]
-    size = _look_up_sizes(program, kind, [VALUES[kind].size, *told][-1], sizes, positions)
+    form_sizes = [form.size for form in forms if form.size and sizes.is_specified(form.size)]
+    size = _look_up_sizes(program, kind, [VALUES[kind].size, *form_sizes][-1], sizes, positions)
     return size / program.tp if any(form.is_tp_split for form in forms) else size
 
 

@@ -110,13 +110,15 @@ class OffloadSlots(NamedTuple):
         if not program.slots:
             return None
         if tier == TIERS[0] and kind in SLOT_VALUES and VALUES[kind].scope is Scope.MICROBATCH:
-            said = np.array([slots[SLOT_VALUES.index(kind)] for slots in program.slots])
+            slot_counts = np.array([slots[SLOT_VALUES.index(kind)] for slots in program.slots])
             slots = count_slots(program)[:, SLOT_KINDS.index(kind)]
         elif tier == "host" and kind in HOST_SLOTS:
-            said = slots = np.array([getattr(slots, HOST_SLOTS[kind]) for slots in program.slots])
+            slot_counts = slots = np.array(
+                [getattr(slots, HOST_SLOTS[kind]) for slots in program.slots]
+            )
         else:
             return None
-        if (said == UNSHARED_SLOTS).any():
+        if (slot_counts == UNSHARED_SLOTS).any():
             return None
         return cls(slots, *compute_moved_sizes(program, kind, sizes, TIERS.index(tier)))
 

@@ -81,23 +81,23 @@ def describe_sharding(program: Program) -> str:
         name for part, name in _STATE_NAMES.items() if program.zero >= SHARDED_FROM_LEVEL[part]
     ]
     cut = f"{', '.join(most)} and {last}" if most else last
-    said = f"zero {program.zero}: {cut} in {program.dp} parts, one on each replica"
+    text = f"zero {program.zero}: {cut} in {program.dp} parts, one on each replica"
     found = count_unshards(program)
     if not any(found.unshards):
-        return said
+        return text
     one = len({*zip(*found, strict=True)}) == 1
-    said += (
+    text += (
         f"; {'each rank gathers' if one else 'ranks gather'} weights "
         f"{_format_times(found.unshards)} a step"
     )
     if max(found.stages) > 1:
-        said += (
+        text += (
             f", and {'holds' if one else 'hold'} at most {format_range(found.max_unsharded)} of "
             f"{'its' if one else 'their'} {format_range(found.stages)} stages whole"
         )
     if program.reduce_scatter_at == "each_backward":
-        said += f"; gradients are reduced {_format_times(found.reductions)}"
-    return said
+        text += f"; gradients are reduced {_format_times(found.reductions)}"
+    return text
 
 
 def collect_sharding_facts(program: Program) -> dict[str, Any]:

@@ -200,12 +200,13 @@ def _find_earliest_starts(
     slot is always free, it is the first of the Stream. A value with an initial tier comes after the
     inputs of its instruction, and after their inputs.
     """
-    index, lies = InstructionIndex.from_program(program), bool(VALUES[kind].initial_tier)
-    off = (made | lies) & (
+    index = InstructionIndex.from_program(program)
+    has_initial_tier = bool(VALUES[kind].initial_tier)
+    off = (made | has_initial_tier) & (
         np.array([row.lane for row in INSTRUCTIONS])[index.op[begin]] != Lane.COMPUTE
     )
     early = program.offsets[index.rank[begin]].astype(np.int32)
-    if lies and len(begin):
+    if has_initial_tier and len(begin):
         needs = np.append(
             Dataflow.from_program(program).givers, np.full((1, len(index)), NO_POSITION), 0
         )

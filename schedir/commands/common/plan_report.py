@@ -206,10 +206,10 @@ def _join_columns(left: list[str], right: list[str]) -> Iterator[str]:
 
 def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
     """Yield the layers of each stage if they are uneven, and the options of other trainers."""
-    if not (told := _find_launcher_options(request, plan)):
+    if not (options_by_trainer := _find_launcher_options(request, plan)):
         return
     yield f"layers of each stage: {_format_repeats(plan.layers_per_stage)}"
-    for trainer, text in told.items():
+    for trainer, text in options_by_trainer.items():
         yield f"  {trainer}"
         for line in text.splitlines():
             yield (

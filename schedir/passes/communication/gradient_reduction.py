@@ -11,7 +11,7 @@ import numpy as np
 from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_min_slots, count_slots
 from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
 from schedir.ir.isa.instructions import GRAD_ADDING_OPS, Opcode, Scope, Value, find_producers
-from schedir.ir.program import WORD_DTYPE, Program, SlotCounts, is_op, pack
+from schedir.ir.program import WORD_DTYPE, Program, is_op, pack
 from schedir.passes.insertion import insert_after, insert_at_positions
 from schedir.passes.pass_types import ExpectedInstructions, Mask, Options, Pass, PresenceQuery
 from schedir.passes.stage_runs import find_stage_runs, number_occurrences
@@ -79,9 +79,7 @@ def limit_unsharded_grads(program: Program) -> Program:
     room, most = count_min_slots(program)[:, column] + 1, count_slots(program)[:, column]
     if (room >= most).all():
         return program
-    said = program.slots or [SlotCounts.unspecified()] * program.shape.ranks
-    each = zip(said, np.minimum(room, most).tolist(), strict=True)
-    return program.with_slots([slots._replace(**{_WGRAD_SLOTS: n}) for slots, n in each])
+    return program.with_slot_counts(_WGRAD_SLOTS, np.minimum(room, most))
 
 
 def reduce_replicated_stages(program: Program) -> Program:

@@ -128,11 +128,11 @@ def group_opposite_transfers(program: Program) -> Program:
     first = second - 1
     matched = (partner[first] >= 0) & (partner[second] >= 0)
     same_rank = index.rank[first] == index.rank[second]
-    beside = np.abs(partner[first] - partner[second]) == 1
+    is_adjacent = np.abs(partner[first] - partner[second]) == 1
     same_peer = index.rank[partner[first]] == index.rank[partner[second]]
     words = program.words.copy()
     taken = index.joined | np.append(index.joined[1:], False)
-    pairs = np.stack([first, second], 1)[matched & same_rank & beside & same_peer]
+    pairs = np.stack([first, second], 1)[matched & same_rank & is_adjacent & same_peer]
     for a, b in pairs.tolist():
         there = sorted((int(partner[a]), int(partner[b])))
         if not taken[[a, b, *there]].any():

@@ -183,8 +183,8 @@ def _make_transfers(
     """Yield the sends and the receives for the values that cross ranks, of some producers."""
     row, shape = INSTRUCTIONS[send], index.program.shape
     assert row.partner is not None and row.peer is not None
-    beside = index.program.neighbor_stages(row.peer)
-    other = beside[index.stage[positions]]
+    neighbors = index.program.neighbor_stages(row.peer)
+    other = neighbors[index.stage[positions]]
     here, there = (
         index.rank[positions],
         shape.rank_of_stage(np.maximum(other, 0), index.mb[positions]),
@@ -194,8 +194,9 @@ def _make_transfers(
         positions[crosses], number[crosses], here[crosses], ADDRESS_MASK, int(send) << OP_SHIFT
     )
     crosses = crosses[np.argsort(there[crosses].astype(np.uint16), kind="stable")]
-    shift = beside - np.arange(shape.stages)
-    shifts = np.unique(shift[beside >= 0]).tolist()  # several only for skips of different lengths
+    shift = neighbors - np.arange(shape.stages)
+    # There are several shifts only for skips of different lengths.
+    shifts = np.unique(shift[neighbors >= 0]).tolist()
     for each in shifts:
         own = (
             crosses if len(shifts) == 1 else crosses[shift[index.stage[positions[crosses]]] == each]

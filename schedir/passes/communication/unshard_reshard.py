@@ -56,20 +56,20 @@ def insert_unshards(program: Program, options: Options) -> Program:
         ShapeError: The value of an option has a wrong type or range. `unsharded_stages` is larger
             than the number of stages of a rank, or smaller than the number of stages used at once.
     """
-    said = {
+    given_options = {
         name: kind.resolve(name, options.extra_options[name], program.shape)
         for name, kind in _OPTION_TYPES.items()
         if options.extra_options.get(name) is not None
     }
-    if said and not _has_sharded_weights(program):
-        (name, *_) = said
+    if given_options and not _has_sharded_weights(program):
+        (name, *_) = given_options
         raise UsageError(
-            f"{name} is {said[name]}, and with zero {program.zero} all stages stay whole",
+            f"{name} is {given_options[name]}, and with zero {program.zero} all stages stay whole",
             hint=f"zero={SHARDED_FROM_LEVEL['params']}, or leave {name} out",
             fields=[name, "zero"],
         )
     uses = find_stage_runs(program, _WEIGHT_READING_OPS)
-    active = _count_unsharded_stages(program, uses, said.get("unsharded_stages"))
+    active = _count_unsharded_stages(program, uses, given_options.get("unsharded_stages"))
     rooms, at, rank, words = [], [], [], []
     for one in range(program.shape.ranks):
         here = slice(*np.searchsorted(uses.rank, [one, one + 1]))
@@ -79,7 +79,7 @@ def insert_unshards(program: Program, options: Options) -> Program:
             stage,
             end,
             active,
-            said.get("unshard_prefetch", DEFAULT_PREFETCH),
+            given_options.get("unshard_prefetch", DEFAULT_PREFETCH),
             program.offsets[one],
         )
         turn = number_occurrences(own)
@@ -175,8 +175,8 @@ def _encode_unshard_order(program: Program) -> bytes:
 
 
 def _should_run(program: Program, options: Options) -> bool:
-    said = any(options.extra_options.get(name) is not None for name in _OPTION_TYPES)
-    return said or (program.zero > 0 and program.used_opcodes.isdisjoint(_UNSHARD_OPS))
+    is_requested = any(options.extra_options.get(name) is not None for name in _OPTION_TYPES)
+    return is_requested or (program.zero > 0 and program.used_opcodes.isdisjoint(_UNSHARD_OPS))
 
 
 PASSES = (

@@ -157,19 +157,17 @@ def _set_slot_counts(program: Program, slot_counts: NDArray[np.int64]) -> Progra
     """
     chosen = np.array([program.has_static_buffers(kind) for kind in SLOT_VALUES])
     there = (slot_counts > 0).any(0) & chosen | np.isin(SLOT_VALUES, NEIGHBOR_VALUES)
-    said = _read_slot_counts(program)
+    given_counts = _read_slot_counts(program)
     numbers = np.where(
-        said == UNSHARED_SLOTS, np.where(there, slot_counts, UNSHARED_SLOTS), said
+        given_counts == UNSHARED_SLOTS, np.where(there, slot_counts, UNSHARED_SLOTS), given_counts
     ).tolist()
-    told = program.slots or [SlotCounts.unspecified()] * program.shape.ranks
-    both = zip(numbers, told, strict=True)
+    both = zip(numbers, program.slots_per_rank, strict=True)
     return program.with_slots([SlotCounts(*row, *own[len(row) :]) for row, own in both])
 
 
 def _read_slot_counts(program: Program) -> NDArray[np.int64]:
     """Return the specified numbers of slots, shape (ranks, kinds), or UNSHARED_SLOTS."""
-    unsaid = [SlotCounts.unspecified()] * program.shape.ranks
-    return np.array(program.slots or unsaid, np.int64)[:, : len(SLOT_VALUES)]
+    return np.array(program.slots_per_rank, np.int64)[:, : len(SLOT_VALUES)]
 
 
 def remove_slot_sharing(program: Program) -> Program:
@@ -181,8 +179,8 @@ def remove_slot_sharing(program: Program) -> Program:
         program: The program.
     """
     own = dict.fromkeys((kind.name.lower() for kind in BOUNDARY_VALUES), UNSHARED_SLOTS)
-    told = [slots._replace(**own) for slots in program.slots]
-    return program.with_slots(told if any(slots.specified() for slots in told) else ())
+    new_slots = [slots._replace(**own) for slots in program.slots]
+    return program.with_slots(new_slots if any(slots.specified() for slots in new_slots) else ())
 
 
 def _count_overlaps(

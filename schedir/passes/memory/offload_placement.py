@@ -34,7 +34,7 @@ from schedir.ir.isa.instructions import (
     Value,
     find_modifiers,
 )
-from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, Program, SlotCounts, Words
+from schedir.ir.program import ADDRESS_MASK, OP_SHIFT, Program, Words
 from schedir.passes.insertion import insert_at_positions
 from schedir.passes.memory.buffer_sharing import DEFAULT_MESSAGE_COST, reduce_slots
 from schedir.passes.pass_types import Options
@@ -298,11 +298,7 @@ class SlotRange(NamedTuple):
             program: The program.
             slots: The numbers, shape (ranks,).
         """
-        told = program.slots or [SlotCounts.unspecified()] * program.shape.ranks
-        return program.with_slots(
-            [own._replace(**{_SLOT_FIELDS[self.tier]: n})
-             for own, n in zip(told, slots.tolist(), strict=True)]
-        )  # fmt: skip
+        return program.with_slot_counts(_SLOT_FIELDS[self.tier], slots)
 
     def find_max_within_limit(
         self, program: Program, options: Options, limit: float | None

@@ -30,7 +30,7 @@ from schedir.ir.instruction_index import NO_POSITION, InstructionIndex
 from schedir.ir.isa.instructions import Opcode, Scope, Value, find_producers
 from schedir.ir.pipeline.field_schema import make_integer_type
 from schedir.ir.pipeline.pipeline_shape import MAX_STAGES
-from schedir.ir.program import HOST_SLOT_VALUES, OP_SHIFT, UNSHARED_SLOTS, Program, SlotCounts, pack
+from schedir.ir.program import HOST_SLOT_VALUES, OP_SHIFT, UNSHARED_SLOTS, Program, pack
 from schedir.passes.insertion import append_to_streams
 from schedir.passes.pass_types import ExpectedInstructions, Options, Pass, PresenceQuery
 
@@ -132,7 +132,7 @@ def set_device_buffers(program: Program) -> Program:
     """
     column = SLOT_KINDS.index(Value.STATE)
     room, most = count_min_slots(program)[:, column], count_slots(program)[:, column]
-    return program if (room >= most).all() else _set_slot_counts(program, _DEVICE_SLOTS, room)
+    return program if (room >= most).all() else program.with_slot_counts(_DEVICE_SLOTS, room)
 
 
 def set_host_buffers(program: Program) -> Program:
@@ -143,20 +143,12 @@ def set_host_buffers(program: Program) -> Program:
     Args:
         program: A program with reads and writes of states.
     """
-    return _set_slot_counts(
-        program,
+    return program.with_slot_counts(
         _HOST_SLOTS,
         find_host_values(program, _HOST_SLOTS).count_peak(
             number_groups(InstructionIndex.from_program(program))
         ),
     )
-
-
-def _set_slot_counts(program: Program, slot_name: str, slot_counts: NDArray[np.int64]) -> Program:
-    """Return the program with a number of slots of each rank."""
-    said = program.slots or [SlotCounts.unspecified()] * program.shape.ranks
-    each = zip(said, slot_counts.tolist(), strict=True)
-    return program.with_slots([slots._replace(**{slot_name: n}) for slots, n in each])
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
@@ -179,15 +171,15 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 
 def _lower(program: Program, options: Options) -> Program:
     for name, where in _PLACEMENTS_BY_OPTION.items():
-        said = options.extra_options.get(name)
-        if said is not None and program.optimizer_placement not in where:
+        value = options.extra_options.get(name)
+        if value is not None and program.optimizer_placement not in where:
             stay = (
                 "stay on the device"
                 if program.optimizer_placement == "device"
                 else "lie on the host"
             )
             raise UsageError(
-                f"{name} is {said}, and the optimizer's states {stay}",
+                f"{name} is {value}, and the optimizer's states {stay}",
                 hint=f'optimizer_placement="{where[0]}", or leave {name} out',
                 fields=[name, "optimizer_placement"],
             )
@@ -211,9 +203,11 @@ def _read_options(program: Program) -> dict[str, int]:
     """Return the specified numbers of slots for states as options."""
     found = {}
     for option, name in zip(_PLACEMENTS_BY_OPTION, (_DEVICE_SLOTS, _HOST_SLOTS), strict=True):
-        said = [n for slots in program.slots if (n := getattr(slots, name)) != UNSHARED_SLOTS]
-        if said and program.optimizer_placement in _PLACEMENTS_BY_OPTION[option]:
-            found[option] = max(said)
+        slot_counts = [
+            n for slots in program.slots if (n := getattr(slots, name)) != UNSHARED_SLOTS
+        ]
+        if slot_counts and program.optimizer_placement in _PLACEMENTS_BY_OPTION[option]:
+            found[option] = max(slot_counts)
     return found
 
 

@@ -386,11 +386,13 @@ def split_costs(
         if (value := getattr(values, f.name)) is None:
             continue
         error = CostsError if isinstance(values, Costs) else UsageError
-        told = expand_by_stage(f.name, value, shape.stages, error)
-        rows = np.repeat(told, number, axis=0)
+        stage_values = expand_by_stage(f.name, value, shape.stages, error)
+        rows = np.repeat(stage_values, number, axis=0)
         rows = rows * part[:, None] if f.name in SHARED_FIELDS else rows
         if f.name in _PER_RANK_FIELDS:  # row k is for rank k, not for a stage
-            rows = np.concatenate([told, np.repeat(told[-1:], len(part) - len(told), axis=0)])
+            rows = np.concatenate(
+                [stage_values, np.repeat(stage_values[-1:], len(part) - len(stage_values), axis=0)]
+            )
         if f.name in PER_CHUNK_FIELDS:
             mb = np.arange(width * chunks if (width := rows.shape[1]) > 1 else 1)
             rows = rows[:, mb // (s * chunks) * s + mb % s] / chunks
@@ -413,17 +415,20 @@ def _divide_shares(
     """Return the shares of the segments of each stage."""
     if shares is None:
         return [np.ones(pieces) for pieces in segment_counts]
-    told = np.array([*shares], float)
-    if not (told >= 0).all():
-        raise UsageError(f"shares are not negative, and one is {told.min():g}", fields=["shares"])
+    share_values = np.array([*shares], float)
+    if not (share_values >= 0).all():
+        raise UsageError(
+            f"shares are not negative, and one is {share_values.min():g}", fields=["shares"]
+        )
     ends = np.cumsum(segment_counts)
-    if len(told) == ends[-1]:
-        found = np.split(told, ends[:-1])
-    elif {*segment_counts} == {len(told)}:
-        found = [told] * len(segment_counts)
+    if len(share_values) == ends[-1]:
+        found = np.split(share_values, ends[:-1])
+    elif {*segment_counts} == {len(share_values)}:
+        found = [share_values] * len(segment_counts)
     else:
         raise UsageError(
-            f"there are {len(told)} shares for stages of {describe([*segment_counts])} pieces",
+            f"there are {len(share_values)} shares for stages of "
+            f"{describe([*segment_counts])} pieces",
             fields=["shares", "stage_segments"],
         )
     if any(not own.sum() > 0 for own in found):
@@ -483,11 +488,11 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 
 def _collect_split_options(options: Options) -> dict[str, Any]:
     """Return the given options for segments and chunks as arguments of `split_stages`."""
-    told = {
+    segment_options = {
         "segments": options.extra_options.get("stage_segments"),
         "chunks": options.extra_options.get("microbatch_chunks"),
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in segment_options.items() if value is not None}
 
 
 PASSES: Final = (

@@ -209,12 +209,12 @@ def require_host(cluster: Cluster, plan: ParallelPlan | None = None) -> None:
             "processors compute in their host's memory: there is no other to offload to",
             fields=["offload", "optimizer_placement", "processors"],
         )
-    told = {"host_bandwidth": "24GB/s", "host_memory": "225GB"}
-    if missing := [name for name in told if getattr(cluster, name) is None]:
+    examples = {"host_bandwidth": "24GB/s", "host_memory": "225GB"}
+    if missing := [name for name in examples if getattr(cluster, name) is None]:
         raise UsageError(
             f"what offload takes and where it lies the cluster's {' and '.join(missing)} say, "
             "which nobody tells",
-            hint=", ".join(f'{name} = "{told[name]}"' for name in missing),
+            hint=", ".join(f'{name} = "{examples[name]}"' for name in missing),
             fields=missing,
         )
     if plan is not None and plan.optimizer_placement == "host" and plan.ep > 1:

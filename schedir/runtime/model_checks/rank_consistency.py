@@ -141,10 +141,10 @@ def collect_facts(
             facts[f"the tied weight, slice {transport.tp_rank}"] = _describe_shape(weight)
     for s, parameters in fingerprints.items():
         for p in parameters:
-            who = f"{p.names[0]} in stage {s}, slice {transport.tp_rank}"
-            facts[f"the numbers of {who}"] = p.values_digest
+            label = f"{p.names[0]} in stage {s}, slice {transport.tp_rank}"
+            facts[f"the numbers of {label}"] = p.values_digest
             if p.optimizer_options:
-                facts[f"the optimizer's options for {who}"] = p.optimizer_options
+                facts[f"the optimizer's options for {label}"] = p.optimizer_options
     return facts
 
 

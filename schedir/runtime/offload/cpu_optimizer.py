@@ -197,10 +197,10 @@ class CpuOptimizer(HostOptimizerState):
         again.
         """
         super().to_resting_state()
-        whose = {main: p for p, main in self.main_parameters.items()}
+        parameter_of_main = {main: p for p, main in self.main_parameters.items()}
         for s, own in self.optimizer_parameters.items():
             if s not in self.host_parameters:
-                parameters: Any = [whose.get(p, p) for p in own]
+                parameters: Any = [parameter_of_main.get(p, p) for p in own]
                 self.host_parameters[s] = _HostParameters(
                     self.stages[s], parameters, self.replica, self.host_copies
                 )
@@ -394,11 +394,11 @@ class CpuOptimizer(HostOptimizerState):
                 yield
             finally:
                 made, inner.state = inner.state, state
-                whose = {one: p for p, one in place.items()}
+                parameter_of_main = {one: p for p, one in place.items()}
                 for key in keys:
                     if place.get(key, key) not in made:
                         del state[key]
-                state.update({whose.get(key, key): kept for key, kept in made.items()})
+                state.update({parameter_of_main.get(key, key): kept for key, kept in made.items()})
 
 
 class _RandomDrawGuard(TorchDispatchMode):

@@ -121,8 +121,10 @@ class HostOptimizerState:
             self.optimizer_parameters[s] = [p for p in found if p in left]
             left.difference_update(self.optimizer_parameters[s])
         self._require_no_references()
-        whose = {main: p for p, main in self.main_parameters.items()}
-        parameters = (whose.get(p, p) for own in self.optimizer_parameters.values() for p in own)
+        parameter_of_main = {main: p for p, main in self.main_parameters.items()}
+        parameters = (
+            parameter_of_main.get(p, p) for own in self.optimizer_parameters.values() for p in own
+        )
         self.stepped_parameters = [p for p in parameters if p.requires_grad]
         self.seen_parameters = has
 

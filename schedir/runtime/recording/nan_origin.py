@@ -65,9 +65,9 @@ def find_origin(
     Returns:
         The origin, or None if no rank found one.
     """
-    who = dist.get_rank(), transport.dp_rank
-    before = [NanOrigin(*who, executor.rank, executor.state.index_of[i], i) for i in residue]
-    known = before, rerun_step(executor, *who, inputs, targets, scale, keywords)
+    process = dist.get_rank(), transport.dp_rank
+    before = [NanOrigin(*process, executor.rank, executor.state.index_of[i], i) for i in residue]
+    known = before, rerun_step(executor, *process, inputs, targets, scale, keywords)
     everyone = gather(known, record_types=[NanOrigin, Instr, Opcode])
     before, again = ([*chain(*each)] for each in zip(*everyone, strict=True))
     last = executor.state.shape.stages - 1

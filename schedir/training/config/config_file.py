@@ -139,12 +139,12 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
     not set.
     """
     source = Source(values.get(("pipeline", "schedule"), PipelineConfig.schedule))
-    said = {
+    given = {
         f.name: values[f.section, f.name] for f in HEADER_FIELDS if (f.section, f.name) in values
     }
     defaults = {f.name: getattr(PipelineConfig, f.name) for f in SHAPE_FIELDS if f.is_required}
     request = Request(
-        source, said, defaults, lower_drafts=True, make_conflict_error=make_contradiction_error
+        source, given, defaults, lower_drafts=True, make_conflict_error=make_contradiction_error
     )
     decided = {f.name: getattr(request.shape, f.name) for f in SHAPE_FIELDS if f.in_config}
     if request.shape.sequence_chunks > 1:
@@ -171,11 +171,11 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
             if f.in_config and not f.is_default(source.schedule_or_program)
         ]
         decided |= {
-            f.name: f.get_value(source.schedule_or_program) for f in own if f.name not in said
+            f.name: f.get_value(source.schedule_or_program) for f in own if f.name not in given
         }
     home = {f.name: f.section for f in HEADER_FIELDS}
-    said = {"schedule": source} | decided
-    return {(home.get(name, "pipeline"), name): value for name, value in said.items()}
+    decided = {"schedule": source} | decided
+    return {(home.get(name, "pipeline"), name): value for name, value in decided.items()}
 
 
 def _require_known_name(
@@ -189,9 +189,9 @@ def _require_known_name(
         return
     near = get_close_matches(name, known_names, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known_names)}"
-    said = f"{subject} {name!r}"
+    setting_name = f"{subject} {name!r}"
     if "setting" in subject:
-        said = f"{subject}.{name}"
+        setting_name = f"{subject}.{name}"
         homes = [f"{section}.{name}" for section, own in types.items() if name in own]
         kinds = [
             kind for kind, one in MODEL_KINDS.items() if name in get_setting_types(one.config_class)
@@ -200,8 +200,8 @@ def _require_known_name(
             hint = f"it is {' or '.join(homes)}"
         elif subject == "setting model" and kinds:
             hint = f"it is for kind = {' or '.join(kinds)}"
-        hint = RETIRED_HINTS.get(said.removeprefix("setting "), hint)
-    raise setting.make_error(f"no {said}", hint)
+        hint = RETIRED_HINTS.get(setting_name.removeprefix("setting "), hint)
+    raise setting.make_error(f"no {setting_name}", hint)
 
 
 @contextmanager
