@@ -1,8 +1,8 @@
 """The reference of all public names: see `generate.py`.
 
-A name is public where the `__all__` of a public module has it.  `docs/api.md` lists the public
-names, each with the first sentence of its docstring, for readers of the repository.  On the site
-`sphinx.ext.autodoc` renders each of them in full: `docs/conf.py` replaces the sentences by
+A name is public where the `__all__` of a public module has it.  `docs/reference/api.md` lists the
+public names, each with the first sentence of its docstring, for readers of the repository.  On the
+site `sphinx.ext.autodoc` renders each of them in full: `docs/conf.py` replaces the sentences by
 directives.
 """
 
@@ -33,37 +33,38 @@ MODULES = (
 # Each public name is in one group.  Constants of one module are one entry.
 GROUPS = {
     "Write": (
-        "A schedule is a function of (rank, ranks, microbatches) that says words. "
-        "[The tutorial](tutorial.md) writes one; [the built-in ones](schedules.md) are drawn.",
+        "A schedule is a function of (rank, ranks, microbatches) that returns a RankSchedule. "
+        "[The tutorial](../tutorials/first-schedule.md) writes one; "
+        "[the built-in ones](schedules.md) are drawn.",
         ["PipelineShape", "F, B, I, W, R, EMPTY", "RankSchedule", "weave", "overlapped_pair",
          "schedule_algebra.concat",
          "schedule_algebra.with_placement", "schedule_algebra.with_weight_delay", "greedy_schedule",
          "schedules", "expand_schedule"],
     ),
     "Compile and check": (
-        "[The instructions](ir.md) has the table, the progress models and the text form; "
-        "[the design](design.md) says how it is found out what is right.",
+        "[The instructions](instructions.md) has the table, the progress models and the text form; "
+        "[the design](../explanation/design.md) explains what the checker verifies.",
         ["compile", "evaluation_program", "check", "check_program_sequence", "errors", "Program",
          "Stream", "Instr",
          "Opcode", "to_text", "from_text", "input_limits", "find_tied_weights", "TiedWeights",
          "torch_csv.to_csv", "torch_csv.from_csv"],
     ),
     "Predict": (
-        "Predicted and measured runs are one type. [Traces](traces.md) tells of runs as files, why "
-        "ranks are idle, and what would shorten a step.",
+        "Predicted and measured runs have one type. [Timeline files](timeline-files.md) describes "
+        "runs as files, the causes of idle time, and what would shorten a step.",
         ["Costs", "Sizes", "split_costs", "Cluster", "load_cluster", "save_cluster",
          "zero_model_states",
          "activation_bytes_per_layer", "simulate", "Timeline",
          "save_timeline", "load_timeline", "traces.read_run", "traces.ImportedRun"],
     ),
     "Find": (
-        "The shortest schedule that a search finds within a limit of memory, and below what none "
-        "can be.",
+        "The shortest schedule that a search finds within a memory limit, and a lower bound on the "
+        "time of any schedule.",
         ["search_schedule", "lower_bound", "memory_frontier"],
     ),
-    "PipelineShape": (
-        "From a model and a cluster to layouts, and what a step of each takes and holds: "
-        "[how many GPUs, and how](planner.md).",
+    "Plan": (
+        "Parallel plans for a model and a cluster, with the time and the memory of a step: "
+        "[plan a cluster](../how-to/plan-a-cluster.md).",
         ["planner.plan", "planner.estimate_step", "planner.TransformerSpec", "planner.load_model",
          "planner.ParallelPlan",
          "planner.PlanEstimate", "planner.StepBreakdown", "planner.StateBytes", "planner.GpuMemory",
@@ -78,19 +79,20 @@ GROUPS = {
          "planner.improve_schedule", "planner.stage_time"],
     ),
     "See other trainers": (
-        "Runs of torch's own pipelining, Megatron-LM and DeepSpeed, as Timelines: "
-        "[what is marked, and how](instrument.md).",
+        "Runs of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines: "
+        "[instrument a trainer](../how-to/instrument-a-trainer.md).",
         ["instrument"],
     ),
     "Draw": (
-        "[Pictures](pictures.md) has every way to look at a run, from the shell and from Python.",
+        "[Draw pictures](../how-to/draw-pictures.md) has examples for the shell and for Python.",
         ["viz.gantt", "viz.compare", "viz.Style", "viz.idle_map", "viz.bubble_vs_memory",
          "viz.memory_frontier", "viz.plan_times", "viz.plan_memory", "viz.plan_scaling",
          "viz.window_tiles", "viz.save", "viz.text_chart", "viz.html", "viz.save_html"],
     ),
     "Run": (
-        "[Your own nn.Module](own-model.md) on one process and on four; [what has the bits of a "
-        "plain loop](same-bits.md); [split backwards](splitting.md).",
+        "[Train your own model](../how-to/train-your-own-model.md) on one process and on four. "
+        "[Same bits](../explanation/same-bits.md) and "
+        "[split backwards](../explanation/split-backward.md) explain the results.",
         ["runtime.InProcessExecutor", "runtime.Executor", "runtime.Boundary",
          "runtime.PerMicrobatchBoundary",
          "runtime.infer_boundaries", "runtime.run_sequential", "runtime.measure_sizes",
@@ -99,12 +101,12 @@ GROUPS = {
          "runtime.GlooTransport", "runtime.SharedMemoryTransport", "runtime.nccl_transport"],
     ),
     "Save": (
-        "[Checkpoints](checkpoints.md) that any layout of ranks reads.",
+        "[Checkpoints](../how-to/save-and-resume.md) that any layout of ranks reads.",
         ["checkpoints.save", "checkpoints.load", "checkpoints.Saver"],
     ),
     "Test": (
-        "[A schedule of your own](testing.md#a-schedule) is tested in ten lines, and so are "
-        "[the gradients of any pipeline](gradients.md).",
+        "[Test a schedule](../how-to/test-a-schedule.md#a-schedule) in ten lines, and "
+        "[compare the gradients](../how-to/compare-gradients.md) of any pipeline.",
         ["testing.assert_schedule", "testing.assert_same_gradients",
          "testing.shapes_for", "testing.shapes", "testing.compute_programs",
          "testing.programs", "testing.tied_weights", "testing.random_compute_program"],
@@ -189,5 +191,7 @@ def blocks(note: str, entry: Callable[[str, object], str]) -> dict[str, str]:
 LISTED = """\
 `make docs` builds the site, where each of these names has its signature, its
 whole docstring and an example."""
-PAGES = pages.page("api", partial(blocks, LISTED, summary))
-SITE = pages.page("api", partial(blocks, "Every example is a test.", directive))["api.md"]
+PAGES = pages.page("reference/api", partial(blocks, LISTED, summary))
+SITE = pages.page("reference/api", partial(blocks, "Every example is a test.", directive))[
+    "reference/api.md"
+]

@@ -24,55 +24,54 @@ from docs import api_page  # noqa: E402
 # Under each page, by caption, what follows it.  A page that is nowhere here is a warning, an error.
 TREE: dict[str, dict[str, list[str]]] = {
     "docs/index": {
-        "": ["Your first schedule </docs/tutorial>", "Gallery </docs/gallery>"],
-        "What brings you here": [
-            "/docs/inventing",
-            "/docs/slow-run",
-            "/docs/hanging-run",
-            "/docs/training",
-            "/docs/planner",
-            "/docs/testing",
+        "Tutorials": ["/docs/tutorials/first-schedule"],
+        "How-to guides": [
+            "/docs/how-to/write-a-schedule",
+            "/docs/how-to/choose-a-schedule",
+            "/docs/how-to/search-for-a-schedule",
+            "/docs/how-to/test-a-schedule",
+            "/docs/how-to/draw-pictures",
+            "/docs/how-to/run-in-torch",
+            "/docs/how-to/train-from-a-configuration",
+            "/docs/how-to/train-your-own-model",
+            "/docs/how-to/run-several-programs",
+            "/docs/how-to/save-and-resume",
+            "/docs/how-to/compare-gradients",
+            "/docs/how-to/plan-a-cluster",
+            "/docs/how-to/fit-in-memory",
+            "/docs/how-to/shard-with-zero",
+            "/docs/how-to/offload-to-the-host",
+            "/docs/how-to/split-a-stage-into-segments",
+            "/docs/how-to/speed-up-a-run",
+            "/docs/how-to/import-traces",
+            "/docs/how-to/instrument-a-trainer",
+            "/docs/how-to/find-a-hang",
+            "/docs/how-to/diagnose-a-hanging-job",
         ],
-        "Look it up": [
-            "Names of Python </docs/api>",
-            "Instructions and models </docs/ir>",
-            "Settings of a training run </docs/config>",
-            "Glossary </docs/glossary>",
+        "Reference": [
+            "Python API </docs/reference/api>",
+            "Configuration </docs/reference/configuration>",
+            "Instructions </docs/reference/instructions>",
+            "Schedules </docs/reference/schedules>",
+            "Gallery </docs/reference/gallery>",
+            "Models </docs/reference/models>",
+            "Timeline files </docs/reference/timeline-files>",
+            "Museum of hangs </docs/reference/museum>",
+            "Glossary </docs/reference/glossary>",
         ],
-        "Behind it": ["/docs/design", "/docs/results/README", "/CONTRIBUTING", "/CHANGELOG"],
+        "Explanation": [
+            "/docs/explanation/design",
+            "/docs/explanation/progress-models",
+            "/docs/explanation/same-bits",
+            "/docs/explanation/split-backward",
+            "/docs/explanation/windowed-attention",
+            "/docs/decisions/README",
+            "/docs/results/README",
+        ],
+        "Project": ["/CONTRIBUTING", "/tests/README", "/kernels/README", "/CHANGELOG"],
     },
-    "docs/gallery": {"": ["/docs/schedules", "/docs/pictures"]},
-    "docs/inventing": {"": ["/docs/torch"]},
-    "docs/slow-run": {
-        "": [
-            "/docs/real-runs",
-            "/docs/instrument",
-            "/docs/which-schedule",
-            "/docs/search",
-            "/docs/traces",
-        ]
-    },
-    "docs/hanging-run": {"": ["/docs/where", "/docs/museum", "/docs/progress-models"]},
-    "docs/training": {
-        "": [
-            "/docs/own-model",
-            "/docs/models",
-            "/docs/programs",
-            "/docs/checkpoints",
-            "/docs/memory",
-            "/docs/zero",
-            "/docs/offload",
-            "/docs/parts",
-            "/docs/windows",
-            "/docs/splitting",
-            "/docs/same-bits",
-        ]
-    },
-    "docs/testing": {"": ["/docs/gradients"]},
-    "docs/design": {"": ["/docs/decisions/README", "/kernels/README"]},
     "docs/decisions/README": {"": ["/docs/decisions/*"]},
     "docs/results/README": {"": ["/docs/results/*"]},
-    "CONTRIBUTING": {"": ["/tests/README"]},
 }
 
 project = "schedir"
@@ -88,7 +87,7 @@ myst_heading_anchors = 4  # of these levels, named as a code host names them
 
 default_role = "code"  # docstrings put names between single backquotes
 add_module_names = False  # names are as users write them after `schedir.`
-toc_object_entries = False  # the headings of docs/api.md are enough
+toc_object_entries = False  # the headings of docs/reference/api.md are enough
 maximum_signature_line_length = 88
 autodoc_default_options = {"member-order": "bysource"}
 napoleon_use_ivar = True  # autodoc describes the attributes themselves
@@ -108,8 +107,8 @@ SOURCES: dict[str, str] = {}  # the text of each file that pages link to
 
 
 def expand_names(app: Sphinx, page: str, source: list[str]) -> None:
-    """Let autodoc render the public names, which docs/api.md only lists."""
-    if page == "docs/api":
+    """Let autodoc render the public names, which docs/reference/api.md only lists."""
+    if page == "docs/reference/api":
         source[0] = api_page.SITE()
 
 

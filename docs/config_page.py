@@ -24,4 +24,4 @@ def blocks() -> dict[str, str]:
     }
 
 
-PAGES = page("config", blocks)
+PAGES = page("reference/configuration", blocks)

@@ -1,4 +1,4 @@
-"""The table of packages in docs/design.md, generated from the source tree: see `generate.py`.
+"""The table of packages in docs/explanation/design.md, made from the source tree.
 
 The layers are those of the layout test.  A package describes itself in the first sentence of its
 docstring.
@@ -62,17 +62,17 @@ def listing(packages: list[list[str]]) -> str:
             relative = path.relative_to(ROOT)
             title = str(relative).removeprefix("schedir/").removesuffix(".py")
             title += "/" if path.is_dir() else ""
-            rows.append([f"[`{title}`](../{relative})", description(path)])
+            rows.append([f"[`{title}`](../../{relative})", description(path)])
     return table(["package", "what it does"], rows)
 
 
 def page() -> str:
-    """Return docs/design.md with the current packages."""
-    text, packages = (ROOT / "docs" / "design.md").read_text(), layers()
+    """Return docs/explanation/design.md with the current packages."""
+    text, packages = (ROOT / "docs" / "explanation" / "design.md").read_text(), layers()
     before, _, rest = text.partition(BEGIN)
     _, found, after = rest.partition(END)
-    assert found, f"docs/design.md has no part between {BEGIN} and {END}"
+    assert found, f"docs/explanation/design.md has no part between {BEGIN} and {END}"
     return f"{before}{BEGIN}\n{diagram(packages)}\n\n{listing(packages)}\n{END}{after}"
 
 
-PAGES = {"design.md": page}
+PAGES = {"explanation/design.md": page}

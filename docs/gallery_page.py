@@ -17,7 +17,7 @@ def blocks() -> dict[str, str]:
     for name in schedules.__all__:
         law = str(getdoc(getattr(schedules, name))).split("\n\n")[0]
         about = re.split(r"(?<=[.)]) +(?=[A-Z])", " ".join(law.split()))
-        drawn = f"[![{name}](images/schedules/{name}.svg)](schedules.md#{name})"
+        drawn = f"[![{name}](../images/schedules/{name}.svg)](schedules.md#{name})"
         cells.append(f"{drawn}<br>{about[0]}")
     rows = [f"| {a} | {b} |" for a, b in zip_longest(cells[::2], cells[1::2], fillvalue="")]
     return {"schedules": "\n".join(["| | |", "| --- | --- |", *rows])}
@@ -34,4 +34,4 @@ def seq1f1b() -> None:
     runpy.run_path(str(ROOT / "examples/seq1f1b.py"))["draw"]("seq1f1b.svg")
 
 
-PAGES = page("gallery", blocks, {"first.svg": first, "seq1f1b.svg": seq1f1b})
+PAGES = page("reference/gallery", blocks, {"first.svg": first, "seq1f1b.svg": seq1f1b})

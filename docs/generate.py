@@ -34,7 +34,7 @@ PAGES = {
     **museum_page.PAGES,
     **planner_page.PAGES,
     **offload_page.PAGES,
-    **page("parts"),
+    **page("how-to/split-a-stage-into-segments"),
     **windows_page.PAGES,
     **which_schedule_page.PAGES,
     **schedules_page.PAGES,

@@ -87,4 +87,4 @@ def blocks() -> dict[str, object]:
     }
 
 
-PAGES = page("ir", blocks)
+PAGES = page("reference/instructions", blocks)

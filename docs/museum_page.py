@@ -49,7 +49,7 @@ def picture(case: Case) -> str:
 
 def _here(case: Case) -> str:
     """Where a case is seen that no public thread tells of."""
-    return f"[{case.here}](../{case.here})"
+    return f"[{case.here}](../../{case.here})"
 
 
 def link(source: str) -> str:
@@ -79,7 +79,7 @@ def told(case: Case) -> str:
         rows = [f"rank {rank}: {', '.join(row)}" for rank, row in enumerate(case.runs)]
         parts.append("```\n" + "\n".join(rows) + "\n```")
     if is_drawn(case):
-        parts.append(f"![{case.title}](images/museum/{case.name}.svg)")
+        parts.append(f"![{case.title}](../images/museum/{case.name}.svg)")
     if found := shown(case) if case.is_said else None:
         model, error = found
         parts.append(f"```\n{type(error).__name__}: {error}\n```")
@@ -159,5 +159,5 @@ def blocks() -> dict[str, object]:
 
 
 CASES = cases()
-PAGES = pages.page("museum", blocks)
+PAGES = pages.page("reference/museum", blocks)
 PAGES |= {f"images/museum/{c.name}.svg": partial(picture, c) for c in CASES if is_drawn(c)}

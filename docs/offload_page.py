@@ -23,4 +23,4 @@ def blocks() -> dict[str, object]:
     return {"intensities": intensities, "peak": f"{PEAK / 1e12:g}"}
 
 
-PAGES = page("offload", blocks)
+PAGES = page("how-to/offload-to-the-host", blocks)

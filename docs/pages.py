@@ -1,6 +1,6 @@
 """Generated pages: each is a template of Markdown, and what is filled into it.
 
-`docs/templates/NAME.md.in` is the source of `docs/NAME.md`.  Three things are filled in:
+`docs/templates/NAME.md.in` is the source of `docs/FOLDER/NAME.md`.  Three things are filled in:
 
 - `{block}` becomes a block of the page's module, as `str.format` inserts it.
 - `{printed}` under a line `$ schedir ...` becomes what that command prints.
@@ -41,12 +41,12 @@ def page(
     """Return functions that make a page and its pictures, by their paths in `docs/`.
 
     Args:
-        name: The page's name, as in `docs/NAME.md`.
+        name: The page's path in `docs/`, without its suffix: `reference/api`.
         blocks: Computes the text of each block of the template.
         pictures: More pictures, by file name.  Each function writes that file to the working
             directory.
     """
-    template = (DOCS / "templates" / f"{name}.md.in").read_text()
+    template = (DOCS / "templates" / f"{Path(name).name}.md.in").read_text()
     drawn: dict[str, Callable[[], object]] = {**(pictures or {})}
     for command in DRAWS.finditer(template.replace(" \\\n    ", " ")):
         if f"images/{command[1]}" in template:

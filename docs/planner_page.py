@@ -18,7 +18,7 @@ def blocks() -> dict[str, str]:
         for c in SoftwareConstants().list_constants()
     ]
     links = [
-        f"[`{name}`](../schedir/planner/hardware/clusters/{name}.toml)"
+        f"[`{name}`](../../schedir/planner/hardware/clusters/{name}.toml)"
         for name in cluster_presets()
     ]
     return {
@@ -28,4 +28,4 @@ def blocks() -> dict[str, str]:
     }
 
 
-PAGES = page("planner", blocks)
+PAGES = page("how-to/plan-a-cluster", blocks)

@@ -127,7 +127,7 @@ def blocks() -> dict[str, str]:
         law = describe(getattr(schedules, name))
         each += (
             f"### {name}\n\n{law}\n\n*When to use it.* {when}\n\n"
-            f"![{name} on 4 ranks with 8 microbatches](images/schedules/{name}.svg)\n\n"
+            f"![{name} on 4 ranks with 8 microbatches](../images/schedules/{name}.svg)\n\n"
         )
         for (P, m), (memory, bubble, own) in zip(sizes, numbers[name], strict=True):
             each += f"- {P} ranks, {m} microbatches: memory {memory:g}, "
@@ -156,7 +156,7 @@ def draw(name: str) -> None:
     viz.save(viz.gantt(run_of(name, 4, 8)), f"{name}.svg")
 
 
-PAGES = pages.page("schedules", blocks)
+PAGES = pages.page("reference/schedules", blocks)
 PAGES |= {
     f"images/schedules/{name}.svg": partial(pages.picture, f"{name}.svg", partial(draw, name))
     for name in WHEN

@@ -160,4 +160,4 @@ def picture() -> None:
     viz.save(viz.bubble_vs_memory(runs), "which-schedule.svg")
 
 
-PAGES = page("which-schedule", blocks, {"which-schedule.svg": picture})
+PAGES = page("how-to/choose-a-schedule", blocks, {"which-schedule.svg": picture})

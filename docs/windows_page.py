@@ -51,4 +51,4 @@ def picture() -> None:
     viz.save(viz.window_tiles(*map(found, STRIDES)), "windows.svg")
 
 
-PAGES = page("windows", blocks, {"windows.svg": picture})
+PAGES = page("explanation/windowed-attention", blocks, {"windows.svg": picture})

@@ -4,9 +4,9 @@
     schedir import traces -o run.timeline
     schedir draw run.timeline -o run.svg
 
-Nothing here knows of schedir: the trainer is torch's, and so are the traces.  docs/real-runs.md
-goes on from them.  With the CSV of another schedule for these stages it trains under that one, as
-docs/search.md does:
+Nothing here knows of schedir: the trainer is torch's, and so are the traces.  The page
+docs/how-to/import-traces.md uses these traces.  With the CSV of another schedule for these stages
+it trains under that one, as docs/how-to/search-for-a-schedule.md does:
 
     python examples/traced.py again best.csv
 """

@@ -26,7 +26,7 @@ AVOIDED: Final = re.compile(
     r"so many)\b"
 )
 # The largest share of hard sentences, by area, in percent.
-BUDGET: Final = {"docstrings": 0.5, "comments": 1.0, "messages": 19.0, "pages": 32.0}
+BUDGET: Final = {"docstrings": 0.5, "comments": 1.0, "messages": 19.0, "pages": 36.0}
 PRODUCT: Final = ("schedir", "kernels", "viz")
 _CODE = re.compile(r"`[^`]*`|\(https?:[^)]*\)|https?:\S+|\"[^\"]*\"")
 _SECTION = re.compile(
@@ -139,8 +139,8 @@ def messages() -> Iterator[Sentence]:
 
 
 def pages() -> Iterator[Sentence]:
-    """Yield the sentences of the pages, without code, tables, titles and recorded decisions."""
-    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))):
+    """Yield the sentences of the pages, without code, tables and titles."""
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
         name = str(path.relative_to(ROOT))
         if name == "CHANGELOG.md":
             continue

@@ -9,10 +9,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "tutorial.md"
-OWN_MODEL = ROOT / "docs" / "own-model.md"
-READERS = ["index", "inventing", "slow-run", "hanging-run", "training", "memory", "torch",
-           "testing", "gallery", "pictures", "search", "zero"]  # fmt: skip
+PAGE = ROOT / "docs" / "tutorials" / "first-schedule.md"
+OWN_MODEL = ROOT / "docs" / "how-to" / "train-your-own-model.md"
+READERS = [
+    "index",
+    "how-to/write-a-schedule",
+    "how-to/speed-up-a-run",
+    "how-to/find-a-hang",
+    "how-to/train-from-a-configuration",
+    "how-to/fit-in-memory",
+    "how-to/run-in-torch",
+    "how-to/test-a-schedule",
+    "reference/gallery",
+    "how-to/draw-pictures",
+    "how-to/search-for-a-schedule",
+    "how-to/shard-with-zero",
+]
 
 
 class Step(NamedTuple):

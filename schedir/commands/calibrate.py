@@ -10,7 +10,7 @@ from schedir.errors import UsageError
 EXAMPLES = """\
   schedir calibrate run.timeline
 
-The page docs/real-runs.md has more.
+The page docs/how-to/import-traces.md has more.
 """
 
 

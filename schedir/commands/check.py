@@ -38,7 +38,7 @@ EXAMPLES = """\
   schedir check mine.py:my_schedule -O tp=2 -O overlap --progress-model per_edge
   schedir check refused.sched -o deadlock.svg
 
-The page docs/progress-models.md has more.
+The page docs/explanation/progress-models.md has more.
 """
 
 

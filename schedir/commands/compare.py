@@ -36,7 +36,7 @@ EXAMPLES = """\
   schedir compare gpipe one_f_one_b zb_h1 --costs F=1,B=2
   schedir compare gpipe zb_v --tradeoff -o tradeoff.svg
 
-The page docs/which-schedule.md has more.
+The page docs/how-to/choose-a-schedule.md has more.
 """
 
 

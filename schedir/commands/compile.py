@@ -12,7 +12,7 @@ EXAMPLES = """\
   schedir compile zb_v -O zero=1 -O dp=2 -O overlap -o zb_v.sched
   schedir compile mine.py:my_schedule --config examples/demo.toml -o mine.sched
 
-The page docs/ir.md has more.
+The page docs/reference/instructions.md has more.
 """
 
 

@@ -19,7 +19,7 @@ EXAMPLES = """\
   schedir diagnose dumps
   schedir diagnose dumps --program train.sched
 
-The page docs/hanging-run.md has more.
+The page docs/how-to/find-a-hang.md has more.
 """
 
 

@@ -25,7 +25,7 @@ EXAMPLES = """\
   schedir draw run.timeline -o run.html
   schedir draw zb_h1 --show arrows,memory --sizes saved=1GB -o zb_h1.svg
 
-The page docs/pictures.md has more.
+The page docs/how-to/draw-pictures.md has more.
 """
 
 

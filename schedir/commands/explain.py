@@ -40,7 +40,7 @@ EXAMPLES = """\
   schedir explain one_f_one_b --costs F=1,B=2,send=0.2
   schedir explain run.timeline
 
-The page docs/slow-run.md has more.
+The page docs/how-to/speed-up-a-run.md has more.
 """
 
 

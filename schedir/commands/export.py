@@ -61,7 +61,7 @@ EXAMPLES = """\
   schedir export zb_v --ranks 4 --microbatches 8 --to torch -o zb_v.csv
   schedir export run.timeline --to perfetto -o run.json
 
-The page docs/torch.md has more.
+The page docs/how-to/run-in-torch.md has more.
 """
 
 

@@ -204,7 +204,7 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
 EXAMPLES = """\
   schedir plan --model gpt-175b --cluster a100 --nodes 128 --batch 1536
 
-The page docs/planner.md has more.
+The page docs/how-to/plan-a-cluster.md has more.
 """
 
 

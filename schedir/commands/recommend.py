@@ -38,7 +38,7 @@ EXAMPLES = """\
   schedir recommend --ranks 8 --microbatches 32 --costs F=1,B=2
   schedir recommend --max-activations 4 --no-split-backward
 
-The page docs/which-schedule.md has more.
+The page docs/how-to/choose-a-schedule.md has more.
 """
 
 

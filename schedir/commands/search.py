@@ -59,7 +59,7 @@ EXAMPLES = """\
   schedir search --ranks 4 --microbatches 8 --costs F=2,I=2,W=1 --max-in-flight 4 -o found.sched
   schedir search --frontier -o frontier.svg
 
-The page docs/search.md has more.
+The page docs/how-to/search-for-a-schedule.md has more.
 """
 
 

@@ -10,7 +10,7 @@ EXAMPLES = """\
   schedir train examples/demo.toml
   schedir train run.toml --set train.steps=100 --set pipeline.schedule=zb_h1
 
-The page docs/training.md has more.
+The page docs/how-to/train-from-a-configuration.md has more.
 """
 
 

@@ -145,7 +145,7 @@ def compute_efficiency(
 
     The equation is for transfers that do not overlap with compute. If all of them overlap, the
     longer of the two decides: min(1, ait bw / peak). The programs of schedir have both kinds of
-    transfers; docs/offload.md lists them.
+    transfers; docs/how-to/offload-to-the-host.md lists them.
 
     Args:
         intensity: Operations per byte moved.

@@ -1,7 +1,7 @@
 """Bits do not depend on addresses: what a stage receives begins on a 64-byte line.
 
-MKL picks the order of a sum by the alignment of its operands (docs/same-bits.md), so a value that
-the reference has at an aligned address must be aligned in every run.
+MKL picks the order of a sum by the alignment of its operands (docs/explanation/same-bits.md), so
+a value that the reference has at an aligned address must be aligned in every run.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def test_what_is_no_llama_is_refused(wrong: Any) -> None:
 
 
 def test_the_page_runs() -> None:
-    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/models.md").read_text()
     (code,) = (block for block in page.split("```")[1::2] if block.startswith("python\n"))
     exec(code.removeprefix("python\n"), {})
 

@@ -27,7 +27,7 @@ from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cpu.spawn import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 
-PAGE = Path(__file__).parents[2] / "docs" / "programs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "run-several-programs.md"
 GOLDEN = Path(__file__).parents[1] / "golden" / "programs"
 ZOO = {name: s for name, s in get_built_in_schedules().items() if s is not forward_only}
 ADAM = partial(torch.optim.AdamW, lr=1e-2)

@@ -42,7 +42,7 @@ from tests.cpu.torchs import (
     squares,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "gradients.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "compare-gradients.md"
 same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
 
 

@@ -230,7 +230,7 @@ def test_the_example_prints_what_its_page_shows(
     with warnings.catch_warnings(record=True):  # convolutions are not split
         warnings.simplefilter("always")
         example["main"](str(tmp_path / "skip.svg"))
-    page = (ROOT / "docs" / "own-model.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "train-your-own-model.md").read_text()
     assert f"$ python examples/skip.py\n{capsys.readouterr().out}" in page
     assert (tmp_path / "skip.svg").read_text().startswith("<?xml")
 

@@ -256,7 +256,7 @@ def test_same_bits_of_a_schedule() -> None:
 
 
 def test_the_page_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "splitting.md"
+    page = Path(__file__).parents[2] / "docs" / "explanation" / "split-backward.md"
     scope: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -193,7 +193,7 @@ def test_without_hypothesis_it_says_what_is_missing() -> None:
 
 
 def test_the_page_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "testing.md"
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "test-a-schedule.md"
     names: dict[str, Any] = {}
     exec(page.read_text().split("```python")[1].split("```")[0], names)
     names["test_mine"]()

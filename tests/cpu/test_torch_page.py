@@ -1,5 +1,4 @@
-"""What docs/torch.md shows of `schedir.torch_pipelining.Schedule` runs on two processes, and prints
-that."""
+"""The script of docs/how-to/run-in-torch.md runs on two processes and prints what it shows."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from schedir.errors import UsageError
 from schedir.io.source_loader import load_source
 from tests.cpu.training import ROOT, TORCHRUN, finish, start
 
-PAGE = (ROOT / "docs" / "torch.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "run-in-torch.md").read_text()
 
 # What torchtitan does with a class of schedules, written again: it places stages by what the class
 # is, and builds it by keywords.

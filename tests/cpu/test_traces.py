@@ -187,7 +187,7 @@ def _ours(rank: int, folder: str) -> None:
 
 def test_what_the_page_tells_to_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes one file, of one step, where nobody has made the folder."""
-    page = Path(__file__).parents[2] / "docs" / "real-runs.md"
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "import-traces.md"
     pasted = next(body for language, body in blocks(page.read_text()) if language == "python")
     monkeypatch.chdir(tmp_path)
     names = {"rank": 3, "batches": range(16), "train_step": lambda batch: torch.ones(2) + batch}

@@ -196,7 +196,7 @@ def test_formulas_of_the_papers_hold(formula: which_schedule_page.Formula, P: in
 def test_any_number_of_microbatches_compiles() -> None:
     """But for those that the page names."""
     fill = {"zb_v": 7, "dualpipe_v": 8, "dualpipe": 8, "chimera": 2, "bitpipe": 2}
-    page = (DOCS / "which-schedule.md").read_text()
+    page = (DOCS / "how-to" / "choose-a-schedule.md").read_text()
     assert "`zb_v` (2P-1), `dualpipe_v` and `dualpipe` (2P, the latter even)" in page
     for name, schedule in get_built_in_schedules().items():
         placement, fixed = get_placement_mark(schedule)

@@ -62,10 +62,10 @@ def test_traces_run(
 
     monkeypatch.chdir(tmp_path)
     out = ""
-    for block in (DOCS / "traces.md").read_text().split("```")[1::2]:
+    for block in (DOCS / "reference" / "timeline-files.md").read_text().split("```")[1::2]:
         kind, body = block.split("\n", 1)
         if kind == "python":
-            exec(compile(body, "traces.md", "exec"), {})
+            exec(compile(body, "timeline-files.md", "exec"), {})
             continue
         for line in body.splitlines():
             words = shlex.split(line, comments=True)
@@ -76,7 +76,12 @@ def test_traces_run(
                         assert main(shlex.split(word[2:-1])[1:]) == 0, line
                         words[k] = capsys.readouterr().out.strip()
                 assert main(words[1:]) == 0, line
-    shown = (DOCS / "traces.md").read_text().split("```\none_f_one_b")[1].split("```")[0]
+    shown = (
+        (DOCS / "reference" / "timeline-files.md")
+        .read_text()
+        .split("```\none_f_one_b")[1]
+        .split("```")[0]
+    )
     assert f"one_f_one_b{shown}" in out
 
 
@@ -88,7 +93,7 @@ def test_a_real_run_is_what_the_page_says(
 
     monkeypatch.chdir(ROOT / "examples")
     imported, explained = re.findall(
-        r"```text\n(.*?)```", (DOCS / "real-runs.md").read_text(), re.S
+        r"```text\n(.*?)```", (DOCS / "how-to" / "import-traces.md").read_text(), re.S
     )
     assert main(["explain", "traced.timeline"]) == 0
     assert capsys.readouterr().out == explained

@@ -1,6 +1,6 @@
 """The rules of names: what a module or a class may be called, and how many files a folder may have.
 
-`docs/glossary.md` has the terms.
+`docs/reference/glossary.md` has the terms.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_all_commands_that_need_no_torch_work_without_it(tmp_path: Path) -> None
 
 def imports_of_the_docs() -> list[str]:
     """The import lines of schedir in the Python examples of all pages."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     line = r"^(?:from schedir[\w.]* import (?:\([^)]*\)|.*)|import schedir.*)$"
     found = {each for page in pages for each in re.findall(line, page.read_text(), re.M)}
     return sorted(found)

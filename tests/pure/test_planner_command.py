@@ -251,11 +251,11 @@ def test_the_page_can_be_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its Python, and the commands that hand a plan on; what others print `test_docs` compares."""
-    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "plan-a-cluster.md").read_text()
     monkeypatch.chdir(tmp_path)
     for kind, body in blocks(page):
         if kind == "python":
-            exec(compile(body, "planner.md", "exec"), {})
+            exec(compile(body, "plan-a-cluster.md", "exec"), {})
             assert capsys.readouterr().out
         elif "-o best.toml" in body:
             for line in body.splitlines():

@@ -66,7 +66,7 @@ def test_pages_import_public_names_from_where_they_are_public() -> None:
         (getattr(value, "__module__", ""), name.rpartition(".")[2]) for name, value in NAMES.items()
     }
     public = {"schedir", *(f"schedir.{name}" for name in api_page.MODULES)}
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")]
     for page in pages:
         for home, names in re.findall(r"^from (schedir\S*) import (.+)$", page.read_text(), re.M):
             each = [name.strip() for name in names.split("#")[0].split(",")]

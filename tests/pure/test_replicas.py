@@ -1,6 +1,6 @@
 """Replicas run one Stream: two of them finish where one does, whatever a host waits for itself.
 
-The argument is in `docs/design.md`; here it is tried, by a machine that runs the hosts of two.
+The argument is in `docs/explanation/design.md`.  Here a machine runs the hosts of two replicas.
 """
 
 from __future__ import annotations

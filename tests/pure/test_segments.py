@@ -180,7 +180,7 @@ def test_seq1f1b_as_a_stranger_writes_it() -> None:
     plain, even, balanced = example["timelines"]()
     assert balanced.span < 0.8 * plain.span < 0.8 * even.span
     assert (balanced.peak_memory < 0.5 * plain.peak_memory.max()).all()
-    printed = (ROOT / "docs/inventing.md").read_text()
+    printed = (ROOT / "docs/how-to/write-a-schedule.md").read_text()
     with redirect_stdout(StringIO()) as out:
         example["main"]()
     assert f"$ python examples/seq1f1b.py\n{out.getvalue()}```" in printed

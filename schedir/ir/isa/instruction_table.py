@@ -1,7 +1,8 @@
 """The tables of instructions, values, forms and lanes: one row for each.
 
 The printer, the parser, the flow of values, the dependency graph, the memory estimate, the
-simulator, the executor and `docs/ir.md` read these rows.  None of them repeats a fact of a row.
+simulator, the executor and `docs/reference/instructions.md` read these rows.  None of them repeats
+a fact of a row.
 `table_schema.py` describes the columns.
 """
 

@@ -105,7 +105,8 @@ class SoftwareConstants:
     recompute_ahead: float = _constant_field(
         0.0, "share of what runs again that is an instruction of its own, which may run while a "
         "gradient is on its way; what is left begins with the backward", 0.0, 1.0,
-        "0 in Megatron-LM and torch.utils.checkpoint; 1 in schedir's programs (docs/memory.md)",
+        "0 in Megatron-LM and torch.utils.checkpoint; 1 in schedir's programs "
+        "(docs/how-to/fit-in-memory.md)",
     )  # fmt: skip
     reduction_overlap_share: float = _constant_field(
         0.0, "share of a stage's last backward under which the sums of its gradients over replicas "

@@ -1,6 +1,6 @@
 """The sections of the configuration of a training run. Needs no torch.
 
-`docs/config.md` shows the docstrings of the sections as Markdown.
+`docs/reference/configuration.md` shows the docstrings of the sections as Markdown.
 """
 
 from __future__ import annotations
