@@ -31,6 +31,7 @@ class Extra(NamedTuple):
 
 EXTRAS: Final = {
     "hypothesis": Extra("testing"),
+    "megatron.core": Extra("megatron", "0.16"),
     "numba": Extra("fast"),
     "ortools": Extra("solver"),
     "tokenizers": Extra("tokenizers", "0.20"),
@@ -68,7 +69,10 @@ def require_package(package: str, feature: str, *, field: str = "", min_version:
     Raises:
         MissingPackageError: The package is not installed, or its version is too low.
     """
-    spec = find_spec(package)
+    try:
+        spec = find_spec(package)
+    except ModuleNotFoundError:  # the package that contains it is not installed
+        spec = None
     if spec is None or spec.origin is None:  # without an origin, it is only a folder with this name
         raise _make_missing_error(
             package, f"{feature} needs {package}, which is not installed", field

@@ -21,8 +21,8 @@ from schedir.runtime.checkpoint_state import (
 )
 from schedir.runtime.parameters.buckets import ShardSpec
 from schedir.runtime.parameters.mixed_precision import find_optimizers
-from schedir.torch_pipelining.schedule_consistency import gather_or_raise
 from schedir.torch_pipelining.stages import SharedWeights, unwrap_module
+from schedir.transports.rank_agreement import gather_or_raise
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from schedir.torch_pipelining.executor_factory import (
     make_executor,
 )
 from schedir.torch_pipelining.output_checks import PendingOutputs
-from schedir.torch_pipelining.schedule_consistency import gather_or_raise, require_same
+from schedir.transports.rank_agreement import gather_or_raise, require_same
 
 MAX_EXECUTORS: Final = 4  # Executors. The oldest is dropped to free its memory and connections.
 

@@ -25,7 +25,6 @@ from schedir.torch_pipelining.executor_runtime import ExecutorRuntime
 from schedir.torch_pipelining.forward_checks import CheckedRuntime
 from schedir.torch_pipelining.fsdp_stages import insert_unshards, require_unsharded
 from schedir.torch_pipelining.hook_detection import install_hook_counters
-from schedir.torch_pipelining.schedule_consistency import gather_or_raise, require_same
 from schedir.torch_pipelining.stages import (
     SharedWeights,
     require_frozen_stages,
@@ -34,6 +33,7 @@ from schedir.torch_pipelining.stages import (
     require_runnable,
     require_stages,
 )
+from schedir.transports.rank_agreement import gather_or_raise, require_same
 from schedir.verify.check import check
 
 Runtime = Literal["torch", "schedir"]

@@ -23,7 +23,7 @@ from schedir.runtime.parameters.tied_parameters import (
     fingerprint_parameters,
     list_local_tied_weights,
 )
-from schedir.torch_pipelining.schedule_consistency import gather_or_raise
+from schedir.transports.rank_agreement import gather_or_raise
 
 EXAMPLE = "[PipelineStage(module, stage_index, num_stages, device)]"
 

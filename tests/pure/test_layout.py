@@ -35,7 +35,7 @@ LAYERS = (
     {"data"},
     {"kernels", "transports"},
     {"runtime"},
-    {"tensor_parallel", "testing", "instrumentation", "torch_pipelining"},
+    {"tensor_parallel", "testing", "instrumentation", "torch_pipelining", "megatron"},
     {"models"},
     {"checkpoints"},
     {"training"},

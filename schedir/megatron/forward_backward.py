@@ -1,0 +1,338 @@
+"""A replacement of Megatron's `forward_backward_func` that runs a schedule of schedir."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from schedir.errors import UsageError
+from schedir.ir.program import Program
+from schedir.megatron.messenger import GroupMessenger
+from schedir.megatron.program_choice import (
+    PipelineSetting,
+    compile_program,
+    has_split_backward,
+    load_schedule,
+)
+from schedir.megatron.run_checks import (
+    ChunkLayout,
+    read_layout,
+    require_layout,
+    require_splittable_weights,
+    require_supported_settings,
+)
+from schedir.megatron.step_handlers import HANDLERS, MegatronCall, MegatronStep
+from schedir.megatron.vee_model import stage_contexts
+from schedir.megatron.weight_gradients import split_linear_backward
+from schedir.schedules.schedule_algebra import Schedule
+from schedir.transports.rank_agreement import gather_or_raise, require_same
+
+_SAME_HINT: Final = "give all processes the same schedule and the same arguments"
+
+
+@dataclass(frozen=True)
+class _PreparedRun:
+    """A program that all ranks agreed on, and the transport of its messages."""
+
+    program: Program
+    messenger: GroupMessenger
+
+
+class ForwardBackward:
+    """Runs a schedule in the place of Megatron's `forward_backward_func`. See `forward_backward`.
+
+    Args:
+        schedule: See `forward_backward`.
+        **options: See `forward_backward`.
+    """
+
+    def __init__(self, schedule: str | Schedule | Program, **options: Any) -> None:
+        self.schedule = load_schedule(schedule)
+        self.options = options
+        self._prepared: dict[PipelineSetting, _PreparedRun] = {}
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+    ) -> list[Any]:
+        """Run the forwards and backwards of one step.
+
+        The parameters and the result are those of Megatron's `forward_backward_func`.
+
+        Args:
+            forward_step_func: A function of a data iterator and a model chunk. It returns the
+                output and a loss function.
+            data_iterator: The data iterator, or a list with one for each model chunk.
+            model: The model chunk of this rank, or the list of its chunks.
+            num_microbatches: The number of microbatches.
+            seq_length: The sequence length of a microbatch, in tokens.
+            micro_batch_size: The number of sequences of a microbatch.
+            decoder_seq_length: The sequence length of the decoder, if it is another.
+            forward_only: True to evaluate.
+            collect_non_loss_data: True to return the outputs of the loss function unchanged.
+            first_val_step: True for the first validation step after training steps.
+            adjust_tensor_shapes_fn: Not supported.
+            p2p_communicator: Not used. schedir sends the messages itself.
+            pg_collection: Megatron's process groups. By default those of `parallel_state`.
+            force_all_reduce: See Megatron's `finalize_model_grads`.
+
+        Returns:
+            The data that the loss function returned for each microbatch, on the rank of the last
+            stage and on the last pipeline rank. Other ranks get an empty list.
+
+        Raises:
+            UsageError: A setting is not supported, or the schedule does not fit the run. All
+                ranks raise the same error, before the first message.
+            ModelError: A model chunk does not hold its stage.
+            SchedirError: The schedule is wrong, or could hang with these process groups.
+        """
+        chunks = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config: Any = get_model_config(chunks[0])
+        groups = pg_collection or _default_groups()
+        shape_args = {
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
+            "decoder_seq_length": decoder_seq_length,
+        }
+        setting = PipelineSetting(groups.pp.size(), len(chunks), num_microbatches, forward_only)
+        if setting not in self._prepared:
+            arguments = {**shape_args, "adjust_tensor_shapes_fn": adjust_tensor_shapes_fn}
+            self._prepared[setting] = self._prepare(setting, chunks, config, groups, arguments)
+        run = self._prepared[setting]
+        (boundary_shape,) = schedules.get_tensor_shapes(
+            **shape_args, config=config, tp_group=groups.tp, cp_group=groups.cp
+        )
+        call = MegatronCall(
+            forward_step_func,
+            iterators,
+            chunks,
+            config,
+            num_microbatches,
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+            tuple(boundary_shape),
+            groups.cp.size(),
+        )
+        return _run_step(run, call, groups, force_all_reduce)
+
+    def _prepare(
+        self,
+        setting: PipelineSetting,
+        chunks: list[Any],
+        config: Any,
+        groups: Any,
+        arguments: dict[str, Any],
+    ) -> _PreparedRun:
+        """Compile and check the program.  All ranks raise the error of the first rank with one."""
+        made: list[_PreparedRun] = []
+
+        def prepare_rank() -> tuple[dict[str, str], list[ChunkLayout]]:
+            require_supported_settings(chunks, config)
+            if arguments["adjust_tensor_shapes_fn"] is not None:
+                raise UsageError(
+                    "adjust_tensor_shapes_fn is not supported: all boundaries have one shape",
+                    fields=["adjust_tensor_shapes_fn"],
+                )
+            messenger = GroupMessenger(groups.pp, _device_of(chunks))
+            program = compile_program(
+                self.schedule,
+                setting,
+                messenger.progress_model,
+                messenger.blocking_hosts,
+                self.options,
+                HANDLERS,
+            )
+            if has_split_backward(program):
+                require_splittable_weights(chunks)
+            made.append(_PreparedRun(program, messenger))
+            facts = {
+                "the program": program.digest[:12],
+                "the number of microbatches": str(setting.microbatches),
+                "pipeline_dtype": str(config.pipeline_dtype),
+                "the progress model": messenger.progress_model,
+                **{name: repr(value) for name, value in arguments.items()},
+            }
+            return facts, [read_layout(chunk) for chunk in chunks]
+
+        # All processes compare, not only those of one pipeline: tensor-parallel and data-parallel
+        # peers issue their collectives in the order of the program.
+        everyone = gather_or_raise(prepare_rank, dist.group.WORLD, (ChunkLayout,))
+        for name in everyone[0][0]:
+            require_same(name, [facts[name] for facts, _ in everyone], _SAME_HINT)
+        layouts = [everyone[k][1] for k in dist.get_process_group_ranks(groups.pp)]
+        require_layout(made[0].program.shape, layouts, made[0].program.name)
+        return made[0]
+
+
+def forward_backward(schedule: str | Schedule | Program, **options: Any) -> ForwardBackward:
+    """Return a function to use in the place of Megatron's `get_forward_backward_func()`.
+
+    The schedule is compiled at the first call, for the pipeline size, the number of model chunks
+    and the number of microbatches of the call. It is proven to finish with Megatron's process
+    groups, and all ranks compare their programs, before the first message. Megatron's own
+    `forward_step` and `backward_step` compute, so losses and gradients have the bits of Megatron's
+    schedules. Gradients are reduced by Megatron's DistributedDataParallel and finalized by
+    `config.finalize_model_grads_func`.
+
+    A schedule with split backwards (I and W) runs the weight gradients of Megatron's
+    ColumnParallelLinear and RowParallelLinear in W, and all other gradients in I.
+
+    Args:
+        schedule: The name of a built-in schedule, "FILE.py:FUNCTION", "FILE.sched", a schedule
+            function, or a program.
+        **options: Further options of `schedir.compile`, for example `costs`.
+
+    Returns:
+        A function with the parameters of Megatron's `forward_backward_func`.
+
+    Raises:
+        UsageError: The schedule does not exist.
+
+    Example:
+        In a training script that calls `get_forward_backward_func()` of Megatron-core::
+
+            forward_backward_func = schedir.megatron.forward_backward("zb_h1")
+    """
+    return ForwardBackward(schedule, **options)
+
+
+def _run_step(
+    run: _PreparedRun, call: MegatronCall, groups: Any, force_all_reduce: bool
+) -> list[Any]:
+    program, config, chunks = run.program, call.config, call.chunks
+    rank = groups.pp.rank()
+    last_rank = int(program.shape.first_rank_per_stage[-1])
+    is_last = rank == last_rank
+    trains = not call.forward_only
+    finalizes = trains and config.finalize_model_grads_func is not None
+    embedding = None
+    if finalizes:
+        embedding = schedules.clear_embedding_activation_buffer(config, chunks, is_last)
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    if trains and len(chunks) > 1:
+        for sync, chunk in zip(_per_chunk(config.param_sync_func, chunks), chunks, strict=True):
+            if sync is not None:
+                sync(chunk.parameters())
+    with ExitStack() as stack:
+        if trains:
+            for no_sync in _no_sync_functions(config, chunks):
+                stack.enter_context(no_sync())
+        if has_split_backward(program):
+            stack.enter_context(split_linear_backward())
+        step = MegatronStep(
+            program,
+            rank,
+            run.messenger,
+            call,
+            _GradientReduction(config, chunks, force_all_reduce),
+            stage_contexts(program.shape, rank, groups.pp),
+        )
+        step.run()
+    num_tokens = step.num_tokens
+    if last_rank != program.shape.ranks - 1:  # Megatron expects losses and tokens on its last rank
+        dist.all_reduce(num_tokens, group=groups.pp)
+        _copy_to_last_rank(step.forward_data, last_rank, groups.pp)
+    if finalizes:
+        schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
+        config.finalize_model_grads_func(
+            chunks,
+            num_tokens if config.calculate_per_token_loss else None,
+            pg_collection=groups,
+            force_all_reduce=force_all_reduce,
+        )
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+    return step.forward_data
+
+
+class _GradientReduction:
+    """Starts the reduction of a chunk's gradients, when its last weight gradient is computed.
+
+    Without `overlap_grad_reduce`, Megatron reduces all gradients at the end, in
+    `finalize_model_grads_func`.
+    """
+
+    def __init__(self, config: Any, chunks: list[Any], force_all_reduce: bool) -> None:
+        self.chunks, self.force_all_reduce = chunks, force_all_reduce
+        self.sync_functions = _per_chunk(config.grad_sync_func, chunks)
+
+    def __call__(self, chunk: int) -> None:
+        model, sync = self.chunks[chunk], self.sync_functions[chunk]
+        if sync is not None:
+            sync(model.parameters())
+        elif _overlaps_reduction(model):
+            for bucket_group in model.bucket_groups + model.expert_parallel_bucket_groups:
+                bucket_group.start_grad_sync(force_all_reduce=self.force_all_reduce)
+
+
+def _overlaps_reduction(chunk: Any) -> bool:
+    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
+
+
+def _no_sync_functions(config: Any, chunks: list[Any]) -> list[Any]:
+    """Return the functions that keep gradient hooks from starting a reduction."""
+    function = config.no_sync_func
+    if function is None:
+        return [chunk.no_sync for chunk in chunks if _overlaps_reduction(chunk)]
+    return function if isinstance(function, list) else [function]
+
+
+def _per_chunk(function: Any, chunks: list[Any]) -> list[Any]:
+    """Return a function of Megatron's config for each chunk: it may be one, a list, or None."""
+    return function if isinstance(function, list) else [function] * len(chunks)
+
+
+def _copy_to_last_rank(forward_data: list[Any], source: int, group: Any) -> None:
+    """Copy the losses of the rank with the last stage to the last pipeline rank."""
+    last = group.size() - 1
+    if group.rank() == source:
+        copies = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, forward_data)
+        dist.send_object_list([copies], group=group, group_dst=last)
+    elif group.rank() == last:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, group=group, group_src=source)
+        forward_data.extend(received[0])
+
+
+def _device_of(chunks: list[Any]) -> torch.device:
+    first = next(chunks[0].parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _default_groups() -> Any:
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups

@@ -1,0 +1,80 @@
+"""The messages between the pipeline ranks of a Megatron run."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedir.analysis.progress_models import ProgressModel
+from schedir.errors import UsageError
+from schedir.ir.isa.instructions import Lane
+from schedir.megatron.step_handlers import Message
+
+
+class GroupMessenger:
+    """Sends and receives tensors in Megatron's pipeline group.
+
+    Args:
+        group: The pipeline-parallel process group.
+        device: The device of the tensors.
+
+    Attributes:
+        progress_model: The progress model under which programs are proven. It follows from the
+            group's backend:
+
+            - Gloo: "per_edge". Messages match by their tag, and each lane has one, so each
+              direction of a pair of ranks has a queue for activations and one for gradients.
+            - NCCL: "per_device" if the group is bound to its device, because all messages then use
+              one communicator. "torch_lazy" otherwise: torch creates a communicator for each pair
+              of ranks at their first message.
+        blocking_hosts: True if the host waits for each message, as on CPUs.
+
+    Raises:
+        UsageError: The group has no backend for the device, or another backend.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group = group
+        try:
+            backend = group._get_backend(device).name().lower()
+        except RuntimeError:
+            backend = "no"
+        if backend not in ("gloo", "nccl"):
+            raise UsageError(
+                f"the pipeline group has {backend} backend for {device.type}; programs are proven "
+                "for Gloo and NCCL",
+                hint='torch.distributed.init_process_group("nccl")',
+            )
+        self.uses_tags = backend == "gloo"
+        self.blocking_hosts = device.type == "cpu"
+        self.progress_model: ProgressModel = "per_edge"
+        if backend == "nccl":
+            is_bound = getattr(group, "bound_device_id", None) is not None
+            self.progress_model = "per_device" if is_bound else "torch_lazy"
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Message:
+        """Start a send to a pipeline rank.
+
+        Args:
+            tensor: The tensor, contiguous.
+            peer: The pipeline rank that receives it.
+            lane: The lane of the instruction.
+        """
+        if self.uses_tags:
+            return cast(Message, self.group.send([tensor], peer, int(lane)))
+        return cast(Message, dist.isend(tensor, group=self.group, group_dst=peer))
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Message:
+        """Start a receive from a pipeline rank.
+
+        Args:
+            tensor: The memory for the tensor, contiguous.
+            peer: The pipeline rank that sends it.
+            lane: The lane of the instruction.
+        """
+        if self.uses_tags:
+            return cast(Message, self.group.recv([tensor], peer, int(lane)))
+        return cast(Message, dist.irecv(tensor, group=self.group, group_src=peer))

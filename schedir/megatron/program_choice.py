@@ -1,0 +1,207 @@
+"""Compile a schedule for the pipeline of a Megatron run, and refuse what Megatron cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from schedir.analysis.progress_models import ProgressModel
+from schedir.compiler.compile import compile, finish_lowering
+from schedir.compiler.evaluation_program import evaluation_program
+from schedir.errors import CompletenessError, ShapeError, UsageError, describe
+from schedir.io.source_loader import load_source
+from schedir.ir.isa.instructions import (
+    BACKWARD_INPUT_OPS,
+    FORWARD,
+    INSTRUCTIONS,
+    OPTIMIZER_STEP_OPS,
+)
+from schedir.ir.program import Program
+from schedir.schedules.schedule_algebra import Schedule
+from schedir.verify.check import check
+
+
+@dataclass(frozen=True)
+class PipelineSetting:
+    """The pipeline of a Megatron run, for which a program is compiled.
+
+    Args:
+        ranks: The pipeline-parallel size.
+        chunks: The number of model chunks of each rank: the virtual pipeline size, or 1.
+        microbatches: The number of microbatches of a step.
+        forward_only: True for a program that evaluates.
+    """
+
+    ranks: int
+    chunks: int
+    microbatches: int
+    forward_only: bool
+
+
+def load_schedule(schedule: str | Schedule | Program) -> Schedule | Program:
+    """Return the schedule or the program that a user gives.
+
+    Args:
+        schedule: The name of a built-in schedule, "FILE.py:FUNCTION", "FILE.sched", a schedule
+            function, or a program.
+
+    Raises:
+        UsageError: It is none of these, or the name or the file does not exist.
+    """
+    if isinstance(schedule, str):
+        return load_source(schedule)
+    if not callable(schedule) and not isinstance(schedule, Program):
+        raise UsageError(
+            f"schedule must be a name, a schedule function or a Program, not {describe(schedule)}",
+            hint='forward_backward("zb_h1")',
+            fields=["schedule"],
+        )
+    return schedule
+
+
+def compile_program(
+    schedule: Schedule | Program,
+    setting: PipelineSetting,
+    progress_model: ProgressModel,
+    blocking_hosts: bool,
+    options: Mapping[str, Any],
+    supported_ops: Collection[int],
+) -> Program:
+    """Return the program that a Megatron run executes. It is checked.
+
+    Args:
+        schedule: The schedule or the program.
+        setting: The pipeline of the run.
+        progress_model: The progress model of the messages.
+        blocking_hosts: True if the host waits for the inputs of each compute, as on CPUs.
+        options: Further options of `schedir.compile`, for a schedule or a draft.
+        supported_ops: The instructions that the step can run.
+
+    Raises:
+        UsageError: The program does not fit the run, or has instructions that Megatron cannot run.
+        SchedirError: The schedule is wrong, or could hang under the progress model.
+    """
+    program = _lower(schedule, setting, progress_model, options)
+    require_runnable(program, setting, supported_ops)
+    if setting.forward_only:
+        program = evaluation_program(program, progress_model)
+    return check(program, progress_model, blocking_hosts=blocking_hosts)
+
+
+def _lower(
+    schedule: Schedule | Program,
+    setting: PipelineSetting,
+    progress_model: ProgressModel,
+    options: Mapping[str, Any],
+) -> Program:
+    if not isinstance(schedule, Program):
+        try:
+            return compile(
+                schedule,
+                ranks=setting.ranks,
+                microbatches=setting.microbatches,
+                stages_per_rank=setting.chunks,
+                progress_model=progress_model,
+                **options,
+            )
+        except (CompletenessError, ShapeError) as error:
+            raise UsageError(
+                f"the schedule does not run the {setting.chunks} model chunks of each rank: "
+                f"{error.fact}",
+                program=error.program,
+                hint="the number of model chunks is Megatron's virtual pipeline size: set another "
+                "one, or choose another schedule",
+                fields=["schedule"],
+            ) from error
+    if schedule.is_draft:
+        return compile(schedule, progress_model=progress_model, **options)
+    if options:
+        raise UsageError(
+            f"{', '.join(options)} cannot be applied to a program that is already compiled",
+            program=schedule.name,
+            hint="give the options to schedir.compile",
+            fields=[*options],
+        )
+    has_step = not schedule.used_opcodes.isdisjoint(OPTIMIZER_STEP_OPS)
+    return schedule if has_step else finish_lowering(schedule)
+
+
+def require_runnable(
+    program: Program, setting: PipelineSetting, supported_ops: Collection[int]
+) -> None:
+    """Refuse a program that a Megatron run cannot execute.
+
+    Args:
+        program: A lowered program of a training step.
+        setting: The pipeline of the run.
+        supported_ops: The instructions that the step can run.
+
+    Raises:
+        UsageError: The program has another shape, another parallelism, instructions that the step
+            cannot run, or forwards of a stage that are not in ascending order.
+    """
+    shape = program.shape
+    found = (shape.ranks, shape.stages_per_rank, shape.microbatches)
+    if found != (setting.ranks, setting.chunks, setting.microbatches):
+        raise UsageError(
+            f"the program is for {_describe(*found)}, and the run has "
+            f"{_describe(setting.ranks, setting.chunks, setting.microbatches)}",
+            program=program.name,
+            fields=["program"],
+        )
+    if (program.tp, program.dp, program.zero) != (1, 1, 0):
+        raise UsageError(
+            f"the program has tp {program.tp}, dp {program.dp} and zero {program.zero}",
+            program=program.name,
+            hint="compile it with tp=1, dp=1 and zero=0: Megatron runs its own tensor-parallel and "
+            "data-parallel collectives",
+            fields=["tp", "dp", "zero"],
+        )
+    if shape.placement_rows > 1:
+        raise UsageError(
+            "the schedule puts each stage on several ranks, and Megatron has it on one",
+            program=program.name,
+            fields=["placement"],
+        )
+    if shape.optimizer_steps > 1:
+        raise UsageError(
+            f"the program has {shape.optimizer_steps} optimizer steps, and Megatron's trainer "
+            "takes one after each call",
+            program=program.name,
+            fields=["optimizer_steps"],
+        )
+    if unknown := sorted({*program.used_opcodes} - {*supported_ops}):
+        raise UsageError(
+            f"{', '.join(INSTRUCTIONS[op].text for op in unknown)} cannot run inside Megatron",
+            program=program.name,
+            hint="compile the schedule without the option that adds it",
+        )
+    for rank, stream in enumerate(program.streams):
+        next_mb = dict.fromkeys(shape.stages_on_rank[rank], 0)
+        for instr in stream:
+            if instr.op != FORWARD:
+                continue
+            stage = int(instr.stage)
+            if instr.mb != next_mb[stage]:
+                raise UsageError(
+                    f"rank {rank} runs the forward of microbatch {instr.mb} of stage {stage} "
+                    f"before that of microbatch {next_mb[stage]}, and Megatron's data iterators "
+                    "return the microbatches in ascending order",
+                    program=program.name,
+                    hint="use a schedule that runs the forwards of each stage in ascending order",
+                )
+            next_mb[stage] += 1
+
+
+def has_split_backward(program: Program) -> bool:
+    """Return whether a program has I and W instead of B.
+
+    Args:
+        program: The program.
+    """
+    return not program.used_opcodes.isdisjoint(BACKWARD_INPUT_OPS)
+
+
+def _describe(ranks: int, chunks: int, microbatches: int) -> str:
+    return f"{ranks} ranks with {chunks} stages each and {microbatches} microbatches"

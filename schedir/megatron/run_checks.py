@@ -1,0 +1,188 @@
+"""Refuse the settings and the models of Megatron that schedir's programs cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import get_attr_wrapped_model
+
+from schedir.errors import ModelError, UsageError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+
+
+def _is_more_than_one(value: object) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _is_set(value: object) -> bool:
+    return bool(value)
+
+
+def _uses_cuda_graphs(value: object) -> bool:
+    return value not in (None, False, "none")
+
+
+# Settings of Megatron's TransformerConfig that are refused: the test, and the reason.
+_UNSUPPORTED_SETTINGS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
+    "context_parallel_size": (_is_more_than_one, "context parallelism was not verified"),
+    "hybrid_context_parallel": (_is_set, "context parallelism was not verified"),
+    "expert_model_parallel_size": (_is_more_than_one, "expert parallelism was not verified"),
+    "overlap_moe_expert_parallel_comm": (_is_set, "Megatron runs it in its own schedule only"),
+    "mtp_num_layers": (_is_set, "multi-token prediction was not verified"),
+    "variable_seq_lengths": (_is_set, "the receiver must know the shape of a message"),
+    "num_microbatches_with_partial_activation_checkpoints": (
+        _is_set, "it depends on the warm-up of Megatron's own schedule",
+    ),
+    "fine_grained_activation_offloading": (_is_set, "Megatron runs it in its own schedule only"),
+    "enable_cuda_graph": (_is_set, "CUDA graphs record Megatron's own schedule"),
+    "external_cuda_graph": (_is_set, "CUDA graphs record Megatron's own schedule"),
+    "cuda_graph_impl": (_uses_cuda_graphs, "CUDA graphs record Megatron's own schedule"),
+}  # fmt: skip
+
+
+def require_supported_settings(chunks: Sequence[Any], config: Any) -> None:
+    """Refuse the settings of a run that schedir's programs do not support.
+
+    Args:
+        chunks: The model chunks of this rank.
+        config: Megatron's TransformerConfig of the chunks.
+
+    Raises:
+        UsageError: A setting is not supported. The error has its name and its value.
+    """
+    for name, (is_unsupported, reason) in _UNSUPPORTED_SETTINGS.items():
+        value = getattr(config, name, None)
+        if is_unsupported(value):
+            raise UsageError(
+                f"{name}={value!r} is not supported: {reason}",
+                hint="unset it, or use Megatron's get_forward_backward_func()",
+                fields=[name],
+            )
+    for chunk in chunks:
+        ddp_config = getattr(chunk, "ddp_config", None)
+        if getattr(ddp_config, "use_megatron_fsdp", False):
+            raise UsageError(
+                "use_megatron_fsdp=True is not supported: it reduces gradients in its own hooks",
+                hint="use Megatron's DistributedDataParallel, with use_distributed_optimizer=True "
+                "to shard the optimizer states",
+                fields=["use_megatron_fsdp"],
+            )
+
+
+def require_splittable_weights(chunks: Sequence[Any]) -> None:
+    """Refuse hooks on weights whose gradients are computed apart from the backward.
+
+    Args:
+        chunks: The model chunks of this rank.
+
+    Raises:
+        ModelError: A weight of a parallel linear layer has a hook, which would not be called.
+    """
+    linears = (ColumnParallelLinear, RowParallelLinear)
+    for name, module in (named for chunk in chunks for named in chunk.named_modules()):
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, linears) or weight is None or not weight.requires_grad:
+            continue
+        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+            raise ModelError(
+                f"{name}.weight has a gradient hook, which a split backward does not call",
+                hint="remove the hook, or use a schedule with full backwards (B)",
+            )
+
+
+class ChunkLayout(NamedTuple):
+    """The part of the model that a chunk holds.
+
+    Attributes:
+        pre_process: True if the chunk has the embedding. None if its model does not define it.
+        post_process: True if the chunk has the output layer. None if its model does not define it.
+        ties_embeddings: True if the embedding and the output layer share their weight.
+        layer_numbers: The numbers of its transformer layers in the model, from 1.
+    """
+
+    pre_process: bool | None
+    post_process: bool | None
+    ties_embeddings: bool
+    layer_numbers: list[int]
+
+
+def read_layout(chunk: Any) -> ChunkLayout:
+    """Return the part of the model that a chunk holds.
+
+    Args:
+        chunk: A model chunk, with or without its wrappers.
+    """
+    decoder = _read(chunk, "decoder")
+    return ChunkLayout(
+        _read(chunk, "pre_process"),
+        _read(chunk, "post_process"),
+        bool(_read(chunk, "share_embeddings_and_output_weights")),
+        [int(layer.layer_number) for layer in getattr(decoder, "layers", ())],
+    )
+
+
+def _read(chunk: Any, name: str) -> Any:
+    try:
+        return get_attr_wrapped_model(chunk, name)
+    except RuntimeError:  # no model inside the wrappers has the attribute
+        return None
+
+
+def require_layout(
+    shape: PipelineShape, layouts_per_rank: Sequence[Sequence[ChunkLayout]], schedule: str
+) -> None:
+    """Refuse model chunks that do not hold the stages of the program.
+
+    Args:
+        shape: The shape of the program. Chunk k of a rank is the k-th of its stages.
+        layouts_per_rank: The layouts of the chunks, for each pipeline rank.
+        schedule: The name of the schedule, for errors.
+
+    Raises:
+        ModelError: A chunk holds another stage, or tied embeddings are on one rank.
+    """
+    layout_of = {
+        stage: layout
+        for stages, layouts in zip(shape.stages_on_rank, layouts_per_rank, strict=True)
+        for stage, layout in zip(stages, layouts, strict=True)
+    }
+    last = shape.stages - 1
+    build_hint = (
+        "build the model with schedir.megatron.model_provider(build, schedule), which gives each "
+        "chunk the layers of its stage"
+    )
+    next_layer = 1
+    for stage in range(shape.stages):
+        layout, rank = layout_of[stage], int(shape.first_rank_per_stage[stage])
+        chunk = shape.stages_on_rank[rank].index(stage)
+        where = f"model chunk {chunk} of pipeline rank {rank} is stage {stage} of {schedule}"
+        for name, value, wanted in (
+            ("pre_process", layout.pre_process, stage == 0),
+            ("post_process", layout.post_process, stage == last),
+        ):
+            if value is not None and bool(value) != wanted:
+                raise ModelError(
+                    f"{where}, and has {name}={value}", program=schedule, hint=build_hint
+                )
+        if layout.layer_numbers:
+            expected = [*range(next_layer, next_layer + len(layout.layer_numbers))]
+            if layout.layer_numbers != expected:
+                raise ModelError(
+                    f"{where}, and has layers {layout.layer_numbers}, where layer {next_layer} "
+                    "comes next",
+                    program=schedule,
+                    hint=build_hint,
+                )
+            next_layer = expected[-1] + 1
+    first_rank, last_rank = (int(shape.first_rank_per_stage[stage]) for stage in (0, last))
+    if layout_of[0].ties_embeddings and first_rank == last_rank and shape.ranks > 1:
+        raise ModelError(
+            f"{schedule} puts the embedding and the output layer on rank {first_rank}, and "
+            "Megatron sums the gradients of tied embeddings over the first and the last rank",
+            program=schedule,
+            hint="share_embeddings_and_output_weights=False "
+            "(--untie-embeddings-and-output-weights)",
+            fields=["share_embeddings_and_output_weights"],
+        )

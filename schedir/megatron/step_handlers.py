@@ -1,0 +1,279 @@
+"""The instructions of one step inside Megatron: each is a handler, by opcode.
+
+Megatron's own `forward_step` and `backward_step` compute. The program decides their order, the
+messages, and when the gradients of a chunk are reduced.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
+
+from schedir.ir.isa.instructions import INSTRUCTIONS, Instr, Lane, Opcode
+from schedir.ir.program import Program
+from schedir.megatron.weight_gradients import WeightGradients, defer_weight_gradients
+
+StageMicrobatch = tuple[int, int]
+
+
+class Message(Protocol):
+    """A send or a receive in progress, such as a Work of torch.distributed."""
+
+    def wait(self) -> object:
+        """Wait for the message."""
+
+    def is_completed(self) -> bool:
+        """Return whether the message has been transferred."""
+
+
+class Messenger(Protocol):
+    """Sends and receives tensors between pipeline ranks."""
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Message:
+        """Start a send to a pipeline rank."""
+
+    def recv(self, tensor: Tensor, peer: int, lane: Lane) -> Message:
+        """Start a receive from a pipeline rank."""
+
+
+@dataclass
+class MegatronCall:
+    """The arguments of a call of Megatron's `forward_backward_func` that a step uses.
+
+    Args:
+        forward_step_func: The user's function of a data iterator and a model chunk.
+        data_iterators: A data iterator for each chunk.
+        chunks: The model chunks of this rank.
+        config: Megatron's TransformerConfig of the chunks.
+        num_microbatches: The number of microbatches.
+        forward_only: True to evaluate.
+        collect_non_loss_data: See Megatron.
+        first_val_step: See Megatron.
+        boundary_shape: The shape of an activation between stages.
+        context_parallel_size: The size of the context-parallel group.
+    """
+
+    forward_step_func: Callable[..., Any]
+    data_iterators: list[Any]
+    chunks: list[Any]
+    config: Any
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    boundary_shape: tuple[int, ...]
+    context_parallel_size: int
+
+
+@dataclass
+class _PendingReceive:
+    """A receive that was started, and its buffer."""
+
+    work: Message
+    buffer: Tensor
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.buffer
+
+
+@dataclass
+class MegatronStep:
+    """The values of a step on one pipeline rank.
+
+    Args:
+        program: The program.
+        rank: The pipeline rank.
+        messenger: Sends and receives the boundary tensors.
+        call: The arguments of the call.
+        reduce_chunk: Starts the reduction of the gradients of a chunk.
+        as_stage: Returns a context in which Megatron's functions for the pipeline rank answer for a
+            stage. See `vee_model`.
+    """
+
+    program: Program
+    rank: int
+    messenger: Messenger
+    call: MegatronCall
+    reduce_chunk: Callable[[int], None]
+    as_stage: Callable[[int], AbstractContextManager[object]] = nullcontext
+    forward_data: list[Any] = field(default_factory=list)
+    num_tokens: Tensor = field(init=False)
+    # Values by (stage, microbatch).
+    inputs: dict[StageMicrobatch, Tensor | None] = field(default_factory=dict)
+    outputs: dict[StageMicrobatch, Tensor] = field(default_factory=dict)
+    activations: dict[StageMicrobatch, Tensor] = field(default_factory=dict)
+    gradients: dict[StageMicrobatch, Tensor | None] = field(default_factory=dict)
+    weight_gradients: dict[StageMicrobatch, WeightGradients] = field(default_factory=dict)
+    receives: dict[tuple[Lane, int, int], _PendingReceive] = field(default_factory=dict)
+    sends: deque[tuple[Message, Tensor]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        first = next(self.call.chunks[0].parameters(), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
+        stages = self.program.shape.stages_on_rank[self.rank]
+        self.chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
+        self.last_stage = self.program.shape.stages - 1
+
+    def run(self) -> None:
+        """Run the instructions of the rank, and wait for its sends."""
+        for instr in self.program.streams[self.rank]:
+            HANDLERS[instr.op](self, instr)
+        while self.sends:
+            self.sends.popleft()[0].wait()
+
+    def start_receive(self, instr: Instr, requires_grad: bool) -> None:
+        """Start the receive of a boundary tensor."""
+        buffer = torch.empty(
+            self.call.boundary_shape,
+            dtype=self.call.config.pipeline_dtype,
+            device=self.device,
+            requires_grad=requires_grad,
+        )
+        lane = INSTRUCTIONS[instr.op].lane
+        work = self.messenger.recv(buffer.detach(), self.program.peer_rank(instr), lane)
+        self.receives[lane, instr.stage, instr.mb] = _PendingReceive(work, buffer)
+
+    def start_send(self, instr: Instr, tensor: Tensor) -> None:
+        """Start the send of a boundary tensor, and release the tensors of sends that are done."""
+        tensor = tensor.detach().contiguous()
+        lane = INSTRUCTIONS[instr.op].lane
+        work = self.messenger.send(tensor, self.program.peer_rank(instr), lane)
+        self.sends.append((work, tensor))
+        while self.sends and self.sends[0][0].is_completed():
+            self.sends.popleft()[0].wait()
+
+    def take_input(self, stage: int, mb: int) -> Tensor | None:
+        """Return the input of a forward, or None for the first stage."""
+        if stage == 0:
+            return None
+        if stage - 1 in self.chunk_of:  # the stage before is on this rank
+            output = self.activations.pop((stage - 1, mb))
+            received = output.detach().requires_grad_()
+            self.deallocate(output)
+            return received
+        return self.receives.pop((Lane.ACT, stage, mb)).wait()
+
+    def take_output_gradient(self, stage: int, mb: int) -> Tensor | None:
+        """Return the gradient of a stage's output, or None for the last stage."""
+        if stage == self.last_stage:
+            return None
+        if stage + 1 in self.chunk_of:
+            return self.gradients.pop((stage + 1, mb))
+        return self.receives.pop((Lane.GRAD, stage, mb)).wait()
+
+    def deallocate(self, output: Tensor) -> None:
+        """Free the data of a stage's output, if Megatron is set to do this.  Its graph stays."""
+        if not self.call.forward_only:
+            deallocates = self.call.config.deallocate_pipeline_outputs
+            schedules.deallocate_output_tensor(output, deallocates)
+
+    def run_backward(self, instr: Instr, deferred: WeightGradients | None) -> None:
+        """Run a backward.  Weight gradients are stored in `deferred`, or computed if it is None."""
+        stage, mb = instr.stage, instr.mb
+        with self.as_stage(stage), defer_weight_gradients(deferred):
+            gradient = schedules.backward_step(
+                self.inputs.pop((stage, mb)),
+                self.outputs.pop((stage, mb)),
+                self.take_output_gradient(stage, mb),
+                None,  # the model type, which backward_step does not use
+                self.call.config,
+            )
+        if stage > 0:
+            self.gradients[stage, mb] = gradient
+
+
+def _run_forward(step: MegatronStep, instr: Instr) -> None:
+    call, stage, mb = step.call, instr.stage, instr.mb
+    chunk = step.chunk_of[stage]
+    is_first = schedules.check_first_val_step(call.first_val_step, call.forward_only, mb == 0)
+    input_tensor = step.take_input(stage, mb)
+    with step.as_stage(stage):
+        output, num_tokens = schedules.forward_step(
+            call.forward_step_func,
+            call.data_iterators[chunk],
+            call.chunks[chunk],
+            call.num_microbatches,
+            input_tensor,
+            step.forward_data,
+            call.config,
+            cp_group_size=call.context_parallel_size,
+            collect_non_loss_data=call.collect_non_loss_data,
+            is_first_microbatch=is_first,
+            current_microbatch=mb,
+            vp_stage=chunk if len(call.chunks) > 1 else None,
+            is_last_stage=stage == step.last_stage,
+        )
+    step.num_tokens += num_tokens
+    if stage < step.last_stage:
+        step.activations[stage, mb] = output
+    if not call.forward_only:
+        step.inputs[stage, mb], step.outputs[stage, mb] = input_tensor, output
+
+
+def _run_full_backward(step: MegatronStep, instr: Instr) -> None:
+    step.run_backward(instr, None)
+
+
+def _run_backward_input(step: MegatronStep, instr: Instr) -> None:
+    deferred: WeightGradients = []
+    step.run_backward(instr, deferred)
+    step.weight_gradients[instr.stage, instr.mb] = deferred
+
+
+def _run_backward_weight(step: MegatronStep, instr: Instr) -> None:
+    for add_gradient in step.weight_gradients.pop((instr.stage, instr.mb)):
+        add_gradient()
+
+
+def _receive_activation(step: MegatronStep, instr: Instr) -> None:
+    step.start_receive(instr, requires_grad=not step.call.forward_only)
+
+
+def _receive_gradient(step: MegatronStep, instr: Instr) -> None:
+    step.start_receive(instr, requires_grad=False)
+
+
+def _send_activation(step: MegatronStep, instr: Instr) -> None:
+    output = step.activations.pop((instr.stage, instr.mb))
+    step.start_send(instr, output)
+    step.deallocate(output)
+
+
+def _send_gradient(step: MegatronStep, instr: Instr) -> None:
+    gradient = step.gradients.pop((instr.stage, instr.mb))
+    if gradient is None:  # nothing in the stage depends on its input
+        gradient = torch.zeros(
+            step.call.boundary_shape, dtype=step.call.config.pipeline_dtype, device=step.device
+        )
+    step.start_send(instr, gradient)
+
+
+def _reduce_gradients(step: MegatronStep, instr: Instr) -> None:
+    step.reduce_chunk(step.chunk_of[instr.stage])
+
+
+def _leave_to_trainer(step: MegatronStep, instr: Instr) -> None:
+    """Do nothing: Megatron's trainer takes the optimizer step after the call."""
+
+
+HANDLERS: Final[dict[int, Callable[[MegatronStep, Instr], None]]] = {
+    Opcode.Forward: _run_forward,
+    Opcode.Backward: _run_full_backward,
+    Opcode.BackwardInput: _run_backward_input,
+    Opcode.BackwardWeight: _run_backward_weight,
+    Opcode.SendAct: _send_activation,
+    Opcode.RecvAct: _receive_activation,
+    Opcode.SendGrad: _send_gradient,
+    Opcode.RecvGrad: _receive_gradient,
+    Opcode.ReduceGrads: _reduce_gradients,
+    Opcode.OptimizerStep: _leave_to_trainer,
+}

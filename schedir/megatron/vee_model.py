@@ -1,0 +1,146 @@
+"""Build and run the model chunks of a vee placement in Megatron.
+
+In a vee with two chunks per rank, chunk 1 of rank r holds the stage that Megatron's looped
+placement gives to rank `ranks - 1 - r`. So this rank builds and runs chunk 1 as if it were that
+rank: Megatron's functions for the pipeline rank return the rank of the looped placement.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+from megatron.core import parallel_state, utils
+
+from schedir.errors import UsageError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.megatron.program_choice import load_schedule
+from schedir.schedules.schedule_algebra import Schedule, apply_schedule_defaults
+
+
+def model_provider(
+    build: Callable[..., Any], schedule: str | Schedule | Program
+) -> Callable[..., Any]:
+    """Return a model provider that builds the chunks of a schedule's placement.
+
+    Give the result to Megatron in the place of `build`. It calls `build` once for each chunk, as
+    Megatron does. In a looped placement the arguments are Megatron's own. In a vee, `pre_process`
+    and `post_process` are those of the chunk's stage, and its layers have the numbers of the stage.
+
+    Args:
+        build: Megatron's model provider. It takes `pre_process`, `post_process` and, with several
+            chunks per rank, `vp_stage`, and returns a model chunk.
+        schedule: The schedule, as for `forward_backward`.
+
+    Returns:
+        A function with the parameters of `build`.
+
+    Raises:
+        UsageError: The schedule does not exist, or the k-th stage of a rank is not among the k-th
+            `ranks` stages of the model.
+    """
+    source = load_schedule(schedule)
+
+    @wraps(build)
+    def build_chunk(pre_process: bool = True, post_process: bool = True, **arguments: Any) -> Any:
+        chunk = arguments.get("vp_stage") or 0
+        group = parallel_state.get_pipeline_model_parallel_group()
+        shape = _find_shape(source, group.size())
+        stage = int(shape.stages_on_rank[group.rank()][chunk])
+        looped_rank = find_looped_rank(shape, group.rank(), chunk)
+        if looped_rank != group.rank():
+            pre_process, post_process = stage == 0, stage == shape.stages - 1
+        with as_pipeline_rank(looped_rank, group):
+            return build(pre_process=pre_process, post_process=post_process, **arguments)
+
+    return build_chunk
+
+
+def stage_contexts(
+    shape: PipelineShape, rank: int, group: Any
+) -> Callable[[int], AbstractContextManager[object]]:
+    """Return a function of a stage, which returns the context in which the stage is run.
+
+    Args:
+        shape: The shape of the program.
+        rank: The pipeline rank of this process.
+        group: The pipeline-parallel group.
+    """
+    looped_rank_of = {
+        stage: find_looped_rank(shape, rank, chunk)
+        for chunk, stage in enumerate(shape.stages_on_rank[rank])
+    }
+
+    def enter_stage(stage: int) -> AbstractContextManager[object]:
+        looped_rank = looped_rank_of[stage]
+        return nullcontext() if looped_rank == rank else as_pipeline_rank(looped_rank, group)
+
+    return enter_stage
+
+
+def find_looped_rank(shape: PipelineShape, rank: int, chunk: int) -> int:
+    """Return the rank to which a looped placement gives the stage of a chunk.
+
+    Args:
+        shape: The shape of the program.
+        rank: The pipeline rank that holds the chunk.
+        chunk: The number of the chunk on this rank.
+
+    Raises:
+        UsageError: A looped placement gives the stage to another chunk.
+    """
+    stage = int(shape.stages_on_rank[rank][chunk])
+    looped_chunk, looped_rank = divmod(stage, shape.ranks)
+    if looped_chunk != chunk:
+        raise UsageError(
+            f"placement {shape.placement!r} makes stage {stage} chunk {chunk} of rank {rank}, and "
+            f"Megatron builds its layers only as chunk {looped_chunk} of a rank",
+            hint='use the placement "loop" or "vee"',
+            fields=["placement"],
+        )
+    return looped_rank
+
+
+@contextmanager
+def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
+    """Let Megatron's functions for the pipeline rank of this process return another rank.
+
+    Args:
+        rank: The pipeline rank that they return.
+        group: The pipeline-parallel group.
+    """
+    own_rank, get_group_rank = parallel_state.get_pipeline_model_parallel_rank, utils.get_pg_rank
+
+    def return_rank() -> int:
+        return rank
+
+    def return_group_rank(asked: Any = None) -> int:
+        return rank if asked is group else int(get_group_rank(asked))
+
+    replacements = {own_rank: return_rank, get_group_rank: return_group_rank}
+    patched = [
+        (module, name, value)
+        for module_name, module in [*sys.modules.items()]
+        if module_name.startswith("megatron.")
+        for name, value in [*vars(module).items()]
+        if value is own_rank or value is get_group_rank
+    ]
+    for module, name, value in patched:
+        setattr(module, name, replacements[value])
+    try:
+        yield
+    finally:
+        for module, name, value in patched:
+            setattr(module, name, value)
+
+
+def _find_shape(source: Schedule | Program, ranks: int) -> PipelineShape:
+    """Return the shape that a schedule has on Megatron's ranks and chunks."""
+    if isinstance(source, Program):
+        return source.shape
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    return apply_schedule_defaults(source, PipelineShape(ranks, ranks, stages_per_rank=chunks))

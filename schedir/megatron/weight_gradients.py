@@ -1,0 +1,182 @@
+"""Compute the weight gradients of Megatron's linear layers separately from their input gradients.
+
+A split backward has two halves. `I` computes the gradient of the stage's input, and `W` computes
+the gradients of weights. Megatron's `ColumnParallelLinear` and `RowParallelLinear` compute both in
+one autograd function. `split_linear_backward` replaces this function during a step. The replacement
+computes the input gradient in the backward. It stores the computation of the weight gradient, which
+`W` runs later.
+
+The weight is no input of the replaced function. Otherwise autograd would call the gradient hook of
+Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists yet. With
+`overlap_grad_reduce` this hook raises an AssertionError. The stored computation adds the gradient
+to `weight.main_grad`, which is what the hook does.
+
+Other gradients (biases, norms, embeddings, Transformer Engine modules, grouped GEMMs) are computed
+in `I`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+WeightGradients = list[Callable[[], None]]
+
+# The list of the current `I`, or None outside of an `I`: then weight gradients are not deferred.
+_deferred: WeightGradients | None = None
+
+
+@contextmanager
+def defer_weight_gradients(into: WeightGradients | None) -> Iterator[None]:
+    """Store the computations of weight gradients in a list, instead of running them.
+
+    Args:
+        into: The list, or None to run them at once.
+    """
+    global _deferred
+    before, _deferred = _deferred, into
+    try:
+        yield
+    finally:
+        _deferred = before
+
+
+@contextmanager
+def split_linear_backward() -> Iterator[None]:
+    """Let Megatron's linear layers compute weight gradients apart from input gradients."""
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    original = getattr(layers, name)
+    setattr(layers, name, _apply_linear)
+    try:
+        yield
+    finally:
+        setattr(layers, name, original)
+
+
+class _LinearSettings(NamedTuple):
+    """A linear layer's weight, and the arguments of Megatron's function for it.
+
+    Attributes:
+        weight: The weight, of shape (output size, input size) of this tensor-parallel rank.
+        fuses_accumulation: True if Megatron's CUDA kernel adds the gradient to `main_grad`.
+        reduces_input_grad: True if the input gradient is summed over tensor-parallel ranks.
+        sequence_parallel: True if the input is a shard of the sequence.
+        grad_output_buffer: Megatron's list of output gradients of a deferred output layer, or None.
+        deferral_limit: The largest length of `grad_output_buffer`, or 0 for no limit.
+        tp_group: The tensor-parallel group.
+    """
+
+    weight: Any
+    fuses_accumulation: bool
+    reduces_input_grad: bool
+    sequence_parallel: bool
+    grad_output_buffer: list[Tensor] | None
+    deferral_limit: int
+    tp_group: Any
+
+
+def _apply_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list[Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    async_grad_allreduce: bool | None = None,
+    tp_group: Any = None,
+) -> Any:
+    """Replace Megatron's function of the same parameters."""
+    settings = _LinearSettings(
+        weight,
+        gradient_accumulation_fusion,
+        allreduce_dgrad,
+        sequence_parallel,
+        grad_output_buffer,
+        wgrad_deferral_limit or 0,
+        layers.get_tensor_model_parallel_group_if_none(tp_group),
+    )
+    if not input.requires_grad:  # else autograd would not run the backward of this layer
+        input = input.detach().requires_grad_()
+    return _SplitLinear.apply(input, bias, settings)  # type: ignore[no-untyped-call]
+
+
+class _SplitLinear(torch.autograd.Function):
+    """A linear layer whose weight is hidden from autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, settings: _LinearSettings) -> Tensor:
+        ctx.settings, ctx.has_bias = settings, bias is not None
+        ctx.save_for_backward(input)
+        output = torch.matmul(_full_input(input, settings), settings.weight.detach().t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad_output,), (input,), settings = grads, ctx.saved_tensors, ctx.settings
+        weight = settings.weight
+        buffer, limit = settings.grad_output_buffer, settings.deferral_limit
+        grad_input = grad_output.matmul(weight.detach())
+        work = None
+        if settings.reduces_input_grad:
+            work = dist.all_reduce(grad_input, group=settings.tp_group, async_op=True)
+        elif settings.sequence_parallel:
+            shard = torch.empty_like(input)
+            work = dist.reduce_scatter_tensor(
+                shard, grad_input.contiguous(), group=settings.tp_group, async_op=True
+            )
+            grad_input = shard
+
+        def add_weight_gradient() -> None:
+            _add_weight_gradient(settings, input, grad_output)
+
+        if buffer is not None and (limit == 0 or len(buffer) < limit):
+            buffer.append(grad_output)  # Megatron computes it at the end of the step
+        elif _deferred is not None:
+            _deferred.append(add_weight_gradient)
+        else:
+            add_weight_gradient()  # while the input gradient is on its way
+        if work is not None:
+            work.wait()
+        grad_bias = _flatten_tokens(grad_output).sum(dim=0) if ctx.has_bias else None
+        return grad_input, grad_bias, None
+
+
+@torch.no_grad()
+def _add_weight_gradient(settings: _LinearSettings, input: Tensor, grad_output: Tensor) -> None:
+    weight = settings.weight
+    full_input = _flatten_tokens(_full_input(input, settings))
+    flat_grad = _flatten_tokens(grad_output)
+    if settings.fuses_accumulation:
+        kernels: Any = layers.fused_weight_gradient_mlp_cuda
+        is_float32 = weight.main_grad.dtype == torch.float32
+        accumulate = kernels.wgrad_gemm_accum_fp32 if is_float32 else kernels.wgrad_gemm_accum_fp16
+        accumulate(full_input, flat_grad, weight.main_grad)
+        return
+    gradient = flat_grad.t().matmul(full_input)
+    if hasattr(weight, "main_grad"):
+        weight.main_grad.add_(gradient)
+    else:
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def _full_input(input: Tensor, settings: _LinearSettings) -> Tensor:
+    """Return the input of all tokens: with sequence parallelism, it is gathered."""
+    if not settings.sequence_parallel:
+        return input
+    size = settings.tp_group.size()
+    full = input.new_empty((input.shape[0] * size, *input.shape[1:]))
+    dist.all_gather_into_tensor(full, input.contiguous(), group=settings.tp_group)
+    return full
+
+
+def _flatten_tokens(tensor: Tensor) -> Tensor:
+    """Return a tensor of shape (tokens, features)."""
+    return tensor.contiguous().view(-1, tensor.shape[-1])

@@ -1,0 +1,334 @@
+"""Train a small GPTModel of megatron-core on CPUs, with Megatron's schedule or one of schedir.
+
+A process has the model chunks of one pipeline rank. Megatron's DistributedDataParallel holds the
+gradients, and its `finalize_model_grads` ends each step.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+HIDDEN, VOCABULARY, LENGTH, SEQUENCES = 32, 64, 16, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """The settings of a run.
+
+    `is_vee` builds the model for the schedule's placement. `settings` are fields of
+    TransformerConfig, and `ddp` of DistributedDataParallelConfig.
+    """
+
+    pp: int = 2
+    tp: int = 1
+    chunks: int = 1
+    microbatches: int = 8
+    layers: int = 4
+    tied: bool = True
+    steps: int = 2
+    forward_only: bool = False
+    is_vee: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The losses of a process, and its `main_grad`s after the last step by stage and name."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+
+
+class _OnCPU(TorchFunctionMode):
+    """Tensors that Megatron asks for on a GPU are made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if getattr(func, "__name__", "") == "cuda" and args:
+            return args[0]
+        return func(*args, **kwargs)
+
+
+class _AnyStream:
+    """A CUDA stream or event that does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: self
+
+
+@contextmanager
+def megatron_on_cpu(case: Case) -> Iterator[None]:
+    """Initialize Megatron's process groups, with what it needs of a GPU replaced by the CPU."""
+    warnings.simplefilter("ignore")
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment, misc, return-value]
+    torch.cuda.Stream = lambda *_, **__: _AnyStream()  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = lambda device=None: _AnyStream()  # type: ignore[assignment, return-value]
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    @contextmanager
+    def fork(self: Any, name: str = "") -> Iterator[None]:
+        yield
+
+    def make_norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        norm = torch.nn.LayerNorm(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+    moe_utils.te_general_gemm = None  # which is undefined without Transformer Engine
+    random.CudaRNGStatesTracker.fork = fork
+    random._get_cuda_rng_state = lambda *_, **__: torch.zeros(1, dtype=torch.uint8)
+    random._set_cuda_rng_state = lambda *_, **__: None
+    WrappedTorchNorm.__new__ = make_norm
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
+    )
+    with _OnCPU():
+        yield
+    parallel_state.destroy_model_parallel()
+
+
+def train(
+    case: Case, forward_backward: Any, provider: Callable[[Any], Any] = lambda build: build
+) -> Result:
+    """Train for some steps, and return the losses and gradients of this process."""
+    chunks = build_chunks(case, provider)
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for step in range(case.steps):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        data = [make_batches(case, step) for _ in chunks]
+        several = case.chunks > 1
+        reported = forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=data if several else data[0],
+            model=chunks if several else chunks[0],
+            num_microbatches=case.microbatches,
+            seq_length=LENGTH,
+            micro_batch_size=SEQUENCES,
+            decoder_seq_length=LENGTH,
+            forward_only=case.forward_only,
+        )
+        losses += [float(report["lm loss"][0]) for report in reported]
+        if not case.forward_only:
+            gradients = {
+                f"{first_layer(chunk)} {name}": parameter.main_grad.clone()
+                for chunk in chunks
+                for name, parameter in chunk.named_parameters()
+            }
+            for parameter in parameters:
+                parameter.grad = parameter.main_grad.to(parameter.dtype)
+            optimizer.step()
+            optimizer.zero_grad()
+    return Result(losses, gradients)
+
+
+def first_layer(chunk: Any) -> int:
+    """The number of the first layer of a chunk."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    return int(get_attr_wrapped_model(chunk, "decoder").layers[0].layer_number)
+
+
+def build_chunks(case: Case, provider: Callable[[Any], Any]) -> list[Any]:
+    """Build the chunks of this rank as Megatron's `get_model` does."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    several = case.chunks > 1
+    settings: dict[str, Any] = {
+        "num_layers": case.layers,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "use_cpu_initialization": True,
+        "pipeline_dtype": torch.float32,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.chunks if several else None,
+        "microbatch_group_size_per_vp_stage": case.pp if several else None,
+        "overlap_p2p_comm": several,
+        "batch_p2p_comm": not several,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        **case.settings,
+    }
+    config = TransformerConfig(**settings)
+    experts = config.num_moe_experts
+
+    def build(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
+        return GPTModel(
+            config,
+            get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False),
+            VOCABULARY,
+            LENGTH,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=case.tied,
+            vp_stage=vp_stage,
+        )
+
+    ddp_config = DistributedDataParallelConfig(
+        **{"grad_reduce_in_fp32": config.bf16, "overlap_grad_reduce": False, **case.ddp}
+    )
+    build, chunks = provider(build), []
+    for number in range(case.chunks):
+        vp_stage = number if several else None
+        model = build(
+            pre_process=parallel_state.is_pipeline_first_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
+            vp_stage=vp_stage,
+        )
+        fill_weights(model, case)
+        if config.bf16:
+            model = Float16Module(config, model)
+        chunks.append(
+            DistributedDataParallel(config, ddp_config, model, disable_bucketing=number > 0)
+        )
+    if ddp_config.overlap_grad_reduce:
+        functions = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = functions if several else functions[0]  # type: ignore[assignment]
+    config.finalize_model_grads_func = finalize_model_grads
+    return chunks
+
+
+def fill_weights(model: Any, case: Case) -> None:
+    """Fill each weight from the number of its layer, so that all layouts have the same model."""
+    from megatron.core import parallel_state
+
+    layers = model.decoder.layers
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in model.named_parameters():
+        for position, layer in enumerate(layers):
+            if name.startswith(f"decoder.layers.{position}."):
+                name = name.replace(f"layers.{position}.", f"layer {layer.layer_number}: ", 1)
+                break
+        if case.tied and ("word_embeddings" in name or "output_layer" in name):
+            name = "word embeddings"
+        seed = zlib.crc32(name.encode()) + tp_rank * bool(
+            getattr(parameter, "tensor_model_parallel", False)
+        )
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            is_norm = "norm" in name and name.endswith("weight")
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05 + is_norm)
+
+
+def make_batches(case: Case, step: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the microbatches of a step: tokens, labels, a loss mask, an attention mask, positions.
+
+    The masks have different numbers of tokens.
+    """
+    from megatron.core import parallel_state
+
+    seed = 100 + step + 17 * parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.tril(torch.ones(1, 1, LENGTH, LENGTH)) < 0.5
+    for _ in range(case.microbatches):
+        tokens = torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
+        loss_mask = (torch.rand(SEQUENCES, LENGTH, generator=generator) < 0.8).float()
+        positions = torch.arange(LENGTH).expand(SEQUENCES, -1)
+        yield tokens[:, :-1], tokens[:, 1:], loss_mask, mask, positions
+
+
+def forward_step(data: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Run a chunk on the next microbatch, as pretrain_gpt.py does."""
+    tokens, labels, loss_mask, mask, positions = next(data)
+    output = model(tokens, positions, mask, labels=labels)
+    return output, partial(compute_loss, loss_mask)
+
+
+def compute_loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the summed loss, the number of tokens, and what is reported, as pretrain_gpt.py."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    report = torch.cat([loss.detach().view(1), num_tokens.view(1).float()])
+    return loss, num_tokens, {"lm loss": report}
+
+
+class Comparison(NamedTuple):
+    """The runs of a process with Megatron's schedule and with one of schedir.
+
+    `losses` are those of Megatron's last stage, and `own_losses` those that this process got.
+    `wrong` are the names of gradients that differ in a bit from Megatron's.
+    """
+
+    losses: list[float]
+    own_losses: list[float]
+    wrong: list[str]
+    gradients: int
+
+
+def compare_all(rank: int, runs: list[tuple[Any, Case]]) -> list[Comparison]:
+    """Compare runs of schedules, one after the other, in the same processes."""
+    return [compare(case, schedule) for schedule, case in runs]
+
+
+def compare(case: Case, schedule: Any) -> Comparison:
+    """Train with Megatron's schedule and with one of schedir, and compare all processes."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    import schedir.megatron
+
+    with megatron_on_cpu(case):
+        several = case.chunks if case.chunks > 1 else None
+        theirs = train(case, get_forward_backward_func(case.pp, several))
+        provider = partial(schedir.megatron.model_provider, schedule=schedule)
+        ours = train(
+            case,
+            schedir.megatron.forward_backward(schedule),
+            provider if case.is_vee else lambda build: build,
+        )
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (dist.get_rank(), theirs, ours))
+    # In a vee, a stage is on another rank of the same pipeline, whose index is the same.
+    index = dist.get_rank()
+    ranks = case.tp * (dist.get_world_size() // case.tp // case.pp)  # processes of a pipeline rank
+    pipeline = [one for one in everyone if one[0] % ranks == index % ranks]
+    wanted = {name: g for _, megatron, _ in pipeline for name, g in megatron.gradients.items()}
+    wrong = [
+        name for name, gradient in ours.gradients.items() if not torch.equal(gradient, wanted[name])
+    ]
+    losses = [loss for _, megatron, _ in pipeline for loss in megatron.losses]
+    return Comparison(losses, ours.losses, wrong, len(ours.gradients))
