@@ -62,6 +62,7 @@ TREE: dict[str, dict[str, list[str]]] = {
         "Explanation": [
             "/docs/explanation/design",
             "/docs/explanation/progress-models",
+            "/docs/explanation/lower-bounds",
             "/docs/explanation/same-bits",
             "/docs/explanation/split-backward",
             "/docs/explanation/windowed-attention",
