@@ -14,7 +14,7 @@ def blocks() -> dict[str, str]:
         for name, (m, source) in MODEL_PRESETS.items()
     ]
     constants = [
-        [f"`{c.name}`", f"{c.value:g}", f"{c.min_value:g} to {c.max_value:g}", c.meaning, c.source]
+        [f"`{c.name}`", f"{c.value:g}", f"{c.min_value:g} to {c.max_value:g}"]
         for c in SoftwareConstants().list_constants()
     ]
     links = [
@@ -24,7 +24,7 @@ def blocks() -> dict[str, str]:
     return {
         "models": table(["name", "parameters", "source of its shape"], models),
         "clusters": ", ".join(links),
-        "constants": table(["constant", "default", "bounds", "meaning", "source"], constants),
+        "constants": table(["constant", "default", "bounds"], constants),
     }
 
 
