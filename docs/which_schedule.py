@@ -2,7 +2,7 @@
 
     python docs/which_schedule.py          # simulates all, and writes results/which-schedule.csv
 
-The page that tells of it is `which_schedule_page.py`.
+`which_schedule_page.py` makes the page.
 """
 
 from __future__ import annotations
@@ -195,13 +195,13 @@ RULES = [
     ),
     Rule(
         ("split", "0.75 P or 0.5 P", "any", "m >= P >= 4"),
-        "`v_half` is the best in 0.75 P, and `v_min` in 0.5 P",
+        "`v_half` is the best within 0.75 P, and `v_min` within 0.5 P",
         lambda w: not w.whole and w.m >= w.P >= 4 and w.limit in (0.5, 0.75),
         lambda w: w.within(0, ("v_min" if w.limit == 0.5 else "v_half", 2)),
     ),
     Rule(
         ("split", "1.5 P or more", "short", "any"),
-        "no schedule is shorter than the best in P",
+        "no schedule is shorter than the best one within P",
         lambda w: not w.whole and w.send <= 0.05 and roomy(w.limit, 1.5),
         lambda w: w.best == w._replace(limit=1).best,
     ),
