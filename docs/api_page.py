@@ -105,7 +105,7 @@ GROUPS = {
         ["checkpoints.save", "checkpoints.load", "checkpoints.Saver"],
     ),
     "Test": (
-        "[Test a schedule](../how-to/test-a-schedule.md#a-schedule) in ten lines, and "
+        "[Test a schedule](../how-to/test-a-schedule.md) in ten lines, and "
         "[compare the gradients](../how-to/compare-gradients.md) of any pipeline.",
         ["testing.assert_schedule", "testing.assert_same_gradients",
          "testing.shapes_for", "testing.shapes", "testing.compute_programs",

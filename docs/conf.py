@@ -54,6 +54,7 @@ TREE: dict[str, dict[str, list[str]]] = {
             "Instructions </docs/reference/instructions>",
             "Schedules </docs/reference/schedules>",
             "Gallery </docs/reference/gallery>",
+            "Planner </docs/reference/planner>",
             "Models </docs/reference/models>",
             "Timeline files </docs/reference/timeline-files>",
             "Museum of hangs </docs/reference/museum>",
@@ -62,6 +63,7 @@ TREE: dict[str, dict[str, list[str]]] = {
         "Explanation": [
             "/docs/explanation/design",
             "/docs/explanation/progress-models",
+            "/docs/explanation/lower-bounds",
             "/docs/explanation/same-bits",
             "/docs/explanation/split-backward",
             "/docs/explanation/windowed-attention",

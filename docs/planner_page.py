@@ -1,4 +1,4 @@
-"""The page about the planner: see `generate.py`."""
+"""The pages about the planner: see `generate.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def blocks() -> dict[str, str]:
         for name, (m, source) in MODEL_PRESETS.items()
     ]
     constants = [
-        [f"`{c.name}`", f"{c.value:g}", f"{c.min_value:g} to {c.max_value:g}", c.meaning, c.source]
+        [f"`{c.name}`", f"{c.value:g}", f"{c.min_value:g} to {c.max_value:g}"]
         for c in SoftwareConstants().list_constants()
     ]
     links = [
@@ -22,10 +22,10 @@ def blocks() -> dict[str, str]:
         for name in cluster_presets()
     ]
     return {
-        "models": table(["name", "parameters", "its shape is printed in"], models),
+        "models": table(["name", "parameters", "source of its shape"], models),
         "clusters": ", ".join(links),
-        "constants": table(["constant", "is", "bounds", "means", "source"], constants),
+        "constants": table(["constant", "default", "bounds"], constants),
     }
 
 
-PAGES = page("how-to/plan-a-cluster", blocks)
+PAGES = page("how-to/plan-a-cluster") | page("reference/planner", blocks)

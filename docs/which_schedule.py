@@ -2,7 +2,7 @@
 
     python docs/which_schedule.py          # simulates all, and writes results/which-schedule.csv
 
-The page that tells of it is `which_schedule_page.py`.
+`which_schedule_page.py` makes the page.
 """
 
 from __future__ import annotations
@@ -165,65 +165,73 @@ def roomy(limit: float | None, least: float) -> bool:
 
 
 class Rule(NamedTuple):
-    """What is said, where it is to hold, and whether it does."""
+    """A rule of thumb.
 
-    said: str
+    Attributes:
+        conditions: The conditions in words: backwards, memory limit, messages and microbatches.
+        text: The rule in words.
+        where: Returns whether a cell satisfies the conditions.
+        holds: Returns whether the rule is true in a cell.
+    """
+
+    conditions: tuple[str, str, str, str]
+    text: str
     where: Callable[[Where], bool]
     holds: Callable[[Where], bool]
 
 
 RULES = [
     Rule(
-        "**Backwards can be split, and there is 1F1B's memory**: from m = P on, `interleaved_zb` "
-        "with four stages per rank where messages are short (up to 0.05 of a forward); its step is "
-        "at most 1 % longer than the best.",
+        ("split", "P or more", "short", "m >= P"),
+        "`interleaved_zb` with four stages per rank is at most 1 % longer than the best",
         lambda w: not w.whole and w.m >= w.P and w.send <= 0.05 and roomy(w.limit, 1),
         lambda w: w.within(0.01, ("interleaved_zb", 4)),
     ),
     Rule(
-        "**The same where messages are long** (0.2), and no more memory: `zb_v` from m = 2P on; "
-        "from m = P to there `interleaved_zb` with two stages.",
+        ("split", "P", "long", "m >= P"),
+        "`zb_v` is the best from m = 2P on, and `interleaved_zb` with two stages below",
         lambda w: not w.whole and w.m >= w.P and w.send == 0.2 and w.limit == 1,
         lambda w: w.within(0, ("zb_v", 2) if w.m >= 2 * w.P else ("interleaved_zb", 2)),
     ),
     Rule(
-        "**Three quarters of that memory**: `v_half`. **Half of it**: `v_min`. From m = P >= 4 on, "
-        "and while F, I and W are alike.",
+        ("split", "0.75 P or 0.5 P", "any", "m >= P >= 4"),
+        "`v_half` is the best within 0.75 P, and `v_min` within 0.5 P",
         lambda w: not w.whole and w.m >= w.P >= 4 and w.limit in (0.5, 0.75),
         lambda w: w.within(0, ("v_min" if w.limit == 0.5 else "v_half", 2)),
     ),
     Rule(
-        "**More memory than 1F1B's buys nothing** where backwards are split and messages short.",
+        ("split", "1.5 P or more", "short", "any"),
+        "no schedule is shorter than the best one within P",
         lambda w: not w.whole and w.send <= 0.05 and roomy(w.limit, 1.5),
         lambda w: w.best == w._replace(limit=1).best,
     ),
     Rule(
-        "**Whole backwards, in half as much again as 1F1B's memory**: `interleaved`, with four "
-        "stages per rank, or two where messages are long; from m = 2P on.",
+        ("full", "1.5 P", "any", "m >= 2P"),
+        "`interleaved` is the best, with four stages per rank, or two if messages are long",
         lambda w: w.whole and w.m >= 2 * w.P and w.limit == 1.5,
         lambda w: w.within(0, ("interleaved", 2 if w.send == 0.2 else 4)),
     ),
     Rule(
-        "**Whole backwards, in 1F1B's memory**: 1F1B itself from m = 8P on, and where messages "
-        "are long from m = 2P on.",
+        ("full", "P", "any", "m >= 8P, or m >= 2P if messages are long"),
+        "`one_f_one_b` is the best",
         lambda w: w.whole and w.limit == 1 and w.m >= (2 if w.send == 0.2 else 8) * w.P,
         lambda w: w.within(0, ("one_f_one_b", 1)),
     ),
     Rule(
-        "**Whole backwards, any memory, messages that take time**: `looped_bfs` with four stages, "
-        "from m = 2P on, as nobody waits for a message.",
+        ("full", "none", "more than 0", "m >= 2P"),
+        "`looped_bfs` with four stages per rank is the best: no rank waits for a message",
         lambda w: w.whole and w.send > 0 and w.m >= 2 * w.P and w.limit is None,
         lambda w: w.within(0, ("looped_bfs", 4)),
     ),
     Rule(
-        "**Twice as many microbatches** take two fifths to a half off the bubble, or a little "
-        "more, where backwards are split and m >= P.",
+        ("split", "P or more", "any", "m >= P"),
+        "twice as many microbatches reduce the bubble by 40 to 55 %",
         lambda w: not w.whole and w.P <= w.m < 8 * w.P and roomy(w.limit, 1),
         lambda w: 0.45 <= _again(w) <= 0.6,
     ),
     Rule(
-        "**Fewer microbatches than ranks** idle at least 29 % of the time, and with whole "
-        "backwards at least half of it.",
+        ("any", "any", "any", "m < P"),
+        "at least 29 % of the time is idle, and at least half with full backwards",
         lambda w: w.m < w.P and w.best is not None,
         lambda w: w.best is not None and w.best.bubble >= (0.5 if w.whole else 0.29),
     ),

@@ -14,6 +14,7 @@ OWN_MODEL = ROOT / "docs" / "how-to" / "train-your-own-model.md"
 READERS = [
     "index",
     "how-to/write-a-schedule",
+    "how-to/choose-a-schedule",
     "how-to/speed-up-a-run",
     "how-to/find-a-hang",
     "how-to/train-from-a-configuration",

@@ -23,7 +23,7 @@ def evaluation_program(
     """Return a program with the forwards of a training program, in its order.
 
     The program has the placement and the ranks of `program`, and its own transfers. An executor
-    that is created with it in `more` can evaluate with it.
+    that is created with it in `extra_programs` can evaluate with it.
 
     Args:
         program: The training program.

@@ -3,7 +3,7 @@
 A task is one F, I or W of a microbatch on a stage. All microbatches are alike, so a rank loses
 nothing if it runs each kind of task of a stage in ascending order of microbatches. Sorting the
 starts of a kind keeps the dependencies of the k-th tasks, and memory depends on counts alone
-(docs/how-to/search-for-a-schedule.md).
+(docs/explanation/lower-bounds.md).
 """
 
 from __future__ import annotations

@@ -195,5 +195,11 @@ def test_without_hypothesis_it_says_what_is_missing() -> None:
 def test_the_page_runs() -> None:
     page = Path(__file__).parents[2] / "docs" / "how-to" / "test-a-schedule.md"
     names: dict[str, Any] = {}
-    exec(page.read_text().split("```python")[1].split("```")[0], names)
+    code, rest = page.read_text().split("```python")[1].split("```", 1)
+    exec(code, names)
     names["test_mine"]()
+    exec(code.replace("min(ranks - 1 - rank, microbatches)", "min(rank, microbatches)"), names)
+    with pytest.raises(AssertionError) as caught:
+        names["test_mine"]()
+    shown = rest.split("```\n")[1].removesuffix("  ...\n").removeprefix("AssertionError: ")
+    assert str(caught.value).startswith(shown)

@@ -72,13 +72,11 @@ def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
 
 
 def test_torchs_names_lead_to_ours() -> None:
-    """As the page has them, and with what torch's classes begin with."""
-    ((theirs, ours),) = re.findall(r"\ntorch's (`GPipe`.*?) are (.*?) here\.", PAGE, re.S)
-    named = [
-        re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", each, flags=re.S)) for each in (theirs, ours)
-    ]
-    assert len(named[0]) == 6
-    for one, other in zip(*named, strict=True):
+    """As in the table of the page, and with the prefix of torch's classes."""
+    rows = PAGE.split("| torch | schedir |\n| --- | --- |\n")[1].split("\n\n")[0].splitlines()
+    assert len(rows) == 6
+    for row in rows:
+        one, other, *_ = re.findall(r"`(\w+)`", row)
         for name in (one, f"Schedule{one}"):
             with pytest.raises(UsageError) as caught:
                 load_source(name)

@@ -7,7 +7,7 @@ Each bound is of one rank. Its idle time has up to three parts, which do not ove
 - Between a microbatch's F and I, it can only run other microbatches that fit next to that one.
 
 So a rank takes at least its compute time plus these idle times. The page
-docs/how-to/search-for-a-schedule.md has the proofs.
+docs/explanation/lower-bounds.md has the proofs.
 """
 
 from __future__ import annotations
