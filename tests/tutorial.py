@@ -24,6 +24,7 @@ READERS = [
     "how-to/draw-pictures",
     "how-to/search-for-a-schedule",
     "how-to/shard-with-zero",
+    "how-to/offload-to-the-host",
 ]
 
 
