@@ -70,7 +70,6 @@ def test_own_model(
     assert evaluation == f"  loss {loss / targets.numel():.4f}\n"
 
 
-@pytest.mark.parametrize("name", ["frozen.py", "tables.py", "skip_program.py", "sequence.py"])
-def test_file_runs(name: str) -> None:
-    (file,) = (step for step in PAGE if step.named == name)
-    exec(file.text, {"__name__": name.removesuffix(".py")})
+def test_several_tensors_pass() -> None:
+    (file,) = (step for step in PAGE if step.named == "tables.py")
+    exec(file.text, {"__name__": "tables"})
