@@ -46,7 +46,6 @@ TREE: dict[str, dict[str, list[str]]] = {
             "/docs/how-to/import-traces",
             "/docs/how-to/instrument-a-trainer",
             "/docs/how-to/find-a-hang",
-            "/docs/how-to/diagnose-a-hanging-job",
         ],
         "Reference": [
             "Python API </docs/reference/api>",
@@ -64,6 +63,7 @@ TREE: dict[str, dict[str, list[str]]] = {
             "/docs/explanation/design",
             "/docs/explanation/progress-models",
             "/docs/explanation/lower-bounds",
+            "/docs/explanation/memory-accounting",
             "/docs/explanation/same-bits",
             "/docs/explanation/split-backward",
             "/docs/explanation/windowed-attention",

@@ -12,8 +12,8 @@ def blocks() -> dict[str, object]:
     """The bandwidths that ZeRO-Infinity's equations ask for."""
     rates = [
         ("parameters and gradients", "seq bsz", 9, zi.intensity_of_parameters(1024, 1)),
-        ("the optimizer's state", "seq bsz / 4", 10, zi.intensity_of_optimizer(1024, 1)),
-        ("inputs that are kept to run again", "24 hd ci", 11, zi.intensity_of_checkpoints(2048)),
+        ("optimizer state", "seq bsz / 4", 10, zi.intensity_of_optimizer(1024, 1)),
+        ("inputs for recomputation", "24 hd ci", 11, zi.intensity_of_checkpoints(2048)),
     ]
     intensities = "\n".join(
         f"| {what} | {formula} | {number} | {zi.required_bandwidth(0.5, ait, PEAK) / 1e9:.3g} "

@@ -25,6 +25,7 @@ READERS = [
     "how-to/draw-pictures",
     "how-to/search-for-a-schedule",
     "how-to/shard-with-zero",
+    "how-to/offload-to-the-host",
 ]
 
 

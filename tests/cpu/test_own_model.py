@@ -1,4 +1,4 @@
-"""The page on a model of one's own: its file, its commands, and what it says of both."""
+"""The page about training your own model: its files run, and its commands print what it shows."""
 
 import os
 import subprocess
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from schedir.checkpoints import load
+from schedir.runtime import InProcessExecutor
 from tests.cpu.training import script
 from tests.tutorial import OWN_MODEL, ROOT, numbers_apart, steps
 
@@ -16,9 +18,12 @@ PAGE = list(steps(OWN_MODEL.read_text()))
 
 
 def run(folder: Path, *argv: str) -> str:
-    """What a command prints that must go well, and warn of nothing."""
+    """Return what a command of the page prints. It must succeed without a warning."""
     if argv[:2] == ("torchrun", "--nproc-per-node"):
-        return script(folder / argv[3], int(argv[2]), folder / "by torchrun")
+        script_path, *script_argv = argv[3:]
+        return script(
+            folder / script_path, int(argv[2]), folder / f"run {script_argv}", *script_argv
+        )
     assert argv[0] == "python"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -33,7 +38,7 @@ def run(folder: Path, *argv: str) -> str:
 def test_own_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert {step.kind for step in PAGE} == {"file", "command", "python"}
+    assert {step.kind for step in PAGE} == {"file", "command"}
     (tmp_path / "own.py").write_text("".join(s.text for s in PAGE if s.named == "own.py"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -41,22 +46,27 @@ def test_own_model(
     monkeypatch.delitem(sys.modules, "own")
     commands = [step for step in PAGE if step.kind == "command" and "own.py" in step.text]
     shown = {command.text: numbers_apart(command.prints) for command in commands}
-    memory, alone, four, more = shown
-    said = {}
-    for argv, main in ((memory, own.memory), (alone, lambda: own.alone(5))):  # no process anew
-        main()
-        said[argv] = capsys.readouterr().out
-    said |= {argv: run(tmp_path, *argv.split()) for argv in (four, more)}
-    assert {argv: numbers_apart(out) for argv, out in said.items()} == shown
+    one_process, four_processes, resumed, memory = shown
+    printed = {one_process: run(tmp_path, *one_process.split())}
+    own.measure_memory()
+    printed[memory] = capsys.readouterr().out
+    printed |= {argv: run(tmp_path, *argv.split()) for argv in (four_processes, resumed)}
+    assert {argv: numbers_apart(out) for argv, out in printed.items()} == shown
 
-    assert said[four].startswith(said[alone] + "evaluation  loss ")  # the same losses
-    own.alone(8)
-    steps_more, evaluation = said[more].split("evaluation")
-    assert capsys.readouterr().out == said[alone] + steps_more
+    # Four processes print the losses of one, also after the resume.
+    assert printed[four_processes].startswith(printed[one_process] + "evaluation  loss ")
+    own.train_in_one_process(8)
+    more_steps, evaluation = printed[resumed].split("evaluation")
+    assert capsys.readouterr().out == printed[one_process] + more_steps
+
+    model = own.build_model()
+    arguments = {"loss": own.loss, "boundary": own.BOUNDARY, "tied_weights": own.TIES}
+    executor = InProcessExecutor(own.PROGRAM, own.split(model), max_norm=1.0, seed=7, **arguments)
+    assert load(executor, "checkpoints") is not None
     inputs, targets = own.batch(1000)
+    model.eval()
     with torch.no_grad():
-        trained = own.whole().eval()
-        loss = sum(own.loss(trained(x), y) for x, y in zip(inputs, targets, strict=True))
+        loss = sum(own.loss(model(x), y) for x, y in zip(inputs, targets, strict=True))
     assert evaluation == f"  loss {loss / targets.numel():.4f}\n"
 
 

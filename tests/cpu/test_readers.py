@@ -5,9 +5,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from schedir.__main__ import main
+from tests.pure.test_readers import commands
 from tests.tutorial import READERS, ROOT, steps
 
 BLOCKS = [
@@ -38,3 +41,18 @@ def test_a_run_says_what_the_page_shows(text: str, prints: str, tmp_path: Path) 
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     shown = ".*".join(map(re.escape, prints.split("...\n")))
     assert re.fullmatch(shown, done.stdout, flags=re.S), (done.stdout, done.stderr)
+
+
+def test_save_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop saves checkpoints, runs again from the newest, and the commands read them."""
+    page = (ROOT / "docs" / "how-to" / "save-and-resume.md").read_text()
+    (loop,) = [step.text for step in steps(page) if step.kind == "python"]
+    monkeypatch.chdir(tmp_path)
+    for first in (0, 20):
+        names: dict[str, Any] = {}
+        exec(compile(loop, "save-and-resume.md", "exec"), names)
+        assert names["first"] == first
+    found = commands(page)
+    assert len(found) == 4
+    for command in found:
+        assert main(shlex.split(command, comments=True)[1:]) == 0, command

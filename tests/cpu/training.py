@@ -122,10 +122,16 @@ def forked(config: str, folder: Path, *sets: str) -> tuple[int, str, str]:
     return code, found[0][1], "".join(err for _, _, err in found)
 
 
-def script(what: Path | str, processes: int, folder: Path) -> str:
-    """What several processes print, which find each other as under torchrun: of a script, where it
-    lies, or of a module of that name, as `-m` runs it."""
-    words = [str(what)] if isinstance(what, Path) else ["-m", what]
+def script(what: Path | str, processes: int, folder: Path, *argv: str) -> str:
+    """Return what several processes print, which find each other as under torchrun.
+
+    Args:
+        what: The path of a script, or the name of a module, as for `-m`.
+        processes: The number of processes.
+        folder: A folder of this run.
+        argv: The arguments of the script.
+    """
+    words = [str(what), *argv] if isinstance(what, Path) else ["-m", what]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = fork([words] * processes, folder, store.port, TORCHELASTIC_USE_AGENT_STORE="True")
     assert all((code, err) == (0, "") for code, _, err in found), found
