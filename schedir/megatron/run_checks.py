@@ -176,12 +176,25 @@ def require_layout(
                     hint=build_hint,
                 )
             next_layer = expected[-1] + 1
-    first_rank, last_rank = (int(shape.first_rank_per_stage[stage]) for stage in (0, last))
-    if layout_of[0].ties_embeddings and first_rank == last_rank and shape.ranks > 1:
+    if layout_of[0].ties_embeddings:
+        require_untied_embeddings(shape, schedule)
+
+
+def require_untied_embeddings(shape: PipelineShape, schedule: str) -> None:
+    """Refuse tied embeddings if the first and the last stage are on one rank.
+
+    Args:
+        shape: The shape of the program.
+        schedule: The name of the schedule, for the error.
+
+    Raises:
+        ModelError: Both stages are on one of several ranks.
+    """
+    first_rank, last_rank = (int(shape.first_rank_per_stage[stage]) for stage in (0, -1))
+    if first_rank == last_rank and shape.ranks > 1:
         raise ModelError(
             f"{schedule} puts the embedding and the output layer on rank {first_rank}, and "
             "Megatron sums the gradients of tied embeddings over the first and the last rank",
-            program=schedule,
             hint="share_embeddings_and_output_weights=False "
             "(--untie-embeddings-and-output-weights)",
             fields=["share_embeddings_and_output_weights"],

@@ -14,12 +14,18 @@ from functools import wraps
 from typing import Any
 
 from megatron.core import parallel_state, utils
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from schedir.errors import UsageError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.program import Program
 from schedir.megatron.program_choice import load_schedule
-from schedir.schedules.schedule_algebra import Schedule, apply_schedule_defaults
+from schedir.megatron.run_checks import require_untied_embeddings
+from schedir.schedules.schedule_algebra import (
+    Schedule,
+    apply_schedule_defaults,
+    get_schedule_name,
+)
 
 
 def model_provider(
@@ -42,6 +48,7 @@ def model_provider(
     Raises:
         UsageError: The schedule does not exist, or the k-th stage of a rank is not among the k-th
             `ranks` stages of the model.
+        ModelError: A model ties its embeddings, and the first and the last stage are on one rank.
     """
     source = load_schedule(schedule)
 
@@ -54,8 +61,12 @@ def model_provider(
         looped_rank = find_looped_rank(shape, group.rank(), chunk)
         if looped_rank != group.rank():
             pre_process, post_process = stage == 0, stage == shape.stages - 1
-        with as_pipeline_rank(looped_rank, group):
-            return build(pre_process=pre_process, post_process=post_process, **arguments)
+        name = source.name if isinstance(source, Program) else get_schedule_name(source)
+        with as_pipeline_rank(looped_rank, group), _tied_embeddings_checked(shape, name):
+            model = build(pre_process=pre_process, post_process=post_process, **arguments)
+        if getattr(model, "share_embeddings_and_output_weights", False):
+            require_untied_embeddings(shape, name)
+        return model
 
     return build_chunk
 
@@ -136,6 +147,23 @@ def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
     finally:
         for module, name, value in patched:
             setattr(module, name, value)
+
+
+@contextmanager
+def _tied_embeddings_checked(shape: PipelineShape, schedule: str) -> Iterator[None]:
+    """Refuse tied embeddings in a vee before Megatron waits for a rank without an embedding."""
+    set_up = LanguageModule.setup_embeddings_and_output_layer
+
+    def check_and_set_up(model: Any) -> None:
+        if model.share_embeddings_and_output_weights:
+            require_untied_embeddings(shape, schedule)
+        set_up(model)
+
+    LanguageModule.setup_embeddings_and_output_layer = check_and_set_up
+    try:
+        yield
+    finally:
+        LanguageModule.setup_embeddings_and_output_layer = set_up
 
 
 def _find_shape(source: Schedule | Program, ranks: int) -> PipelineShape:

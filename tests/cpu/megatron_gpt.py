@@ -74,11 +74,12 @@ class _AnyStream:
 def megatron_on_cpu(case: Case) -> Iterator[None]:
     """Initialize Megatron's process groups, with what it needs of a GPU replaced by the CPU."""
     warnings.simplefilter("ignore")
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment, misc, return-value]
-    torch.cuda.Stream = lambda *_, **__: _AnyStream()  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = lambda device=None: _AnyStream()  # type: ignore[assignment, return-value]
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = lambda device=None: None
+    cuda.stream = lambda stream: nullcontext()
+    cuda.Stream = lambda *_, **__: _AnyStream()
+    cuda.current_stream = lambda device=None: _AnyStream()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
@@ -227,7 +228,7 @@ def build_chunks(case: Case, provider: Callable[[Any], Any]) -> list[Any]:
         )
     if ddp_config.overlap_grad_reduce:
         functions = [chunk.no_sync for chunk in chunks]
-        config.no_sync_func = functions if several else functions[0]  # type: ignore[assignment]
+        config.no_sync_func = functions if several else functions[0]
     config.finalize_model_grads_func = finalize_model_grads
     return chunks
 

@@ -108,9 +108,9 @@ def test_same_bits_as_megatron(processes: int, name: str) -> None:
 def forwards_in_descending_order(rank: int, ranks: int, microbatches: int) -> Any:
     order = [*reversed(range(microbatches))]
     for mb in order:
-        yield F(mb)
+        yield F.at(mb)
     for mb in order:
-        yield B(mb)
+        yield B.at(mb)
 
 
 def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[SchedirError]:
