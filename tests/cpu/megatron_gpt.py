@@ -19,14 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-HIDDEN, VOCABULARY, LENGTH, SEQUENCES = 32, 64, 16, 2
+VOCABULARY, SEQUENCES = 64, 2
 
 
 @dataclass(frozen=True)
 class Case:
     """The settings of a run.
 
-    `is_vee` builds the model for the schedule's placement. `settings` are fields of
+    `is_vee` builds the model for the schedule's placement. `frozen` are parts of the names of
+    parameters that are not trained. `aligned` starts reductions as `--align-grad-reduce` does.
+    `settings` are fields of
     TransformerConfig, and `ddp` of DistributedDataParallelConfig.
     """
 
@@ -35,10 +37,14 @@ class Case:
     chunks: int = 1
     microbatches: int = 8
     layers: int = 4
+    hidden: int = 32
+    length: int = 16
     tied: bool = True
     steps: int = 2
     forward_only: bool = False
     is_vee: bool = False
+    frozen: tuple[str, ...] = ()
+    aligned: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
 
@@ -115,37 +121,44 @@ def train(
 ) -> Result:
     """Train for some steps, and return the losses and gradients of this process."""
     chunks = build_chunks(case, provider)
-    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for step in range(case.steps):
         for chunk in chunks:
             chunk.zero_grad_buffer()
-        data = [make_batches(case, step) for _ in chunks]
-        several = case.chunks > 1
-        reported = forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=data if several else data[0],
-            model=chunks if several else chunks[0],
-            num_microbatches=case.microbatches,
-            seq_length=LENGTH,
-            micro_batch_size=SEQUENCES,
-            decoder_seq_length=LENGTH,
-            forward_only=case.forward_only,
-        )
+        reported = run_step(case, forward_backward, chunks, step)
         losses += [float(report["lm loss"][0]) for report in reported]
         if not case.forward_only:
             gradients = {
                 f"{first_layer(chunk)} {name}": parameter.main_grad.clone()
                 for chunk in chunks
                 for name, parameter in chunk.named_parameters()
+                if parameter.requires_grad
             }
             for parameter in parameters:
                 parameter.grad = parameter.main_grad.to(parameter.dtype)
             optimizer.step()
             optimizer.zero_grad()
     return Result(losses, gradients)
+
+
+def run_step(case: Case, forward_backward: Any, chunks: list[Any], step: int) -> list[Any]:
+    """Call a function as Megatron's training loop does, and return what it reports."""
+    data = [make_batches(case, step) for _ in chunks]
+    several = case.chunks > 1
+    reported: list[Any] = forward_backward(
+        forward_step_func=forward_step,
+        data_iterator=data if several else data[0],
+        model=chunks if several else chunks[0],
+        num_microbatches=case.microbatches,
+        seq_length=case.length,
+        micro_batch_size=SEQUENCES,
+        decoder_seq_length=case.length,
+        forward_only=case.forward_only,
+    )
+    return reported
 
 
 def first_layer(chunk: Any) -> int:
@@ -171,7 +184,7 @@ def build_chunks(case: Case, provider: Callable[[Any], Any]) -> list[Any]:
     several = case.chunks > 1
     settings: dict[str, Any] = {
         "num_layers": case.layers,
-        "hidden_size": HIDDEN,
+        "hidden_size": case.hidden,
         "num_attention_heads": 4,
         "use_cpu_initialization": True,
         "pipeline_dtype": torch.float32,
@@ -198,7 +211,7 @@ def build_chunks(case: Case, provider: Callable[[Any], Any]) -> list[Any]:
             config,
             get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False),
             VOCABULARY,
-            LENGTH,
+            case.length,
             pre_process=pre_process,
             post_process=post_process,
             share_embeddings_and_output_weights=case.tied,
@@ -221,6 +234,8 @@ def build_chunks(case: Case, provider: Callable[[Any], Any]) -> list[Any]:
             vp_stage=vp_stage,
         )
         fill_weights(model, case)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in case.frozen))
         if config.bf16:
             model = Float16Module(config, model)
         chunks.append(
@@ -229,6 +244,9 @@ def build_chunks(case: Case, provider: Callable[[Any], Any]) -> list[Any]:
     if ddp_config.overlap_grad_reduce:
         functions = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = functions if several else functions[0]
+    if case.aligned:
+        starts = [chunk.start_grad_sync for chunk in chunks]
+        config.grad_sync_func = starts if several else starts[0]
     config.finalize_model_grads_func = finalize_model_grads
     return chunks
 
@@ -264,11 +282,11 @@ def make_batches(case: Case, step: int) -> Iterator[tuple[Tensor, ...]]:
 
     seed = 100 + step + 17 * parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.tril(torch.ones(1, 1, LENGTH, LENGTH)) < 0.5
+    mask = torch.tril(torch.ones(1, 1, case.length, case.length)) < 0.5
     for _ in range(case.microbatches):
-        tokens = torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
-        loss_mask = (torch.rand(SEQUENCES, LENGTH, generator=generator) < 0.8).float()
-        positions = torch.arange(LENGTH).expand(SEQUENCES, -1)
+        tokens = torch.randint(VOCABULARY, (SEQUENCES, case.length + 1), generator=generator)
+        loss_mask = (torch.rand(SEQUENCES, case.length, generator=generator) < 0.8).float()
+        positions = torch.arange(case.length).expand(SEQUENCES, -1)
         yield tokens[:, :-1], tokens[:, 1:], loss_mask, mask, positions
 
 

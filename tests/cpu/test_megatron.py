@@ -69,12 +69,15 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
         "experts": ("zb_h1", Case(settings=EXPERTS | PER_TOKEN)),
         "bf16": ("zb_h1", Case(settings=BF16)),
         "recompute": ("zb_h1", Case(settings=RECOMPUTE)),
+        "frozen": ("zb_h1", Case(tied=False, frozen=("embedding", "linear_fc1", "layers.0"))),
+        "uneven": ("zb_h1", Case(settings={"num_layers_in_first_pipeline_stage": 1})),
         "evaluation": ("zb_h1", Case(forward_only=True)),
     },
     4: {
         "pp4": ("zb_h1", Case(pp=4)),
         "pp4-zb_v": ("zb_v", replace(VEE, pp=4, layers=8)),
         "dp2": ("zb_h1", Case(ddp={"overlap_grad_reduce": True})),
+        "dp2-aligned": ("zb_h1", Case(ddp={"overlap_grad_reduce": True}, aligned=True)),
         "dp2-sharded": ("interleaved_zb", Case(chunks=2, ddp=DISTRIBUTED)),
         "tp2": ("zb_h1", Case(tp=2)),
         "tp2-sequence": ("zb_h1", Case(tp=2, settings={"sequence_parallel": True})),
@@ -98,7 +101,7 @@ def test_same_bits_as_megatron(processes: int, name: str) -> None:
     with_losses = range(processes - processes // case.pp, processes)
     for rank, result in enumerate(run_all(processes)[name]):
         assert not result.wrong
-        assert result.gradients > 10 or case.forward_only
+        assert result.gradients >= 10 or case.forward_only
         assert len(result.losses) == case.steps * case.microbatches
         # In a vee the last stage is on rank 0, and Megatron expects the losses on the last rank.
         has_losses = rank in with_losses or (case.is_vee and rank == 0)

@@ -1,0 +1,83 @@
+"""Step times inside Megatron-core: programs of schedir beside Megatron's own schedule.
+
+    OMP_NUM_THREADS=1 python benchmarks/megatron_steps.py
+
+A GPTModel of megatron-core is trained over Gloo on CPUs.  In each round every schedule takes one
+step, in turn; a ratio is the median over rounds of the step time divided by that of Megatron's own
+schedule with the same number of model chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness import (
+    Times,
+    gathered,
+    head,
+    lacks,
+    line,
+    milliseconds,
+    on_ranks,
+    pair_ratios,
+    parse,
+    take_turns,
+)
+from tests.cpu.megatron_gpt import Case, build_chunks, megatron_on_cpu, run_step
+
+SCHEDULES = {1: ("one_f_one_b", "zb_h1"), 2: ("interleaved", "interleaved_zb")}
+
+
+def time_steps(rank: int, case: Case, schedules: tuple[str, ...], rounds: int) -> dict[str, Times]:
+    """Return the step times of Megatron's schedule and of ours, gathered over all ranks."""
+    import torch.distributed as dist
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    import schedir.megatron
+
+    def make_step(function: Any) -> Callable[[], object]:
+        chunks = build_chunks(case, lambda build: build)
+
+        def step() -> None:
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            run_step(case, function, chunks, 0)
+
+        return step
+
+    with megatron_on_cpu(case):
+        several = case.chunks if case.chunks > 1 else None
+        functions = {"Megatron": get_forward_backward_func(case.pp, several)}
+        functions |= {name: schedir.megatron.forward_backward(name) for name in schedules}
+        steps = {name: make_step(function) for name, function in functions.items()}
+        return gathered(take_turns(steps, rounds, dist.barrier))
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each schedule")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
+    args = parse(parser, rounds=2, hidden=32, length=16)
+    if not find_spec("megatron"):
+        return lacks("megatron-core is not installed", args.smoke)
+    head("chunks per rank", "schedule", "ms per step", "ratio to Megatron's (95 %)")
+    for chunks, schedules in SCHEDULES.items():
+        case = Case(chunks=chunks, layers=8, hidden=args.hidden, length=args.length)
+        times = on_ranks(time_steps, case.pp, case, schedules, args.rounds)[0]
+        for name, own in times.items():
+            ratio = pair_ratios(own, times["Megatron"], 3)[0]
+            line(chunks, name, milliseconds(own), ratio)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
