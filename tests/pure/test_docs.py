@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -163,6 +164,20 @@ def places(page: str) -> set[str]:
     slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
     before = [slugs[:k].count(slug) for k, slug in enumerate(slugs)]
     return {f"{slug}-{k}" if k else slug for slug, k in zip(slugs, before, strict=True)}
+
+
+def test_news_fragments_have_a_type_of_the_changelog() -> None:
+    """Each is one paragraph without a bullet, as changes/README.md describes."""
+    towncrier = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]
+    types = [kind["directory"] for kind in towncrier["type"]]
+    assert (
+        re.findall(r"^\| `(\w+)` \|", (ROOT / "changes" / "README.md").read_text(), re.M) == types
+    )
+    for fragment in set((ROOT / towncrier["directory"]).iterdir()) - {ROOT / "changes/README.md"}:
+        assert re.fullmatch(rf"\+[\w-]+\.({'|'.join(types)})\.md", fragment.name), fragment.name
+        text = fragment.read_text().strip()
+        assert text and "\n\n" not in text and text[:2] not in ("- ", "* "), fragment.name
+    assert "<!-- towncrier release notes start -->" in (ROOT / towncrier["filename"]).read_text()
 
 
 def test_files_that_pages_name_are_there() -> None:
