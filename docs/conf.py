@@ -24,7 +24,11 @@ from docs import api_page  # noqa: E402
 # Under each page, by caption, what follows it.  A page that is nowhere here is a warning, an error.
 TREE: dict[str, dict[str, list[str]]] = {
     "docs/index": {
-        "Tutorials": ["/docs/tutorials/first-schedule"],
+        "Tutorials": [
+            "/docs/tutorials/first-schedule",
+            "/docs/tutorials/train-a-model",
+            "/docs/tutorials/read-a-trace",
+        ],
         "How-to guides": [
             "/docs/how-to/write-a-schedule",
             "/docs/how-to/choose-a-schedule",

@@ -1,6 +1,6 @@
-"""Make docs/images/page.png, as it is in the README.  Needs Chromium: `python docs/screenshot.py`.
+"""Make docs/images/page.png, for docs/reference/gallery.md: `python docs/screenshot.py`.
 
-The page is that of
+It needs Chromium.  The page is that of
 `schedir draw one_f_one_b --ranks 6 --microbatches 12 --costs F=1,B=2,send=0.2 -o x.html`.
 """
 

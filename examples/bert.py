@@ -1,19 +1,23 @@
-"""Train a BERT, cut into four stages, on 1, 2 or 4 processes.
+"""Train a BERT in four stages on 1, 2 or 4 processes.
 
     python -m examples.bert                                 # one process has all four stages
-    torchrun --nproc-per-node 4 -m examples.bert            # each of four has one
+    torchrun --nproc-per-node 4 -m examples.bert            # each of four processes has one stage
 
-The text is this file, so nothing is downloaded.  Both print the same losses to the last digit.
+Both commands print the same losses to the last digit.  The training text is this file, so nothing
+is downloaded.
 
-The model is Megatron-LM's (arXiv 1909.08053, section 5.3 and figure 7): that of Devlin et al.
-(arXiv 1810.04805) with LayerNorm and residual connections rearranged, so that a norm stands before
-each half of a layer, and one behind the last.  It attends both ways, finds masked tokens, and tells
-whether the second sentence is the next.  There is no dropout.
+The model is that of Megatron-LM (arXiv 1909.08053, section 5.3 and figure 7).  It changes the BERT
+of Devlin et al. (arXiv 1810.04805): a LayerNorm precedes each half of a layer, and one follows the
+last layer.  Attention is bidirectional.  The model predicts masked tokens, and whether the second
+sentence is the next one.  It has no dropout.
 
-Which sentence each token is of, and which tokens are there at all, comes from the data: every stage
-is given both by name (`keywords` of a step), and nothing of it is sent.  The last stage returns two
-tensors, both of which the loss takes.  The embedding of the first stage is the head of the last.
-Tensor-parallel ranks can share each stage (`tp`), and the tokens, too (`sequence_parallel`).
+The example shows:
+
+- Inputs by name: every stage gets the sentence numbers and the padding mask as `keywords` of a
+  step.  They come from the data, and no rank sends them.
+- Two outputs of the last stage: the loss takes both.
+- A tied weight: the embedding of the first stage is the head of the last one.
+- Tensor parallelism (`tp`) and sequence parallelism (`sequence_parallel`).
 """
 
 from __future__ import annotations

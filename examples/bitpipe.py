@@ -1,11 +1,11 @@
-"""BitPipe (arXiv 2410.19367), written anew: a schedule, and a placement that nobody has named.
+"""BitPipe (arXiv 2410.19367) as a schedule and a placement that schedir has no name for.
 
     python examples/bitpipe.py
     schedir draw examples/bitpipe.py:two_vees --ranks 4 --microbatches 4 --costs F=1,B=2 \\
         --placement 0,1,2,3,3,2,1,0/3,2,1,0,0,1,2,3 -o bitpipe.svg
 
-Two pipelines, one down the ranks and back, and one up the ranks and back: two holders of each
-stage, each in a vee.  Half of the microbatches takes each way.
+There are two pipelines.  One passes down the ranks and back, and the other one up and back.  So
+each stage has two replicas, each placed in a vee.  Each pipeline gets half of the microbatches.
 """
 
 import schedir

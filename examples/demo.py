@@ -1,9 +1,9 @@
-"""The demo: three schedules predicted, one of them trained, its loss beside a single process's.
+"""Predict three schedules, train one of them, and compare its loss with a single process.
 
     python examples/demo.py [FOLDER]
 
-Results go to FOLDER, ./demo-output unless told, over those of an earlier demo.  The exit
-code is 0 if the loss falls and is that of the single process.
+Results go to FOLDER, by default ./demo-output, and replace those of an earlier demo.  The exit
+code is 0 if the loss falls and equals that of the single process.
 """
 
 from __future__ import annotations

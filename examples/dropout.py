@@ -1,10 +1,9 @@
-"""Dropout in a module of your own: any schedule, any order and any stages drop the same.
+"""Dropout in your own module: every schedule and division into stages drops the same numbers.
 
     python examples/dropout.py
 
-What a stage draws from torch's generators is decided by the executor's seed, the step, the
-microbatch and the stage.  `fork_layer_rng` names a layer instead, so that it may lie in another
-stage too.
+The random numbers of a stage depend on the executor's seed, the step, the microbatch and the stage.
+`fork_layer_rng` uses the number of a layer instead, so the layer may also be in another stage.
 """
 
 import torch

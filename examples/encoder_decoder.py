@@ -1,23 +1,25 @@
-"""Train an encoder-decoder, cut into four stages, on 1, 2 or 4 processes.
+"""Train an encoder-decoder in four stages on 1, 2 or 4 processes.
 
     python -m examples.encoder_decoder                      # one process has all four stages
-    torchrun --nproc-per-node 4 -m examples.encoder_decoder # each of four has one
+    torchrun --nproc-per-node 4 -m examples.encoder_decoder # each of four processes has one stage
 
-It finds the second half of a text from the first (the prefix language modelling of Raffel et al.,
-arXiv 1910.10683, section 3.2.3).  The text is this file, so nothing is downloaded.  Both print the
-same losses to the last digit.
+Both commands print the same losses to the last digit.  The training text is this file, so nothing
+is downloaded.  The model predicts the second half of a text from the first (prefix language
+modelling: Raffel et al., arXiv 1910.10683, section 3.2.3).
 
-The model is that of Vaswani et al. (arXiv 1706.03762), positions as sines and cosines (section 3.5)
-and one weight for both embeddings and the head (section 3.4), with a norm before each part of a
-layer in place of one behind it, as Pegasus has it (Zhang et al., arXiv 1912.08777).  There is no
-dropout.
+The model is that of Vaswani et al. (arXiv 1706.03762), with sines and cosines as positions (section
+3.5), and one weight for both embeddings and the head (section 3.4).  A norm precedes each sublayer
+instead of following it, as in Pegasus (Zhang et al., arXiv 1912.08777).  It has no dropout.
 
-Stages of the encoder give what they make of the source.  When it is done that is the *memory*,
-which stages of the decoder take with what they make of the target, and pass on: a boundary of two
-tensors (`boundaries`).  So the gradient of the memory is summed up on the way back.  The tokens of
-the target, and which of the source are there, come from the data: every stage is given them by
-name.  The first stage, the last and the decoder's first share one weight (`tied_stages`).
-Tensor-parallel ranks can share each stage (`tp`), and the tokens, too (`sequence_parallel`).
+The example shows:
+
+- A boundary of two tensors (`boundaries`).  The output of the encoder is the *memory*.  Each stage
+  of the decoder takes it with its other input, and passes it on.  So the gradient of the memory is
+  summed on the way back.
+- Inputs by name: every stage gets the target tokens and the padding mask of the source.
+- A weight that three stages share: the first one, the last one, and the first of the decoder
+  (`tied_stages`).
+- Tensor parallelism (`tp`) and sequence parallelism (`sequence_parallel`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Train Hugging Face's GPT-2, cut by hand into four stages, on 1, 2 or 4 processes.
+"""Train GPT-2 of Hugging Face, divided by hand into four stages, on 1, 2 or 4 processes.
 
     python examples/gpt2.py                                 # one process has all four stages
-    torchrun --nproc-per-node 4 examples/gpt2.py            # each of four has one
+    torchrun --nproc-per-node 4 examples/gpt2.py            # each of four processes has one stage
 
-Weights are random and the text is this file, so nothing is downloaded.  Both print the same
-losses to the last digit, with dropout, although GPT-2 ties the embedding of the first stage to
-the head of the last, which then lie in two processes.
+Both commands print the same losses to the last digit, with dropout and a tied weight.  The weight
+is the embedding of the first stage and the head of the last one, in two processes.  Weights are
+random and the training text is this file, so nothing is downloaded.
 """
 
 import os

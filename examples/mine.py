@@ -1,3 +1,8 @@
+"""A schedule of pairs: two forwards, then two backwards.
+
+schedir draw examples/mine.py:in_pairs --ranks 4 --microbatches 8
+"""
+
 from collections.abc import Iterator
 
 from schedir import B, F, RankSchedule

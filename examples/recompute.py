@@ -1,10 +1,10 @@
-"""Train within a limit of memory that keeping all of the forwards exceeds.
+"""Train within a memory limit that is too small without activation recomputation.
 
     python examples/recompute.py [FOLDER]
 
-Results go to FOLDER, ./recompute-output unless told, over those of an earlier run.  The
-exit code is 0 if the run that keeps all is refused, and the one that recomputes what does not fit
-trains.
+Results go to FOLDER, by default ./recompute-output, and replace those of an earlier run.  The exit
+code is 0 if the run without recomputation is refused, and the run that recomputes as much as
+needed trains.
 """
 
 from __future__ import annotations

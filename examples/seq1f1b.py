@@ -1,12 +1,12 @@
-"""Seq1F1B (arXiv 2406.03488): each sequence goes through the pipeline in causal chunks.
+"""Seq1F1B (arXiv 2406.03488): each sequence passes the pipeline in causal chunks.
 
-    python examples/seq1f1b.py                   # beside 1F1B: span, bubble, memory
+    python examples/seq1f1b.py                   # compared with 1F1B: span, bubble, memory
     schedir check examples/seq1f1b.py:seq1f1b -O sequence_chunks=4 --microbatches 32
     python examples/seq1f1b_run.py               # with a model, on four processes
 
-A later chunk sees the keys and values of the earlier ones, so a stage runs the chunks of a
-sequence forward from the first on, and backward from the last on.
-`PipelineShape(sequence_chunks=4)` says so, and `check` refuses what does not.
+A later chunk attends to the keys and values of the earlier ones.  So a stage runs the forwards of a
+sequence from its first chunk to its last, and the backwards from the last to the first.
+`PipelineShape(sequence_chunks=4)` declares the chunks, and `check` refuses any other order.
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
-"""Seq1F1B on four processes over Gloo: gradients are those of whole sequences.
+"""Seq1F1B on four processes over Gloo: gradients equal those of undivided sequences.
 
     python examples/seq1f1b_run.py
 
-A stage keeps the keys and values of the chunks that it has seen.  Later ones attend to them, and
-in their backwards leave gradients for them, which the backward of that chunk takes along.
-That is right only in the order that `check` asks of a shape with chunks.
+A stage stores the keys and values of each chunk, and later chunks attend to them.  The backwards of
+later chunks leave gradients for these keys and values.  The backward of the chunk itself adds them.
+This is right only in the order that `check` requires of a shape with chunks.
 """
 
 import socket

@@ -1,8 +1,9 @@
-"""A U-Net in four stages: what the first makes on the way down, the last takes on the way up.
+"""A U-Net in four stages with a skip connection from the first stage to the last one.
 
     python examples/skip.py
 
-Stage 1 gives its own to its neighbour, stage 2, beside the rest; from stage 0 to 3 leads a skip.
+The output of stage 1 for stage 2 contains one more tensor, because these stages are neighbours.
+Stages 0 and 3 are not, so the program has a skip connection between them.
 """
 
 import sys

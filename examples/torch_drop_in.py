@@ -1,16 +1,17 @@
-"""Hugging Face's Llama under torch's pipeline, and the line that puts schedir in its place.
+"""Train Llama of Hugging Face under torch's pipeline, or under schedir by changing one line.
 
     python examples/torch_drop_in.py theirs     # torch's own schedule
-    python examples/torch_drop_in.py torch      # one of schedir's, in torch's runtime
-    python examples/torch_drop_in.py schedir    # the same, in schedir's executor
-    python examples/torch_drop_in.py torch runs/llama  # and saved there; again: five more steps
+    python examples/torch_drop_in.py torch      # a schedule of schedir, in torch's runtime
+    python examples/torch_drop_in.py schedir    # the same schedule, in schedir's executor
+    python examples/torch_drop_in.py torch runs/llama  # also save there; again: five more steps
 
-Four processes start by themselves; `torchrun --nproc-per-node 4` starts them, too.  Weights are
-random and the text is this file, so nothing is downloaded.  All three print the same losses.
+The script starts four processes, and `torchrun --nproc-per-node 4` can start them, too.  The first
+three commands print the same losses.  Weights are random and the training text is this file, so
+nothing is downloaded.
 
-Between two stages there are five tensors: hidden states, a mask, positions, how are integers,
-and two rotary tables.  Only the first has a gradient.  The head of the last stage is the embedding
-of the first: torch leaves it to the script to add up their gradients.
+Five tensors pass between two stages: hidden states, a mask, positions, which are integers, and two
+rotary tables.  Only the hidden states have a gradient.  The head of the last stage is the embedding
+of the first one.  torch does not sum their gradients, so the script does.
 """
 
 import os

@@ -1,12 +1,11 @@
-"""One of torch's own schedules on four processes of this machine, under torch.profiler.
+"""Run a schedule of torch on four processes of this machine, under torch.profiler.
 
     python examples/traced.py traces
     schedir import traces -o run.timeline
     schedir draw run.timeline -o run.svg
 
-Nothing here knows of schedir: the trainer is torch's, and so are the traces.  The page
-docs/how-to/import-traces.md uses these traces.  With the CSV of another schedule for these stages
-it trains under that one, as docs/how-to/search-for-a-schedule.md does:
+The trainer does not use schedir.  The tutorial docs/tutorials/read-a-trace.md explains its traces.
+With the CSV of another schedule for the same stages, it runs that schedule:
 
     python examples/traced.py again best.csv
 """

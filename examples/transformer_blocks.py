@@ -1,7 +1,7 @@
-"""Blocks of bert.py and encoder_decoder.py, which each add to a residual stream.
+"""Transformer blocks of bert.py and encoder_decoder.py, each with a residual connection.
 
 Tensor-parallel ranks share heads and feed-forward width as in Megatron-LM (arXiv 1909.08053,
-section 3).  Masks are bool (b, S), true where there is a token to attend to.
+section 3).  Masks are bool (b, S), and true for tokens that can be attended to.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Train within a limit of memory that takes both: weights in parts, and forwards that run again.
+"""Train within a memory limit that needs both ZeRO and activation recomputation.
 
     python examples/zero.py [FOLDER]
 
-Results go to FOLDER, ./zero-output unless told, over those of an earlier run.  The exit
-code is 0 if plain replicas are refused, as are ZeRO alone and recomputation alone, and both
-together train within the limit.
+Results go to FOLDER, by default ./zero-output, and replace those of an earlier run.  The exit code
+is 0 if three runs are refused and a fourth one trains.  Refused are plain replicas, ZeRO alone, and
+recomputation alone.
 """
 
 from __future__ import annotations

@@ -140,10 +140,9 @@ def messages() -> Iterator[Sentence]:
 
 def pages() -> Iterator[Sentence]:
     """Yield the sentences of the pages, without code, tables and titles."""
-    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
+    folders = sorted(ROOT.glob("*/README.md"))
+    for path in (*sorted(ROOT.glob("*.md")), *folders, *sorted((ROOT / "docs").rglob("*.md"))):
         name = str(path.relative_to(ROOT))
-        if name == "CHANGELOG.md":
-            continue
         text = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.M | re.S)
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
         for paragraph in re.split(r"\n\s*\n|\n(?=\s*[-*] |\d+\. )", text):

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "tutorials" / "first-schedule.md"
+FIRST_SCHEDULE = ROOT / "docs" / "tutorials" / "first-schedule.md"
+TRAIN_A_MODEL = ROOT / "docs" / "tutorials" / "train-a-model.md"
+READ_A_TRACE = ROOT / "docs" / "tutorials" / "read-a-trace.md"
 OWN_MODEL = ROOT / "docs" / "how-to" / "train-your-own-model.md"
 READERS = [
     "index",

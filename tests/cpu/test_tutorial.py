@@ -1,14 +1,20 @@
-"""The part of the tutorial that runs: a GPT in processes, and modules of one's own."""
+"""The tutorials on training and on traces, which start processes."""
 
+import os
 import re
+import runpy
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands import command
-from tests.tutorial import PAGE, ROOT, numbers_apart, steps
+from schedir.__main__ import main
+from tests.cpu.training import script
+from tests.tutorial import READ_A_TRACE, ROOT, TRAIN_A_MODEL, Step, numbers_apart, steps
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 # How near a prediction is to its run, the machine decides.
 NEAR = (
     r"bubble N%, (predicted N%( and N% unexplained)?"
@@ -29,18 +35,73 @@ def test_a_run_may_be_predicted_or_not() -> None:
         assert said(f"{step}{other}\nstep 10") != predicted
 
 
-def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(step: Step, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command of a page in the current folder, and return what it prints.
+
+    Only the launchers of `schedir train` and of examples/traced.py start a new Python.
+    """
+    words = shlex.split(step.text)
+    if words[0] == "torchrun":
+        assert words[1] == "--nproc-per-node"
+        return script(folder / words[3], int(words[2]), folder / "by torchrun")
+    if words[:2] == ["python", "train.py"]:
+        runpy.run_path(words[1], run_name="__main__")
+        return capsys.readouterr().out
+    if words[0] == "schedir" and words[1] != "train":
+        assert main(words[1:]) == 0, step.text
+        return capsys.readouterr().out
+    argv = [sys.executable, *(["-m"] if words[0] == "schedir" else words[1:2])]
+    argv += words if words[0] == "schedir" else words[2:]
+    done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, (step.text, done.stdout, done.stderr)
+    return done.stdout
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"loss ([\d.]+)", text)
+
+
+def test_train_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole page, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    page = list(steps(PAGE.read_text()))
-    (tmp_path / "mine.py").write_text("".join(s.text for s in page if s.kind == "file"))
-    (train,) = (s for s in page if s.kind == "command" and s.argv[0] == "train")
-    (modules,) = (s for s in page if s.kind == "python")
-    done = command(*train.argv)
-    assert done.returncode == 0, done.stderr
-    assert said(done.stdout) == said(train.prints)
+    page = list(steps(TRAIN_A_MODEL.read_text()))
+    assert {step.kind for step in page} == {"file", "command"}
+    for step in page:
+        if step.kind == "file":
+            with open(tmp_path / step.named, "a") as file:
+                file.write(step.text)
+    commands = [step for step in page if step.kind == "command"]
     try:
-        exec(compile(modules.text, str(PAGE), "exec"), {"__name__": "tutorial"})
+        printed = [run(step, tmp_path, capsys) for step in commands]
     finally:
         sys.modules.pop("mine", None)
+    for step, out in zip(commands, printed, strict=True):
+        assert said(out) == said(step.prints), step.text
+    in_process, in_four, *trained = map(losses, printed)
+    assert in_process == 2 * in_four and len(in_four) == 3  # the same losses, as the page states
+    assert len(trained) == 2 and trained[0] == trained[1]
+    shown = [losses(step.prints) for step in commands]
+    assert shown[0] == 2 * shown[1] and shown[2] == shown[3]
+    assert {path.name for path in tmp_path.iterdir()} >= {"schedir-output", "second"}
+
+
+def test_read_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands that record a run and read it, in order."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    page = [step for step in steps(READ_A_TRACE.read_text()) if step.kind == "command"]
+    commands = [step for step in page if "traced.timeline" not in step.text]
+    assert len(commands) == 6
+    for step in commands:
+        out = run(step, tmp_path, capsys)
+        if step.text.startswith("schedir compare"):  # the width of its columns depends on numbers
+            out, shown = ("".join(re.findall(r"\w+", text)) for text in (out, step.prints))
+            assert re.sub(r"\d", "", out) == re.sub(r"\d", "", shown)
+        else:
+            assert numbers_apart(out) == numbers_apart(step.prints), step.text
+    assert (tmp_path / "again.timeline").stat().st_size > 1000

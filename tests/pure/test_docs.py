@@ -1,16 +1,18 @@
-"""Pages that are generated are fresh, and what the README shows runs."""
+"""Generated pages are fresh, and the README shows what its code and commands print."""
 
 from __future__ import annotations
 
 import ast
 import re
 import shlex
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from docs.generate import PAGES
+from tests.tutorial import steps
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -25,33 +27,60 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = [b.split("\n", 1) for b in README.split("```")[1::2]]
 
 
-def test_readme_shows_the_example_as_it_is() -> None:
-    shown = [body for kind, body in BLOCKS if kind == "python"]
-    assert (ROOT / "examples" / "mine.py").read_text() in shown
-    code = [line for line in shown[0].splitlines() if line.strip()]
-    assert len(code) < 15
-
-
-def test_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has at most ten lines of code, prints what the page says, and writes its picture."""
     monkeypatch.chdir(tmp_path)
-    for kind, body in BLOCKS:
-        if kind == "python":
-            exec(compile(body, "README.md", "exec"), {})
-    assert (tmp_path / "interleaved.png").stat().st_size > 10_000
+    (code,) = [body for kind, body in BLOCKS if kind == "python"]
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 10
+    exec(compile(code, "README.md", "exec"), {})
+    assert f"It prints `{capsys.readouterr().out.strip()}`." in README
+    assert (tmp_path / "my_1f1b.png").stat().st_size > 10_000
 
 
-def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_commands_print_what_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from schedir.__main__ import main
 
-    lines = [line.split() for _, body in BLOCKS for line in body.splitlines()]
-    commands = [words[1:] for words in lines if words[:1] == ["schedir"] and words[1] != "train"]
-    assert {words[0] for words in commands} == {
-        "print", "check", "simulate", "explain", "draw", "compare",
-    }  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(ROOT)
+    commands = [step for step in steps(README) if step.kind == "command"]
+    assert [step.argv[0] for step in commands] == ["draw", "check"]
+    for step in commands:
+        assert main(step.argv) == (2 if "Error: " in step.prints else 0), step.text
+        out, err = capsys.readouterr()
+        assert out + err == step.prints, step.text
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+EXAMPLE = "examples/mine.py:in_pairs --ranks 4 --microbatches 8"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"print {EXAMPLE}",
+        f"check {EXAMPLE}",
+        f"simulate {EXAMPLE} --costs F=1,B=2,send=0.1",
+        f"explain {EXAMPLE} --costs F=1,B=2,send=0.1",
+        f"draw {EXAMPLE}",
+        f"draw {EXAMPLE} --show arrows,path,phases -o mine.pdf",
+        f"compare one_f_one_b {EXAMPLE} -o both.png",
+    ],
+)
+def test_commands_take_the_example(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from schedir.__main__ import main
+
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    for words in commands:
-        assert main(words) == 0, words
+    assert main(command.split()) == 0
 
 
 def test_traces_run(
@@ -103,24 +132,6 @@ def test_a_real_run_is_what_the_page_says(
     assert said[0] and said[1] and said[0][0] == said[1][0]
 
 
-def test_readme_letters_are_what_is_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from schedir.__main__ import main
-
-    monkeypatch.setenv("COLUMNS", "80")
-    (shown,) = [body for _, body in BLOCKS if body.startswith("$ schedir draw")]
-    command, _, chart = shown.partition("$ schedir ")[2].partition("\n")
-    assert main(command.split()) == 0
-    assert capsys.readouterr().out == chart
-
-
-def test_readme_error_is_what_is_printed() -> None:
-    """The one in the README is a golden text."""
-    golden = (ROOT / "tests" / "golden" / "refused" / "deadlock.txt").read_text()
-    assert golden.split("-" * 60 + "\n")[1] in [body for _, body in BLOCKS]
-
-
 def test_links_lead_somewhere() -> None:
     for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")]:
         for link, place in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
@@ -153,6 +164,20 @@ def places(page: str) -> set[str]:
     slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
     before = [slugs[:k].count(slug) for k, slug in enumerate(slugs)]
     return {f"{slug}-{k}" if k else slug for slug, k in zip(slugs, before, strict=True)}
+
+
+def test_news_fragments_have_a_type_of_the_changelog() -> None:
+    """Each is one paragraph without a bullet, as changes/README.md describes."""
+    towncrier = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]
+    types = [kind["directory"] for kind in towncrier["type"]]
+    assert (
+        re.findall(r"^\| `(\w+)` \|", (ROOT / "changes" / "README.md").read_text(), re.M) == types
+    )
+    for fragment in set((ROOT / towncrier["directory"]).iterdir()) - {ROOT / "changes/README.md"}:
+        assert re.fullmatch(rf"\+[\w-]+\.({'|'.join(types)})\.md", fragment.name), fragment.name
+        text = fragment.read_text().strip()
+        assert text and "\n\n" not in text and text[:2] not in ("- ", "* "), fragment.name
+    assert "<!-- towncrier release notes start -->" in (ROOT / towncrier["filename"]).read_text()
 
 
 def test_files_that_pages_name_are_there() -> None:

@@ -1,26 +1,65 @@
-"""The tutorial's commands print what it shows; what needs torch is in tests/cpu."""
+"""The tutorials' commands print what the pages show; tests/cpu runs what needs torch."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from schedir.__main__ import main
-from tests.tutorial import PAGE, ROOT, steps
+from tests.tutorial import FIRST_SCHEDULE, READ_A_TRACE, ROOT, Step, steps
 
 
-def test_tutorial(
+def test_first_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The whole page, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.setenv("COLUMNS", "80")
     refused = 0
-    for step in steps(PAGE.read_text()):
+    for step in steps(FIRST_SCHEDULE.read_text()):
         if step.kind == "file":
-            with open("mine.py", "a") as file:
+            with open(step.named, "a") as file:
                 file.write(step.text)
-        elif step.kind == "command" and step.argv[0] != "train":
-            refused += main(step.argv) != 0
-            out, err = capsys.readouterr()
-            assert out + err == step.prints, step.text
+            continue
+        assert step.kind == "command" and step.prints, step
+        refused += main(step.argv) != 0
+        out, err = capsys.readouterr()
+        assert out + err == step.prints, step.text
     assert refused == 2
     assert (tmp_path / "mine.png").stat().st_size > 100_000
+    assert (tmp_path / "split.html").stat().st_size > 10_000
+
+
+def is_of_the_recorded_run(step: Step) -> bool:
+    """Return whether a command needs no run on this machine."""
+    return "examples/traced.timeline" in step.text or step.argv[0] == "export"
+
+
+def test_read_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands of the run that the repository has, and the numbers that the text repeats."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    page = READ_A_TRACE.read_text()
+    printed = ""
+    for step in filter(is_of_the_recorded_run, steps(page)):
+        argv = step.argv
+        for k, word in enumerate(argv):
+            if word.startswith("$(schedir "):
+                assert main(word[2:-1].split()[1:]) == 0
+                argv[k] = capsys.readouterr().out.strip()
+        assert main(argv) == 0, step.text
+        out, err = capsys.readouterr()
+        assert (out, err) == (step.prints, ""), step.text
+        printed += out
+    text = re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)
+    shares = re.findall(r"\d+\.\d+%", text)
+    seconds = re.findall(r"\d+\.\d+(?= s\b)", text)
+    rounded = {f"{float(number):.3f}" for number in re.findall(r"\d\.\d{3,}", printed)}
+    assert len(shares) > 8 and all(share in printed for share in shares), shares
+    assert len(seconds) > 3 and rounded.issuperset(seconds), seconds
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "examples", "idle.svg", "run.html", "zb.csv",
+    }  # fmt: skip
