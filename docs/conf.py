@@ -36,6 +36,7 @@ TREE: dict[str, dict[str, list[str]]] = {
             "/docs/how-to/test-a-schedule",
             "/docs/how-to/draw-pictures",
             "/docs/how-to/run-in-torch",
+            "/docs/how-to/run-in-megatron",
             "/docs/how-to/train-from-a-configuration",
             "/docs/how-to/train-your-own-model",
             "/docs/how-to/run-several-programs",

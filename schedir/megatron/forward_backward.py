@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
+from warnings import warn
 
 import torch
 import torch.distributed as dist
@@ -167,6 +168,12 @@ class ForwardBackward:
                 self.options,
                 HANDLERS,
             )
+            if _device_of(chunks).type != "cpu":
+                warn(
+                    "schedir.megatron has not been run on GPUs yet: compare the losses and the "
+                    "gradients of some steps with Megatron's own schedule",
+                    stacklevel=2,
+                )
             if has_split_backward(program):
                 require_splittable_weights(chunks)
             made.append(_PreparedRun(program, messenger))
