@@ -137,7 +137,7 @@ def require_even_division(model: TransformerSpec, plan: ParallelPlan) -> None:
         ("heads", model.heads, t, "tp"),
         ("ffn", model.ffn, t, "tp"),
         ("sequence", model.sequence, c * (t if plan.sequence_parallel else 1),
-         "cp tp" if plan.sequence_parallel else "cp"),
+         "cp x tp" if plan.sequence_parallel else "cp"),
         ("experts", model.experts, plan.ep, "ep"),
         ("dp", plan.dp, plan.ep, "ep"),
     ]  # fmt: skip
@@ -146,7 +146,7 @@ def require_even_division(model: TransformerSpec, plan: ParallelPlan) -> None:
     for name, size, parts, which in rows:
         if size % parts:
             raise UsageError(
-                f"{name} {size} cannot be divided among {which} {parts}", fields=[name, which[0]]
+                f"{which} {parts} does not divide {name} {size}", fields=[name, *which.split(" x ")]
             )
 
 
