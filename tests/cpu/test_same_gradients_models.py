@@ -199,6 +199,6 @@ def test_inputs_of_the_caller_stay_as_they_are() -> None:
 
 def test_random_numbers_of_the_caller_stay_as_they_are() -> None:
     whole, given, before = nn.Sequential(Layer(), nn.Dropout()), batch(), torch.get_rng_state()
-    with pytest.raises(Exception, match="draws random numbers"):
+    with pytest.raises(Exception, match="model uses random numbers"):
         same(step, whole, given)
     assert torch.equal(before, torch.get_rng_state())
