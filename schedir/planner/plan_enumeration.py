@@ -221,8 +221,8 @@ def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
         stacklevel: Stack frames from this function's caller to the line that the warning shows.
     """
     warnings.warn(
-        f"tp {t} exceeds the {cluster.gpus_per_node} GPUs of a node: the sums of each layer use "
-        "the network",
+        f"tp {t} is more than the {cluster.gpus_per_node} GPUs of a node: the tensor-parallel "
+        "collectives of each layer use the network",
         stacklevel=stacklevel + 1,
     )
 

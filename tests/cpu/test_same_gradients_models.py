@@ -77,7 +77,7 @@ def test_hooks_of_gradients_are_the_models() -> None:
     whole.linear.weight.register_hook(lambda gradient: gradient * torch.eye(WIDTH))
     same(step, whole, batch())
     whole.linear.weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(UsageError, match=r"linear\.weight has a post-accumulate hook"):
+    with pytest.raises(UsageError, match=r"linear\.weight has a post-accumulate-grad hook"):
         same(step, whole, batch())
 
 

@@ -361,10 +361,10 @@ def test_nearest_batches_can_be_planned_and_none_between() -> None:
 
 
 def test_slices_that_leave_the_node_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match="tp 16 exceeds the 8 GPUs of a node"):
+    with pytest.warns(UserWarning, match="tp 16 is more than the 8 GPUs of a node"):
         found = plan(SMALL, machine(2), 16, tp=16, exact=False)
     assert found[0].tp == 16
-    with pytest.warns(UserWarning, match="tp 16 exceeds the 8 GPUs of a node") as told:
+    with pytest.warns(UserWarning, match="tp 16 is more than the 8 GPUs of a node") as told:
         estimate_step(SMALL, machine(2), ParallelPlan(tp=16), exact=False)
     assert told[0].filename == __file__
     with pytest.raises(UsageError, match="no plan with tp 16 uses all 8 GPUs"):
