@@ -29,8 +29,8 @@ class ParallelPlan:
         microbatch_size: Sequences in a microbatch.
         microbatches: Microbatches of a replica in one step.
         schedule: The name of a built-in schedule, or the path of a `.sched` file.
-        recompute: What a layer computes again in the backward: "none", "selective" or "full" (arXiv
-            2205.05198, section 5).
+        recompute: The part of a layer that runs again in the backward: "none", "selective" or
+            "full" (arXiv 2205.05198, section 5).
         zero: The ZeRO level, from 0 to 3.
         sequence_parallel: True if norms and dropout are divided among the tensor-parallel ranks
             (arXiv 2205.05198, section 4.2.2).

@@ -127,7 +127,7 @@ def enumerate_plans(
             product of the degrees, or the batch is not divisible. The hint has values that work.
 
     Warns:
-        A tensor-parallel group leaves its node, because the filter asks for it.
+        A requested `tp` is more than the GPUs of a node.
     """
     if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_SEQUENCES:
         raise UsageError(
@@ -213,7 +213,7 @@ def _list_tp_sizes(
 
 
 def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
-    """Warn that a tensor-parallel group leaves its node.
+    """Warn that a tensor-parallel group is larger than a node.
 
     Args:
         t: The tensor-parallel size.

@@ -68,7 +68,7 @@ def estimate_step(
             and the plan offloads.
 
     Warns:
-        A tensor-parallel group leaves its node.
+        `plan.tp` is more than the GPUs of a node.
 
     Example:
         >>> from schedir import planner

@@ -247,7 +247,7 @@ def collect_requirements(
 def _boundary_dtypes(
     stage_device: Any, parameters: Iterable[Tensor]
 ) -> tuple[torch.dtype | None, ...]:
-    """Return the dtypes that decide the dtypes of boundaries: of autocast and of parameters."""
+    """Return the autocast dtype and the parameter dtypes, which decide those of boundaries."""
     device = torch.device(stage_device).type
     on = torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None, *map(_get_dtype, parameters)
