@@ -43,9 +43,9 @@ def describe_plan(plan: ParallelPlan) -> str:
         "without recomputation" if recompute == "none" else f"with {recompute} recomputation"
     )
     memory_options += f", zero {plan.zero}" * (plan.zero > 0)
-    memory_options += ", sequence cut over slices" * plan.sequence_parallel
+    memory_options += ", sequence parallel" * plan.sequence_parallel
     memory_options += ", activations offloaded" * (plan.offload != "none")
-    memory_options += ", states on the host" * (plan.optimizer_placement != "device")
+    memory_options += ", optimizer state on the host" * (plan.optimizer_placement != "device")
     return f"{' '.join(degrees)}, {memory_options}"
 
 
@@ -67,10 +67,10 @@ def no_fit_error(
     """
     least = plan_table.estimate_at(model, cluster, int(plan_table.total_memory.argmin()))
     return UsageError(
-        f"none of {len(plan_table.plans)} plans fits into {format_bytes(cluster.memory)} a GPU"
-        f"{', and none that offloads was found that does' * offload}: the least "
-        f"holds {format_bytes(least.memory.total)}{' without' * offload}",
-        hint=f"that is {describe_plan(least)}",
+        f"none of {len(plan_table.plans)} plans fits into the {format_bytes(cluster.memory)} of a "
+        f"GPU{', and no plan with offload was found that fits' * offload}: the smallest plan"
+        f"{' without offload' * offload} needs {format_bytes(least.memory.total)}",
+        hint=f"the smallest plan is {describe_plan(least)}",
         fields=["memory"],
     )
 
@@ -92,12 +92,14 @@ def attach_bottleneck(cluster: Cluster, estimate: PlanEstimate) -> PlanEstimate:
         return replace(
             estimate,
             bottleneck="memory",
-            explanation=f"memory: it does not fit by {format_bytes(over)}",
+            explanation=f"memory: the plan needs {format_bytes(over)} more than a GPU has",
         )
     largest = max(StepBreakdown._fields[1:], key=lambda name: getattr(estimate.breakdown, name))
     part = getattr(estimate.breakdown, largest)
     if part <= 0:
-        return replace(estimate, bottleneck="compute", explanation="compute: there is nothing else")
+        return replace(
+            estimate, bottleneck="compute", explanation="compute: no other part takes time"
+        )
     return replace(
         estimate,
         bottleneck=largest,
@@ -143,9 +145,9 @@ def attach_relative_bottleneck(
         return replace(
             estimate,
             bottleneck="memory",
-            explanation=f"memory: the next faster plan, {describe_plan(other)}, takes "
-            f"{_describe_step_time(other, mine)} and "
-            f"does not fit by {format_bytes(other.memory.total - cluster.memory)}",
+            explanation="memory: a faster plan needs "
+            f"{format_bytes(other.memory.total - cluster.memory)} more than a GPU has. Its step "
+            f"takes {_describe_step_time(other, mine)}: {describe_plan(other)}",
         )
     for part in np.argsort(-own).tolist():
         less = fits & (plan_table.breakdowns[part] < own[part] - _MIN_DIFFERENCE * mine)
@@ -154,7 +156,7 @@ def attach_relative_bottleneck(
                 model, cluster, estimate, own, plan_table, _find_fastest(plan_table, less), part
             )
     return replace(
-        estimate, bottleneck="compute", explanation="compute: no plan has less of anything else"
+        estimate, bottleneck="compute", explanation="compute: no plan has a smaller other part"
     )
 
 
@@ -176,14 +178,15 @@ def _attach_difference(
     differences = breakdown - np.array(other.breakdown)
     part_index = int(differences.argmax()) if part_index is None else part_index
     name = StepBreakdown._fields[part_index]
-    text = f"{name}: {describe_plan(other)}, has {differences[part_index]:.4g} s less of it"
+    text = f"{name}: another plan has {differences[part_index]:.4g} s less {name}"
     if other.step_time >= breakdown.sum():
         worst = int(differences.argmin())
-        text += f", and {-differences[worst]:.4g} s more of {StepBreakdown._fields[worst]}"
+        text += f", but {-differences[worst]:.4g} s more {StepBreakdown._fields[worst]}"
     return replace(
         estimate,
         bottleneck=name,
-        explanation=f"{text}: it takes {_describe_step_time(other, float(breakdown.sum()))}",
+        explanation=f"{text}. Its step takes "
+        f"{_describe_step_time(other, float(breakdown.sum()))}: {describe_plan(other)}",
     )
 
 

@@ -61,9 +61,8 @@ def build_pipeline_shape(plan: ParallelPlan) -> PipelineShape:
     required_v = required_v or (None if has_free_v(source.schedule_or_program) else 1)
     if required_v not in (None, plan.stages_per_rank):
         raise UsageError(
-            f"{plan.schedule} has {required_v} stage{'s' * (required_v > 1)} to a rank, not "
+            f"schedule {plan.schedule} needs stages_per_rank {required_v}, not "
             f"{plan.stages_per_rank}",
-            hint=f"v={required_v}",
             fields=["stages_per_rank", "schedule"],
         )
     if placement is not None and not isinstance(placement, str):
@@ -128,7 +127,7 @@ def _build_program(plan: ParallelPlan, *, tied_weights: bool, options: dict[str,
     if isinstance(schedule, Program) and not schedule.is_draft:
         if plan.has_offload:
             raise UsageError(
-                f"{plan.schedule} is a program, which says itself what it offloads",
+                f"{plan.schedule} is a program with its own offload, and a plan cannot change it",
                 fields=["offload", "optimizer_placement", "schedule"],
             )
         request_fields = {
@@ -190,11 +189,11 @@ def _reduces_each_backward(plan: ParallelPlan) -> bool:
 # Fields of a model or a plan that `schedir train` cannot change, with the value that its GPT has
 # and the reason. "heads" means the same value as the field `heads`.
 _UNSUPPORTED_FIELDS: Final = (
-    ("kv_heads", "heads", "a GPT's attention has keys and values of each head's own"),
-    ("gated", False, "a GPT's feed-forward network has two matrices"),
-    ("experts", 1, "its layers have one feed-forward network"),
-    ("cp", 1, "it takes whole sequences"),
-    ("ep", 1, "its layers have one feed-forward network"),
+    ("kv_heads", "heads", "each head of its GPT has its own keys and values"),
+    ("gated", False, "the feed-forward network of its GPT has two matrices"),
+    ("experts", 1, "a layer of its GPT has one feed-forward network"),
+    ("cp", 1, "its ranks do not divide a sequence"),
+    ("ep", 1, "a layer of its GPT has one feed-forward network"),
 )
 
 
@@ -307,15 +306,17 @@ def _require_trainable(
     """Raise UsageError if `schedir train` cannot run the plan."""
     if 0 in layers_per_stage[1:-1]:
         raise _unsupported_error(
-            "layers_per_stage", list(layers_per_stage), "a stage between the ends has nothing to do"
+            "layers_per_stage",
+            list(layers_per_stage),
+            "each stage except the first and the last needs a layer",
         )
     if model.ffn != 4 * model.hidden:
         raise _unsupported_error(
-            "ffn", model.ffn, f"a GPT's feed-forward network is 4 x {model.hidden} wide"
+            "ffn", model.ffn, f"the feed-forward network of its GPT has width 4 x {model.hidden}"
         )
     if model.heads % plan.tp:
         raise UsageError(
-            f"tp {plan.tp} does not divide {model.heads} heads", fields=["tp", "heads"]
+            f"tp {plan.tp} does not divide heads {model.heads}", fields=["tp", "heads"]
         )
     for name, usual, why in _UNSUPPORTED_FIELDS:
         value = getattr(model if hasattr(model, name) else plan, name)
@@ -323,22 +324,25 @@ def _require_trainable(
             raise _unsupported_error(name, value, why)
     if plan.rank_order != "tp-pp-dp" and min(plan.pp, plan.dp) > 1:
         raise _unsupported_error(
-            "rank_order", plan.rank_order, "its replicas are numbered behind the ranks of each"
+            "rank_order",
+            plan.rank_order,
+            "it numbers the ranks of a replica before those of the next replica",
         )
     if plan.offload != "none" and offload_program is None:
         raise UsageError(
-            "which microbatches are offloaded a program says, and nobody gives it",
-            hint="train_config(model, plan, simulated_program(model, cluster, plan))",
+            f"offload {plan.offload!r} needs an offload_program, which has the offloaded "
+            "microbatches",
+            hint="offload_program=simulated_program(model, cluster, plan)",
             fields=["offload"],
         )
     if plan.recompute == "selective":
-        raise _unsupported_error("recompute", "selective", "its attention keeps no scores to spare")
+        raise _unsupported_error("recompute", "selective", "its attention saves no scores")
 
 
 def _unsupported_error(name: str, value: object, reason: str) -> UsageError:
     llama = name in ("ffn", "kv_heads", "gated")
     return UsageError(
-        f"schedir train cannot run {name} {json.dumps(value)}: {reason}",
-        hint='a [model] of your own with kind = "llama" can have it' if llama else "",
+        f"schedir train does not support {name} {json.dumps(value)}: {reason}",
+        hint=f'a [model] with kind = "llama" supports {name}' if llama else "",
         fields=[name],
     )

@@ -49,7 +49,7 @@ def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, st
         megatron:
         --pipeline-model-parallel-size 3
         --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
-        # or, in place of the last line, where there is such an option:
+        # or, if your version has this option, in place of the last line:
         --pipeline-model-parallel-layout "Et*2|t*3|t*2L"
         torchtitan:
         pipeline_parallel_degree = 3
@@ -72,7 +72,7 @@ def _format_megatron(
     plan: ParallelPlan, layers_per_stage: tuple[int, ...], *, is_loop: bool
 ) -> list[str]:
     if not is_loop:
-        return [f"# it puts stages on ranks in a loop, and {plan.schedule} does not"]
+        return [f"# Megatron-LM has only placement loop, and {plan.schedule} has another one"]
     lines_ = [f"--pipeline-model-parallel-size {plan.pp}"]
     short = _format_end_options(plan, layers_per_stage)
     if short is None:
@@ -84,7 +84,7 @@ def _format_megatron(
     if not short:
         return lines_
     lines = "2 lines" if virtual else "line"
-    other = f"# or, in place of the last {lines}, where there is such an option:"
+    other = f"# or, if your version has this option, in place of the last {lines}:"
     return [*lines_, short, other, _format_layout(layers_per_stage)]
 
 
@@ -133,7 +133,9 @@ def _format_torchtitan(
     plan: ParallelPlan, layers_per_stage: tuple[int, ...], *, is_supported: bool
 ) -> list[str]:
     if not is_supported:
-        return [f"# it puts stages on ranks in a loop, or two down and up, not as {plan.schedule}"]
+        return [
+            f"# torchtitan has only placements loop and vee, and {plan.schedule} has another one"
+        ]
     options = [f"pipeline_parallel_degree = {plan.pp}"]
     if (less := _count_removed_layers(layers_per_stage)) is not None:
         layer_slots = sum(layers_per_stage) + sum(less)
@@ -153,7 +155,7 @@ def _format_torchtitan(
     return [
         *options,
         f"{_TORCHTITAN_LAYERS_FIELD} = {json.dumps(names)}",
-        f'# in older versions {older}, with "output" in the place of "lm_head"',
+        f'# in older versions: {older}, with "output" in place of "lm_head"',
     ]
 
 

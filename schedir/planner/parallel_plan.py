@@ -29,8 +29,8 @@ class ParallelPlan:
         microbatch_size: Sequences in a microbatch.
         microbatches: Microbatches of a replica in one step.
         schedule: The name of a built-in schedule, or the path of a `.sched` file.
-        recompute: What a layer computes again in the backward: "none", "selective" or "full" (arXiv
-            2205.05198, section 5).
+        recompute: The part of a layer that runs again in the backward: "none", "selective" or
+            "full" (arXiv 2205.05198, section 5).
         zero: The ZeRO level, from 0 to 3.
         sequence_parallel: True if norms and dropout are divided among the tensor-parallel ranks
             (arXiv 2205.05198, section 4.2.2).
@@ -82,7 +82,7 @@ class ParallelPlan:
             if getattr(self, name) not in words:
                 value = getattr(self, name)
                 raise UsageError(
-                    f"plan: {name} is {' or '.join(words)}, not {describe(value)}",
+                    f"plan: {name} must be {' or '.join(words)}, not {describe(value)}",
                     hint=get_rename_hint(name, value),
                     fields=[name],
                 )
@@ -91,25 +91,17 @@ class ParallelPlan:
             if isinstance(f.default, bool):
                 if not isinstance(value, bool):
                     raise UsageError(
-                        f"plan: {name} is True or False, not {describe(value)}", fields=[name]
+                        f"plan: {name} must be True or False, not {describe(value)}", fields=[name]
                     )
             elif isinstance(f.default, int):
                 least = 0 if name == "zero" else 1
-                if not _is_integer(value, least):
+                most = ZERO_LEVEL_COUNT - 1 if name == "zero" else MAX_SEQUENCES
+                if not _is_integer(value, least) or value > most:
                     raise UsageError(
-                        f"plan: {name} is a whole number from {least} on, not {describe(value)}",
+                        f"plan: {name} must be an integer from {least} to {most}, not "
+                        f"{describe(value)}",
                         fields=[name],
                     )
-                if value > MAX_SEQUENCES:
-                    raise UsageError(
-                        f"plan: {name} is {describe(value)}; it must be at most {MAX_SEQUENCES}",
-                        fields=[name],
-                    )
-        if self.zero >= ZERO_LEVEL_COUNT:
-            raise UsageError(
-                f"plan: zero is a level of ZeRO, from 0 to {ZERO_LEVEL_COUNT - 1}, not {self.zero}",
-                fields=["zero"],
-            )
         if isinstance(self.layers_per_stage, list):
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
         parts = self.layers_per_stage
@@ -117,7 +109,7 @@ class ParallelPlan:
             _is_integer(each, 0) and each <= MAX_LAYERS for each in parts
         ):
             raise UsageError(
-                f"plan: layers_per_stage are the layers of each stage, not {describe(parts)}",
+                f"plan: layers_per_stage must be the layers of each stage, not {describe(parts)}",
                 hint="layers_per_stage=(2, 3, 2)",
                 fields=["layers_per_stage"],
             )

@@ -185,8 +185,8 @@ class PlanColumns:
 def simulation_only_error() -> UsageError:
     """Return the error for a plan that offloads, where only the closed form is available."""
     return UsageError(
-        "closed forms know nothing of copies to the host and back: plans that offload are "
-        "simulated, which exact=False, or --closed-form-only, leaves out",
+        "closed forms cannot estimate plans with offload: these plans need a simulation",
+        hint="simulate_plan estimates one; on the command line, leave out --closed-form-only",
         fields=["offload", "exact"],
     )
 

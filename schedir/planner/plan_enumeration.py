@@ -85,34 +85,18 @@ def build_field_filter(**fields: Any) -> FieldFilter:
             continue
         is_sequence = isinstance(given, Sequence | range) and not isinstance(given, str)
         result[name] = tuple(given) if is_sequence else (given,)
-    for name in _DEGREE_FIELDS:
+    for name in (*_DEGREE_FIELDS, "zero", "sequence_parallel"):
         for value in result.get(name, ()):
             ParallelPlan(**{name: value})
     for name in ("recompute", "attention", "rank_order"):
         values = result.get(name, ())
         for value in values if isinstance(values, tuple) else (values,):
             ParallelPlan(**{name: value})
-    for level in result.get("zero", ()):
-        if (
-            isinstance(level, bool)
-            or not isinstance(level, int)
-            or not 0 <= level < ZERO_LEVEL_COUNT
-        ):
-            raise UsageError(
-                f"zero is a level of ZeRO, from 0 to {ZERO_LEVEL_COUNT - 1}, not {describe(level)}",
-                fields=["zero"],
-            )
-    for value in result.get("sequence_parallel", ()):
-        if not isinstance(value, bool):
-            raise UsageError(
-                f"sequence_parallel is True or False, not {describe(value)}",
-                fields=["sequence_parallel"],
-            )
     for name in result.get("schedules", ()):
         get_formulas(name)
     for name, values in result.items():
         if values == ():
-            raise UsageError(f"of {name} there is none to choose from", fields=[name])
+            raise UsageError(f"{name} must have at least one value, and it is empty", fields=[name])
     return FieldFilter(**result)
 
 
@@ -143,13 +127,12 @@ def enumerate_plans(
             product of the degrees, or the batch is not divisible. The hint has values that work.
 
     Warns:
-        A tensor-parallel group leaves its node, because the filter asks for it.
+        A requested `tp` is more than the GPUs of a node.
     """
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise UsageError(f"batch is a number of sequences, not {describe(batch)}", fields=["batch"])
-    if batch > MAX_SEQUENCES:
+    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_SEQUENCES:
         raise UsageError(
-            f"batch is {describe(batch)}; it must be at most {MAX_SEQUENCES}", fields=["batch"]
+            f"batch must be an integer from 1 to {MAX_SEQUENCES}, not {describe(batch)}",
+            fields=["batch"],
         )
     degrees = [*_enumerate_degrees(model, cluster, field_filter)]
     if not degrees:
@@ -223,14 +206,14 @@ def _list_tp_sizes(
         wrong = _find_indivisible_field(model, requested[0])
         valid = [str(t) for t in range(1, node + 1) if not _find_indivisible_field(model, t)]
         raise UsageError(
-            f"{wrong} {getattr(model, wrong)} cannot be divided among tp {requested[0]}",
+            f"tp {requested[0]} does not divide {wrong} {getattr(model, wrong)}",
             hint=f"tp = {' or '.join(valid)}", fields=["tp", wrong],
         )  # fmt: skip
     return fits
 
 
 def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
-    """Warn that a tensor-parallel group leaves its node.
+    """Warn that a tensor-parallel group is larger than a node.
 
     Args:
         t: The tensor-parallel size.
@@ -238,8 +221,8 @@ def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
         stacklevel: Stack frames from this function's caller to the line that the warning shows.
     """
     warnings.warn(
-        f"tp {t} leaves the node of {cluster.gpus_per_node} GPUs: each layer's sums go over the "
-        "network",
+        f"tp {t} is more than the {cluster.gpus_per_node} GPUs of a node: the tensor-parallel "
+        "collectives of each layer use the network",
         stacklevel=stacklevel + 1,
     )
 
@@ -339,20 +322,20 @@ def _no_product_error(
     )
     if field_filter.pp and min(field_filter.pp) > model.layers:
         return UsageError(
-            f"pp {_join_with_or(field_filter.pp)} are more ranks than the model has layers, "
-            f"{model.layers}",
+            f"pp {_join_with_or(field_filter.pp)} exceeds the {model.layers} layers of the model",
             fields=["pp"],
         )
     for name, total_field in (("ep", "experts"), ("cp", "sequence")):
         size, parts = getattr(model, total_field), getattr(field_filter, name)
         if all(size % each for each in parts):
             return UsageError(
-                f"{total_field} {size} cannot be divided among {name} {_join_with_or(parts)}",
+                f"{name} {_join_with_or(parts)} does not divide {total_field} {size}",
                 fields=[name, total_field],
             )
     return UsageError(
-        f"{cluster.gpu_count} GPUs are no product of {product_text} and something else",
-        hint=f"{cluster.gpu_count} = {' x '.join(map(str, _factorize(cluster.gpu_count)))}",
+        f"no plan with {product_text} uses all {cluster.gpu_count} GPUs",
+        hint="the product of all degrees must be "
+        f"{cluster.gpu_count} = {' x '.join(map(str, _factorize(cluster.gpu_count)))}",
         fields=names,
     )
 
@@ -392,19 +375,19 @@ def _no_batch_error(
     candidates = sorted(near - {batch})
     if not candidates or batch in near:
         return UsageError(
-            f"no plan of {model.layers} layers is as asked: stages, schedules and levels of ZeRO "
-            "do not go together", fields=["stages_per_rank", "schedules", "zero"],
+            f"no plan of {model.layers} layers has the requested stages_per_rank, schedules and "
+            "zero", fields=["stages_per_rank", "schedules", "zero"],
         )  # fmt: skip
     below = [size for size in candidates if size < batch][-1:]
     above = [size for size in candidates if size > batch][:1]
     replicas = sorted({degree.dp for degree in degrees})
     sizes = (
-        f" of microbatches of {_join_with_or(field_filter.microbatch_size)}"
+        f" with microbatch_size {_join_with_or(field_filter.microbatch_size)}"
         if field_filter.microbatch_size
         else ""
     )
     return UsageError(
-        f"a batch of {batch} does not divide among dp {_join_with_or(replicas)} replicas{sizes}",
-        hint=f"the nearest that do: {' and '.join(map(str, below + above))}",
+        f"batch {batch} cannot be divided among dp {_join_with_or(replicas)} replicas{sizes}",
+        hint=f"the nearest batches that work: {' and '.join(map(str, below + above))}",
         fields=["batch", "dp"],
     )

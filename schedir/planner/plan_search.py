@@ -68,7 +68,7 @@ def estimate_step(
             and the plan offloads.
 
     Warns:
-        A tensor-parallel group leaves its node.
+        `plan.tp` is more than the GPUs of a node.
 
     Example:
         >>> from schedir import planner
@@ -174,7 +174,7 @@ def plan(
         (1024, 1536, True)
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
-        raise UsageError(f"top is a number of plans, not {describe(top)}", fields=["top"])
+        raise UsageError(f"top must be an integer, 1 or more, not {describe(top)}", fields=["top"])
     _require_types(model, cluster)
     if require_bool(offload, "offload"):
         require_host(cluster)
@@ -305,18 +305,18 @@ def _require_types(model: TransformerSpec, cluster: Cluster) -> None:
 def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: ParallelPlan) -> None:
     """Raise UsageError if the plan does not work for this model on this cluster."""
     formulas = get_formulas(plan.schedule)
-    v_range = {"one": (1, 1), "two": (2, 2), "many": (1, model.layers)}[formulas.stages_per_rank]
-    if not v_range[0] <= plan.stages_per_rank <= v_range[1]:
+    bounds = {"one": (1,), "two": (2,), "many": (1, model.layers)}[formulas.stages_per_rank]
+    if not bounds[0] <= plan.stages_per_rank <= bounds[-1]:
         raise UsageError(
-            f"{plan.schedule} has {v_range[0]} stage{'s' * (v_range[0] > 1)} per rank, not "
+            f"schedule {plan.schedule} needs stages_per_rank {' to '.join(map(str, bounds))}, not "
             f"{plan.stages_per_rank}",
             fields=["stages_per_rank", "schedule"],
         )
     if plan.gpus != cluster.gpu_count:
         raise UsageError(
             f"pp {plan.pp} x tp {plan.tp} x dp {plan.dp} x cp {plan.cp} = "
-            f"{plan.gpus} are not "
-            f"the {cluster.gpu_count} GPUs of {cluster.nodes} x {cluster.gpus_per_node}",
+            f"{plan.gpus} GPUs, and the cluster has {cluster.gpu_count}: {cluster.nodes} x "
+            f"{cluster.gpus_per_node}",
             fields=["pp", "tp", "dp", "cp"],
         )
     least = int(formulas.min_microbatches(plan.pp))
@@ -331,7 +331,7 @@ def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: Parallel
             else f"at least {least}"
         )
         raise UsageError(
-            f"{plan.schedule} takes {takes} microbatches, not {plan.microbatches}",
+            f"schedule {plan.schedule} needs {takes} microbatches, not {plan.microbatches}",
             fields=["microbatches", "schedule"],
         )
     get_layers_per_stage(model, plan)

@@ -31,12 +31,13 @@ def prediction_regret(predicted: Sequence[float], measured: Sequence[float]) -> 
     """
     if not predicted or len(predicted) != len(measured):
         raise UsageError(
-            f"regret: {len(predicted)} plans are predicted and {len(measured)} measured",
+            f"regret: predicted has {len(predicted)} plans and measured has {len(measured)}: both "
+            "must have the same plans, and at least one",
             fields=["predicted", "measured"],
         )
     for name, seconds in (("predicted", predicted), ("measured", measured)):
         if not all(0 < each < inf for each in seconds):
-            raise UsageError(f"regret: what is {name} are seconds, above 0", fields=[name])
+            raise UsageError(f"regret: {name} must have times in seconds above 0", fields=[name])
     least = min(predicted)
     chosen = [real for guess, real in zip(predicted, measured, strict=True) if guess == least]
     return max(chosen) / min(measured) - 1

@@ -98,7 +98,7 @@ def improve_schedule(
         ...     one).step_time, found.lower_bound <= found.estimate.step_time
         (True, True)
     """
-    require_no_offload(plan, "a search")
+    require_no_offload(plan, "improve_schedule")
     trainer = get_trainer(cluster, constants, state_bytes)
     plan = strip_estimates(plan)
     best = simulate_plan(model, cluster, plan, constants, state_bytes=state_bytes)

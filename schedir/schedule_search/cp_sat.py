@@ -31,8 +31,8 @@ from schedir.schedule_search.rank_order import (
 from schedir.schedule_search.search_results import LowerBound
 
 PROOF_TOLERANCE: Final = 1e-6  # relative error of a proved length, since times may be rounded
-CLOSED_EXPLANATION: Final = "CP-SAT closed it: no order is shorter"
-TRIVIAL_BOUND: Final = LowerBound(0.0, "no schedule takes less than no time")
+CLOSED_EXPLANATION: Final = "CP-SAT proved that no order is shorter"
+TRIVIAL_BOUND: Final = LowerBound(0.0, "no schedule takes less than 0")
 _POLL_SECONDS = 0.1  # seconds between two reports of the solver's progress
 # The largest sum of an integer model with exact numbers, and with rounded numbers.
 _MAX_EXACT_INTEGER, _MAX_ROUNDED_INTEGER = 2**40, 2**31
@@ -122,7 +122,7 @@ def solve(
     if (value := solver.best_objective_bound / scaled.scale) > known_bound.value * (
         1 + RELATIVE_TOLERANCE
     ):
-        bound = LowerBound(value, f"CP-SAT has ruled out all orders shorter than {value:.6g}")
+        bound = LowerBound(value, f"CP-SAT proved that no order is shorter than {value:.6g}")
     best, order = inf, None
     if known is not None and known < shorter_than:
         best, order = known, hint
@@ -148,7 +148,7 @@ def import_cp_sat() -> Any:
     Raises:
         MissingPackageError: OR-Tools is not installed.
     """
-    require_package("ortools", "a proof by the solver", field="prove")
+    require_package("ortools", "a proof by CP-SAT", field="prove")
     from ortools.sat.python import cp_model
 
     return cp_model

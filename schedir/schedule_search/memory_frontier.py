@@ -146,7 +146,7 @@ def memory_frontier(
         [(1.0, 72.0, 72.0), (2.0, 41.0, 40.0), (3.0, 32.0, 31.0), (4.0, 27.0, 27.0)]
     """
     if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
-        raise UsageError(f"levels are a whole number above 0, not {describe(levels)}")
+        raise UsageError(f"levels must be an integer, 1 or more, not {describe(levels)}")
     time_limit, max_evaluations = require_seconds(time_limit), require_evaluations(max_evaluations)
     began, costs = perf_counter(), Costs() if costs is None else costs
     free = _make_problem(shape, costs, sizes, None, split_backward=split_backward)

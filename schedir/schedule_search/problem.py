@@ -187,20 +187,20 @@ def make_problem(
     costs = Costs() if costs is None else costs
     require_type(costs, Costs, "Costs(F=1, B=2)")
     if objective not in OBJECTIVES:
-        raise UsageError(f"objective is 'span' or 'own', not {describe(objective)}")
+        raise UsageError(f"objective must be 'span' or 'own', not {describe(objective)}")
     split_backward = require_bool(split_backward, "split_backward")
     _require_searchable_shape(shape)
     if split_backward and "B" in costs.specified and not {"I", "W"} & costs.specified.keys():
         raise CostsError(
-            "the costs say how long a whole backward takes, B, and not its parts, I and W",
-            hint="say I=...,W=..., or search for whole backwards: --no-split-backward, "
+            "costs have B but not I and W, which a search with split backwards needs",
+            hint="add I=...,W=..., or search with full backwards: --no-split-backward, "
             "split_backward=False",
         )
     if costs.has_pairing_gain(shape):
         raise CostsError(
-            "the costs say that a forward and a backward that run together, FB, take less than one "
-            "after the other, and a search knows no pairs",
-            hint="leave out FB, for schedules without pairs",
+            "costs have an FB that is less than a forward and a backward, and a search does not "
+            "support such pairs",
+            hint="leave out FB to search schedules without pairs",
         )
     F, I, W = (
         _stage_costs(FORWARD, costs, shape),
@@ -212,7 +212,7 @@ def make_problem(
     else:
         I = _stage_costs(BACKWARD, costs, shape)
     if not sum(F + I + W) > 0:
-        raise CostsError("all costs are 0: every schedule is as short")
+        raise CostsError("all costs are 0, so all schedules have the same length")
     send = _stage_costs(SEND_OPS[0], costs, shape)
     rank_of = shape.first_rank_per_stage.tolist()
     act = [c * (a != b) for c, a, b in zip(send, rank_of, [*rank_of[1:], rank_of[-1]], strict=True)]
@@ -224,7 +224,7 @@ def make_problem(
         for rank, own in enumerate(shape.stages_on_rank)
     ]
     if not shape.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MAX_TIME:
-        raise CostsError(f"the costs add up to more than a search can count, {MAX_TIME:g}")
+        raise CostsError(f"the costs add up to {MAX_TIME:g} or more, the limit of a search")
     saved, deferred, both, capacity = _stage_memory(
         shape, sizes, memory_limit, max_in_flight, split_backward=split_backward
     )
@@ -253,20 +253,20 @@ def is_full_backward_cheaper(costs: Costs, shape: PipelineShape) -> bool:
 
 def _require_searchable_shape(shape: PipelineShape) -> None:
     for what, many, field in (
-        ("holder of each stage", shape.placement_rows, "placement"),
+        ("rank per stage", shape.placement_rows, "placement"),
         ("update", shape.optimizer_steps, "optimizer_steps"),
-        ("segment of each sequence", shape.sequence_chunks, "sequence_chunks"),
+        ("sequence chunk", shape.sequence_chunks, "sequence_chunks"),
     ):
         if many > 1:
             raise ShapeError(
-                f"a search is for shapes with one {what}: this has {many}", fields=[field]
+                f"a search supports shapes with one {what}: this has {many}", fields=[field]
             )
 
 
 def _stage_costs(op: int, costs: Costs, shape: PipelineShape) -> tuple[float, ...]:
     each = costs.for_opcode(op, shape)  # type: ignore[arg-type]
     if each.shape[1] > 1:
-        raise CostsError("a search takes costs that are the same for all microbatches")
+        raise CostsError("costs differ between microbatches, and a search does not support this")
     return tuple(each[:, 0].tolist())
 
 
@@ -286,7 +286,7 @@ def _stage_memory(
     one, zero = (1.0,) * shape.stages, _zeros(shape)
     if limit is not None and in_flight is not None:
         raise UsageError(
-            "memory_limit is in bytes and max_in_flight is a count: give one of the two"
+            "memory_limit cannot be combined with max_in_flight", hint="give one of them"
         )
     if limit is None:
         capacity = (inf,) * shape.ranks
@@ -296,19 +296,19 @@ def _stage_memory(
         return one, one if split_backward else zero, one, capacity
     if sizes is None:
         raise UsageError(
-            "a limit in bytes needs the sizes of what is held",
+            "memory_limit needs sizes: the bytes of the values",
             hint="--sizes saved=1.2GB,deferred_wgrad=0.5GB, or sizes=Sizes(...)",
         )
     require_type(sizes, Sizes, "Sizes(saved=1.2e9, deferred_wgrad=0.5e9)")
     sizes.validate(shape)
     if (most := to_float(limit)) is None or most == -inf:
-        raise UsageError(f"memory_limit is a number of bytes, not {describe(limit)}", hint="40e9")
+        raise UsageError(f"memory_limit must be a number of bytes, not {describe(limit)}")
     each = {
         name: sizes.per_microbatch(name, shape)
         for name in ("saved", "deferred_wgrad", "saved_and_deferred")
     }
     if any(of_stage.shape[1] > 1 for of_stage in each.values()):
-        raise UsageError("a search takes sizes that are the same for all microbatches")
+        raise UsageError("sizes differ between microbatches, and a search does not support this")
     saved, deferred, both = (tuple(of_stage[:, 0].tolist()) for of_stage in each.values())
     weights = sizes.for_stages("model_states", shape.stages)
     capacity = tuple(float(most - weights[list(own)].sum()) for own in shape.stages_on_rank)
@@ -322,7 +322,7 @@ def _require_in_flight(value: object) -> float:
         return float(min(index(value), MAX_STAGES * MAX_MICROBATCHES))  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(
-            f"max_in_flight is a whole number, or a function of the rank that gives one, not "
+            "max_in_flight must be an integer, or a function of the rank that returns one, not "
             f"{describe(value)}"
         ) from None
 
@@ -339,10 +339,10 @@ def _require_capacity(problem: SchedulingProblem, limit: float | None) -> None:
             continue
         weights = 0.0 if limit is None else limit - problem.capacity[rank]
         say = format_bytes if limit is not None else _describe_in_flight
-        of = f" and {format_bytes(weights)} of weights" * (weights > 0)
+        of = f" and {format_bytes(weights)} for model states" * (weights > 0)
         raise UsageError(
-            f"no schedule fits: rank {rank} has {say(least)} of one microbatch{of}, and may have "
-            f"{say(problem.capacity[rank] if limit is None else limit)}",
-            hint=f"the least that works there is {say(least + weights)}",
+            f"no schedule fits: rank {rank} needs {say(least)} for one microbatch{of}, and its "
+            f"limit is {say(problem.capacity[rank] if limit is None else limit)}",
+            hint=f"rank {rank} needs a limit of at least {say(least + weights)}",
             fields=["memory_limit" if limit is not None else "max_in_flight"],
         )

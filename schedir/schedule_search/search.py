@@ -108,12 +108,14 @@ def search_schedule(
     """
     time_limit = require_seconds(time_limit)
     max_evaluations = require_evaluations(max_evaluations)
-    seed = require_integer(seed, "seed", "a seed is a whole number")
+    seed = require_integer(seed, "seed", "seed must be an integer")
     require_type(initial_schedules, Sequence, "[schedules.zb_h1]")
     if report is not None and not callable(report):
-        raise UsageError(f"report is a function, not {describe(report)}", fields=["report"])
+        raise UsageError(f"report must be a function, not {describe(report)}", fields=["report"])
     if prove not in _PROOF_METHODS:
-        raise UsageError(f"prove is 'closed' or 'solver', not {describe(prove)}", fields=["prove"])
+        raise UsageError(
+            f"prove must be 'closed' or 'solver', not {describe(prove)}", fields=["prove"]
+        )
     begin = perf_counter()
     by_solver = prove == "solver"
     if by_solver:
@@ -176,7 +178,7 @@ def search_schedule(
             made or builder.build_shortest(local_search.shortest_orders, deadline=begin),
         )
     length, timeline = made or builder.build_smallest()
-    assert least.value <= length * (1 + 1e-6), "a bug: this is shorter than any schedule can be"
+    assert least.value <= length * (1 + 1e-6), "a bug: the schedule is shorter than the lower bound"
     bound = least.value
     # Both are sums of floats in a different order.
     if length <= bound * (1 + RELATIVE_TOLERANCE):

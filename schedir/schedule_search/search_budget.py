@@ -6,7 +6,7 @@ from operator import index
 
 from schedir.errors import UsageError, describe, to_float
 
-_EVALUATIONS_RULE = "max_evaluations is a whole number above 0"
+_EVALUATIONS_RULE = "max_evaluations must be an integer, 1 or more"
 
 
 def require_seconds(value: object) -> float:
@@ -21,7 +21,7 @@ def require_seconds(value: object) -> float:
     seconds = to_float(value)
     if seconds is None or seconds <= 0:
         raise UsageError(
-            f"time_limit is a number of seconds above 0, not {describe(value)}",
+            f"time_limit must be a number of seconds above 0, not {describe(value)}",
             fields=["time_limit"],
         )
     return seconds

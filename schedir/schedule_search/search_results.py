@@ -99,14 +99,13 @@ def describe_numba(numba: NumbaStatus) -> str:
 
     Example:
         >>> describe_numba("no time")
-        'without numba, as its first use needs 8 s in one search, and a later use 0.4 s'
+        'without numba: its first use needs a search of 8 s, and later uses need 0.4 s'
     """
     return {
         "used": "with numba",
         "not needed": "without numba, which was not needed",
         "not installed": f"without numba, which is not installed ({install_command('numba')})",
-        "not usable": "without numba, which is switched off or cannot be imported",
-        "no time": f"without numba, as its first use needs {MIN_COMPILE_SECONDS:g} s in one "
-        "search, and a "
-        f"later use {MIN_LOAD_SECONDS:g} s",
+        "not usable": "without numba, which is disabled or cannot be imported",
+        "no time": f"without numba: its first use needs a search of {MIN_COMPILE_SECONDS:g} s, "
+        f"and later uses need {MIN_LOAD_SECONDS:g} s",
     }[numba]

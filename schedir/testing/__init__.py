@@ -22,7 +22,7 @@ Example:
     >>> assert_schedule(impatient)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    AssertionError: impatient is refused on PipelineShape(ranks=2, microbatches=2) under 'per_edge'
+    AssertionError: impatient is refused on PipelineShape(...) under progress model 'per_edge'
     DeadlockError: impatient: 2 ranks wait for each other; stopped after 2 of 8 instructions
       rank 0 #1   B 0.0  needs B 1.0 from rank 1, which is #2 there, and rank 1 stands at #1
       rank 1 #1   F 1.1  needs F 0.1 from rank 0, which is #2 there, and rank 0 stands at #1

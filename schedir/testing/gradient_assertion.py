@@ -130,14 +130,14 @@ def assert_same_gradients(
         _require_nonnegative("tolerance", tolerance)
     if start_method not in (None, "fork", "spawn"):
         raise UsageError(
-            f"start_method is 'fork' or 'spawn', not {describe(start_method)}",
+            f"start_method must be 'fork' or 'spawn', not {describe(start_method)}",
             fields=["start_method"],
         )
     loop = UnpipelinedModel(copy_model(full_model), batches, loss_fn, divisor)
     method = start_method or ("spawn" if _forks_are_unsafe() else "fork")
     with _use_one_thread(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         if not loop.expected_gradients:
-            raise UsageError("the loss depends on no parameter that is trained")
+            raise UsageError("the loss does not depend on a trainable parameter of the model")
         dumps = _run_processes(step, full_model, batch, ranks, method, timeout)
         if full_model is not model:
             dumps = [dump.infer_stages() for dump in dumps]
@@ -149,13 +149,13 @@ def _join_stages(model: Any) -> nn.Module:
     if isinstance(model, list | tuple) and all(isinstance(part, nn.Module) for part in model):
         model = nn.Sequential(*model)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"a model is an nn.Module, or its stages in order, not {describe(model)}")
+        raise UsageError(f"model must be an nn.Module or a list of stages, not {describe(model)}")
     if any(map(is_lazy, model.parameters())):
-        raise UsageError("the model has no weights before its first forward", hint="run it once")
+        raise UsageError("model has lazy parameters without values", hint="run the model once")
     devices = {str(p.device) for p in model.parameters()}
     if devices - {"cpu"}:
         raise UsageError(
-            f"the processes are on a CPU, and the model on {', '.join(sorted(devices))}",
+            f"model must be on the CPU, as the processes, not on {', '.join(sorted(devices))}",
             hint="model.cpu()",
         )
     return model
@@ -170,7 +170,7 @@ def _find_divisor(reduction: object, microbatches: int) -> float:
     if isinstance(reduction, int | float) and not isinstance(reduction, bool) and reduction > 0:
         return reduction
     raise UsageError(
-        f"losses are reduced to their 'mean', their 'sum', or the sum divided by a number, not "
+        f"reduction must be 'mean', 'sum', or a positive number that divides the sum, not "
         f"{describe(reduction)}",
         fields=["reduction"],
     )
@@ -180,19 +180,21 @@ def _require_counts(ranks: object, replicas: object, microbatches: int) -> None:
     """Verify the numbers of ranks and replicas."""
     for name, number in (("ranks", ranks), ("replicas", replicas)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise UsageError(f"{name} is a number from 1 on, not {describe(number)}", fields=[name])
+            raise UsageError(
+                f"{name} must be an integer, 1 or more, not {describe(number)}", fields=[name]
+            )
     assert isinstance(replicas, int)
     if microbatches % replicas:
         raise UsageError(
-            f"{microbatches} microbatches cannot be shared out to {replicas} replicas",
+            f"microbatches {microbatches} cannot be divided among {replicas} replicas",
             fields=["microbatches", "replicas"],
-            hint="microbatches are those of all replicas together",
+            hint="microbatches is the number of all replicas together",
         )
 
 
 def _require_nonnegative(name: str, number: object) -> None:
     if not isinstance(number, int | float) or isinstance(number, bool) or not number >= 0:
-        raise UsageError(f"{name} is a number from 0 on, not {describe(number)}", fields=[name])
+        raise UsageError(f"{name} must be 0 or more, not {describe(number)}", fields=[name])
 
 
 def _forks_are_unsafe() -> bool:
@@ -228,8 +230,8 @@ def _run_processes(
                 pickle.dumps(value)
             except Exception:
                 raise UsageError(
-                    f"processes are spawned, and {subject} cannot be pickled for them",
-                    hint="a step is a function of a module then, whose name they can import",
+                    f"{subject} cannot be pickled, and processes with start_method 'spawn' need it",
+                    hint="define the step at the top level of a module",
                 ) from None
     context = multiprocessing.get_context(start_method)
     try:
@@ -274,19 +276,19 @@ def _run_rank(
     with torch.enable_grad(), _record_torch_stages() as torch_stages:
         returned = step(rank, ranks, model, batch)
     if returned is not None and not isinstance(returned, Mapping):
-        return f"a step returns nothing, or {{name: gradient}}, and not {describe(returned)}"
+        return f"step must return None or {{name: gradient}}, not {describe(returned)}"
     names_by_parameter = _find_current_names(modules, known)
     for p, names in names_by_parameter.items():
         if type(p) is nn.Parameter and not torch.equal(p, before[names[0]]):
-            return f"the step changes {names[0]}: leave the optimizer out, gradients are compared"
+            return f"step changed {names[0]}: a step must not run an optimizer"
     stages: dict[int, tuple[str, ...]] = {}
     gradients: dict[str, Tensor | None] = {}
     for stage in torch_stages:
         name_by_parameter = _find_stage_names(stage.submod, modules, names_by_parameter)
         if returned is None and None in name_by_parameter.values():
             return (
-                f"stage {stage.stage_index} has parameters that are not those of `model`: build "
-                "stages of its own modules, or return {name: gradient} by the names of `model`"
+                f"stage {stage.stage_index} has parameters that `model` does not have: build the "
+                "stage from modules of `model`, or return {name: gradient} with names of `model`"
             )
         named = {name: p for p, name in name_by_parameter.items() if name}
         stages[stage.stage_index] = tuple(named)
@@ -299,7 +301,7 @@ def _run_rank(
     for name, gradient in (returned or {}).items():
         if name not in known:
             like = " or ".join(get_close_matches(name, known, 2)) or min(known, default="none")
-            return f"the model has no parameter {name}, but {like}"
+            return f"step returned {name!r}, and the model has no such parameter, but {like}"
         gradients[name] = _to_full_gradient(gradient)
     return GradientDump(gradients, stages)
 
@@ -374,9 +376,9 @@ def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
         lines_by_rank = {rank: _find_step_line(error.tracebacks[rank]) for rank in error.hung_ranks}
         late = {rank: where for rank, where in lines_by_rank.items() if where} or lines_by_rank
         subject = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
-        lines = [f"  rank {rank} stands at {where or 'its start'}" for rank, where in late.items()]
+        lines = [f"  rank {rank} is at {where or 'its start'}" for rank, where in late.items()]
         return ExecutionError(
-            "\n".join([f"{subject} did not come back from the step in {timeout:g} s", *lines])
+            "\n".join([f"{subject} did not finish the step in {timeout:g} s", *lines])
         )
     tracebacks = error.tracebacks
     dead = [rank for rank, text in tracebacks.items() if text.startswith(DIED_MESSAGE)]
@@ -389,7 +391,7 @@ def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
     )
     shown = lines[first_frame + 2 :] if first_frame is not None else []
     source_lines = [f"  {line}" for line in shown if {*line} - {*" ^~"}]
-    return ExecutionError("\n".join([f"the step fails on rank {rank}: {message}", *source_lines]))
+    return ExecutionError("\n".join([f"step failed on rank {rank}: {message}", *source_lines]))
 
 
 def _find_step_line(stack: str) -> str:

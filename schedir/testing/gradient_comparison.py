@@ -134,7 +134,7 @@ class WrongGradients(AssertionError):
         lines = [f"{wrong} of {len(weight_names)} gradients differ from those of a plain loop"]
         lines += [f"  {difference}" for difference in differences]
         if correct_locations:
-            lines.append(f"  right: {_describe_locations(correct_locations)}")
+            lines.append(f"  correct: {_describe_locations(correct_locations)}")
         first = _suggest_first_stage(differences, correct_locations)
         super().__init__("\n".join([*lines, *([f"  hint: {first}"] if first else [])]))
         self.differences = tuple(differences)
@@ -159,7 +159,7 @@ def _suggest_first_stage(
     last = max(numbered)
     if stages != {*range(last + 1)} or any(s is not None and s < last for s in good):
         return ""
-    return f"it begins in the backward of stage {last}, or in what stage {last + 1} sends to it"
+    return f"the error begins in a backward of stage {last}, or the gradient from stage {last + 1}"
 
 
 def compare_gradients(
@@ -187,7 +187,7 @@ def compare_gradients(
     if not any(g is not None for one in dumps for g in one.gradients.values()):
         raise UsageError(
             "no rank has a gradient of `model` after the step",
-            hint="a step that works on copies returns {name: gradient} by the names of `model`",
+            hint="a step with copies of `model` must return {name: gradient} with its names",
         )
     expected = loop.expected_gradients
     all_weight_names = find_parameter_names(loop.model).values()
@@ -291,9 +291,9 @@ def _measure_error(
         return _GradientError(float(wrong), not wrong, MISSING if actual is None else NOT_EXPECTED)
     if actual.shape != expected.value.shape:
         raise UsageError(
-            f"the gradient of {name} has shape {[*actual.shape]}, and its weight "
-            f"{[*expected.value.shape]}",
-            hint="put slices together first",
+            f"the gradient of {name} must have the shape of its weight, "
+            f"{[*expected.value.shape]}, not {[*actual.shape]}",
+            hint="gather sharded gradients before you return them",
         )
     types = {actual.dtype, expected.value.dtype}
     allowed = max(map(_find_tolerance, types)) if tolerance is None else tolerance

@@ -78,7 +78,7 @@ def assert_schedule(
     several = shapes_for(schedule) if shapes is None else shapes
     several = [several] if isinstance(several, PipelineShape) else list(several)
     if not several:
-        raise UsageError("there is no shape to try the schedule on")
+        raise UsageError("shapes is empty: a schedule needs at least one shape")
     for shape in several:
         require_type(shape, PipelineShape, _SHAPES_EXAMPLE)
     for seed, shape in enumerate(several):
@@ -91,7 +91,8 @@ def _require_progress_models(value: object) -> tuple[ProgressModel, ...]:
     result = tuple(models) if isinstance(models, Iterable) else (models,)
     if not result or any(model not in MODELS for model in result):
         raise UsageError(
-            f"models are some of {', '.join(map(repr, MODELS))}, not {describe(value)}"
+            f"progress_models must be of {', '.join(map(repr, MODELS))}, not {describe(value)}",
+            fields=["progress_models"],
         )
     return result
 
@@ -107,7 +108,7 @@ def _compile_checked(
             check(program, model)
     except SchedirError as error:
         raise AssertionError(
-            f"{get_schedule_name(schedule)} is refused on {shape} under {model!r}\n"
+            f"{get_schedule_name(schedule)} is refused on {shape} under progress model {model!r}\n"
             f"{type(error).__name__}: {error}"
         ) from error
     return program
@@ -133,7 +134,7 @@ def _describe_difference(
     )
     total = ranks.step(inputs, targets, order_seed=seed)
     if not torch.equal(total, run_sequential(plain, inputs, targets, loss=squared_error)):
-        return "the loss is not that of the reference"
+        return "the loss differs from that of the sequential reference"
     if not program.has_backward:
         return ""
     if shape.optimizer_steps > 1:  # only the gradients of the last update remain
@@ -146,7 +147,7 @@ def _describe_difference(
             error = float((p.grad - q.grad).norm() / q.grad.norm())
             if not error <= (0.0 if bits else 1e-6):  # NaN counts as wrong, too
                 why = "" if program.reduces_in_microbatch_order else (
-                    ": its backwards do not ascend, so they add up in another order"
+                    ": its backwards are not in the order of the microbatches"
                 )  # fmt: skip
-                return f"the gradient of {name} in stage {stage} is off by {error:.1e}{why}"
+                return f"gradient of {name} in stage {stage} has relative error {error:.1e}{why}"
     return ""

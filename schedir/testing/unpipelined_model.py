@@ -72,7 +72,9 @@ class UnpipelinedModel:
         }
         for name, (value, _) in expected.items():
             if not value.isfinite().all():
-                raise UsageError(f"the plain loop's own gradient of {name} is not finite")
+                raise UsageError(
+                    f"the gradient of {name} is not finite in a plain loop without a pipeline"
+                )
         return expected
 
     def _generate_gradients(self) -> Iterator[dict[str, Tensor]]:
@@ -90,8 +92,8 @@ class UnpipelinedModel:
             loss = compute_loss(self.model, batch, self.loss_fn)
             if number == 0 and not torch.equal(state, torch.get_rng_state()):
                 raise UsageError(
-                    "the model draws random numbers, as dropout does, and a pipeline draws others",
-                    hint="model.eval(), or dropout of 0, for this test",
+                    "model uses random numbers, as dropout does, and a pipeline uses other ones",
+                    hint="call model.eval() for this test, or set dropout to 0",
                 )
             if loss.requires_grad:
                 loss.backward()
@@ -168,8 +170,8 @@ def compute_loss(model: nn.Module, batch: Batch, loss_fn: LossFunction) -> Tenso
         output = model(inputs)
     loss = loss_fn(output, targets) if loss_fn else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        gave = "loss_fn gives" if loss_fn else "without a loss_fn the model's output is the loss:"
-        raise UsageError(f"a loss is one number, and {gave} {describe(loss)}", fields=["loss_fn"])
+        source = "the loss of loss_fn" if loss_fn else "without loss_fn, the output of the model"
+        raise UsageError(f"{source} must be one number, not {describe(loss)}", fields=["loss_fn"])
     return loss.reshape(())
 
 
@@ -189,20 +191,20 @@ def split_batch(batch: Batch, microbatches: int | None, loss_fn: LossFunction) -
         UsageError: The batch cannot be split, is too short, is empty, or has no pairs although
             there is a `loss_fn`.
     """
-    pair = "with a loss_fn a batch is a pair, (inputs, targets)"
+    pair = "with a loss_fn, a batch must be a pair (inputs, targets)"
     if isinstance(batch, list):
         result = batch
         if microbatches not in (None, len(batch)):
             raise UsageError(
-                f"the batch is cut into {len(batch)} microbatches, not {microbatches}",
+                f"microbatches is {microbatches}, and batch is a list of {len(batch)} microbatches",
                 fields=["microbatches"],
             )
     else:
         if not isinstance(microbatches, int) or microbatches < 1:
             raise UsageError(
-                f"a batch is cut into a number of microbatches, not {describe(microbatches)}",
+                f"microbatches must be an integer, 1 or more, not {describe(microbatches)}",
                 fields=["microbatches"],
-                hint="a list is a batch that is already cut",
+                hint="only a batch that is a list of microbatches needs no number",
             )
         leaves, shape = tree_flatten(batch)
         split_leaves = [_split_leaf(leaf, microbatches) for leaf in leaves]
@@ -210,7 +212,7 @@ def split_batch(batch: Batch, microbatches: int | None, loss_fn: LossFunction) -
             tree_unflatten([parts[k] for parts in split_leaves], shape) for k in range(microbatches)
         ]
     if not result:
-        raise UsageError("a batch of no microbatches has no gradients", fields=["batch"])
+        raise UsageError("batch is empty: it must have at least one microbatch", fields=["batch"])
     for part in result:
         if loss_fn and not (isinstance(part, tuple) and len(part) == 2):
             raise UsageError(f"{pair}, not {describe(part)}", fields=["batch"])
@@ -228,9 +230,9 @@ def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
         parts: Any = getattr(leaf, "__dict__", {})
         if any(isinstance(one, Tensor) for one in parts.values()) or hasattr(leaf, "__array__"):
             raise UsageError(
-                f"a batch of {type(leaf).__name__} cannot be cut into microbatches",
+                f"a {type(leaf).__name__} in batch cannot be divided into microbatches",
                 fields=["batch"],
-                hint="tensors, or tuples and dicts of them; or a list of microbatches",
+                hint="use tensors, tuples and dicts of tensors, or a list of microbatches",
             )
         return [leaf] * microbatches
     # Detached, so that backwards do not add to the gradient of the caller's tensor.
@@ -239,7 +241,7 @@ def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
         return [own] * microbatches
     if own.shape[0] < microbatches:
         raise UsageError(
-            f"a tensor of shape {list(own.shape)} cannot be cut into {microbatches} microbatches",
+            f"a tensor of shape {[*own.shape]} cannot be divided into {microbatches} microbatches",
             fields=["batch", "microbatches"],
         )
     return own.tensor_split(microbatches)
@@ -258,17 +260,16 @@ def copy_model(model: nn.Module) -> nn.Module:
     for name, p in model.named_parameters():
         if p._post_accumulate_grad_hooks:
             raise UsageError(
-                f"{name} has a post-accumulate hook, and the plain loop adds up no gradients in "
-                "place: it takes those of each microbatch",
+                f"{name} has a post-accumulate-grad hook, which gets the sum of gradients, and the "
+                "plain loop has only the gradients of each microbatch",
                 hint="remove the hook for this test, or use register_hook",
             )
     try:
         result = deepcopy(model)
     except Exception as error:  # `__deepcopy__` of a module may raise any exception
         raise UsageError(
-            "the plain loop needs a copy of the model, and that fails: "
-            f"{describe_exception(error)}",
-            hint="parametrizations.weight_norm can be copied, and the older weight_norm cannot",
+            f"model cannot be copied: {describe_exception(error)}",
+            hint="if it has weight_norm, use torch.nn.utils.parametrizations.weight_norm",
         ) from None
     result.zero_grad(set_to_none=True)
     for p, copied in zip(model.parameters(), result.parameters(), strict=True):

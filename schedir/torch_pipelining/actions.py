@@ -37,7 +37,7 @@ def make_actions(program: Program) -> ActionLists:
     try:
         return _parse_actions(format_cells(program, "torch-2.13"))
     except GroupError as error:
-        error.hint = "compile it without overlap, or give the schedule itself"
+        error.hint = "compile with overlap=False, or pass schedule=... instead of program=..."
         raise
 
 

@@ -71,9 +71,9 @@ class TorchCheckpointState:
         """
         if self.is_load_incomplete:
             raise ExecutionError(
-                "a load has failed, and a part of the weights has been read",
+                "a load has failed: some weights are loaded, and others are not",
                 program=self.program.name,
-                hint="make stages and schedule anew",
+                hint="build new stages and a new Schedule",
             )
 
     def checkpoint_state(self, *, has_failed: bool) -> CheckpointState:
@@ -105,7 +105,7 @@ class TorchCheckpointState:
         def ranks(optimizer: Any) -> list[RankCheckpointState]:
             if has_failed or self.is_load_incomplete:
                 raise CheckpointError(
-                    "a step or a load has failed, and left buffers or weights as they were in it"
+                    "a step or a load has failed, and its buffers or weights are incomplete"
                 )
             return [self._rank_state(optimizer, mesh)]
 
@@ -147,14 +147,14 @@ def _build_mesh(pipelines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     for process, (other, *_) in enumerate(pipelines):
         if other != stages:
             raise CheckpointError(
-                f"the pipelines of processes 0 and {process} have {stages} and {other} stages: "
-                "they are no replicas"
+                f"num_stages is {stages} on process 0, and {other} on process {process}: replicas "
+                "must have the same stages"
             )
     for process in range(len(pipelines)):
         if sum(process in members for members in mesh) != 1:
             raise CheckpointError(
                 f"process {process} is in the process groups of several pipelines",
-                hint="one pipeline for each replica, and each process in one",
+                hint="create one process group for each replica, with each process in one of them",
             )
     return sorted(mesh, key=min)
 
@@ -163,8 +163,8 @@ def _stage_state(stage: Any) -> StageCheckpointState:
     module = unwrap_module(stage.submod)
     if any(isinstance(one, FullyShardedDataParallel) for one in module.modules()):
         raise CheckpointError(
-            f"stage {stage.stage_index} is wrapped by FullyShardedDataParallel, whose parameters "
-            "are parts of several weights"
+            f"stage {stage.stage_index} is wrapped by FullyShardedDataParallel, which joins "
+            "several weights to one parameter: checkpoints do not support it"
         )
     return StageCheckpointState(
         module, {p: name for name, p in module.named_parameters() if p.requires_grad}
@@ -176,15 +176,15 @@ def _require_optimizer(optimizer: Any, program: Program) -> Any:
     if optimizer is RUN_OPTIMIZER:
         if program.has_backward:
             raise CheckpointError(
-                "a schedule does not know the optimizer of its stages, and none is given",
-                hint="optimizer=..., or optimizer=None for weights alone",
+                "optimizer is missing: a Schedule has no optimizer of its own",
+                hint="optimizer=..., or optimizer=None to use weights only",
             )
         return None
     several = isinstance(optimizer, list | tuple)
     for one in optimizer if several else [] if optimizer is None else [optimizer]:
         if callable(one) or not any(hasattr(each, "param_groups") for each in find_optimizers(one)):
             raise CheckpointError(
-                f"{describe(one)} is no optimizer",
-                hint="the one of this process's stages, or a list of several",
+                f"optimizer must be an optimizer or a list of optimizers, not {describe(one)}",
+                hint="optimizer=torch.optim.SGD(stage.submod.parameters(), lr=0.1)",
             )
     return OptimizerList(tuple(optimizer)) if several else optimizer

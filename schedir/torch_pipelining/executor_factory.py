@@ -227,9 +227,8 @@ def collect_requirements(
         for mb, one in enumerate(each):
             if one != each[0]:
                 raise UsageError(
-                    f"microbatch {mb} is {_describe_shapes(one)}, and the first "
-                    f"{_describe_shapes(each[0])}: all have "
-                    "one shape",
+                    f"microbatch {mb} is {_describe_shapes(one)}, and microbatch 0 is "
+                    f"{_describe_shapes(each[0])}: all microbatches must have the same shapes",
                     program=program.name,
                 )
     modules = [stage.submod for stage in stages]
@@ -248,7 +247,7 @@ def collect_requirements(
 def _boundary_dtypes(
     stage_device: Any, parameters: Iterable[Tensor]
 ) -> tuple[torch.dtype | None, ...]:
-    """Return the dtypes that decide the dtypes of boundaries: of autocast and of parameters."""
+    """Return the autocast dtype and the parameter dtypes, which decide those of boundaries."""
     device = torch.device(stage_device).type
     on = torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None, *map(_get_dtype, parameters)
@@ -372,8 +371,8 @@ def _require_executor_support(stage: Any) -> None:
     module = stage.submod
     if any(isinstance(m, FSDPModule) for m in module.modules()):
         raise UsageError(
-            f"stage {stage.stage_index} is sharded by fully_shard, which runtime='schedir' does "
-            "not gather and reduce",
+            f"stage {stage.stage_index} is sharded by fully_shard, and runtime='schedir' does not "
+            "support it",
             hint="runtime='torch'",
             fields=["runtime"],
         )
@@ -393,7 +392,8 @@ def _make_transport(program: Program, group: Any, device: torch.device) -> Proce
         return kind(program, group=group)
     if dist.get_world_size(group) != dist.get_world_size():
         raise UsageError(
-            "on GPUs runtime='schedir' runs in all processes, and not in a group of them",
+            "on GPUs, runtime='schedir' needs a group of all processes: this group has "
+            f"{dist.get_world_size(group)} of {dist.get_world_size()}",
             hint="runtime='torch'",
             fields=["runtime"],
         )

@@ -157,18 +157,19 @@ class ExecutorRuntime:
         """
         for what, given in (("arg_mbs", args), ("kwarg_mbs", kwargs), ("target_mbs", targets)):
             if given is not None and not isinstance(given, list):
-                return f"{what} is {describe(given)}, and no list"
+                return f"{what} must be a list, not {describe(given)}"
             if isinstance(given, list) and len(given) != microbatches:
-                return f"{what} has {len(given)} of {microbatches} microbatches"
+                return f"{what} must have {microbatches} microbatches, not {len(given)}"
         for what, given, kind in (("arg_mbs", args, tuple | list), ("kwarg_mbs", kwargs, Mapping)):
             for each in given if isinstance(given, list) else ():
                 if not isinstance(each, kind):
-                    return f"{what} has {describe(each)} for a microbatch, and no tuple or mapping"
+                    kind_name = "tuple" if what == "arg_mbs" else "mapping"
+                    return f"{what} must have a {kind_name} per microbatch, not {describe(each)}"
         if losses is not None and not isinstance(losses, list):
-            return f"losses is {describe(losses)}, and no list"
+            return f"losses must be a list, not {describe(losses)}"
         takes = self.last_stage is not None and self.loss_fn is not None
         if takes and targets is None and (has_backward or losses is not None):
-            return "a loss is taken, and no target is given"
+            return "target is missing: loss_fn needs it"
         return ""
 
     def _reduce_gradients(self, program: Program) -> None:
@@ -243,7 +244,7 @@ class ExecutorRuntime:
             )
 
         key = tuple(gather_or_raise(get_requirements, self.group, [ExecutorRequirements]))
-        require_same("whether gradients are taken", [facts.has_backward for facts in key])
+        require_same("has_backward of the step", [facts.has_backward for facts in key])
         for other in [
             k
             for k in self.executors

@@ -91,26 +91,26 @@ def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
         kind, stage = action.computation_type, action.stage_index
         if kind == UNSHARD:
             if stage in unsharded:
-                raise OrderError(f"{action} makes stage {stage} whole, which it is")
+                raise OrderError(f"{action}: stage {stage} is already unsharded")
             unsharded.add(stage)
         elif kind == RESHARD:
             if stage not in unsharded:
-                raise OrderError(f"{action} cuts up stage {stage}, which is cut up")
+                raise OrderError(f"{action}: stage {stage} is already sharded")
             unsharded.remove(stage)
         needs = _stages_of_action(action)
         if needs and len(unsharded) > limit:
-            raise SlotError(f"at {action} stages {sorted(unsharded)} are whole, and {limit} may be")
+            raise SlotError(f"{action}: stages {sorted(unsharded)} are unsharded, limit {limit}")
         for s in needs:
             if s not in unsharded:
-                raise OrderError(f"{action} needs stage {s}, which is cut up")
+                raise OrderError(f"{action} needs stage {s} unsharded, and it is sharded")
             if s in reduced:
                 raise OrderError(f"{action} comes after the reduction of stage {s}")
         added.update(_stages_of_action(action, BACKWARDS))
         reduced.update(_stages_of_action(action, (REDUCE_GRAD,)))
     if unsharded:
-        raise CompletenessError(f"stages {sorted(unsharded)} are whole at the end")
+        raise CompletenessError(f"stages {sorted(unsharded)} are unsharded at the end")
     if added != reduced:
-        raise CompletenessError(f"stages {sorted(added ^ reduced)} are not reduced after backwards")
+        raise CompletenessError(f"stages {sorted(added ^ reduced)} lack a backward or a reduction")
 
 
 def accumulate_gradients(module: Any) -> None:

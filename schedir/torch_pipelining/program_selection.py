@@ -41,9 +41,9 @@ def load_schedule_or_program(
         SchedirError: The file is wrong.
     """
     if (schedule is None) == (program is None):
-        both = "both are" if schedule is not None else "neither is"
+        both = "both are" if schedule is not None else "none is"
         raise UsageError(
-            f"a schedule or a program is run, and {both} given",
+            f"exactly one of schedule and program must be given, and {both}",
             hint=EXAMPLE,
             fields=["schedule", "program"],
         )
@@ -51,7 +51,7 @@ def load_schedule_or_program(
         source = load_source(schedule) if isinstance(schedule, str) else schedule
         if not callable(source) and not isinstance(source, Program):
             raise UsageError(
-                f"a schedule is a function or the name of one, not {describe(schedule)}",
+                f"schedule must be a function or its name, not {describe(schedule)}",
                 hint=EXAMPLE,
                 fields=["schedule"],
             )
@@ -64,7 +64,7 @@ def load_schedule_or_program(
             return load_source(path)
     if not isinstance(program, Program):
         raise UsageError(
-            "a program is a Program, or the path of a .sched or .csv file, not "
+            "program must be a Program, or the path of a .sched or .csv file, not "
             f"{describe(program)}",
             hint=EXAMPLE,
             fields=["program"],
@@ -94,17 +94,16 @@ def compile_for_stages(
     )
     if has != (shape.ranks, shape.microbatches, shape.replica_ranks.tolist()):
         raise UsageError(
-            f"the program is for {_describe_shape(own)}; the stages given are "
+            f"the program is for {_describe_shape(own)}, and the ranks have "
             f"{_describe_shape(shape)}",
             program=source.name,
             fields=["program"],
         )
     if source.zero:
         raise UsageError(
-            f"the program has zero {source.zero}, and here it is fully_shard that cuts stages up",
+            f"the program has zero {source.zero}, and Schedule shards stages by fully_shard only",
             program=source.name,
-            hint="compile it without zero, and fully_shard the stages' modules: `unsharded_stages` "
-            "of a rank are whole at once",
+            hint="compile it with zero=0, and apply fully_shard to the modules of the stages",
             fields=["program"],
         )
     if source.is_draft:
@@ -152,13 +151,13 @@ def infer_shape(
                 raise UsageError(
                     f"stage {s} is on rank {rank_of[s]} and on rank {rank}"
                     if rank_of[s] != rank
-                    else f"stage {s} is there twice on rank {rank}",
+                    else f"stage {s} is twice in the stages of rank {rank}",
                     fields=["stages"],
                 )
             rank_of[s] = rank
     if missing := [s for s in range(stages) if s not in rank_of]:
         raise UsageError(
-            f"there are {stages} stages, and no rank holds stage {missing[0]}", fields=["stages"]
+            f"num_stages is {stages}, and no rank has stage {missing[0]}", fields=["stages"]
         )
     return torch_csv.find_shape(
         len(stages_of_ranks), microbatches, [rank_of[s] for s in range(stages)]

@@ -116,7 +116,8 @@ class Schedule(CheckedRuntime):
             require_runnable(local_stages, n_microbatches, loss_fn, unsharded_stages)
             if runtime not in get_args(Runtime):
                 raise UsageError(
-                    f"runtime is 'torch' or 'schedir', not {describe(runtime)}", fields=["runtime"]
+                    f"runtime must be 'torch' or 'schedir', not {describe(runtime)}",
+                    fields=["runtime"],
                 )
             program_selection.load_schedule_or_program(schedule, program)
             return {
@@ -171,9 +172,9 @@ class Schedule(CheckedRuntime):
             )
             if loss_fn is None and isinstance(source, Program) and full_program.has_backward:
                 raise UsageError(
-                    "the program has backwards, and there is no loss_fn to take them of",
+                    "loss_fn is missing: the program has backwards",
                     program=full_program.name,
-                    hint="loss_fn=..., or a program of forwards",
+                    hint="loss_fn=..., or a program with forwards only",
                     fields=["loss_fn"],
                 )
             forward = evaluation_program(full_program)
@@ -240,7 +241,7 @@ class Schedule(CheckedRuntime):
 
     def _load_csv(self, filename: str, format: str = "compute_only") -> None:
         raise UsageError(
-            "a schedule is proven as it is made, and takes no other list later",
+            "a Schedule cannot load another program, because its constructor checks the program",
             hint=f"Schedule(..., program={filename!r})",
         )
 
@@ -306,14 +307,14 @@ class Schedule(CheckedRuntime):
         """
         if self._has_failed:
             raise ExecutionError(
-                f"rank {self.rank} has failed in the step before, and left messages on their way",
+                f"rank {self.rank} failed in an earlier step, and its messages may be incomplete",
                 program=self.program.name,
-                hint="make the schedule and its process group anew",
+                hint="create a new process group and a new Schedule",
             )
         self._checkpoint_adapter.require_complete_load()
         if self._has_backward and not self.program.has_backward:
             raise UsageError(
-                "a step trains, and the program has forwards alone",
+                "step needs backwards, and the program has forwards only",
                 program=self.program.name,
                 hint="schedule.eval(...), or a program with backwards",
             )
@@ -321,7 +322,7 @@ class Schedule(CheckedRuntime):
         if any(each is not None for each in cut):
             if args or kwargs or target is not None:
                 raise UsageError(
-                    "a step takes a whole batch or microbatches, and is given both",
+                    "step got a complete batch and microbatches: give only one of them",
                     program=self.program.name,
                     hint="step(x, target=y), or step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1])",
                 )
@@ -365,7 +366,7 @@ class Schedule(CheckedRuntime):
         has_last = any(stage.is_last for stage in self._stages)
         lacks = has_last and self._loss_fn is not None and target_mbs is None
         if lacks and (self._has_backward or losses is not None):
-            raise UsageError("a loss is taken, and no target is given", fields=["target"])
+            raise UsageError("target is missing: loss_fn needs it", fields=["target"])
         self._disable_auto_reshard()
         if self._has_backward:
             require_frozen_stages(self._stages, self.program)

@@ -42,12 +42,12 @@ def require_stages(stages: object) -> list[Any]:
     for stage in found:
         if not isinstance(stage, _PipelineStageBase):
             raise UsageError(
-                f"stages are torch's PipelineStages, not {describe(stage)}",
+                f"stages must be PipelineStages of torch, not {describe(stage)}",
                 hint=EXAMPLE,
                 fields=["stages"],
             )
     if not found:
-        raise UsageError("a rank has one stage at least", hint=EXAMPLE, fields=["stages"])
+        raise UsageError("stages is empty: a rank needs a stage", hint=EXAMPLE, fields=["stages"])
     return sorted(found, key=lambda stage: int(stage.stage_index))
 
 
@@ -73,12 +73,14 @@ def require_runnable(
             if one != other:
                 raise UsageError(
                     f"stage {stages[0].stage_index} has {what} {describe(one)}, and stage "
-                    f"{stage.stage_index} of the same rank {describe(other)}",
+                    f"{stage.stage_index} of the same rank has {describe(other)}",
                     fields=["stages"],
                 )
     for name, number in (("n_microbatches", microbatches), ("unsharded_stages", unsharded_stages)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise UsageError(f"{name} is a number from 1 on, not {describe(number)}", fields=[name])
+            raise UsageError(
+                f"{name} must be an integer, 1 or more, not {describe(number)}", fields=[name]
+            )
     if loss_fn is not None:
         require_loss(loss_fn)
     require_outermost_wrapper(stages)
@@ -97,14 +99,14 @@ def require_outermost_wrapper(stages: Sequence[Any]) -> None:
     """
     for stage in stages:
         for is_so, done, again in (
-            (_is_sharded, "sharded", "fully_shard(stage.submod), after its parts"),
+            (_is_sharded, "sharded", "call fully_shard(stage.submod) after its modules"),
             (_is_replicated, "replicated", "DistributedDataParallel(torch.compile(module))"),
         ):
             outermost = isinstance(stage.submod, FSDPModule | Replicated) and is_so(stage.submod)
             if not outermost and any(map(is_so, stage.submod.modules())):
                 raise UsageError(
-                    f"parts of stage {stage.stage_index} are {done}, and the stage is not: each of "
-                    "its backwards would reduce gradients, or none would",
+                    f"some modules of stage {stage.stage_index} are {done}, and the stage itself "
+                    "is not: its gradients would be reduced in each backward or never",
                     hint=again,
                     fields=["stages"],
                 )
@@ -138,8 +140,8 @@ def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
             p.requires_grad for p in stage.submod.parameters()
         ):
             raise ModelError(
-                f"the program has no backward of stage {stage.stage_index}, and it has parameters "
-                "that are trained",
+                f"the program has no backward of stage {stage.stage_index}, and the stage has "
+                "trainable parameters",
                 program=program.name,
                 hint="stage.submod.requires_grad_(False), or a program without frozen stages",
             )
@@ -166,18 +168,18 @@ def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> Non
         kind, other = (tensor.shape, tensor.dtype), (expected.shape, expected.dtype)
         if is_sent and type(tensor) is Tensor and kind != other:
             raise ModelError(
-                f"output {k} of stage {stage.stage_index} is {[*kind[0]]} of {kind[1]}, and was "
-                f"{[*other[0]]} of {other[1]} as shapes were found: torch's runtime has one shape "
-                "for all microbatches, from the first step on",
-                hint="batches of one size that n_microbatches divides, another Schedule of the "
-                "same stages for another size, or runtime='schedir'",
+                f"output {k} of stage {stage.stage_index} is {[*kind[0]]} of {kind[1]}, and must "
+                f"be {[*other[0]]} of {other[1]}, as in the first step: torch's runtime needs the "
+                "same shapes in all microbatches",
+                hint="use batches of one size that n_microbatches divides, another Schedule for "
+                "another size, or runtime='schedir'",
             )
         if tensor.requires_grad and not expected.requires_grad and stage.has_backward:
             raise ModelError(
-                f"output {k} of stage {stage.stage_index} needs a gradient, and its output_args, "
-                "or the first step, say that it needs none",
-                hint="torch.empty(..., requires_grad=True), and so for the input_args of the next; "
-                "another Schedule of the same stages where some of them are trained from now on",
+                f"output {k} of stage {stage.stage_index} needs a gradient, and it needed none in "
+                "its output_args or in the first step",
+                hint="use requires_grad=True in its output_args and in the input_args of the next "
+                "stage, or a new Schedule if more stages are trained now",
             )
 
 
@@ -310,12 +312,12 @@ def require_reducible(stage: Any) -> None:
     """
     ddp = stage.submod
     for what, there in (
-        ("a hook on its communication", bool(getattr(ddp, "_comm_hooks", ()))),
-        ("a type of its own for gradients", getattr(ddp, "mixed_precision", None) is not None),
+        ("a communication hook", bool(getattr(ddp, "_comm_hooks", ()))),
+        ("mixed precision", getattr(ddp, "mixed_precision", None) is not None),
     ):
         if there:
             raise ModelError(
                 f"stage {stage.stage_index} is wrapped by DistributedDataParallel with {what}, and "
-                "its gradients are reduced without it, as DDP sees no W of split backwards",
-                hint="fully_shard, or a schedule of whole backwards (and no static_graph)",
+                "schedir reduces its gradients without that",
+                hint="use fully_shard, or a schedule with full backwards and no static_graph",
             )

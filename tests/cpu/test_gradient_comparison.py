@@ -137,7 +137,7 @@ def test_the_stage_in_which_differences_begin_is_named() -> None:
     with pytest.raises(WrongGradients) as caught:
         compare_gradients(loop, [GradientDump(noise).infer_stages()])
     text = str(caught.value)
-    assert "it begins in the backward of stage 1, or in what stage 2 sends to it" in text
+    assert "the error begins in a backward of stage 1, or the gradient from stage 2" in text
 
 
 def test_replicas_that_differ_are_listed_by_rank() -> None:
@@ -166,12 +166,12 @@ def test_tied_weights_have_the_names_that_a_rank_gives_them() -> None:
 
 def test_what_is_never_right_is_refused() -> None:
     dropout = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())
-    with pytest.raises(UsageError, match="draws random numbers"):
+    with pytest.raises(UsageError, match="model uses random numbers"):
         assert loop_of(dropout, 2, 2).expected_gradients
     assert loop_of(dropout.eval(), 2, 2).expected_gradients
     with pytest.raises(UsageError, match="no rank has a gradient"):
         compare_gradients(loop_of(model(2), 2, 2), [GradientDump({})])
-    with pytest.raises(UsageError, match="has shape"):
+    with pytest.raises(UsageError, match="must have the shape of its weight"):
         compare_gradients(
             loop_of(model(2), 2, 2), [GradientDump({"0.linear.bias": torch.zeros(2)})]
         )

@@ -149,7 +149,7 @@ def test_a_step_may_work_on_copies() -> None:
     def silent(*given: Any) -> None:
         step(*given)
 
-    with pytest.raises(UsageError, match="parameters that are not those of `model`"):
+    with pytest.raises(UsageError, match="parameters that `model` does not have"):
         same(silent, model(2), batch())
 
 

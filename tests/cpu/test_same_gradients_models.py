@@ -77,7 +77,7 @@ def test_hooks_of_gradients_are_the_models() -> None:
     whole.linear.weight.register_hook(lambda gradient: gradient * torch.eye(WIDTH))
     same(step, whole, batch())
     whole.linear.weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(UsageError, match=r"linear\.weight has a post-accumulate hook"):
+    with pytest.raises(UsageError, match=r"linear\.weight has a post-accumulate-grad hook"):
         same(step, whole, batch())
 
 
@@ -199,6 +199,6 @@ def test_inputs_of_the_caller_stay_as_they_are() -> None:
 
 def test_random_numbers_of_the_caller_stay_as_they_are() -> None:
     whole, given, before = nn.Sequential(Layer(), nn.Dropout()), batch(), torch.get_rng_state()
-    with pytest.raises(Exception, match="draws random numbers"):
+    with pytest.raises(Exception, match="model uses random numbers"):
         same(step, whole, given)
     assert torch.equal(before, torch.get_rng_state())

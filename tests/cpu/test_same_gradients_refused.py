@@ -31,7 +31,7 @@ def test_a_rank_that_fails_is_shown_once() -> None:
     with pytest.raises(ExecutionError) as caught:
         same(fails, model(2), batch())
     text = str(caught.value)
-    assert text.startswith("the step fails on rank 1: ValueError: no such thing")
+    assert text.startswith("step failed on rank 1: ValueError: no such thing")
     assert text.count("in fails") == 1 and "rank 0" not in text
 
 
@@ -53,8 +53,8 @@ def test_a_hang_is_one_error_that_says_where() -> None:
     with pytest.raises(ExecutionError) as caught:
         same(hangs, model(2), batch(), timeout=4)
     first, where = str(caught.value).splitlines()
-    assert first == "rank 1 did not come back from the step in 4 s"
-    assert "rank 1 stands at" in where and "in hangs" in where
+    assert first == "rank 1 did not finish the step in 4 s"
+    assert "rank 1 is at" in where and "in hangs" in where
 
 
 def plain_step(rank: int, ranks: int, model: Any, batch: Any) -> None:

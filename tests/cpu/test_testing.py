@@ -86,7 +86,7 @@ def test_no_plan_is_no_test() -> None:
 def test_plans_and_models_of_another_kind_are_refused(other: Any) -> None:
     with pytest.raises(UsageError, match="this takes a PipelineShape, not"):
         assert_schedule(schedules.gpipe, shapes=other)
-    with pytest.raises(UsageError, match="models are some of 'per_edge'"):
+    with pytest.raises(UsageError, match="progress_models must be of 'per_edge'"):
         assert_schedule(schedules.gpipe, progress_models=other)
 
 
@@ -147,7 +147,7 @@ def test_backwards_in_another_order_give_other_bits() -> None:
 
     assert_schedule(backwards)  # the same but for rounding
     error = caught(backwards, bitwise=True)
-    assert "in stage" in str(error) and "do not ascend" in str(error)
+    assert "in stage" in str(error) and "are not in the order of the microbatches" in str(error)
 
 
 def test_a_late_w_gives_the_same_bits() -> None:

@@ -161,7 +161,7 @@ def test_a_hook_on_the_reduction_is_refused() -> None:
         ddp.register_comm_hook(None, lambda _, bucket: torch.futures.Future())
         return ddp  # type: ignore[no-any-return]
 
-    with pytest.raises(ExecutionError, match="with a hook on its communication"):
+    with pytest.raises(ExecutionError, match="with a communication hook"):
         same(step_of("vee", schedule="zb_v", dp=2, wrap=hooked), 4)
 
 
@@ -170,7 +170,7 @@ def test_parts_that_are_sharded_alone_are_refused() -> None:
         fully_shard(module.a, mesh=mesh)
         return module
 
-    with pytest.raises(ExecutionError, match="parts of stage 0 are sharded"):
+    with pytest.raises(ExecutionError, match="some modules of stage 0 are sharded"):
         same(step_of("loop", schedule="gpipe", dp=2, wrap=within), 2)
 
 
@@ -190,7 +190,7 @@ def unwrapped(module: Any, mesh: Any) -> Any:
 @pytest.mark.parametrize("wrap", [compiled, part, unwrapped])
 def test_replicas_that_torchs_runtime_does_not_see_are_refused(wrap: Wrap) -> None:
     """It would not have told DDP which backward is the last."""
-    with pytest.raises(ExecutionError, match="parts of stage 0 are replicated"):
+    with pytest.raises(ExecutionError, match="some modules of stage 0 are replicated"):
         same(step_of("loop", schedule="one_f_one_b", dp=2, wrap=wrap), 2)
 
 

@@ -87,8 +87,8 @@ def test_why_is_a_proof_in_words() -> None:
     priced = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
     least = lower_bound(PipelineShape(8, 24), priced, max_in_flight=8)
     assert least.explanation == (
-        "rank 0 works 1102.68 and holds 8: it idles 135.016 between its 8th F and its first I, and "
-        "72.709 between its last F and its last I"
+        "rank 0 computes for 1102.68 with at most 8 in flight; it is idle for 135.016 between its "
+        "8th F and its first I, and 72.709 between its last F and its last I"
     )
     assert least.value == pytest.approx(1102.68 + 135.016 + 72.709)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from zipfile import ZipFile
@@ -67,7 +68,8 @@ def test_a_model_file(
 def test_an_option_of_plan(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = MODEL | {"batch": "8", "gpus": "8"} | {option: "8" * 18}
     words = [f"--{name}={value}" for name, value in options.items()]
-    assert "at most" in refusal(["plan", "--cluster=a100", *words], capsys)
+    text = refusal(["plan", "--cluster=a100", *words], capsys)
+    assert re.search(r"must be (at most|an integer from 1 to) \d+", text), text
 
 
 def test_a_model_of_a_training_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ PLAN = PlanEstimate(
     flops_per_second=150e12,
     mfu=0.48,
     bottleneck="memory",
-    explanation="memory: the next faster plan takes 31.2 s, and does not fit by 4.1 GB",
+    explanation="memory: a faster plan needs 4.1 GB more than a GPU has. Its step takes 31.2 s",
 )  # fmt: skip
 
 
@@ -77,23 +77,26 @@ REFUSED = {
     ("--measure", "-o=none/here.toml"): "cannot write none/here.toml",
     (*TINY, "--processes=4"): "--processes is of --measure",
     (): "nobody says which model\n  hint: --model gpt-175b, or --layers 96 --hidden 12288",
-    ("--model=gpt-17b",): "nobody knows a model 'gpt-17b'\n  hint: did you mean 'gpt-175b'?",
-    ("--layers=8", "--hidden=256"): "nobody says anything of the model's heads, vocab, sequence",
-    (*TINY, "--heads=7"): "model: hidden 256 is no multiple of heads 7",
+    ("--model=gpt-17b",): "there is no model preset 'gpt-17b'\n  hint: did you mean 'gpt-175b'?",
+    (
+        "--layers=8",
+        "--hidden=256",
+    ): "the model has no value for its required fields: heads, vocab, sequence",
+    (*TINY, "--heads=7"): "model: hidden 256 is not a multiple of heads 7",
     TINY: "nobody says how many sequences a step has\n  hint: --batch 1536",
     (*TINY, "--batch=8"): "nobody says on which machines\n  hint: --cluster a100 --nodes 4",
     (*TINY, "--batch=8", "--cluster=a100"): "nobody says how many nodes of a100",
-    (*TINY, "--batch=8", "--cluster=a10", "--nodes=1"): "nobody knows a cluster 'a10'\n"
+    (*TINY, "--batch=8", "--cluster=a10", "--nodes=1"): "there is no cluster preset 'a10'\n"
     "  hint: did you mean 'a100'?",
     (*TINY, "--batch=8", "--cluster=none.toml"): "cannot read none.toml: No such file",
     (*TINY, "--batch=8", "--cluster=a100", "--gpus=12"): "12 GPUs are no whole number of nodes of "
     "8\n  hint: 8 or 16",
-    (*TINY, "--batch=8", "--cluster=a100", "--gpus=8", "--tp=3"): "heads 8 cannot be divided among "
-    "tp 3\n  hint: tp = 1 or 2 or 4 or 8",
-    (*TINY, "--batch=7", "--cluster=a100", "--gpus=8", "--dp=8"): "a batch of 7 does not divide "
-    "among dp 8 replicas\n  hint: the nearest that do: 8",
-    ("--model=gpt-175b", "--batch=8", "--cluster=a100", "--gpus=8"): "plans fits into 80 GB a GPU: "
-    "the least holds",
+    (*TINY, "--batch=8", "--cluster=a100", "--gpus=8", "--tp=3"): "tp 3 does not divide heads 8"
+    "\n  hint: tp = 1 or 2 or 4 or 8",
+    (*TINY, "--batch=7", "--cluster=a100", "--gpus=8", "--dp=8"): "batch 7 cannot be divided "
+    "among dp 8 replicas\n  hint: the nearest batches that work: 8",
+    ("--model=gpt-175b", "--batch=8", "--cluster=a100", "--gpus=8"): "plans fits into the 80 GB "
+    "of a GPU: the smallest plan needs",
     (*AT[1:], "--select=99"): "there is no plan 99: they are 1 to 10",
     (
         "--model=llama-7b",
@@ -103,8 +106,8 @@ REFUSED = {
         "--closed-form-only",
         "-o",
         "x.toml",
-    ): "schedir train cannot run ffn 11008: a GPT's feed-forward network is 4 x 4096 wide\n"
-    '  hint: a [model] of your own with kind = "llama" can have it',
+    ): "schedir train does not support ffn 11008: the feed-forward network of its GPT has width "
+    '4 x 4096\n  hint: a [model] with kind = "llama" supports ffn',
     ("-o", "best.txt"): "a plan is written to FILE.toml or FILE.sched: best.txt is neither",
     ("--picture", "x.gif"): "a picture ends in .png, .svg, .pdf: x.gif does not",
     ("--tradeoff",): "memory against time is a picture\n  hint: --picture FILE.svg",
@@ -145,7 +148,7 @@ def test_a_file_says_a_model(
     assert load_model("plain.toml", sequence=64).sequence == 64
     Path("wrong.toml").write_text(f"{lines}sequnce = 128\n")
     told = refused(capsys, "plan", "--model=wrong.toml", *AT[6:])
-    assert "wrong.toml: a model has no 'sequnce'\n  hint: did you mean 'sequence'?" in told
+    assert "wrong.toml: a model has no field 'sequnce'\n  hint: did you mean 'sequence'?" in told
 
 
 def test_shapes_are_as_large_as_their_names() -> None:

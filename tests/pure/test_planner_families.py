@@ -105,10 +105,11 @@ def test_shares_have_all_layers_once() -> None:
 def test_refusals() -> None:
     model = TransformerSpec(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
     with pytest.raises(
-        UsageError, match=r"10 layers do not divide into pp 4 x stages_per_rank 1 = 4 stages"
+        UsageError,
+        match=r"10 layers cannot be divided evenly among pp 4 x stages_per_rank 1 = 4 stages",
     ):
         get_layers_per_stage(model, ParallelPlan(pp=4))
-    with pytest.raises(UsageError, match="divides 9 layers into 2 stages, and there are 10"):
+    with pytest.raises(UsageError, match="has 9 layers in 2 stages: it must have 10 layers in"):
         get_layers_per_stage(model, ParallelPlan(pp=2, layers_per_stage=(4, 5)))
     with pytest.raises(UsageError, match="did you mean interleaved"):
         get_formulas("interleave")

@@ -120,5 +120,5 @@ def test_no_latency_is_less_than_none() -> None:
 
 
 def test_nothing_measured_is_refused() -> None:
-    with pytest.raises(UsageError, match="nothing was measured"):
+    with pytest.raises(UsageError, match="the measurements need at least one matrix product"):
         fit_cluster(seen(HERE)._replace(layers=[]))

@@ -79,10 +79,13 @@ def test_products_do_what_the_model_asks_for(model: TransformerSpec, choice: Par
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
-        (ParallelPlan(tp=5), "heads 64 cannot be divided among tp 5"),
-        (ParallelPlan(cp=3), "sequence 2048 cannot be divided among cp 3"),
-        (ParallelPlan(tp=64, cp=64, sequence_parallel=True), "sequence 2048 cannot be divided"),
-        (ParallelPlan(dp=2, ep=2), "experts 1 cannot be divided among ep 2"),
+        (ParallelPlan(tp=5), "tp 5 does not divide heads 64"),
+        (ParallelPlan(cp=3), "cp 3 does not divide sequence 2048"),
+        (
+            ParallelPlan(tp=64, cp=64, sequence_parallel=True),
+            "cp x tp 4096 does not divide sequence 2048",
+        ),
+        (ParallelPlan(dp=2, ep=2), "ep 2 does not divide experts 1"),
         (ParallelPlan(tp=16), "a group has different processes of 0 to 7"),
     ],
 )
@@ -260,7 +263,7 @@ def test_clusters_that_are_known() -> None:
         known = planner.cluster_preset(name, nodes=3)
         assert known.nodes == 3 and known.peak is not None and known.flops < known.peak
         assert known.num_sms is not None and known.kernel_us > 0
-    with pytest.raises(UsageError, match="nobody knows a cluster 'a10'"):
+    with pytest.raises(UsageError, match="there is no cluster preset 'a10'"):
         planner.cluster_preset("a10")
 
 

@@ -178,7 +178,7 @@ def test_what_does_not_fit_gets_a_plan() -> None:
     best, *_ = found = planner.plan(MODEL, where, 4, top=3, offload=True, **how)  # type: ignore[arg-type]
     assert all(one.fits and one.is_simulated and one.has_offload for one in found)
     assert [one.step_time for one in found] == sorted(one.step_time for one in found)
-    assert best.offload_comparison.startswith("no plan fits without: the least holds ")
+    assert best.offload_comparison.startswith("no plan fits without offload: the smallest needs ")
     shortest = min(everything(where, 4, how))
     assert best.step_time <= shortest
 
@@ -203,13 +203,13 @@ def test_offload_beside_what_fits() -> None:
         for way in (False, True)
     )
     assert [replace(one, offload_comparison="") for one in found] == plain
-    assert found[0].offload_comparison == "no plan that fits with it is among the first"
+    assert found[0].offload_comparison == "no plan with offload is among the best plans"
 
 
 REFUSED: dict[str, dict[str, Any]] = {
     "host_bandwidth and host_memory": {"host_bandwidth": None, "host_memory": None},
-    "the cluster's host_memory say": {"host_memory": None},
-    "processors compute in their host's memory": {"processors": 4},
+    "the cluster's host_memory, and the cluster has no value": {"host_memory": None},
+    "processors of this cluster compute in host memory": {"processors": 4},
 }
 
 
@@ -233,9 +233,9 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=closed):
         planner.peak_memory(MODEL, where, one)
     for knows_nothing in (planner.optimize_layer_division, planner.improve_schedule):
-        with pytest.raises(UsageError, match="knows nothing of copies to the host"):
+        with pytest.raises(UsageError, match="does not support plans with offload"):
             knows_nothing(MODEL, where, one)
-    with pytest.raises(UsageError, match="which microbatches are offloaded a program says"):
+    with pytest.raises(UsageError, match="offload 'fit' needs an offload_program"):
         planner.train_config(MODEL, one)
     with pytest.raises(UsageError, match="needs sizes and a memory_limit"):
         plan_program(one)
@@ -253,11 +253,13 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
     moved = tmp_path / "own.sched"
     moved.write_text(said_program(where), encoding="utf-8")
     file = replace(one, schedule=str(moved), offload="none")
-    with pytest.raises(UsageError, match="offloads, and what its copies take nobody has planned"):
+    with pytest.raises(UsageError, match="own offload, and the planner cannot estimate its copies"):
         planner.simulate_plan(MODEL, where, file)
-    with pytest.raises(UsageError, match="is a program, which says itself what it offloads"):
+    with pytest.raises(
+        UsageError, match="is a program with its own offload, and a plan cannot change it"
+    ):
         plan_program(replace(file, optimizer_placement="host"))
-    with pytest.raises(UsageError, match="states of experts"):
+    with pytest.raises(UsageError, match="'host' with expert parallelism, and ep is 2"):
         experts = replace(MODEL, experts=4, active=2)
         planner.simulate_plan(
             experts,
@@ -297,8 +299,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     node.write_text("\n".join(lines), encoding="utf-8")
     asked = ("plan", *SHAPE, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
     text = said(capsys, *asked, "--offload", "-o", str(out))
-    for words in ("host copies", " of 60 GB", "states on the host", "offload: no plan fits without",
-                  " states ", "bound by "):  # fmt: skip
+    for words in (" of 60 GB", "optimizer state on the host",
+                  "offload: no plan fits without offload",
+                  "host copies", "bound by "):  # fmt: skip
         assert words in text, text
     whole = check(from_text(out.read_text(encoding="utf-8")))
     assert Opcode.ReloadState in whole.used_opcodes
@@ -314,13 +317,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert f"{option} knows nothing of copies" in refused(
             capsys, *asked, "--offload", option, *more
         )
-    assert "--closed-form-only, leaves out" in refused(
+    assert "closed forms cannot estimate plans with offload" in refused(
         capsys, *asked, "--offload", "--closed-form-only"
     )
     bare = [line for line in lines if not line.startswith("host")]
     node.write_text("\n".join(bare), encoding="utf-8")
-    assert "host_bandwidth and host_memory say, which nobody tells" in refused(
-        capsys, *asked, "--offload"
+    assert (
+        "needs the cluster's host_bandwidth and host_memory, and the cluster has no value"
+        in refused(capsys, *asked, "--offload")
     )
 
 
@@ -331,5 +335,5 @@ def test_windows_are_refused(tmp_path: Path) -> None:
     assert planner.load_model(file).sequence == 32
     for window in ("8", "[0, 8]"):
         file.write_text(f"[model]\n{shape}window = {window}\n", encoding="utf-8")
-        with pytest.raises(UsageError, match="attention over the whole sequence only, and window"):
+        with pytest.raises(UsageError, match="the planner does not support attention with window"):
             planner.load_model(file)

@@ -181,16 +181,19 @@ def test_plans_are_ranked_and_each_says_what_holds_it_back() -> None:
         assert one.bottleneck in (*one.breakdown._fields, "memory") and one.explanation.startswith(
             one.bottleneck
         )
-    assert "less of it: it takes" in last.explanation and "% less" in last.explanation
+    assert ". Its step takes " in last.explanation and "% less" in last.explanation
 
 
 def test_memory_is_the_bound_where_only_memory_is_in_the_way() -> None:
     """And the plan that is named there is the next one with as much memory more."""
     best = plan(SMALL, machine(1, memory="3GB"), 32, top=1, exact=False)[0]
-    words = r"memory: the next faster .* takes ([\d.]+) s, .* does not fit by ([\d.]+) MB"
+    words = (
+        r"memory: a faster plan needs ([\d.]+) MB more than a GPU has\. "
+        r"Its step takes ([\d.]+) s, .*% less: pp .*"
+    )
     found = re.fullmatch(words, best.explanation)
     assert found is not None and best.bottleneck == "memory"
-    step, over = map(float, found.groups())
+    over, step = map(float, found.groups())
     larger = machine(1, memory=3e9 + over * 1.001e6)
     assert plan(SMALL, larger, 32, top=1, exact=False)[0].step_time <= step * 1.001 < best.step_time
 
@@ -309,25 +312,30 @@ def test_numbers_of_a_model_are_those_of_its_parts() -> None:
 @pytest.mark.parametrize(
     ("asked_for", "fact", "hint"),
     [
-        ({"batch": 0}, "batch is a number of sequences, not 0", ""),
-        ({"batch": 30, "dp": 4}, "batch of 30 does not divide among dp 4", "do: 28 and 32"),
-        ({"batch": 3, "dp": 4}, "batch of 3 does not divide among dp 4", "do: 4"),
-        ({"batch": 32, "dp": 4, "microbatch_size": 3}, "of microbatches of 3",
-         "do: 24 and 36"),
-        ({"tp": 3}, "heads 16 cannot be divided among tp 3", "tp = 1 or 2 or 4 or 8"),
-        ({"pp": 3, "tp": 2}, "16 GPUs are no product of pp 3 x tp 2", "16 = 2 x 2 x 2 x 2"),
-        ({"ep": 2}, "experts 1 cannot be divided among ep 2", ""),
-        ({"cp": 3}, "sequence 1024 cannot be divided among cp 3", ""),
-        ({"pp": 16, "layers": 8}, "pp 16 are more ranks than the model has layers, 8", ""),
-        ({"schedules": "1f1b"}, "the planner knows no schedule '1f1b'", ""),
-        ({"schedules": "zb_h_1"}, "no schedule 'zb_h_1'", "did you mean zb_h1?"),
-        ({"schedules": ()}, "of schedules there is none to choose from", ""),
-        ({"zero": 4}, "zero is a level of ZeRO, from 0 to 3, not 4", ""),
-        ({"recompute": "some"}, "recompute is none or selective or full, not 'some'", ""),
-        ({"microbatch_size": 0}, "microbatch_size is a whole number from 1 on, not 0", ""),
-        ({"top": 0}, "top is a number of plans, not 0", ""),
-        ({"pp": 16, "stages_per_rank": 7, "layers": 32}, "levels of ZeRO do not go together", ""),
-        ({"memory": "300MB"}, "plans fits into 300 MB a GPU: the least holds", "that is pp "),
+        ({"batch": 0}, "batch must be an integer from 1 to 1073741824, not 0", ""),
+        ({"batch": 30, "dp": 4},
+         "batch 30 cannot be divided among dp 4 replicas", "work: 28 and 32"),
+        ({"batch": 3, "dp": 4}, "batch 3 cannot be divided among dp 4 replicas", "work: 4"),
+        ({"batch": 32, "dp": 4, "microbatch_size": 3}, "replicas with microbatch_size 3",
+         "work: 24 and 36"),
+        ({"tp": 3},
+         "tp 3 does not divide heads 16", "tp = 1 or 2 or 4 or 8"),
+        ({"pp": 3, "tp": 2},
+         "no plan with pp 3 x tp 2 uses all 16 GPUs", "must be 16 = 2 x 2 x 2 x 2"),
+        ({"ep": 2}, "ep 2 does not divide experts 1", ""),
+        ({"cp": 3}, "cp 3 does not divide sequence 1024", ""),
+        ({"pp": 16, "layers": 8}, "pp 16 exceeds the 8 layers of the model", ""),
+        ({"schedules": "1f1b"}, "the planner has no formulas for schedule '1f1b'", ""),
+        ({"schedules": "zb_h_1"}, "no formulas for schedule 'zb_h_1'", "did you mean zb_h1?"),
+        ({"schedules": ()}, "schedules must have at least one value, and it is empty", ""),
+        ({"zero": 4}, "zero must be an integer from 0 to 3, not 4", ""),
+        ({"recompute": "some"}, "recompute must be none or selective or full, not 'some'", ""),
+        ({"microbatch_size": 0}, "microbatch_size must be an integer from 1 to", ""),
+        ({"top": 0}, "top must be an integer, 1 or more, not 0", ""),
+        ({"pp": 16, "stages_per_rank": 7, "layers": 32},
+         "no plan of 32 layers has the requested", ""),
+        ({"memory": "300MB"}, "plans fits into the 300 MB of a GPU: the smallest plan needs",
+         "the smallest plan is pp "),
     ],
 )  # fmt: skip
 def test_refusals(asked_for: dict[str, Any], fact: str, hint: str) -> None:
@@ -353,13 +361,13 @@ def test_nearest_batches_can_be_planned_and_none_between() -> None:
 
 
 def test_slices_that_leave_the_node_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match="tp 16 leaves the node of 8 GPUs"):
+    with pytest.warns(UserWarning, match="tp 16 is more than the 8 GPUs of a node"):
         found = plan(SMALL, machine(2), 16, tp=16, exact=False)
     assert found[0].tp == 16
-    with pytest.warns(UserWarning, match="tp 16 leaves the node of 8 GPUs") as told:
+    with pytest.warns(UserWarning, match="tp 16 is more than the 8 GPUs of a node") as told:
         estimate_step(SMALL, machine(2), ParallelPlan(tp=16), exact=False)
     assert told[0].filename == __file__
-    with pytest.raises(UsageError, match="8 GPUs are no product of tp 16"):
+    with pytest.raises(UsageError, match="no plan with tp 16 uses all 8 GPUs"):
         plan(SMALL, machine(1), 16, tp=16)
     assert max(one.tp for one in plan(SMALL, machine(2), 16, top=5000, exact=False)) == 8
 
@@ -369,7 +377,9 @@ def test_one_choice_is_priced_also_where_it_does_not_fit() -> None:
     choice = ParallelPlan(pp=4, tp=2, microbatches=8)
     found = estimate_step(SMALL, cluster, choice, exact=False)
     assert (
-        not found.fits and found.bottleneck == "memory" and "does not fit by" in found.explanation
+        not found.fits
+        and found.bottleneck == "memory"
+        and "more than a GPU has" in found.explanation
     )
     assert (
         estimate_step(SMALL, machine(1), choice, exact=False).bottleneck in found.breakdown._fields
@@ -379,21 +389,24 @@ def test_one_choice_is_priced_also_where_it_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("choice", "fact"),
     [
-        (ParallelPlan(pp=4), "pp 4 x tp 1 x dp 1 x cp 1 = 4 are not the 8 GPUs of 1 x 8"),
+        (ParallelPlan(pp=4), "pp 4 x tp 1 x dp 1 x cp 1 = 4 GPUs, and the cluster has 8: 1 x 8"),
         (
             ParallelPlan(pp=8, microbatches=8),
-            "12 layers do not divide into pp 8 x stages_per_rank 1 = 8 stages",
+            "12 layers cannot be divided evenly among pp 8 x stages_per_rank 1 = 8 stages",
         ),
-        (ParallelPlan(pp=2, dp=4, stages_per_rank=2), "one_f_one_b has 1 stage per rank, not 2"),
+        (
+            ParallelPlan(pp=2, dp=4, stages_per_rank=2),
+            "schedule one_f_one_b needs stages_per_rank 1, not 2",
+        ),
         (
             ParallelPlan(pp=4, dp=2, stages_per_rank=3, microbatches=6, schedule="interleaved"),
-            "takes a multiple of pp 4",
+            "interleaved needs a multiple of pp 4 microbatches",
         ),
         (
             ParallelPlan(pp=4, dp=2, microbatches=6, schedule="zb_h2"),
-            "zb_h2 takes at least 7 microbatches, not 6",
+            "zb_h2 needs at least 7 microbatches, not 6",
         ),
-        (ParallelPlan(tp=8, dp=1, schedule="zb"), "knows no schedule 'zb'"),
+        (ParallelPlan(tp=8, dp=1, schedule="zb"), "no formulas for schedule 'zb'"),
     ],
 )
 def test_choices_that_cannot_be_are_refused(choice: ParallelPlan, fact: str) -> None:
@@ -405,12 +418,12 @@ def test_choices_that_cannot_be_are_refused(choice: ParallelPlan, fact: str) -> 
 @pytest.mark.parametrize(
     ("fields", "fact"),
     [
-        ({"zero": 4}, "zero is a level of ZeRO, from 0 to 3, not 4"),
-        ({"sequence_parallel": 1}, "sequence_parallel is True or False, not 1"),
-        ({"layers_per_stage": "ab"}, "layers_per_stage are the layers of each stage, not 'ab'"),
+        ({"zero": 4}, "zero must be an integer from 0 to 3, not 4"),
+        ({"sequence_parallel": 1}, "sequence_parallel must be True or False, not 1"),
+        ({"layers_per_stage": "ab"}, "layers_per_stage must be the layers of each stage, not 'ab'"),
         (
             {"layers_per_stage": (6.0, 6)},
-            "layers_per_stage are the layers of each stage, not (6.0, 6)",
+            "layers_per_stage must be the layers of each stage, not (6.0, 6)",
         ),
     ],
 )
@@ -440,9 +453,9 @@ def test_what_is_no_model_and_no_cluster_is_refused() -> None:
             plan(model, cluster, 8)
         with pytest.raises(UsageError, match="this takes a"):
             estimate_step(model, cluster, ParallelPlan(tp=8))
-    with pytest.raises(UsageError, match="heads 16 cannot be divided among tp 3"):
+    with pytest.raises(UsageError, match="tp 3 does not divide heads 16"):
         peak_memory(SMALL, machine(), ParallelPlan(tp=3))
-    with pytest.raises(UsageError, match="knows no schedule 'zz'"):
+    with pytest.raises(UsageError, match="no formulas for schedule 'zz'"):
         peak_memory(SMALL, machine(), ParallelPlan(schedule="zz"))
 
 

@@ -214,7 +214,7 @@ def test_nothing_that_it_begins_with_is_shorter(
 @pytest.mark.parametrize("F", [1e300, 1e308])
 def test_costs_that_no_number_can_hold_are_refused(F: float) -> None:
     for take in (lower_bound, search_schedule):
-        with pytest.raises(CostsError, match="more than a search can count"):
+        with pytest.raises(CostsError, match=r"add up to 1e\+299 or more, the limit of a search"):
             take(PipelineShape(4, 8), Costs(F=F))
     program = compile(schedules.zb_h1, PipelineShape(4, 8))
     assert compute_program_bound(program, Costs(F=F)) is None
@@ -250,7 +250,7 @@ def test_a_start_that_does_other_work_is_refused(start: Program) -> None:
 
 
 def test_costs_of_whole_backwards_are_not_split() -> None:
-    with pytest.raises(CostsError, match="not its parts, I and W"):
+    with pytest.raises(CostsError, match="costs have B but not I and W"):
         search_schedule(PipelineShape(2, 4), Costs(F=10, B=20))
     assert (
         search_schedule(

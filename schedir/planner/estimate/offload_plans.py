@@ -185,18 +185,17 @@ def attach_offload_comparison(
         text = ""
         if one.has_offload and plain is None:
             text = (
-                "no plan fits without: the least holds "
-                f"{format_bytes(min_memory_plan.memory.total)}, "
+                "no plan fits without offload: the smallest needs "
+                f"{format_bytes(min_memory_plan.memory.total)}: {describe_plan(min_memory_plan)}"
             )
-            text += describe_plan(min_memory_plan)
         elif one.has_offload and plain is not None:
-            text = _describe_comparison(one, plain, "the best plan without")
+            text = _describe_comparison(one, plain, "the best plan without offload")
         elif one is plans[0]:
-            text = "no plan that fits with it is among the first"
+            text = "no plan with offload is among the best plans"
             text = (
                 text
                 if offloading is None
-                else _describe_comparison(one, offloading, "the best plan with it")
+                else _describe_comparison(one, offloading, "the best plan with offload")
             )
         result.append(replace(one, offload_comparison=text))
     return result
@@ -204,8 +203,8 @@ def attach_offload_comparison(
 
 def _describe_comparison(estimate: PlanEstimate, other: PlanEstimate, subject: str) -> str:
     change = estimate.step_time / other.step_time - 1
-    more = f"{abs(change):.1%} {'more' if change > 0 else 'less'}"
-    return f"{more} than {subject}, {describe_plan(other)}, which takes {other.step_time:.4g} s"
+    more = f"{abs(change):.1%} {'more' if change > 0 else 'less'} time"
+    return f"{more} than {subject} ({other.step_time:.4g} s): {describe_plan(other)}"
 
 
 def require_no_offload(plan: ParallelPlan, feature: str) -> None:
@@ -220,6 +219,7 @@ def require_no_offload(plan: ParallelPlan, feature: str) -> None:
     """
     if plan.has_offload:
         raise UsageError(
-            f"{feature} knows nothing of copies to the host and back",
+            f"{feature} does not support plans with offload",
+            hint='offload="none", optimizer_placement="device"',
             fields=["offload", "optimizer_placement"],
         )

@@ -160,15 +160,15 @@ def get_formulas(name: object) -> ScheduleFormulas:
         >>> get_formulas("zb_hl")
         Traceback (most recent call last):
             ...
-        schedir.errors.UsageError: the planner knows no schedule 'zb_hl'
+        schedir.errors.UsageError: the planner has no formulas for schedule 'zb_hl'
           hint: did you mean zb_h2?
     """
     if isinstance(name, str) and name in SCHEDULE_FORMULAS:
         return SCHEDULE_FORMULAS[name]
     near = get_close_matches(name, SCHEDULE_FORMULAS, 1) if isinstance(name, str) else []
-    hint = f"did you mean {near[0]}?" if near else f"it knows {', '.join(SCHEDULE_FORMULAS)}"
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(SCHEDULE_FORMULAS)}"
     raise UsageError(
-        f"the planner knows no schedule {describe(name)}", hint=hint, fields=["schedule"]
+        f"the planner has no formulas for schedule {describe(name)}", hint=hint, fields=["schedule"]
     )
 
 

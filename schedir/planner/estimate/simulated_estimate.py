@@ -102,8 +102,8 @@ def simulate_plan(
     program = compile_plan(model, cluster, plan, trainer)
     if program.shape.stages != plan.stages:
         raise UsageError(
-            f"{plan.schedule} has {program.shape.stages} stages of several holders each, which the "
-            "planner does not price",
+            f"schedule {plan.schedule} has stage replicas, and the planner supports one rank per "
+            "stage only",
             fields=["schedule"],
         )
     times = compute_stage_times(model, cluster, plan, trainer.constants)
@@ -175,7 +175,8 @@ def compile_plan(
         program = plan_program(plan, tied_weights=model.tied, **trainer.compile_options)
         if not plan.has_offload and len(find_used_tiers(program)) > 1:
             raise UsageError(
-                f"{plan.schedule} offloads, and what its copies take nobody has planned",
+                f"{plan.schedule} is a program with its own offload, and the planner cannot "
+                "estimate its copies",
                 fields=["schedule", "offload"],
             )
         return program
@@ -206,20 +207,20 @@ def require_host(cluster: Cluster, plan: ParallelPlan | None = None) -> None:
     """
     if cluster.processors is not None:
         raise UsageError(
-            "processors compute in their host's memory: there is no other to offload to",
+            "offload needs GPUs: the processors of this cluster compute in host memory",
             fields=["offload", "optimizer_placement", "processors"],
         )
     examples = {"host_bandwidth": "24GB/s", "host_memory": "225GB"}
     if missing := [name for name in examples if getattr(cluster, name) is None]:
         raise UsageError(
-            f"what offload takes and where it lies the cluster's {' and '.join(missing)} say, "
-            "which nobody tells",
+            f"offload needs the cluster's {' and '.join(missing)}, and the cluster has no value",
             hint=", ".join(f'{name} = "{examples[name]}"' for name in missing),
             fields=missing,
         )
     if plan is not None and plan.optimizer_placement == "host" and plan.ep > 1:
         raise UsageError(
-            "states of experts, of which replicas hold parts, are not planned on the host",
+            "the planner does not support optimizer_placement 'host' with expert parallelism, "
+            f"and ep is {plan.ep}",
             fields=["optimizer_placement", "ep"],
         )
 

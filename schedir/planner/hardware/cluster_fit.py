@@ -145,7 +145,9 @@ def fit_cluster(measurements: MachineMeasurements) -> Cluster:
         '1.573e+09 1e+09 1e-05'
     """
     if not (measurements.gemms and measurements.tiny_layers and measurements.layers):
-        raise UsageError("nothing was measured: products and layers are needed")
+        raise UsageError(
+            "the measurements need at least one matrix product, one tiny layer and one layer"
+        )
     latency, nvlink = (
         _fit_link(measurements.all_reduces)
         if measurements.all_reduces
@@ -179,7 +181,7 @@ def compare_measurements(cluster: Cluster, measurements: MachineMeasurements) ->
         measurements: The measurements.
     """
     for m, k, n, seconds in measurements.gemms:
-        yield FitRow(f"products {m} x {k} x {n}", seconds, 6.0 * m * k * n / cluster.flops)
+        yield FitRow(f"matrix products {m} x {k} x {n}", seconds, 6.0 * m * k * n / cluster.flops)
     for model, choice, seconds in (*measurements.tiny_layers, *measurements.layers):
         what = f"layer h {model.hidden}, s {model.sequence}, b {choice.microbatch_size}"
         yield FitRow(what, seconds, _predict_layer_time(cluster, model, choice))

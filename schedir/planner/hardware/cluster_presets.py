@@ -42,10 +42,11 @@ def cluster_preset(name: str, nodes: int = 1) -> Cluster:
     if name not in cluster_presets():
         near = get_close_matches(str(name), cluster_presets(), 1)
         raise UsageError(
-            f"nobody knows a cluster {describe(name)}",
+            f"there is no cluster preset {describe(name)}",
             hint=f"did you mean {near[0]!r}?"
             if near
-            else f"there are {', '.join(cluster_presets())}; load_cluster reads a file of your own",
+            else f"the presets are {', '.join(cluster_presets())}; load_cluster, or "
+            "--cluster FILE.toml, reads a file",
             fields=["cluster"],
         )
     return replace(load_cluster(_CLUSTER_DIRECTORY / f"{name}.toml"), nodes=nodes)

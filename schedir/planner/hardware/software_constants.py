@@ -74,54 +74,57 @@ class SoftwareConstants:
     """
 
     tile_rows: float = _constant_field(
-        128, "rows of the tile of a product that a multiprocessor makes at a time", 64, 256,
+        128, "rows of the tile of a matrix product that a multiprocessor computes", 64, 256,
         "NVIDIA, Matrix Multiplication Background User's Guide: 256x128 and 128x256 are largest",
     )  # fmt: skip
     tile_columns: float = _constant_field(
-        256, "its columns, or its rows where that leaves fewer tiles", 64, 256, "the same",
+        256, "columns of this tile, or its rows if that needs fewer tiles", 64, 256, "the same",
     )  # fmt: skip
     max_splits: float = _constant_field(
-        8, "parts into which the inner dimension of a product is split at most", 1, 32,
+        8, "largest number of splits of the inner dimension of a product", 1, 32,
         "arXiv 2301.03598, section 3.2: fixed split",
     )  # fmt: skip
     flash_forward_efficiency: float = _constant_field(
-        0.90, "of the reached flops, what flash attention's forward reaches of its own", 0.5, 1.0,
+        0.90, "share of the reached flops that the flash attention forward reaches",
+        0.5, 1.0,
         "arXiv 2307.08691, section 4.1: 73 % of an A100's peak, where products reach 81 %",
     )  # fmt: skip
     flash_backward_efficiency: float = _constant_field(
-        0.78, "the same of its backward", 0.4, 1.0, "the same: 63 %",
+        0.78, "share of the reached flops that the flash attention backward reaches",
+        0.4, 1.0, "the same: 63 %",
     )  # fmt: skip
     scores_bandwidth_share: float = _constant_field(
-        0.73, "of the reached bytes per second, what softmax and dropout of scores reach", 0.4, 1.0,
-        "arXiv 2205.05198, Table 4: to run the core of attention again takes 1.3 ms, of which its "
-        "products take 0.34; random numbers and the longest of each row cost more than bytes",
+        0.73, "share of the reached bytes per second that softmax and dropout of scores reach",
+        0.4, 1.0,
+        "arXiv 2205.05198, Table 4: recomputing the core of attention takes 1.3 ms, and its "
+        "products take 0.34 ms; random numbers and row maxima cost more than bytes",
     )  # fmt: skip
     tensor_overlap_share: float = _constant_field(
-        0.67, "of a tensor-parallel sum beside the product of a weight's gradient, the share that "
-        "is hidden: the rest is what it takes from the product", 0.0, 1.0,
-        "fitted to the five backwards of arXiv 2205.05198, Table 4, whose software runs them side "
-        "by side; 0 for software that does not",
+        0.67, "share of a tensor-parallel sum that is hidden if it overlaps with the product of a "
+        "weight gradient; the rest slows the product down", 0.0, 1.0,
+        "fitted to the five backwards of arXiv 2205.05198, Table 4, whose software overlaps them; "
+        "0 for software that does not",
     )  # fmt: skip
     recompute_ahead: float = _constant_field(
-        0.0, "share of what runs again that is an instruction of its own, which may run while a "
-        "gradient is on its way; what is left begins with the backward", 0.0, 1.0,
+        0.0, "share of recomputation that is an instruction of its own and may run before the "
+        "gradient arrives; the rest is part of the backward", 0.0, 1.0,
         "0 in Megatron-LM and torch.utils.checkpoint; 1 in schedir's programs "
         "(docs/how-to/fit-in-memory.md)",
     )  # fmt: skip
     reduction_overlap_share: float = _constant_field(
-        0.0, "share of a stage's last backward under which the sums of its gradients over replicas "
-        "run", 0.0, 1.0,
-        "0 in Megatron-LM as of arXiv 2104.04473; up to 1 where sums begin bucket by bucket "
+        0.0, "share of a stage's last backward that hides the reduction of its gradients over "
+        "replicas", 0.0, 1.0,
+        "0 in Megatron-LM as of arXiv 2104.04473; up to 1 if each bucket is reduced early "
         "(arXiv 2006.15704, section 3.2.3)",
     )  # fmt: skip
     allocator_share: float = _constant_field(
-        0.03, "bytes of the allocator that are no tensor's, as a share of those that are", 0.0, 0.2,
+        0.03, "bytes that the allocator wastes, as a share of the bytes of tensors", 0.0, 0.2,
         "arXiv 1910.02054, section 3.2: memory fragments; blocks of caching allocators are rounded "
         "up, large ones to 2 MiB",
     )  # fmt: skip
     reserved_bytes: float = _constant_field(
-        1e9, "bytes of a process beside its tensors: the context of its GPU, kernels, and buffers "
-        "of collectives", 0.0, 4e9,
+        1e9, "bytes of a process without its tensors: GPU context, kernels, and buffers of "
+        "collectives", 0.0, 4e9,
         "NCCL's user guide: NCCL_BUFFSIZE, 4 MiB for each channel and peer; CUDA's context",
     )  # fmt: skip
 
@@ -131,8 +134,8 @@ class SoftwareConstants:
             value = to_float(getattr(self, f.name))
             if value is None or not least <= value <= most:
                 raise UsageError(
-                    f"constants: {f.name} is {f.metadata['meaning']}, from {least:g} to {most:g}, "
-                    f"not {describe(getattr(self, f.name))}",
+                    f"constants: {f.name} ({f.metadata['meaning']}) must be from {least:g} to "
+                    f"{most:g}, not {describe(getattr(self, f.name))}",
                     fields=[f.name],
                 )
             object.__setattr__(self, f.name, value)

@@ -73,9 +73,8 @@ def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[in
     if not given:
         if model.layers % stages:
             raise UsageError(
-                f"{model.layers} layers do not divide into pp {plan.pp} x stages_per_rank "
-                f"{plan.stages_per_rank} = {stages} "
-                "stages",
+                f"{model.layers} layers cannot be divided evenly among pp {plan.pp} x "
+                f"stages_per_rank {plan.stages_per_rank} = {stages} stages",
                 hint=f"layers_per_stage={divide_evenly(model.layers, stages)}"
                 if stages <= model.layers
                 else "",
@@ -84,8 +83,8 @@ def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[in
         return divide_evenly(model.layers, stages)
     if len(given) != stages or sum(given) != model.layers or min(given) < 0:
         raise UsageError(
-            f"layers_of divides {sum(given)} layers into {len(given)} stages, and there are "
-            f"{model.layers}, and pp {plan.pp} x stages_per_rank {plan.stages_per_rank} = "
+            f"layers_per_stage has {sum(given)} layers in {len(given)} stages: it must have "
+            f"{model.layers} layers in pp {plan.pp} x stages_per_rank {plan.stages_per_rank} = "
             f"{stages} stages",
             fields=["layers_per_stage"],
         )

@@ -62,7 +62,7 @@ def balance_layers(rank_times: Floats) -> Division:
             best[rank, k] = np.maximum(rank_times[rank, : k + 1], best[rank + 1, k::-1]).min()
     if not np.isfinite(best[0, -1]):
         raise UsageError(
-            f"{width - 1} layers cannot be divided among {ranks} ranks within their memory",
+            f"no division of {width - 1} layers among {ranks} ranks fits into their memory",
             fields=["layers_per_stage"],
         )
     result, remaining = [], width - 1
@@ -125,7 +125,7 @@ class _DivisionSearch:
         plan: ParallelPlan,
         trainer: Trainer,
     ) -> None:
-        require_no_offload(plan, "a cut of layers")
+        require_no_offload(plan, "optimize_layer_division")
         self.model, self.cluster, self.trainer = model, cluster, trainer
         self.constants, self.state_bytes = trainer.constants, trainer.state_bytes
         self.plan = replace(strip_estimates(plan), layers_per_stage=())
@@ -135,7 +135,7 @@ class _DivisionSearch:
         self.shape: PipelineShape = self.program.shape
         if self.shape.stages > model.layers + 2:
             raise UsageError(
-                f"{model.layers} layers do not fill {self.shape.stages} stages",
+                f"{model.layers} layers are too few for {self.shape.stages} stages",
                 fields=["layers", "pp", "stages_per_rank"],
             )
         self.even_division = divide_evenly(model.layers, self.shape.stages)

@@ -137,7 +137,7 @@ def require_even_division(model: TransformerSpec, plan: ParallelPlan) -> None:
         ("heads", model.heads, t, "tp"),
         ("ffn", model.ffn, t, "tp"),
         ("sequence", model.sequence, c * (t if plan.sequence_parallel else 1),
-         "cp tp" if plan.sequence_parallel else "cp"),
+         "cp x tp" if plan.sequence_parallel else "cp"),
         ("experts", model.experts, plan.ep, "ep"),
         ("dp", plan.dp, plan.ep, "ep"),
     ]  # fmt: skip
@@ -146,7 +146,7 @@ def require_even_division(model: TransformerSpec, plan: ParallelPlan) -> None:
     for name, size, parts, which in rows:
         if size % parts:
             raise UsageError(
-                f"{name} {size} cannot be divided among {which} {parts}", fields=[name, which[0]]
+                f"{which} {parts} does not divide {name} {size}", fields=[name, *which.split(" x ")]
             )
 
 
@@ -198,14 +198,14 @@ def _list_tp_collectives(
     if not plan.sequence_parallel:
         return (
             CollectiveOp(f"sum of {last_gemm}", "all_reduce", size, "tensor", "F"),
-            CollectiveOp(f"sum behind {first_gemm}", "all_reduce", size, "tensor", "I", first_gemm),
+            CollectiveOp(f"sum after {first_gemm}", "all_reduce", size, "tensor", "I", first_gemm),
         )
     return (
         CollectiveOp(f"input of {first_gemm}", "all_gather", size, "tensor", "F"),
         CollectiveOp(f"sum of {last_gemm}", "reduce_scatter", size, "tensor", "F"),
         CollectiveOp(f"gradient of {last_gemm}", "all_gather", size, "tensor", "I"),
         CollectiveOp(f"input of {first_gemm} again", "all_gather", size, "tensor", "I", first_gemm),
-        CollectiveOp(f"sum behind {first_gemm}", "reduce_scatter", size, "tensor", "I", first_gemm),
+        CollectiveOp(f"sum after {first_gemm}", "reduce_scatter", size, "tensor", "I", first_gemm),
     )
 
 
@@ -253,14 +253,14 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     passes = (
         _make_norm_pass("norm before attention", model, plan),
         MemoryPass(
-            "heads apart and together",
+            "split and merge of heads",
             4 * own,
             4 * own * (2 + 2 * kv / heads),
             2 * own * (1 + 2 * kv / heads),
             (1, 3, 2),
         ),
         *(() if flash else on_scores),
-        _make_dropout_pass("dropout and residual behind attention", model, plan),
+        _make_dropout_pass("dropout and residual after attention", model, plan),
     )
     exchange: tuple[CollectiveOp, ...] = ()
     if plan.cp > 1:
@@ -306,7 +306,7 @@ def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         _make_norm_pass("norm before the network", model, plan),
         *routing,
         gate if model.gated else gelu,
-        _make_dropout_pass("dropout and residual behind the network", model, plan),
+        _make_dropout_pass("dropout and residual after the network", model, plan),
     )
     return LayerOps(
         gemms,
@@ -377,7 +377,7 @@ def list_head_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         kind: CollectiveKind = "reduce_scatter" if cut else "all_reduce"
         collectives = (
             *([CollectiveOp("input of logits", "all_gather", size, "tensor", "F")] if cut else []),
-            CollectiveOp("sum behind logits", kind, size, "tensor", "I", "logits"),
+            CollectiveOp("sum after logits", kind, size, "tensor", "I", "logits"),
             *[CollectiveOp(f"{of} of the loss", "all_reduce", each, "tensor", "F")
               for of in ("largest", "targets", "sum")],
         )  # fmt: skip

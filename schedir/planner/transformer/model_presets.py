@@ -24,7 +24,9 @@ def _make_llama(layers: int, hidden: int, heads: int, ffn: int) -> TransformerSp
     )
 
 
-_LLAMA_SOURCE: Final = "arXiv 2302.13971, Table 2; ffn: 2/3 of 4 hidden (section 2.2), in whole 256"
+_LLAMA_SOURCE: Final = (
+    "arXiv 2302.13971, Table 2; ffn: 2/3 of 4 hidden (section 2.2), a multiple of 256"
+)
 # The shape of each model, and the paper and table of its source.
 MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {
     "gpt-22b": (_make_gpt(48, 6144, 64), "arXiv 2205.05198, Table 3"),
@@ -66,9 +68,9 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
     if path.suffix != ".toml":
         near = get_close_matches(str(name), MODEL_PRESETS, 1)
         raise UsageError(
-            f"nobody knows a model {describe(str(name))}",
+            f"there is no model preset {describe(str(name))}",
             hint=f"did you mean {near[0]!r}?" if near
-            else f"there are {', '.join(MODEL_PRESETS)}, and a file of your own ends in .toml",
+            else f"the presets are {', '.join(MODEL_PRESETS)}; or give a model FILE.toml",
             fields=["model"],
         )  # fmt: skip
     tables = parse_toml(read_text(path, MAX_TOML_BYTES), str(path))
@@ -80,17 +82,17 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
             result[field] = value
         elif key == "window" and value != 0:
             raise ConfigError(
-                "the planner knows attention over the whole sequence only, and window "
-                f"{describe(value)} would take less time and memory than it says",
+                f"the planner does not support attention with window {describe(value)}",
+                hint="window = 0 plans full attention, which needs more time and memory",
                 location=str(path),
                 fields=[key],
             )
         elif key not in _IGNORED_KEYS:
             near = get_close_matches(key, SPEC_FIELDS, 1)
             raise ConfigError(
-                f"a model has no {describe(key)}", location=str(path), fields=[key],
+                f"a model has no field {describe(key)}", location=str(path), fields=[key],
                 hint=f"did you mean {near[0]!r}?"
-                if near else f"there are {', '.join(SPEC_FIELDS)}",
+                if near else f"the fields are {', '.join(SPEC_FIELDS)}",
             )  # fmt: skip
     return result
 
@@ -131,7 +133,7 @@ def build_model(model_fields: dict[str, Any], source: str = "") -> TransformerSp
     ]
     if missing:
         raise UsageError(
-            f"{source or 'nobody'} {'says nothing' if source else 'says anything'} of the model's "
+            f"{f'model {source}' if source else 'the model'} has no value for its required fields: "
             f"{', '.join(missing)}",
             fields=missing,
         )

@@ -58,27 +58,26 @@ class TransformerSpec:
             value = getattr(self, f.name)
             if isinstance(f.default, bool):
                 if not isinstance(value, bool):
-                    raise UsageError(f"model: {f.name} is True or False, not {describe(value)}",
-                                     fields=[f.name])  # fmt: skip
-            elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                    raise UsageError(
+                        f"model: {f.name} must be True or False, not {describe(value)}",
+                        fields=[f.name],
+                    )
+                continue
+            most = MAX_LAYERS if f.name == "layers" else MAX_WIDTH
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise UsageError(
-                    f"model: {f.name} is a whole number from 1 on, not {describe(value)}",
-                    fields=[f.name],
-                )
-            elif value > (most := MAX_LAYERS if f.name == "layers" else MAX_WIDTH):
-                raise UsageError(
-                    f"model: {f.name} is {describe(value)}; it must be at most {most}",
+                    f"model: {f.name} must be an integer from 1 to {most}, not {describe(value)}",
                     fields=[f.name],
                 )
         for whole, part in (("hidden", "heads"), ("heads", "kv_heads")):
             if getattr(self, whole) % getattr(self, part):
                 raise UsageError(
-                    f"model: {whole} {getattr(self, whole)} is no multiple of "
+                    f"model: {whole} {getattr(self, whole)} is not a multiple of "
                     f"{part} {getattr(self, part)}", fields=[whole, part],
                 )  # fmt: skip
         if self.active > self.experts:
             raise UsageError(
-                f"model: a token goes through active {self.active} of experts {self.experts}",
+                f"model: active {self.active} must be at most experts {self.experts}",
                 fields=["active", "experts"],
             )
 

@@ -214,16 +214,16 @@ class _RankWait:
         around, left = self.latency.outside_stage[self.stages[0]], self.max_work_after_last_I
         yield LowerBound(
             around + busy - left,
-            f"{idle_text}, after which it can work {left:.6g}; to it and back from it a microbatch "
-            f"takes {around:.6g}",
+            f"{idle_text}; after its last I it computes for at most {left:.6g}; a microbatch takes "
+            f"{around:.6g} to reach the rank and to return",
         )
         capacity = problem.capacity[self.rank]
         if 0 < capacity < inf:
             area = problem.microbatches * sum(map(self._memory_time_area, self.stages)) / capacity
             yield LowerBound(
                 self.first_arrival + area + self.tail_time,
-                f"rank {self.rank} holds each microbatch on its way there and back, and what "
-                f"its W needs: within its limit that takes {area:.6g}{self._describe_ends()}",
+                f"rank {self.rank} stores each microbatch from its F to its I and to its W: within "
+                f"its memory limit this takes {area:.6g}{self._describe_ends()}",
             )
 
     def _memory_time_area(self, stage: int) -> float:
@@ -243,24 +243,29 @@ class _RankWait:
         ahead = (
             f"its {_format_ordinal(min(self.max_forwards_ahead, m))} F"
             if one
-            else "the F's that fit"
+            else "the F's that fit into memory"
         )
         idle = [
             f"{start:.6g} between {ahead} and its first I" * (start > 0),
-            f"{often} times {each:.6g} while a microbatch is away" * (often * each > 0),
+            f"{often} times {each:.6g} until a microbatch returns" * (often * each > 0),
             f"{end:.6g} between its last F and its last I" * (end > 0),
         ]
         *rest, last = filter(None, idle) if any(idle) else [""]
-        holds = f" and holds {self.max_forwards_ahead}" * (one and self.max_forwards_ahead < m)
-        text = f"rank {self.rank} works {self.problem.get_compute_time(self.rank):.6g}{holds}"
-        return text + (f": it idles {', '.join(rest)}{', and ' * bool(rest)}{last}" if last else "")
+        limit = f" with at most {self.max_forwards_ahead} in flight" * (
+            one and self.max_forwards_ahead < m
+        )
+        text = (
+            f"rank {self.rank} computes for {self.problem.get_compute_time(self.rank):.6g}{limit}"
+        )
+        idle_times = f"{', '.join(rest)}{', and ' * bool(rest)}{last}"
+        return text + (f"; it is idle for {idle_times}" if last else "")
 
     def _describe_ends(self) -> str:
         """Return the times before and after the rank's work in words."""
-        begin = f"; its first activation comes at {self.first_arrival:.6g}" * (
+        begin = f"; its first activation arrives at {self.first_arrival:.6g}" * (
             self.first_arrival > 0
         )
-        return begin + f"; its step takes {self.tail_time:.6g}" * (self.tail_time > 0)
+        return begin + f"; its optimizer step takes {self.tail_time:.6g}" * (self.tail_time > 0)
 
 
 def _format_ordinal(number: int) -> str:

@@ -309,7 +309,7 @@ def compute_earliest_bound(relaxation: Relaxation) -> LowerBound:
     Args:
         relaxation: The earliest starts and tails of all tasks.
     """
-    best = LowerBound(0.0, "nothing is to be done")
+    best = LowerBound(0.0, "there is no work")
     for rank in range(len(relaxation.codes)):
         value, tail = _preemptive_makespan(jobs := relaxation.jobs_of_rank(rank))
         if value > best.value:
@@ -328,7 +328,7 @@ def _explain_bound(jobs: Sequence[_SchedulingJob], rank: int, tail: float) -> st
             begin, busy, end = release, 0.0, release
         busy, end = busy + time, end + time
     return (
-        f"work of rank {rank} that takes {busy:.6g} cannot begin before {begin:.6g}, and behind "
-        f"each piece of it comes {tail:.6g} or more: microbatches go there and back, a rank does "
-        "one thing at a time, and what does not fit waits until something has gone"
+        f"tasks of rank {rank} that take {busy:.6g} cannot begin before {begin:.6g}, and "
+        f"{tail:.6g} or more follows each of them: a microbatch passes the stages in order, a rank "
+        "runs one task at a time, and a task that does not fit into memory waits"
     )

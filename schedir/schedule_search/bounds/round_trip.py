@@ -62,9 +62,10 @@ def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
         if value > best.value:
             best = LowerBound(
                 value,
-                f"rank {problem.rank_of[s]} may have {k} microbatches away: {round_trip:.6g} after "
-                f"one another may come, {often} times; their forwards cross what comes back, and "
-                f"so they are {delay:.6g} late on average; what is left then takes {after:.6g}",
+                f"rank {problem.rank_of[s]} may have {k} microbatches on later stages: a forward "
+                f"begins {round_trip:.6g} after the forward of {k} microbatches before, {often} "
+                f"times; forwards that cross backwards are {delay:.6g} late on average; the rest "
+                f"takes {after:.6g}",
             )
     return best
 

@@ -37,7 +37,7 @@ def list_initial_orders(
             raise UsageError(f"{program.name} {how}", fields=["initial_schedules"])
         if program.shape != problem.shape:
             raise UsageError(
-                f"{program.name} is of {program.shape}, not of {problem.shape}",
+                f"{program.name} has {program.shape}, and the search has {problem.shape}",
                 fields=["initial_schedules"],
             )
         yield from _order_if_complete(problem, program)
@@ -58,12 +58,12 @@ def describe_unsearchable(program: Program) -> str:
     """
     for is_so, what in (
         (not program.has_backward, "has no backwards"),
-        (program.frozen_stages, "has stages that are not trained"),
-        (RECOMPUTE in program.used_opcodes, "runs forwards again"),
-        (has_tp_collectives(program.segment_boundaries), "sums between pieces of stages"),
+        (program.frozen_stages, "has frozen stages"),
+        (RECOMPUTE in program.used_opcodes, "recomputes forwards"),
+        (has_tp_collectives(program.segment_boundaries), "has collectives between stage segments"),
     ):
         if is_so:
-            return f"{what}: a search is for a forward and a backward of each"
+            return f"{what}: a search supports only one forward and one backward of each microbatch"
     return ""
 
 

@@ -227,7 +227,7 @@ class LocalSearch:
             self._use_compiled_loops()
         if not self.shortest_orders:  # with little memory, all policies may fail
             order = order_one_by_one(self.problem)
-            self.add_order(self._evaluator.evaluate_order(order), order, "one by one")
+            self.add_order(self._evaluator.evaluate_order(order), order, "one microbatch at a time")
         starts = [self._order_from_policy(policy) for length, policy in self._pool if length < inf]
         num_tasks = self.problem.num_tasks
         mean = (
