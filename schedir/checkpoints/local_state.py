@@ -330,8 +330,8 @@ def _require_unique_names(local_state: LocalState) -> None:
     for (stage, name), number in count.items():
         if number > 1:
             raise CheckpointError(
-                f"stage {stage} has two {name}",
-                hint="name_map=..., which gives each its name in the whole model",
+                f"stage {stage} has two tensors with the name {name}",
+                hint="name_map=..., which returns another name for each tensor of the model",
             )
 
 
@@ -357,9 +357,9 @@ class OptimizerOwners:
                     other, _ = self.groups.setdefault(p, (by, group))
                     if other is not by:
                         raise CheckpointError(
-                            f"two optimizers step a parameter of {list(p.shape)}, "
-                            f"{type(other).__name__} and {type(by).__name__}: what one "
-                            "of them keeps would be lost",
+                            f"two optimizers, {type(other).__name__} and {type(by).__name__}, "
+                            f"step a parameter of shape {list(p.shape)}: a checkpoint has the "
+                            "state of only one",
                         )
 
     def find_owner(self, p: nn.Parameter) -> tuple[Tensor | None, Any, Any, dict[str, Any]]:

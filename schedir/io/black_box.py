@@ -123,11 +123,11 @@ class ProcessPhase(IntEnum):
         return phase
 
     START = 0, "in set-up, at its start"
-    RENDEZVOUS = 1, "in set-up, finding the others"
-    SET_UP = 2, "in set-up, making model and executor"
+    RENDEZVOUS = 1, "in set-up, connecting to the other processes"
+    SET_UP = 2, "in set-up, creating the model and the executor"
     DATA_WAIT = 3, "waiting for the data of step {step}"
     STEP = 4, "in step {step}"
-    REPORT = 5, "bringing together the numbers of step {step}"
+    REPORT = 5, "gathering the results of step {step}"
     SAVE = 6, "saving step {step}"
     RESULTS = 7, "writing results"
     DONE = 8, "at its end"

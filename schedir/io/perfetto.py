@@ -122,7 +122,10 @@ class _Tracks:
         with np.errstate(over="ignore"):
             since = (times - self.timeline.start_time) * (1e3 * _find_time_scale(self.timeline))
         if len(since) and not since.max() < _MAX_NANOSECONDS:
-            raise UsageError(f"{self.timeline.program.name} is too long to be told in nanoseconds")
+            raise UsageError(
+                f"{self.timeline.program.name} is too long for a Perfetto trace: its times must "
+                f"be less than {_MAX_NANOSECONDS} ns"
+            )
         return np.rint(since).astype(np.int64)
 
     def _assign_thread_id(self, rank: int, name: str) -> int:

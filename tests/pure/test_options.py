@@ -134,4 +134,4 @@ def test_a_draft_is_not_lowered(capsys: pytest.CaptureFixture[str]) -> None:
     cut = refused(
         capsys, "print", "gpipe", "-O", "tp=2", "-O", "stage_segments=5", "--compute-only"
     )
-    assert "-O stage_segments is for what is lowered" in cut
+    assert "-O stage_segments applies to lowered programs" in cut

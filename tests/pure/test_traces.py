@@ -182,7 +182,7 @@ def renamed(old: str, new: str) -> Callable[[dict[str, Any]], object]:
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no_marks": (without("PP:"), "mark no instruction"),
-    "unknown_mark": (renamed("PP:0F1", "PP:0G1"), "marks no instruction that is known"),
+    "unknown_mark": (renamed("PP:0F1", "PP:0G1"), "does not name an instruction"),
     "no_kernels": (
         lambda c: c.update(traceEvents=ranges_of(c)),
         "is of a run over NCCL, and has no kernels",
