@@ -132,6 +132,6 @@ class _DeepSpeedStep:
             raise ExecutionError(
                 f"DeepSpeed runs {kind} on buffer {buffer}, which is not the buffer of microbatch "
                 f"{mb}",
-                hint="run without schedir.instrument: it does not support this version of DeepSpeed",
+                hint="run without schedir.instrument: it does not support this version",
             )
         return f"{self.stage_of_phase[phase]}{_ACTIONS[kind]}{mb}"

@@ -140,7 +140,7 @@ def test_an_evaluation_is_no_step(runs: tuple[Path, list[dict[str, list[str]]]])
     found = read_run([folder / "evaluated"])
     first, last = found.steps
     assert found.step == f"ProfilerStep {first}"
-    assert f"ProfilerStep {last} evaluates: not read" in found.notes
+    assert f"skipped ProfilerStep {last}: it is an evaluation" in found.notes
     with pytest.raises(TraceError, match=f"ProfilerStep {last} evaluates"):
         read_run([folder / "evaluated"], step=last)
 

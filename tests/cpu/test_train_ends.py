@@ -104,7 +104,10 @@ def test_all_end_together(
     if what is signal.SIGSTOP:  # before its timeout is over
         while (now := where(capsys, out)).startswith("the run goes on"):
             time.sleep(0.05)
-        assert "no process has made progress for " in now and "process 1 (pipeline rank 1) is stopped, " in now
+        assert (
+            "no process has made progress for " in now
+            and "process 1 (pipeline rank 1) is stopped, " in now
+        )
         assert "\n  process 0 (pipeline rank 0)  " in now  # wherever it is by then
     got, _, err = finish(process)
     assert got == code and said in err
@@ -116,7 +119,9 @@ def test_all_end_together(
     if to == "rank 1":
         assert where(capsys, out).startswith(err)
     elif what is signal.SIGKILL:  # nobody was left to tidy up
-        assert where(capsys, out).startswith("no process is the cause: all 2 processes ended at once, ")
+        assert where(capsys, out).startswith(
+            "no process is the cause: all 2 processes ended at once, "
+        )
     elif what is not signal.SIGTERM:
         assert not (out / "boxes").exists()
 

@@ -89,7 +89,9 @@ def test_who_has_died_is_told_apart_from_processes_that_were_ended(
 
     leave(tmp_path, 0, 3, gone)
     leave(tmp_path, 1, 1, gone)
-    assert where(capsys, str(tmp_path))[0].startswith("no process is the cause: all 2 processes ended")
+    assert where(capsys, str(tmp_path))[0].startswith(
+        "no process is the cause: all 2 processes ended"
+    )
     leave(tmp_path, 1, 1, gone, before)
     said = where(capsys, str(tmp_path))
     assert said[0].startswith("process 1 (pipeline rank 1) has died without a message, in step 3")

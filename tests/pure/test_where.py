@@ -199,7 +199,10 @@ def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
     assert verdict.matched.counter_ranks == (0, 1) and verdict.matched.step == 5
     assert verdict.positions[0].position is not None and culprits(verdict) == {0}
     assert str(graph.index.locate(verdict.positions[0].position)[2]) == "send_act 0.6"
-    assert any("the position comes from counters" in line for line in describe_program(DistributedJob({}), [verdict]))
+    assert any(
+        "the position comes from counters" in line
+        for line in describe_program(DistributedJob({}), [verdict])
+    )
     (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=30), program)
     assert verdict.matched.counter_ranks == () and verdict.matched.step == 5
     # Counters that count something else as well tell nothing.

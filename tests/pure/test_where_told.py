@@ -263,7 +263,9 @@ def test_a_buffer_that_may_have_lost_where_its_rank_stands(tmp_path: Path) -> No
     program = compile(schedules.gpipe, PipelineShape(2, 6))
     graph = Graph(program)
     job = job_of(tmp_path, record(stopped(graph, 0, False), before=2), last=4)
-    assert any("the operation at which the rank waits may be lost" in line for line in describe_job(job))
+    assert any(
+        "the operation at which the rank waits may be lost" in line for line in describe_job(job)
+    )
     assert not any("is the cause" in line for line in describe_job(job))
     with pytest.raises(UsageError) as caught:
         match_program(job, program)
