@@ -361,7 +361,7 @@ def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
 
 
 def _warned(executor: Any, folder: Path) -> Any:
-    with pytest.warns(UserWarning, match=r"passed over: step-00000002 is not whole"):
+    with pytest.warns(UserWarning, match=r"skipped: step-00000002 is not complete"):
         return load(executor, folder, name_map=lambda s, n: n)
 
 

@@ -129,7 +129,7 @@ def test_no_room_for_the_manifest_leaves_nothing_but_what_was(folder: Checkpoint
 
 def test_what_is_not_all_there_is_not_finished(folder: CheckpointDirectory) -> None:
     manifest = fill(folder.begin(1), 1)
-    with pytest.raises(CheckpointError, match="numbers"):  # a process told of no boxes
+    with pytest.raises(CheckpointError, match="of its 8 elements"):  # a process told of no boxes
         folder.finish(replace(manifest, slices=manifest.slices[:1]))
     strange: list[Any] = [{1: 2}, {"x": float("nan")}, {"x": object()}]
     for state in strange:

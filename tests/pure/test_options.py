@@ -111,7 +111,7 @@ def test_why_on_hosts_that_block(
         starts.append(chain[-1]["start"])
     assert starts[0] < starts[1]
     schedir.save_timeline(schedir.simulate(program), "x.timeline")
-    assert "do not block" in refused(
+    assert "ran without --blocking-hosts" in refused(
         capsys, "check", "x.timeline", "--explain-start=0:1", "--blocking-hosts"
     )
 

@@ -195,7 +195,7 @@ def test_replicas_of_one_stage(tmp_path: Path) -> None:
         save(tmp_path, rank, gpipe(rank, 0, 1), groups=[[0, 1, 2, 3]], backend="gloo")
     found = read_run([tmp_path])
     assert found.timeline.program.shape.stages == 1
-    assert found.timeline.bubble > 0 and "3 of 4 traces are of replicas" in found.notes[0]
+    assert found.timeline.bubble > 0 and "3 of 4 traces of replicas" in found.notes[0]
 
 
 def test_files_of_other_writers(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_steps_that_ranks_do_not_share(tmp_path: Path) -> None:
         )
     with pytest.raises(TraceError) as caught:
         read_run([tmp_path])
-    assert "one has [4] and one has [5]" in str(caught.value)
+    assert "one trace has [4] and one trace has [5]" in str(caught.value)
 
 
 def test_systems_that_do_not_tell_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,5 +252,5 @@ def test_systems_that_do_not_tell_cores(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("begin", ['{"a":', '{"traceEvents":[{"args":'])
 def test_nested_files_are_refused(begin: str, tmp_path: Path) -> None:
     (tmp_path / "0.json").write_text(begin + "[" * 10**5)
-    with pytest.raises(TraceError, match=r"0\.json is no trace .* it is nested too deeply"):
+    with pytest.raises(TraceError, match=r"0\.json is not a trace .* it is nested too deeply"):
         read_run([tmp_path])
