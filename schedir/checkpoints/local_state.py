@@ -323,14 +323,17 @@ def collect_local_state(
 
 def _require_unique_names(local_state: LocalState) -> None:
     """Raise CheckpointError if two weights or two buffers of a stage have the same name."""
-    count = Counter((weight.stage, f"weights {weight.name}") for weight in local_state.weights)
+    count = Counter(
+        (weight.stage, f"weights named {weight.name}") for weight in local_state.weights
+    )
     count.update(
-        (s, f"buffers {part.name.removeprefix('buffers/')}") for s, part in local_state.buffers
+        (s, f"buffers named {part.name.removeprefix('buffers/')}")
+        for s, part in local_state.buffers
     )
     for (stage, name), number in count.items():
         if number > 1:
             raise CheckpointError(
-                f"stage {stage} has two tensors with the name {name}",
+                f"stage {stage} has two {name}",
                 hint="name_map=..., which returns another name for each tensor of the model",
             )
 

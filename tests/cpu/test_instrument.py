@@ -248,7 +248,7 @@ def test_nothing_is_changed_where_something_is_wrong() -> None:
     before = theirs.PipelineScheduleSingle.step
     with pytest.raises(UsageError) as caught:
         schedir.instrument("torch", "titan")
-    assert caught.value.hint == "there are 'torch', 'megatron', 'deepspeed'"
+    assert caught.value.hint == "the trainers are 'torch', 'megatron', 'deepspeed'"
     assert theirs.PipelineScheduleSingle.step is before
 
 

@@ -214,7 +214,7 @@ def test_a_file_that_lacks_rows_is_refused(program: Program, form: str) -> None:
     assert torch_csv.from_csv("".join(rows), ranks=3).shape == program.shape
     for kept in (rows[:2], rows[:1], rows[:1] + rows[2:], rows[1:]):
         cut = "".join(kept)
-        with pytest.raises(CsvCellError, match=f"for 3 ranks: rank {len(kept)} has none"):
+        with pytest.raises(CsvCellError, match=f"for 3 ranks: rank {len(kept)} has no row"):
             torch_csv.from_csv(cut, ranks=3)
         if form != "torch" or program.shape.stages > 3 or kept not in (rows[:2], rows[:1]):
             with pytest.raises(CsvCellError, match=r"no row has(?s:.*)missing|on rank"):
