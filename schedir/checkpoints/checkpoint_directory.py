@@ -174,8 +174,7 @@ class CheckpointDirectory:
         for file, digest in compute_digests(sizes, manifest.step):
             if digest != manifest.files[file.name].sha256:
                 raise IncompleteCheckpointError(
-                    f"{path.name} is not complete: the digest of {file.name} differs from the "
-                    "manifest",
+                    f"{path.name} is not complete: {file.name} has another digest",
                     step=manifest.step,
                     file=file.name,
                 )
@@ -313,8 +312,7 @@ class CheckpointDirectory:
                 ) from None
             if why:
                 print_to_stderr(
-                    f"{self.path_text} cannot be locked ({why}): make sure that no other run "
-                    "saves to it"
+                    f"{self.path_text} has no locks ({why}): do not start a second run that uses it"
                 )
             _locks_by_directory[key] = lock
 
@@ -346,8 +344,7 @@ class CheckpointDirectory:
             self._remove_leftovers()
             if (path := self._make_path(step)).exists() and not (path / MANIFEST_NAME).is_file():
                 raise CheckpointError(
-                    f"cannot save step {step}: {path.name} in {self.path_text} exists, and is not "
-                    "a checkpoint",
+                    f"cannot save step {step}: {path.name} in {self.path_text} is not a checkpoint",
                     step=step,
                     hint=f"move {path.name} to another folder",
                 )
@@ -374,9 +371,7 @@ class CheckpointDirectory:
         for step, what in sorted(self._scan_entries()):
             self._remove(self._make_path(step, what))
         if left := self.list_steps():
-            raise CheckpointError(
-                f"step {left[0]} could not be removed from {self.path_text}", step=left[0]
-            )
+            raise CheckpointError(f"{self.path_text} still has step {left[0]}", step=left[0])
 
     def finish(self, manifest: Manifest, keep: int | None = None) -> Path:
         """Complete the checkpoint of a step, after all processes have written their files.

@@ -56,8 +56,8 @@ def open_regular_file(path: Path, step: int) -> Iterator[BinaryIO]:
             raise CheckpointError(fact, step, file) from None
         missing = error.errno == errno.ENOENT
         why = "is missing" if missing else f"cannot be read: {error.strerror}"
-        fact = f"{name} is not complete: {file} {why}"
-        raise IncompleteCheckpointError(fact, step, file) from None
+        name = f"{name} is not complete"
+        raise IncompleteCheckpointError(f"{name}: {file} {why}", step, file) from None
 
 
 def compute_digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path, str]]:

@@ -234,10 +234,7 @@ def _restore_run_state(
             scale.good_steps.fill_(saved_scale[1])
     if seed != state["seed"]:
         if trains:
-            warn_once(
-                peers,
-                f"random numbers of modules have the seed {seed}; before, it was {state['seed']}",
-            )
+            warn_once(peers, f"the seed of modules is {seed}; before, it was {state['seed']}")
     elif seed is None and state["world"] == [*ranks[0].world_shape]:
 
         def restore() -> None:
@@ -252,7 +249,4 @@ def _restore_run_state(
 
         peers.gather_results(restore)
     elif seed is None and trains:
-        warn_once(
-            peers,
-            "seed=None: with another number of processes, modules draw other random numbers",
-        )
+        warn_once(peers, "seed=None: random numbers depend on the number of processes")

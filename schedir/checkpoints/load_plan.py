@@ -132,9 +132,7 @@ class LoadPlan:
         elif any(
             n > 1 and not by for n, by in zip(here.shape, shard.memory.stride(), strict=False)
         ):
-            self.mismatches.append(
-                f"{stored} is expanded here: several of its elements share memory"
-            )
+            self.mismatches.append(f"{stored} is expanded here: its elements share memory")
         else:
             self.shards.append((stored, shard))
 

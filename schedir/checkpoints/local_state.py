@@ -323,12 +323,9 @@ def collect_local_state(
 
 def _require_unique_names(local_state: LocalState) -> None:
     """Raise CheckpointError if two weights or two buffers of a stage have the same name."""
-    count = Counter(
-        (weight.stage, f"weights named {weight.name}") for weight in local_state.weights
-    )
+    count = Counter((one.stage, f"weights named {one.name}") for one in local_state.weights)
     count.update(
-        (s, f"buffers named {part.name.removeprefix('buffers/')}")
-        for s, part in local_state.buffers
+        (s, f"buffers named {one.name.removeprefix('buffers/')}") for s, one in local_state.buffers
     )
     for (stage, name), number in count.items():
         if number > 1:

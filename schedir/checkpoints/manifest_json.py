@@ -219,9 +219,7 @@ class _ManifestReader:
         if prod(shape) > _MAX_INTEGER:
             raise _InvalidManifest(f"{describe(name)} has more than {_MAX_INTEGER} elements")
         if type(boxes) is not list or len(boxes) << len(shape) > MAX_CORNERS:
-            raise _InvalidManifest(
-                f"boxes must be a list of at most {MAX_CORNERS >> len(shape)} entries"
-            )
+            raise _InvalidManifest(f"boxes must be a list of at most {MAX_CORNERS >> len(shape)}")
         kind = TensorMeta(tuple(shape), dtype)
         slices = [self._read_slice(name, kind, box) for box in boxes]
         if not _is_exact_cover(kind.shape, slices):
@@ -312,9 +310,7 @@ def _parse_object(line: bytes) -> dict[str, Any]:
     It refuses NaN and duplicate keys, as Python's reader does not.
     """
     if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
-        raise _InvalidManifest(
-            f"it has more than {format_bytes(MAX_LINE_BYTES)}, or no line break at its end"
-        )
+        raise _InvalidManifest(f"it has more than {format_bytes(MAX_LINE_BYTES)}, or no line end")
     try:
         value = _DECODER.decode(line.decode("utf-8", "strict"))
     except UnicodeDecodeError:

@@ -94,14 +94,10 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
         name = type(inner).__name__
         for p in _iterate_trained_params(inner):
             if id(p) not in weight_of:
-                raise CheckpointError(
-                    f"{name} steps a parameter of shape {list(p.shape)} that no stage has"
-                )
+                raise CheckpointError(f"{name} steps a parameter {list(p.shape)} that no stage has")
         for p, kept in getattr(inner, "state", {}).items():
             if id(p) not in weight_of and kept:
-                raise CheckpointError(
-                    f"{name} has the state {', '.join(kept)} of a parameter that no stage has"
-                )
+                raise CheckpointError(f"{name} has {', '.join(kept)} of a weight without a stage")
             for key, value in kept.items():
                 if not isinstance(key, str) or "/" in key:
                     raise CheckpointError(

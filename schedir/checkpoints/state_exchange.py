@@ -213,9 +213,7 @@ def warn_of_unoptimized(peers: CheckpointGroup, manifests: Sequence[RankManifest
         manifests: The descriptions of all processes.
     """
     if left := [*dict.fromkeys(name for one in manifests for name in one.unoptimized)]:
-        warn_once(
-            peers, f"weights are trained, but no saved optimizer has them: {join_facts(left)}"
-        )
+        warn_once(peers, f"no saved optimizer has these trained weights: {join_facts(left)}")
 
 
 def warn_once(peers: CheckpointGroup, fact: str) -> None:

@@ -443,8 +443,7 @@ class _RecordedRank:
         if not ops[0].is_done:
             raise UsageError(
                 f"rank {rank} has lost the first {lost} entries of its buffer, and the oldest "
-                f"remaining message in {ops[0].group} has not ended: the operation at which the "
-                "rank waits may be lost, too",
+                f"remaining message in {ops[0].group} has not ended: its position may be lost",
                 hint=f"leave out --program; {larger}",
             )
         fits = self._find_fitting_places(ops, transfers)

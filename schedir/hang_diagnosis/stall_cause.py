@@ -349,9 +349,7 @@ class StalledRun:
         does = slow if self.is_slow(process) else "makes no progress"
         if one.heartbeat_age > SILENT_SECONDS and one.phase > ProcessPhase.START:
             does += " (and runs no Python code)"
-        return (
-            f"waits for no other process, and {does}: {where}, for {one.seconds_at_position:.1f} s"
-        )
+        return f"waits for no process, and {does}: {where}, for {one.seconds_at_position:.1f} s"
 
     def is_slow(self, process: int) -> bool:
         """Return whether a running process has moved while others waited for it.

@@ -105,9 +105,7 @@ def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{path} is not UTF-8 text: byte {error.start} cannot be decoded"
-        ) from None
+        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} is invalid") from None
 
 
 def require_path(value: object) -> Path:

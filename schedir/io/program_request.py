@@ -443,8 +443,7 @@ class Request:
             )
         if finer:
             raise UsageError(
-                "--cluster cannot fill the costs of stages with segments, or of microbatches with "
-                "chunks",
+                "--cluster cannot fill the costs of segments of stages or of microbatch chunks",
                 hint="leave out --cluster, and give all costs with --costs",
                 fields=["cluster", *finer],
             )
@@ -517,9 +516,7 @@ class Request:
         segments, shape = self.compile_options.get("stage_segments"), self.shape
         if segments is not None and max(self._unsegmented_shape.segments_per_stage) > 1:
             raise UsageError(
-                f"the stages of {self.source} have segments already, and stage_segments cannot "
-                "divide them again",
-                fields=["stage_segments"],
+                f"the stages of {self.source} have segments already", fields=["stage_segments"]
             )
         return (
             {}

@@ -157,9 +157,8 @@ def load_timeline(path: str | Path) -> Timeline:
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
         except Exception as error:  # zipfile raises many types for a damaged file
-            raise TraceError(
-                f"{path} is not a Timeline file: {error or type(error).__name__}"
-            ) from None
+            fact = f"{path} is not a Timeline file: {error or type(error).__name__}"
+            raise TraceError(fact) from None
 
 
 class _TimelineReader:
@@ -241,9 +240,7 @@ class _TimelineReader:
         """Raise TraceError if a member states an invalid size, or is not deflated or stored."""
         info = self.archive.getinfo(name)
         if not min_bytes <= info.file_size <= max_bytes:
-            raise TraceError(
-                f"{name} has {info.file_size} bytes; it must have {min_bytes} to {max_bytes}"
-            )
+            raise TraceError(f"{name} has {info.file_size} bytes, not {min_bytes} to {max_bytes}")
         if info.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
             raise TraceError(f"{name} is compressed by method {info.compress_type}, not deflate")
 
@@ -299,7 +296,7 @@ def _require_valid_times(
     if early.any():
         k = int(compute[1:][early][0])
         raise TraceError(
-            f"instruction {k} starts at {start[k]:g}, before the previous compute of its rank ends"
+            f"instruction {k} starts at {start[k]:g}, before its rank's last compute ends"
         )
 
 

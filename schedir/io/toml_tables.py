@@ -40,8 +40,7 @@ def parse_toml(text: str, location: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError("cannot be read: it is nested too deeply", location=location) from None
     except ValueError:  # Python's int refuses numbers with thousands of digits
-        fact = "cannot be read: a number has too many digits"
-        raise ConfigError(fact, location=location) from None
+        raise ConfigError("cannot be read: a number is too long", location=location) from None
 
 
 def _make_toml_error(text: str, location: str, message: str) -> ConfigError:

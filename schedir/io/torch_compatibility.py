@@ -56,8 +56,7 @@ def require_torch_support(
         )
     if program.skips:
         raise UsageError(
-            "the program has skip connections, but in torch's schedules a stage sends only to its "
-            "neighbours",
+            "the program has skip connections, but torch's stages send to their neighbours only",
             program=program.name,
         )
     if RECOMPUTE in program.used_opcodes:
@@ -98,8 +97,7 @@ def require_torch_support(
         and (is_op(fields["op"], _PER_OCCURRENCE_REDUCES) & (fields["mb"] > 0)).any()
     ):
         raise UsageError(
-            "the program reduces the gradients of a stage several times, but torch's schedules "
-            "reduce them once",
+            "the program reduces the gradients of a stage several times, not once as torch",
             program=program.name,
             hint="compile it with reduce_scatter_at='update_end'",
         )

@@ -144,9 +144,7 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     if not program.has_backward:
-        raise CompletenessError(
-            "the program has no backward, but torch needs one in a schedule", program=program.name
-        )
+        raise CompletenessError("a schedule of torch needs a backward", program=program.name)
     if program.frozen_stages:
         raise UsageError(
             f"the program has no backward of its {program.frozen_stages} frozen stages, but torch "
@@ -306,8 +304,7 @@ def _parse_rows(text: str) -> list[list[str]]:
     try:
         rows.extend(reader)
     except csv.Error as error:
-        fact = f"the text is not CSV: {error}"
-        raise CsvCellError(fact, line=len(rows) + 1, column=1) from None
+        raise CsvCellError(f"it is not CSV: {error}", line=len(rows) + 1, column=1) from None
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     if not rows:

@@ -48,9 +48,7 @@ def require_windows(config: WindowedModelConfig) -> None:
         if isinstance(setting, tuple) and len(setting) != config.layers:
             raise UsageError(
                 f"{name} has {len(setting)} numbers for {config.layers} layers",
-                hint=f"one number for each layer, or a single number: {name} = {setting[0]}"
-                if setting
-                else "one number for each layer, or a single number for all",
+                hint="give one number for each layer, or a single number for all",
                 fields=[name, "layers"],
             )
         if wrong := [one for one in each if type(one) is not int or one < min_value]:

@@ -66,8 +66,7 @@ def align_clocks(
         row, column = map(int, np.argwhere(~np.isfinite(max_offset))[0])
         raise TraceError(
             "the clocks of hosts cannot be aligned: no messages go from "
-            f"{hosts[row] or 'a host without a name'} to "
-            f"{hosts[column] or 'a host without a name'}"
+            f"{hosts[row] or 'an unnamed host'} to {hosts[column] or 'an unnamed host'}"
         )
     # The latest and the earliest offsets satisfy all bounds, so their mean does too.
     offsets = (max_offset[0] - max_offset[:, 0]) / 2

@@ -176,9 +176,7 @@ class _TraceFile:
         self.bytes_read += len(data)
         unclosed = sum(map(data.count, (b"[", b"{"))) - sum(map(data.count, (b"]", b"}")))
         if unclosed > _MAX_OPEN_BRACKETS:
-            raise TraceError(
-                f"{self.path} is not a trace of torch.profiler: it is nested too deeply"
-            )
+            raise TraceError(f"{self.path} is nested too deeply for a trace of torch.profiler")
         if self.max_bytes is not None and self.bytes_read > self.max_bytes:
             raise TraceError(
                 f"{self.path} is not a trace of torch.profiler: it has no traceEvents in its first "

@@ -156,8 +156,7 @@ def read_run(
             skipped.remove(evaluates)
         elif once.is_evaluation:
             failed = failed or TraceError(
-                f"{once.description} is an evaluation: operators run in its forwards, but not in "
-                "its backwards"
+                f"{once.description} is an evaluation: no operators run in its backwards"
             )
             skipped.append(evaluates)
             if not once.has_backwards:
@@ -172,8 +171,7 @@ def read_run(
             skipped.append(f"skipped {once.description}: it is not complete")
             if isinstance(error, ReductionError) and not program_attributes:
                 error.add_note(
-                    "traces do not contain tp, dp, tied_weights and clip_grad_norm: give them as "
-                    "options"
+                    "traces do not contain tp, dp, tied_weights and clip_grad_norm: set them"
                 )
             continue
         of = once.num_replica_traces + len(once.ranks)

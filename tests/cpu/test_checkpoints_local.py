@@ -203,12 +203,12 @@ def test_draws_go_on(tmp_path: Path) -> None:
         load(two, tmp_path, step=2)
         go(two, 2, 4)
         assert alike(saved(two, tmp_path / str(seed), 4), right)
-    with pytest.warns(UserWarning, match="modules draw other random numbers"):
+    with pytest.warns(UserWarning, match="random numbers depend on the number of processes"):
         load(
             plain(looped_bfs, PipelineShape(1, 3, 2), [Drops(4, 4), Drops(4, 4)], seed=None),
             tmp_path,
         )
-    with pytest.warns(UserWarning, match="have the seed 4; before, it was None"):
+    with pytest.warns(UserWarning, match="seed of modules is 4; before, it was None"):
         load(plain(one_f_one_b, PipelineShape(2, 3), [Drops(4, 4), Drops(4, 4)], seed=4), tmp_path)
 
 

@@ -274,7 +274,7 @@ def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]
     ]
     assert [row["span"] for row in spans] == [60, 60]
     cluster = "--cluster=examples/selene.toml"
-    assert "of stages with segments" in commands.refused(
+    assert "the costs of segments of stages" in commands.refused(
         capsys, *how, "-O", "chunks_per_microbatch=2", cluster
     )
 

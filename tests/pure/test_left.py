@@ -60,7 +60,7 @@ def test_of_a_run_that_stands_the_cause_and_who_waits(tmp_path: Path, capsys: Ca
     said = where(capsys, str(tmp_path))
     assert said[0].startswith("one_f_one_b: no process has made progress for 5.")
     assert (
-        "process 1 (pipeline rank 1) waits for no other process, and makes no progress: in step 3"
+        "process 1 (pipeline rank 1) waits for no process, and makes no progress: in step 3"
         in said[0]
     )
     assert said[1:] == [

@@ -79,7 +79,7 @@ REFUSED = {
     (): "nobody says which model\n  hint: --model gpt-175b, or --layers 96 --hidden 12288",
     ("--model=gpt-17b",): "nobody knows a model 'gpt-17b'\n  hint: did you mean 'gpt-175b'?",
     ("--layers=8", "--hidden=256"): "nobody says anything of the model's heads, vocab, sequence",
-    (*TINY, "--heads=7"): "model: hidden 256 is not a multiple of heads 7",
+    (*TINY, "--heads=7"): "model: hidden 256 is no multiple of heads 7",
     TINY: "nobody says how many sequences a step has\n  hint: --batch 1536",
     (*TINY, "--batch=8"): "nobody says on which machines\n  hint: --cluster a100 --nodes 4",
     (*TINY, "--batch=8", "--cluster=a100"): "nobody says how many nodes of a100",

@@ -230,7 +230,7 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
         (lambda: forge(end_npy=npy(NAN)), "finite"),
         (lambda: forge(end_npy=npy(END + np.inf)), "finite"),
         (lambda: forge(end_npy=npy(END - 100)), "before it starts"),
-        (lambda: forge(end_npy=npy(END + 0.5)), "before the previous compute of its rank ends"),
+        (lambda: forge(end_npy=npy(END + 0.5)), "before its rank's last compute ends"),
         (lambda: forge(extra=b""), "must contain exactly"),
     ],
 )  # fmt: skip
