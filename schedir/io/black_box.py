@@ -33,8 +33,8 @@ from schedir.errors import UsageError
 from schedir.io.files import open_regular_file
 from schedir.ir.isa.opcodes import Lane
 
-# Names of the folder in the output folder of a run, and of two files in it: the program of the
-# run, and the id of the run with the last message of its launcher.
+# Names of the folder in the output folder of a run, and of two files in it. They have the program
+# of the run, and the id of the run with the last message of its launcher.
 BLACK_BOX_DIRECTORY: Final = "boxes"
 PROGRAM_FILE: Final = "program.sched"
 VERDICT_FILE: Final = "said"

@@ -202,10 +202,7 @@ class _TimelineReader:
         self._require_size(_HEADER_FILE, _MAX_HEADER_BYTES)
         header = json.loads(self._read_member(_HEADER_FILE))
         if not isinstance(header, dict) or header.get("schedir_timeline") != FORMAT_VERSION:
-            raise TraceError(
-                f"the header must have schedir_timeline = {FORMAT_VERSION}, the format that this "
-                "version reads"
-            )
+            raise TraceError(f"the header must have schedir_timeline = {FORMAT_VERSION}")
         for old, new in (("model", "progress_model"), ("blocks", "blocking_hosts")):
             if old in header and new in header:
                 raise TraceError(f"the header has both {new} and {old}, its former name")
