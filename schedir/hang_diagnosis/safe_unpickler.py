@@ -52,7 +52,7 @@ def loads(data: bytes, path: str = "") -> Any:
         ...     loads(b"cos\nsystem\n.")
         ... except TraceError as error:
         ...     print(error)
-        byte 0 of the pickle imports what it names, and nothing of a dump is ever run
+        byte 0 of the pickle imports an object, and schedir runs no code from a dump
     """
     file = io.BytesIO(data)
     try:
