@@ -114,15 +114,14 @@ class Saver:
         )
         if not all(isinstance(rank, Executor) for rank in self.rank_executors):
             raise UsageError(
-                "a Saver is of an Executor or an InProcessExecutor, which copies, not "
+                "Saver: executor must be an Executor or an InProcessExecutor, not "
                 f"{describe(executor)}",
                 hint="save(schedule, folder, step=..., optimizer=...)",
             )
         program = self.rank_executors[0].program
         if not program.checkpoint_snapshots:
             raise ModelError(
-                "the program takes no checkpoint_snapshots, and these copy what is saved beside a "
-                "step",
+                "a Saver needs a program with checkpoint_snapshots",
                 program=program.name,
                 hint="compile(..., checkpoint_snapshots=True), or save(executor, folder, step=...)",
             )
@@ -157,8 +156,8 @@ class Saver:
         """
         if self._save_plan is not None:
             raise ModelError(
-                f"step {self._save_plan.step} is due, and would not be saved any more",
-                hint="saver.write() or saver.cancel() before another step is due",
+                f"the save of step {self._save_plan.step} is scheduled, and has not been written",
+                hint="call saver.write() or saver.cancel() before schedule_save",
             )
         self.wait()
         save_plan = plan_save(
@@ -212,14 +211,14 @@ class Saver:
         if any(changed for changed, _ in statuses):
             self.cancel()
             raise ModelError(
-                f"step {plan.step} can be saved no more: it was not copied before weights changed",
-                hint="saver.write() before a load, another Saver, or a step without snapshots",
+                f"step {plan.step} cannot be saved: the weights changed before they were copied",
+                hint="call saver.write() before a load, another Saver, or a step without snapshots",
             )
         if any(waits for _, waits in statuses):
             self._save_plan = plan
             raise ModelError(
-                f"step {plan.step} has not been copied: no step was made since it was due",
-                hint="executor.step(...), or save(executor, folder, step=...)",
+                f"step {plan.step} has not been copied: no step has run since schedule_save",
+                hint="call executor.step(...), or save(executor, folder, step=...)",
             )
         copies = [copy for one in snapshots for copy in one.take_copies()]
         copies += self._immediate_copies
@@ -267,8 +266,8 @@ class Saver:
             raise error
         if self._save_plan is not None:
             raise ModelError(
-                f"step {self._save_plan.step} is due, and is not being written",
-                hint="saver.write() or saver.cancel() before saver.wait()",
+                f"the save of step {self._save_plan.step} is scheduled, and has not been written",
+                hint="call saver.write() or saver.cancel() before saver.wait()",
             )
 
     def _get_host_buffer(self, name: str, piece: TensorPiece) -> Tensor:

@@ -87,13 +87,13 @@ class CheckpointDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path_text = str(require_path(path))
         if not str(path):
-            raise UsageError("'' names no folder", hint="'.' is the one in which the process is")
+            raise UsageError("directory is ''", hint="'.' is the current directory")
         try:
             # An absolute path stays the same directory when the process changes its working
             # directory.
             self.path = Path(os.path.abspath(Path(path).expanduser()))
         except RuntimeError as error:
-            raise UsageError(f"{self.path_text} names no folder: {error}") from None
+            raise UsageError(f"directory {self.path_text} cannot be used: {error}") from None
 
     # ------------------------------------------------------------ what is there
 
@@ -149,7 +149,7 @@ class CheckpointDirectory:
             raise
         if manifest.step != step:
             raise IncompleteCheckpointError(
-                f"{path.name} is not whole: its manifest is of step {manifest.step}",
+                f"{path.name} is not complete: its manifest is of step {manifest.step}",
                 step=step,
                 file=MANIFEST_NAME,
             )
@@ -174,7 +174,7 @@ class CheckpointDirectory:
         for file, digest in compute_digests(sizes, manifest.step):
             if digest != manifest.files[file.name].sha256:
                 raise IncompleteCheckpointError(
-                    f"{path.name} is not whole: {file.name} is not as it was written",
+                    f"{path.name} is not complete: {file.name} has another digest",
                     step=manifest.step,
                     file=file.name,
                 )
@@ -269,7 +269,7 @@ class CheckpointDirectory:
 
         if len({*_gather_outcomes(digest, gather_texts)}) > 1:
             raise IncompleteCheckpointError(
-                f"the checkpoint of step {step} is not the same to all processes", step=step
+                f"processes read different checkpoints of step {step}", step=step
             )
         return manifests[0]
 
@@ -306,13 +306,13 @@ class CheckpointDirectory:
                 why = lock.acquire()
             except LockHeldError as other:
                 raise CheckpointError(
-                    f"{self.path_text} is in use by another run"
-                    f"{f', {other.owner}' if other.owner else ''}: it saves checkpoints there",
-                    hint="each run has a folder of its own",
+                    f"another run{f', {other.owner},' if other.owner else ''} saves checkpoints to "
+                    f"{self.path_text}",
+                    hint="use a different folder for each run",
                 ) from None
             if why:
                 print_to_stderr(
-                    f"{self.path_text} has no locks ({why}): nothing keeps another run out of it"
+                    f"{self.path_text} has no locks ({why}): do not start a second run that uses it"
                 )
             _locks_by_directory[key] = lock
 
@@ -344,9 +344,9 @@ class CheckpointDirectory:
             self._remove_leftovers()
             if (path := self._make_path(step)).exists() and not (path / MANIFEST_NAME).is_file():
                 raise CheckpointError(
-                    f"cannot save step {step}: {path.name} of {self.path_text} is no checkpoint",
+                    f"cannot save step {step}: {path.name} in {self.path_text} is not a checkpoint",
                     step=step,
-                    hint="move it away",
+                    hint=f"move {path.name} to another folder",
                 )
             self.get_unfinished_path(step).mkdir()
         return self.get_unfinished_path(step)
@@ -371,7 +371,7 @@ class CheckpointDirectory:
         for step, what in sorted(self._scan_entries()):
             self._remove(self._make_path(step, what))
         if left := self.list_steps():
-            raise CheckpointError(f"step {left[0]} is still in {self.path_text}", step=left[0])
+            raise CheckpointError(f"{self.path_text} still has step {left[0]}", step=left[0])
 
     def finish(self, manifest: Manifest, keep: int | None = None) -> Path:
         """Complete the checkpoint of a step, after all processes have written their files.
@@ -479,7 +479,7 @@ class CheckpointDirectory:
         except FileNotFoundError:
             pass
         except OSError as error:
-            print_to_stderr(f"cannot remove {path.name} of {self.path_text}: {error.strerror}")
+            print_to_stderr(f"cannot remove {path.name} in {self.path_text}: {error.strerror}")
 
     # ------------------------------------------------------------ names
 
@@ -504,7 +504,7 @@ class CheckpointDirectory:
             size = os.fstat(opened.fileno()).st_size
         if size != file.size:
             raise IncompleteCheckpointError(
-                f"{path.name} is not whole: {name} has {size:,} bytes, not {file.size:,}",
+                f"{path.name} is not complete: {name} has {size:,} bytes, not {file.size:,}",
                 step=step,
                 file=name,
             )
@@ -524,7 +524,7 @@ class CheckpointDirectory:
 
 def _require_step(step: int) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**16:
-        raise UsageError(f"a step is a whole number from 0, not {step!r:.60}", fields=["step"])
+        raise UsageError(f"step is {step!r:.60}; it must be an integer from 0", fields=["step"])
 
 
 def _gather_outcomes(compute: Callable[[], _T], gather_texts: GatherTexts | None) -> list[_T]:
@@ -540,10 +540,10 @@ def _gather_outcomes(compute: Callable[[], _T], gather_texts: GatherTexts | None
     try:
         outcome = ["", compute(), None, ""]
     except CheckpointError as error:
-        kind = "not whole" if isinstance(error, IncompleteCheckpointError) else "refused"
+        kind = "incomplete" if isinstance(error, IncompleteCheckpointError) else "refused"
         outcome = [kind, error.fact, error.step, error.file]
     outcomes = [json.loads(one) for one in gather_texts(json.dumps(outcome))]
-    for name, raised in (("refused", CheckpointError), ("not whole", IncompleteCheckpointError)):
+    for name, raised in (("refused", CheckpointError), ("incomplete", IncompleteCheckpointError)):
         for found_kind, fact, step, file in outcomes:
             if found_kind == name:
                 raise raised(fact, step, file)

@@ -87,7 +87,7 @@ class CheckpointGroup:
             return gather(outcome, self.group, kinds)
         except RuntimeError as error:
             if fact := describe_peer_error(error):
-                raise CheckpointError(f"of those that save or load together {fact}") from error
+                raise CheckpointError(f"while processes saved or loaded, {fact}") from error
             raise
 
     def require_same(self, compute: Callable[[], str]) -> None:
@@ -103,8 +103,8 @@ class CheckpointGroup:
         for process, other in enumerate(texts):
             if other != texts[0]:
                 raise CheckpointError(
-                    f"process 0 {texts[0]}, and process {process} {other}",
-                    hint="all processes call the same",
+                    f"process 0 {texts[0]}, but process {process} {other}",
+                    hint="all processes must call the same function with the same step",
                 )
 
     def broadcast_result(self, compute: Callable[[], _T], kinds: RecordTypes = ()) -> _T:

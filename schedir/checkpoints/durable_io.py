@@ -45,7 +45,7 @@ def open_regular_file(path: Path, step: int) -> Iterator[BinaryIO]:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise IncompleteCheckpointError(
-                f"{name} is not whole: {file} is no ordinary file", step, file
+                f"{name} is not complete: {file} is not a regular file", step, file
             )
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags), "rb") as found:
@@ -55,8 +55,9 @@ def open_regular_file(path: Path, step: int) -> Iterator[BinaryIO]:
             fact = f"cannot read {file} of {name}: {error.strerror}"
             raise CheckpointError(fact, step, file) from None
         missing = error.errno == errno.ENOENT
-        why = "is not there" if missing else f"cannot be read: {error.strerror}"
-        raise IncompleteCheckpointError(f"{name} is not whole: {file} {why}", step, file) from None
+        why = "is missing" if missing else f"cannot be read: {error.strerror}"
+        name = f"{name} is not complete"
+        raise IncompleteCheckpointError(f"{name}: {file} {why}", step, file) from None
 
 
 def compute_digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path, str]]:

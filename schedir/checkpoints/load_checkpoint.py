@@ -86,7 +86,7 @@ def load(
     peers.require_same(lambda: f"loads {which}")
     latest = _find_verified(peers, place, step)
     for fact in latest.skip_reasons:
-        warn_once(peers, f"passed over: {fact}")
+        warn_once(peers, f"skipped: {fact}")
     if (manifest := latest.manifest) is None:
         return None
     _require_valid_state(manifest)
@@ -111,7 +111,7 @@ def load(
         mismatches += _describe_untied_weights([trained for *_, trained in results])
     if mismatches := [*dict.fromkeys(mismatches)]:
         raise CheckpointError(
-            f"the checkpoint of step {manifest.step} does not fit: {join_facts(mismatches)}"
+            f"the checkpoint of step {manifest.step} does not match: {join_facts(mismatches)}"
         )
 
     def read() -> None:
@@ -134,7 +134,7 @@ def load(
         with torch.no_grad():
             peers.gather_results(read)
     except CheckpointError as error:
-        error.hint = error.hint or "make the executor anew: a part of its weights has been read"
+        error.hint = error.hint or "create a new executor: this one has only some of the weights"
         raise
     for rank in ranks:
         rank.set_loading(False)
@@ -158,9 +158,8 @@ def _find_verified(
     )
     if found.manifest is None and found.skip_reasons:
         raise CheckpointError(
-            f"of the checkpoints in {directory.path_text} none is whole: "
-            f"{join_facts(found.skip_reasons)}",
-            hint="to begin at the first step, remove them or take another folder",
+            f"no checkpoint in {directory.path_text} is complete: {join_facts(found.skip_reasons)}",
+            hint="to begin at the first step, remove them or use another folder",
         )
     return found
 
@@ -173,9 +172,9 @@ def _require_valid_state(manifest: Manifest) -> None:
     state = manifest.state
     for key, is_sound in _STATE_CHECKS.items():
         if key not in state or not is_sound(state[key]):
-            what = describe(state[key]) if key in state else "not there"
+            what = describe(state[key]) if key in state else "missing"
             raise CheckpointError(
-                f"the checkpoint of step {manifest.step} is none of a run: {key} of its state is "
+                f"the checkpoint of step {manifest.step} is not from a run: {key} of its state is "
                 f"{what}",
                 step=manifest.step,
                 file=MANIFEST_NAME,
@@ -212,7 +211,7 @@ def _describe_untied_weights(trained_names: Sequence[Mapping[str, str]]) -> list
     name_of_stored: dict[str, str] = {}
     every = {name: stored for one in trained_names for name, stored in one.items()}
     return [
-        f"{name_of_stored[stored]} and {name} are one weight in it, and two here"
+        f"{name_of_stored[stored]} and {name} are one weight in it, but two weights here"
         for name, stored in every.items()
         if name_of_stored.setdefault(stored, name) != name
     ]
@@ -235,7 +234,7 @@ def _restore_run_state(
             scale.good_steps.fill_(saved_scale[1])
     if seed != state["seed"]:
         if trains:
-            warn_once(peers, f"modules draw by the seed {seed}, and drew by {state['seed']}")
+            warn_once(peers, f"the seed of modules is {seed}; before, it was {state['seed']}")
     elif seed is None and state["world"] == [*ranks[0].world_shape]:
 
         def restore() -> None:
@@ -250,4 +249,4 @@ def _restore_run_state(
 
         peers.gather_results(restore)
     elif seed is None and trains:
-        warn_once(peers, "modules draw as they come (seed=None), others than in another world")
+        warn_once(peers, "seed=None: random numbers depend on the number of processes")

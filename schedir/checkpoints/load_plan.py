@@ -95,13 +95,11 @@ class LoadPlan:
             ):
                 stored, there = exact, kinds[stored_weight].dtype
                 what = "float32 copies" if exact == main else "weights"
-                self.warnings.append(f"weights of {here} are read from {what} of a run of {there}")
+                self.warnings.append(f"{here} weights are read from {what} of a {there} run")
             rounds = part.memory is weight.parameter and weight.main_parameter is not None
             self._add_shard(stored, part, allows_rounding=rounds)
         if name in self.optimizer_keys and not weight.parameter.requires_grad:
-            self.warnings.append(
-                "some weights are frozen here: what was kept to step them is not read"
-            )
+            self.warnings.append("some weights are frozen here: their optimizer state is not read")
         if (
             stored_weight in kinds
             and name in self.optimizer_keys
@@ -109,14 +107,14 @@ class LoadPlan:
             and weight.lacks_optimizer
         ):
             self.mismatches.append(
-                f"{name} was stepped by {self.optimizer_kinds.get(name)}, and is by nothing here"
+                f"{name} has state of {self.optimizer_kinds.get(name)}, but no optimizer here"
             )
         if not weight.is_optimized or stored_weight not in kinds:
             return
         kind, before = type(weight.optimizer).__name__, self.optimizer_kinds.get(name)
         if before != kind:
-            stepped = f"was stepped by {before}" if before else "was not stepped"
-            self.mismatches.append(f"{name} {stepped}, and is by {kind} here")
+            has = f"has state of {before}" if before else "has no optimizer state"
+            self.mismatches.append(f"{name} {has}, but its optimizer is {kind} here")
             return
         state = self._prepare_state(weight, name)
         for key, value in state.items():
@@ -129,12 +127,12 @@ class LoadPlan:
             self.mismatches.append(f"it has no {stored}")
         elif there.shape != here.shape or (there.dtype != here.dtype and not allows_rounding):
             self.mismatches.append(
-                f"{stored} is {_describe_tensor(there)} in it, and {_describe_tensor(here)} here"
+                f"{stored} is {_describe_tensor(there)} in it, but {_describe_tensor(here)} here"
             )
         elif any(
             n > 1 and not by for n, by in zip(here.shape, shard.memory.stride(), strict=False)
         ):
-            self.mismatches.append(f"{stored} is expanded here: several of its numbers are one")
+            self.mismatches.append(f"{stored} is expanded here: its elements share memory")
         else:
             self.shards.append((stored, shard))
 
@@ -154,7 +152,7 @@ class LoadPlan:
             if keeps and key not in keeps:
                 kind = type(weight.optimizer).__name__
                 self.mismatches.append(
-                    f"it has optimizer/{name}/{key}, which {kind} does not keep here"
+                    f"it has optimizer/{name}/{key}, but {kind} has no such state here"
                 )
                 continue
             tensor: Tensor = weight.optimized_tensor
@@ -198,7 +196,7 @@ class LoadPlan:
         every = {*used_names}
         for tensor in self.manifest.tensors:
             if tensor.partition("/")[0] in ("weights", "buffers") and tensor not in every:
-                yield f"it has {tensor}, which is nothing here"
+                yield f"it has {tensor}, but no stage here has it"
 
 
 def _make_initial_state(

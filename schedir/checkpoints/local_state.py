@@ -323,15 +323,15 @@ def collect_local_state(
 
 def _require_unique_names(local_state: LocalState) -> None:
     """Raise CheckpointError if two weights or two buffers of a stage have the same name."""
-    count = Counter((weight.stage, f"weights {weight.name}") for weight in local_state.weights)
+    count = Counter((one.stage, f"weights named {one.name}") for one in local_state.weights)
     count.update(
-        (s, f"buffers {part.name.removeprefix('buffers/')}") for s, part in local_state.buffers
+        (s, f"buffers named {one.name.removeprefix('buffers/')}") for s, one in local_state.buffers
     )
     for (stage, name), number in count.items():
         if number > 1:
             raise CheckpointError(
                 f"stage {stage} has two {name}",
-                hint="name_map=..., which gives each its name in the whole model",
+                hint="name_map=..., which returns another name for each tensor of the model",
             )
 
 
@@ -357,9 +357,9 @@ class OptimizerOwners:
                     other, _ = self.groups.setdefault(p, (by, group))
                     if other is not by:
                         raise CheckpointError(
-                            f"two optimizers step a parameter of {list(p.shape)}, "
-                            f"{type(other).__name__} and {type(by).__name__}: what one "
-                            "of them keeps would be lost",
+                            f"two optimizers, {type(other).__name__} and {type(by).__name__}, "
+                            f"step a parameter of shape {list(p.shape)}: a checkpoint has the "
+                            "state of only one",
                         )
 
     def find_owner(self, p: nn.Parameter) -> tuple[Tensor | None, Any, Any, dict[str, Any]]:

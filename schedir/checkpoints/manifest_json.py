@@ -68,7 +68,8 @@ def encode_manifest(manifest: Manifest) -> Iterator[bytes]:
             yield line
     except _InvalidManifest as why:
         raise CheckpointError(
-            f"what is to be saved of step {manifest.step} is not sound: {why}", step=manifest.step
+            f"cannot save step {manifest.step}: its manifest is not valid: {why}",
+            step=manifest.step,
         ) from None
     yield _DIGEST_LINE % digest.hexdigest().encode()
 
@@ -113,9 +114,7 @@ def read_manifest(
         lines, seal = data[:-length], data[-length:]
         digest = sha256(lines).hexdigest()
         if seal != _DIGEST_LINE % digest.encode():
-            raise _InvalidManifest(
-                "it is not as it was written: its last line is not the digest of the rest"
-            )
+            raise _InvalidManifest("its last line is not the digest of the other lines")
         reader = _ManifestReader(checkpoint_name)
         for line in BytesIO(lines):
             if line.startswith(b'{"tensor"') and not include_tensors:
@@ -124,7 +123,7 @@ def read_manifest(
         return reader.build_manifest(digest)
     except _InvalidManifest as why:
         raise IncompleteCheckpointError(
-            f"{checkpoint_name} is not whole: its manifest: {why}"
+            f"{checkpoint_name} is not complete: its manifest: {why}"
         ) from None
 
 
@@ -176,56 +175,56 @@ class _ManifestReader:
     def _read_header(self, value: dict[str, Any]) -> None:
         form = value.get("schedir_checkpoint")
         if type(form) is not int or form < 1:
-            raise _InvalidManifest("it begins as no manifest of a checkpoint does")
+            raise _InvalidManifest("its first line is not that of a manifest")
         if form != FORMAT_VERSION:
             raise CheckpointError(
-                f"{self.checkpoint_name} is of format {describe(form)}, and this schedir reads "
-                f"format {FORMAT_VERSION}"
+                f"{self.checkpoint_name} has format {describe(form)}, but this version of schedir "
+                f"reads format {FORMAT_VERSION}"
             )
         _require_fields(value, "schedir_checkpoint", "step", "when", "facts", "state")
         for key in ("step", "when"):
             _require_integer(value[key], key)
         for key in ("facts", "state"):
             if type(value[key]) is not dict:
-                raise _InvalidManifest(f"{key} are an object, not {describe(value[key])}")
+                raise _InvalidManifest(f"{key} must be an object, not {describe(value[key])}")
             _require_json(value[key])
         self.header = value
 
     def _read_file_record(self, value: dict[str, Any]) -> None:
         name, size, sha256 = _require_fields(value, "file", "size", "sha256")
         if not is_file_name(name):
-            raise _InvalidManifest(f"no file of a checkpoint is named {describe(name)}")
+            raise _InvalidManifest(f"{describe(name)} is not a file name of a checkpoint")
         if name in self.files:
-            raise _InvalidManifest(f"the file {describe(name)} comes twice")
+            raise _InvalidManifest(f"the file {describe(name)} is listed twice")
         if self.tensors:
-            raise _InvalidManifest("files come before tensors")
+            raise _InvalidManifest("a file is listed after a tensor")
         _require_integer(size, "size")
         if type(sha256) is not str or not _SHA256_PATTERN.fullmatch(sha256):
-            raise _InvalidManifest(f"{describe(sha256)} is no sha256")
+            raise _InvalidManifest(f"{describe(sha256)} is not a sha256")
         self.files[name] = ManifestFile(size, sha256)
         self.file_sizes.append((name, size))
 
     def _read_tensor_record(self, value: dict[str, Any]) -> None:
         name, dtype, shape, boxes = _require_fields(value, "tensor", "dtype", "shape", "boxes")
         if type(name) is not str or not 0 < len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
-            raise _InvalidManifest(f"no tensor is named {describe(name)}")
+            raise _InvalidManifest(f"{describe(name)} is not a name of a tensor")
         if name in self.tensors:
-            raise _InvalidManifest(f"the tensor {describe(name)} comes twice")
+            raise _InvalidManifest(f"the tensor {describe(name)} is listed twice")
         if type(dtype) is not str or dtype not in DTYPE_BYTES:
-            raise _InvalidManifest(f"no numbers of a tensor are {describe(dtype)}")
+            raise _InvalidManifest(f"{describe(dtype)} is not a dtype of a tensor")
         if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
-            raise _InvalidManifest(f"a shape is a list of at most {MAX_DIMENSIONS} numbers")
+            raise _InvalidManifest(f"a shape must be a list of at most {MAX_DIMENSIONS} numbers")
         for length in shape:
             _require_integer(length, "a length")
         if prod(shape) > _MAX_INTEGER:
-            raise _InvalidManifest(f"{describe(name)} has more than {_MAX_INTEGER} numbers")
+            raise _InvalidManifest(f"{describe(name)} has more than {_MAX_INTEGER} elements")
         if type(boxes) is not list or len(boxes) << len(shape) > MAX_CORNERS:
-            raise _InvalidManifest(f"boxes are a list of at most {MAX_CORNERS >> len(shape)}")
+            raise _InvalidManifest(f"boxes must be a list of at most {MAX_CORNERS >> len(shape)}")
         kind = TensorMeta(tuple(shape), dtype)
         slices = [self._read_slice(name, kind, box) for box in boxes]
         if not _is_exact_cover(kind.shape, slices):
             have, numel = sum(prod(box.size) for box in slices), prod(shape)
-            why = f"have {have} of its {numel} numbers" if have != numel else "overlap"
+            why = f"have {have} of its {numel} elements" if have != numel else "overlap"
             raise _InvalidManifest(f"the boxes of {describe(name)} {why}")
         self.tensors[name] = kind
         self.slices += slices
@@ -233,32 +232,33 @@ class _ManifestReader:
     def _read_slice(self, name: str, meta: TensorMeta, value: Any) -> StoredSlice:
         if type(value) is not list or len(value) != 5:
             raise _InvalidManifest(
-                f"a box is [file, begin, length, offset, size], not {describe(value)}"
+                f"a box must be [file, begin, length, offset, size], not {describe(value)}"
             )
         file, begin, length, offset, size = value
         dimensions = len(meta.shape)
         if type(file) is not int or not 0 <= file < len(self.file_sizes):
             raise _InvalidManifest(
-                f"a box of {describe(name)} is in file {describe(file)}: there is none"
+                f"a box of {describe(name)} is in file {describe(file)}, which is not listed"
             )
         _require_integer(begin, "begin")
         _require_integer(length, "length")
         for corner in (offset, size):
             if type(corner) is not list or len(corner) != dimensions:
                 raise _InvalidManifest(
-                    f"a box of {describe(name)} has not its {dimensions} dimensions"
+                    f"a box of {describe(name)} must have {dimensions} dimensions"
                 )
         for at, long, full in zip(offset, size, meta.shape, strict=True):
             _require_integer(at, "offset")
             _require_integer(long, "size")
             if not long or at + long > full:
                 raise _InvalidManifest(
-                    f"a box of {describe(name)} goes from {at} to {at + long} of {full}"
+                    f"a box of {describe(name)} has the range {at} to {at + long} of {full}"
                 )
         within, most = self.file_sizes[file]
         if begin + length > most or length < prod(size) * DTYPE_BYTES[meta.dtype]:
             raise _InvalidManifest(
-                f"a box of {describe(name)} cannot be bytes {begin} to {begin + length} of {within}"
+                f"a box of {describe(name)} does not fit bytes {begin} to {begin + length} of "
+                f"{within}"
             )
         return StoredSlice(name, tuple(offset), tuple(size), within, begin, length)
 
@@ -310,27 +310,27 @@ def _parse_object(line: bytes) -> dict[str, Any]:
     It refuses NaN and duplicate keys, as Python's reader does not.
     """
     if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
-        raise _InvalidManifest(f"it has more than {format_bytes(MAX_LINE_BYTES)}, or no end")
+        raise _InvalidManifest(f"it has more than {format_bytes(MAX_LINE_BYTES)}, or no line end")
     try:
         value = _DECODER.decode(line.decode("utf-8", "strict"))
     except UnicodeDecodeError:
-        raise _InvalidManifest("it is no UTF-8") from None
+        raise _InvalidManifest("it is not UTF-8") from None
     except (ValueError, RecursionError):
-        raise _InvalidManifest("it is no JSON") from None
+        raise _InvalidManifest("it is not JSON") from None
     if type(value) is not dict:
-        raise _InvalidManifest("it is no object")
+        raise _InvalidManifest("it is not an object")
     return value
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        raise _InvalidManifest("a key comes twice")
+        raise _InvalidManifest("it has a key twice")
     return result
 
 
 def _reject_constant(word: str) -> float:
-    raise _InvalidManifest(f"{word} is no number of JSON")
+    raise _InvalidManifest(f"{word} is not a JSON number")
 
 
 _DECODER = json.JSONDecoder(
@@ -342,14 +342,14 @@ def _require_fields(value: Mapping[str, Any], *keys: str) -> list[Any]:
     """Return the values of these keys. Raise _InvalidManifest if the object has other keys."""
     if {*value} != {*keys}:
         raise _InvalidManifest(
-            f"it says {', '.join(map(describe, [*value][:9]))}, and not {', '.join(keys)}"
+            f"it has the keys {', '.join(map(describe, [*value][:9]))}, not {', '.join(keys)}"
         )
     return [value[key] for key in keys]
 
 
 def _require_integer(value: object, name: str) -> None:
     if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
-        raise _InvalidManifest(f"{name} is a whole number, not {describe(value)}")
+        raise _InvalidManifest(f"{name} must be an integer from 0, not {describe(value)}")
 
 
 def _require_json(value: object, depth: int = 0) -> None:
@@ -360,14 +360,14 @@ def _require_json(value: object, depth: int = 0) -> None:
     if depth > _MAX_DEPTH:
         raise _InvalidManifest(f"it is nested more than {_MAX_DEPTH} times")
     if isinstance(value, float) and not isfinite(value):
-        raise _InvalidManifest(f"{value} is no number of JSON")
+        raise _InvalidManifest(f"{value} is not a JSON number")
     if isinstance(value, Mapping):
         if other := [key for key in value if type(key) is not str]:
-            raise _InvalidManifest(f"keys are text, not {describe(other[0])}")
+            raise _InvalidManifest(f"keys must be text, not {describe(other[0])}")
         value = value.values()
     elif not isinstance(value, list | tuple):
         if not isinstance(value, str | int | float | None):
-            raise _InvalidManifest(f"{describe(value)} is nothing that JSON has")
+            raise _InvalidManifest(f"{describe(value)} is not a JSON value")
         return
     for one in value:
         _require_json(one, depth + 1)

@@ -71,13 +71,13 @@ def list_exported_tensors(manifest: Manifest, dtype: str | None = None) -> list[
         if group not in ("weights", "buffers"):
             continue
         if name in found:
-            raise CheckpointError(f"a weight and a buffer are both called {name}")
+            raise CheckpointError(f"a weight and a buffer both have the name {name}")
         if group == "weights" and dtype not in (None, kind.dtype) and kind.dtype in _FLOAT_DTYPES:
             copy = f"main/{name}"
             stored = copy if copy in manifest.tensors else stored
             kind = TensorMeta(kind.shape, str(dtype))
         if kind.dtype not in SAFETENSORS_DTYPES:
-            raise CheckpointError(f"{stored} is of {kind.dtype}, which safetensors does not have")
+            raise CheckpointError(f"{stored} has dtype {kind.dtype}, which safetensors lacks")
         found[name] = ExportedTensor(name, kind, stored)
     if not found:
         raise CheckpointError(f"the checkpoint of step {manifest.step} has no weights")
@@ -167,9 +167,8 @@ def _encode_tensor(tensor: ExportedTensor, value: Tensor) -> memoryview:
         )
         if over:
             raise CheckpointError(
-                f"{over:,} of the numbers of {tensor.stored_name} are too large for "
-                f"{tensor.meta.dtype}",
-                hint="--dtype float32 or bfloat16",
+                f"{over:,} elements of {tensor.stored_name} are too large for {tensor.meta.dtype}",
+                hint="--dtype float32 or --dtype bfloat16",
             )
     made = tensor.convert(made)
     assert tuple(made.shape) == tensor.meta.shape, (tensor, made.shape)

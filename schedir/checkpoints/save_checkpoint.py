@@ -243,10 +243,9 @@ def _lock_within_process(directory: CheckpointDirectory, step: int) -> Iterator[
     key = os.path.realpath(directory.path)
     if (other := _steps_being_written.setdefault(key, own := [step])) is not own:
         raise CheckpointError(
-            f"step {other[0]} is being written to {directory.path_text} by this process, and "
-            f"step {step} "
-            "must wait for it",
-            hint="saver.wait() before",
+            f"cannot save step {step}: this process still writes step {other[0]} to "
+            f"{directory.path_text}",
+            hint="call saver.wait() first",
         )
     try:
         yield
@@ -297,12 +296,12 @@ def _require_json_extra(
 
     def plain() -> str:
         if not isinstance(extra_state, Mapping | None):
-            raise CheckpointError(f"extra_state is {describe(extra_state)}, and no mapping")
+            raise CheckpointError(f"extra_state must be a mapping, not {describe(extra_state)}")
         try:
             json.dumps(dict(extra_state or {}))
         except (TypeError, ValueError):
             raise CheckpointError(
-                f"extra_state is {describe(extra_state)}, which JSON cannot say"
+                f"extra_state must contain JSON values only: {describe(extra_state)}"
             ) from None
         return f"saves step {describe(step)}"
 

@@ -33,26 +33,26 @@ def require_savable(rank: RankCheckpointState) -> None:
         for name, module in stage.module.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 raise CheckpointError(
-                    f"{name or 'the module'} of stage {s} has a state that is no tensor "
+                    f"{name or 'the module'} of stage {s} has state that is not a tensor "
                     f"({type(module).__name__}.get_extra_state)",
-                    hint="let it be a buffer",
+                    hint="register the state as a buffer",
                 )
         for name, p in stage.module.named_parameters():
             if type(p.data) is not Tensor:
                 raise CheckpointError(
-                    f"{name} of stage {s} is a {type(p.data).__name__}, and no plain tensor"
+                    f"{name} of stage {s} is a {type(p.data).__name__}, not a plain tensor"
                 )
             if p.is_meta:
                 raise CheckpointError(
-                    f"{name} of stage {s} is on the meta device, and has no numbers",
-                    hint="module.to_empty(device=...) before",
+                    f"{name} of stage {s} is on the meta device, and has no values",
+                    hint="call module.to_empty(device=...), and initialize the weights",
                 )
     _require_known_optimizer(rank.optimizer)
 
 
 def _require_known_optimizer(optimizer: Any) -> None:
     """Raise CheckpointError for an optimizer that may have state of an unknown form."""
-    hint = "an optimizer of torch's, or a MainOptimizer of one"
+    hint = "use an optimizer of torch, or a MainOptimizer of one"
     for one in () if optimizer is None else find_optimizers(optimizer):
         inner = unwrap_optimizer(one)
         name = type(inner).__name__
@@ -63,11 +63,11 @@ def _require_known_optimizer(optimizer: Any) -> None:
                 if not (hasattr(leaf, "param_groups") or isinstance(leaf, MainOptimizer))
             ]
             if others:
-                raise CheckpointError(f"what {name} keeps is not known", hint=hint)
+                raise CheckpointError(f"the state of the optimizer {name} is unknown", hint=hint)
         elif not (is_torch_optimizer(inner) or getattr(inner, "elementwise", False)):
             raise CheckpointError(
-                f"it is not known whether {name} steps each number by itself",
-                hint=f"if it does, and keeps nothing in its groups: {name}.elementwise = True",
+                f"schedir cannot determine whether the optimizer {name} is elementwise",
+                hint=f"if it is, and has no state in its groups: {name}.elementwise = True",
             )
 
 
@@ -94,22 +94,22 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
         name = type(inner).__name__
         for p in _iterate_trained_params(inner):
             if id(p) not in weight_of:
-                raise CheckpointError(f"{name} steps a parameter of {list(p.shape)} of no stage")
+                raise CheckpointError(f"{name} steps a parameter {list(p.shape)} that no stage has")
         for p, kept in getattr(inner, "state", {}).items():
             if id(p) not in weight_of and kept:
-                raise CheckpointError(f"{name} keeps {', '.join(kept)} of no weight")
+                raise CheckpointError(f"{name} has {', '.join(kept)} of a weight without a stage")
             for key, value in kept.items():
                 if not isinstance(key, str) or "/" in key:
                     raise CheckpointError(
-                        f"{name} keeps {key!r:.60} of {weight_of[id(p)].name}, and a checkpoint "
-                        "has names without a / for what is kept"
+                        f"{name} has the state {key!r:.60} of {weight_of[id(p)].name}; names of "
+                        "states must be text without /"
                     )
                 alike = isinstance(value, Tensor) and (not value.dim() or value.shape == p.shape)
                 if value is not None and not alike:
                     what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                     raise CheckpointError(
-                        f"{name} keeps {key} ({what}) of {weight_of[id(p)].name}, whose own is "
-                        f"{list(p.shape)}: it is not of each number by itself"
+                        f"{name} has the state {key} ({what}) of {weight_of[id(p)].name}; it must "
+                        f"be a number or have the shape of the weight, {list(p.shape)}"
                     )
 
 

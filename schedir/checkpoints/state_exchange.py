@@ -63,8 +63,8 @@ def get_checkpoint_state(run: object) -> tuple[CheckpointGroup, CheckpointState]
     getter = getattr(run, "checkpoint_state", None)
     if getter is None or isinstance(run, type):
         raise UsageError(
-            "an Executor, an InProcessExecutor or a schedir.torch_pipelining.Schedule is saved "
-            f"and loaded, not {describe(run)}"
+            "run must be an Executor, an InProcessExecutor or a schedir.torch_pipelining.Schedule, "
+            f"not {describe(run)}"
         )
     state: CheckpointState = getter()
     return CheckpointGroup(state.group, is_single_process=state.is_single_process), state
@@ -103,7 +103,7 @@ def gather_checkpoint_states(
     def name(stage: int, own: str) -> str:
         found = name_map(stage, own)
         if not isinstance(found, str):
-            raise CheckpointError(f"name_map({stage}, {own!r}) is {describe(found)}, and no text")
+            raise CheckpointError(f"name_map({stage}, {own!r}) is {describe(found)}, not a text")
         return found
 
     def collect_names_of_tied_weights() -> Any:
@@ -165,18 +165,17 @@ def _require_consistent(manifests: Sequence[RankManifest]) -> None:
             if other != stage:
                 raise CheckpointError(
                     f"stages {other} and {stage} both have {name}",
-                    hint="name_map=..., which gives each its name in the whole model",
+                    hint="name_map=..., which returns another name for each tensor of the model",
                 )
             if there != kind:
                 raise CheckpointError(
-                    f"{name} is {list(there.shape)} of {there.dtype} in one process, and "
+                    f"{name} is {list(there.shape)} of {there.dtype} in one process, but "
                     f"{list(kind.shape)} of {kind.dtype} in process {process}"
                 )
     for name, before, process in _find_differing_tensors(manifests, "weights/"):
         raise CheckpointError(
-            f"{name.removeprefix('weights/')}, or what its optimizer keeps, is not the same in "
-            f"processes {before} and {process}: they are no replicas, or gradients were not "
-            "reduced",
+            f"{name.removeprefix('weights/')}, or its optimizer state, differs between processes "
+            f"{before} and {process}: they are not replicas, or gradients were not reduced",
         )
 
 
@@ -200,7 +199,7 @@ def warn_of_differing_buffers(peers: CheckpointGroup, manifests: Sequence[RankMa
         manifests: The descriptions of all processes.
     """
     for name, *_ in _find_differing_tensors(manifests, "buffers/"):
-        warn_once(peers, f"{name} is not the same in all processes: that of the first is saved")
+        warn_once(peers, f"{name} differs between processes: the checkpoint has that of the first")
         return
 
 
@@ -214,7 +213,7 @@ def warn_of_unoptimized(peers: CheckpointGroup, manifests: Sequence[RankManifest
         manifests: The descriptions of all processes.
     """
     if left := [*dict.fromkeys(name for one in manifests for name in one.unoptimized)]:
-        warn_once(peers, f"trained, and stepped by no optimizer that is saved: {join_facts(left)}")
+        warn_once(peers, f"no saved optimizer has these trained weights: {join_facts(left)}")
 
 
 def warn_once(peers: CheckpointGroup, fact: str) -> None:

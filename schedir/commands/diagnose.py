@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> str:
     if args.json:
         return format_json(_collect_facts(job, verdicts) | {"said": lines})
     if skipped_files:
-        lines.append(f"passed over {len(skipped_files)} files whose names end in no rank")
+        lines.append(f"ignored {len(skipped_files)} files whose names do not end in a rank")
     return "".join(f"{line}\n" for line in lines)
 
 

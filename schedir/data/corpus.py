@@ -33,11 +33,11 @@ def get_tokenizer(name: str, vocab: int, end_token: str | None = None) -> Tokeni
     if name == "bytes":
         return Bytes()
     if hint := RETIRED_HINTS.get(f"tokenizer = {name}"):
-        raise UsageError(f"tokenizer {name} is not known", hint=hint, fields=["tokenizer"])
+        raise UsageError(f"unknown tokenizer {name!r}", hint=hint, fields=["tokenizer"])
     tokenizer = load_tokenizer(name, end_token)
     if tokenizer.vocab_size > vocab:
         raise UsageError(
-            f"the {tokenizer.vocab_size} tokens of {name} are more than the vocabulary of {vocab}",
+            f"tokenizer {name} has {tokenizer.vocab_size} tokens, more than model.vocab = {vocab}",
             hint=f"model.vocab = {tokenizer.vocab_size}",
             fields=["vocab", "tokenizer"],
         )
@@ -71,7 +71,7 @@ def read_documents(
     if any(path.suffix == ".bin" for path in paths):
         if not isinstance(tokenizer, Bytes):
             raise UsageError(
-                f"{paths[0]} has tokens already: no tokenizer is for it",
+                f"{paths[0]} contains tokens, so that a tokenizer does not apply",
                 hint='leave out tokenizer, or set it to "bytes"',
                 fields=["tokenizer", "source"],
             )
@@ -82,8 +82,8 @@ def read_documents(
             return Documents(load_tokens(source))
         if vocab < tokenizer.vocab_size:
             raise UsageError(
-                f"bytes and the end of a document are {tokenizer.vocab_size} tokens, more than the "
-                f"vocabulary of {vocab}",
+                f"bytes and the end of a document are {tokenizer.vocab_size} tokens, more than "
+                f"model.vocab = {vocab}",
                 hint=f"model.vocab = {tokenizer.vocab_size}",
                 fields=["vocab", "documents"],
             )
@@ -126,10 +126,9 @@ def split_documents(documents: Documents, validation_share: float) -> tuple[Docu
     before = int(np.searchsorted(ends, first, "right"))
     if not before:
         raise UsageError(
-            f"validation {validation_share:g} of {len(ends)} documents leaves none to train "
-            "on: the first has "
-            f"{ends[0] if len(ends) else 0} of {len(tokens)} tokens",
-            hint="hold out a source of its own",
+            f"validation = {validation_share:g} leaves no document for training: the first of "
+            f"{len(ends)} documents has {ends[0] if len(ends) else 0} of {len(tokens)} tokens",
+            hint="set validation to a source of its own",
             fields=["validation"],
         )
     first = int(ends[before - 1])

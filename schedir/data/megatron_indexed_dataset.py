@@ -71,18 +71,18 @@ def read_indexed_dataset(path: Path) -> Documents:
     except OSError as error:
         raise UsageError(f"cannot read {error.filename}: {error.strerror}") from None
     if len(raw) < _HEADER.itemsize or raw[: len(_MAGIC)].tobytes() != _MAGIC:
-        raise refuse("is no index of an IndexedDataset: it does not begin with MMIDIDX")
+        raise refuse("is not an index of an IndexedDataset: it does not begin with MMIDIDX")
     head = raw[: _HEADER.itemsize].view(_HEADER)[0]
     sequences, bounds, code = int(head["sequences"]), int(head["bounds"]), int(head["type"])
     if head["version"] != 1:
-        raise refuse(f"is of version {head['version']}, and not 1")
+        raise refuse(f"has version {head['version']}; it must have version 1")
     if code not in _TOKEN_DTYPES:
-        raise refuse(f"says that its tokens are of type {code}, which is no whole number's")
+        raise refuse(f"has tokens of type {code}, which is not a type of integers")
     needs = _HEADER.itemsize + 12 * sequences + 8 * bounds
     if len(raw) < needs:
         raise refuse(
             f"is cut off: {sequences} sequences and {bounds} bounds of documents take {needs} "
-            f"bytes, and it has {len(raw)}"
+            f"bytes, but it has {len(raw)} bytes"
         )
     kind, at = np.dtype(_TOKEN_DTYPES[code]), _HEADER.itemsize
     lengths = raw[at : at + 4 * sequences].view("<i4").astype(np.int64)
@@ -90,10 +90,10 @@ def read_indexed_dataset(path: Path) -> Documents:
     firsts = raw[at + 12 * sequences : needs].view("<i8").astype(np.int64)
     over = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if lengths.min(initial=0) < 0 or not np.array_equal(begins, over[:-1] * kind.itemsize):
-        raise refuse("has sequences that do not come one after the other")
+        raise refuse("has sequences that do not follow each other without gaps")
     if over[-1] * kind.itemsize != size:
         raise refuse(
-            f"says that {path.name} has {over[-1]} tokens of {kind.itemsize} bytes, and it has "
+            f"needs {over[-1]} tokens of {kind.itemsize} bytes in {path.name}, but this file has "
             f"{size} bytes"
         )
     if (

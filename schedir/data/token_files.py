@@ -41,7 +41,7 @@ def load_tokens(source: str | Path | Sequence[str | Path] | None = None) -> Toke
         return texts[0] if len(texts) == 1 else np.concatenate(texts)
     if len(paths) > 1:
         other = next(path for path in paths if path != bins[0])
-        raise UsageError(f"a .bin of tokens comes alone: {bins[0]} does not go with {other}")
+        raise UsageError(f"a .bin of tokens must be the only file: {bins[0]} is given with {other}")
     return _memory_map(bins[0], "<u2")
 
 
@@ -96,10 +96,10 @@ def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
             raise UsageError(f"cannot read {name:.200}: {error.strerror}") from None
         files = sorted(path for path in map(Path, names) if path.is_file())
         if not files:
-            raise UsageError(f"there is no file {name:.200}, and as a pattern it matches none")
+            raise UsageError(f"cannot read {name:.200}: no file has this name or matches it")
         if lines := [path for path in files if path.suffix == ".jsonl"]:
             raise UsageError(
-                f"{lines[0]} is no text file",
+                f"{lines[0]} is not a text file",
                 hint=RETIRED_HINTS["source = .jsonl"],
                 fields=["source"],
             )
@@ -136,5 +136,5 @@ def _join_files(paths: Iterable[Path], target: Path) -> None:
             os.replace(joined, target)
     except OSError as error:
         raise UsageError(
-            f"cannot write {target}: {error}", hint="set XDG_CACHE_HOME to a folder to write in"
+            f"cannot write {target}: {error}", hint="set XDG_CACHE_HOME to a writable folder"
         ) from error

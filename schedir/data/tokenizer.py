@@ -112,8 +112,8 @@ class BPE:
         end_name = next((name for name in names if name in vocabulary), None)
         if end_name is None:
             raise UsageError(
-                f"{source} has no token {' or '.join(names)} to end a document",
-                hint="[data] end_of_document names one",
+                f"{source} has no token {' or '.join(names)} for the end of a document",
+                hint="set [data] end_of_document to one of its tokens",
                 fields=["end_of_document", "tokenizer"],
             )
         self.end_token, self.vocab_size = vocabulary[end_name], max(vocabulary.values()) + 1
@@ -163,7 +163,7 @@ def load_tokenizer(path: str, end_token: str | None) -> BPE:
     except OSError as error:
         raise UsageError(
             f"cannot read tokenizer {path}: {error.strerror}",
-            hint="bytes, or the path of a tokenizer.json",
+            hint='tokenizer = "bytes", or the path of a tokenizer.json',
             fields=["tokenizer"],
         ) from None
     except UnicodeDecodeError as error:
@@ -188,18 +188,18 @@ def _require_byte_level(description: Any, source: str) -> None:
     if description["model"]["type"] != "BPE" or not levels:
         kind = description["model"]["type"]
         raise _unsupported_error(
-            source, f"it is {kind}, and not byte-level, and may not give back its text"
+            source, f"its type is {kind}; it must be a byte-level BPE to reproduce each text"
         )
     if any(step.get("add_prefix_space") for step in levels):
-        raise _unsupported_error(source, "it puts a space before each text")
+        raise _unsupported_error(source, "it adds a space before each text (add_prefix_space)")
     if description["model"].get("dropout"):
-        raise _unsupported_error(source, "it has dropout, and encodes at random")
+        raise _unsupported_error(source, "it has dropout, so that tokens are random")
 
 
 def _unsupported_error(source: str, reason: str) -> UsageError:
     return UsageError(
         f"tokenizer {source} cannot be used: {reason}",
-        hint="a .bin of tokens that it has made can be a source",
+        hint="encode the text with it, and set data.source to the .bin of tokens",
         fields=["tokenizer"],
     )
 

@@ -211,7 +211,7 @@ def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], l
         if dump.rank in found:
             raise UsageError(
                 f"rank {dump.rank} has two dumps: {found[dump.rank].path} and {path}",
-                hint="give one run at a time, as JSON or as pickles",
+                hint="give the dumps of one run, either JSON or pickles",
             )
         found[dump.rank] = dump
     return _infer_group_ranks(dict(sorted(found.items()))), skipped
@@ -233,10 +233,10 @@ def _find_paths(sources: Iterable[str]) -> tuple[list[str], list[str]]:
 
     for place in sources:
         if not (found := expand_paths(place, in_folder)):
-            raise UsageError(f"there is no file {place}")
+            raise UsageError(f"cannot read {place}: no such file")
         paths |= dict.fromkeys(map(str, found))
     if len(paths) > MAX_FILES:
-        raise UsageError(f"{len(paths)} files are too many: at most {MAX_FILES} ranks are read")
+        raise UsageError(f"{len(paths)} dumps are too many: schedir reads at most {MAX_FILES}")
     return [*paths], skipped
 
 
@@ -248,24 +248,24 @@ def _read_dump_file(path: str) -> dict[str, Any]:
             raise TraceError("the file is empty")
         form = "pickle" if data[:1] == b"\x80" else "json"
         if form == "json" and data.lstrip()[:1] != b"{":
-            raise TraceError("this is no dump of a flight recorder, which is JSON or a pickle")
+            raise TraceError("this is not a flight recorder dump: it is neither JSON nor a pickle")
         most = MAX_BYTES[form]
         large = os.fstat(file.fileno()).st_size > most
         if large or len(data := data + read_prefix(file, most + 1 - len(data))) > most:
             raise TraceError(
-                f"a dump of more than {most >> 20} MiB of {form} is not read",
-                hint="a smaller TORCH_FR_BUFFER_SIZE keeps fewer entries",
+                f"the dump has more than {most >> 20} MiB, the limit for {form}",
+                hint="set a smaller TORCH_FR_BUFFER_SIZE, to record fewer entries",
             )
     raw = loads(data) if form == "pickle" else _load_json(data)
     if not isinstance(raw, dict) or not isinstance(raw.get("version"), str):
-        raise TraceError("this is no dump of a flight recorder: it has no version")
+        raise TraceError("this is not a flight recorder dump: it has no version")
     if raw["version"].partition(".")[0] != "2":
         raise TraceError(
-            f"the dump is of version {_clean_text(raw['version'])}, and 2 is what is read"
+            f"the dump has version {_clean_text(raw['version'])}; it must have version 2"
         )
     entries = raw.setdefault("entries", [])  # Torch omits an empty list.
     if not isinstance(entries, list | tuple) or not all(isinstance(e, dict) for e in entries):
-        raise TraceError("the entries of the dump are no list of entries")
+        raise TraceError("the entries of the dump are not a list of dictionaries")
     if len(entries) > MAX_ENTRIES:
         raise TraceError(f"the dump has more than {MAX_ENTRIES} entries")
     return raw
@@ -328,13 +328,13 @@ def _infer_rank(
     match = _RANK_SUFFIX.search(Path(path).name)
     if match is None and not message_counts:
         raise UsageError(
-            f"which rank {path} is of is not said",
-            hint="the name ends in the rank, as nccl_trace_rank_0 does",
+            f"the rank of {path} is unknown: its name does not end in a rank",
+            hint="rename the file, so that its name ends in its rank, as nccl_trace_rank_0",
         )
     rank = int(match[1]) if match else message_counts.most_common(1)[0][0]
     if others := [other for other in message_counts if other != rank]:
         raise TraceError(
-            f"the name says that this is rank {rank}, and it has messages of rank {others[0]}"
+            f"the file name ends in rank {rank}, but the dump has messages of rank {others[0]}"
         )
     return rank
 
@@ -375,13 +375,13 @@ def _require_fields(entry: dict[str, Any]) -> None:
             where = (
                 f"entry {which}" if type(which) is int and which < _INTEGER_LIMIT else "an entry"
             )
-            raise TraceError(f"{where} of the dump has no {key} that can be read")
+            raise TraceError(f"{where} of the dump has no valid {key}")
 
 
 def _parse_groups(config: object) -> dict[str, RecordedGroup]:
     """Return the process groups of a dump that have ranks, by name."""
     if not isinstance(config, dict):
-        raise TraceError("the process groups of the dump are no table")
+        raise TraceError("the process groups of the dump are not a dictionary")
     groups = {}
     for name, group in config.items():
         ranks = group.get("ranks") if isinstance(group, dict) else None
@@ -439,7 +439,8 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
         # In a group without ranks, a rank of the group is taken as a rank of the job.
         if group.has_ranks and other >= len(group.ranks):
             raise TraceError(
-                f"a message of {group} is for its rank {other}, and it has {len(group.ranks)}"
+                f"a message of {group} is for its rank {other}, but the group has "
+                f"{len(group.ranks)} ranks"
             )
         peer = group.ranks[other] if group.has_ranks else other
     dtypes = entry.get("input_dtypes")  # Torch writes it since version 2.1 of the format.

@@ -48,10 +48,12 @@ def describe_job(job: DistributedJob) -> list[str]:
     lines = _describe_job_cause(job)
     there = f"{len(job.dumps)} dump{'s' * (len(job.dumps) != 1)}"
     if job.missing:
-        of = f"of {len(job.ranks)} ranks; there is none of rank {_list_ranks(job.missing)}"
-        lines.append(f"{there} {of}")
+        have = "has" if len(job.missing) == 1 else "have"
+        lines.append(
+            f"{there} of {len(job.ranks)} ranks; {_name_ranks(job.missing)} {have} no dump"
+        )
     else:
-        lines.append(f"{there}, of all ranks that they name")
+        lines.append(f"{there}, of all ranks in their process groups")
     for text in sorted(shown, key=lambda text: ranks_by_text[text]):
         lines.append(f"  {_name_ranks(ranks_by_text[text])}  {text}")
     if left := len(job.dumps) - sum(len(ranks_by_text[text]) for text in shown):
@@ -73,20 +75,20 @@ def _describe_position(job: DistributedJob, rank: int, is_brief: bool) -> str:
         after = "nothing is recorded"
         if dump.last_done:
             after = (
-                f"last ended {job.describe_operation(rank, dump.last_done)}"
+                f"the last that ended is {job.describe_operation(rank, dump.last_done)}"
                 f"{_describe_source_line(dump.last_done)}"
             )
-        return f"nothing open; {after}{_describe_age(job, dump.current_since)}"
+        return f"no pending operation; {after}{_describe_age(job, dump.current_since)}"
     op = waits[0].op if waits else dump.current_op
     others = [
         _describe_peers(job, [*some]) for _, some in groupby(waits, lambda w: (w.reason, w.op))
     ]
-    reasons = "; ".join(dict.fromkeys(others)) or "which ranks have a part in it, no dump says"
+    reasons = "; ".join(dict.fromkeys(others)) or "the dumps do not contain its ranks"
     before = ""
     if op.is_message and not dump.num_lost:  # Otherwise the number of earlier messages is unknown.
         way = (op.group, op.kind, op.peer)
         count = sum((o.group, o.kind, o.peer) == way for o in dump.ops if o.number < op.number)
-        before = f", after {count} in {op.group}"
+        before = f", after {count} of these in {op.group}"
     ago = "" if is_brief else _describe_age(job, op.created_time)
     return f"{job.describe_operation(rank, op)}{before}: {reasons}{ago}{_describe_source_line(op)}"
 
@@ -103,20 +105,20 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
         ]
         if any(wait.reason is WaitReason.NOT_ISSUED for wait in cycle):
             lines.append(
-                "  a deadlock, if each waits there before it issues more; one that has posted a "
-                "receive early may still compute (--program tells)"
+                "  a deadlock, if these ranks wait before they issue more; a rank that has posted "
+                "a receive early may still compute (use --program to find out)"
             )
         else:
             lines.append(
-                "  a deadlock, if what a rank issues passes in that order, as on one communicator "
-                "(--program tells)"
+                "  a deadlock, if the operations of a rank pass in the order of their issue, as on "
+                "one communicator (use --program to find out)"
             )
     for wait in _deduplicate_waits(job.unmatched):
         name = f"{job.describe_operation(wait.rank, wait.op)} of rank {wait.rank}"
         if wait.reason is WaitReason.OTHER:
             unsure = job.old_dump_ranks or (wait.op.is_message and job.has_lost_entries(wait))
             lines.append(
-                f"{'it may be' if unsure else 'the cause:'} {name} {_describe_peers(job, [wait])}"
+                f"{'a possible' if unsure else 'the'} cause: {name} {_describe_peers(job, [wait])}"
             )
         elif not cycle:
             lines.append(
@@ -125,7 +127,7 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
     late = [r for r in job.roots if r in job.dumps and job.dumps[r].current_op is None]
     if len(late) > MAX_SHOWN:
         lines.append(
-            f"{len(late)} ranks wait for nobody here, and others wait for them: ranks "
+            f"{len(late)} ranks have no pending operation, and others wait for them: ranks "
             f"{_list_ranks(late)}; each may be the cause"
         )
         late = []
@@ -139,17 +141,16 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
         )
         lines.append(
             f"rank {rank} {'is' if sure else 'may be'} the cause: others wait for it, and it "
-            "waits for nobody here; it computes, or is held up elsewhere, or its process is "
+            "has no pending operation; it computes, waits for something else, or its process is "
             f"gone{_describe_done(job.dumps[rank])}"
         )
     if gone := [rank for rank in job.roots if rank not in job.dumps]:
         one = len(gone) == 1
         lines.append(
-            f"{_name_ranks(gone)} {'is' if one else 'are'} waited for, and "
-            f"{'has' if one else 'have'} "
-            f"left no dump: {'its process' if one else 'their processes'} may be gone"
+            f"other ranks wait for {_name_ranks(gone)}, and {'it has' if one else 'they have'} "
+            f"no dump: {'its process' if one else 'their processes'} may be gone"
         )
-    return lines or ["nobody waits for anybody here: what keeps the job is outside of these dumps"]
+    return lines or ["no rank waits for another rank: the dumps do not show why the job hangs"]
 
 
 def _describe_issued_by_all(job: DistributedJob, wait: PendingOperation) -> str:
@@ -162,16 +163,16 @@ def _describe_issued_by_all(job: DistributedJob, wait: PendingOperation) -> str:
     left = _list_ranks([rank for rank in parts if rank not in (over or began)])
     if over:
         return (
-            f"has ended on rank {_list_ranks(over)}: rank {left} may be the cause, whose device "
-            "has not come to it; or its dump is the older one"
+            f"has ended on rank {_list_ranks(over)}: rank {left} may be the cause, because its "
+            f"device has not reached it; or the dump of rank {left} is older"
         )
     if began and left:
         return (
             f"is issued by all of its ranks, and has started on rank {_list_ranks(began)}: rank "
-            f"{left} may be the cause, whose device has not come to it"
+            f"{left} may be the cause, because its device has not reached it"
         )
-    why = "it does not pass" if began else "its value is not computed yet, or it does not pass"
-    return f"is issued by all of its ranks and nothing stands before it: {why}"
+    why = "" if began else "its value is not computed yet, or "
+    return f"is issued by all of its ranks, and no operation is before it: {why}it does not pass"
 
 
 def _deduplicate_waits(waits: Iterable[PendingOperation]) -> list[PendingOperation]:
@@ -199,8 +200,8 @@ def _describe_mixed_batching(wait: PendingOperation) -> str:
         (wait.rank, wait.awaited_rank) if wait.op.batch else (wait.awaited_rank, wait.rank)
     )
     return (
-        f"; rank {batched} has issued it in a batch and rank {alone} alone: torch has two "
-        "communicators for these where they are made at first use, and then it never passes"
+        f"; rank {batched} has issued it in a batch, and rank {alone} alone: if communicators are "
+        "lazy, torch uses two of them for these, and the message never passes"
     )
 
 
@@ -218,13 +219,12 @@ def _describe_lost_entries(dumps: Sequence[FlightRecorderDump]) -> list[str]:
     lines = []
     if blind := [dump.rank for dump in dumps if dump.may_have_lost_position]:
         lines.append(
-            f"the oldest entry that is left of rank {_list_ranks(blind)} has not ended: where it "
-            "stands may be lost, too"
+            f"the oldest remaining entry of {_name_ranks(blind)} has not ended: the operation at "
+            "which the rank waits may be lost, too"
         )
     if lost := [dump.rank for dump in dumps if dump.num_lost]:
         lines.append(
-            f"the buffers of rank {_list_ranks(lost)} have lost their beginning: messages that "
-            "have "
+            f"the buffers of {_name_ranks(lost)} have lost their first entries: messages that have "
             "not ended are paired in their order (a larger TORCH_FR_BUFFER_SIZE keeps more)"
         )
     return lines
@@ -251,7 +251,7 @@ def _describe_peers(job: DistributedJob, waits: Sequence[PendingOperation]) -> s
             op.shape_text if op.is_message else f"{op.kind} of {op.shape_text}"
             for op in (first.op, first.counterpart)
         )
-        return f"does not fit {ranks}: {here} here, {there} there"
+        return f"does not match {ranks}: {here} here, {there} there"
     ahead = job.dumps[first.awaited_rank].current_op if first.reason is WaitReason.BEHIND else None
     behind = f" {job.describe_operation(first.awaited_rank, ahead)}" if ahead else ""
     return f"{ranks} {'has' if len(waits) == 1 else 'have each'} {first.reason.value}{behind}"
@@ -273,9 +273,8 @@ def _describe_old_dumps(ranks: Sequence[int]) -> list[str]:
     if not ranks:
         return []
     return [
-        f"the dump of rank {_list_ranks(ranks)} is older than others, in which has ended what "
-        "it has "
-        "not issued: it has gone on since, and what is said of it was so then"
+        f"the dump of {_name_ranks(ranks)} is older than others, in which operations have ended "
+        "that it has not issued: the rank has made progress since then"
     ]
 
 
@@ -306,8 +305,8 @@ def describe_named_job(
             names[key] = f"#{number} {instr}"
     why = next(matched.order_mismatch for matched in copies if matched.order_mismatch)
     return [
-        f"{program.name} has its transfers in another order: {why}; so messages have the names "
-        "that their numbers between two ranks give, and of its deadlocks nothing is said",
+        f"{program.name} has its transfers in another order: {why}; so messages are named by their "
+        "numbers between two ranks, and deadlocks of the program are not reported",
         *describe_job(DistributedJob(job.dumps, names)),
     ]
 
@@ -369,30 +368,29 @@ class _ProgramCopyReport:
         matched = self.matched
         same = matched.ranks == tuple(range(len(matched.ranks)))
         of = "" if same else f" on ranks {_list_ranks(matched.ranks)}"
-        step = "a step; which, the buffers do not say"
+        step = "in an unknown step"
         if matched.step is not None:
-            step = f"after {matched.step} whole step{'s' * (matched.step != 1)}"
+            step = f"after {matched.step} complete step{'s' * (matched.step != 1)}"
         program = self.positioned.graph.program.name
         lines = [
             f"{program}{of}, {step}, under {self.verdict.progress_model}",
             *self._describe_outcome(),
         ]
-        lines.append("where its ranks stand:")
+        lines.append("positions of its ranks:")
         if matched.num_ignored:
             lines.append(
-                f"  {matched.num_ignored} messages are left out: shapes or objects, and no "
+                f"  {matched.num_ignored} messages are ignored: they are shapes or objects, not "
                 "transfers"
             )
         if matched.counter_ranks:
             lines.append(
-                f"  of rank {_list_ranks(matched.counter_ranks)} only counters tell the place "
-                "in the step, "
-                "which holds if all that the buffer has lost were transfers"
+                f"  {_name_ranks(matched.counter_ranks)}: the position comes from counters, and is "
+                "right if all lost entries of the buffer were transfers"
             )
         lines += [f"  {self._describe_position(place)}" for place in self.verdict.positions]
         lines += [f"  {line}" for line in _describe_old_dumps(self.old_dump_ranks)]
         silent = [r for r, there in zip(matched.ranks, matched.has_dump, strict=True) if not there]
-        return lines + [f"  there is no dump of rank {_list_ranks(silent)}"] * bool(silent)
+        return lines + [f"  there is no dump of {_name_ranks(silent)}"] * bool(silent)
 
     def _describe_position(self, rank_position: RankPosition) -> str:
         rank, at, placed = (
@@ -406,7 +404,7 @@ class _ProgramCopyReport:
         if not placed.is_transfer[at]:
             needs = placed.follow_waits(at)[0][0].needed_position
             return (
-                f"{stands} meets others, and {self.name_owner(needs)} stands before "
+                f"{stands} waits for {self.name_owner(needs)}, which has not reached "
                 f"{self.name_instruction(needs)}"
             )
         if not rank_position.is_late:
@@ -419,7 +417,7 @@ class _ProgramCopyReport:
         if len(between) > 4:
             between[2:-1] = ["..."]
         before = f"; before it: {', '.join(between)}" if between else ""
-        return f"{stands} has not been issued, and nothing keeps it{before}"
+        return f"{stands} has not been issued, and waits for no other rank{before}"
 
     def _describe_need(self, position: int) -> str:
         """Describe the other side of a transfer that has not ended."""
@@ -430,18 +428,18 @@ class _ProgramCopyReport:
         if placed.ended_mask[other]:
             return f"{needs} has ended it"
         if placed.has_no_dump[other]:
-            return f"{needs} has left no dump"
+            return f"{needs} has no dump"
         if not self.matched.issued_mask[other]:
             other_position = placed.find_position(int(placed.rank_of[other])).position
             there = (
-                f", and stands at {self.split_name(other_position)[0]}"
+                f", and the rank is at {self.split_name(other_position)[0]}"
                 if other_position not in (None, other)
                 else ""
             )
-            return f"{needs} has not come to it: it is {number} there{there}"
+            return f"{needs} has not reached it: it is {number} there{there}"
         before = int(placed.graph.queue_predecessor[other])
         behind = (
-            f", behind {self.name_instruction(before)}"
+            f", after {self.name_instruction(before)}"
             if before != NO_POSITION and not placed.possibly_ended[before]
             else ""
         )
@@ -461,18 +459,18 @@ class _ProgramCopyReport:
                 for at, needs in verdict.cycle
             ]
         if not verdict.causes:
-            return ["nobody waits for a message of this step"]
+            return ["no rank waits for a message of this step"]
         whether = "is" if len(verdict.causes) == 1 and not self.old_dump_ranks else "may be"
         lines = [line for cause in verdict.causes for line in self._describe_cause(cause, whether)]
         if verdict.check_error is None:
             end = (
-                f"the program finishes under {verdict.progress_model}: this is no deadlock of "
-                "it, but a wait"
+                f"the program finishes under {verdict.progress_model}: this is a wait, not a "
+                "deadlock of the program"
             )
         else:
             kind = type(verdict.check_error).__name__
             end = (
-                "this is not yet it, but check refuses the program under "
+                "this is not a deadlock yet, but `check` refuses the program under "
                 f"{verdict.progress_model}: {kind}"
             )
         return [*lines, end]
@@ -482,33 +480,32 @@ class _ProgramCopyReport:
         owners = " or ".join(dict.fromkeys(map(self.name_owner, cause.positions)))
         ops = " or ".join(map(self.name_instruction, cause.positions))
         if cause.kind is ChainEnd.SILENT:
-            problem = f"is waited for, at {ops}, and has left no dump: its process may be gone"
+            problem = f"has no dump, and others wait for it at {ops}: its process may be gone"
         elif cause.kind is ChainEnd.STUCK:
             both = " and ".join(
                 f"{self.name_instruction(at)} of {self.name_owner(at)}" for at in cause.positions
             )
-            return [f"{both} are issued, and nothing keeps them: the message does not pass"]
+            return [f"{both} are issued, and wait for nothing else: the message does not pass"]
         elif cause.kind is ChainEnd.ENDED:
             problem = (
-                f"may be the cause: the other side of {ops} has ended; its device has not come "
-                "to it, or its dump is the older one"
+                f"may be the cause: the other side of {ops} has ended; its device has not reached "
+                "its side, or its dump is older"
             )
         elif cause.kind is ChainEnd.LATE:
             problem = (
-                f"{certainty} the cause: its host has not come to {ops}; it computes, or is "
-                "held up "
-                "before it, or its process is gone"
+                f"{certainty} the cause: its host has not reached {ops}; it computes, waits for "
+                "something else, or its process is gone"
             )
         elif len(cause.positions) == 1 and self.positioned.is_unblocked(cause.positions[0]):
             problem = (
-                f"{certainty} the cause: {ops} is issued on both sides, and nothing stands before "
+                f"{certainty} the cause: {ops} is issued on both sides, and no operation is before "
                 "it; its value has not been computed, or it does not pass"
             )
         else:
             problem = (
-                f"may be the cause: {ops} is issued, and so is the other side, and what stands "
-                "before it may still be computed; or it does not pass (with "
-                "TORCH_NCCL_ENABLE_TIMING=1 dumps tell which side has started)"
+                f"may be the cause: {ops} is issued on both sides; instructions before it may "
+                "still compute, or it does not pass (with TORCH_NCCL_ENABLE_TIMING=1, dumps show "
+                "which side has started)"
             )
         lines = [f"{owners} {problem}"]
         if cause.kind is ChainEnd.LATE:
@@ -516,7 +513,7 @@ class _ProgramCopyReport:
             for wait in self.job.waits.get(rank, ()):
                 if not wait.op.is_message:
                     lines.append(
-                        f"  it is in {wait.op}, "
+                        f"  it waits in {wait.op}: "
                         f"{_describe_peers(self.job, [wait])}{_describe_source_line(wait.op)}"
                     )
         return lines

@@ -94,7 +94,7 @@ class PostMortem:
         if found.kind is StallKind.BUSY and self.stalled_seconds < PROGRESS_SECONDS:
             return None
         return self.stalled_run.find_cause(
-            f"{name}nothing has moved for {self.stalled_seconds:.1f} s"
+            f"{name}no process has made progress for {self.stalled_seconds:.1f} s"
         )
 
     @property
@@ -121,10 +121,10 @@ class PostMortem:
             many = ", ".join(map(str, self.processes_without_box[:16])) + ", ..." * (
                 len(self.processes_without_box) > 16
             )
-            yield f"no box here of {len(self.processes_without_box)} processes: {many}"
+            yield f"no black box here of {len(self.processes_without_box)} processes: {many}"
         if any(one.state == "unknown" for one in self.snapshots.values()):
-            yield ("these are of another machine, or of before this one was started: whether the "
-                   "processes live is not known")  # fmt: skip
+            yield ("these processes ran on another machine, or before this machine was started: "
+                   "schedir cannot determine if they still run")  # fmt: skip
 
     def _describe_no_cause(self) -> str:
         every = self.snapshots.values()
@@ -134,12 +134,15 @@ class PostMortem:
                 max(one.read_time for one in every)
                 - max(one[BlackBoxField.HEARTBEAT] for one in every)
             ) / 1e9
-            return f"nobody is to blame: {many} ended at once, {ago:.1f} s ago"
+            return f"no process is the cause: {many} ended at once, {ago:.1f} s ago"
         if self.stalled_seconds < PROGRESS_SECONDS:
-            return f"the run goes on: something has begun {self.stalled_seconds:.2f} s ago"
+            return (
+                "the run makes progress: an instruction or a phase began "
+                f"{self.stalled_seconds:.2f} s ago"
+            )
         return (
-            f"nothing has moved for {self.stalled_seconds:.1f} s, and each process waits for "
-            "another"
+            f"no process has made progress for {self.stalled_seconds:.1f} s, and each process "
+            "waits for another one"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -220,7 +223,9 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
     shape = ProcessLayout.from_snapshot(newest)
     if not (len(seen) <= world <= MAX_PROCESSES and shape.ranks * shape.tp * shape.dp == world
             and 0 <= min(seen) <= max(seen) < world):  # fmt: skip
-        raise UsageError(f"the boxes in {directory} are of no run of {world} processes")
+        raise UsageError(
+            f"the black boxes in {directory} do not belong to a run of {world} processes"
+        )
     # Another machine has another clock, so the last time in the boxes is the time of reading.
     if not here:
         last = max(

@@ -120,7 +120,7 @@ def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ..
     many, found = program.shape.ranks, find_communicating_ranks(job)
     if not found and many > 1:
         raise UsageError(
-            "no message between ranks is recorded, only collectives",
+            "the dumps have no messages between ranks, only collectives",
             hint="leave out --program; torch's Gloo records no messages, NCCL does",
         )
     used = {op.group for dump in job.dumps.values() for op in dump.ops if op.is_message}
@@ -130,9 +130,8 @@ def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ..
         matching = [group for group in groups if {*ranks} <= {*group}]
         if not matching and len(ranks) != many:
             raise UsageError(
-                f"messages go between {len(ranks)} ranks ({_abbreviate_ranks(ranks)}), and "
-                f"{program.name} is "
-                f"for {many}",
+                f"the dumps have messages between {len(ranks)} ranks ({_abbreviate_ranks(ranks)}), "
+                f"but {program.name} is for {many} ranks",
                 fields=["ranks"],
             )
         copies.append(matching[0] if matching else ranks)
@@ -154,9 +153,8 @@ def _match_copy(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> Ma
     left_out = sum(record.num_ignored for record in records)
     if left_out and not runs:
         raise UsageError(
-            f"all {left_out} messages of ranks {_abbreviate_ranks(ranks)} are of whole "
-            "numbers, or of one "
-            "number, as torch sends shapes and objects: none is a transfer",
+            f"none of the {left_out} messages of ranks {_abbreviate_ranks(ranks)} is a transfer: "
+            "they contain integers or one number, as torch sends shapes and objects",
             hint="leave out --program",
         )
     known = all(run.previous_steps is not None for run in runs)
@@ -408,7 +406,7 @@ class _RecordedRank:
                 instr = self.graph.index.locate(at)[2]
                 raise self._make_program_error(
                     f"message {number + 1} of rank {self.dump.rank} would be {instr} of step "
-                    f"{step}, counted from 0, before all {many} messages of the step before"
+                    f"{step}, counted from 0, before all {many} messages of the previous step"
                 )
 
     def _require_causality(self) -> None:
@@ -426,7 +424,7 @@ class _RecordedRank:
             if used.size and step * many + int(used[0]) <= computed:
                 named = f"message {number + 1} of rank {self.dump.rank} would be"
                 raise self._make_program_error(
-                    f"{named} {index.locate(at)[2]}, too late for its use"
+                    f"{named} {index.locate(at)[2]}, after the compute that needs it"
                 )
 
     def _make_sequence(
@@ -445,8 +443,7 @@ class _RecordedRank:
         if not ops[0].is_done:
             raise UsageError(
                 f"rank {rank} has lost the first {lost} entries of its buffer, and the oldest "
-                f"message that is left in {ops[0].group} has not ended: where it stands may be "
-                "lost, too",
+                f"remaining message in {ops[0].group} has not ended: its position may be lost",
                 hint=f"leave out --program; {larger}",
             )
         fits = self._find_fitting_places(ops, transfers)
@@ -459,8 +456,8 @@ class _RecordedRank:
                 return TransferSequence(positions, numbers, ops, steps, place, len(fits) == 1)
         if len(fits) > 1:
             raise UsageError(
-                f"rank {rank} has lost the first {lost} entries of its buffer, and what is left "
-                f"fits {len(fits)} places in a step of {self.graph.program.name}",
+                f"rank {rank} has lost the first {lost} entries of its buffer, and the remaining "
+                f"messages match {len(fits)} positions in a step of {self.graph.program.name}",
                 hint=larger,
             )
         return TransferSequence(
@@ -537,7 +534,7 @@ class _RecordedRank:
     ) -> UsageError | _StepMismatch:
         rank = self.dump.rank
         if position is None:
-            fact = f"what rank {rank} has recorded in {ops[0].group} is nowhere in a step"
+            fact = f"the messages of rank {rank} in {ops[0].group} match no position in a step"
         elif transfers:
             instr = self.graph.index.locate(transfers[position % len(transfers)])[2]
             fact = (
@@ -545,13 +542,16 @@ class _RecordedRank:
                 f"{ops[position]}, not {instr}"
             )
         else:
-            fact = f"rank {rank} has a {ops[position]} in {ops[position].group}"
+            fact = (
+                f"rank {rank} has a {ops[position]} in {ops[position].group}, but no transfer in "
+                "the program"
+            )
         return self._make_program_error(fact) if self.order_mismatch else _StepMismatch(fact)
 
     def _make_program_error(self, fact: str) -> UsageError:
         return UsageError(
-            f"the dumps are not of {self.graph.program.name}: {fact}",
-            hint="the program is to have the transfers that ran; "
-            'torch writes its own by schedule._dump_csv(FILE, "compute_comms")',
+            f"the dumps do not match {self.graph.program.name}: {fact}",
+            hint="give the program with the transfers that ran; "
+            'torch writes it with schedule._dump_csv(FILE, "compute_comms")',
             fields=["program"],
         )

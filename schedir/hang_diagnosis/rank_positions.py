@@ -278,7 +278,7 @@ class PositionedRanks:
             elif at not in seen:
                 blockers += ahead
             seen.add(at)
-        raise AssertionError("nothing keeps what has not ended")
+        raise AssertionError("an instruction that has not ended waits for nothing")
 
     # ------------------------------------------------------------ why
 
@@ -444,7 +444,7 @@ def _diagnose_copy(
     named = [placed.graph.index.locate(at) for at in wrong]
     first, later = (f"{instr} of rank {matched.ranks[rank]}" for rank, _, instr in named)
     raise UsageError(
-        f"this did not run under {one}: {later} has not waited for {first}",
+        f"the job did not run under the progress model {one}: {later} has not waited for {first}",
         fields=["progress_model"],
     )
 

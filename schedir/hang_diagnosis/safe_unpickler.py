@@ -27,11 +27,11 @@ _ALLOWED_OPCODES: Final = frozenset({
 # fmt: on
 # The effects of the opcodes that pickles of other values most likely contain.
 _OPCODE_EFFECTS: Final = {
-    **dict.fromkeys(("GLOBAL", "INST", "STACK_GLOBAL"), "imports what it names"),
-    **dict.fromkeys(("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ"), "calls what it names"),
+    **dict.fromkeys(("GLOBAL", "INST", "STACK_GLOBAL"), "imports an object"),
+    **dict.fromkeys(("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ"), "calls a function"),
     "BUILD": "sets attributes",
-    **dict.fromkeys(("PERSID", "BINPERSID"), "asks for objects from elsewhere"),
-    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), "looks up a registered class"),
+    **dict.fromkeys(("PERSID", "BINPERSID"), "loads an external object"),
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), "loads a registered class"),
 }
 
 
@@ -52,7 +52,7 @@ def loads(data: bytes, path: str = "") -> Any:
         ...     loads(b"cos\nsystem\n.")
         ... except TraceError as error:
         ...     print(error)
-        byte 0 of the pickle imports what it names, and nothing of a dump is ever run
+        byte 0 of the pickle imports an object, and schedir runs no code from a dump
     """
     file = io.BytesIO(data)
     try:
@@ -79,15 +79,15 @@ def _check_opcodes(file: io.BytesIO) -> None:
     for count, (opcode, _, at) in enumerate(pickletools.genops(file)):
         if count >= MAX_OPCODES:
             raise _RefusedPickle(
-                f"the pickle has more than {MAX_OPCODES} values, and no dump is so large"
+                f"the pickle has more than {MAX_OPCODES} opcodes, the limit for a dump"
             )
         if opcode.name in _OPCODE_EFFECTS:
-            does = f"{_OPCODE_EFFECTS[opcode.name]}, and nothing of a dump is ever run"
+            does = f"{_OPCODE_EFFECTS[opcode.name]}, and schedir runs no code from a dump"
             raise _RefusedPickle(f"byte {at} of the pickle {does}")
         if opcode.name not in _ALLOWED_OPCODES:
             code = ord(opcode.code)
             raise _RefusedPickle(
-                f"byte {at} of the pickle has the opcode {code:#04x}, which no plain value needs"
+                f"byte {at} of the pickle has the opcode {code:#04x}, which a dump does not need"
             )
 
 
@@ -117,7 +117,7 @@ class _SafeUnpickler(pickle._Unpickler):
         Keys must be text: Python crashes when it hashes a deeply nested tuple.
         """
         if any(type(key) is not str for key in items[::2]):
-            raise _RefusedPickle("a dict of the pickle has a key that is no text")
+            raise _RefusedPickle("a dict of the pickle has a key that is not text")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {

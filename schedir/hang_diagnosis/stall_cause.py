@@ -317,7 +317,8 @@ class StalledRun:
         fact += f"{self.layout.name_process(first)} {self._describe_problem(first, kind)}"
         if not sure:
             fact += (
-                f"; or it may be {', '.join(self.layout.name_process(p) for p in candidates[1:4])}"
+                "; the cause may also be "
+                f"{', '.join(self.layout.name_process(p) for p in candidates[1:4])}"
             )
         message = self.snapshots[first].reason if first in self.snapshots else ""
         return StallCause(first, kind, fact, sure, (*self.describe_processes(first),), message)
@@ -334,21 +335,21 @@ class StalledRun:
 
     def _describe_problem(self, process: int, kind: StallKind) -> str:
         if kind is StallKind.MISSING:
-            return "has not begun: it has left no black box"
+            return "has not started: it has no black box"
         if kind is StallKind.UNHEARD:
-            return "is waited for, and nothing is heard of it from its machine"
+            return "has sent no information from its machine, and other processes wait for it"
         one, where = self.snapshots[process], self.describe_location(process)
         if kind is StallKind.SAID:
-            return f"has given up, {where}"
+            return f"has failed, {where}"
         if kind is StallKind.DIED:
-            return f"has died without a word, {where}"
+            return f"has died without a message, {where}"
         if kind is StallKind.STOPPED:
             return f"is stopped, {where}, for {one.seconds_at_position:.1f} s"
-        slow = "is slow, or has only just come to stand"
-        does = slow if self.is_slow(process) else "does not go on"
+        slow = "is slow, or has stopped a short time ago"
+        does = slow if self.is_slow(process) else "makes no progress"
         if one.heartbeat_age > SILENT_SECONDS and one.phase > ProcessPhase.START:
-            does += " (and lets no Python run)"
-        return f"waits for nobody, and {does}: {where}, for {one.seconds_at_position:.1f} s"
+            does += " (and runs no Python code)"
+        return f"waits for no process, and {does}: {where}, for {one.seconds_at_position:.1f} s"
 
     def is_slow(self, process: int) -> bool:
         """Return whether a running process has moved while others waited for it.
@@ -415,12 +416,12 @@ class StalledRun:
         if kind is StallKind.STOPPED:
             return f"{text}, is stopped"
         if self._has_ended(process):
-            return f"{text}, has {'given up' if self.snapshots[process].has_failed else 'ended'}"
+            return f"{text}, has {'failed' if self.snapshots[process].has_failed else 'ended'}"
         if not waits:
             return text
         awaited = [*dict.fromkeys(wait.awaited_process for wait in waits)]
         awaited_text = " and ".join(f"process {p}" for p in awaited[:4]) + " and more" * (
             len(awaited) > 4
         )
-        instr_text = next((f" to come to {wait.instr}" for wait in waits if wait.instr), "")
+        instr_text = next((f" to reach {wait.instr}" for wait in waits if wait.instr), "")
         return f"{text}, waits for {awaited_text}{instr_text}"

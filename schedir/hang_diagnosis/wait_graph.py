@@ -47,13 +47,13 @@ class WaitReason(Enum):
     - NOT_ISSUED: It has not issued its side.
     - BEHIND: It has issued its side after another operation that has not ended.
     - OTHER: It has issued an operation that does not match.
-    - THERE: It has issued its side, and waits there, too.
+    - THERE: It has issued its side, and waits for it, too.
     """
 
-    NO_DUMP = "left no dump"
+    NO_DUMP = "no dump"
     NOT_ISSUED = "not issued its side"
-    BEHIND = "issued its side, behind"
-    OTHER = "issued another part"
+    BEHIND = "issued its side, after"
+    OTHER = "issued an operation that does not match"
     THERE = "issued its side, too"
 
 

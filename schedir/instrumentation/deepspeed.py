@@ -61,7 +61,8 @@ def _run_schedule(original: Any, engine: Any, schedule: Any, *args: Any, **kwarg
         return original(engine, schedule, *args, **kwargs)
     if type(schedule).__name__ not in _KNOWN_SCHEDULES:
         kind = type(schedule).__name__
-        warn(f"{kind} is not one of {', '.join(_KNOWN_SCHEDULES)}: it is not marked", stacklevel=3)
+        known = ", ".join(_KNOWN_SCHEDULES)
+        warn(f"{kind} gets no profiler ranges: it is not one of {known}", stacklevel=3)
         return original(engine, schedule, *args, **kwargs)
     step = _DeepSpeedStep(
         schedule,
@@ -129,7 +130,8 @@ class _DeepSpeedStep:
         self.counts[kind, phase] += 1
         if (phase * self.schedule.micro_batches + mb) % self.num_buffers != buffer:
             raise ExecutionError(
-                f"DeepSpeed runs {kind} on buffer {buffer}, which is not that of microbatch {mb}",
-                hint="this version orders microbatches otherwise: run without schedir.instrument",
+                f"DeepSpeed runs {kind} on buffer {buffer}, which is not the buffer of microbatch "
+                f"{mb}",
+                hint="run without schedir.instrument: it does not support this version",
             )
         return f"{self.stage_of_phase[phase]}{_ACTIONS[kind]}{mb}"

@@ -105,8 +105,8 @@ def instrument(*trainers: str) -> Instrumented:
     unknown = [name for name in trainers if name not in _MARKERS]
     if unknown:
         raise UsageError(
-            f"{unknown[0]!r} is no trainer that can be instrumented",
-            hint=f"there are {', '.join(map(repr, _MARKERS))}",
+            f"unknown trainer {unknown[0]!r}",
+            hint=f"the trainers are {', '.join(map(repr, _MARKERS))}",
         )
     done, ready, missing = Instrumented(), {}, {}
     for name in dict.fromkeys(trainers or _MARKERS):
@@ -142,8 +142,8 @@ def _prepare_trainer(name: str) -> _InstrumentedTrainer:
         marker.add_patches(patches)
     except UsageError as error:
         raise UsageError(
-            f"{package} {version} cannot be marked: {error.fact}",
-            hint=f"{package} {marker.SUPPORTED_VERSION} can",
+            f"{package} {version} cannot be instrumented: {error.fact}",
+            hint=f"use {package} {marker.SUPPORTED_VERSION}",
         ) from None
     except Exception as error:  # Importing a trainer may raise any error.
         raise UsageError(f"{package} cannot be imported: {describe_exception(error)}") from None

@@ -55,7 +55,7 @@ _UNSUPPORTED_SETTINGS: Final = (
     "hybrid_context_parallel",
     "use_ring_exchange_p2p",
 )
-_HINT: Final = "this version of megatron-core works otherwise: run without schedir.instrument"
+_HINT: Final = "run without schedir.instrument: it does not support this version of megatron-core"
 
 
 class _MessageStage(NamedTuple):
@@ -88,7 +88,9 @@ class _MegatronStep:
         if direction.startswith("recv"):
             at = next(self.activations if direction == "recv_prev" else self.gradients, None)
             if at is None:
-                raise ExecutionError("Megatron receives more than its schedule has", hint=_HINT)
+                raise ExecutionError(
+                    "Megatron receives more messages than its schedule has", hint=_HINT
+                )
             setattr(tensor, _POSITION_ATTRIBUTE, at)
             return f"{at.stage}{'RECV_F' if direction == 'recv_prev' else 'RECV_B'}{at.mb}"
         at = _read_tag(tensor)
@@ -132,7 +134,7 @@ def _run_schedule(
     model = given["model"] if isinstance(given["model"], list) else [given["model"]]
     config = schedules.get_model_config(model[0])
     if set_ := [name for name in _UNSUPPORTED_SETTINGS if getattr(config, name, False)]:
-        warn(f"steps of Megatron with {', '.join(set_)} are not marked", stacklevel=3)
+        warn(f"steps of Megatron with {', '.join(set_)} get no profiler ranges", stacklevel=3)
         return original(*args, **kwargs)
     rank, ranks = _pipeline_position(schedules, original, given)
     chunks, table = len(model), [(mb, 0) for mb in range(given["num_microbatches"])]
@@ -247,7 +249,7 @@ def _post_one_by_one(original: Any, **kwargs: Any) -> Any:
     }
     works = FunctionType(original.__code__, patched_globals, closure=original.__closure__)(**kwargs)
     if names:
-        raise ExecutionError("Megatron posts messages by other functions", hint=_HINT)
+        raise ExecutionError("Megatron posts messages with unknown functions", hint=_HINT)
     return {place: PostedMessages([work], [actions[place]]) for place, work in works.items()}
 
 
@@ -285,7 +287,7 @@ def _read_tag(value: Any) -> _MessageStage:
     """Return the stage and microbatch of a tensor that a forward or backward has returned."""
     found = [getattr(tensor, _POSITION_ATTRIBUTE, None) for tensor in _list_tensors(value)]
     if not found or not isinstance(found[0], _MessageStage):
-        raise ExecutionError("Megatron hands on a tensor that no forward_step returned", hint=_HINT)
+        raise ExecutionError("Megatron sends a tensor that no forward_step returned", hint=_HINT)
     return found[0]
 
 
@@ -295,8 +297,7 @@ def _require_tag(value: Any, position: _MessageStage) -> None:
         found = getattr(tensor, _POSITION_ATTRIBUTE, position)
         if found != position:
             raise ExecutionError(
-                f"Megatron computes {position.stage}.{position.mb} (stage and microbatch) with "
-                "what was "
-                f"received for {found.stage}.{found.mb}",
+                f"Megatron computes {position.stage}.{position.mb} (stage and microbatch) with a "
+                f"tensor that it received for {found.stage}.{found.mb}",
                 hint=_HINT,
             )

@@ -33,8 +33,8 @@ from schedir.errors import UsageError
 from schedir.io.files import open_regular_file
 from schedir.ir.isa.opcodes import Lane
 
-# Names of the folder in the output folder of a run, and of two files in it: the program of the
-# run, and the id of the run with the last message of its launcher.
+# Names of the folder in the output folder of a run, and of two files in it. They have the program
+# of the run, and the id of the run with the last message of its launcher.
 BLACK_BOX_DIRECTORY: Final = "boxes"
 PROGRAM_FILE: Final = "program.sched"
 VERDICT_FILE: Final = "said"
@@ -123,11 +123,11 @@ class ProcessPhase(IntEnum):
         return phase
 
     START = 0, "in set-up, at its start"
-    RENDEZVOUS = 1, "in set-up, finding the others"
-    SET_UP = 2, "in set-up, making model and executor"
+    RENDEZVOUS = 1, "in set-up, connecting to the other processes"
+    SET_UP = 2, "in set-up, creating the model and the executor"
     DATA_WAIT = 3, "waiting for the data of step {step}"
     STEP = 4, "in step {step}"
-    REPORT = 5, "bringing together the numbers of step {step}"
+    REPORT = 5, "gathering the results of step {step}"
     SAVE = 6, "saving step {step}"
     RESULTS = 7, "writing results"
     DONE = 8, "at its end"

@@ -54,16 +54,17 @@ def load_cluster(path: str | Path) -> Cluster:
             renamed = [new for old, new in RENAMED_CLUSTER_FIELDS.items() if old == name]
             near = renamed or get_close_matches(name, _FIELD_NAMES, 1)
             raise _make_setting_error(
-                f"a cluster has no {describe(name)}", name, path, text,
+                f"a cluster has no field {describe(name)}", name, path, text,
                 hint=f"did you mean {near[0]!r}?"
-                if near else f"there are {', '.join(_FIELD_NAMES)}",
+                if near else f"the fields are {', '.join(_FIELD_NAMES)}",
             )  # fmt: skip
         if not isinstance(value, str | int | float) or isinstance(value, bool):
             raise _make_setting_error(
-                f"{name} is a number or a text, not {describe(value)}", name, path, text
+                f"{name} must be a number or a text, not {describe(value)}", name, path, text
             )
     if missing := [name for name in _REQUIRED_FIELDS if name not in table]:
-        raise _make_setting_error(f"says nothing of {', '.join(missing)}", missing[0], path, text)
+        fact = f"required fields are missing: {', '.join(missing)}"
+        raise _make_setting_error(fact, missing[0], path, text)
     try:
         return Cluster(**table)
     except UsageError as error:
@@ -107,7 +108,7 @@ def save_cluster(
     """
     require_type(cluster, Cluster, "schedir.load_cluster(path)")
     if unknown := sorted({*notes} - {*_FIELD_NAMES}):
-        raise UsageError(f"a cluster has no {describe(unknown[0])}", fields=["notes"])
+        raise UsageError(f"notes: a cluster has no field {describe(unknown[0])}", fields=["notes"])
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     for f in fields(Cluster):
         value = getattr(cluster, f.name)

@@ -25,7 +25,7 @@ _SPECIAL_FILE_KINDS: Final = (
 
 
 def open_regular_file(path: str | Path) -> BinaryIO:
-    """Open an ordinary file for reading.
+    """Open a regular file for reading.
 
     Other kinds of files are refused: a read of a pipe or a socket may wait forever, and a device
     may have no end.
@@ -43,7 +43,7 @@ def open_regular_file(path: str | Path) -> BinaryIO:
         # The kind is checked first, because opening a device may already have an effect.
         mode = os.stat(require_path(path)).st_mode
         if kind := next((kind for is_a, kind in _SPECIAL_FILE_KINDS if is_a(mode)), ""):
-            raise UsageError(f"cannot read {path}: it is {kind}, and no ordinary file")
+            raise UsageError(f"cannot read {path}: it is {kind}, not a regular file")
         # The file may have become a pipe since the check. O_NONBLOCK opens that without waiting.
         return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
     except OSError as error:
@@ -51,7 +51,7 @@ def open_regular_file(path: str | Path) -> BinaryIO:
 
 
 def read_bytes(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read an ordinary file.
+    """Read a regular file.
 
     Args:
         path: The file.
@@ -61,7 +61,7 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
         The bytes of the file.
 
     Raises:
-        UsageError: The file cannot be read, is no ordinary file, or has more than `max_bytes`
+        UsageError: The file cannot be read, is not a regular file, or has more than `max_bytes`
             bytes. A file that is too large is refused before it is read.
     """
     with open_regular_file(path) as file:
@@ -105,7 +105,7 @@ def read_text(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} cannot be read") from None
+        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} is invalid") from None
 
 
 def require_path(value: object) -> Path:
@@ -118,9 +118,9 @@ def require_path(value: object) -> Path:
         UsageError: The value is neither, or it contains a zero byte.
     """
     if not isinstance(value, str | os.PathLike):
-        raise UsageError(f"a file is named by a text or a Path, not {describe(value)}")
+        raise UsageError(f"a path must be a str or a pathlib.Path, not {describe(value)}")
     if "\0" in str(value):
-        raise UsageError(f"no file is named {str(value)!r:.80}: a name ends at a zero byte")
+        raise UsageError(f"the path {str(value)!r:.80} contains a zero byte")
     return Path(value)
 
 
@@ -162,13 +162,13 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
     Raises:
         UsageError: The file cannot be written, the block raised an OSError, or `path` exists and is
-            no ordinary file.
+            not a regular file.
     """
     target = require_path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}") if target.name else target
     try:
         if target.exists() and not target.is_file():  # a rename would replace a device
-            raise UsageError(f"cannot write {path}: it is there and is no ordinary file")
+            raise UsageError(f"cannot write {path}: it exists and is not a regular file")
         yield temporary
         os.replace(temporary, target)
     except OSError as error:

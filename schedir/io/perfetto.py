@@ -122,7 +122,8 @@ class _Tracks:
         with np.errstate(over="ignore"):
             since = (times - self.timeline.start_time) * (1e3 * _find_time_scale(self.timeline))
         if len(since) and not since.max() < _MAX_NANOSECONDS:
-            raise UsageError(f"{self.timeline.program.name} is too long to be told in nanoseconds")
+            name = self.timeline.program.name
+            raise UsageError(f"{name} has times above {_MAX_NANOSECONDS} ns, the limit of Perfetto")
         return np.rint(since).astype(np.int64)
 
     def _assign_thread_id(self, rank: int, name: str) -> int:

@@ -192,6 +192,6 @@ def _parse_single(name: str, text: str) -> RangeName:
 
 def _make_unknown_range_error(name: str) -> TraceError:
     return TraceError(
-        f"the range {name!r:.80} marks no instruction that is known",
-        hint="those of torch are known, such as PP:0F3, PP:2SEND_F1 and PP:(0F7;7B3)OVERLAP_F_B",
+        f"the range {name!r:.80} does not name an instruction",
+        hint="ranges have torch's names, such as PP:0F3, PP:2SEND_F1 and PP:(0F7;7B3)OVERLAP_F_B",
     )

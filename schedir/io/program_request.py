@@ -166,8 +166,8 @@ class Request:
         frozen, rest = divmod(parts * shape.stages, shape.ranks)
         if rest:
             raise ShapeError(
-                f"{parts} of {shape.ranks} parts of the model are frozen, and with "
-                f"{shape.stages} stages that is no number of them",
+                f"frozen_stages={parts} freezes {parts} of {shape.ranks} parts of the model, but "
+                f"this is not an integer number of the {shape.stages} stages",
                 fields=["frozen_stages", "stages_per_rank"],
             )
         return sum(segments[:frozen])
@@ -203,7 +203,7 @@ class Request:
         elif not loaded.is_draft:
             for name in self.compile_options:
                 raise UsageError(
-                    f"{self.source} has its transfers: {name} is for what is compiled",
+                    f"{self.source} is a lowered program: {name} applies to schedules and drafts",
                     fields=[name],
                 )
             return self._check_memory_limit(self._share_buffers(loaded))
@@ -260,18 +260,19 @@ class Request:
             return run if self.cluster is None else replace(run, unit="s")
         if self.cluster is not None:
             raise UsageError(
-                f"{self.source} is a run, which has its own times: a cluster fills those of "
-                "programs and schedules",
+                f"{self.source} is a run with its own times: --cluster applies to programs and "
+                "schedules",
                 fields=["cluster"],
             )
         if self.progress_model not in (None, source_run.progress_model) and not self.for_comparison:
             raise UsageError(
-                f"{self.source} ran under {source_run.progress_model}, not {self.progress_model}",
+                f"{self.source} ran under the progress model {source_run.progress_model}, not "
+                f"{self.progress_model}",
                 fields=["progress_model"],
             )
         if self.blocking_hosts and not source_run.blocking_hosts:
             raise UsageError(
-                f"{self.source} ran on hosts that do not block", fields=["blocking_hosts"]
+                f"{self.source} ran without --blocking-hosts", fields=["blocking_hosts"]
             )
         self._require_consistent_source(source_run.program)
         sizes = self._stage_sizes or source_run.sizes
@@ -374,7 +375,7 @@ class Request:
             for name in (*options, *self.compile_options):
                 option = "--compute-only" if name == "draft" else option_name(name)
                 raise UsageError(
-                    f"{self.source} is a program: {option} is for schedules", fields=[name]
+                    f"{self.source} is a program: {option} applies to schedules", fields=[name]
                 )
 
     def _require_compute_only(self) -> None:
@@ -384,8 +385,7 @@ class Request:
             *self.compile_options,
         ):
             raise UsageError(
-                f"a draft is what is computed, before it is lowered: {option_name(name)} is "
-                "for what is lowered",
+                f"--compute-only prints a draft: {option_name(name)} applies to lowered programs",
                 hint="leave out --compute-only",
                 fields=[name],
             )
@@ -443,8 +443,8 @@ class Request:
             )
         if finer:
             raise UsageError(
-                "a cluster fills costs of whole stages and microbatches, and these are cut",
-                hint="tell costs of pieces, sum among them",
+                "--cluster cannot fill the costs of segments of stages or of microbatch chunks",
+                hint="leave out --cluster, and give all costs with --costs",
                 fields=["cluster", *finer],
             )
         costs = self._split_over_stages(costs)
@@ -516,7 +516,7 @@ class Request:
         segments, shape = self.compile_options.get("stage_segments"), self.shape
         if segments is not None and max(self._unsegmented_shape.segments_per_stage) > 1:
             raise UsageError(
-                "stages are pieces already, and are not cut again", fields=["stage_segments"]
+                f"the stages of {self.source} have segments already", fields=["stage_segments"]
             )
         return (
             {}

@@ -93,12 +93,13 @@ def load_source(source: str) -> Schedule | Program:
     if source.endswith(TIMELINE_SUFFIX):
         return load_timeline(source).program
     if source.endswith(".py"):
-        raise UsageError(f"{source} is a file: say which function of it", hint=f"{source}:NAME")
+        raise UsageError(f"{source} lacks the name of a function", hint=f"{source}:NAME")
     known = get_built_in_schedules()
     if source not in known:
         raise UsageError(
-            f"no built-in schedule {source!r}, and it names no file.py:function and no file.sched",
-            hint=f"schedir import {source} makes a program of torch's CSV"
+            f"{source!r} is not a built-in schedule, a file.py:function, a file.sched or a "
+            "file.timeline",
+            hint=f"schedir import {source} converts torch's CSV to a program"
             if source.endswith(".csv")
             else suggest_schedules(source, [*known]),
         )
@@ -110,7 +111,7 @@ def _bind_options(source: str) -> Schedule:
     name, _, inside = source.partition("(")
     schedule = load_source(name.strip())
     if isinstance(schedule, Program):
-        raise UsageError(f"{name} is a program: options in brackets are for schedules")
+        raise UsageError(f"{name} is a program: options in brackets apply to schedules")
     given = {}
     try:
         call = ast.parse(f"f({inside}", mode="eval").body
@@ -123,11 +124,11 @@ def _bind_options(source: str) -> Schedule:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UsageError(
             f"the options of {source!r:.200} cannot be read",
-            hint=f"text stands in quotes, as in \"{name}(option=1, other='text')\"",
+            hint=f"put text in quotes, as in \"{name}(option=1, other='text')\"",
         ) from None
     takes = list(signature(schedule).parameters)[3:]  # rank, ranks and microbatches come first
     if wrong := [option for option in given if option not in takes]:
-        hint = suggest_schedules(wrong[0], takes) if takes else "it has none"
+        hint = suggest_schedules(wrong[0], takes) if takes else f"{name} has no options"
         raise UsageError(f"{name} has no option {wrong[0]!r}", hint=hint)
     return partial(schedule, **given)
 
@@ -139,11 +140,11 @@ def _parse_literal(name: str, option: str, value: ast.expr) -> object:
     except (ValueError, TypeError):
         written = ast.unparse(value)
         raise UsageError(
-            f"{name} cannot take {option}={written}, which is no value",
-            hint=f"text stands in quotes, and a shell wants others around all: "
+            f"{name}: {option}={written} is not a value",
+            hint=f"put text in quotes, and the schedule in other quotes for the shell: "
             f"\"{name}({option}='{written}')\""
             if isinstance(value, ast.Name | ast.Attribute)
-            else "numbers, text in quotes, True, False, None and lists of them are values",
+            else "a value is a number, text in quotes, True, False, None, or a list of these",
         ) from None
 
 
@@ -163,7 +164,7 @@ def _load_function(path: str, name: str) -> Schedule:
         functions = [k for k, v in vars(module).items() if isinstance(v, FunctionType)]
         raise UsageError(
             f"{path} has no function {name!r}",
-            hint=suggest_schedules(name, functions) if functions else "it has none",
+            hint=suggest_schedules(name, functions) if functions else "the file has no functions",
         )
     schedule: Schedule = value
     return schedule
@@ -171,7 +172,7 @@ def _load_function(path: str, name: str) -> Schedule:
 
 def _load_module(path: str) -> ModuleType:
     """Import a user's Python file, with its folder first on `sys.path` as in `python file.py`."""
-    open_regular_file(path).close()  # raises UsageError unless it is an ordinary file
+    open_regular_file(path).close()  # raises UsageError unless it is a regular file
     require_code_allowed(path)
     name = _MODULE_PREFIX + Path(path).stem
     spec = spec_from_file_location(name, path)

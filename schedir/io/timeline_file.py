@@ -89,16 +89,16 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         encoded_header = json.dumps(header, indent=2, allow_nan=False).encode() + b"\n"
     except ValueError:
         raise UsageError(
-            "a Timeline's file holds no clock_error and no sizes that are infinite or NaN",
+            "cannot save the Timeline: clock_error or sizes are infinite or NaN",
             fields=["clock_error", "sizes"],
         ) from None
     if len(encoded_header) > _MAX_HEADER_BYTES:
         encoded_header = json.dumps(header, allow_nan=False).encode() + b"\n"
     if len(encoded_header) > _MAX_HEADER_BYTES:
         raise UsageError(
-            f"sizes of {len(encoded_header)} bytes are too many for a Timeline's file, which holds "
-            f"{_MAX_HEADER_BYTES}",
-            hint="dataclasses.replace(timeline, sizes=None), or one number per stage",
+            f"cannot save the Timeline: with its sizes, the header has {len(encoded_header)} "
+            f"bytes, more than {_MAX_HEADER_BYTES}",
+            hint="dataclasses.replace(timeline, sizes=None), or sizes with one number per stage",
             fields=["sizes"],
         )
     members = {
@@ -157,7 +157,8 @@ def load_timeline(path: str | Path) -> Timeline:
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
         except Exception as error:  # zipfile raises many types for a damaged file
-            raise TraceError(f"{path} is no Timeline: {error or type(error).__name__}") from None
+            fact = f"{path} is not a Timeline file: {error or type(error).__name__}"
+            raise TraceError(fact) from None
 
 
 class _TimelineReader:
@@ -167,7 +168,7 @@ class _TimelineReader:
         self.archive = archive
         names = [_HEADER_FILE, _PROGRAM_FILE, _START_FILE, _END_FILE]
         if sorted(i.filename for i in archive.infolist()) != sorted(names):
-            raise TraceError(f"a Timeline's file holds {', '.join(names)}, and nothing else")
+            raise TraceError(f"a Timeline file must contain exactly {', '.join(names)}")
 
     def read_timeline(self) -> Timeline:
         header = self._read_header()
@@ -180,11 +181,11 @@ class _TimelineReader:
         self._require_size(_PROGRAM_FILE, 32 * n + _EXTRA_PROGRAM_BYTES)
         program = from_text(self._read_member(_PROGRAM_FILE).decode(), max_instructions=n)
         if len(program) != n:
-            raise TraceError(f"the header says {n} instructions, the program has {len(program)}")
+            raise TraceError(f"the header has {n} instructions, but the program has {len(program)}")
         # Some fields were renamed, and the digest of older files contains the old names.
         is_older = "model" in header
         if program.digest != header["digest"] and not is_older:
-            raise TraceError("the program is not the one whose digest the header gives")
+            raise TraceError("the digest of the program differs from the digest in the header")
         model, blocks = header["progress_model"], header["blocking_hosts"]
         program = check(program, model, blocking_hosts=blocks)
         start, end = self._read_times(_START_FILE, n), self._read_times(_END_FILE, n)
@@ -201,12 +202,10 @@ class _TimelineReader:
         self._require_size(_HEADER_FILE, _MAX_HEADER_BYTES)
         header = json.loads(self._read_member(_HEADER_FILE))
         if not isinstance(header, dict) or header.get("schedir_timeline") != FORMAT_VERSION:
-            raise TraceError(
-                f"this reads Timelines of format {FORMAT_VERSION}, which the header is not"
-            )
+            raise TraceError(f"the header must have schedir_timeline = {FORMAT_VERSION}")
         for old, new in (("model", "progress_model"), ("blocks", "blocking_hosts")):
             if old in header and new in header:
-                raise TraceError(f"the header has both {old} and {new}, which is its present name")
+                raise TraceError(f"the header has both {new} and {old}, its former name")
         model = header.get("progress_model", header.get("model"))  # older files have "model"
         model = header["progress_model"] = get_current_value("progress_model", str(model))
         header.setdefault("blocking_hosts", header.get("blocks", False))
@@ -222,14 +221,14 @@ class _TimelineReader:
         }
         if type(n) is int and n > (most := get_max_file_instructions()):
             raise TraceError(
-                f"it has {n} instructions, and a program may have {most}"[:200],
+                f"the header has {n} instructions, but a program may have at most {most}"[:200],
                 hint=RAISE_LIMIT_HINT,
             )
         for key, fine in sound.items():
             if not fine:
-                hint = f"there are {' and '.join(map(repr, TIME_UNITS))} (units of cost)"
+                hint = f"the units are {' and '.join(map(repr, TIME_UNITS))} (units of cost)"
                 raise TraceError(
-                    f"the header cannot have {key} {header.get(key)!r:.80}",
+                    f"the header has an invalid {key}: {header.get(key)!r:.80}",
                     hint=hint if key == "unit" else "",
                 )
         return header
@@ -238,9 +237,9 @@ class _TimelineReader:
         """Raise TraceError if a member states an invalid size, or is not deflated or stored."""
         info = self.archive.getinfo(name)
         if not min_bytes <= info.file_size <= max_bytes:
-            raise TraceError(f"{name} cannot have {info.file_size} bytes")
+            raise TraceError(f"{name} has {info.file_size} bytes, not {min_bytes} to {max_bytes}")
         if info.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
-            raise TraceError(f"{name} is packed by method {info.compress_type}, not deflated")
+            raise TraceError(f"{name} is compressed by method {info.compress_type}, not deflate")
 
     def _read_member(self, name: str) -> bytes:
         """Return a member, at most one byte more than its stated size, because of zip bombs."""
@@ -251,7 +250,7 @@ class _TimelineReader:
     def _read_times(self, name: str, count: int) -> NDArray[np.float64]:
         file = BytesIO(self._read_member(name))
         if np.lib.format.read_magic(file) != (1, 0):
-            raise TraceError(f"{name} is not of npy's version 1.0")
+            raise TraceError(f"{name} is not an npy file of version 1.0")
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         if shape != (count,) or dtype != np.dtype("<f8"):
             raise TraceError(f"{name} is {dtype} of shape {shape}, not <f8 of shape ({count},)")
@@ -271,10 +270,10 @@ def _parse_sizes(value: Any, shape: PipelineShape) -> Sizes | None:
     if isinstance(value, dict):  # an older file may have old names
         current = {RENAMED_SIZES.get(name, name): size for name, size in value.items()}
         if len(current) < len(value):
-            raise TraceError(f"sizes give one size by two names: {value!r:.80}")
+            raise TraceError(f"sizes contain one size under two names: {value!r:.80}")
         value = current
     if not isinstance(value, dict) or not value.keys() <= {*names}:
-        raise TraceError(f"sizes are {', '.join(names)}, and not {value!r:.80}")
+        raise TraceError(f"sizes must have the names {', '.join(names)}, not {value!r:.80}")
     sizes = Sizes(**value)
     sizes.validate(shape)
     return sizes
@@ -293,7 +292,9 @@ def _require_valid_times(
     early = same & (start[compute][1:] < end[compute][:-1])
     if early.any():
         k = int(compute[1:][early][0])
-        raise TraceError(f"instruction {k} starts at {start[k]:g}, before its rank is free")
+        raise TraceError(
+            f"instruction {k} starts at {start[k]:g}, before its rank's last compute ends"
+        )
 
 
 def _require_causal_order(timeline: Timeline) -> None:
@@ -311,7 +312,7 @@ def _require_causal_order(timeline: Timeline) -> None:
             InstructionSite(rank, index, instr, f"{spans['start'][k]:g} to {spans['end'][k]:g}")
         )
     raise TraceError(
-        "a prediction cannot have an effect before its cause",
+        "in this prediction, an effect comes before its cause",
         program=timeline.program.name,
         sites=sites,
     )

@@ -30,17 +30,17 @@ def parse_toml(text: str, location: str) -> dict[str, Any]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.count(".") > MAX_DOTS_PER_LINE:
             raise ConfigError(
-                f"is not read: a line has more than {MAX_DOTS_PER_LINE} dots",
-                location=location, line=number, column=1, hint="a list may have several lines",
+                f"cannot be read: the line has more than {MAX_DOTS_PER_LINE} dots",
+                location=location, line=number, column=1, hint="split a list into several lines",
             )  # fmt: skip
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _make_toml_error(text, location, str(error)) from None
     except RecursionError:
-        raise ConfigError("is not read: it is nested too deeply", location=location) from None
+        raise ConfigError("cannot be read: it is nested too deeply", location=location) from None
     except ValueError:  # Python's int refuses numbers with thousands of digits
-        raise ConfigError("is not read: a number has too many digits", location=location) from None
+        raise ConfigError("cannot be read: a number is too long", location=location) from None
 
 
 def _make_toml_error(text: str, location: str, message: str) -> ConfigError:

@@ -44,43 +44,40 @@ def require_torch_support(
     """
     if program.shape.placement_rows > 1:
         raise UsageError(
-            f"{program.name} has {program.shape.placement_rows} holders of each stage, and "
-            "torch's schedules "
-            "have one",
+            f"the program has {program.shape.placement_rows} replicas of each stage, but torch's "
+            "schedules have one",
             program=program.name,
         )
     if program.shape.optimizer_steps > 1:
         raise UsageError(
-            f"{program.name} has {program.shape.optimizer_steps} updates, "
-            "and torch's schedules one",
+            f"the program has {program.shape.optimizer_steps} updates, but torch's schedules "
+            "have one",
             program=program.name,
         )
     if program.skips:
         raise UsageError(
-            f"{program.name} has skips, and stages of torch's schedules pass on to neighbours only",
+            "the program has skip connections, but torch's stages send to their neighbours only",
             program=program.name,
         )
     if RECOMPUTE in program.used_opcodes:
         raise UsageError(
-            f"{program.name} has R, and torch's runtime recomputes within backwards only",
+            "the program has R, but torch's runtime recomputes only inside a backward",
             program=program.name,
-            hint="leave recompute out, and run what is in these stages under "
-            "torch.utils.checkpoint",
+            hint="leave out recompute, and use torch.utils.checkpoint in the modules of the stages",
         )
     if not program.used_opcodes.isdisjoint(_OFFLOAD_OPS):
         raise UsageError(
-            f"{program.name} offloads what forwards saved, for which schedules of torch, and what "
-            "stands in the place of one, have no action",
+            "the program offloads activations, but torch's schedules have no action for this",
             program=program.name,
-            hint="schedir.runtime.Executor runs it; or leave offload out, and run what is in these "
-            "stages under torch.autograd.graph.save_on_cpu",
+            hint="run it with schedir.runtime.Executor; or leave out offload, and use "
+            "torch.autograd.graph.save_on_cpu in the modules of the stages",
         )
     if has_tp_collectives(program.segment_boundaries):
         raise UsageError(
-            f"{program.name} sums what pieces of its stages pass on, for which torch's schedules "
-            "have no action",
+            "the program has collectives between the segments of a stage, but torch's schedules "
+            "have no action for them",
             program=program.name,
-            hint="leave cut out, or tp where the modules of pieces sum by themselves",
+            hint="leave out stage_segments, or leave out tp if the modules run the collectives",
         )
     strange = sorted(
         op
@@ -90,9 +87,9 @@ def require_torch_support(
     if strange:
         text = INSTRUCTIONS[strange[0]].text
         raise UsageError(
-            f"{program.name} has {text}, for which torch's schedules have no action",
+            f"the program has {text}, but torch's schedules have no action for this",
             program=program.name,
-            hint="compile it without",
+            hint=f"compile it without {text}",
         )
     fields = program.words.view(WORD_DTYPE)
     if (
@@ -100,7 +97,7 @@ def require_torch_support(
         and (is_op(fields["op"], _PER_OCCURRENCE_REDUCES) & (fields["mb"] > 0)).any()
     ):
         raise UsageError(
-            f"{program.name} reduces gradients in turns, and torch's schedules reduce them once",
+            "the program reduces the gradients of a stage several times, not once as torch",
             program=program.name,
             hint="compile it with reduce_scatter_at='update_end'",
         )
@@ -126,10 +123,10 @@ def require_torch_pair(program: Program, rank: int, index: int) -> None:
         return
     transfers = all(op in TRANSFER_OPS for op in both)
     raise GroupError(
-        "torch issues each transfer by itself"
+        "torch cannot issue two transfers as one"
         if transfers
-        else "torch runs a forward and a backward as one, and nothing else",
+        else "torch runs only a forward and a backward as one",
         program=program.name,
         sites=[InstructionSite(rank, k, stream[k]) for k in range(max(index - 1, 0), index + 1)],
-        hint="export to 'torch', where it places transfers itself" if transfers else "",
+        hint="export to 'torch': torch then adds the transfers itself" if transfers else "",
     )

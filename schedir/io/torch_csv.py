@@ -144,14 +144,13 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
     """
     require_type(program, Program, "schedir.compile(schedule, shape)")
     if not program.has_backward:
-        raise CompletenessError("torch loads no schedule without a backward", program=program.name)
+        raise CompletenessError("a schedule of torch needs a backward", program=program.name)
     if program.frozen_stages:
         raise UsageError(
-            f"{program.name} has no backward of its first "
-            f"{program.frozen_stages} stages, which are "
-            "frozen, and torch refuses a schedule without one",
+            f"the program has no backward of its {program.frozen_stages} frozen stages, but torch "
+            "needs one for each stage",
             program=program.name,
-            hint="leave frozen out: torch runs a backward of a frozen stage, too",
+            hint="leave out frozen_stages: torch runs the backward of a frozen stage, too",
         )
     return "".join(",".join(row) + "\n" for row in format_cells(program, csv_format))
 
@@ -175,13 +174,13 @@ def format_cells(program: Program, csv_format: str = "torch") -> list[list[str]]
     """
     if csv_format not in CSV_FORMATS:
         raise UsageError(
-            f"no form {csv_format!r} to export to", hint=f"there are {', '.join(CSV_FORMATS)}"
+            f"no export format {csv_format!r}", hint=f"the formats are {', '.join(CSV_FORMATS)}"
         )
     if csv_format != "torch" and program.is_draft and program.shape.ranks > 1:
         raise LoweringLevelError(
-            f"a draft has no transfers, but {csv_format!r} is the form with them",
+            f"a draft has no transfers, but the format {csv_format!r} needs them",
             program=program.name,
-            hint="export to 'torch', or lower the draft",
+            hint="export to 'torch', or compile the draft",
         )
     require_torch_support(
         program,
@@ -282,10 +281,10 @@ def from_csv(
     if ranks is not None and len(rows) != ranks:
         at = _CellLocation(min(len(rows), ranks) + 1, 1, "")
         has = "row" if len(rows) == 1 else "rows"
-        why = f"rank {len(rows)} has none"
+        why = f"rank {len(rows)} has no row"
         if len(rows) > ranks:
-            why = f"row {ranks + 1} is of no rank"
-        raise at.make_error(f"there are {len(rows)} {has} for {ranks} ranks: {why}")
+            why = f"row {ranks + 1} has no rank"
+        raise at.make_error(f"the CSV has {len(rows)} {has} for {ranks} ranks: {why}")
     for row, cells in enumerate(rows, 1):
         reader.read_rank(row, cells)
     shape = reader.infer_shape()
@@ -305,11 +304,11 @@ def _parse_rows(text: str) -> list[list[str]]:
     try:
         rows.extend(reader)
     except csv.Error as error:
-        raise CsvCellError(f"this is no CSV: {error}", line=len(rows) + 1, column=1) from None
+        raise CsvCellError(f"it is not CSV: {error}", line=len(rows) + 1, column=1) from None
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     if not rows:
-        raise CsvCellError("no cell has an action like 0F0", line=1, column=1)
+        raise CsvCellError("no cell has an action such as 0F0", line=1, column=1)
     return rows
 
 
@@ -338,7 +337,7 @@ class _CsvReader:
             if cell:
                 self.read_cell(_CellLocation(row, column, cell))
         if not any(map(str.strip, cells)):
-            raise _CellLocation(row, 1, "").make_error(f"rank {row - 1} has nothing to do")
+            raise _CellLocation(row, 1, "").make_error(f"the row of rank {row - 1} has no action")
 
     def read_cell(self, location: _CellLocation) -> None:
         words = self.rank_words[-1]
@@ -358,8 +357,8 @@ class _CsvReader:
             and any(op in BACKWARD_OPS for op in ops)
         ):
             raise location.make_error(
-                f"{_shorten(location.text)} is not two actions that run as one",
-                hint=f"a forward and a backward do: (0F7;7B3){PAIR_ACTION}",
+                f"{_shorten(location.text)} is not a pair of actions that run as one",
+                hint=f"a pair is a forward and a backward, such as (0F7;7B3){PAIR_ACTION}",
             )
         first, second = both
         assert first is not None and second is not None
@@ -372,15 +371,15 @@ class _CsvReader:
         if not match or kind not in _ACTION_WORDS:
             near = get_close_matches(kind[:40], list(_ACTION_WORDS), 1)
             raise location.make_error(
-                f"{_shorten(text)} is no action like 0F0 or 3SEND_B1",
+                f"{_shorten(text)} is not an action such as 0F0 or 3SEND_B1",
                 hint=f"did you mean {near[0]}?" if near else "",
             )
         word, each = _ACTION_WORDS[kind]
         word = self.sharded_actions.get(kind, word)
         if each != bool(match[3]):
             right = f"{match[1][:9]}{kind}{'0' * each}"
-            why = "a microbatch" if each else "no microbatch"
-            raise location.make_error(f"{kind} has {why}, as in {right}: not {_shorten(text)}")
+            why = "needs a microbatch" if each else "has no microbatch"
+            raise location.make_error(f"{_shorten(text)}: {kind} {why}, as in {right}")
         stage, mb = int(match[1][:10]), int(match[3][:10] or 0)
         if len(match[1]) > 9 or stage >= MAX_STAGES:
             raise location.make_error(f"{_shorten(text)}: at most {MAX_STAGES} stages are allowed")
@@ -419,7 +418,7 @@ class _CsvReader:
         for stage, at in sorted(self.peer_cells.items()):
             if stage not in self.stage_cells:
                 raise at.make_error(
-                    f"{_shorten(at.text)} is to or from stage {stage}, but no row has that",
+                    f"{_shorten(at.text)} is to or from stage {stage}, but no row has this stage",
                     _MISSING_ROW_HINT if stage > last else "",
                 )
         words = np.concatenate([np.array(w, np.int64) for w in self.rank_words])
@@ -430,8 +429,8 @@ class _CsvReader:
             stage = int((count < m).argmax())
             raise self.max_microbatch_cell.make_error(
                 f"{_shorten(self.max_microbatch_cell.text)} names microbatch "
-                f"{self.max_microbatch}, so that there are {m}, "
-                f"but stage {stage} runs only {count[stage]} forward"
+                f"{self.max_microbatch}, so there are {m} microbatches, but stage {stage} has "
+                f"only {count[stage]} forwards"
                 if self.max_microbatch >= 0
                 else "no cell has a microbatch"
             )

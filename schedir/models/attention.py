@@ -55,9 +55,8 @@ def attention(
     groups = k.shape[1]
     if k.shape != v.shape or k.shape != (b, groups, length, width) or heads % groups:
         raise UsageError(
-            f"queries {tuple(q.shape)} do not attend to keys {tuple(k.shape)} and values "
-            f"{tuple(v.shape)}: all have one length and width, and so many heads of queries share "
-            "each of the others"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must have the same "
+            "length and width, and the heads of q must be a multiple of those of k and v"
         )
     grouped = heads > groups
     if window is None:

@@ -81,7 +81,7 @@ def build_stage(
     """
     counts = split_layers(config.layers, stages, layers_per_stage)
     if not 0 <= stage < stages:
-        raise UsageError(f"stage {stage} is not one of 0..{stages - 1}")
+        raise UsageError(f"stage is {stage}; it must be from 0 to {stages - 1}")
     split_heads(config.heads, tp_size(tp))
     first = sum(counts[:stage])
     layers = range(first, first + counts[stage])
@@ -180,7 +180,7 @@ class Stage(nn.Module):
         if self.embedding is not None and self.positions is not None:
             length = x.shape[-1]
             if length > self.config.context:
-                raise UsageError(f"{length} tokens do not fit a context of {self.config.context}")
+                raise UsageError(f"{length} tokens are more than context = {self.config.context}")
             positions = select_local_tokens(
                 self.positions[:length], self.tp, sequence_parallel=self.sequence_parallel
             )

@@ -54,7 +54,7 @@ class GPTConfig:
         require_positive(self, "vocab", "layers", "hidden", "heads", "context")
         if self.hidden % self.heads:
             raise UsageError(
-                f"hidden {self.hidden} is no multiple of heads {self.heads}",
+                f"hidden {self.hidden} is not a multiple of heads {self.heads}",
                 fields=["hidden", "heads"],
             )
         if not 0 <= self.dropout < 1:

@@ -93,9 +93,9 @@ def split_stage(stage: Stage) -> list[nn.Module]:
         and stage.layers
     ):
         raise ModelError(
-            "the embedding is the head's weight, and they are in the first and the last of the "
-            "pieces of one stage",
-            hint="two stages, or a model that is not tied",
+            "the embedding and the head are one weight (tied), but they are in different segments "
+            "of one stage",
+            hint="use two or more stages, or tied=False",
         )
     segments = [[_SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
     for number in stage.layers:

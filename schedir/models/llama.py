@@ -68,7 +68,7 @@ def build_stage(
     """
     counts = split_layers(config.layers, stages, layers_per_stage)
     if not 0 <= stage < stages:
-        raise UsageError(f"stage {stage} is not one of 0..{stages - 1}")
+        raise UsageError(f"stage is {stage}; it must be from 0 to {stages - 1}")
     split_heads(config.kv_groups, tp_size(tp), "heads of keys and values", "kv_heads")
     first = sum(counts[:stage])
     layers = range(first, first + counts[stage])
@@ -147,7 +147,7 @@ class Stage(nn.Module):
         """
         length = x.shape[1] * (1 if self.embedding is not None else self.sequence_shards)
         if length > self.config.context:
-            raise UsageError(f"{length} tokens do not fit a context of {self.config.context}")
+            raise UsageError(f"{length} tokens are more than context = {self.config.context}")
         if self.embedding is not None:
             x = self.embedding(x)
         rotations = compute_rotations(

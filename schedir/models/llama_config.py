@@ -56,13 +56,13 @@ class LlamaConfig:
                 require_positive(self, name)
         if self.hidden % (2 * self.heads):
             raise UsageError(
-                f"hidden {self.hidden} is no multiple of twice the heads, {2 * self.heads}: "
-                "positions turn pairs of a head's numbers",
+                f"hidden {self.hidden} is not a multiple of 2 * heads = {2 * self.heads}: rotary "
+                "positions need an even width of each head",
                 fields=["hidden", "heads"],
             )
         if self.heads % self.kv_groups:
             raise UsageError(
-                f"{self.heads} heads cannot share {self.kv_groups} heads of keys and values evenly",
+                f"heads {self.heads} is not a multiple of kv_heads {self.kv_groups}",
                 fields=["heads", "kv_heads"],
             )
         for name in ("theta", "eps"):

@@ -51,28 +51,29 @@ def split_layers(
     """
     field_names = ("layers", "ranks", "stages_per_rank", "placement")
     if stages < 1:
-        raise UsageError(f"{stages} stages; there must be 1 or more", fields=field_names)
+        raise UsageError(f"stages is {stages}; it must be 1 or more", fields=field_names)
     each, remainder = divmod(layers, stages)
     if layers_per_stage is None:
         if not each:
-            raise UsageError(f"{layers} layers do not fill {stages} stages", fields=field_names)
+            raise UsageError(f"{layers} layers are fewer than {stages} stages", fields=field_names)
         if remainder:
             uneven = [each + (stage < remainder) for stage in range(stages)]
             raise UsageError(
                 f"{layers} layers cannot be divided by {stages} stages",
-                hint=f"an uneven division can be given: {uneven}",
+                hint=f"layers_per_stage {uneven} divides them unevenly",
                 fields=field_names,
             )
         return (each,) * stages
     if len(layers_per_stage) != stages or sum(layers_per_stage) != layers:
         raise UsageError(
-            f"layers_per_stage {tuple(layers_per_stage)} is not one of {layers} layers on "
-            f"{stages} stages",
+            f"layers_per_stage is {tuple(layers_per_stage)}; it must have {stages} numbers with "
+            f"the sum {layers}",
             fields=["layers_per_stage", *field_names],
         )
     if min(layers_per_stage) < 0 or 0 in layers_per_stage[1:-1]:
         raise UsageError(
-            f"layers_per_stage {tuple(layers_per_stage)} leaves a stage with nothing to do",
+            f"layers_per_stage is {tuple(layers_per_stage)}; only the first and the last stage may "
+            "have 0 layers",
             fields=["layers_per_stage"],
         )
     return tuple(layers_per_stage)
@@ -107,7 +108,7 @@ def split_tokens(context: int, tp: int) -> int:
     """
     if context % tp:
         raise UsageError(
-            f"tp {tp} does not divide a context of {context} tokens, which its ranks are to share",
+            f"tp {tp} does not divide the context of {context} tokens (sequence_parallel)",
             hint=f"context = {context - context % tp or tp}, or sequence_parallel = false",
             fields=["context", "sequence_parallel"],
         )

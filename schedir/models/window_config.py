@@ -48,26 +48,26 @@ def require_windows(config: WindowedModelConfig) -> None:
         if isinstance(setting, tuple) and len(setting) != config.layers:
             raise UsageError(
                 f"{name} has {len(setting)} numbers for {config.layers} layers",
-                hint="one number is for all layers",
+                hint="give one number for each layer, or a single number for all",
                 fields=[name, "layers"],
             )
         if wrong := [one for one in each if type(one) is not int or one < min_value]:
             raise UsageError(
-                f"{name} is {describe(wrong[0])}; it must be a whole number of {min_value} or more",
+                f"{name} is {describe(wrong[0])}; it must be an integer of {min_value} or more",
                 fields=[name],
             )
     pairs = _list_windows(config)
     for layer, (window, stride) in enumerate(pairs):
         if 0 < window < stride:
             raise UsageError(
-                f"layer {layer} has stride {stride} and window {window}: keys between two "
-                "windows would be seen by nobody",
+                f"layer {layer} has stride {stride} and window {window}; stride must not be larger "
+                "than window, so that a query attends to each key",
                 fields=["stride", "window"],
             )
     if not any(window for window, _ in pairs) and any(stride > 1 for _, stride in pairs):
         raise UsageError(
-            f"stride is {describe(config.stride)}, and no layer has a window that it could move",
-            hint="window = 256",
+            f"stride is {describe(config.stride)}, but no layer has a window",
+            hint="set window, such as window = 256",
             fields=["stride", "window"],
         )
 

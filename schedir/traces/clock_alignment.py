@@ -59,14 +59,14 @@ def align_clocks(
         max_offset = np.minimum(max_offset, max_offset[:, via, None] + max_offset[None, via])
     if (np.diag(max_offset) < 0).any():
         raise TraceError(
-            "the clocks of hosts cannot be aligned: messages come back before they were sent, by "
-            f"{-float(np.diag(max_offset).min()):.3g} s, whatever the offsets"
+            "the clocks of hosts cannot be aligned: with all offsets, a message is received "
+            f"{-float(np.diag(max_offset).min()):.3g} s before it was sent"
         )
     if not np.isfinite(max_offset).all():
         row, column = map(int, np.argwhere(~np.isfinite(max_offset))[0])
         raise TraceError(
             "the clocks of hosts cannot be aligned: no messages go from "
-            f"{hosts[row] or 'one without a name'} to {hosts[column] or 'one without a name'}"
+            f"{hosts[row] or 'an unnamed host'} to {hosts[column] or 'an unnamed host'}"
         )
     # The latest and the earliest offsets satisfy all bounds, so their mean does too.
     offsets = (max_offset[0] - max_offset[:, 0]) / 2

@@ -88,8 +88,8 @@ def split_repetitions(
     items, waits = _collect_items(trace, interval, default_stage)
     if items and trace.kernels is None and "nccl" in trace.backend and not trace.receive_waits:
         raise TraceError(
-            f"{trace.path} is of a run over NCCL, and has no kernels: its ranges say when the host "
-            "launched them, not when they ran",
+            f"{trace.path} is from a run over NCCL, but has no kernels: its ranges have only the "
+            "times when the host launched instructions",
             hint="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
         )
     items = _add_posted_messages(trace, items)

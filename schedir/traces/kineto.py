@@ -135,14 +135,14 @@ def read_trace(path: str | Path) -> Trace:
         header = _read_header(path)
         if "traceEvents" not in header:
             raise TraceError(
-                f"{path} is no trace of torch.profiler: it has no traceEvents",
-                hint="where other files lie beside, a pattern names the traces only",
+                f"{path} is not a trace of torch.profiler: it has no traceEvents",
+                hint="if the folder has other files, give a pattern that matches the traces only",
             )
         with _TraceFile(path) as file:
             return _TraceReader(str(path), header).read(file)
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, gzip.BadGzipFile | EOFError | zlib.error):
-            raise TraceError(f"{path} is no whole gzip file: {error}") from None
+            raise TraceError(f"{path} is not a complete gzip file: {error}") from None
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
 
@@ -176,10 +176,10 @@ class _TraceFile:
         self.bytes_read += len(data)
         unclosed = sum(map(data.count, (b"[", b"{"))) - sum(map(data.count, (b"]", b"}")))
         if unclosed > _MAX_OPEN_BRACKETS:
-            raise TraceError(f"{self.path} is no trace of torch.profiler: it is nested too deeply")
+            raise TraceError(f"{self.path} is nested too deeply for a trace of torch.profiler")
         if self.max_bytes is not None and self.bytes_read > self.max_bytes:
             raise TraceError(
-                f"{self.path} is no trace of torch.profiler: it has no traceEvents in its first "
+                f"{self.path} is not a trace of torch.profiler: it has no traceEvents in its first "
                 f"{format_bytes(self.max_bytes)}"
             )
         return data
@@ -199,11 +199,11 @@ def _parse_events(path: str | Path, events: Iterator[Any]) -> Iterator[Any]:
         yield from events
     except ijson.IncompleteJSONError as error:
         cut = "premature EOF" in str(error) or "Incomplete" in str(error)
-        why = "it ends in the middle" if cut else f"it is no JSON: {_first_line(error)}"
-        hint = "was the run stopped while it was written?" if cut else ""
+        why = "it is cut off" if cut else f"it is not JSON: {_first_line(error)}"
+        hint = "was the run stopped while it wrote the trace?" if cut else ""
         raise TraceError(f"{path} cannot be read: {why}", hint=hint) from None
     except (ijson.JSONError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path} is no JSON: {_first_line(error)}") from None
+        raise TraceError(f"{path} is not JSON: {_first_line(error)}") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -295,8 +295,8 @@ class _TraceReader:
             return
         if not (-_MAX_MICROSECONDS < ts < _MAX_MICROSECONDS and 0 <= dur < _MAX_MICROSECONDS):
             raise TraceError(
-                f"{self.trace.path} has {describe(name)} at {ts:g} us for {dur:g} us: no clock "
-                "says so"
+                f"{self.trace.path} has {describe(name)} at {ts:g} us for {dur:g} us, which is not "
+                "a valid time"
             )
         start = self.base_time + round(1e3 * ts)
         end = max(start, self.base_time + round(1e3 * (ts + dur)))

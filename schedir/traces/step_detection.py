@@ -112,9 +112,9 @@ class TracedProcesses:
         if not common and any(each):
             few = min(each, key=len)
             raise TraceError(
-                "no ProfilerStep is in the traces of all ranks",
+                "the traces of the ranks have no ProfilerStep in common",
                 hint=" and ".join(
-                    f"one has {sorted(one) or 'none'}"
+                    f"one trace has {sorted(one) or 'none'}"
                     for one in (few, next(one for one in each if not few or not few <= one))
                 ),
             )
@@ -182,13 +182,13 @@ class TracedProcesses:
         few, most = (f(ranks.values(), key=len) for f in (min, max))
         if len(few) != len(most):
             raise TraceError(
-                f"{most[0].trace.path} has the schedule {len(most)} times, "
-                f"{few[0].trace.path} {len(few)} times",
+                f"{most[0].trace.path} has the schedule {len(most)} times, but "
+                f"{few[0].trace.path} has it {len(few)} times",
                 hint=""
                 if step is not None
-                else "profile(schedule=...) and profiler.step() mark steps",
+                else "mark steps with profile(schedule=...) and profiler.step()",
             )
-        description = "the whole trace" if step is None else f"ProfilerStep {step}"
+        description = "the complete trace" if step is None else f"ProfilerStep {step}"
         for k in reversed(range(len(most))):
             nth = _ORDINALS[k] if k < len(_ORDINALS) else f"{k + 1}th"
             which = f", the {nth} of {len(most)} times that it ran the schedule" * (len(most) > 1)
@@ -204,7 +204,7 @@ class TracedProcesses:
         within = [trace for trace in traces if step is None or step in trace.steps]
         if len(within) > 1:
             of = "" if step is None else f" and have ProfilerStep {step}"
-            raise TraceError(f"{within[0].path} and {within[1].path} are of one rank{of}")
+            raise TraceError(f"{within[0].path} and {within[1].path} are of the same rank{of}")
         (trace,) = within
         for seen in split_repetitions(
             trace, _ALL_TIME if step is None else trace.steps[step], default_stage

@@ -44,8 +44,8 @@ def _find_in_directory(directory: Path) -> list[Path]:
             {file.parent for name in FILE_PATTERNS for file in directory.glob(f"**/{name}")}
         )
         raise UsageError(
-            f"{directory} has no traces: no {' or '.join(FILE_PATTERNS)}",
-            hint=f"{below[-1]} has some" if below else "",
+            f"{directory} has no traces: no file matches {' or '.join(FILE_PATTERNS)}",
+            hint=f"{below[-1]} has traces" if below else "",
         )
     return own
 
@@ -82,11 +82,11 @@ def read_traces(
             on_read(path)
     if not any(trace.instruction_ranges for trace in traces):
         raise TraceError(
-            f"none of {len(files)} files has a range that marks an instruction, such as PP:0F3"
+            f"none of {len(files)} files has a range of an instruction, such as PP:0F3"
             if len(files) > 1
-            else f"{files[0]} has no range that marks an instruction, such as PP:0F3",
-            hint="schedir.instrument() before the first step marks those of torch, Megatron-LM and "
-            "DeepSpeed that do not mark themselves",
+            else f"{files[0]} has no range of an instruction, such as PP:0F3",
+            hint="call schedir.instrument() before the first step of torch, Megatron-LM or "
+            "DeepSpeed, to add the ranges",
         )
     return traces
 

@@ -134,15 +134,15 @@ def read_run(
     """
     traces = read_traces(find_trace_files(sources), on_read)
     marked = [trace for trace in traces if trace.instruction_ranges]
-    notes = _note_unread(len(traces) - len(marked), len(traces), "files mark no instruction")
+    notes = _note_unread(len(traces) - len(marked), len(traces), "files without instructions")
     processes = TracedProcesses(marked)
     steps = processes.steps
     if step is not None and step not in steps:
         raise TraceError(
-            f"there is no ProfilerStep {step} of which all ranks have a trace",
-            hint=f"there are {', '.join(map(str, steps))}"
+            f"the traces of the ranks do not all have ProfilerStep {step}",
+            hint=f"they have {', '.join(map(str, steps))}"
             if steps
-            else "these traces have no ProfilerStep at all",
+            else "leave out the step: these traces have no ProfilerStep",
         )
     failed: SchedirError | None = None
     tried: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
@@ -151,12 +151,12 @@ def read_run(
     waiting: list[ScheduleExecution] = []
     runs = (once for number in tried for once in processes.list_executions(number))
     for once in chain(runs, waiting):
-        evaluates = f"{once.description} evaluates: not read"
+        evaluates = f"skipped {once.description}: it is an evaluation"
         if evaluates in skipped:
             skipped.remove(evaluates)
         elif once.is_evaluation:
             failed = failed or TraceError(
-                f"{once.description} evaluates: in its forwards operators run, in backwards none do"
+                f"{once.description} is an evaluation: no operators run in its backwards"
             )
             skipped.append(evaluates)
             if not once.has_backwards:
@@ -168,34 +168,34 @@ def read_run(
             )
         except (CompletenessError, OrderError, ShapeError) as error:  # it may have been cut off
             failed = failed or error
-            skipped.append(f"{once.description} is not whole: not read")
+            skipped.append(f"skipped {once.description}: it is not complete")
             if isinstance(error, ReductionError) and not program_attributes:
                 error.add_note(
-                    "traces do not tell tp, dp, tied_weights and clip_grad_norm: say what they were"
+                    "traces do not contain tp, dp, tied_weights and clip_grad_norm: set them"
                 )
             continue
         of = once.num_replica_traces + len(once.ranks)
-        replicas = "traces are of replicas, which hold the same stages as others"
+        replicas = "traces of replicas with the same stages as others"
         notes += [*skipped, *_note_unread(once.num_replica_traces, of, replicas), *timeline_notes]
         if not once.is_one_pipeline:
             notes.append(
-                "no group of processes in the traces holds each stage once: those that were "
-                "read may be of several replicas, which do not talk to each other"
+                "no group of processes in the traces has each stage once: the processes may be of "
+                "several replicas, which do not communicate with each other"
             )
         if "" in {part.trace.host for part in once.ranks} and len(once.ranks) > 1:
-            notes.append("no host is named in some traces: their clocks are taken for one")
+            notes.append("some traces have no host name: they are assumed to have the same clock")
         return ImportedRun(timeline, once.description, tuple(steps), tuple(notes))
     assert failed is not None
-    failed.add_note("no step in these traces is whole")
+    failed.add_note("no step in these traces is complete")
     if not steps:
         failed.add_note(
-            "hint: where profile(schedule=...) marks no steps, a trace has to begin before a step"
+            "hint: mark steps with profile(schedule=...), or begin the trace before a step"
         )
     raise failed
 
 
 def _note_unread(count: int, total: int, reason: str) -> list[str]:
-    return [f"{count} of {total} {reason}: not read"] if count else []
+    return [f"skipped {count} of {total} {reason}"] if count else []
 
 
 def _build_timeline(
@@ -209,14 +209,14 @@ def _build_timeline(
     gpu = any(part.trace.kernels is not None for part in ranks)
     if gpu and (lacking := [p.trace.path for p in ranks if p.trace.kernels is None]):
         raise TraceError(
-            f"{lacking[0]} has no kernels, and others have: its ranges say when the host launched "
-            "them, not when they ran"
+            f"{lacking[0]} has no kernels, but other traces have: its ranges have only the times "
+            "when the host launched instructions"
         )
     marked = replace(_build_marked_program(ranks, name), **program_attributes)
     if marked.used_opcodes.isdisjoint(TRANSFER_OPS) and marked.shape.ranks > 1:
         notes.append(
-            "messages are not marked: their order is schedir's own, and when they went is what "
-            "the instructions leave room for"
+            "messages have no ranges: schedir has added them in its own order, at times between "
+            "the instructions around them"
         )
         compute = tuple(Stream(s.words[np.isin(s.op, COMPUTE_OPS)]) for s in marked.streams)
         program = lower(replace(marked, name=f"{name}-lowered", streams=compute))
@@ -246,16 +246,16 @@ def _note_missing_times(spans: Sequence[ExecutedSpan], gpu: bool) -> list[str]:
     unseen = sum(seen.end is None for seen in spans)
     if not gpu:
         return [
-            f"of {unseen} messages nothing says when they were there: if a forward or backward "
-            "waited for them inside of its range, that counts as work"
+            f"the arrival times of {unseen} messages are unknown: if a forward or backward waited "
+            "for them inside its range, this wait counts as compute"
         ] * bool(unseen)
     empty = sum(s.end == s.start for s in spans if s.actions[0].op in COMPUTE_OPS)
     return [
-        f"of {unseen} messages there is no kernel: they are taken to have passed before they were "
+        f"{unseen} messages have no kernel: they are assumed to have arrived before they were "
         "needed"
-    ] * bool(unseen) + [
-        f"of {empty} forwards and backwards there is no kernel: they take no time"
-    ] * bool(empty)
+    ] * bool(unseen) + [f"{empty} forwards and backwards have no kernel: they take no time"] * bool(
+        empty
+    )
 
 
 # ---------------------------------------------------------------- the program
@@ -279,7 +279,7 @@ def _build_marked_program(ranks: list[ScheduleRun], name: str) -> Program:
     stages = max(rank_of) + 1
     if missing := [stage for stage in range(stages) if stage not in rank_of]:
         raise TraceError(
-            f"stage {stages - 1} is there, and stage {missing[0]} is not",
+            f"the traces have stage {stages - 1}, but not stage {missing[0]}",
             hint="is the trace of a rank missing?",
         )
     actions = [a for part in ranks for seen in part.spans for a in seen.actions]

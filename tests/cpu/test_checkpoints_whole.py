@@ -29,7 +29,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_in_words(tmp_path: Path) 
     for step in (1, 2):
         save(one, tmp_path, step=step, keep=2)
     (tmp_path / "step-00000002" / "manifest.jsonl").write_text("{}\n")
-    with pytest.warns(UserWarning, match=r"^passed over: step-00000002 is not whole: its manifest"):
+    with pytest.warns(UserWarning, match=r"^skipped: step-00000002 is not complete: its manifest"):
         state = load(two(), tmp_path)
     assert state is not None and state["step"] == 1
     for file in (tmp_path / "step-00000001").glob("*.distcp"):
@@ -37,5 +37,5 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_in_words(tmp_path: Path) 
     with pytest.raises(CheckpointError) as error:
         load(two(), tmp_path)
     assert str(tmp_path) in error.value.fact and error.value.hint
-    assert "none is whole: step-00000002 is not" in error.value.fact
-    assert "; step-00000001 is not whole: " in error.value.fact
+    assert "is complete: step-00000002 is not" in error.value.fact
+    assert "; step-00000001 is not complete: " in error.value.fact

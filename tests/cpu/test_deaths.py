@@ -131,7 +131,7 @@ def test_under_torchrun_a_neighbour_says_who_died(
     assert code == 1 and "pair.cc" not in err
     # torchrun ends the others at once; who is told to end says who has died.
     (said,) = ours
-    assert said.startswith("process 1 (pipeline rank 1) has died without a word, ")
+    assert said.startswith("process 1 (pipeline rank 1) has died without a message, ")
     assert "Root Cause" in err and "rank      : 1 " in err
 
 

@@ -116,7 +116,7 @@ def test_of_two_nodes_the_other_one_says_who_has_died(
         time.sleep(0.05)
     nodes.append(start(command))
     both = [err for _, _, err in map(finish, nodes)]
-    said = "process 1 (pipeline rank 1) is waited for, and nothing is heard of it from its machine"
+    said = "process 1 (pipeline rank 1) has sent no information from its machine"
     (own,) = (err for err in both if "rank      : 1 " in err)  # the node of the one that died
     (other,) = (err for err in both if err is not own)
     assert "exitcode  : -9" in own
@@ -139,9 +139,9 @@ if os.environ.get("RANK") == "1":
     ("launcher", "what", "said"),
     [
         ("schedir", "os._exit(3)",
-         "process 1 (pipeline rank 1) ended with exit code 3, before it had begun"),
+         "process 1 (pipeline rank 1) ended with exit code 3, before it started"),
         ("torchrun", "os._exit(3)",
-         "process 1 (pipeline rank 1) has not begun: it has left no black box; "
+         "process 1 (pipeline rank 1) has not started: it has no black box; "
          "process 0 (pipeline rank 0) was told to end (SIGTERM), in set-up"),
         ("schedir", "import sys; sys.modules['torch.distributed'] = None",
          "process 1 (pipeline rank 1): Traceback"),

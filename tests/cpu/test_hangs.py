@@ -231,7 +231,10 @@ def test_who_is_stopped_while_others_save_is_found_and_a_slow_disk_is_not(
             one.kill()
             one.join()
     said = (tmp_path / "said-0").read_text().partition("\n")[0]
-    stopped = "nothing has moved for 0.5 s: process 1 (pipeline rank 1) is stopped, saving step 4"
+    stopped = (
+        "no process has made progress for 0.5 s: process 1 (pipeline rank 1) is stopped, "
+        "saving step 4"
+    )
     assert said.startswith(stopped) if stops else not said
 
 

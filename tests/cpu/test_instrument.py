@@ -166,7 +166,7 @@ def test_a_name_that_may_be_wrong_is_refused() -> None:
     megatron._require_tag([tensor, None], other)
     with pytest.raises(ExecutionError, match=r"computes 5\.3 .* received for 5\.4"):
         megatron._require_tag(tensor, at)
-    with pytest.raises(ExecutionError, match="more than its schedule has"):
+    with pytest.raises(ExecutionError, match="more messages than its schedule has"):
         step.name_message("recv_prev", tensor)
 
     schedule = SimpleNamespace(stage_id=2, stages=4, micro_batches=9, num_pipe_buffers=lambda: 2)
@@ -176,7 +176,7 @@ def test_a_name_that_may_be_wrong_is_refused() -> None:
         "2F1",
         "2F2",
     ]
-    with pytest.raises(ExecutionError, match="not that of microbatch 3"):
+    with pytest.raises(ExecutionError, match="not the buffer of microbatch 3"):
         deep.name_next_action("ForwardPass", 0, 0)
 
 
@@ -248,7 +248,7 @@ def test_nothing_is_changed_where_something_is_wrong() -> None:
     before = theirs.PipelineScheduleSingle.step
     with pytest.raises(UsageError) as caught:
         schedir.instrument("torch", "titan")
-    assert caught.value.hint == "there are 'torch', 'megatron', 'deepspeed'"
+    assert caught.value.hint == "the trainers are 'torch', 'megatron', 'deepspeed'"
     assert theirs.PipelineScheduleSingle.step is before
 
 

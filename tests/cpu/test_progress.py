@@ -222,7 +222,9 @@ def test_the_watchdog_asks_and_says_it(
             ended.get()
         *_, last = [ended.get(timeout=60) for _ in range(3)]
         first, *lines = last.splitlines()
-        assert first.startswith("one_f_one_b: nothing has moved for 0.2 s: process 0 (pipeline")
+        assert first.startswith(
+            "one_f_one_b: no process has made progress for 0.2 s: process 0 (pipeline"
+        )
         assert lines == [
             "  on its own GPU:",
             "  rank 0 #7   send_act 0.2   in step 1, waits for rank 1 to receive",

@@ -52,7 +52,7 @@ def test_a_checkpoint_that_is_passed_over(
     (tmp_path / "saved" / "step-00000004" / "manifest.jsonl").write_text("{}\n")
     assert run(config, words(tmp_path, 4)) == 0
     said = capsys.readouterr().out
-    assert "\npassed over: step-00000004 is not whole: its manifest" in said
+    assert "\nskipped: step-00000004 is not complete: its manifest" in said
     assert resumed(said) == f"resumed at step 2 from {tmp_path / 'saved' / 'step-00000002'}"
     assert (tmp_path / "out" / "loss.csv").read_bytes() == losses
 

@@ -282,7 +282,7 @@ def test_any_layout_goes_on(base: str, name: str, folder: Path) -> None:
     assert max(found.values()) < 1e-6
 
 
-@pytest.mark.filterwarnings("ignore:modules draw by the seed")
+@pytest.mark.filterwarnings("ignore:the seed of modules is")
 @pytest.mark.parametrize("stages", [2, 4])
 def test_an_executor_goes_on(stages: int, folder: Path) -> None:
     ranks = in_process(stages)

@@ -179,15 +179,14 @@ def refused(rank: int, folder: Path) -> list[str]:
         else:
             load(made.schedule, folder, **made.how)
     texts.append(f"one saves, one loads\n{error.value}\n")
-    with pytest.raises(CheckpointError, match="none is whole: step-00000001 is not whole"):
+    with pytest.raises(CheckpointError, match="is complete: step-00000001 is not complete"):
         load(made.schedule, folder if rank else folder / "steps", **made.how)
     some = _of_some(rank)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         save(some.schedule, folder / "some", step=1, **some.how)
     assert [str(one.message) for one in said] == [
-        "trained, and stepped by no optimizer that is saved: stages.0.linear.bias; "
-        "stages.1.linear.bias"
+        "no saved optimizer has these trained weights: stages.0.linear.bias; stages.1.linear.bias"
     ] * (not rank)
     texts.append(f"a load that has failed\n{half_read(folder, made)}\n")
     return texts

@@ -140,8 +140,8 @@ def test_an_evaluation_is_no_step(runs: tuple[Path, list[dict[str, list[str]]]])
     found = read_run([folder / "evaluated"])
     first, last = found.steps
     assert found.step == f"ProfilerStep {first}"
-    assert f"ProfilerStep {last} evaluates: not read" in found.notes
-    with pytest.raises(TraceError, match=f"ProfilerStep {last} evaluates"):
+    assert f"skipped ProfilerStep {last}: it is an evaluation" in found.notes
+    with pytest.raises(TraceError, match=f"ProfilerStep {last} is an evaluation"):
         read_run([folder / "evaluated"], step=last)
 
 
@@ -161,8 +161,8 @@ def test_waits_that_nothing_tells(
         hand.append(sum(e["dur"] for e in named) / 1e6)
     found = read_run([tmp_path])
     np.testing.assert_allclose(found.timeline.busy, hand, atol=2e-6)
-    assert any("counts as work" in note for note in found.notes)
-    assert not any("counts as work" in note for note in whole.notes)
+    assert any("counts as compute" in note for note in found.notes)
+    assert not any("counts as compute" in note for note in whole.notes)
 
 
 OURS = {

@@ -104,7 +104,10 @@ def test_all_end_together(
     if what is signal.SIGSTOP:  # before its timeout is over
         while (now := where(capsys, out)).startswith("the run goes on"):
             time.sleep(0.05)
-        assert "nothing has moved for " in now and "process 1 (pipeline rank 1) is stopped, " in now
+        assert (
+            "no process has made progress for " in now
+            and "process 1 (pipeline rank 1) is stopped, " in now
+        )
         assert "\n  process 0 (pipeline rank 0)  " in now  # wherever it is by then
     got, _, err = finish(process)
     assert got == code and said in err
@@ -116,7 +119,9 @@ def test_all_end_together(
     if to == "rank 1":
         assert where(capsys, out).startswith(err)
     elif what is signal.SIGKILL:  # nobody was left to tidy up
-        assert where(capsys, out).startswith("nobody is to blame: all 2 processes ended at once, ")
+        assert where(capsys, out).startswith(
+            "no process is the cause: all 2 processes ended at once, "
+        )
     elif what is not signal.SIGTERM:
         assert not (out / "boxes").exists()
 
@@ -291,7 +296,7 @@ def test_a_rank_that_stands_outside_of_a_step_is_one_error(config: str, tmp_path
             "train.timeout=6", "train.log_every=1"]  # fmt: skip
     got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
     assert got == 1
-    assert "process 1 (pipeline rank 1) is stopped, bringing together the numbers of step 1" in err
+    assert "process 1 (pipeline rank 1) is stopped, gathering the results of step 1" in err
     assert "Traceback" not in err and "unbound_buffer" not in err
 
 

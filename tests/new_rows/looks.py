@@ -62,10 +62,8 @@ def everywhere(program: Program, text: str, costs: Costs, folder: str) -> None:
         assert torch_csv.to_csv(program) == torch_csv.to_csv(plain)
     except schedir.errors.UsageError as error:
         moves = program.used_opcodes & {*OPS_OFF_COMPUTE_LANE[Value.SAVED]}
-        own = [
-            f"has {INSTRUCTIONS[op].text}, for which torch's" for op in program.used_opcodes & NEW
-        ]
-        whys = ["offloads what forwards saved"] if moves else own
+        own = [f"has {INSTRUCTIONS[op].text}, but torch's" for op in program.used_opcodes & NEW]
+        whys = ["offloads activations"] if moves else own
         assert any(why in str(error) for why in whys)
     else:
         raise AssertionError("torch has no action for it")

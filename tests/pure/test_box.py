@@ -135,8 +135,8 @@ def test_who_has_moved_while_others_waited_is_not_said_to_stand(since: float, sl
     found = StalledRun(all_of, ProcessLayout(4, 1, 1), PROGRAM)
     blame = found.find_cause()
     assert blame is not None and blame.process == 1 and found.is_slow(1) is slow
-    assert ("is slow, or has only just come to stand" in blame.fact) is slow
-    assert ("does not go on" in blame.fact) is not slow
+    assert ("is slow, or has stopped a short time ago" in blame.fact) is slow
+    assert ("makes no progress" in blame.fact) is not slow
 
 
 def test_who_has_died_or_is_stopped_is_blamed_before_who_is_busy() -> None:
@@ -201,7 +201,7 @@ def test_of_several_at_work_the_one_that_is_furthest_behind_is_blamed() -> None:
         StallKind.BUSY,
         False,
     )
-    assert "; or it may be process " in found.fact
+    assert "; the cause may also be process " in found.fact
 
 
 # ---------------------------------------------------------------- files

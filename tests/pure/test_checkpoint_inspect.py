@@ -81,16 +81,16 @@ def test_what_is_not_whole_is_told_and_passed_over(
     file = saved / "step-00000004" / "__0_0"
     file.write_bytes(b"?" + file.read_bytes()[1:])
     out = said(capsys, "checkpoint", "inspect", "run")
-    assert f"step 6: step-00000006 is not whole: {MANIFEST_NAME} is not there\n" in out
+    assert f"step 6: step-00000006 is not complete: {MANIFEST_NAME} is missing\n" in out
     assert "\nstep 4\n" in out  # its sizes are right
     assert main(["checkpoint", "inspect", "run", "--verify"]) == 2
     out = capsys.readouterr().out
-    assert "step 4: step-00000004 is not whole: __0_0 is not as it was written\n" in out
+    assert "step 4: step-00000004 is not complete: __0_0 has another digest\n" in out
     assert "\nstep 2\n" in out and out.count("yes") == 1 and "sizes" not in out
     assert main(["checkpoint", "inspect", "run", "--step", "2", "--verify"]) == 0
     file.write_bytes(b"?")
     capsys.readouterr()
-    assert "4 is not whole: __0_0 has 1 bytes, not 104\n" in said(
+    assert "4 is not complete: __0_0 has 1 bytes, not 104\n" in said(
         capsys, "checkpoint", "inspect", "run"
     )
 

@@ -66,8 +66,8 @@ def test_the_command_itself() -> None:
     refusal = command("print", "gpip")
     assert (refusal.returncode, refusal.stdout) == (2, "")
     assert refusal.stderr == (
-        "UsageError: no built-in schedule 'gpip', and it names no file.py:function and no "
-        "file.sched\n"
+        "UsageError: 'gpip' is not a built-in schedule, a file.py:function, a file.sched or a "
+        "file.timeline\n"
         "  hint: did you mean 'gpipe'?\n"
     )
     drawn = command("draw", "mine.py:in_pairs", "--microbatches", "4", "-o", "x.png")
@@ -403,9 +403,9 @@ def test_options_of_a_schedule_and_overlap(capsys: pytest.CaptureFixture[str]) -
         ("interleaved(4)", "cannot be read"),
         ("interleaved(**{})", "cannot be read"),
         ("interleaved(group=)", "cannot be read"),
-        ("interleaved(group=x)", "text stands in quotes"),
+        ("interleaved(group=x)", "put text in quotes"),
         ("interleaved()(group=4)", "cannot be read"),
-        ("gpipe(group=4)", "it has none"),
+        ("gpipe(group=4)", "gpipe has no options"),
         ("gpip(group=4)", "did you mean 'gpipe'?"),
     ],
 )

@@ -232,7 +232,7 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
     for words, told in (
         ("--microbatches=8", "has microbatches 4, not 8"),
         ("-O frozen_stages=1", "has frozen_stages 0, not 1"),
-        ("--relower -O stage_segments=5", "pieces already"),
+        ("--relower -O stage_segments=5", "have segments already"),
     ):
         assert told in commands.refused(capsys, "compare", file, *words.split(), costs)
     (own,) = compared(file, "--relower", "-O", "frozen_stages=1")
@@ -274,7 +274,7 @@ def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]
     ]
     assert [row["span"] for row in spans] == [60, 60]
     cluster = "--cluster=examples/selene.toml"
-    assert "and these are cut" in commands.refused(
+    assert "the costs of segments of stages" in commands.refused(
         capsys, *how, "-O", "chunks_per_microbatch=2", cluster
     )
 
@@ -332,7 +332,11 @@ def test_refusals() -> None:
         lambda: compile(extract_compute(program), stage_segments=2), UsageError, "of pieces already"
     )
     for form in ("torch", "torch-2.13"):
-        refused(lambda f=form: torch_csv.to_csv(program, f), UsageError, "sums what pieces")
+        refused(
+            lambda f=form: torch_csv.to_csv(program, f),
+            UsageError,
+            "collectives between the segments",
+        )
         assert torch_csv.to_csv(compile(schedules.gpipe, shape, stage_segments=3), form)
     for shares, words in ((1, -1, 1), "not negative"), ((1, 1), "2 shares"), ((0, 0, 0), "all 0"):
         refused(lambda s=shares: split_costs(WHOLE, 3, shape, s), UsageError, words)

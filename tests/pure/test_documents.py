@@ -39,13 +39,13 @@ def spoil(at: int, value: bytes) -> object:
         (lambda raw: b"", "does not begin with MMIDIDX"),
         (lambda raw: raw[:20], "does not begin with MMIDIDX"),
         (spoil(0, b"N"), "does not begin with MMIDIDX"),
-        (spoil(9, b"\2"), "is of version 2"),
-        (spoil(17, b"\6"), "are of type 6"),
-        (spoil(17, b"\4"), "do not come one after the other"),
+        (spoil(9, b"\2"), "has version 2"),
+        (spoil(17, b"\6"), "has tokens of type 6"),
+        (spoil(17, b"\4"), "do not follow each other"),
         (spoil(18, b"\xff" * 8), "is cut off"),
         (lambda raw: raw[:-1], "is cut off"),
-        (spoil(34, b"\xff\xff\xff\xff"), "do not come one after the other"),
-        (spoil(38, b"\6"), "says that a.bin has 10 tokens"),
+        (spoil(34, b"\xff\xff\xff\xff"), "do not follow each other"),
+        (spoil(38, b"\6"), "needs 10 tokens of 2 bytes in a.bin"),
         (spoil(58, b"\1"), "bounds of documents that do not go from 0 to 2"),
         (spoil(66, b"\3"), "bounds of documents that do not go from 0 to 2"),
     ],
@@ -99,7 +99,7 @@ def test_documents_of_bytes_have_their_ends(tmp_path: Path) -> None:
 def test_lines_of_json_are_refused_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
     for source in (str(tmp_path / "a.jsonl"), [str(tmp_path / "*.jsonl")]):
-        with pytest.raises(UsageError, match="no text file") as caught:
+        with pytest.raises(UsageError, match="is not a text file") as caught:
             read_documents(source, Bytes(), 257)
         assert "preprocess_data.py" in caught.value.hint
         assert caught.value.fields == ("source",)
@@ -110,5 +110,5 @@ def test_whole_documents_are_held_out() -> None:
     trained, held_out = split_documents(Documents(tokens, ends), 0.3)
     assert trained.tokens.tolist() == [*range(6)] and trained.ends.tolist() == [4, 6]  # type: ignore[union-attr]
     assert held_out.tokens.tolist() == [6, 7, 8, 9] and held_out.ends.tolist() == [4]  # type: ignore[union-attr]
-    with pytest.raises(UsageError, match="leaves none to train on"):
+    with pytest.raises(UsageError, match="leaves no document for training"):
         split_documents(Documents(tokens, ends), 0.7)

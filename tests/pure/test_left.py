@@ -58,11 +58,14 @@ def test_of_a_run_that_stands_the_cause_and_who_waits(tmp_path: Path, capsys: Ca
     leave(tmp_path, 0, at)
     leave(tmp_path, 1, 1)
     said = where(capsys, str(tmp_path))
-    assert said[0].startswith("one_f_one_b: nothing has moved for 5.")
-    assert "process 1 (pipeline rank 1) waits for nobody, and does not go on: in step 3" in said[0]
+    assert said[0].startswith("one_f_one_b: no process has made progress for 5.")
+    assert (
+        "process 1 (pipeline rank 1) waits for no process, and makes no progress: in step 3"
+        in said[0]
+    )
     assert said[1:] == [
         f"  process 0 (pipeline rank 0)  in step 3 at #{at} B 0.0, "
-        "waits for process 1 to come to #4 send_grad 1.0"
+        "waits for process 1 to reach #4 send_grad 1.0"
     ]
     assert where(capsys, str(tmp_path / BLACK_BOX_DIRECTORY))[1:] == said[1:]
     facts = json.loads("\n".join(where(capsys, str(tmp_path), "--json")))
@@ -75,7 +78,7 @@ def test_a_run_that_goes_on_has_no_cause(tmp_path: Path, capsys: Capture) -> Non
     leave(tmp_path, 0, 3)
     leave(tmp_path, 1, 1, ago=0)
     said = where(capsys, str(tmp_path))
-    assert said[0].startswith("the run goes on: ") and len(said) == 3
+    assert said[0].startswith("the run makes progress: ") and len(said) == 3
 
 
 def test_who_has_died_is_told_apart_from_processes_that_were_ended(
@@ -86,10 +89,12 @@ def test_who_has_died_is_told_apart_from_processes_that_were_ended(
 
     leave(tmp_path, 0, 3, gone)
     leave(tmp_path, 1, 1, gone)
-    assert where(capsys, str(tmp_path))[0].startswith("nobody is to blame: all 2 processes ended")
+    assert where(capsys, str(tmp_path))[0].startswith(
+        "no process is the cause: all 2 processes ended"
+    )
     leave(tmp_path, 1, 1, gone, before)
     said = where(capsys, str(tmp_path))
-    assert said[0].startswith("process 1 (pipeline rank 1) has died without a word, in step 3")
+    assert said[0].startswith("process 1 (pipeline rank 1) has died without a message, in step 3")
     write_verdict(
         tmp_path / BLACK_BOX_DIRECTORY, compute_run_id(os.getppid()), "process 1 had no luck"
     )
@@ -112,7 +117,7 @@ def test_boxes_of_an_earlier_run_are_not_looked_at(tmp_path: Path, capsys: Captu
     leave(tmp_path, 0, 3, gone, earlier)
     leave(tmp_path, 1, 1)
     said = where(capsys, str(tmp_path))
-    assert said[-1] == "no box here of 1 processes: 0" and "process 0 (" not in "".join(said)
+    assert said[-1] == "no black box here of 1 processes: 0" and "process 0 (" not in "".join(said)
 
 
 def test_boxes_of_another_machine(tmp_path: Path, capsys: Capture) -> None:
@@ -129,7 +134,7 @@ def test_boxes_of_another_machine(tmp_path: Path, capsys: Capture) -> None:
     leave(tmp_path, 1, 1, elsewhere)
     said = where(capsys, str(tmp_path))
     assert "for 5.0 s" in said[0] or "for 4.9 s" in said[0] or "for 5.1 s" in said[0]
-    assert "of another machine" in said[-1]
+    assert "on another machine" in said[-1]
 
 
 @pytest.mark.parametrize(
@@ -149,4 +154,4 @@ def test_boxes_of_no_run_are_refused(
         words[word] = value
 
     leave(tmp_path, 0, 3, odd)
-    assert "are of no run of " in refused(capsys, "diagnose", str(tmp_path))
+    assert "do not belong to a run of " in refused(capsys, "diagnose", str(tmp_path))

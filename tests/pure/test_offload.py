@@ -398,7 +398,7 @@ def test_torch_has_no_moves() -> None:
     """Its file would say less, and its run hold what this program moves away."""
     program = compile(one_f_one_b, PipelineShape(2, 4), costs=COSTS, offload="all")
     for form in torch_csv.CSV_FORMATS:
-        with pytest.raises(UsageError, match="offloads what forwards saved"):
+        with pytest.raises(UsageError, match="the program offloads activations"):
             torch_csv.to_csv(program, form)
 
 

@@ -165,7 +165,7 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
     assert "from 0 to 9" in command("print", "gpipe", "-O", "mark_by=10")[1]
     assert command("print", "gpipe", "-O", "mark_by=1", "-o", "x.sched")[0] == 0
     code, said = command("print", "x.sched", "-O", "mark_by=0")
-    assert code == 2 and "-O mark_by is for schedules" in said
+    assert code == 2 and "-O mark_by applies to schedules" in said
     code, said = ran(
         copy,
         "-c",

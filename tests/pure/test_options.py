@@ -111,7 +111,7 @@ def test_why_on_hosts_that_block(
         starts.append(chain[-1]["start"])
     assert starts[0] < starts[1]
     schedir.save_timeline(schedir.simulate(program), "x.timeline")
-    assert "do not block" in refused(
+    assert "ran without --blocking-hosts" in refused(
         capsys, "check", "x.timeline", "--explain-start=0:1", "--blocking-hosts"
     )
 
@@ -134,4 +134,4 @@ def test_a_draft_is_not_lowered(capsys: pytest.CaptureFixture[str]) -> None:
     cut = refused(
         capsys, "print", "gpipe", "-O", "tp=2", "-O", "stage_segments=5", "--compute-only"
     )
-    assert "-O stage_segments is for what is lowered" in cut
+    assert "-O stage_segments applies to lowered programs" in cut

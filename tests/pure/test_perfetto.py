@@ -174,7 +174,7 @@ def test_a_name_is_only_text() -> None:
 
 def test_a_run_too_long_is_refused() -> None:
     timeline = schedir.simulate(schedir.compile(gpipe, PipelineShape(2, 2)), Costs(F=1e200))
-    with pytest.raises(UsageError, match="too long"):
+    with pytest.raises(UsageError, match="the limit of Perfetto"):
         perfetto.to_json(timeline)
 
 

@@ -375,7 +375,7 @@ def test_nothing_is_recomputed_where_there_is_no_backward() -> None:
 def test_torch_has_no_word_for_it() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), recompute="all")
     for form in torch_csv.CSV_FORMATS:
-        with pytest.raises(UsageError, match="within backwards only"):
+        with pytest.raises(UsageError, match="only inside a backward"):
             torch_csv.to_csv(program, form)
 
 

@@ -173,9 +173,9 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         # What a person writes in brackets, and above a schedule.
         ("print mine.py:named(file=x)", """"mine.py:named(file='x')\""""),
         ("print mine.py:named(file=a.txt)", """file='a.txt'"""),
-        ("print mine.py:named(file=a/b)", "no value"),
-        ("print mine.py:named(file=/a)", "text stands in quotes"),
-        ("print mine.py:named(file={[]:1})", "no value"),
+        ("print mine.py:named(file=a/b)", "is not a value"),
+        ("print mine.py:named(file=/a)", "put text in quotes"),
+        ("print mine.py:named(file={[]:1})", "is not a value"),
         ("print delayed.py:f", "@with_weight_delay takes a whole number"),
         ("print placed.py:f", "@with_placement takes a placement"),
         ("print quits.py:f", "quits.py:1: raise GeneratorExit"),

@@ -187,7 +187,7 @@ def test_a_training_run_says_it() -> None:
     pipeline: Any = {"tp": 2, "sequence_parallel": True}
     config = Config(GPTConfig(heads=2, context=8), PipelineConfig(**pipeline))
     assert config.request.program.sequence_parallel
-    with pytest.raises(UsageError, match="tp 2 does not divide a context of 9 tokens") as refused:
+    with pytest.raises(UsageError, match="tp 2 does not divide the context of 9 tokens") as refused:
         Config(GPTConfig(heads=2, context=9), PipelineConfig(**pipeline))
     assert refused.value.fields == ("context", "sequence_parallel")
     with pytest.raises(ShapeError, match="tp is 1"):

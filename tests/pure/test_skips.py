@@ -231,7 +231,7 @@ def test_what_skips_are_not(skips: Any, fact: str, hint: str) -> None:
 
 
 def test_torch_has_none() -> None:
-    with pytest.raises(UsageError, match="has skips, and stages of torch"):
+    with pytest.raises(UsageError, match="has skip connections, but torch's stages"):
         torch_csv.to_csv(compile(schedules.gpipe, PipelineShape(3, 3), skips=((0, 2),)))
 
 

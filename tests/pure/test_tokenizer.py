@@ -64,11 +64,11 @@ def foreign(**change: Any) -> str:
         ("", "cannot be used"),
         ("{}", "cannot be used"),
         ("[1]", "cannot be used"),
-        (foreign(pre_tokenizer=None), "not byte-level"),
-        (foreign(pre_tokenizer={"type": "Whitespace"}), "not byte-level"),
+        (foreign(pre_tokenizer=None), "must be a byte-level BPE"),
+        (foreign(pre_tokenizer={"type": "Whitespace"}), "must be a byte-level BPE"),
         (foreign(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}), "is WordLevel"),
         (foreign(model={"type": "BPE", "vocab": {"a": 0}, "merges": []}), "no token for 255"),
-        (foreign(model=json.loads(MADE)["model"] | {"dropout": 0.5}), "at random"),
+        (foreign(model=json.loads(MADE)["model"] | {"dropout": 0.5}), "tokens are random"),
         (
             foreign(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True,
                                    "trim_offsets": True, "use_regex": True}),
@@ -94,7 +94,7 @@ def test_the_tokenizer_of_a_file(tmp_path: Path) -> None:
     path.write_text(json.dumps(told))
     found = load_tokenizer(str(path), None)
     assert len(found.encode(TEXT)) > 2 and found.end_token == 0
-    with pytest.raises(UsageError, match=r"no token <s> to end a document"):
+    with pytest.raises(UsageError, match=r"no token <s> for the end of a document"):
         load_tokenizer(str(path), "<s>")
     with pytest.raises(UsageError, match="cannot read"):
         load_tokenizer(str(tmp_path / "none.json"), None)
@@ -127,12 +127,12 @@ def test_text_is_encoded_with_an_end_behind_each_file(tmp_path: Path) -> None:
     assert decode(MADE, tokens[ends[0] :].tolist()) == b"the fox"
     assert [tokens[end - 1] for end in ends] == [0, 0] and ends[1] == len(tokens)
     (tmp_path / "a.bin").write_bytes(b"ab")
-    with pytest.raises(UsageError, match="has tokens already"):
+    with pytest.raises(UsageError, match="contains tokens"):
         read_documents(str(tmp_path / "a.bin"), tokenizer, 300)
 
 
 def test_the_tokenizer_that_was_trained_here_is_refused_with_a_hint() -> None:
-    with pytest.raises(UsageError, match="tokenizer bpe is not known") as caught:
+    with pytest.raises(UsageError, match="unknown tokenizer 'bpe'") as caught:
         get_tokenizer("bpe", 300)
     assert caught.value.hint.startswith("name the path of a tokenizer.json")
     assert caught.value.fields == ("tokenizer",)

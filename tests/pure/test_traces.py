@@ -131,7 +131,7 @@ def test_offsets_are_within_what_is_said(hosts: int, seed: int) -> None:
     found = align_clocks("abcde"[:hosts], sender, receiver, took + true[receiver] - true[sender])
     off = (found.offsets - found.offsets[0]) - (true - true[0])
     assert np.abs(off[:, None] - off[None]).max() <= found.error + 1e-12
-    with pytest.raises(TraceError, match="before they were sent"):
+    with pytest.raises(TraceError, match="before it was sent"):
         align_clocks("ab", np.array([0, 1]), np.array([1, 0]), np.array([-1.0, 0.5]))
     with pytest.raises(TraceError, match="no messages go from b to a"):
         align_clocks("ab", np.array([0]), np.array([1]), np.array([1.0]))
@@ -181,15 +181,15 @@ def renamed(old: str, new: str) -> Callable[[dict[str, Any]], object]:
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no_marks": (without("PP:"), "mark no instruction"),
-    "unknown_mark": (renamed("PP:0F1", "PP:0G1"), "marks no instruction that is known"),
+    "no_marks": (without("PP:"), "has a range of an instruction"),
+    "unknown_mark": (renamed("PP:0F1", "PP:0G1"), "does not name an instruction"),
     "no_kernels": (
         lambda c: c.update(traceEvents=ranges_of(c)),
-        "is of a run over NCCL, and has no kernels",
+        "is from a run over NCCL, but has no kernels",
     ),
-    "no_events": (lambda c: c.pop("traceEvents"), "no trace of torch.profiler"),
+    "no_events": (lambda c: c.pop("traceEvents"), "not a trace of torch.profiler"),
     "lost_forward": (without("PP:0F1"), "F 0.1 is missing on rank 0"),
-    "no_clock": (lambda c: ranges_of(c)[0].update(ts=1e300), "no clock says so"),
+    "no_clock": (lambda c: ranges_of(c)[0].update(ts=1e300), "is not a valid time"),
 }
 
 
@@ -199,7 +199,7 @@ def test_wrong_files(what: str, traces: Path, capsys: pytest.CaptureFixture[str]
     edited(of_rank(traces, 0), edit)
     if what == "no_marks":
         edited(of_rank(traces, 1), edit)
-        fact = "none of 2 files has a range that marks an instruction"
+        fact = "none of 2 files has a range of an instruction"
     out = traces / "x.timeline"
     assert fact in refused(capsys, "import", str(traces), "-o", str(out))
     assert not out.exists()
@@ -208,7 +208,7 @@ def test_wrong_files(what: str, traces: Path, capsys: pytest.CaptureFixture[str]
 def test_a_rank_is_missing(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_rank(traces, 0).unlink()
     text = refused(capsys, "import", str(traces), "-o", str(traces / "x.timeline"))
-    assert "stage 1 is there, and stage 0 is not" in text and "a rank missing?" in text
+    assert "the traces have stage 1, but not stage 0" in text and "a rank missing?" in text
 
 
 def test_messages_that_are_not_marked(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +217,7 @@ def test_messages_that_are_not_marked(traces: Path, capsys: pytest.CaptureFixtur
     for rank in (0, 1):
         edited(of_rank(traces, rank), lambda content: _without_messages(content))
     found = read_run([traces], name="mine")
-    assert any("messages are not marked" in note for note in found.notes)
+    assert any("messages have no ranges" in note for note in found.notes)
     assert found.timeline.program.name == "mine-lowered"
     for timeline in (whole, found.timeline):
         check(timeline.program, "blocking_serial")
@@ -244,7 +244,7 @@ def test_a_step_that_runs_its_schedule_twice(traces: Path) -> None:
     for path in traces.iterdir():
         edited(path, without("ProfilerStep"))
     found = read_run([traces], name=program.name)
-    assert found.step == "the whole trace, the second of 2 times that it ran the schedule"
+    assert found.step == "the complete trace, the second of 2 times that it ran the schedule"
     same(found.timeline, runs[1], 2e-9)
 
 
@@ -257,20 +257,20 @@ def test_processes_of_their_own_read_the_same(
     assert (alone.timeline.spans == several.timeline.spans).all()
     assert sorted(seen) == sorted(traces.iterdir())
     of_rank(traces, 1).write_text("{")
-    with pytest.raises(TraceError, match="it ends in the middle"):
+    with pytest.raises(TraceError, match="it is cut off"):
         read_run([traces])
 
 
 def test_steps(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(traces / "x.timeline")
     text = refused(capsys, "import", str(traces), "-o", out, "--step", "7")
-    assert "there is no ProfilerStep 7" in text and "there are 5" in text
+    assert "do not all have ProfilerStep 7" in text and "they have 5" in text
     edited(of_rank(traces, 0), renamed("ProfilerStep#5", "ProfilerStep#4"))
     text = refused(capsys, "import", str(traces), "-o", out)
-    assert "no ProfilerStep is in the traces of all ranks" in text
+    assert "the traces of the ranks have no ProfilerStep in common" in text
     for rank in (0, 1):
         edited(of_rank(traces, rank), without("ProfilerStep"))
-    assert "the whole trace" in said(capsys, "import", str(traces), "-o", out)
+    assert "the complete trace" in said(capsys, "import", str(traces), "-o", out)
 
 
 def test_options_and_names(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,8 +289,8 @@ def test_options_and_names(traces: Path, capsys: pytest.CaptureFixture[str]) -> 
     below = empty / "below"
     below.mkdir()
     (below / "x.json").write_text("[]")
-    assert f"hint: {below} has some" in refused(capsys, "import", str(empty), "-o", out)
-    assert "no trace of torch.profiler" in refused(capsys, "import", str(below), "-o", out)
+    assert f"hint: {below} has traces" in refused(capsys, "import", str(empty), "-o", out)
+    assert "not a trace of torch.profiler" in refused(capsys, "import", str(below), "-o", out)
     text = said(capsys, "import", str(traces / "*.json"), "-o", str(traces / "x.sched"))
     assert "2 ranks, 2 stages, 3 microbatches" in text
     assert "complete and in order" in said(capsys, "check", str(traces / "x.sched"))

@@ -199,7 +199,10 @@ def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
     assert verdict.matched.counter_ranks == (0, 1) and verdict.matched.step == 5
     assert verdict.positions[0].position is not None and culprits(verdict) == {0}
     assert str(graph.index.locate(verdict.positions[0].position)[2]) == "send_act 0.6"
-    assert any("only counters" in line for line in describe_program(DistributedJob({}), [verdict]))
+    assert any(
+        "the position comes from counters" in line
+        for line in describe_program(DistributedJob({}), [verdict])
+    )
     (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=30), program)
     assert verdict.matched.counter_ranks == () and verdict.matched.step == 5
     # Counters that count something else as well tell nothing.
@@ -251,7 +254,7 @@ def test_another_order_of_computes_is_another_program(tmp_path: Path) -> None:
     job = job_of(tmp_path, record(stopped(Graph.from_program(gpipe), None, False)))
     with pytest.raises(UsageError) as caught:
         match_program(job, other)
-    assert "too late for its use" in caught.value.fact
+    assert "after the compute that needs it" in caught.value.fact
 
 
 def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> None:
@@ -319,7 +322,7 @@ def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
         (1, 3, WaitReason.NOT_ISSUED)
     ]
     lines = describe_program(job, verdicts_of(job, program))
-    assert any("it is in all_reduce 1 of tp" in line and "rank 3" in line for line in lines)
+    assert any("it waits in all_reduce 1 of tp" in line and "rank 3" in line for line in lines)
 
 
 POSTED_EARLY = """

@@ -58,7 +58,7 @@ def _collective(rank: int, title: str = "all_reduce", shape: Sequence[int] = (4,
 def test_parts_that_do_not_fit(other: Callable[[], list[Recorder]], tmp_path: Path) -> None:
     job = job_of(tmp_path, other())
     assert {wait.reason for wait in job.unmatched} == {WaitReason.OTHER} and not job.cycle
-    assert any("does not fit" in line for line in describe_job(job))
+    assert any("does not match rank" in line for line in describe_job(job))
 
 
 def test_what_a_ring_has_kept_is_paired_in_order(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_message_in_a_batch_and_alone_may_never_meet(tmp_path: Path) -> None:
     ends[0].messages("1", [("send", 1), ("recv", 1)], False)
     ends[1].messages("1", [("recv", 0)], False)
     (line,) = [line for line in describe_job(job_of(tmp_path, ends)) if "in a batch" in line]
-    assert "rank 0 has issued it in a batch and rank 1 alone" in line
+    assert "rank 0 has issued it in a batch, and rank 1 alone" in line
     ends[0].entries.clear()
     ends[0].messages("1", [("send", 1)], False)
     assert not any("in a batch" in line for line in describe_job(job_of(tmp_path, ends)))
@@ -200,7 +200,7 @@ def test_of_many_ranks_who_matters_is_told(tmp_path: Path) -> None:
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no file whose name ends in a rank" in refused(capsys, "diagnose", str(tmp_path))
     _stage(tmp_path, "late, program")
-    assert "not of gpipe" in refused(
+    assert "do not match gpipe" in refused(
         capsys, "diagnose", str(tmp_path), "--program", "gpipe", "--microbatches", "6"
     )
     (tmp_path / "nccl_trace_rank_1").write_bytes(b"\x80\x02cos\nsystem\n.")
@@ -263,7 +263,9 @@ def test_a_buffer_that_may_have_lost_where_its_rank_stands(tmp_path: Path) -> No
     program = compile(schedules.gpipe, PipelineShape(2, 6))
     graph = Graph(program)
     job = job_of(tmp_path, record(stopped(graph, 0, False), before=2), last=4)
-    assert any("where it stands may be lost" in line for line in describe_job(job))
+    assert any(
+        "the operation at which the rank waits may be lost" in line for line in describe_job(job)
+    )
     assert not any("is the cause" in line for line in describe_job(job))
     with pytest.raises(UsageError) as caught:
         match_program(job, program)

@@ -268,7 +268,7 @@ def _describe_failure(
     exit_text = f"ended with exit code {failure.code}"
     if failure.code < 0:
         exit_text = f"was ended by signal {-failure.code} ({signal.strsignal(-failure.code)})"
-    location = "before it had begun" if directory.exists() else "and its black box has gone"
+    location = "before it started" if directory.exists() else "and its black box is missing"
     if failure.process in failure.black_boxes:
         location = StalledRun(
             failure.black_boxes, layout, load_program(directory)
