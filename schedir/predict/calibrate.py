@@ -207,7 +207,7 @@ def _collect_microbatches(
 def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_]) -> Cost:
     """Return the mean of an instruction of each rank, or one number if all means are equal.
 
-    `Costs` has one number per stage. The k-th one is that of rank k.
+    If there are fewer stages than ranks, the last number is for all other ranks.
     """
     shape = measured.program.shape
     column = np.minimum(measured.spans["rank"], shape.stages - 1)  # the column in `Costs`
@@ -215,7 +215,7 @@ def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_
     means = [_bounded_mean(durations[:, mask & (column == k)]) for k in each]
     if not means or np.ptp(means) <= TIME_TOLERANCE * max(means):
         return _bounded_mean(durations[:, mask])
-    return tuple(means + means[-1:] * (shape.stages - len(means)))
+    return tuple(means)
 
 
 def _average_unpaired(name: str, durations: Floats, paired: NDArray[np.bool_]) -> float:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Costs, PipelineShape, Program
+from schedir import Costs, Opcode, PipelineShape, Program, split_costs
 from schedir.compiler.compile import lower
+from schedir.errors import CostsError
 from schedir.ir.cost.per_stage_values import to_grid
 from schedir.ir.isa.instructions import SEND_OPS
 from schedir.predict.calibrate import calibrate, compute_unexplained_share, format_bubbles
@@ -228,3 +229,19 @@ def test_what_a_prediction_hides_costs_what_it_costs() -> None:
     told = calibrate(schedir.simulate(program, costs)).specified
     for name in ("F", "B", "send", "offload", "reload", "offload_to_disk", "reload_from_disk"):
         assert np.allclose(told[name], costs.specified[name])
+
+
+@given(numbers=st.lists(st.integers(1, 9), min_size=3, max_size=3))
+def test_costs_of_a_rank_fit_any_number_of_stages(numbers: list[int]) -> None:
+    """The step of a run with two stages per rank applies to schedules with one, and to segments."""
+    vee = schedir.compile("zb_v", ranks=3, microbatches=6)
+    run = schedir.simulate(vee, Costs(step=(*numbers, 1, 1, 1)))
+    step = calibrate(run).step
+    assert step == (numbers[0] if len({*numbers}) == 1 else (*map(float, numbers),))
+    one = schedir.compile("one_f_one_b", ranks=3, microbatches=6)
+    ends = schedir.simulate(one, Costs(step=step)).spans
+    steps = ends[ends["op"] == Opcode.OptimizerStep]
+    assert (steps["end"] - steps["start"]).tolist() == [*map(float, numbers)]
+    assert split_costs(Costs(step=step), "fg", one.shape).step == step
+    with pytest.raises(CostsError, match="5 numbers for 3 ranks"):
+        schedir.simulate(one, Costs(step=(1, 2, 3, 4, 5)))

@@ -257,7 +257,7 @@ def test_a_search_has_no_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     shape = ("--ranks=2", "--microbatches=2", "-O", "stage_segments=3")
     commands.said(capsys, "simulate", "one_f_one_b", *shape, "-O", "tp=2", costs, "-o", file)
     how = ("search", f"--costs-from={file}", "--max-evaluations=5")
-    assert "sums between pieces of stages" in commands.refused(capsys, *how)
+    assert "collectives between stage segments" in commands.refused(capsys, *how)
     commands.said(capsys, "simulate", "one_f_one_b", *shape, costs, "-o", file)
     assert "-O segment_boundaries=..-.." in commands.said(capsys, *how)
 

@@ -41,6 +41,27 @@ STAGE_COSTS: Final = ("FB", *dict.fromkeys(
     or (row.scope in (Scope.STAGE, Scope.OCCURRENCE) and row.cost and row.group != "tied_weights")
 ))  # fmt: skip
 _PER_RANK_OPS: Final = tuple(row.op for row in INSTRUCTIONS if row.scope is Scope.RANK)
+# Costs of instructions of a rank, such as `step`: their k-th number is that of rank k.
+PER_RANK_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scope.RANK and row.cost}
+
+
+def select_ranks(subject: str, value: PerStage, shape: PipelineShape) -> Any:
+    """Return a cost of `PER_RANK_COSTS` with one number per rank, or one number for all.
+
+    Args:
+        subject: The subject of an error message.
+        value: One number, one per rank, or one per stage. The k-th number is that of rank k.
+        shape: Shape of the pipeline.
+
+    Raises:
+        CostsError: `value` has another number of numbers.
+    """
+    if not isinstance(value, tuple):
+        return value
+    if len(value) not in (shape.ranks, shape.stages):
+        per_stage = f" and {shape.stages} stages" if shape.stages != shape.ranks else ""
+        raise CostsError(f"{subject} has {len(value)} numbers for {shape.ranks} ranks{per_stage}")
+    return value[: shape.ranks]
 
 
 @dataclass(frozen=True)
@@ -50,8 +71,8 @@ class Costs(CostFields):
     Each cost is a number, one number per stage, or an array. An array has a row for each stage, and
     a number for each microbatch in each row. An array with one row, shape (1, microbatches),
     applies to all stages. Nested lists work, too. Instructions that are not per microbatch, such as
-    `step`, do not accept arrays. For instructions of a rank (`step`, `reduce_norm`), the k-th
-    number is that of rank k.
+    `step`, do not accept arrays. Instructions of a rank (`step`, `reduce_norm`) have one number per
+    rank. They accept one per stage, too. Then the k-th number is that of rank k.
 
     None means that a cost is not given. F, I and W are then 1, and all other costs are 0. A
     `Cluster` can fill missing costs.
@@ -224,4 +245,7 @@ class Costs(CostFields):
     def _expand(self, name: str | None, shape: PipelineShape) -> NDArray[np.float64]:
         value = getattr(self, name) if name else None
         value = _DEFAULT_COSTS.get(name or "", 0.0) if value is None else value
+        if name in PER_RANK_COSTS and isinstance(value, tuple):
+            value = select_ranks(f"cost {name}", value, shape)
+            value = (value + value[-1:] * shape.stages)[: shape.stages]
         return expand_by_stage(f"cost {name}", value, shape.stages, CostsError, shape.microbatches)

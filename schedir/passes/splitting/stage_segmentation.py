@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.errors import CostsError, ShapeError, UsageError, describe
-from schedir.ir.cost.costs import STAGE_COSTS, Costs
+from schedir.ir.cost.costs import PER_RANK_COSTS, STAGE_COSTS, Costs, select_ranks
 from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES, parse_integer
 from schedir.ir.cost.per_stage_values import expand_by_stage, from_grid
 from schedir.ir.cost.sizes import MICROBATCH_SIZES, STATIC_SIZES, Sizes
@@ -385,14 +385,13 @@ def split_costs(
     for f in fields(values):
         if (value := getattr(values, f.name)) is None:
             continue
+        if f.name in PER_RANK_COSTS:
+            found[f.name] = select_ranks(f.name, value, shape)
+            continue
         error = CostsError if isinstance(values, Costs) else UsageError
         stage_values = expand_by_stage(f.name, value, shape.stages, error)
         rows = np.repeat(stage_values, number, axis=0)
         rows = rows * part[:, None] if f.name in SHARED_FIELDS else rows
-        if f.name in _PER_RANK_FIELDS:  # row k is for rank k, not for a stage
-            rows = np.concatenate(
-                [stage_values, np.repeat(stage_values[-1:], len(part) - len(stage_values), axis=0)]
-            )
         if f.name in PER_CHUNK_FIELDS:
             mb = np.arange(width * chunks if (width := rows.shape[1]) > 1 else 1)
             rows = rows[:, mb // (s * chunks) * s + mb % s] / chunks
@@ -406,7 +405,6 @@ PER_CHUNK_FIELDS: Final = {
     "FB",
     *(row.cost for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH),
 }
-_PER_RANK_FIELDS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scope.RANK and row.cost}
 
 
 def _divide_shares(
