@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Final
 from schedir.errors import ConfigError, UsageError, describe
 from schedir.io.files import read_text, require_path
 from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml
+from schedir.planner.transformer.huggingface_config import read_huggingface_config
 from schedir.planner.transformer.transformer_spec import TransformerSpec
 
 
@@ -24,6 +26,14 @@ def _make_llama(layers: int, hidden: int, heads: int, ffn: int) -> TransformerSp
     )
 
 
+def _make_llama3(layers: int, hidden: int, heads: int, ffn: int) -> TransformerSpec:
+    return TransformerSpec(
+        layers, hidden, heads, vocab=128_000, sequence=8192, ffn=ffn, kv_heads=8, gated=True,
+        tied=False,
+    )  # fmt: skip
+
+
+_LLAMA3_SOURCE: Final = "arXiv 2407.21783, Table 3, and section 3.4.1 for the sequence of 8192"
 _LLAMA_SOURCE: Final = (
     "arXiv 2302.13971, Table 2; ffn: 2/3 of 4 hidden (section 2.2), a multiple of 256"
 )
@@ -35,6 +45,33 @@ MODEL_PRESETS: Final[dict[str, tuple[TransformerSpec, str]]] = {
     "gpt-1t": (_make_gpt(128, 25600, 160), "arXiv 2205.05198, Table 3"),
     "llama-7b": (_make_llama(32, 4096, 32, 11008), _LLAMA_SOURCE),
     "llama-65b": (_make_llama(80, 8192, 64, 22016), _LLAMA_SOURCE),
+    "llama-3-8b": (_make_llama3(32, 4096, 32, 14336), _LLAMA3_SOURCE),
+    "llama-3-70b": (_make_llama3(80, 8192, 64, 28672), _LLAMA3_SOURCE),
+    "llama-3-405b": (_make_llama3(126, 16384, 128, 53248), _LLAMA3_SOURCE),
+    "mixtral-8x7b": (
+        TransformerSpec(
+            32, 4096, 32, vocab=32000, sequence=32768, ffn=14336, kv_heads=8, gated=True,
+            experts=8, active=2, tied=False,
+        ),
+        "arXiv 2401.04088, Table 1",
+    ),
+}  # fmt: skip
+# Other names of presets.  Names are compared without case, spaces, "-", "_" and ".".
+MODEL_ALIASES: Final = {
+    "gpt3": "gpt-175b",
+    "gpt3175b": "gpt-175b",
+    "mtnlg": "gpt-530b",
+    "mtnlg530b": "gpt-530b",
+    "llama17b": "llama-7b",
+    "llama165b": "llama-65b",
+    "llama38b": "llama-3-8b",
+    "llama318b": "llama-3-8b",
+    "metallama38b": "llama-3-8b",
+    "llama370b": "llama-3-70b",
+    "llama3170b": "llama-3-70b",
+    "llama3405b": "llama-3-405b",
+    "llama31405b": "llama-3-405b",
+    "mixtral": "mixtral-8x7b",
 }
 SPEC_FIELDS: Final = {f.name: f for f in fields(TransformerSpec)}
 # Keys of a `schedir train` configuration that have another name here, and keys that the planner
@@ -43,12 +80,30 @@ _KEY_ALIASES: Final = {"context": "sequence"}
 _IGNORED_KEYS: Final = ("seed", "dropout", "window", "stride")
 
 
+def find_preset(name: str) -> str:
+    """Return the name of the preset that a name means, or "" if it means none.
+
+    Args:
+        name: The name of a preset, or another name of its model.
+
+    Example:
+        >>> find_preset("GPT-3"), find_preset("Llama-3.1-8B"), find_preset("gpt-4")
+        ('gpt-175b', 'llama-3-8b', '')
+    """
+    if name in MODEL_PRESETS:
+        return name
+    plain = re.sub(r"[-_. ]", "", name.lower())
+    by_plain_name = {re.sub(r"[-_. ]", "", preset): preset for preset in MODEL_PRESETS}
+    return {**by_plain_name, **MODEL_ALIASES}.get(plain, "")
+
+
 def load_model_fields(name: str | Path) -> dict[str, Any]:
     """Return the fields of a model by its name or from a TOML file.
 
     Args:
-        name: The name of a preset, or the path of a `.toml` file. The file has the fields at its
-            top level or in its table [model], as a configuration of `schedir train` has.
+        name: The name of a preset, the path of a `.toml` file, or the path of the `config.json` of
+            a Hugging Face model. A `.toml` file has the fields at its top level or in its table
+            [model], as a configuration of `schedir train` has.
 
     Returns:
         The values of the fields that the preset or the file has.
@@ -61,18 +116,21 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
         >>> load_model_fields("gpt-175b")["hidden"]
         12288
     """
-    if str(name) in MODEL_PRESETS:
-        model = MODEL_PRESETS[str(name)][0]
+    if preset := find_preset(str(name)):
+        model = MODEL_PRESETS[preset][0]
         return {field: getattr(model, field) for field in SPEC_FIELDS}
     path = require_path(name)
+    if path.suffix == ".json":
+        return read_huggingface_config(path)
     if path.suffix != ".toml":
-        near = get_close_matches(str(name), MODEL_PRESETS, 1)
+        near = get_close_matches(str(name), MODEL_PRESETS, 3)
         raise UsageError(
             f"there is no model preset {describe(str(name))}",
-            hint=f"did you mean {near[0]!r}?" if near
-            else f"the presets are {', '.join(MODEL_PRESETS)}; or give a model FILE.toml",
+            hint=(f"did you mean {' or '.join(near)}? " if near else "")
+            + f"The presets are {', '.join(MODEL_PRESETS)}; FILE.toml and the config.json of a "
+            "Hugging Face model work, too",
             fields=["model"],
-        )  # fmt: skip
+        )
     tables = parse_toml(read_text(path, MAX_TOML_BYTES), str(path))
     table = tables["model"] if isinstance(tables.get("model"), dict) else tables
     result: dict[str, Any] = {}
@@ -101,7 +159,8 @@ def load_model(name: str | Path, **overrides: Any) -> TransformerSpec:
     """Return a model by its name or from a TOML file.
 
     Args:
-        name: The name of a preset, or the path of a `.toml` file.
+        name: The name of a preset, the path of a `.toml` file, or the path of the `config.json` of
+            a Hugging Face model.
         **overrides: Values for fields of `TransformerSpec`. They replace those of the preset or
             file.
 

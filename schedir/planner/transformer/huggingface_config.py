@@ -1,0 +1,99 @@
+"""Read the shape of a transformer from the `config.json` of a Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from schedir.errors import ConfigError, describe
+from schedir.io.files import read_text
+
+MAX_JSON_BYTES: Final = 1_000_000
+
+# For each `model_type`: True if its feed-forward network has a gate.  Types whose attention or
+# feed-forward network has another structure are refused.
+_GATED_BY_TYPE: Final = {
+    "gpt2": False,
+    "llama": True,
+    "mistral": True,
+    "mixtral": True,
+    "qwen2": True,
+    "qwen3": True,
+}
+# The keys of each field of TransformerSpec.  The first key that the file has is used.
+_KEYS: Final[dict[str, tuple[str, ...]]] = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocab": ("vocab_size",),
+    "sequence": ("max_position_embeddings", "n_positions"),
+    "ffn": ("intermediate_size", "n_inner"),
+    "kv_heads": ("num_key_value_heads",),
+    "experts": ("num_local_experts",),
+    "active": ("num_experts_per_tok",),
+}
+
+
+def read_huggingface_config(path: Path) -> dict[str, Any]:
+    """Return the fields of a model from its `config.json`.
+
+    `sequence` is the largest sequence length of the model, which is often longer than the sequences
+    in training.
+
+    Args:
+        path: The path of the file.
+
+    Returns:
+        Values of the fields of `TransformerSpec`.
+
+    Raises:
+        UsageError: The file cannot be read.
+        ConfigError: The file is not JSON, or the planner does not support the model.
+    """
+    try:
+        config = json.loads(read_text(path, MAX_JSON_BYTES))
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise ConfigError("the file is not a JSON object", location=str(path), fields=["model"])
+    kind = config.get("model_type")
+    if kind not in _GATED_BY_TYPE:
+        raise ConfigError(
+            f"the planner does not support model_type {describe(kind)}",
+            hint=f"it supports {', '.join(_GATED_BY_TYPE)}; write other models as FILE.toml",
+            location=str(path),
+            fields=["model_type"],
+        )
+    fields: dict[str, Any] = {"gated": _GATED_BY_TYPE[kind]}
+    for field, keys in _KEYS.items():
+        key = next((key for key in keys if config.get(key) is not None), None)
+        if key is not None:
+            fields[field] = config[key]
+    # GPT-2 ties its embeddings unless the file sets another value; the other types do not.
+    fields["tied"] = config.get("tie_word_embeddings", kind == "gpt2")
+    _require_supported(config, fields, path)
+    return fields
+
+
+def _require_supported(config: dict[str, Any], fields: dict[str, Any], path: Path) -> None:
+    """Refuse head sizes and attention windows that the planner does not support."""
+    head_size, hidden, heads = config.get("head_dim"), fields.get("hidden"), fields.get("heads")
+    if isinstance(head_size, int) and isinstance(heads, int) and head_size * heads != hidden:
+        raise ConfigError(
+            f"head_dim {head_size} x {heads} heads is not hidden_size {hidden}, and the planner "
+            "supports only attention as wide as the model",
+            location=str(path),
+            fields=["head_dim"],
+        )
+    window, sequence = config.get("sliding_window"), fields.get("sequence")
+    if not config.get("use_sliding_window", True):
+        window = None
+    if isinstance(window, int) and isinstance(sequence, int) and window < sequence:
+        raise ConfigError(
+            f"the planner does not support attention with sliding_window {window}",
+            hint="set sliding_window to null to plan full attention, which needs more time and "
+            "memory",
+            location=str(path),
+            fields=["sliding_window"],
+        )

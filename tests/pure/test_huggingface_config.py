@@ -1,0 +1,78 @@
+"""Models of the planner from a Hugging Face `config.json`, and by their other names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schedir.errors import ConfigError, UsageError
+from schedir.planner import load_model
+from schedir.planner.transformer.model_presets import MODEL_ALIASES, MODEL_PRESETS, find_preset
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128000,
+    "max_position_embeddings": 8192, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**LLAMA, **changes}))
+    return path
+
+
+def test_llama_is_its_preset(tmp_path: Path) -> None:
+    assert load_model(write(tmp_path)) == load_model("llama-3-8b")
+    assert load_model(write(tmp_path), sequence=4096).sequence == 4096
+
+
+def test_gpt2_has_other_keys(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({
+        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+        "n_inner": None, "vocab_size": 50257,
+    }))  # fmt: skip
+    model = load_model(path)
+    assert (model.ffn, model.kv_heads, model.gated, model.tied) == (3072, 12, False, True)
+    assert round(model.params / 1e6) == 124  # "GPT-2 small" has 124 million parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3'"),
+        ({"head_dim": 256}, "head_dim 256 x 32 heads"),
+        ({"sliding_window": 4096}, "sliding_window 4096"),
+        ({"num_hidden_layers": None}, "no value for its required fields: layers"),
+        ({"hidden_size": "large"}, "hidden must be an integer"),
+    ],
+)
+def test_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_model(write(tmp_path, **changes))
+    assert text in str(caught.value)
+
+
+def test_a_window_that_is_not_used(tmp_path: Path) -> None:
+    path = write(tmp_path, model_type="qwen2", sliding_window=4096, use_sliding_window=False)
+    assert load_model(path).gated
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000])
+def test_not_a_configuration(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        load_model(path)
+
+
+def test_other_names() -> None:
+    assert {*MODEL_ALIASES.values()} <= {*MODEL_PRESETS}
+    assert [find_preset(name) for name in MODEL_PRESETS] == [*MODEL_PRESETS]
+    assert find_preset("LLaMA 3 70B") == find_preset("Llama-3.1-70B") == "llama-3-70b"
+    with pytest.raises(UsageError, match="did you mean llama-3-8b"):
+        load_model("llama-3")
