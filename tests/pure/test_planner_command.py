@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import tomllib
 from dataclasses import replace
@@ -153,7 +152,7 @@ def test_a_file_says_a_model(
 
 def test_shapes_are_as_large_as_their_names() -> None:
     for name, (model, _) in MODEL_PRESETS.items():
-        # Mixtral 8x7B has 47 billion parameters (arXiv 2401.04088, section 2): experts share the rest.
+        # Its experts share attention, so Mixtral 8x7B has 47 billion (arXiv 2401.04088).
         size = "47b" if name == "mixtral-8x7b" else name.rpartition("-")[2]
         number, unit = size[:-1], size[-1]
         params = model.params / {"b": 1e9, "t": 1e12}[unit]
