@@ -168,14 +168,12 @@ def compile(
     if sizes is not None:
         require_type(sizes, Sizes, SIZES_EXAMPLE)
     _require_known_options(extra_options)
-    fields = {
-        "ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank,
-        "placement": placement, "optimizer_steps": optimizer_steps, "weight_delay": weight_delay,
-        "sequence_chunks": sequence_chunks,
-    }  # fmt: skip
-    program = _to_draft(
-        schedule, _resolve_shape(shape, {k: v for k, v in fields.items() if v is not None})
-    )
+    shape = resolve_shape(
+        "compile", shape, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank,
+        placement=placement, optimizer_steps=optimizer_steps, weight_delay=weight_delay,
+        sequence_chunks=sequence_chunks,
+    )  # fmt: skip
+    program = _to_draft(schedule, shape)
     traits: dict[str, Any] = {
         "tp": tp,
         "dp": dp,
@@ -222,8 +220,24 @@ def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool
             )
 
 
-def _resolve_shape(shape: PipelineShape | None, fields: dict[str, Any]) -> PipelineShape | None:
-    """Return `shape`, or a shape that is made of `fields`."""
+def resolve_shape(
+    function: str, shape: PipelineShape | None, **fields: Any
+) -> PipelineShape | None:
+    """Return `shape`, or a shape that is made of keywords.
+
+    Args:
+        function: The name of the function that has these keywords, for errors.
+        shape: The shape that the user gave, or None.
+        **fields: Fields of `PipelineShape`. None means that a field is not given.
+
+    Returns:
+        The shape, or None if nothing is given.
+
+    Raises:
+        UsageError: Both are given, or `ranks` or `microbatches` is missing.
+        ShapeError: A field is invalid.
+    """
+    fields = {name: value for name, value in fields.items() if value is not None}
     if not fields:
         return shape
     if shape is not None:
@@ -235,8 +249,10 @@ def _resolve_shape(shape: PipelineShape | None, fields: dict[str, Any]) -> Pipel
     missing = [name for name in ("ranks", "microbatches") if name not in fields]
     if missing:
         raise UsageError(
-            f"compile needs {' and '.join(missing)}; given: {', '.join(fields)}",
-            hint='compile("one_f_one_b", ranks=4, microbatches=8)',
+            f"{function} needs {' and '.join(missing)}; given: {', '.join(fields)}",
+            hint=f'{function}("one_f_one_b", ranks=4, microbatches=8)'
+            if function != "search_schedule"
+            else "search_schedule(ranks=4, microbatches=8)",
             fields=missing,
         )
     return PipelineShape(**fields)
@@ -247,8 +263,13 @@ def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -
     if isinstance(schedule, str):
         schedule = find_schedule(schedule)
     if not isinstance(schedule, Program):
+        if shape is None:
+            raise UsageError(
+                "a schedule needs the numbers of ranks and microbatches",
+                hint="ranks=4, microbatches=8",
+                fields=["ranks", "microbatches"],
+            )
         require_type(shape, PipelineShape, "PipelineShape(ranks=4, microbatches=8)")
-        assert shape is not None
         return expand_schedule(schedule, shape)
     if not schedule.is_draft:
         raise LoweringLevelError(

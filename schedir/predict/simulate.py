@@ -5,19 +5,25 @@ from __future__ import annotations
 from schedir.analysis.critical_path.longest_path import Times, compute_earliest_times
 from schedir.analysis.deadlock import explain_deadlock
 from schedir.analysis.progress_models import ProgressModel
-from schedir.compiler.compile import SIZES_EXAMPLE, lower
-from schedir.errors import CostsError, require_bool, require_type
+from schedir.compiler.compile import SIZES_EXAMPLE, compile, lower
+from schedir.errors import CostsError, UsageError, require_bool, require_type
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
+from schedir.ir.pipeline.placement import Placement
 from schedir.ir.program import Program
 from schedir.predict.timeline import MAX_TIME, Timeline, build_spans
+from schedir.schedules.schedule_algebra import Schedule
 from schedir.verify.check import build_complete_graph, check_draft, prove
 
 
 def simulate(
-    program: Program,
+    program: str | Schedule | Program,
     costs: Costs | None = None,
     *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    stages_per_rank: int | None = None,
+    placement: Placement | None = None,
     progress_model: ProgressModel = "per_device",
     blocking_hosts: bool = False,
     sizes: Sizes | None = None,
@@ -28,9 +34,13 @@ def simulate(
     Each instruction starts when its queue, its inputs and its partners allow it.
 
     Args:
-        program: A program. A draft is lowered first, as `compile` does it for this progress model
-            and these costs.
+        program: A program, a schedule function, or the name of a built-in schedule. A draft or a
+            schedule is compiled first, for this progress model and these costs.
         costs: The cost of each instruction. The default is `Costs()`.
+        ranks: Number of pipeline ranks. A schedule needs this and `microbatches`.
+        microbatches: Number of microbatches.
+        stages_per_rank: Number of stages on each rank. See `compile`.
+        placement: The rank of each stage. See `compile`.
         progress_model: The progress model of the transport.
         blocking_hosts: True if hosts are blocking, as on CPUs. Then a message waits for the
             computes before it in its Stream.
@@ -51,8 +61,27 @@ def simulate(
         <predicted Timeline of one_f_one_b: span 33, bubble 27.3%>
         >>> simulate(program, Costs(F=1, B=2, send=0.25), progress_model="per_edge").span
         37.0
+        >>> simulate("zb_h1", Costs(F=1, B=2), ranks=4, microbatches=8).span
+        27.0
     """
-    require_type(program, Program, "schedir.compile(schedule, shape)")
+    shape = {
+        "ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank,
+        "placement": placement,
+    }  # fmt: skip
+    given = [name for name, value in shape.items() if value is not None]
+    if isinstance(program, Program) and given:
+        raise UsageError(
+            f"{', '.join(given)} cannot be applied to a program, which has its own shape",
+            program=program.name,
+            fields=given,
+        )
+    if isinstance(program, str) or (callable(program) and given):
+        program = compile(
+            program, costs=costs, progress_model=progress_model, blocking_hosts=blocking_hosts,
+            **shape,  # type: ignore[arg-type]
+        )  # fmt: skip
+    require_type(program, Program, 'simulate("zb_h1", ranks=4, microbatches=8)')
+    assert isinstance(program, Program)
     blocking_hosts, skip_checks = (
         require_bool(blocking_hosts, "blocking_hosts"),
         require_bool(skip_checks, "skip_checks"),

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Final, Literal, get_args
 
+from schedir.compiler.compile import resolve_shape
 from schedir.errors import UsageError, describe, require_type
 from schedir.ir.cost.costs import Costs
 from schedir.ir.cost.sizes import Sizes
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.pipeline.placement import Placement
 from schedir.ir.program import Program
 from schedir.predict.possible_saving import RELATIVE_TOLERANCE
 from schedir.schedule_search.bounds.lower_bound import compute_bound
@@ -37,11 +39,15 @@ _BUILD_SECONDS_PER_TASK: Final = 2e-5  # seconds per task, reserved to build the
 
 
 def search_schedule(
-    shape: PipelineShape,
+    shape: PipelineShape | None = None,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     memory_limit: float | None = None,
     *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    stages_per_rank: int | None = None,
+    placement: Placement | None = None,
     max_in_flight: int | Callable[[int], int] | None = None,
     objective: Objective = "span",
     split_backward: bool = True,
@@ -63,10 +69,14 @@ def search_schedule(
     with little memory, a schedule with activation recomputation may be shorter.
 
     Args:
-        shape: The pipeline shape.
+        shape: The pipeline shape. You can give its fields as keywords instead.
         costs: The costs of stages. By default `Costs()`.
         sizes: The sizes in bytes, required with `memory_limit`.
         memory_limit: The memory of each rank, in bytes. By default there is no limit.
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches.
+        stages_per_rank: Number of stages on each rank.
+        placement: The rank of each stage. See `compile`.
         max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank. An
             integer, or a function of the rank, as in `greedy_schedule`. It excludes
             `memory_limit`.
@@ -98,14 +108,20 @@ def search_schedule(
         MissingPackageError: `prove` is "solver", and OR-Tools is not installed.
 
     Example:
-        >>> from schedir import Costs, PipelineShape, search_schedule
-        >>> found = search_schedule(PipelineShape(ranks=4, microbatches=8), Costs(F=2, I=2, W=1),
+        >>> from schedir import Costs, search_schedule
+        >>> found = search_schedule(costs=Costs(F=2, I=2, W=1), ranks=4, microbatches=8,
         ...     max_in_flight=4)
         >>> found.span
         49.0
         >>> found.timeline
         <predicted Timeline of search: span 49, bubble 18.4%>
     """
+    shape = resolve_shape(
+        "search_schedule", shape, ranks=ranks, microbatches=microbatches,
+        stages_per_rank=stages_per_rank, placement=placement,
+    )  # fmt: skip
+    require_type(shape, PipelineShape, "search_schedule(ranks=4, microbatches=8)")
+    assert shape is not None
     time_limit = require_seconds(time_limit)
     max_evaluations = require_evaluations(max_evaluations)
     seed = require_integer(seed, "seed", "seed must be an integer")

@@ -123,3 +123,34 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert "takes a PipelineShape, not None" in str(refused(schedule="gpipe"))
     assert refused(schedule="gpipe", plan=PipelineShape(2, 2)).hint == "it is now shape"
     assert refused(schedule="gpipe", ranks=2, microbatches=2, zreo=2).hint == "did you mean 'zero'?"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_simulate_takes_a_schedule(name: str) -> None:
+    costs = schedir.Costs(F=1, B=2, send=0.25)
+    program = schedir.compile(name, ranks=4, microbatches=8, costs=costs)
+    expected = schedir.simulate(program, costs).span
+    schedule = getattr(schedules, name)
+    assert schedir.simulate(name, costs, ranks=4, microbatches=8).span == expected
+    assert schedir.simulate(schedule, costs, ranks=4, microbatches=8).span == expected
+
+
+def test_a_search_takes_the_shape_as_keywords() -> None:
+    shape = PipelineShape(3, 4, stages_per_rank=2, placement="vee")
+    fields = {"ranks": 3, "microbatches": 4, "stages_per_rank": 2, "placement": "vee"}
+    found = schedir.search_schedule(**fields, max_evaluations=20)  # type: ignore[arg-type]
+    assert found.span == schedir.search_schedule(shape, max_evaluations=20).span
+
+
+def test_a_shape_is_needed_once() -> None:
+    program = schedir.compile("gpipe", ranks=2, microbatches=4)
+    with pytest.raises(UsageError, match="ranks cannot be applied to a program"):
+        schedir.simulate(program, ranks=2)
+    with pytest.raises(UsageError, match="needs microbatches"):
+        schedir.simulate("gpipe", ranks=2)
+    with pytest.raises(UsageError, match="needs the numbers of ranks and microbatches"):
+        schedir.simulate("gpipe")
+    with pytest.raises(UsageError, match="both given"):
+        schedir.search_schedule(PipelineShape(2, 4), ranks=2, microbatches=4)
+    with pytest.raises(UsageError, match="search_schedule"):
+        schedir.search_schedule()
