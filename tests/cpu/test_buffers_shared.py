@@ -84,7 +84,7 @@ def test_a_module_of_stages_on_several_ranks_is_said() -> None:
     stages = [one, other, one]
     found = compile(gpipe, PipelineShape(3, 4), tied_weights=find_tied_weights(stages))
     ranks = InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
-    with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage that has it"):
+    with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage uses it"):
         ranks.step(*batch(4))
 
 

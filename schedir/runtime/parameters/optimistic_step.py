@@ -386,13 +386,13 @@ def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") 
     inner = unwrap_optimizer(optimizer)
     if inner is None or has_known_effects(optimizer):
         return
-    what = "has hooks on its step" if has_step_hooks(inner) else "is none of torch's own"
+    what = "has hooks on its step" if has_step_hooks(inner) else "is not one of torch's own"
     name = type(
         optimizer if is_torch_optimizer(inner) and not has_step_hooks(inner) else inner
     ).__name__
     raise ModelError(
-        "an update may be made again (norm_check 'after_step'), and the optimizer, "
-        f"{name}, {what}: nobody knows what else its step changes",
+        f"norm_check is 'after_step', but the optimizer {name} {what}, so schedir may be unable to "
+        "undo its step",
         program=program,
         hint="compile(..., norm_check='before_step')",
     )
