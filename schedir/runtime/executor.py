@@ -79,7 +79,7 @@ class Executor(ProgramRunner):
 
     Each process creates an executor for its rank, and calls `step` once per training step. All
     processes of a transport must create their executors together, because the executors compare
-    what the processes must agree on.
+    their programs, stages and options.
 
     The set of trainable parameters is fixed when the executor is created. `step` raises
     `ModelError` if `requires_grad_` or a new Parameter has changed the set.

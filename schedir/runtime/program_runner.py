@@ -38,11 +38,11 @@ from schedir.transports.serialized_transport import SerializedTransport
 
 
 class DispatchPosition:
-    """The position of the dispatch loop, recorded in the words of a black box.
+    """The position of the dispatch loop.
 
     Attributes:
-        progress: The words with the index of the current instruction and its start time, in
-            nanoseconds. They are in private memory. A caller may set them to the words of a file.
+        progress: The index of the current instruction and its start time in nanoseconds, in private
+            memory. A caller may set `progress` to a view of a black box.
         calls: The linked calls of the stream.
     """
 

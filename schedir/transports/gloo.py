@@ -108,8 +108,8 @@ class ProcessTransport:
         world = dist.get_world_size(group)
         if world != pp * self.tp * self.dp:
             raise ModelError(
-                f"the program needs pp {pp} x tp {self.tp} x dp {self.dp} = "
-                f"{pp * self.tp * self.dp} processes, but there are {world}",
+                f"there are {world} processes, but pp {pp} x tp {self.tp} x dp {self.dp} needs "
+                f"{pp * self.tp * self.dp}",
                 program=program.name,
             )
         members = np.array(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -379,7 +379,7 @@ class GlooTransport(ProcessTransport):
         ...     schedir.PipelineShape(ranks=4, microbatches=4), dp=2))
         Traceback (most recent call last):
             ...
-        schedir.errors.ModelError: gpipe: the program needs pp 4 x tp 1 x dp 2 = 8 processes, but there are 1
+        schedir.errors.ModelError: gpipe: there are 1 processes, but pp 4 x tp 1 x dp 2 needs 8
         >>> distributed.destroy_process_group()
     """
 

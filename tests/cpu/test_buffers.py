@@ -183,7 +183,7 @@ def test_two_holders_of_what_forwards_change_are_refused(schedule: Any, replaces
     assert f"buffer {name} in a forward" in error.value.fact and "eval()" in error.value.hint
     assert str(error.value).splitlines() == [
         f"{schedule.__name__}: ModelError: stage 0 changes its buffer {name} in a forward, and "
-        "each of the 2 stage replicas would have other values",
+        "each of the 2 stage replicas would have different values",
         "  rank 0 #0   F 0.0  failed",
         "  hint: call eval() on its module, or use a placement with one rank for each stage",
     ]
@@ -244,7 +244,8 @@ def _replica(rank: int) -> list[str]:
 def test_replicas_are_told_that_each_has_its_own_statistics() -> None:
     for changing, frozen in run(_replica, 2):
         assert (
-            changing.count("each replica has other values") == 1 and "norm.running_mean" in changing
+            changing.count("each replica has different values") == 1
+            and "norm.running_mean" in changing
         )
         assert frozen == ""
 

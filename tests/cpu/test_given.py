@@ -78,7 +78,7 @@ def test_what_is_no_shape(shape: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", np.float32, float, None], ids=repr)
 def test_what_is_no_type(dtype: Any) -> None:
-    with pytest.raises(ModelError, match="must be a torch.dtype, not"):
+    with pytest.raises(ModelError, match=r"must be a torch\.dtype, not"):
         Boundary((2, 3), dtype)
 
 

@@ -183,11 +183,11 @@ def _find_cases(state: State, i: Instr, is_forward: bool) -> list[_Case]:
         return [_Case(fact, "do not checkpoint layers that change buffers")]
     if state.shape.placement_rows > 1:
         rows = state.shape.placement_rows
-        fact = f"in a forward, and each of the {rows} stage replicas would have other values"
+        fact = f"in a forward, and each of the {rows} stage replicas would have different values"
         hint = "call eval() on its module, or use a placement with one rank for each stage"
         return [_Case(fact, hint)]
     if state.program.dp > 1:
-        return [_Case("in a forward: each replica has other values, from its own microbatches")]
+        return [_Case("in a forward: each replica has different values, from its own microbatches")]
     cases = []
     module = state.stages[i.stage].module
     others = [stage.module for s, stage in state.stages.items() if s != i.stage]

@@ -13,8 +13,8 @@ computes that gradient later:
     ...
     deferred.run()                          # BackwardWeight
 
-Other operations, such as norms, biases and position embeddings, are cheap. Their gradients are
-computed in I unless the caller asks for a split.
+Other operations, such as norms, biases and position embeddings, are cheap. I computes their
+gradients, unless the caller splits these layers.
 
 The gradients have the same bits as those of an unsplit backward if the deferred gradients of one
 weight run in the order of their backward passes. There is one exception: a weight that other

@@ -149,7 +149,8 @@ def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
 
 def _unexpected_write_error() -> ModelError:
     return ModelError(
-        "a stage changes its input in place, but schedir did not expect a write to this input",
+        "a stage changes its input in place, but other code may read the input, or the first "
+        "forward did not change it",
         hint="begin the forward with x = x.clone(), or set inplace=True on the layer",
     )
 

@@ -71,7 +71,7 @@ class HostOptimizerState:
             the optimizer refers to parameters outside of its groups.
     """
 
-    # Whether the optimizer steps other parameters than those of the device.
+    # True if the optimizer steps other parameters than those of the device.
     replaces_parameters = False
 
     def __init__(
