@@ -97,7 +97,10 @@ def find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
     return acks
 
 
-_TIED_RANDOM_WARNING = "an optimizer draws different random numbers for each copy of a tied weight, so the copies differ"
+_TIED_RANDOM_WARNING = (
+    "an optimizer draws different random numbers for each copy of a tied weight, so the copies "
+    "differ"
+)
 
 
 class Call(NamedTuple):

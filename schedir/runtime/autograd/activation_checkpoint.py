@@ -203,8 +203,8 @@ class Checkpoints:
             )
         if self._checksum_outputs(ran[0]) != checkpoint.output_checksums:
             raise ModelError(
-                f"stage {self.stage} returns a different output for microbatch {self.mb} when it is "
-                "recomputed",
+                f"stage {self.stage} returns a different output for microbatch {self.mb} when it "
+                "is recomputed",
                 hint="draw random numbers from torch's default generators only, and keep all state "
                 "in Parameters and buffers",
             )
