@@ -85,14 +85,10 @@ def require_stages(
     if isinstance(value, Mapping):
         result = dict(value)
         if {*result} != {*expected}:
-            raise refuse(
-                f"{owner} has stages {[*expected]}, but `stages` has {describe([*result])}"
-            )
+            raise refuse(f"{owner} has stages {[*expected]}, not {describe([*result])}")
     elif isinstance(value, Sequence | nn.Sequential | nn.ModuleList) and not isinstance(value, str):
         if len(value) != len(all_stages):
-            raise refuse(
-                f"`stages` has length {len(value)}, but the program has {len(all_stages)} stages"
-            )
+            raise refuse(f"`stages` has length {len(value)}, not {len(all_stages)}")
         result = {s: value[s] for s in expected}
     else:
         raise refuse(f"`stages` must be a list or a mapping of modules, not {type(value).__name__}")
@@ -163,8 +159,7 @@ def require_all_microbatches(values: object, name: str, program: Program, rank: 
     number, wanted = count_microbatches(values, name, program), program.shape.microbatches
     if number != wanted:
         raise ExecutionError(
-            f"{name} of rank {rank} has length {number}, but the program has {wanted} microbatches",
-            program=program.name,
+            f"rank {rank} has {number} {name} for {wanted} microbatches", program=program.name
         )
 
 
@@ -277,9 +272,7 @@ def require_transport(value: _T) -> _T:
         ModelError: `value` has no `check_agreement` method, so it is not a transport.
     """
     if not hasattr(value, "check_agreement"):
-        raise ModelError(
-            f"transport must be a transport, not {describe(value)}", hint="GlooTransport(program)"
-        )
+        raise ModelError(f"transport cannot be {describe(value)}", hint="GlooTransport(program)")
     return value
 
 

@@ -382,8 +382,7 @@ class Executor(ProgramRunner):
             f"program that {kind}" if program is None else f"program {program.name!r} that {kind}"
         )
         raise ModelError(
-            f"the executor has {'more than one' if found else 'no'} {what}; its programs are "
-            f"{names}",
+            f"the executor has {'more than one' if found else 'no'} {what}: it has {names}",
             program=self.program.name,
             hint="pass program=..., one of these programs"
             if found

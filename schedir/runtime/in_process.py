@@ -123,10 +123,7 @@ class InProcessExecutor:
         make_optimizer = require_factory(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
         make_loss_scale = require_factory(loss_scale, "the loss scale", "loss_scale=LossScale")
         if (program.tp, program.dp) != (1, 1):
-            raise ModelError(
-                f"InProcessExecutor needs tp 1 and dp 1, not tp {program.tp} and dp {program.dp}",
-                program=program.name,
-            )
+            raise ModelError("InProcessExecutor needs tp 1 and dp 1", program=program.name)
         stages = [module for _, module in sorted(require_stages(stages, program).items())]
         shape = program.shape
         boundaries = BoundaryTable.from_boundary(boundary, program)

@@ -311,8 +311,7 @@ class BoundaryTensors:
                 f"boundary has requires_grad={not has[k]}",
                 hint="return the tensor detached, or omit requires_grad=False from its boundary"
                 if has[k]
-                else "Boundary(..., requires_grad=False) if the tensor depends on no trained "
-                "weight",
+                else "Boundary(..., requires_grad=False) if it depends on no trained weight",
             )
         return values
 

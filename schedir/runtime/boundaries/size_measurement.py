@@ -357,8 +357,7 @@ def _require_microbatch(value: object) -> tuple[Tensor, ...]:
         return require_input_tensors(value, 0)
     except ModelError:
         raise ModelError(
-            "input must be a tensor or a tuple of tensors, of one microbatch, not "
-            f"{describe(value)}"
+            f"input must be a tensor or a tuple of tensors, not {describe(value)}"
         ) from None
 
 

@@ -406,8 +406,7 @@ def backward_input(state: State, i: Instr) -> Call:
         deferrable = set() if len(deferred) else find_deferrable_weights(stage.module)
         if deferrable & accumulated:
             raise ModelError(
-                f"{_describe_stage(stage, i)} has layers that can be split, but I ran the full "
-                "backward",
+                f"{_describe_stage(stage, i)} has splittable layers, but I ran the full backward",
                 hint="do not run the stage under torch.compile, and use the weights in their own "
                 "layers, not copies of them",
             )

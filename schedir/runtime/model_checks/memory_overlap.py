@@ -132,8 +132,7 @@ def require_no_overlap(stages: Mapping[int, nn.Module], program: str) -> None:
             raise ModelError(
                 f"{one} and {other} share memory, but ZeRO gives each parameter its own shards",
                 program=program,
-                hint="use one Parameter (stage.b = stage.a), and compute views of it in the "
-                "forward",
+                hint="use one Parameter (stage.b = stage.a), and compute its views in the forward",
             )
 
 

@@ -263,8 +263,7 @@ def _require_no_duplicates(optimizer: OptimizerLike | None, program: Program) ->
             key = (p.data_ptr(), p.shape, p.stride()) if p.numel() and not p.is_meta else id(p)
             if key in keys:
                 raise ModelError(
-                    f"the optimizer has a weight of shape {list(p.shape)} twice, and would step "
-                    "it twice",
+                    f"the optimizer has a weight of shape {list(p.shape)} twice",
                     program=program.name,
                     hint="remove duplicates: [*dict.fromkeys(parameters)]",
                 )
@@ -330,7 +329,7 @@ def require_program_match(
         raise ModelError(fact, program=program.name, hint=hint)
 
     if sorted(stages) != list(expected_stages):
-        refuse(f"rank {rank} has stages {list(expected_stages)}, but `stages` has {sorted(stages)}")
+        refuse(f"rank {rank} has stages {list(expected_stages)}, not {sorted(stages)}")
     if (program.tp, program.dp) != (transport.tp, transport.dp):
         refuse(
             f"the program has tp {program.tp} and dp {program.dp}, but the transport has "

@@ -70,8 +70,7 @@ def require_shardable(
         return
     if accumulate_grads:
         raise refuse(
-            f"accumulate_grads is True, but zero is {program.zero}: ZeRO does not keep full "
-            "gradients",
+            f"accumulate_grads is True, but zero is {program.zero}: ZeRO keeps no full gradients",
             "zero=0, or accumulate_grads=False",
         )
     for s, name, p in trained:
@@ -84,8 +83,7 @@ def require_shardable(
             )
         if type(p.data) is not Tensor:
             raise refuse(
-                f"{name} of stage {s} is a {type(p.data).__name__}, but ZeRO shards plain tensors "
-                "only",
+                f"{name} of stage {s} must be a plain tensor, not {type(p.data).__name__}",
                 "do not parallelize parameters before the executor is created: schedir shards them",
             )
     require_no_overlap(stages, program.name)

@@ -52,8 +52,7 @@ class SpillFile:
         weakref.finalize(self, file.close)
         if (kind := find_file_system_type(self.directory)) in _MEMORY_FILE_SYSTEMS:
             warnings.warn(
-                f"spill_dir {str(self.directory)!r} is a {kind}, which keeps its files in host "
-                "memory",
+                f"spill_dir {str(self.directory)!r} is a {kind}, which is in host memory",
                 stacklevel=2,
             )
         self.length = 0

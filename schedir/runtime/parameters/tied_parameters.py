@@ -185,8 +185,7 @@ class ParameterTable:
                     continue
                 if any(place in self.weight_index for place in shared):
                     raise ModelError(
-                        f"{describe_places(shared)} are one Parameter, but tied_weights does not "
-                        "tie them",
+                        f"{describe_places(shared)} are one Parameter, but not in tied_weights",
                         hint="schedir.find_tied_weights(stages) finds all tied weights",
                     )
                 self._add_weight(shared)
@@ -221,8 +220,7 @@ class ParameterTable:
         for one, other in pairwise(added):
             if one[0] == other[0]:
                 raise ModelError(
-                    f"{describe_places([one, other])} are tied, but they are two Parameters of "
-                    "one stage",
+                    f"{describe_places([one, other])} are tied, but two Parameters of one stage",
                     hint="use one Parameter within a stage: stage.b = stage.a",
                 )
         self.weights.append(added)
@@ -276,8 +274,7 @@ class ParameterTable:
                         f"{describe_places([one, other])} are equal, but they are not tied",
                         hint="ties = schedir.find_tied_weights(stages) before you copy the "
                         "stages, for compile(..., tied_weights=ties) and the executor's "
-                        "tied_weights=ties; or allow_identical_stages=True if they only had one "
-                        "seed",
+                        "tied_weights=ties; or allow_identical_stages=True",
                     )
 
     def _require_same_copies(self, one: ParameterLocation, other: ParameterLocation) -> None:
@@ -289,8 +286,7 @@ class ParameterTable:
             )
         if a.kind != b.kind:
             raise ModelError(
-                f"{describe_places([one, other])} are one weight, but they are {a.kind} and "
-                f"{b.kind}"
+                f"{describe_places([one, other])} are one weight, but are {a.kind} and {b.kind}"
             )
         if a.values_digest != b.values_digest:
             raise ModelError(
