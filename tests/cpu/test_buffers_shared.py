@@ -109,5 +109,7 @@ def test_buffers_of_a_loss_are_looked_at_as_those_of_its_stage() -> None:
         ranks.step(*batch(4))
     found = compile(chimera, PipelineShape(2, 4, placement="mirror"))
     ranks = InProcessExecutor(found, stages, loss=Scored(), boundary=BOUNDARY)
-    with pytest.raises(ExecutionError, match=r"loss.count in a forward, and each of its 2 holders"):
+    with pytest.raises(
+        ExecutionError, match=r"loss.count in a forward, and each of the 2 stage replicas"
+    ):
         ranks.step(*batch(4))

@@ -185,7 +185,7 @@ def test_nobody_goes_on_from_what_is_partly_read(
     monkeypatch.setattr(dcp_storage, "read", fails)
     with pytest.raises(CheckpointError, match="Input/output error") as caught:
         load(ranks, tmp_path)
-    assert "create a new executor" in caught.value.hint
+    assert "make the executor anew" in caught.value.hint
     with pytest.raises(ExecutionError):
         step(ranks, 0)
     with pytest.raises(CheckpointError, match="an earlier step or load failed"):

@@ -66,5 +66,5 @@ def test_what_is_no_number_of_processes(processes: Any) -> None:
 
 def test_a_device_that_nobody_knows() -> None:
     device: Any = "tpu"
-    with pytest.raises(UsageError, match="have no split"):
+    with pytest.raises(UsageError, match="not known"):
         measure(1, device)

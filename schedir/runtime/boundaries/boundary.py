@@ -515,7 +515,7 @@ def require_output_tensors(outputs: object, stage: int) -> Sequence[Tensor]:
     for value in values:
         if not isinstance(value, Tensor):
             raise ModelError(
-                f"stage {stage} gives "
+                f"stage {stage} returns "
                 f"{_describe_value(outputs if values is not outputs else value)}",
                 hint=_TENSORS_HINT,
             )
