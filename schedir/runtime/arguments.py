@@ -85,10 +85,10 @@ def require_stages(
     if isinstance(value, Mapping):
         result = dict(value)
         if {*result} != {*expected}:
-            raise refuse(f"{owner} has stages {[*expected]}, not {describe([*result])}")
+            raise refuse(f"`stages` has {describe([*result])}, but {owner} has {[*expected]}")
     elif isinstance(value, Sequence | nn.Sequential | nn.ModuleList) and not isinstance(value, str):
         if len(value) != len(all_stages):
-            raise refuse(f"`stages` has length {len(value)}, not {len(all_stages)}")
+            raise refuse(f"`stages` has {len(value)} modules instead of {len(all_stages)}")
         result = {s: value[s] for s in expected}
     else:
         raise refuse(f"`stages` must be a list or a mapping of modules, not {type(value).__name__}")

@@ -329,7 +329,7 @@ def require_program_match(
         raise ModelError(fact, program=program.name, hint=hint)
 
     if sorted(stages) != list(expected_stages):
-        refuse(f"rank {rank} has stages {list(expected_stages)}, not {sorted(stages)}")
+        refuse(f"`stages` has {sorted(stages)}, but rank {rank} has {list(expected_stages)}")
     if (program.tp, program.dp) != (transport.tp, transport.dp):
         refuse(
             f"the program has tp {program.tp} and dp {program.dp}, but the transport has "
