@@ -266,11 +266,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "not said": (OWN, r"tensor 0 from stage 0 .* gives it the shape \[2, 8, 8\]"),
     "of another": (
         Boundary(OWN, received_shape=(2, 4, 16)),
-        r"taken as \[2, 4, 16\], and what .*\[2, 8, 8",
+        r"received as \[2, 4, 16\], but the program gives it the shape \[2, 8, 8",
     ),
     "beside": (
         (Boundary(OWN, received_shape=EVERY), Boundary(OWN, received_shape=EVERY)),
-        r"tensor 1 that stage 0",
+        r"tensor 1 from stage 0",
     ),
     "a vector": ((8,), "must share its sequence, which is the second last dimension"),
 }
