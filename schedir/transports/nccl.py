@@ -340,7 +340,7 @@ def nccl_transport(
         >>> nccl_transport(program, torch.device("cpu"))
         Traceback (most recent call last):
             ...
-        schedir.errors.ModelError: gpipe: NCCL moves tensors of GPUs, not of cpu
+        schedir.errors.ModelError: gpipe: NCCL needs tensors on a GPU, not on cpu
     """
     make = NCCLGrouped if kind == "grouped" else NCCLEdge
     return make(
