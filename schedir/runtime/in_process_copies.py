@@ -72,8 +72,8 @@ class StageReplica:
             name := _find_changed_name(before, _collect_unsynced_state(self.module))
         ):
             raise ModelError(
-                f"{name} of stage {self.stage} changed between steps, but stage replicas get copies "
-                "of Parameters, buffers, modes, numbers and strings only",
+                f"{name} of stage {self.stage} changed between steps, but stage replicas get "
+                "copies of Parameters, buffers, modes, numbers and strings only",
                 program=program.name,
                 hint="change it before you create the InProcessExecutor, or create a new one",
             )

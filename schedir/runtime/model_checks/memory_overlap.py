@@ -211,8 +211,7 @@ def require_copyable(module: nn.Module, stage: int, program: str) -> None:
             one.is_trained or other.is_trained
         ):
             raise ModelError(
-                f"{one} and {other} share memory, but they would not share it in the copies of the "
-                "stage for its stage replicas",
+                f"{one} and {other} share memory, but their copies in stage replicas would not",
                 program=program,
                 hint="compute the view of the weight in the forward",
             )
