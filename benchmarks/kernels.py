@@ -103,7 +103,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def bandwidth(options: argparse.Namespace) -> int:
     """Print the share of a copy's bandwidth that each kernel reaches; return the exit code."""
     if not torch.cuda.is_available():
-        return lacks("needs a GPU, and torch sees none", options.smoke)
+        return lacks("needs a GPU, but torch finds none", options.smoke)
     if not backend_choice.uses_triton(torch.empty(0, device=DEVICE)):
         return lacks(
             f"needs triton, and no {backend_choice.BACKEND_VARIABLE}=reference", options.smoke
@@ -315,7 +315,7 @@ def weight_gradients(options: argparse.Namespace, clock: Callable[[Run], float])
 def windows(options: argparse.Namespace) -> int:
     """Print what windows of attention gain, predicted beside measured; return the exit code."""
     if options.device == "cuda" and not torch.cuda.is_available():
-        return lacks("needs a GPU, and torch sees none", options.smoke)
+        return lacks("needs a GPU, but torch finds none", options.smoke)
     torch.set_num_threads(1)
     lengths = options.lengths
     if lengths is None:

@@ -32,5 +32,8 @@ def uses_triton(tensor: Tensor) -> bool:
     """
     wish = os.environ.get(BACKEND_VARIABLE, "auto")
     if wish not in ("auto", "reference"):
-        raise UsageError(f"{BACKEND_VARIABLE} is {wish!r}", hint="auto or reference")
+        raise UsageError(
+            f"{BACKEND_VARIABLE} must be 'auto' or 'reference', not {wish!r}",
+            hint=f"unset {BACKEND_VARIABLE}",
+        )
     return tensor.is_cuda and wish == "auto" and has_triton()

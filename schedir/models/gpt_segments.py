@@ -154,7 +154,7 @@ def build_boundaries(
         >>> str(build_boundaries((1, 5), (8, 64), frozen_stages=1)[1][1])
         '[8, 64] of torch.float32 without gradient'
         >>> str(build_boundaries((5,), (8, 64), tp_size=2)[0][0])
-        '[8, 64] of torch.float32, taken as [16, 64]'
+        '[8, 64] of torch.float32, received as [16, 64]'
     """
     stage_boundary, boundaries = Boundary.from_shape(boundary), list[Any]()
     token_dim = len(stage_boundary.shape) - 2

@@ -39,7 +39,7 @@ def require_shape(value: object) -> tuple[int, ...]:
             raise TypeError
     except TypeError:
         raise ModelError(
-            f"the shape of a boundary is whole numbers from 1 on, not {describe(value)}",
+            f"the shape of a boundary must be integers of at least 1, not {describe(value)}",
             hint="Boundary((4, 128, 512)), or Boundary((4, 128, 512), torch.bfloat16)",
         ) from None
     return shape
@@ -76,25 +76,25 @@ def require_stages(
     """
     all_stages = range(program.shape.stages)
     expected = all_stages if rank is None else program.shape.stages_on_rank[rank]
-    wants = "the stages of the model in order" if rank is None else "{stage: module}"
+    wants = "all stages of the model, in order" if rank is None else "{stage: module}"
 
     def refuse(fact: str) -> ModelError:
-        return ModelError(fact, program=program.name, hint=f"this takes {wants}")
+        return ModelError(fact, program=program.name, hint=f"pass {wants}")
 
-    owner = "the program has" if rank is None else f"rank {rank} owns"
+    owner = "the program" if rank is None else f"rank {rank}"
     if isinstance(value, Mapping):
         result = dict(value)
         if {*result} != {*expected}:
-            raise refuse(f"{owner} stages {[*expected]}, and is given {describe([*result])}")
+            raise refuse(f"`stages` has {describe([*result])}, but {owner} has {[*expected]}")
     elif isinstance(value, Sequence | nn.Sequential | nn.ModuleList) and not isinstance(value, str):
         if len(value) != len(all_stages):
-            raise refuse(f"{len(value)} stages are given, the program has {len(all_stages)}")
+            raise refuse(f"`stages` has {len(value)} modules instead of {len(all_stages)}")
         result = {s: value[s] for s in expected}
     else:
-        raise refuse(f"{type(value).__name__} is given for stages")
+        raise refuse(f"`stages` must be a list or a mapping of modules, not {type(value).__name__}")
     for s, module in result.items():
         if not isinstance(module, nn.Module):
-            raise refuse(f"stage {s} is no nn.Module, but {describe(module)}")
+            raise refuse(f"stage {s} must be an nn.Module, not {describe(module)}")
     return result
 
 
@@ -115,7 +115,7 @@ def require_model_stages(value: object, *, allow_missing: bool = False) -> list[
         isinstance(m, nn.Module) or (allow_missing and m is None) for m in result
     ):
         raise ModelError(
-            f"the stages of a model are modules, in order, not {describe(value)}",
+            f"`stages` must be a list of at least one nn.Module, not {describe(value)}",
             hint="[nn.Linear(8, 8), nn.Linear(8, 8)]",
         )
     return result
@@ -139,7 +139,7 @@ def count_microbatches(values: object, name: str, program: Program | None = None
         return len(values)  # type: ignore[arg-type]
     except TypeError:
         raise ExecutionError(
-            f"{name} are a tensor for each microbatch, and {describe(values)} is given",
+            f"{name} must be a sequence with one entry for each microbatch, not {describe(values)}",
             program=program.name if program else "",
         ) from None
 
@@ -159,7 +159,7 @@ def require_all_microbatches(values: object, name: str, program: Program, rank: 
     number, wanted = count_microbatches(values, name, program), program.shape.microbatches
     if number != wanted:
         raise ExecutionError(
-            f"rank {rank} is given {number} {name} for {wanted} microbatches", program=program.name
+            f"rank {rank} has {number} {name} for {wanted} microbatches", program=program.name
         )
 
 
@@ -175,7 +175,7 @@ def require_callable(value: _T, name: str, example: str) -> _T:
         ModelError: `value` is not callable.
     """
     if not callable(value):
-        raise ModelError(f"{name} is called, and {describe(value)} cannot be", hint=example)
+        raise ModelError(f"{name} must be callable, not {describe(value)}", hint=example)
     return value
 
 
@@ -190,7 +190,7 @@ def require_loss(value: _T) -> _T:
     """
     example = "loss=lambda y, target: (y - target).square().sum()"
     if isinstance(value, type) and issubclass(value, nn.Module):
-        raise ModelError(f"the loss is {describe(value)}, and not one of it", hint=example)
+        raise ModelError(f"the loss must be an instance, not {describe(value)}", hint=example)
     return require_callable(value, "the loss", example)
 
 
@@ -209,7 +209,7 @@ def require_factory(
     """
     if value is None:
         return None
-    return require_callable(value, f"what makes {name} of each rank", example)
+    return require_callable(value, f"the function that creates {name} of a rank", example)
 
 
 def require_optimizer(value: _T) -> _T:
@@ -224,7 +224,7 @@ def require_optimizer(value: _T) -> _T:
     step = getattr(value, "step", None)
     if value is not None and (isinstance(value, type) or not callable(step)):
         raise ModelError(
-            f"an optimizer has a step(), and {describe(value)} has none",
+            f"optimizer must be an object with a step method, not {describe(value)}",
             hint="optimizer=torch.optim.AdamW(module.parameters())",
         )
     return value
@@ -243,7 +243,7 @@ def require_rank(value: int, program: Program) -> int:
     if value in range(program.shape.ranks):
         return value
     raise ModelError(
-        f"the ranks are 0 to {program.shape.ranks - 1}, and {describe(value)} is none of them",
+        f"rank must be from 0 to {program.shape.ranks - 1}, not {describe(value)}",
         program=program.name,
     )
 
@@ -272,7 +272,7 @@ def require_transport(value: _T) -> _T:
         ModelError: `value` has no `check_agreement` method, so it is not a transport.
     """
     if not hasattr(value, "check_agreement"):
-        raise ModelError(f"{describe(value)} is no transport", hint="GlooTransport(program)")
+        raise ModelError(f"transport cannot be {describe(value)}", hint="GlooTransport(program)")
     return value
 
 
@@ -288,7 +288,7 @@ def require_seed(value: object) -> int:
     try:
         return index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise ModelError(f"a seed is a whole number, not {describe(value)}") from None
+        raise ModelError(f"seed must be an integer, not {describe(value)}") from None
 
 
 def require_spill_dir(value: object) -> Path | None:
@@ -302,7 +302,7 @@ def require_spill_dir(value: object) -> Path | None:
     """
     if value is None or (isinstance(value, str | Path) and str(value)):
         return None if value is None else Path(value)
-    raise ModelError(f"spill_dir is a path, not {describe(value)}", hint="spill_dir='/nvme'")
+    raise ModelError(f"spill_dir must be a path, not {describe(value)}", hint="spill_dir='/nvme'")
 
 
 def require_max_norm(value: float | None, program: Program) -> float:
@@ -323,12 +323,12 @@ def require_max_norm(value: float | None, program: Program) -> float:
         number = math.nan
     if not number > 0 or isinstance(value, str):
         raise ModelError(
-            f"max_norm is a number above 0, not {describe(value)}",
-            hint="math.inf takes the norm and clips nothing",
+            f"max_norm must be a number above 0, not {describe(value)}",
+            hint="max_norm=math.inf computes the norm and clips nothing",
         )
     if not program.clip_grad_norm:
         raise ModelError(
-            f"max_norm is {number:g}, and the program takes no norm and clips nothing",
+            f"max_norm is {number:g}, but the program does not clip gradients",
             program=program.name,
             hint="compile(..., clip_grad_norm=True)",
         )
@@ -347,5 +347,6 @@ def require_scalar_loss(loss: object) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss if not loss.dim() else loss.reshape(())
     raise ModelError(
-        f"the loss is {describe(loss)}, and not a tensor of one number", hint="its .sum()"
+        f"the loss must return a floating-point tensor with one element, not {describe(loss)}",
+        hint="loss=lambda y, target: (y - target).square().sum()",
     )

@@ -151,8 +151,8 @@ def build_checkpoint_state(
             state.optimizer is not optimizer for state in states
         ):
             raise UsageError(
-                "an executor has an optimizer of its own, and is given another one to save or load",
-                hint="save(executor, folder, step=...)",
+                "optimizer is not the optimizer of the executor",
+                hint="omit the optimizer: save(executor, folder, step=...)",
                 fields=["optimizer"],
             )
         return [*map(_collect_rank_state, states)]
@@ -190,15 +190,15 @@ def _require_between_steps(state: State) -> None:
     held = state.resources
     if held.is_in_step:
         raise CheckpointError(
-            "a step or a load has failed, and left weights as they were within it"
+            "an earlier step or load failed, and may have changed only some of the weights"
         )
     if any(
         stage.sharded_parameters is not None and stage.sharded_parameters.summoned_flat
         for stage in held.stages.values()
     ):
         raise CheckpointError(
-            "weights are shown whole, and are kept in parts",
-            hint="leave `with executor.full_parameters():` before",
+            "weights are unsharded within full_parameters(), but checkpoints need sharded weights",
+            hint="leave `with executor.full_parameters():` before you save or load",
         )
 
 

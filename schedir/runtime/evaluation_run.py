@@ -58,7 +58,7 @@ def evaluation_mode(state: State) -> Iterator[None]:
     for p, was, now in zip([*others, *by_value], before, after, strict=True):
         if was != now:
             raise ModelError(
-                f"a forward writes to {names[p]}, when it is evaluated between steps",
+                f"a forward writes to Parameter {names[p]} in an evaluation",
                 program=state.program.name,
-                hint="let it be a buffer, which is put back, or write in training mode only",
+                hint="make it a buffer, which schedir restores, or write in training mode only",
             )

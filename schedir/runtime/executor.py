@@ -68,8 +68,7 @@ def _checksum_parameters(state: State) -> dict[str, str]:
     """Return the checksums of the parameters by description, for `check_agreement`."""
     modules = {s: stage.module for s, stage in state.stages.items()}
     return {
-        f"the numbers of {p.names[0]} in stage {s}, "
-        f"slice {state.transport.tp_rank}": p.values_digest
+        f"the values of {p.names[0]} in stage {s}, slice {state.transport.tp_rank}": p.values_digest
         for s, own in fingerprint_parameters(modules).items()
         for p in own
     }
@@ -80,7 +79,7 @@ class Executor(ProgramRunner):
 
     Each process creates an executor for its rank, and calls `step` once per training step. All
     processes of a transport must create their executors together, because the executors compare
-    what the processes must agree on.
+    their programs, stages and options.
 
     The set of trainable parameters is fixed when the executor is created. `step` raises
     `ModelError` if `requires_grad_` or a new Parameter has changed the set.
@@ -379,12 +378,15 @@ class Executor(ProgramRunner):
             return found[0]
         kind = "trains" if has_backward else "does not train"
         names = ", ".join(one.program.name for one in self.runners.values())
-        what = f"program that {kind}" if program is None else f"{program.name} that {kind}"
+        what = (
+            f"program that {kind}" if program is None else f"program {program.name!r} that {kind}"
+        )
         raise ModelError(
-            f"the executor was made with {names}: of these {len(found) or 'none'} "
-            f"{'are' if found else 'is'} a {what}",
+            f"the executor has {'more than one' if found else 'no'} {what}: it has {names}",
             program=self.program.name,
-            hint="program=..." if found else "Executor(..., extra_programs=[program])",
+            hint="pass program=..., one of these programs"
+            if found
+            else "Executor(..., extra_programs=[program])",
         )
 
     def _switch_program(self, runner: ProgramRunner) -> None:
@@ -407,7 +409,7 @@ class Executor(ProgramRunner):
         if self.state.optimistic_step is not None:
             self._require_no_failed_step()
             self.state.transport.check_agreement(
-                {"the step that is settled": str(self.random_streams.step)}
+                {"the step of the last update": str(self.random_streams.step)}
             )
             self.state.optimistic_step.finish_validation()
 

@@ -52,7 +52,7 @@ def resolve_extra_programs(
     """
     if not isinstance(extra_programs, Sequence):
         raise ModelError(
-            f"`extra_programs` is a list of programs, not {describe(extra_programs)}",
+            f"extra_programs must be a list of programs, not {describe(extra_programs)}",
             program=program.name,
         )
     runs: list[_ScheduledRun] = []
@@ -65,14 +65,16 @@ def resolve_extra_programs(
             for known in (_ScheduledRun(program, boundaries), *runs)
         ):
             raise ModelError(
-                "the program is there twice", program=other.name, hint="an executor has it once"
+                "the executor has this program twice",
+                program=other.name,
+                hint="list each program once",
             )
         given: Any = pair[1]
         if given is None:
             if len({*boundaries.rows}) > 1:
                 raise ModelError(
-                    f"microbatches of {program.name} differ in what passes between stages, and "
-                    "nobody says what passes in this program",
+                    f"the boundaries of {program.name} differ between microbatches, so this "
+                    "program needs its own boundary",
                     program=other.name,
                     hint="extra_programs=[(program, boundary)]",
                 )
@@ -93,39 +95,37 @@ def _require_compatible(program: Program, other: Program) -> None:
 
     if [*map(set, program.shape.stages_on_rank)] != [*map(set, other.shape.stages_on_rank)]:
         refuse(
-            f"its stages are not on the ranks on which {program.name} has them",
-            "take the same ranks, stages_per_rank and placement",
+            f"its stages are on other ranks than those of {program.name}",
+            "use the same ranks, stages_per_rank and placement",
         )
     for what in ("tp", "dp", "zero"):
         if getattr(program, what) != getattr(other, what):
             refuse(
-                f"{what} is {getattr(other, what)}, and {getattr(program, what)} in {program.name}",
+                f"{what} is {getattr(other, what)}, but {getattr(program, what)} in {program.name}",
                 f"compile(..., {what}={getattr(program, what)})",
             )
     if not other.has_backward:
         if program.zero and other.frozen_stages != program.frozen_stages:
             refuse(
-                f"{other.frozen_stages} stages are frozen, and {program.frozen_stages} in "
-                f"{program.name}: of "
-                "these weights are whole",
+                f"frozen_stages is {other.frozen_stages}, but {program.frozen_stages} in "
+                f"{program.name}, and ZeRO does not shard frozen stages",
                 f"compile(..., frozen_stages={program.frozen_stages})",
             )
         return
     if not program.has_backward:
-        refuse(f"it trains, and stands beside {program.name}, which does not", "give it first")
+        refuse(f"it trains, but {program.name} does not", "make it the first program")
     for what in _TRAINING_ATTRIBUTES:
         if getattr(program, what) != getattr(other, what):
             refuse(
-                f"{what} is {getattr(other, what)!r}, and {getattr(program, what)!r} in "
+                f"{what} is {getattr(other, what)!r}, but {getattr(program, what)!r} in "
                 f"{program.name}",
                 f"compile(..., {what}={getattr(program, what)!r})",
             )
     if program.norm_check == "after_step":
         refuse(
-            "two programs train, and norm_check is 'after_step': an update is made again by the "
-            "program "
-            "that has made it",
-            "norm_check='before_step'",
+            "norm_check is 'after_step', but the executor has two programs that train, and only "
+            "the program of an update can repeat it",
+            "compile(..., norm_check='before_step')",
         )
 
 
@@ -187,5 +187,5 @@ class ProgramOrder:
             f"some processes run {', others '.join(sorted(names))}",
             progress_model=self.transport.progress_model,
             sites=[],
-            hint="let all processes run the same programs in one order",
+            hint="run the same programs in the same order on all processes",
         )

@@ -123,7 +123,7 @@ class InProcessExecutor:
         make_optimizer = require_factory(optimizer, "the optimizer", "optimizer=torch.optim.AdamW")
         make_loss_scale = require_factory(loss_scale, "the loss scale", "loss_scale=LossScale")
         if (program.tp, program.dp) != (1, 1):
-            raise ModelError("virtual ranks run with tp 1 and dp 1", program=program.name)
+            raise ModelError("InProcessExecutor needs tp 1 and dp 1", program=program.name)
         stages = [module for _, module in sorted(require_stages(stages, program).items())]
         shape = program.shape
         boundaries = BoundaryTable.from_boundary(boundary, program)
@@ -381,8 +381,9 @@ class ExecutionOrders:
         # "torch_lazy" allows messages to overtake each other, but a mailbox has one queue.
         if cross := find_crossed_messages(Graph.from_program(program, "per_edge")):
             raise ModelError(
-                f"{cross.sites[0].instr} and {cross.sites[1].instr} pass each other, on two "
-                f"communicators of {progress_model!r}, but virtual ranks have one mailbox for both",
+                f"{cross.sites[0].instr} and {cross.sites[1].instr} are received in another "
+                f"order than sent: {progress_model!r} has two communicators for them, but virtual "
+                "ranks have one mailbox",
                 program=program.name,
                 sites=cross.sites,
             )

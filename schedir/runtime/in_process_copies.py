@@ -72,10 +72,10 @@ class StageReplica:
             name := _find_changed_name(before, _collect_unsynced_state(self.module))
         ):
             raise ModelError(
-                f"{name} of stage {self.stage} has changed between steps. The stage has several "
-                "holders, whose copies follow Parameters, buffers, modes, numbers and strings only",
+                f"{name} of stage {self.stage} changed between steps, but stage replicas get "
+                "copies of Parameters, buffers, modes, numbers and strings only",
                 program=program.name,
-                hint="change it before InProcessExecutor is made, or make InProcessExecutor anew",
+                hint="change it before you create the InProcessExecutor, or create a new one",
             )
         for mine, theirs in zip(self.copy.modules(), self.module.modules(), strict=True):
             for name, value in vars(theirs).items():
@@ -104,10 +104,10 @@ class StageReplica:
         for (name, p), copy in zip(named, self.copy.parameters(), strict=True):
             if p._post_accumulate_grad_hooks:
                 raise ModelError(
-                    f"{name} of stage {self.stage} has a post-accumulate hook, and the stage has "
-                    "several holders: each adds up the gradients of its own microbatches",
+                    f"{name} of stage {self.stage} has a post-accumulate hook, but each stage "
+                    "replica accumulates the gradients of its own microbatches only",
                     program=program.name,
-                    hint="register_hook, whose hooks see the gradient of each microbatch",
+                    hint="use register_hook, whose hooks get the gradient of each microbatch",
                 )
             if p.requires_grad:
                 require_no_node_hooks(p, f"{name} of stage {self.stage}")
@@ -186,14 +186,11 @@ def copy_shared_parameters(
         home, *others = of
         if others and program.zero:
             raise ModelError(
-                f"{describe_places(of.values())} are one Parameter on {len(of)} ranks, and "
-                "ZeRO level "
-                f"{program.zero} would shard it on each of them",
+                f"{describe_places(of.values())} are one Parameter on {len(of)} ranks, but "
+                f"ZeRO level {program.zero} would shard it on each of them",
                 program=program.name,
-                hint="ties = schedir.find_tied_weights(stages), then copies: "
-                "stages = [deepcopy(stage) for stage in stages], and tied_weights=ties for the "
-                "ranks; "
-                "or zero=0",
+                hint="ties = schedir.find_tied_weights(stages), then "
+                "stages = [deepcopy(stage) for stage in stages] and tied_weights=ties; or zero=0",
             )
         if others and program.has_backward:
             require_no_node_hooks(p, describe_places(of.values()))

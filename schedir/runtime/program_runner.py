@@ -38,11 +38,11 @@ from schedir.transports.serialized_transport import SerializedTransport
 
 
 class DispatchPosition:
-    """The position of the dispatch loop, recorded in the words of a black box.
+    """The position of the dispatch loop.
 
     Attributes:
-        progress: The words with the index of the current instruction and its start time, in
-            nanoseconds. They are in private memory. A caller may set them to the words of a file.
+        progress: The index of the current instruction and its start time in nanoseconds, in private
+            memory. A caller may set `progress` to a view of a black box.
         calls: The linked calls of the stream.
     """
 
@@ -203,7 +203,7 @@ class ProgramRunner(DispatchPosition):
         """
         if self.serialized_transport is None:
             raise ModelError(
-                "one instruction after the other is for messages on streams of their own",
+                "step_serialized needs a transport with a CUDA stream for each edge",
                 program=self.program.name,
             )
         with self.serialized_transport.serialize():
@@ -310,9 +310,9 @@ class ProgramRunner(DispatchPosition):
         """Raise ExecutionError if an earlier step failed."""
         if self.is_in_step:
             raise ExecutionError(
-                f"rank {self.rank} has failed in the step before, and left messages on their way",
+                f"an earlier step failed on rank {self.rank}, so messages may still be in transit",
                 program=self.program.name,
-                hint="make the executor and its transport anew",
+                hint="create a new executor and a new transport",
             )
 
     @cached_property

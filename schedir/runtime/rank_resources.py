@@ -251,6 +251,7 @@ def find_device(stages: Mapping[int, nn.Module]) -> torch.device:
     devices = {p.device for stage in stages.values() for p in stage.parameters()}
     if len(devices) > 1:
         raise ModelError(
-            f"the parameters of one rank are on {' and '.join(sorted(map(str, devices)))}"
+            "the parameters of a rank must be on one device, not on "
+            f"{' and '.join(sorted(map(str, devices)))}"
         )
     return next(iter(devices), torch.device("cpu"))

@@ -98,7 +98,7 @@ def find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
 
 
 _TIED_RANDOM_WARNING = (
-    "an optimizer draws random numbers, others for each copy of a tied weight: they drift apart"
+    "an optimizer draws different random numbers for the copies of a tied weight: they will differ"
 )
 
 

@@ -84,8 +84,8 @@ def require_input_tensors(value: object, mb: int) -> tuple[Tensor, ...]:
     if isinstance(value, tuple | list) and all(isinstance(x, Tensor) for x in value):
         return tuple(value)
     raise ModelError(
-        f"inputs[{mb}] is {describe(value)}, and no tensor or tuple of tensors",
-        hint="what a stage takes by name, or what is no tensor, goes into keywords",
+        f"inputs[{mb}] must be a tensor or a tuple of tensors, not {describe(value)}",
+        hint="pass named arguments, and values that are not tensors, in keywords",
     )
 
 
@@ -103,8 +103,8 @@ def require_keywords(value: object, program: Program | None = None) -> None:
     wrong = [each for each in value if not _has_string_keys(each)] if is_list else [value]  # type: ignore[attr-defined]
     if wrong:
         raise ExecutionError(
-            "keywords are for each microbatch a mapping whose keys are names, and "
-            f"{describe(wrong[0])} is given",
+            "keywords must be a list with a mapping from names to values for each microbatch, not "
+            f"{describe(wrong[0])}",
             program=program.name if program else "",
             hint='keywords=[{"mask": mask} for mask in masks]',
         )

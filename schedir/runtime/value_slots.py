@@ -131,7 +131,7 @@ class OutputSlot(Slot):
     def overwrite_error(self) -> ModelError:
         """Return the error for a value that was written to before it was used."""
         if self.kind in TRAINING_VALUES:
-            hint = "a hook, or a backward of your own, must not write to a gradient that it returns"
+            hint = "do not write to a gradient that a hook or a custom backward has returned"
         else:
             hint = "return a new tensor in each forward: return self.buffer.clone()"
         return ModelError(

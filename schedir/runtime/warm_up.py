@@ -212,9 +212,9 @@ class UnsteppedParameters:
                     p.copy_(copies[p])
                 elif get_write_traces([p]) != [trace]:
                     raise ModelError(
-                        f"a forward writes to {self.names[p]}, which no optimizer steps and the "
-                        "first steps left alone, and must be run again (norm_check 'after_step')",
-                        hint="let it be a buffer, or compile(..., norm_check='before_step')",
+                        f"a forward writes to {self.names[p]}, which no optimizer steps, and the "
+                        "step must run again (norm_check 'after_step')",
+                        hint="make it a buffer, or compile(..., norm_check='before_step')",
                     )
 
         return put_back
@@ -253,9 +253,9 @@ class ProbedMicrobatches(Sequence[Any]):
         leaf = self.microbatches if isinstance(self.microbatches, Tensor) else t
         if t.requires_grad and not leaf.is_leaf:
             raise ModelError(
-                "what a step is given was made with a gradient, and the step may have to be run "
-                "again (norm_check 'after_step')",
-                hint="x.detach(), or compile(..., norm_check='before_step')",
+                "an argument of the step has a grad_fn, but the step may run again "
+                "(norm_check 'after_step')",
+                hint="pass x.detach(), or compile(..., norm_check='before_step')",
             )
         if t.requires_grad:
             self.gradients.append((leaf, leaf.grad, _clone(leaf.grad)))

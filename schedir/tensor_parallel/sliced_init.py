@@ -48,7 +48,7 @@ class SlicedInit:
             start: The first row or column.
             length: The number of rows or columns.
         """
-        assert dim == self.dim, "blocks lie along the dimension that is shared"
+        assert dim == self.dim, "blocks are along the dimension that is sharded"
         sizes = list(self.shape)
         sizes[dim] = length
         result = torch.empty(sizes, device=self.device, dtype=self.dtype)

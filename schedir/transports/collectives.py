@@ -111,7 +111,9 @@ def run_collective(members: Sequence[CollectiveMember]) -> None:
         members: The calls of the members, in the order of ranks. All have the same kind.
     """
     kind = members[0].kind
-    assert all(part.kind == kind for part in members), "a group meets for one thing at a time"
+    assert all(part.kind == kind for part in members), (
+        "a group runs one kind of collective at a time"
+    )
     results = COLLECTIVES[kind].compute_outputs([part.input_tensor for part in members])
     for part, result in zip(members, results, strict=True):
         part.output_tensor.copy_(result)

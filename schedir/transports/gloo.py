@@ -108,7 +108,7 @@ class ProcessTransport:
         world = dist.get_world_size(group)
         if world != pp * self.tp * self.dp:
             raise ModelError(
-                f"{world} processes do not make pp {pp} x tp {self.tp} x dp {self.dp} = "
+                f"there are {world} processes, but pp {pp} x tp {self.tp} x dp {self.dp} needs "
                 f"{pp * self.tp * self.dp}",
                 program=program.name,
             )
@@ -231,7 +231,7 @@ class ProcessTransport:
                 raise ModelError(
                     f"the transport of {self.name} has no {lacks}",
                     program=program.name,
-                    hint="a transport is made for all that it runs: extra_programs=[...]",
+                    hint="pass all programs to the transport: extra_programs=[...]",
                 )
 
     def describe_missing_channels(self, program: Program) -> str:
@@ -250,8 +250,8 @@ class ProcessTransport:
         own = len(self.mesh[0]), self.tp, self.dp
         if (program.shape.ranks, program.tp, program.dp) != own:
             raise ModelError(
-                f"the program is for pp {program.shape.ranks} x tp {program.tp} x dp {program.dp}, "
-                f"and its transport for pp {own[0]} x tp {own[1]} x dp {own[2]}",
+                f"the program has pp {program.shape.ranks} x tp {program.tp} x dp {program.dp}, "
+                f"but the transport has pp {own[0]} x tp {own[1]} x dp {own[2]}",
                 program=program.name,
             )
 
@@ -379,7 +379,7 @@ class GlooTransport(ProcessTransport):
         ...     schedir.PipelineShape(ranks=4, microbatches=4), dp=2))
         Traceback (most recent call last):
             ...
-        schedir.errors.ModelError: gpipe: 1 processes do not make pp 4 x tp 1 x dp 2 = 8
+        schedir.errors.ModelError: gpipe: there are 1 processes, but pp 4 x tp 1 x dp 2 needs 8
         >>> distributed.destroy_process_group()
     """
 

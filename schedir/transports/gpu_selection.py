@@ -50,15 +50,15 @@ class _RefusedVariable(NamedTuple):
 
 _TRUE_VALUES = ("1", "true", "yes", "on", "y", "t")
 _HOST_WAITS_REASON = (
-    "the host would wait inside a step, in Stream order, for what others have yet to issue"
+    "the host would wait in a step for operations that other ranks have not issued yet"
 )
 _REFUSED_VARIABLES: Final = (
     _RefusedVariable(
         (QUEUES_VARIABLE,),
-        "streams that share a hardware queue wait for each other, and a receive that waits holds "
-        "up the computation behind it, for ever",
+        "streams that share a hardware queue wait for each other, and a waiting receive may block "
+        "the computation after it for ever",
         tuple(map(str, range(MIN_QUEUES))),
-        hint="unset it, or 32",
+        hint="unset it, or set it to 32",
     ),
     _RefusedVariable(
         ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT", "CUDA_LAUNCH_BLOCKING"),
@@ -68,19 +68,18 @@ _REFUSED_VARIABLES: Final = (
     _RefusedVariable(("TORCH_DISTRIBUTED_DEBUG",), _HOST_WAITS_REASON, ("detail",)),
     _RefusedVariable(
         ("PYTORCH_NO_CUDA_MEMORY_CACHING",),
-        "each tensor that is freed would wait for the whole GPU, beside receives that wait",
+        "each free of a tensor would wait for all work of the GPU, and so for receives",
         max_value=-1,  # torch ignores the value: any value enables it
     ),
     _RefusedVariable(
         ("NCCL_LAUNCH_ORDER_IMPLICIT",),
-        "communicators would start in the order in which the host issues them, and a receive that "
-        "waits would hold up all others",
+        "communicators would start in the order in which the host issues them, and a waiting "
+        "receive would block all others",
         max_value=0,
     ),
     _RefusedVariable(
         ("NCCL_COMM_SPLIT_SHARE_RESOURCES",),
-        "communicators would run one after the other, and a receive that waits would hold up all "
-        "others",
+        "communicators would run one after the other, and a waiting receive would block all others",
         max_value=0,
     ),
     _RefusedVariable(
@@ -88,10 +87,9 @@ _REFUSED_VARIABLES: Final = (
             "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_P2P_NCHANNELS", "NCCL_NCHANNELS_PER_PEER",
             "NCCL_NCHANNELS_PER_NET_PEER",
         ),
-        "it counts for each edge, whose receive would keep as many multiprocessors from what "
-        "computes while it waits",
+        "a waiting receive of each edge would take this number of multiprocessors from computation",
         max_value=MAX_CTAS,
-        hint=f"unset it, or {MAX_CTAS} at most",
+        hint=f"unset it, or set it to {MAX_CTAS} or less",
     ),
 )  # fmt: skip
 
@@ -117,8 +115,10 @@ def require_gpus(
     if not gpus:
         lacks_cuda = torch.version.cuda is None
         raise UsageError(
-            "device cuda needs a GPU, and torch sees none",
-            hint="this torch is built without CUDA" if lacks_cuda else "nvidia-smi should list one",
+            "device 'cuda' needs a GPU, but torch finds none",
+            hint="install a torch with CUDA: this one has none"
+            if lacks_cuda
+            else "check that nvidia-smi lists a GPU",
         )
     variables = read_nccl_files(environ) | dict(environ)
     for refused in _REFUSED_VARIABLES:
@@ -135,17 +135,16 @@ def require_gpus(
             # that later.
             return
         raise UsageError(
-            f"{processes} processes on this machine, and {gpus} GPU{'s' * (gpus > 1)}",
-            hint=f"to share one in a test, set {HOST_ID_VARIABLE} to a name of its own for "
+            f"{processes} processes need a GPU each, but this machine has {gpus}",
+            hint=f"to share a GPU in a test, set {HOST_ID_VARIABLE} to a different name for "
             "each process",
         )
     for name, value in SHARED_GPU_VARIABLES.items():
         if environ.get(name) != value:
             raise UsageError(
-                f"processes share a GPU ({HOST_ID_VARIABLE} is set), but {name} is not "
-                f"{value}: they would "
-                "look for each other's memory",
-                hint=" ".join(f"{n}={v}" for n, v in SHARED_GPU_VARIABLES.items()),
+                f"processes share a GPU ({HOST_ID_VARIABLE} is set), but {name} is not {value}, "
+                "so NCCL would try to access the memory of other processes",
+                hint="set " + " ".join(f"{n}={v}" for n, v in SHARED_GPU_VARIABLES.items()),
             )
 
 
@@ -218,9 +217,9 @@ def require_distinct_gpus(store: Any, rank: int, processes: int, gpu: str, host:
     if twins := json.loads(store.get(_SHARED_GPU_KEY)):
         first, other, both = twins
         raise ModelError(
-            f"processes {first} and {other} are on one GPU, {both}, and on one host",
-            hint="each process takes the GPU of its LOCAL_RANK; to share one in a test, set "
-            f"{HOST_ID_VARIABLE} to another name for each",
+            f"processes {first} and {other} use the same GPU {both} of the same host",
+            hint="use the GPU of LOCAL_RANK in each process; to share a GPU in a test, set "
+            f"{HOST_ID_VARIABLE} to a different name for each process",
         )
 
 

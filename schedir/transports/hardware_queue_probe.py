@@ -97,9 +97,9 @@ def require_safe_queues(
             why = explain_deadlock(graph, reached)
             raise ModelError(
                 f"streams share a hardware queue of a GPU ({'; '.join(map(str, shared))}), and the "
-                f"program would wait for ever: {why.fact}",
+                f"program would deadlock: {why.fact}",
                 program=program.name,
-                hint='transport = "nccl_grouped", or a program with fewer edges on a rank',
+                hint='transport = "nccl_grouped", or a program with fewer edges per rank',
             ) from why
     return shared
 
@@ -208,7 +208,7 @@ def _find_queue_number(program: Program, rank: int, queue: Queue) -> int:
 def _describe_queue(queue: Queue) -> str:
     """Return a description of a queue for error messages."""
     if isinstance(queue, Lane):
-        return {Lane.COMPUTE: "what it computes", Lane.TP: "gathers"}.get(queue, "reductions")
+        return {Lane.COMPUTE: "computation", Lane.TP: "gathers"}.get(queue, "reductions")
     kind = "activations" if queue.lane is Lane.ACT else "gradients"
     return f"{kind} from {queue.source} to {queue.target}"
 

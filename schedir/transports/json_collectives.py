@@ -60,7 +60,7 @@ def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
     byte_counts = [int(size) for size in sizes]
     for k, size in enumerate(byte_counts):
         if not 0 <= size <= MAX_BYTES:
-            raise ModelError(f"process {k} tells {size} bytes, and at most {MAX_BYTES} are taken")
+            raise ModelError(f"process {k} sends {size} bytes, but the limit is {MAX_BYTES}")
     max_count = max(*byte_counts, 1)
     gathered = [torch.empty(max_count, dtype=torch.uint8, device=device) for _ in byte_counts]
     padded = torch.zeros(max_count, dtype=torch.uint8)
@@ -91,9 +91,7 @@ def broadcast(value: object, source: int, group: Any = None, record_types: Recor
     size = torch.tensor([len(encoded)], device=device)
     dist.broadcast(size, group=group, group_src=source)
     if not 0 <= int(size) <= MAX_BYTES:
-        raise ModelError(
-            f"process {source} tells {int(size)} bytes, and at most {MAX_BYTES} are taken"
-        )
+        raise ModelError(f"process {source} sends {int(size)} bytes, but the limit is {MAX_BYTES}")
     data = torch.zeros(max(int(size), 1), dtype=torch.uint8)
     if encoded:
         data[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
@@ -173,7 +171,7 @@ def decode_value(data: bytes, sender: str, record_types: RecordTypes = ()) -> An
     try:
         return _remove_tags(json.loads(data), {kind.__name__: kind for kind in record_types})
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise ModelError(f"{sender} tells what is no plain value: {data[:40]!r}") from None
+        raise ModelError(f"{sender} sent data that schedir cannot decode: {data[:40]!r}") from None
 
 
 def _add_tags(value: object, record_types: RecordTypes) -> Any:
@@ -185,7 +183,7 @@ def _add_tags(value: object, record_types: RecordTypes) -> Any:
             ]
         }
     if isinstance(value, Enum):
-        raise TypeError(f"{value!r} is of no kind that is told")
+        raise TypeError(f"{value!r} is an Enum that is not in record_types")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.dtype):
@@ -200,7 +198,7 @@ def _add_tags(value: object, record_types: RecordTypes) -> Any:
         }
     if isinstance(value, list):
         return [_add_tags(part, record_types) for part in value]
-    raise TypeError(f"{describe(value)} is no plain value")
+    raise TypeError(f"{describe(value)} cannot be encoded as JSON")
 
 
 def _list_record_fields(value: Any) -> list[object]:

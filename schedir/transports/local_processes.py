@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 # The seconds after the first failure in which other ranks may still report their failures.
 GRACE_SECONDS = 1.0
-DIED_MESSAGE = "died without a word"
+DIED_MESSAGE = "died without an error report"
 
 
 class _Report(NamedTuple):
@@ -119,7 +119,7 @@ def run_processes(
             stack = (
                 _stack_path(folder, rank).read_text() if _stack_path(folder, rank).exists() else ""
             )
-            tb = stack or f"was ended {grace_seconds:g} s after the first failure"
+            tb = stack or f"was killed {grace_seconds:g} s after the first failure"
             reports[rank] = _Report(time.monotonic(), traceback=tb)
     failed = {rank: r for rank, r in reports.items() if r.traceback}
     if failed:

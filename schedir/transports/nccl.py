@@ -121,12 +121,12 @@ def require_enough_queues(
         parts = ", ".join(
             f"{number} for {name}" for name, number in counts_per_rank[busiest].items()
         )
-        hint = f"{QUEUES_VARIABLE}={MAX_HARDWARE_QUEUES}, set before CUDA starts"
+        hint = f"set {QUEUES_VARIABLE}={MAX_HARDWARE_QUEUES} before CUDA starts"
         if needs > MAX_HARDWARE_QUEUES:
-            hint = 'transport = "nccl_grouped", which has one communicator for all messages'
+            hint = 'transport = "nccl_grouped", which uses one communicator for all messages'
         raise ModelError(
-            f"rank {busiest} has {needs} streams ({parts}), and its GPU {has} hardware queues: "
-            "streams that share one wait for each other, and may do so for ever",
+            f"rank {busiest} needs {needs} CUDA streams ({parts}), but its GPU has {has} hardware "
+            "queues: streams that share a queue may wait for each other for ever",
             program=program.name,
             hint=hint,
         )
@@ -298,7 +298,7 @@ class NCCLGrouped(GroupedMessages):
 
 def _require_cuda(device: torch.device | str, program: Program) -> None:
     if torch.device(device).type != "cuda":
-        raise ModelError(f"NCCL moves tensors of GPUs, not of {device}", program=program.name)
+        raise ModelError(f"NCCL needs tensors on a GPU, not on {device}", program=program.name)
 
 
 def nccl_transport(
@@ -340,7 +340,7 @@ def nccl_transport(
         >>> nccl_transport(program, torch.device("cpu"))
         Traceback (most recent call last):
             ...
-        schedir.errors.ModelError: gpipe: NCCL moves tensors of GPUs, not of cpu
+        schedir.errors.ModelError: gpipe: NCCL needs tensors on a GPU, not on cpu
     """
     make = NCCLGrouped if kind == "grouped" else NCCLEdge
     return make(

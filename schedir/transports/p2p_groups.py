@@ -176,7 +176,7 @@ class _GroupedTransfer:
         return self.work is not None and cast(dist.Work, self.work).is_completed()
 
     def wait(self) -> None:
-        assert self.work is not None, "a group is issued before anybody waits for it"
+        assert self.work is not None, "a group is issued before a rank waits for it"
         self.work.wait()
 
 

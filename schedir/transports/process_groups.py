@@ -118,7 +118,7 @@ def _create_group(row: GroupRow, **options: Any) -> Any:
     name = f"schedir-{_created_groups}-{row[0]}"
     with _use_group_name(name):
         group = dist.new_group([*row], use_local_synchronization=True, **options)
-    assert group.group_name == name, "members find each other by it"
+    assert group.group_name == name, "the members find the group by its name"
     return group
 
 

@@ -31,7 +31,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from schedir.analysis.memory.buffer_slots import assign_slots
 from schedir.analysis.progress_models import ProgressModel
-from schedir.errors import ModelError
+from schedir.errors import ModelError, format_bytes
 from schedir.ir.instruction_index import InstructionIndex
 from schedir.ir.isa.instructions import (
     INSTRUCTIONS,
@@ -245,7 +245,7 @@ class IncomingMessages:
         """
         while self.counters[self.counter_index] < target_count:
             if not _receive_wakeup(self.connection, self.rank):
-                raise PeerLate(f"nothing has come from rank {self.rank} in time")
+                raise PeerLate(f"rank {self.rank} sent nothing within the timeout")
 
 
 class MessageArrival(NamedTuple):
@@ -322,7 +322,7 @@ def receive_memory(connection: socket.socket, rank: int) -> int:
     try:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     except BlockingIOError as error:
-        raise PeerLate(f"rank {rank} has not passed its memory in time") from error
+        raise PeerLate(f"rank {rank} did not share its memory within the timeout") from error
     if not descriptors:
         raise PeerLeft(f"rank {rank} has left")
     return descriptors[0]
@@ -362,7 +362,7 @@ def connect_neighbours(
                 connections[rank] = made.enter_context(socket.socket(socket.AF_UNIX))
                 connections[rank].connect(socket_names[rank])
                 if not _is_ours(connections[rank]):
-                    raise OSError("its socket is somebody else's")
+                    raise OSError(f"the socket of rank {rank} belongs to another user")
                 connections[rank].sendall(struct.pack("q", this_rank))
                 _set_receive_timeout(connections[rank], timeout)
         waiting = {rank for rank in neighbours if rank < this_rank}
@@ -375,9 +375,9 @@ def connect_neighbours(
                 _set_receive_timeout(caller, timeout)
                 rank_bytes = caller.recv(8, socket.MSG_WAITALL)
             except (TimeoutError, BlockingIOError) as error:
-                raise PeerLate(f"rank {min(waiting)} has not called in time") from error
+                raise PeerLate(f"rank {min(waiting)} did not connect within the timeout") from error
             if len(rank_bytes) < 8:
-                raise PeerLeft("a neighbour has left as it called")
+                raise PeerLeft("a neighbour has left while it connected")
             rank = struct.unpack("q", rank_bytes)[0]
             connections[rank] = caller
             waiting.remove(rank)
@@ -515,7 +515,8 @@ class SharedMemoryTransport(ProcessTransport):
         self.require_supported(self.programs)
         if not can_share_memory(group):
             raise ModelError(
-                "memory is shared by processes of one machine, a Linux on x86-64 as yet",
+                "transport 'shared_memory' needs one machine for all processes, with Linux on "
+                "x86-64",
                 program=program.name,
                 hint='transport = "gloo"',
             )
@@ -535,7 +536,8 @@ class SharedMemoryTransport(ProcessTransport):
         """
         if program.shares_slots:
             raise ModelError(
-                "messages have a slot each in shared memory, and the program shares slots",
+                "transport 'shared_memory' needs a slot for each message, but the program shares "
+                "slots",
                 program=program.name,
                 hint='transport = "gloo"',
             )
@@ -562,7 +564,7 @@ class SharedMemoryTransport(ProcessTransport):
                 memory = _create_memory_file(size)
                 made.callback(os.close, memory)
             except OSError as error:
-                problem = f"{error.strerror or error}, for {size} bytes"
+                problem = f"{error.strerror or error}, for {format_bytes(size)}"
             members = dist.get_process_group_ranks(self.parent_group or dist.group.WORLD)
             local = name, problem, {kind: [*sizes] for kind, sizes in buffer_sizes.items()}
             everyone: list[tuple[str, str, BufferSizes]] = gather(local, self.parent_group, [Value])
@@ -570,7 +572,7 @@ class SharedMemoryTransport(ProcessTransport):
             for process, (_, reason, _) in by_process.items():
                 if reason:
                     raise ModelError(
-                        f"process {process} cannot share what it receives: {reason}",
+                        f"process {process} cannot allocate shared memory: {reason}",
                         program=self.name,
                         hint='transport = "gloo"',
                     )
@@ -581,7 +583,7 @@ class SharedMemoryTransport(ProcessTransport):
                 self._connect_and_map(listener, memory, names, sizes_of_peers, programs)
             except OSError as error:
                 raise ModelError(
-                    f"rank {self.rank} does not reach a neighbour: {error}",
+                    f"rank {self.rank} cannot connect to a neighbour: {error}",
                     program=self.name,
                     hint='transport = "gloo"',
                 ) from error

@@ -231,7 +231,7 @@ def describe_peer_error(error: BaseException) -> str:
     late = (
         ""
         if isinstance(error, PeerLate) or not _is_peer_timeout(error)
-        else "a peer has not come in time"
+        else "a peer did not respond within the timeout"
     )
     return describe_peer_exit(error) or late
 

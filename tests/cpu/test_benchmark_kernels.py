@@ -37,7 +37,7 @@ def test_it_refuses_a_machine_without_a_gpu(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["kernels.py"])
     assert benchmark.main() == 2
-    assert capsys.readouterr() == ("", "needs a GPU, and torch sees none\n")
+    assert capsys.readouterr() == ("", "needs a GPU, but torch finds none\n")
 
 
 def test_all_ways_give_the_same() -> None:

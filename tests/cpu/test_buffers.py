@@ -147,7 +147,7 @@ def test_a_module_with_buffers_in_two_stages_is_said() -> None:
     stages = [one, *others, one]
     found = compile(zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=find_tied_weights(stages))
     ranks = InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
-    with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage that has it"):
+    with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage uses it"):
         ranks.step(*batch(4))
 
 
@@ -183,9 +183,9 @@ def test_two_holders_of_what_forwards_change_are_refused(schedule: Any, replaces
     assert f"buffer {name} in a forward" in error.value.fact and "eval()" in error.value.hint
     assert str(error.value).splitlines() == [
         f"{schedule.__name__}: ModelError: stage 0 changes its buffer {name} in a forward, and "
-        "each of its 2 holders would have its own",
+        "each of the 2 stage replicas would have different values",
         "  rank 0 #0   F 0.0  failed",
-        "  hint: freeze it, as eval() does, or take a placement where a stage has one holder",
+        "  hint: call eval() on its module, or use a placement with one rank for each stage",
     ]
     frozen = [stage.eval() for stage in normed(2)]
     virtual(schedule, shape, frozen).step(*batch(4))
@@ -198,9 +198,9 @@ def test_statistics_that_a_backward_would_take_again_are_refused(schedule: Any) 
     (site,) = error.value.sites
     assert str(error.value).splitlines() == [
         f"{schedule.__name__}: ModelError: stage 1 changes its buffer norm.running_mean in a "
-        "backward, as a forward that is run again does: when, its schedule would decide",
+        "backward, such as in a recomputed forward: the schedule decides when",
         f"  rank 1 #{site.index:<3} {site.instr}  failed",
-        "  hint: keep what changes buffers out of what is checkpointed",
+        "  hint: do not checkpoint layers that change buffers",
     ]
     assert str(site.instr)[0] in "BI"
 
@@ -214,7 +214,7 @@ def newest_first(r: int, P: int, m: int) -> RankSchedule:
 def test_other_orders_are_said_and_are_those_of_the_programs_reference() -> None:
     shape, ours, theirs, plain = PipelineShape(2, 4), *(normed(2) for _ in range(3))
     ranks = virtual(newest_first, shape, ours)
-    with pytest.warns(UserWarning, match="not in the order of the microbatches") as caught:
+    with pytest.warns(UserWarning, match="do not run in the order of the microbatches") as caught:
         ranks.step(*batch(4))
     assert len(caught) == 2  # one for each stage
     run_sequential(theirs, *batch(4), loss=squares, program=ranks.program)
@@ -243,7 +243,10 @@ def _replica(rank: int) -> list[str]:
 
 def test_replicas_are_told_that_each_has_its_own_statistics() -> None:
     for changing, frozen in run(_replica, 2):
-        assert changing.count("each replica has its own") == 1 and "norm.running_mean" in changing
+        assert (
+            changing.count("each replica has different values") == 1
+            and "norm.running_mean" in changing
+        )
         assert frozen == ""
 
 

@@ -84,7 +84,7 @@ def test_a_module_of_stages_on_several_ranks_is_said() -> None:
     stages = [one, other, one]
     found = compile(gpipe, PipelineShape(3, 4), tied_weights=find_tied_weights(stages))
     ranks = InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
-    with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage that has it"):
+    with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage uses it"):
         ranks.step(*batch(4))
 
 
@@ -109,5 +109,7 @@ def test_buffers_of_a_loss_are_looked_at_as_those_of_its_stage() -> None:
         ranks.step(*batch(4))
     found = compile(chimera, PipelineShape(2, 4, placement="mirror"))
     ranks = InProcessExecutor(found, stages, loss=Scored(), boundary=BOUNDARY)
-    with pytest.raises(ExecutionError, match=r"loss.count in a forward, and each of its 2 holders"):
+    with pytest.raises(
+        ExecutionError, match=r"loss.count in a forward, and each of the 2 stage replicas"
+    ):
         ranks.step(*batch(4))

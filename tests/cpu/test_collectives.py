@@ -161,11 +161,11 @@ def test_nobody_goes_on_before_all_have_come() -> None:
     )
     one, other = torch.ones(2), torch.ones(2)
     work = first.start_collective("all_reduce", "model", one, one)
-    with pytest.raises(AssertionError, match="others come before"):
+    with pytest.raises(AssertionError, match="all ranks are issued before"):
         work.wait()
     second.start_collective("all_reduce", "model", other, other)
     work.wait()
     assert one.tolist() == [2, 2]
     first.start_collective("all_reduce", "model", one, one)
-    with pytest.raises(AssertionError, match="one thing at a time"):
+    with pytest.raises(AssertionError, match="one kind of collective at a time"):
         second.start_collective("reduce_scatter", "model", other[:1], other)

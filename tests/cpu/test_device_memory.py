@@ -37,7 +37,7 @@ def test_a_run_says_so_once(
     assert run(config, sets) == 0
     lines = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     said = [line for line in lines if line.startswith("memory: ")]
-    assert len(said) == (grows == 3) and all("1 of 1 processes asked" in line for line in said)
+    assert len(said) == (grows == 3) and all("1 of 1 processes allocated" in line for line in said)
     if said:  # in the first step all may be asked for; then before the report of what grew
         assert lines.index(said[0]) == lines.index("step 4") - 1
 

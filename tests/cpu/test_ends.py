@@ -178,7 +178,7 @@ def test_a_peer_that_does_not_come_is_no_line_of_gloos() -> None:
     with pytest.raises(RuntimeError) as error:
         one.recv([torch.empty(1)], 1, 0).wait(timedelta(seconds=0.2))
     assert ".cc:" in str(error.value) and is_caused_by_peer(error.value)
-    assert describe_peer_error(error.value) == "a peer has not come in time"
+    assert describe_peer_error(error.value) == "a peer did not respond within the timeout"
     assert describe_peer_error(RuntimeError("a timeout of a module's own")) == ""
 
 
@@ -194,4 +194,6 @@ def test_what_gloo_gives_up_with_another_wait_is_late_as_well() -> None:
     for work in (second, first):
         with pytest.raises(RuntimeError) as error:
             work.wait()
-        assert describe_peer_error(error.value) == "a peer has not come in time", error.value
+        assert describe_peer_error(error.value) == "a peer did not respond within the timeout", (
+            error.value
+        )

@@ -244,7 +244,7 @@ def test_real_processes(schedule: Any, shape: PipelineShape, traits: dict[str, A
 def test_a_frozen_stage_has_nothing_to_train() -> None:
     stages = stages_of(3, 1)
     program = compile(one_f_one_b, PipelineShape(3, 4), frozen_stages=2)
-    with pytest.raises(ModelError, match="stage 1 is frozen, and weight in it") as caught:
+    with pytest.raises(ModelError, match="stage 1 is frozen, but its parameter weight") as caught:
         InProcessExecutor(program, stages, loss=squared_error, boundary=BOUNDARY)
     assert "frozen_stages=1" in caught.value.hint
     evaluation = compile(

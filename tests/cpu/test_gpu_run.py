@@ -125,7 +125,7 @@ def test_without_a_gpu_it_says_so(
     assert gpu_run.main(["--folder", str(tmp_path)]) == 2
     first, *others, _, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("machine: failed: 2")
-    assert "torch sees none" in (tmp_path / "machine.txt").read_text()
+    assert "torch finds none" in (tmp_path / "machine.txt").read_text()
     assert others == [f"{s.name}: not run, there is no GPU" for s in gpu_run.STEPS[1:]]
     assert files(tmp_path) == ["README.md", "machine.txt", STATE]
     assert gpu_run.main(["--folder", str(tmp_path), "--only", "streams"]) == 2

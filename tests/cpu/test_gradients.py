@@ -57,7 +57,7 @@ def test_gradients_that_are_moved_with_their_module_are_refused(how: Any) -> Non
     module.share_memory()  # with all of the buffer
     gradients.zero()
     module.to(**how)
-    with pytest.raises(ModelError, match=r"^the gradient of weight has been moved"):
+    with pytest.raises(ModelError, match=r"^the gradient of weight was moved"):
         gradients.zero()
 
 

@@ -174,7 +174,7 @@ def test_a_neighbour_that_does_not_call_or_says_nothing() -> None:
         for calls in (False, True):
             if calls:
                 caller.connect(name)
-            with pytest.raises(PeerLate, match="rank 0 has not called in time"):
+            with pytest.raises(PeerLate, match="rank 0 did not connect within the timeout"):
                 connect_neighbours(listener, ["", name], 1, [0], 0.2)
 
 
@@ -192,7 +192,7 @@ def test_a_neighbour_that_passes_no_memory() -> None:
         caller.connect(start_listening(listener, 2))
         caller.sendall(struct.pack("q", 0))
         connections = connect_neighbours(listener, [], 1, [0], 0.2)
-        with pytest.raises(PeerLate, match="rank 0 has not passed its memory in time"):
+        with pytest.raises(PeerLate, match="rank 0 did not share its memory within the timeout"):
             receive_memory(connections[0], 0)
         close_connections(connections.values())
 

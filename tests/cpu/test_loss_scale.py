@@ -159,7 +159,7 @@ def test_all_replicas_and_ranks_skip_together() -> None:
 
 def test_programs_that_do_not_say_the_norm_are_refused() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4))
-    with pytest.raises(ModelError, match="led by the norm"):
+    with pytest.raises(ModelError, match="needs the norm of the gradients"):
         InProcessExecutor(
             program, half_stages(2, False), loss=gpt.loss, boundary=HALF, loss_scale=large
         )

@@ -69,7 +69,7 @@ def test_who_does_not_come_is_named() -> None:
 def test_what_comes_from_a_peer_is_no_code() -> None:
     store: Any = HashStore()
     store.set("facts 1", b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(ModelError, match="process 1 tells what is no plain value"):
+    with pytest.raises(ModelError, match="process 1 sent data that schedir cannot decode"):
         compare_facts(store, 0, 2, {}, 5)
 
 

@@ -263,16 +263,16 @@ def test_a_stage_of_ones_own() -> None:
 
 OWN, EVERY = (2, 4, 8), (2, 8, 8)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "not said": (OWN, r"tensor 0 that stage 0 .* makes of it is \[2, 8, 8\]"),
+    "not said": (OWN, r"tensor 0 from stage 0 .* gives it the shape \[2, 8, 8\]"),
     "of another": (
         Boundary(OWN, received_shape=(2, 4, 16)),
-        r"taken as \[2, 4, 16\], and what .*\[2, 8, 8",
+        r"received as \[2, 4, 16\], but the program gives it the shape \[2, 8, 8",
     ),
     "beside": (
         (Boundary(OWN, received_shape=EVERY), Boundary(OWN, received_shape=EVERY)),
-        r"tensor 1 that stage 0",
+        r"tensor 1 from stage 0",
     ),
-    "a vector": ((8,), "share the sequence, which is the last dimension but one"),
+    "a vector": ((8,), "must share its sequence, which is the second last dimension"),
 }
 
 
@@ -287,10 +287,10 @@ def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
     with pytest.raises(ModelError, match=words):
         require_fit(ModelBoundaries.from_edges(right | {0: behind}, 3), program)
     for other in (replace(right[1], shape=(2, 7, 8)), Boundary(EVERY)):
-        with pytest.raises(ModelError, match="tensor 0 that stage 1 passes on"):
+        with pytest.raises(ModelError, match="tensor 0 from stage 1 is"):
             require_fit(ModelBoundaries.from_edges(right | {1: other}, 3), program)
     whole = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg")
-    with pytest.raises(ModelError, match=r"makes of it is \[2, 4, 8\]"):
+    with pytest.raises(ModelError, match=r"gives it the shape \[2, 4, 8\]"):
         require_fit(ModelBoundaries.from_edges(right, 3), whole)
 
 
@@ -369,7 +369,7 @@ def test_what_is_summed_in_its_place() -> None:
     assert run(inputs_stay, 2) == [(32.0, 16.0)] * 2
     with pytest.raises(RankError, match="modified by an inplace operation"):
         run(alone, 2)
-    with pytest.raises(RankError, match=r"sums the first tensor .* has no gradient"):
+    with pytest.raises(RankError, match=r"sums tensor 0 .* has no gradient"):
         run(without_gradient, 2)
 
 

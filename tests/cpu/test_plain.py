@@ -65,7 +65,7 @@ class _Runs:
     ],
 )  # fmt: skip
 def test_other_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(ModelError, match="process 3 tells what is no plain value"):
+    with pytest.raises(ModelError, match="process 3 sent data that schedir cannot decode"):
         decode_value(data, "process 3", KINDS)
 
 
@@ -101,7 +101,11 @@ def _tell(process: int, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("values", ""), ("pickle", "process 1 tells what is no plain"), ("size", "1099511627776 by")],
+    [
+        ("values", ""),
+        ("pickle", "process 1 sent data that schedir cannot decode"),
+        ("size", "1099511627776 by"),
+    ],
 )
 def test_processes_tell_each_other(what: str, said: str) -> None:
     if not said:

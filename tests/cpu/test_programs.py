@@ -292,7 +292,7 @@ def test_forwards_that_write_are_put_back_or_refused(data: bool) -> None:
         stages = [Writes(parameter=parameter, data=data), Writes(parameter=False)]
         ranks = InProcessExecutor(program, stages, allow_identical_stages=True, **how)
         if parameter:
-            with pytest.raises(ModelError, match="writes to weight"):
+            with pytest.raises(ModelError, match="writes to Parameter weight in an evaluation"):
                 ranks.evaluate(x, x)
         else:
             ranks.evaluate(x, x)

@@ -195,9 +195,10 @@ def test_what_an_instruction_waits_for_in_words() -> None:
     assert words["F 0.0"] == "computes"
     assert words["send_act 0.1"] == "waits for rank 1 to receive"
     assert {text.partition(" rank ")[0] for text in words.values()} == {
-        "computes", "waits for", "waits for all ranks", "waits for all that share its weights",
+        "computes", "waits for", "waits for all ranks",
+        "waits for all stages that share its weights",
         "waits for its tensor-parallel group", "waits for the other replicas",
-        "waits for all holders of its stage",
+        "waits for all replicas of its stage",
     }  # fmt: skip
 
 

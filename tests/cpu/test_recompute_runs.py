@@ -333,7 +333,7 @@ class Own(nn.Module):
 def test_a_stage_that_does_not_do_the_same_again() -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
     world = InProcessExecutor(program, noisy(2, Own), loss=squares, boundary=BOUNDARY)
-    with pytest.raises(ExecutionError, match="gives something else for microbatch") as caught:
+    with pytest.raises(ExecutionError, match="returns a different output for microbatch") as caught:
         world.step(*batch(4))
     assert str(caught.value.sites[0].instr).startswith("R ")
     assert "generators" in caught.value.hint

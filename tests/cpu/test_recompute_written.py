@@ -100,12 +100,14 @@ class Late(Power):
 def test_a_buffer_that_was_left_alone() -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
     world = InProcessExecutor(program, noisy(2, Late), loss=squares, boundary=BOUNDARY)
-    with pytest.raises(ExecutionError, match="writes to its buffer u, which its first forward"):
+    with pytest.raises(
+        ExecutionError, match="writes to its buffer u, but its first forward did not"
+    ):
         world.step(*batch(4))
 
 
 class Listed(Power):
-    """Writes to its buffer by another name."""
+    """Writes to its buffer through another reference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +129,8 @@ class Decayed(Power):
 
 
 @pytest.mark.parametrize(
-    ("layer", "what"), [(Listed, "by another name"), (Decayed, "Parameters that it trains")]
+    ("layer", "what"),
+    [(Listed, "through another reference"), (Decayed, "writes to trained Parameters")],
 )
 def test_what_would_be_written_twice(layer: Any, what: str) -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")

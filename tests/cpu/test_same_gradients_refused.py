@@ -41,7 +41,9 @@ def test_a_rank_that_dies_is_named() -> None:
             os._exit(3)
         dist.barrier()
 
-    with pytest.raises(ExecutionError, match="rank 1: died without a word, with exit code 3"):
+    with pytest.raises(
+        ExecutionError, match="rank 1: died without an error report, with exit code 3"
+    ):
         same(dies, model(2), batch())
 
 

@@ -127,7 +127,7 @@ def alone(rank: int, leaves: bool) -> None:
     ("leaves", "why"),
     [
         (True, "rank 1 has left"),
-        (False, "PeerLate: nothing has come from rank 1 in time"),
+        (False, "PeerLate: rank 1 sent nothing within the timeout"),
     ],
 )
 def test_a_neighbour_that_leaves_or_sleeps(leaves: bool, why: str) -> None:
@@ -152,7 +152,7 @@ def left(rank: int, place: str, problem: bool) -> str:
 @pytest.mark.parametrize("problem", [False, True])
 def test_nothing_is_left_behind(problem: bool, tmp_path: Path) -> None:
     for fact in run(left, 2, str(tmp_path), problem):
-        assert fact.startswith("process 1 cannot share what it receives: No such file") == problem
+        assert fact.startswith("process 1 cannot allocate shared memory: No such file") == problem
     assert not list(tmp_path.iterdir())
 
 

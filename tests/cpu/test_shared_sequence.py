@@ -162,11 +162,15 @@ def sliced(says: bool | None) -> Whole:
 
 
 STAGES: dict[str, tuple[Told, Callable[[int], nn.Module], str]] = {
-    "summed by nobody": ({"sequence_parallel": False}, lambda _: Whole(True), "would drift apart"),
-    "silent": ({}, lambda _: Whole(None), "weight of stage 0 is held whole by each"),
-    "a slice": ({}, lambda _: sliced(True), "weight of stage 0 is a slice"),
+    "summed by nobody": (
+        {"sequence_parallel": False},
+        lambda _: Whole(True),
+        "the program has sequence_parallel=False",
+    ),
+    "silent": ({}, lambda _: Whole(None), "weight of stage 0 has no attribute summed_over_tp"),
+    "a slice": ({}, lambda _: sliced(True), "each tensor-parallel rank has another slice"),
     "of two minds": (
-        {}, lambda rank: Whole(rank == 0), "what tensor-parallel ranks sum in stage 0",
+        {}, lambda rank: Whole(rank == 0), "parameters that tensor-parallel ranks sum in stage 0",
     ),
     "right": ({}, lambda _: Whole(False), ""),
     "right as a slice": ({}, lambda _: sliced(None), ""),

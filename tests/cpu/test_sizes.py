@@ -387,5 +387,5 @@ def test_a_frozen_stage_keeps_its_input() -> None:
 
 def test_what_cannot_pass_is_refused() -> None:
     stages, x = [nn.Linear(8, 9), nn.Linear(8, 8)], torch.randn(4, 8)
-    with pytest.raises(ModelError, match=r"stage 0 gives \[4, 9\]"):
+    with pytest.raises(ModelError, match=r"stage 0 returns \[4, 9\]"):
         measure_sizes(stages, x, x, loss=nn.functional.mse_loss, boundary=Boundary((4, 8)))

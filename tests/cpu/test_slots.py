@@ -217,4 +217,4 @@ def test_no_step_follows_one_that_has_failed() -> None:
         ranks.step(x, x)
     with pytest.raises(ExecutionError) as error:
         ranks.step(x, x)
-    assert "rank 0 has failed in the step before" in error.value.fact
+    assert "an earlier step failed on rank 0" in error.value.fact

@@ -160,8 +160,8 @@ def test_the_warning_names_the_layers() -> None:
     said = run(plain)
     assert said == [
         f"Mixed (stage {s}) is not split in attn.c_attn (Conv1D), own.0 (Bilinear): I runs their "
-        "whole backward; schedir.runtime.make_backward_splittable(stage) splits Conv1D; "
-        "schedir.runtime.register_splittable_layer teaches a type"
+        "full backward; schedir.runtime.make_backward_splittable(stage) splits Conv1D; "
+        "schedir.runtime.register_splittable_layer adds a type"
         for s in range(2)
     ]
     said = run([make_backward_splittable(stage) for stage in plain])
@@ -235,7 +235,7 @@ def test_a_split_that_does_not_happen_is_refused() -> None:
 
     ranks = InProcessExecutor(compile(zb, PipelineShape(2, 4)), [Traced(), Traced()], loss=mse_loss,
                       boundary=Boundary((3, N)))  # fmt: skip
-    with pytest.raises(ExecutionError, match="made to be split"):
+    with pytest.raises(ExecutionError, match="has splittable layers"):
         ranks.step(torch.randn(4, 3, N), torch.randn(4, 3, N))
 
 

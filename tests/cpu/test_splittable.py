@@ -162,25 +162,25 @@ def test_what_is_taught_wrongly() -> None:
         return dx
 
     layer, x = Odd(N), torch.randn(2, 3, N)
-    with pytest.raises(UsageError, match=r"type of nn\.Module, not Odd"):
+    with pytest.raises(UsageError, match=r"layer_type must be a subclass of nn\.Module, not Odd"):
         register_splittable_layer(layer, input_grad=back, deferred_grads={"weight": rule})  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="how Odd is split is not known"):
+    with pytest.raises(UsageError, match="layers of type Odd have no split"):
         make_backward_splittable(layer, Odd)
-    with pytest.raises(UsageError, match="how Odd is split is not known"):
+    with pytest.raises(UsageError, match="layers of type Odd have no split"):
         check_splittable_layer(layer, x)
     register_splittable_layer(Odd, input_grad=back, deferred_grads={"weight": rule})
-    with pytest.raises(ModelError, match="the gradient of weight is not autograd's"):
+    with pytest.raises(ModelError, match="autograd differ in the gradient of weight"):
         check_splittable_layer(layer, x)
     register_splittable_layer(Odd, input_grad=rule, deferred_grads={"weight": rule})
-    with pytest.raises(ModelError, match=r"gives its input, which is \[2, 3, 6\]"):
+    with pytest.raises(ModelError, match=r"for its input of shape \[2, 3, 6\]"):
         check_splittable_layer(layer, x)
     register_splittable_layer(
         Odd, input_grad=back, deferred_grads={"weight": lambda layer, x, dy: (x * dy).sum()}
     )
-    with pytest.raises(ModelError, match=r"which is \[6\], a gradient of \[\]"):
+    with pytest.raises(ModelError, match=r"a gradient of shape \[\] for weight of shape \[6\]"):
         check_splittable_layer(layer, x)
     register_splittable_layer(Odd, input_grad=back, deferred_grads={"wieght": rule})
-    with pytest.raises(ModelError, match="says nothing of its weight"):
+    with pytest.raises(ModelError, match="has no rule for its weight"):
         make_backward_splittable(layer)
 
 
@@ -224,7 +224,7 @@ def test_what_is_taught_again_counts() -> None:
     )
     layer = Twice(N)
     net = make_backward_splittable(nn.Sequential(layer, nn.Linear(N, N)))
-    with pytest.raises(ModelError, match="the gradient of the input is not autograd's"):
+    with pytest.raises(ModelError, match="autograd differ in the gradient of the input"):
         check_splittable_layer(layer, x)
     register_splittable_layer(Twice, input_grad=back, deferred_grads={"weight": late})
     for one in make_backward_splittable(net).children():

@@ -65,7 +65,7 @@ def test_twins_are_found_in_thousands_of_reads(twin: int | None) -> None:
         assert said == {""}
     else:
         (fact,) = said
-        assert "processes 8 and 9 are on one GPU" in fact
+        assert "processes 8 and 9 use the same GPU" in fact
 
 
 def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:

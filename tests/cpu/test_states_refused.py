@@ -42,12 +42,15 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda own: torch.optim.LBFGS(own), "LBFGS steps all parameters as one"),
-        (lambda own: Own(own, lr=0.1), "not known whether Own steps each number by itself"),
+        (lambda own: torch.optim.LBFGS(own), "LBFGS steps all parameters together"),
+        (lambda own: Own(own, lr=0.1), "Own may not be elementwise"),
         (None, "this rank has no optimizer"),
-        (lambda own: ADAMW([*own, nn.Parameter(torch.ones(3))]), r"a parameter of \[3\] of none"),
+        (
+            lambda own: ADAMW([*own, nn.Parameter(torch.ones(3))]),
+            r"a parameter of shape \[3\] that is in none",
+        ),
         (lambda own: hooked(own), "AdamW has hooks on its step"),
-        (lambda own: type("Two", (), {"step": lambda self: None})(), "no torch.optim.Optimizer"),
+        (lambda own: type("Two", (), {"step": lambda self: None})(), "not a torch.optim.Optimizer"),
     ],
 )
 def test_optimizers_that_cannot_step_by_stage_are_refused(make: Any, says: str) -> None:
@@ -119,7 +122,7 @@ def test_a_stranger_that_comes_later_is_refused_before_the_step() -> None:
     stepped(world, 0)
     (rank,) = world.executors
     optimizer_of(rank).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    with pytest.raises(ModelError, match=r"a parameter of \[3\] of none"):
+    with pytest.raises(ModelError, match=r"a parameter of shape \[3\] that is in none"):
         stepped(world, 1)
     optimizer_of(rank).param_groups.pop()
     stepped(world, 1)

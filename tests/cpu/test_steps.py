@@ -138,7 +138,7 @@ def test_a_run_that_stops_late_is_one_that_stops_at_once(
     (code, rows, weights, late), (_, rows_then, weights_then, never) = seen
     assert code == 1 and late > 0 and never == 0
     assert said[0] == said[1] and " of step 4 is infinite" in said[0][0]
-    assert "is where it began" in said[0][0]
+    assert "has the first such value" in said[0][0]
     assert rows == rows_then and rows.count(b"\n") == 4
     assert all(torch.equal(a, b) for a, b in zip(weights, weights_then, strict=True))
 

@@ -89,7 +89,7 @@ def test_of_stages_with_replicas(how: str) -> None:
 
 
 def test_equal_weights_that_nobody_ties_are_refused() -> None:
-    with pytest.raises(ExecutionError, match="are equal, and not said to be one weight"):
+    with pytest.raises(ExecutionError, match="are equal, but they are not tied"):
         same(step_of("loop", schedule="zb_h1"), 2, (0, 1))
 
 
@@ -121,6 +121,6 @@ def test_weights_that_are_made_after_the_schedule() -> None:
     assert one == other
     one, other = spawn(later, 2, True)
     assert (
-        one == other == "a.weight of stage 0 and a.weight of stage 1 are one weight, and their "
-        "numbers differ"
+        one == other == "a.weight of stage 0 and a.weight of stage 1 are one weight, but their "
+        "values differ"
     )

@@ -151,7 +151,7 @@ def test_a_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
     code, _, err = finish(start([*agent, *arguments(config, tmp_path / "out")]))
     assert code != 0
-    assert err.count("2 processes do not make pp 2 x tp 2 x dp 1") == 1
+    assert err.count("there are 2 processes, but pp 2 x tp 2 x dp 1 needs 4") == 1
 
 
 def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_run_that_is_not_finite_says_where_that_began(
     sets = [*ONE, f"pipeline.zero={zero}", poison(what, 2, 3), f'output.dir="{tmp_path}"']
     assert run(config, sets) == 1
     err = capsys.readouterr().err.splitlines()
-    assert "of step 4 is infinite or NaN; the update was not made" in err[0]
+    assert "of step 4 is infinite or NaN; the update was skipped" in err[0]
     assert err[1].split()[3:5] == [op, "2.0"]
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
 

@@ -306,7 +306,7 @@ def interrupted(rank: int) -> bool:
             optimizer=adam,
         )  # fmt: skip
 
-    with pytest.raises(ExecutionError, match="is given 1 inputs"):
+    with pytest.raises(ExecutionError, match="has 1 inputs"):
         make().step(x[:1], x)
     with pytest.raises(KeyboardInterrupt):
         make().step(x, x)

@@ -229,7 +229,9 @@ def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
         boundary=BOUNDARY,
         optimizer=sgd,
     )  # fmt: skip
-    with pytest.raises(ExecutionError, match=r"layer\.weight is used beside its module"):
+    with pytest.raises(
+        ExecutionError, match=r"layer\.weight through a reference outside of its module"
+    ):
         ranks.step(inputs, targets)
     y = stages[0](inputs[0]).sum()
     torch.autograd.backward(y)  # afterwards the module is the user's own

@@ -212,7 +212,7 @@ def test_every_text_is_of_a_mistake() -> None:
 
 def test_what_is_trained_by_nobody_of_the_rank_is_said() -> None:
     """As a loss's own networks, which somebody forgot to freeze: once for a stage."""
-    with pytest.warns(UserWarning, match="stage 1 or its loss computes with Parameters") as said:
+    with pytest.warns(UserWarning, match="stage 1 or its loss uses Parameters") as said:
         _learning(step_it=False).step(*batch(2, 1), SCALE)
     assert len(said) == 1
 
@@ -340,18 +340,21 @@ def _process(process: int, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("tied", "words.weight of stage 0 and head.weight of stage 1 are equal, and not said"),
-        ("seeded", "layer.up.weight of stage 0 and layer.up.weight of stage 1 are equal, and not"),
-        ("replicas", "processes 0 and 1 do not agree on the numbers of "),
+        ("tied", "words.weight of stage 0 and head.weight of stage 1 are equal, but they are not"),
+        (
+            "seeded",
+            "layer.up.weight of stage 0 and layer.up.weight of stage 1 are equal, but they are not",
+        ),
+        ("replicas", "processes 0 and 1 do not agree on the values of "),
         (
             "replicas' decay",
             "the optimizer's options for layer.norm.bias in stage 0, slice 0: AdamW with",
         ),
         (
             "decay",
-            "otherwise: AdamW with lr 0.02, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01",
+            "differ: AdamW with lr 0.02, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01",
         ),
-        ("not stepped", "and head.weight of stage 1 are one weight, and optimizers step them "),
+        ("not stepped", "and head.weight of stage 1 are one weight, but their optimizer options "),
     ],
 )
 def test_processes_compare_what_they_hold(how: str, said: str) -> None:

@@ -175,4 +175,4 @@ def test_turns_add_up_to_the_sum(some: list[dict[str, Any]]) -> None:
 def test_what_is_written_must_be_one(some: list[dict[str, Any]]) -> None:
     for own in some:
         assert len(own["written"]) == 2
-        assert all("do not agree on the numbers of" in text for text in own["written"])
+        assert all("do not agree on the values of" in text for text in own["written"])

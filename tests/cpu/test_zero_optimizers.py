@@ -105,7 +105,7 @@ def test_state_that_cannot_be_cut(place: str, what: str, zero: int) -> None:
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_state_that_gets_the_shape_of_the_weight_in_a_step(zero: int) -> None:
-    with pytest.raises(ExecutionError, match=r"Momentum fails to step the pieces") as error:
+    with pytest.raises(ExecutionError, match=r"Momentum failed to step shards") as error:
         trained(zero, "shape of the weight")
     (site,) = error.value.sites
     assert str(site.instr) == "step" and "zero=0" in error.value.hint

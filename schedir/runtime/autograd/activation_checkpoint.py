@@ -71,7 +71,7 @@ class Checkpoint(NamedTuple):
             raise ModelError(
                 f"the input of stage {stage} for microbatch {mb} was written to before the stage "
                 "was recomputed",
-                hint="let the stage before it return a new tensor: self.buffer.clone()",
+                hint="return a new tensor from the previous stage: self.buffer.clone()",
             )
 
 
@@ -146,9 +146,9 @@ class Checkpoints:
             ran = run()
         if self._get_target_versions() != target:
             raise ModelError(
-                f"the loss changes the target of microbatch {self.mb} in place, and needs it again "
-                "when the last stage is recomputed",
-                hint="let it begin with target = target.clone()",
+                f"the loss changes the target of microbatch {self.mb} in place, but the "
+                "recomputation of the last stage needs the original target",
+                hint="begin the loss with target = target.clone()",
             )
         into = [
             x != y for x, y in zip(traces, get_write_traces([b for *_, b in entries]), strict=True)
@@ -164,9 +164,9 @@ class Checkpoints:
         for (full, table, name, b), x, wrote, new in zip(entries, values, into, other, strict=True):
             if wrote and full not in known:
                 raise ModelError(
-                    f"stage {self.stage} writes to its {_describe_kind(b)} {full}, which its first "
-                    "forward left alone, and is to be recomputed with what it was",
-                    hint="write to it in every forward, or put another in its place",
+                    f"stage {self.stage} writes to its {_describe_kind(b)} {full}, but its first "
+                    "forward did not: recomputation needs the old value",
+                    hint="write to it in every forward, or assign a new tensor to it",
                 )
             if new or full in known:
                 kept.append((table, name, _match_tensor_type(x, b)))
@@ -197,16 +197,16 @@ class Checkpoints:
             ran = run()
         if compute_checksums(trained) != sums:
             raise ModelError(
-                f"stage {self.stage} writes to Parameters that it trains, and twice where it is "
-                "recomputed",
-                hint="write to them between steps",
+                f"a forward of stage {self.stage} writes to trained Parameters, and recomputation "
+                "would write to them twice",
+                hint="write to Parameters between steps",
             )
         if self._checksum_outputs(ran[0]) != checkpoint.output_checksums:
             raise ModelError(
-                f"stage {self.stage} gives something else for microbatch {self.mb} when it is "
-                "recomputed",
-                hint="what it draws must come from torch's default generators, and what else its "
-                "output depends on be an input, a Parameter or a buffer",
+                f"stage {self.stage} returns a different output for microbatch {self.mb} when it "
+                "is recomputed",
+                hint="draw random numbers from torch's default generators only, and keep all state "
+                "in Parameters and buffers",
             )
         return ran
 
@@ -228,16 +228,16 @@ class Checkpoints:
             self._set_generator_states(states)
         if get_write_traces(real) != traces:
             raise ModelError(
-                f"stage {self.stage} writes to a buffer by another name than its module's, and "
-                "twice where it is recomputed",
-                hint="write to self.name, and keep no buffers in lists",
+                f"stage {self.stage} writes to a buffer through another reference than its "
+                "module's, and recomputation would write to it twice",
+                hint="write to the buffer as self.name, and keep no buffers in lists",
             )
 
     def _refuse_backward(self, _: object) -> Tensor:
         """Raise ModelError, because the forward runs a backward, and so unpacks a saved tensor."""
         raise ModelError(
-            f"stage {self.stage} runs a backward within its forward, as by torch.autograd.grad, "
-            "and is to be recomputed: its first forward keeps no tensor for a backward",
+            f"stage {self.stage} runs a backward in its forward, such as torch.autograd.grad, but "
+            "the first forward of a recomputed stage keeps no tensors for a backward",
             hint=f"recompute other stages only: recompute=lambda stage, mb: stage != {self.stage}",
         )
 

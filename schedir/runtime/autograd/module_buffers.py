@@ -179,16 +179,15 @@ class _Case(NamedTuple):
 def _find_cases(state: State, i: Instr, is_forward: bool) -> list[_Case]:
     """Return the reasons why an instruction must not change a buffer, the most serious first."""
     if not is_forward:
-        fact = "in a backward, as a forward that is run again does: when, its schedule would decide"
-        return [_Case(fact, "keep what changes buffers out of what is checkpointed")]
+        fact = "in a backward, such as in a recomputed forward: the schedule decides when"
+        return [_Case(fact, "do not checkpoint layers that change buffers")]
     if state.shape.placement_rows > 1:
-        fact = (
-            f"in a forward, and each of its {state.shape.placement_rows} holders would have its own"
-        )
-        hint = "freeze it, as eval() does, or take a placement where a stage has one holder"
+        rows = state.shape.placement_rows
+        fact = f"in a forward, and each of the {rows} stage replicas would have different values"
+        hint = "call eval() on its module, or use a placement with one rank for each stage"
         return [_Case(fact, hint)]
     if state.program.dp > 1:
-        return [_Case("in a forward: each replica has its own, made by its own microbatches")]
+        return [_Case("in a forward: each replica has different values, from its own microbatches")]
     cases = []
     module = state.stages[i.stage].module
     others = [stage.module for s, stage in state.stages.items() if s != i.stage]
@@ -198,12 +197,12 @@ def _find_cases(state: State, i: Instr, is_forward: bool) -> list[_Case]:
     buffers = find_shared_buffers(module, others)
     if modules or buffers:
         fact = (
-            "in a forward, and another stage that has it sees the change when the schedule "
-            "decides, and in another process never"
+            "in a forward, and another stage uses it: the schedule decides when that stage gets "
+            "the change, and a stage in another process never gets it"
         )
         cases.append(_Case(fact, modules=modules, buffers=buffers))
     order = [mb for op, s, mb in state.stream if op is i.op and s == i.stage]
     if order != sorted(order):
-        fact = "in a forward, and its forwards are not in the order of the microbatches"
+        fact = "in a forward, but its forwards do not run in the order of the microbatches"
         cases.append(_Case(fact))
     return cases

@@ -27,7 +27,7 @@ _RESTORED_TYPES: Final = (
     NoneType, Tensor, int, float, str, tuple, list, dict, set, deque,
     torch.Generator, np.random.Generator, Random,
 )  # fmt: skip
-# The first forward initializes these modules. That must not be undone.
+# The first forward initializes these modules, and the initialization must not be undone.
 _SELF_INITIALIZING_TYPES: Final = (DistributedDataParallel, LazyModuleMixin)
 
 

@@ -244,7 +244,7 @@ def _require_uint32(number: int) -> int:
     except TypeError:
         pass
     raise ModelError(
-        f"layers and slices are numbered from 0 to 2**32 - 1, not by {describe(number)}"
+        f"the number of a layer or slice must be from 0 to 2**32 - 1, not {describe(number)}"
     )
 
 

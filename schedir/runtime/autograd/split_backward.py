@@ -13,8 +13,8 @@ computes that gradient later:
     ...
     deferred.run()                          # BackwardWeight
 
-Other operations, such as norms, biases and position embeddings, are cheap. Their gradients are
-computed in I unless the caller asks for a split.
+Other operations, such as norms, biases and position embeddings, are cheap. I computes their
+gradients, unless the caller splits these layers.
 
 The gradients have the same bits as those of an unsplit backward if the deferred gradients of one
 weight run in the order of their backward passes. There is one exception: a weight that other
@@ -72,8 +72,8 @@ class _DeferredFunction(NamedTuple):
         """Raise ModelError if a saved tensor was written to since I."""
         if self.versions != [tensor._version for tensor in (*self.saved, self.dy)]:
             raise ModelError(
-                "what the gradient of a weight is made of was changed in place between I and W",
-                hint="a hook, or a backward of your own, must not write to what it is given",
+                "a tensor that W needs for a weight gradient was changed in place between I and W",
+                hint="do not write to the arguments of a hook or of a custom backward",
             )
 
 
@@ -498,7 +498,7 @@ def _require_shape(layer: nn.Module, name: str, shape: torch.Size, gradient: Ten
     """Return a gradient; raise ModelError for a wrong shape, which sums would broadcast."""
     if gradient.shape != shape:
         raise ModelError(
-            f"the split of {type(layer).__name__} gives {name}, which is {list(shape)}, "
-            f"a gradient of {list(gradient.shape)}"
+            f"the split of {type(layer).__name__} returns a gradient of shape "
+            f"{list(gradient.shape)} for {name} of shape {list(shape)}"
         )
     return gradient

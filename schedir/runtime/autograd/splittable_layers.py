@@ -78,7 +78,7 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         >>> torch.equal(stages[0][0].weight.grad, plain[0][0].weight.grad)  # which W has computed
         True
     """
-    require_type(module, nn.Module, "make_backward_splittable(stage), of one stage")
+    require_type(module, nn.Module, "make_backward_splittable(stages[0])")
     for kind in layer_types:
         require_type(kind, type, "nn.LayerNorm")
         if _find_split_type(kind) is None:
@@ -94,7 +94,7 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         ):
             if _has_computed_weight(layer, _REGISTERED_LAYERS[kind]):
                 continue
-            raise ModelError(f"the split of {kind.__name__} says nothing of its {names[0]}")
+            raise ModelError(f"the split of {kind.__name__} has no rule for its {names[0]}")
         layer.__class__ = split
     return module
 
@@ -174,7 +174,7 @@ def register_splittable_layer(
     """
     if not (isinstance(layer_type, type) and issubclass(layer_type, nn.Module)):
         raise UsageError(
-            f"what is split is a type of nn.Module, not {layer_type!r:.60}",
+            f"layer_type must be a subclass of nn.Module, not {layer_type!r:.60}",
             hint="register_splittable_layer(nn.Conv2d, ...)",
         )
     split = SplitLayer(
@@ -252,7 +252,7 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
             continue
         bound = 1e-2 if expected is not None and expected.dtype.itemsize < 4 else 1e-4
         if expected is None or actual is None or not _relative_error(actual, expected) <= bound:
-            raise ModelError(f"by the split of {kind.__name__}, {name} is not autograd's")
+            raise ModelError(f"the split of {kind.__name__} and autograd differ in {name}")
 
 
 def _relative_error(got: Tensor, want: Tensor) -> float:
@@ -339,7 +339,7 @@ def _rebuild_split_layer(kind: type[nn.Module]) -> nn.Module:
 def _unknown_type_error(kind: type[nn.Module]) -> UsageError:
     name = kind.__name__
     return UsageError(
-        f"how {name} is split is not known", hint=f"register_splittable_layer({name}, ...)"
+        f"layers of type {name} have no split", hint=f"register_splittable_layer({name}, ...)"
     )
 
 
@@ -447,10 +447,8 @@ def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split:
     hints = [
         f"; schedir.runtime.make_backward_splittable(stage) splits {' and '.join(known)}"
     ] * bool(known)
-    hints += ["; schedir.runtime.register_splittable_layer teaches a type"] * (
-        len(known) < len(kinds)
-    )
-    return f"{', '.join(names)}: I runs their whole backward{''.join(hints)}"
+    hints += ["; schedir.runtime.register_splittable_layer adds a type"] * (len(known) < len(kinds))
+    return f"{', '.join(names)}: I runs their full backward{''.join(hints)}"
 
 
 def find_deferrable_weights(module: nn.Module) -> set[str]:

@@ -83,11 +83,11 @@ def add_weight_checks(
             if after.get(name) is p and traces[k] == traces_now[k] and same_sum:
                 continue
             pass_ = "forward" if is_forward else "backward"
-            copies = f"of its {holders} holders" if copied else "of the stages that share it"
+            copies = f"in its {holders} stage replicas" if copied else "in the stages that share it"
             raise ModelError(
                 f"stage {i.stage} writes to its weight {name} in a {pass_}: the write would not "
                 f"reach the copies {copies}",
-                hint="write to weights between steps (an embedding: max_norm=None)",
+                hint="write to weights between steps (for an embedding, set max_norm=None)",
             )
 
     return checked
@@ -136,9 +136,9 @@ def _run_checking_gradients(
     run()
     if get_versions(gradients.flat) != before:
         raise ModelError(
-            f"stage {stage} calls backward() in its forward, and in a program of several updates "
-            "the gradient may be added to that of another update",
-            hint="add the auxiliary loss to the loss, or compile a program of one update",
+            f"stage {stage} calls backward() in its forward, but the program has several updates, "
+            "and the gradient could be added to another update",
+            hint="add the auxiliary loss to the loss, or compile a program with one update",
         )
 
 

@@ -101,13 +101,13 @@ class StageInputAdapter:
             if after[one] != before[one] or after[other] != before[other]:
                 raise ModelError(
                     f"a stage changes input {one} or {other} in place, and both have the same "
-                    "numbers: without a pipeline, one may be a view of the other",
-                    hint="let it begin with x = x.clone()",
+                    "values: without a pipeline, one may be a view of the other",
+                    hint="begin the forward with x = x.clone()",
                 )
         if versions and [*map(_get_version, named)] != versions:
             raise ModelError(
-                "a stage changes a keyword in place, which is every stage's",
-                hint="let it begin with mask = mask.clone()",
+                "a stage changes a keyword argument in place, but all stages get the same tensor",
+                hint="begin the forward with mask = mask.clone()",
             )
         self.writes_inputs.setdefault(module.training, wrote)
         return y, leaves
@@ -149,8 +149,9 @@ def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
 
 def _unexpected_write_error() -> ModelError:
     return ModelError(
-        "a stage changes its input in place, which others read or it had left alone",
-        hint="let it begin with x = x.clone(), or say inplace=True as layers of torch do",
+        "a stage changes its input in place, but other code may read the input, or the first "
+        "forward did not change it",
+        hint="begin the forward with x = x.clone(), or set inplace=True on the layer",
     )
 
 

@@ -63,17 +63,19 @@ class Boundary:
             object.__setattr__(self, "received_shape", taken if taken != self.shape else None)
         if not isinstance(self.dtype, torch.dtype):
             raise ModelError(
-                f"the type of a boundary is one of torch, not {self.dtype!r:.60}",
+                f"the dtype of a boundary must be a torch.dtype, not {self.dtype!r:.60}",
                 hint="torch.float32, torch.bfloat16 or torch.float16",
             )
         can = self.dtype.is_floating_point or self.dtype.is_complex
         if self.requires_grad is not None and not isinstance(self.requires_grad, bool):
             raise ModelError(
-                f"grad of a boundary is True or False, not {describe(self.requires_grad)}"
+                "requires_grad of a boundary must be True, False or None, not "
+                f"{describe(self.requires_grad)}"
             )
         if self.requires_grad and not can:
             raise ModelError(
-                f"a tensor of {self.dtype} has no gradient", hint="Boundary(shape, dtype)"
+                f"requires_grad of a boundary is True, but {self.dtype} has no gradients",
+                hint="Boundary(shape, dtype)",
             )
         object.__setattr__(
             self, "requires_grad", can if self.requires_grad is None else self.requires_grad
@@ -93,7 +95,7 @@ class Boundary:
 
     def __str__(self) -> str:
         can = self.dtype.is_floating_point or self.dtype.is_complex
-        taken = f", taken as {list(self.received_shape)}" if self.received_shape else ""
+        taken = f", received as {list(self.received_shape)}" if self.received_shape else ""
         none = " without gradient" * (can and not self.requires_grad)
         return f"{list(self.shape)} of {self.dtype}{none}{taken}"
 
@@ -289,15 +291,15 @@ class BoundaryTensors:
             several = f"{len(self.tensors)} tensors, " if len(self.tensors) > 1 else ""
             got = f"{len(values)} values" if values is outputs else _describe_value(outputs)
             raise ModelError(
-                f"stage {stage} gives {got}, the boundary is {several}{self}",
+                f"stage {stage} returns {got}, but the boundary is {several}{self}",
                 hint="" if _are_tensors(values) else _TENSORS_HINT,
             )
         for k, (one, value) in enumerate(zip(self.tensors, values, strict=True)):
             if isinstance(value, Tensor) and value.dtype == one.dtype and value.shape == one.shape:
                 continue
-            which = f", tensor {k} of" if len(values) > 1 else ","
+            which = f" as tensor {k}" if len(values) > 1 else ""
             raise ModelError(
-                f"stage {stage} gives {_describe_value(value)}{which} the boundary is {one}",
+                f"stage {stage} returns {_describe_value(value)}{which}, but the boundary is {one}",
                 hint="" if _are_tensors([value]) else _TENSORS_HINT,
             )
         has = tuple([value.requires_grad for value in values])
@@ -305,17 +307,16 @@ class BoundaryTensors:
             k = next(k for k, (one, other) in enumerate(zip(has, self.requires_grad, strict=True))
                      if one != other)  # fmt: skip
             raise ModelError(
-                f"tensor {k} that stage {stage} gives has {'a' if has[k] else 'no'} gradient, and "
-                f"the boundary says that it has {'none' if has[k] else 'one'}",
-                hint="pass it on detached, or without requires_grad=False"
+                f"tensor {k} that stage {stage} returns has requires_grad={has[k]}, but its "
+                f"boundary has requires_grad={not has[k]}",
+                hint="return the tensor detached, or omit requires_grad=False from its boundary"
                 if has[k]
-                else "Boundary(..., requires_grad=False) for what depends on nothing that is "
-                "trained",
+                else "Boundary(..., requires_grad=False) if it depends on no trained weight",
             )
         return values
 
 
-_TENSORS_HINT = "a stage gives a tensor, or a tuple of tensors"
+_TENSORS_HINT = "a stage must return a tensor, or a tuple of tensors"
 
 
 def _are_tensors(values: Iterable[object]) -> bool:
@@ -380,12 +381,11 @@ class ModelBoundaries:
         if {*each} != {*range(stages - 1), *skips}:
             along, more = "", ""
             if skips:
-                along = f", and skips lead along {describe([*skips])}"
+                along = f" and the skip connections {describe([*skips])}"
                 more = f", {skips[0]}: Boundary((8, 64))"
             raise ModelError(
-                f"stages {describe([*range(stages - 1)])} pass something on{along}, and "
-                "boundaries are "
-                f"given for {describe([*each])}",
+                "the keys of the boundary must be the stages "
+                f"{describe([*range(stages - 1)])}{along}, not {describe([*each])}",
                 hint="{0: Boundary((8, 64)), 1: (Boundary((8, 64)), Boundary((8,), torch.int64))"
                 f"{more}}}",
             )
@@ -397,7 +397,7 @@ class ModelBoundaries:
     def __str__(self) -> str:
         if len({*self.stage_boundaries}) == 1 and not self.skips:
             return str(self.stage_boundaries[0])
-        each = [f"behind stage {s} {one}" for s, one in enumerate(self.stage_boundaries)]
+        each = [f"after stage {s} {one}" for s, one in enumerate(self.stage_boundaries)]
         each += [f"from stage {s} to {t} {one}" for (s, t), one in self.skips]
         return "; ".join(each)
 
@@ -493,8 +493,9 @@ def split_skip_output(outputs: object, stage: int) -> tuple[Sequence[Tensor], Se
     """
     if not isinstance(outputs, tuple | list) or len(outputs) < 2:
         raise ModelError(
-            f"stage {stage} gives {_describe_value(outputs)}, and a skip leads from it",
-            hint="a stage from which a skip leads returns y, skip: the skip comes last",
+            f"a skip connection begins at stage {stage}, so the stage must return a tuple of at "
+            f"least two entries, not {_describe_value(outputs)}",
+            hint="return y, skip: the last entry passes along the skip connection",
         )
     *rest, skip = outputs
     return require_output_tensors(rest, stage), require_output_tensors(skip, stage)
@@ -514,7 +515,7 @@ def require_output_tensors(outputs: object, stage: int) -> Sequence[Tensor]:
     for value in values:
         if not isinstance(value, Tensor):
             raise ModelError(
-                f"stage {stage} gives "
+                f"stage {stage} returns "
                 f"{_describe_value(outputs if values is not outputs else value)}",
                 hint=_TENSORS_HINT,
             )

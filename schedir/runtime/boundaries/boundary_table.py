@@ -32,15 +32,15 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
             the `received_shape` of a tensor differs from the shape after the tensor-parallel
             collective.
     """
-    own = [(s, f"stage {s} passes on", one) for s, one in enumerate(boundaries.stage_boundaries)]
-    own += [(s, f"passes from stage {s} to {t}", one) for (s, t), one in boundaries.skips]
+    own = [(s, f"after stage {s}", one) for s, one in enumerate(boundaries.stage_boundaries)]
+    own += [(s, f"from stage {s} to {t}", one) for (s, t), one in boundaries.skips]
     for s, what, crossing in own:
         if program.has_backward and s >= program.frozen_stages and not any(crossing.requires_grad):
             raise ModelError(
-                f"nothing that {what} has a gradient ({crossing}), and the program takes one back",
+                f"the boundary {what} has no gradient ({crossing}), but the program sends one back",
                 program=program.name,
-                hint="pass on a tensor that depends on what is trained, or "
-                f"compile(..., frozen_stages={s + 1}) if nothing is until there",
+                hint="return a tensor that depends on trained weights; or, if there are none up to "
+                f"here, compile(..., frozen_stages={s + 1})",
             )
     for at, (s, _, crossing) in enumerate(own):
         for k, one in enumerate(crossing.tensors):
@@ -48,8 +48,8 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
             taken = _compute_received_shape(one, s, program) if first else one.shape
             if one.received.shape != taken:
                 raise ModelError(
-                    f"tensor {k} that stage {s} passes on is {one}, and what the program makes of "
-                    f"it is {list(taken)}",
+                    f"tensor {k} from stage {s} is {one}, but the program gives it the shape "
+                    f"{list(taken)} before its receiver uses it",
                     program=program.name,
                     hint=f"Boundary({one.shape}, received_shape={taken})"
                     if taken != one.shape
@@ -68,10 +68,10 @@ def _compute_received_shape(one: Boundary, stage: int, program: Program) -> tupl
         return one.shape
     if len(one.shape) < 2 or (letter == EXIT_COLLECTIVE and one.shape[-2] % t):
         raise ModelError(
-            f"tensor 0 that stage {stage} passes on is {one}, and there {t} tensor-parallel ranks "
-            "share the sequence, which is the last dimension but one",
+            f"tensor 0 from stage {stage} is {one}, but {t} tensor-parallel ranks must share its "
+            "sequence, which is the second last dimension",
             program=program.name,
-            hint=f"(..., tokens, features), and tokens that {t} divides",
+            hint=f"use the shape (..., tokens, features), where tokens is a multiple of {t}",
         )
     *rest, tokens, features = one.shape
     return *rest, tokens * t if letter == ENTRY_COLLECTIVE else tokens // t, features
@@ -115,7 +115,7 @@ class PerMicrobatchBoundary:
     def __post_init__(self) -> None:
         if not isinstance(self.boundaries, tuple | list):
             raise ModelError(
-                f"PerMicrobatch takes a list, and {describe(self.boundaries)} is none",
+                f"PerMicrobatchBoundary takes a list, not {describe(self.boundaries)}",
                 hint=_PER_MICROBATCH_HINT,
             )
         object.__setattr__(self, "boundaries", tuple(self.boundaries))
@@ -163,7 +163,7 @@ class BoundaryTable:
             )
         if several and len(each) != program.shape.microbatches:
             raise ModelError(
-                f"boundaries are given of {len(each)} microbatches, for "
+                f"the boundary has entries for {len(each)} microbatches, but the program has "
                 f"{program.shape.microbatches} microbatches",
                 hint=_PER_MICROBATCH_HINT,
             )

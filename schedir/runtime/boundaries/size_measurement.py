@@ -123,8 +123,8 @@ def _measure_optimizer_state(
         ]
     except Exception as error:
         raise ModelError(
-            f"the optimizer cannot be measured without its memory: {describe_exception(error)}",
-            hint="optimizer_state=8.0, say: how many bytes it holds for each number",
+            f"optimizer_state cannot be measured on the device 'meta': {describe_exception(error)}",
+            hint="pass the bytes per trained element instead, such as optimizer_state=8.0",
         ) from error
     # All "meta" memory is at address 0, so distinguish tensors by their identity.
     tensors = {id(x): x for x in state if isinstance(x, Tensor)}
@@ -206,20 +206,21 @@ def measure_sizes(
     """
     loss = require_loss(loss)
     if not isinstance(target, Tensor):
-        raise ModelError(f"target is a microbatch, one tensor, not {describe(target)}")
+        raise ModelError(f"target must be one tensor, of one microbatch, not {describe(target)}")
     xs = _require_microbatch(input)
     stages = require_model_stages(stages, allow_missing=True)
     named = boundary if isinstance(boundary, Mapping) else ()
     skips = tuple(sorted(edge for edge in named if isinstance(edge, tuple)))
     if isinstance(boundary, PerMicrobatchBoundary):
         raise ModelError(
-            f"boundaries are given of {len(boundary.boundaries)} microbatches, and one is measured",
-            hint="sizes_of for each microbatch with its own boundary",
+            f"the boundary has entries for {len(boundary.boundaries)} microbatches, but "
+            "measure_sizes takes one microbatch",
+            hint="call measure_sizes for each microbatch, with its own boundary",
         )
     boundaries = ModelBoundaries.from_edges(boundary, len(stages), skips=skips)
     zero_model_states(0, 0, 0, zero, dp)  # Raises UsageError for an invalid `zero` or `dp`.
     if replica is not None and replica not in range(dp):
-        raise ModelError(f"there are replicas 0 to {dp - 1}, not {describe(replica)}")
+        raise ModelError(f"replica must be from 0 to {dp - 1}, not {describe(replica)}")
     parts = range(dp) if replica is None else range(replica, replica + 1)
     share = ShardSpec(dp, parts[0], zero)
     given = _StageInputs(
@@ -356,7 +357,7 @@ def _require_microbatch(value: object) -> tuple[Tensor, ...]:
         return require_input_tensors(value, 0)
     except ModelError:
         raise ModelError(
-            f"input is a microbatch, one tensor or a tuple of them, not {describe(value)}"
+            f"input must be a tensor or a tuple of tensors, not {describe(value)}"
         ) from None
 
 

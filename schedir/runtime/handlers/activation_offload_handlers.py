@@ -121,7 +121,7 @@ def offload_to_disk(state: State, i: Instr) -> Call:
         _get_saved_activations(state, i),
     )
     spills = tiers.spill_file
-    assert spills is not None, "an executor of what spills has a folder"
+    assert spills is not None, "an executor of a program that spills has a folder"
     max_on_disk = _count_max_on_disk(state)
 
     def run() -> None:

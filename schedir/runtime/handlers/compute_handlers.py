@@ -359,7 +359,7 @@ def _other_microbatch_error() -> ModelError:
     return ModelError(
         "a forward computes with an input that its stage kept from another microbatch: the "
         "gradient of that input would be lost",
-        hint="keep a copy without its graph: self.last = x.detach().clone()",
+        hint="keep a detached copy: self.last = x.detach().clone()",
     )
 
 
@@ -406,9 +406,8 @@ def backward_input(state: State, i: Instr) -> Call:
         deferrable = set() if len(deferred) else find_deferrable_weights(stage.module)
         if deferrable & accumulated:
             raise ModelError(
-                f"layers of {_describe_stage(stage, i)} are made to be split, but I ran its "
-                "whole backward",
-                hint="do not run the stage under torch.compile, and use these weights in their "
+                f"{_describe_stage(stage, i)} has splittable layers, but I ran the full backward",
+                hint="do not run the stage under torch.compile, and use the weights in their own "
                 "layers, not copies of them",
             )
         # A later microbatch may use deferrable weights that this one did not use.

@@ -19,7 +19,7 @@ from schedir.runtime.rank_state import Call, State
 def _get_cpu_optimizer(state: State) -> CpuOptimizer | None:
     """Return the CPU optimizer, or None for a rank without an optimizer."""
     optimizer = state.resources.host_optimizer_state
-    assert optimizer is None or isinstance(optimizer, CpuOptimizer), "the program says so"
+    assert optimizer is None or isinstance(optimizer, CpuOptimizer), "the program steps on the host"
     return optimizer
 
 

@@ -17,13 +17,13 @@ from schedir.runtime.rank_state import Call, State, find_freeing_instructions
 
 
 def _get_host_state(state: State) -> HostOptimizerState:
-    assert state.resources.host_optimizer_state is not None, "the program says so"
+    assert state.resources.host_optimizer_state is not None, "the program offloads the state"
     return state.resources.host_optimizer_state
 
 
 def _get_disk_state(state: State) -> DiskOptimizerState:
     assert isinstance(state.resources.host_optimizer_state, DiskOptimizerState), (
-        "the program says so"
+        "the program keeps the state on the disk"
     )
     return state.resources.host_optimizer_state
 
@@ -66,7 +66,7 @@ def _make_error_wrapper(state: State, i: Instr) -> ErrorWrapper:
 
 
 _PARTIAL_UPDATE_HINT: Final = (
-    "of the update some stages may be stepped, and others not: go on from a checkpoint"
+    "the update may be incomplete, with some stages not stepped: resume from a checkpoint"
 )
 
 

@@ -346,7 +346,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
 def reduce_norm_after_step(state: State, i: Instr) -> Call:
     """Link ReduceNormAfterStep: sum the squares of all gradients after the optimistic step."""
     start, ahead = state.transport.start_collective, state.optimistic_step
-    assert ahead is not None, "the program says so"
+    assert ahead is not None, "the program validates the update after the step"
 
     def run() -> None:
         total = state.grad_norm

@@ -72,10 +72,9 @@ def _make_collective_call(state: State, i: Instr, start: Callable[[_SegmentOutpu
         first := state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, before).tensors[0]
     ).requires_grad:
         raise ModelError(
-            f"{i} {'gathers' if i.op in BOUNDARY_GATHER_OPS else 'sums'} the first tensor that "
-            "passes between "
-            f"stages {before} and {before + 1}, and that has no gradient: {first}",
-            hint="what is summed comes first, and beside it what passes on as it is",
+            f"{i} {'gathers' if i.op in BOUNDARY_GATHER_OPS else 'sums'} tensor 0 of the "
+            f"boundary after stage {before}, but this tensor has no gradient: {first}",
+            hint="return the tensor that the collective needs first, and other tensors after it",
         )
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
 

@@ -143,12 +143,12 @@ def _run_guarded_forward(stage: StageState, run: Callable[[], None]) -> None:
 
 
 _DEFERRED_READ_ERROR: Final = (
-    "a split's rule of a later gradient reads a weight, which is in parts by then",
-    "let its forward keep what it needs, or zero=2",
+    "a rule of a deferred gradient reads a weight, but the weight is sharded when W runs",
+    "let the forward of the split return what the rule needs, or set zero=2",
 )
 _OTHER_STAGE_ERROR: Final = (
-    "a stage reads a weight of another one, which is in parts meanwhile",
-    "zero=2, or let it have a copy in a buffer",
+    "a stage reads a weight of another stage, but that weight is sharded at this time",
+    "set zero=2, or give the stage a copy of the weight in a buffer",
 )
 
 

@@ -80,7 +80,7 @@ class FirstStepChecks:
             for mb, versions in self.loss_versions.items():
                 if get_versions((losses[mb],)) != versions:
                     raise ModelError(
-                        f"the loss of microbatch {mb} was written to before the step had ended",
+                        f"the loss of microbatch {mb} was written to before the end of the step",
                         hint="return a new tensor for each microbatch: return self.buffer.clone()",
                     )
             if self.counts_references:
@@ -131,7 +131,7 @@ class FirstStepChecks:
             raise ModelError(
                 f"stage {names} keeps a reference to {VALUES[kind].phrase} that it received, "
                 "and a later message is received into the same memory",
-                hint="keep a copy without its graph: self.last = x.detach().clone()",
+                hint="keep a detached copy: self.last = x.detach().clone()",
             )
 
 

@@ -130,10 +130,9 @@ def require_no_overlap(stages: Mapping[int, nn.Module], program: str) -> None:
     for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
         if one.is_trained or other.is_trained:
             raise ModelError(
-                f"{one} and {other} have one memory, and would be two when they are cut",
+                f"{one} and {other} share memory, but ZeRO gives each parameter its own shards",
                 program=program,
-                hint="let them be one Parameter: stage.b = stage.a; and let a forward take what is "
-                "a view of it",
+                hint="use one Parameter (stage.b = stage.a), and compute its views in the forward",
             )
 
 
@@ -153,10 +152,10 @@ def require_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
     for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
         if one.is_trained != other.is_trained:
             raise ModelError(
-                f"{one} and {other} share memory, and the program computes with older versions of "
+                f"{one} and {other} share memory, but the program computes with older versions of "
                 f"weights: {other if one.is_trained else one} would have the newest version",
                 program=program,
-                hint="let the forward take the view of the weight itself, or weight_delay=0",
+                hint="compute the view of the weight in the forward, or set weight_delay=0",
             )
 
 
@@ -184,8 +183,8 @@ def require_rank_local_memory(
         }
         if len(users) > 1 and (one.is_trained or other.is_trained):
             raise ModelError(
-                f"{one} and {other} share memory, and their stages are on ranks "
-                f"{' and '.join(map(str, sorted(users)))}: each rank trains memory of its own",
+                f"{one} and {other} share memory, but their stages are on ranks "
+                f"{' and '.join(map(str, sorted(users)))}: each rank trains its own memory",
                 program=program,
                 hint="one Parameter in both stages (stage.b = stage.a) with compile(..., "
                 "tied_weights=schedir.find_tied_weights(stages)), or a .clone()",
@@ -212,10 +211,9 @@ def require_copyable(module: nn.Module, stage: int, program: str) -> None:
             one.is_trained or other.is_trained
         ):
             raise ModelError(
-                f"{one} and {other} share memory, and the stage has several holders: in the copies "
-                "of the stage they would not",
+                f"{one} and {other} share memory, but their copies in stage replicas would not",
                 program=program,
-                hint="let the forward take the view of the weight itself",
+                hint="compute the view of the weight in the forward",
             )
 
 

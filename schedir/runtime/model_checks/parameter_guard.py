@@ -70,7 +70,7 @@ class ParameterGuard:
                     raise ModelError(
                         f"{name} of stage {s} {what}",
                         program=program,
-                        hint="make the executor after the last such change",
+                        hint="create the executor after the last such change",
                     )
         self._record_parameters()  # The change does not affect trained parameters.
 
@@ -98,27 +98,29 @@ def require_no_max_norm(
         for name, layer in module.named_modules():
             if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer.max_norm is None:
                 continue
-            fact = f"{name or 'the embedding'} of stage {s} scales rows of its weight in a forward"
+            fact = f"{name or 'the embedding'} of stage {s} scales rows of its weight (max_norm)"
             if program.shape.placement_rows > 1 or id(layer.weight) in tied:
                 raise ModelError(
-                    f"{fact}, and the weight has other copies or users",
+                    f"{fact}, but the weight has other copies or users",
                     program=program.name,
                     hint="max_norm=None",
                 )
             if program.zero:
                 raise ModelError(
-                    f"{fact}, and each replica keeps its own part of it (zero {program.zero})",
+                    f"{fact}, but each replica has only a shard of it (zero {program.zero})",
                     program=program.name,
                     hint="max_norm=None, or zero=0",
                 )
             if program.norm_check == "after_step":
                 raise ModelError(
-                    f"{fact}, and the step may have to be run again (norm_check 'after_step')",
+                    f"{fact}, but the step may run again (norm_check 'after_step')",
                     program=program.name,
                     hint="max_norm=None, or compile(..., norm_check='before_step')",
                 )
             if program.dp > 1:
-                warnings.warn(f"{fact}: each replica those that it uses", stacklevel=2)
+                warnings.warn(
+                    f"{fact}, and each replica scales only the rows that it uses", stacklevel=2
+                )
 
 
 def require_stage_parameters(
@@ -164,10 +166,10 @@ def require_stage_parameters(
     stepped = {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
     shapes = " and ".join(str([*p.shape]) for p in strangers)
     fact = (
-        f"stage {stage} or its loss computes with Parameters that are none of the stage's (of "
-        f"shape {shapes}): it does not zero, scale or reduce their gradients"
+        f"stage {stage} or its loss uses Parameters of other modules (of shape {shapes}): schedir "
+        "does not zero, scale or reduce their gradients"
     )
-    hint = "let the stage's module have them, as self.name = parameter, or freeze them"
+    hint = "assign them to the module of the stage (self.name = parameter), or freeze them"
     if any(p in stepped for p in strangers):
         raise ModelError(fact, hint=hint)
     warnings.warn(f"{fact}; {hint}", stacklevel=2)
@@ -185,11 +187,11 @@ def _describe_change(
     )
     if before is after and trained != trains:
         kinds = ("frozen", "trained")
-        return f"was {kinds[trained]} when the executor was made, and is {kinds[trains]} now"
+        return f"was {kinds[trained]} when the executor was created, and is {kinds[trains]} now"
     if before is after or not (trained or trains):
         return ""
     if before is None:
-        return "was not there when the executor was made"
+        return "was added after the executor was created"
     if after is None:
-        return "was there when the executor was made, and is gone"
-    return "is another Parameter than when the executor was made"
+        return "was removed after the executor was created"
+    return "was replaced after the executor was created"

@@ -77,7 +77,7 @@ def check_rank_agreement(
         "the loss scale": str(loss_scale),
         "the seed": str(seed),
     }
-    facts["the programs beside it"] = "; ".join(
+    facts["the extra programs"] = "; ".join(
         f"{one.name} ({one.digest[:12]}), boundary {passes}" for one, passes in extra_programs
     )
     if program.clip_grad_norm:
@@ -91,8 +91,7 @@ def check_rank_agreement(
         passes.require_program_fit(one)
         if accumulate_grads:
             raise ModelError(
-                "gradients are added to what is there (accumulate_grads=True), as by one program "
-                "alone",
+                "accumulate_grads is True, but the executor has extra_programs",
                 program=one.name,
             )
     require_program_match(program, rank, stages, transport, boundary_table)
@@ -136,13 +135,15 @@ def collect_facts(
             if is_summed_over_tp(p)
         ]
         if transport.tp > 1:
-            facts[f"what tensor-parallel ranks sum in stage {s}"] = ", ".join(summed) or "nothing"
+            facts[f"the parameters that tensor-parallel ranks sum in stage {s}"] = (
+                ", ".join(summed) or "nothing"
+            )
         if program.trained_ties and (weight := getattr(module, "tied_weight", None)) is not None:
             facts[f"the tied weight, slice {transport.tp_rank}"] = _describe_shape(weight)
     for s, parameters in fingerprints.items():
         for p in parameters:
             label = f"{p.names[0]} in stage {s}, slice {transport.tp_rank}"
-            facts[f"the numbers of {label}"] = p.values_digest
+            facts[f"the values of {label}"] = p.values_digest
             if p.optimizer_options:
                 facts[f"the optimizer's options for {label}"] = p.optimizer_options
     return facts
@@ -205,15 +206,14 @@ def _require_scalable(program: Program) -> None:
     """Refuse a loss scale for a program without gradient norm, or with several updates."""
     if not program.clip_grad_norm:
         raise ModelError(
-            "a loss scale is led by the norm of the gradients, which the program does not take",
+            "a loss scale needs the norm of the gradients, but the program does not compute it",
             program=program.name,
-            hint="compile(..., clip_grad_norm=True); a max_norm of infinity clips nothing",
+            hint="compile(..., clip_grad_norm=True); max_norm=math.inf clips nothing",
         )
     if program.shape.optimizer_steps > 1:
         raise ModelError(
-            f"a loss scale changes between updates, and the program has "
-            f"{program.shape.optimizer_steps} "
-            "in a step",
+            "a loss scale needs a program with one update per step, but this one has "
+            f"{program.shape.optimizer_steps}",
             program=program.name,
         )
 
@@ -226,30 +226,29 @@ def _require_repeatable(
     trains = any(p.requires_grad for module in stages.values() for p in module.parameters())
     if optimizer is None and trains:
         raise ModelError(
-            "gradients may have to be clipped when the next step runs (norm_check 'after_step'), "
-            "and this rank has no optimizer: whoever steps by hand would not know",
+            "norm_check is 'after_step', so the executor may have to repeat an update, but this "
+            "rank has no optimizer",
             program=program.name,
-            hint="optimizer=..., or compile(..., norm_check='before_step')",
+            hint="pass optimizer=..., or compile(..., norm_check='before_step')",
         )
 
 
 def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None) -> None:
     """Refuse accumulated gradients if the executor reduces, clips or steps them."""
     uses = {
-        "sums them over replicas": program.dp > 1,
-        "sums them over the holders of a stage": program.shape.placement_rows > 1
+        "sums gradients over replicas": program.dp > 1,
+        "sums gradients over stage replicas": program.shape.placement_rows > 1
         and program.has_backward,
-        "sums them over tensor-parallel ranks": program.sequence_parallel,
-        "has several updates": program.shape.optimizer_steps > 1,
-        "takes their norm": program.clip_grad_norm,
+        "sums gradients over tensor-parallel ranks": program.sequence_parallel,
+        "makes several updates": program.shape.optimizer_steps > 1,
+        "computes the norm of the gradients": program.clip_grad_norm,
         "steps an optimizer": optimizer is not None,
     }
     if fact := next((what for what, it in uses.items() if it), ""):
         raise ModelError(
-            "gradients are added to what is there (accumulate_grads=True), and the executor "
-            f"{fact}",
+            f"accumulate_grads is True, but the executor {fact}",
             program=program.name,
-            hint="accumulate_grads=False, whose gradients are those of one step",
+            hint="set accumulate_grads=False: each step then has its own gradients",
         )
 
 
@@ -264,9 +263,9 @@ def _require_no_duplicates(optimizer: OptimizerLike | None, program: Program) ->
             key = (p.data_ptr(), p.shape, p.stride()) if p.numel() and not p.is_meta else id(p)
             if key in keys:
                 raise ModelError(
-                    f"the optimizer has a weight of {list(p.shape)} twice, and would step it twice",
+                    f"the optimizer has a weight of shape {list(p.shape)} twice",
                     program=program.name,
-                    hint="dict.fromkeys(parameters) has each once",
+                    hint="remove duplicates: [*dict.fromkeys(parameters)]",
                 )
             keys.add(key)
 
@@ -282,25 +281,25 @@ def _require_summed_over_tp(program: Program, stage: int, module: nn.Module) -> 
         is_summed = getattr(p, "summed_over_tp", None)
         if is_summed is True and is_tp_sharded(p):
             raise ModelError(
-                f"{name} of stage {stage} is a slice, and its gradients are to be summed over "
-                "those that hold others (summed_over_tp)",
+                f"{name} of stage {stage} has summed_over_tp=True, but each tensor-parallel rank "
+                "has another slice of it",
                 program=program.name,
             )
         if is_summed is True and not program.sequence_parallel:
             raise ModelError(
-                f"{name} of stage {stage} sees a part of the sequence (summed_over_tp), and the "
-                "program says 'sequence_parallel no': tensor-parallel ranks would drift apart",
+                f"{name} of stage {stage} has summed_over_tp=True, but the program has "
+                "sequence_parallel=False",
                 program=program.name,
-                hint="compile(..., sequence_parallel=True), or a model whose ranks all see the "
-                "whole",
+                hint="compile(..., sequence_parallel=True), or a model in which each "
+                "rank gets the full sequence",
             )
         if is_summed is None and program.sequence_parallel:
             raise ModelError(
-                f"the program says 'sequence_parallel yes', and {name} of stage {stage} is "
-                "held whole by "
-                "each tensor-parallel rank and does not say what of the sequence it sees",
+                "the program has sequence_parallel=True, but the full parameter "
+                f"{name} of stage {stage} has no attribute summed_over_tp",
                 program=program.name,
-                hint=f"{name}.summed_over_tp = True if it sees a part of it, or False if all",
+                hint=f"set {name}.summed_over_tp to True if each rank uses it for a part of the "
+                "sequence, or to False if each rank uses it for the full sequence",
             )
 
 
@@ -330,18 +329,17 @@ def require_program_match(
         raise ModelError(fact, program=program.name, hint=hint)
 
     if sorted(stages) != list(expected_stages):
-        refuse(f"rank {rank} owns stages {list(expected_stages)}, but is given {sorted(stages)}")
+        refuse(f"`stages` has {sorted(stages)}, but rank {rank} has {list(expected_stages)}")
     if (program.tp, program.dp) != (transport.tp, transport.dp):
         refuse(
-            f"the program is for tp {program.tp} and dp {program.dp}, the transport has "
+            f"the program has tp {program.tp} and dp {program.dp}, but the transport has "
             f"tp {transport.tp} and dp {transport.dp}"
         )
     for s, module in stages.items():
         learns = [name for name, p in module.named_parameters() if p.requires_grad]
         if program.has_backward and s < program.frozen_stages and learns:
             refuse(
-                f"stage {s} is frozen, and {learns[0]} in it requires a gradient: nobody would "
-                "train it",
+                f"stage {s} is frozen, but its parameter {learns[0]} requires a gradient",
                 f"stages[{s}].requires_grad_(False), or compile(..., frozen_stages={s})",
             )
         if program.has_backward:

@@ -54,39 +54,37 @@ def require_shardable(
         owner = find_owner(p)
         if owner is not None and (program.zero or not owner.summoned_flat):
             raise refuse(
-                f"{name} of stage {s} is in parts, which another executor keeps",
-                "one executor for them; a program with zero 0 runs within "
+                f"{name} of stage {s} is sharded by another executor",
+                "use one executor for these stages; a program with zero 0 runs within "
                 "`with first.full_parameters():`",
             )
     fused = _find_fused_parameters(optimizer) if program.dp > 1 or program.trained_ties else set()
     for s, name, p in trained:
         if p in fused and not p.is_contiguous():
             raise refuse(
-                f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}), and "
-                "sums over replicas or ties are: a fused optimizer takes both to lie alike",
-                "p.data = p.data.contiguous() before the executor is made, or fused=False",
+                f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}), but "
+                "its summed gradient is, and a fused optimizer needs one layout for both",
+                "p.data = p.data.contiguous() before the executor is created, or fused=False",
             )
     if not program.zero:
         return
     if accumulate_grads:
         raise refuse(
-            f"zero is {program.zero}, and gradients are added to what is there "
-            "(accumulate_grads=True): no "
-            "replica would keep its own part only",
+            f"accumulate_grads is True, but zero is {program.zero}: ZeRO keeps no full gradients",
             "zero=0, or accumulate_grads=False",
         )
     for s, name, p in trained:
         if not p.is_contiguous():
             raise refuse(
-                f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}): in "
-                "parts its numbers would lie in another order",
+                f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}): "
+                "its shards would have another order of elements",
                 "p.data = p.data.contiguous(), or module.to(memory_format="
-                "torch.contiguous_format), before the executor is made",
+                "torch.contiguous_format), before the executor is created",
             )
         if type(p.data) is not Tensor:
             raise refuse(
-                f"{name} of stage {s} is a {type(p.data).__name__}, which is no plain tensor",
-                "let schedir cut it: parallelize no parameter before the executor is made",
+                f"{name} of stage {s} must be a plain tensor, not {type(p.data).__name__}",
+                "do not parallelize parameters before the executor is created: schedir shards them",
             )
     require_no_overlap(stages, program.name)
     if program.has_backward and optimizer is not None:
@@ -122,15 +120,15 @@ def _require_elementwise(program: Program, optimizer: object) -> None:
     known = is_torch_optimizer(inner) and name in _ELEMENTWISE_OPTIMIZERS
     if not getattr(inner, "elementwise", known):
         raise ModelError(
-            f"{name} steps a weight as a whole, and each replica has a piece of it (zero "
+            f"{name} needs full weights, but each replica has only a shard of a weight (zero "
             f"{program.zero})"
             if is_torch_optimizer(inner) or hasattr(inner, "elementwise")
-            else f"zero is {program.zero}, and it is not known whether {name} steps each number by "
-            "itself: each replica has a piece of a weight",
+            else f"zero is {program.zero}, but {name} may not be elementwise: each replica steps "
+            "a shard of a weight",
             program=program.name,
-            hint="AdamW or another that is elementwise, or zero=0"
+            hint="use an elementwise optimizer, such as AdamW, or zero=0"
             if is_torch_optimizer(inner) or hasattr(inner, "elementwise")
-            else f"zero=0, or, if it does, {name}.elementwise = True",
+            else f"zero=0, or {name}.elementwise = True if it steps each element separately",
         )
     for one in map(unwrap_optimizer, find_optimizers(optimizer)):
         _require_separate_state(program, one)
@@ -148,7 +146,7 @@ def _require_separate_state(program: Program, inner: Any) -> None:
     if not is_torch_optimizer(inner) and state_shares_memory(inner, tensors, parameters):
         raise ModelError(
             f"{type(inner).__name__} keeps a state in memory that it shares with another state, a "
-            "parameter, a gradient or an attribute, and each would be cut by itself",
+            "parameter, a gradient or an attribute, but ZeRO shards each of them separately",
             program=program.name,
             hint="state = tensor.clone(), or zero=0",
         )
@@ -162,8 +160,8 @@ def _require_elementwise_state(program: Program, inner: Any) -> None:
         for key, value in list_state_tensors(kept) if isinstance(p, Tensor) else ():
             if value.shape != p.shape:
                 raise ModelError(
-                    f"{name} keeps {key} of {list(value.shape)} for a weight of {list(p.shape)}: "
-                    "it is not of each number by itself",
+                    f"{name} keeps {key} of shape {list(value.shape)} for a weight of shape "
+                    f"{list(p.shape)}, but ZeRO needs equal shapes",
                     program=program.name,
                     hint="zero=0",
                 )
@@ -175,8 +173,8 @@ def _require_elementwise_state(program: Program, inner: Any) -> None:
             is_own = isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
             if is_own and one.shape in shapes:
                 raise ModelError(
-                    f"{name} keeps a tensor of {list(one.shape)}, the shape of a weight, in its "
-                    f"attribute {key}: it is not cut as the weight is (zero {program.zero})",
+                    f"{name} keeps a tensor of shape {list(one.shape)}, the shape of a weight, in "
+                    f"its attribute {key}, which ZeRO does not shard (zero {program.zero})",
                     program=program.name,
-                    hint="self.state[p], where tensors of the shape of p are cut; or zero=0",
+                    hint="keep the tensor in self.state[p], which ZeRO shards as p; or zero=0",
                 )

@@ -37,7 +37,7 @@ def make_offload_error(fact: str, hint: str = ON_DEVICE_HINT, program: str = "")
         program: The name of the program.
     """
     return ModelError(
-        f"the optimizer's states are not on the device, and {fact}", program=program, hint=hint
+        f"optimizer_placement is not 'device', but {fact}", program=program, hint=hint
     )
 
 
@@ -70,8 +70,8 @@ class StepIsolation:
             return
         for other in _find_inner_optimizers(self.inner):
             raise make_offload_error(
-                f"{self.name} contains another optimizer, {type(other).__name__}, which has states "
-                "of its own"
+                f"{self.name} contains another optimizer, {type(other).__name__}, with its "
+                "own state"
             )
         if stages < 2 and not self.replaces_parameters:
             return
@@ -80,8 +80,8 @@ class StepIsolation:
             keys = _list_nested_keys(value) if self.replaces_parameters else ()
             if any(id(one) in stepped for one in (*tree_leaves(value), *keys)):
                 raise make_offload_error(
-                    f"{self.name} has parameters in its attribute {name!r}: a step of one stage "
-                    "must find them in param_groups alone"
+                    f"{self.name} has parameters in its attribute {name!r}, but the step of one "
+                    "stage must find parameters in param_groups only"
                 )
 
     @contextmanager
@@ -102,7 +102,7 @@ class StepIsolation:
         groups, before = _list_parameter_ids(self.inner), _collect_entries(self.inner)
         yield
         if _list_parameter_ids(self.inner) != groups:
-            raise make_offload_error(f"a step of {self.name} changes which parameters it has")
+            raise make_offload_error(f"a step of {self.name} changes its list of parameters")
         after = _collect_entries(self.inner)
         for key in before.keys() | after.keys():
             label = (after.get(key) or before[key])[0]
@@ -111,7 +111,8 @@ class StepIsolation:
                 traced = isinstance(was, _TensorTrace) or isinstance(now, _TensorTrace)
                 values = "" if traced else f", from {was} to {now}"
                 raise make_offload_error(
-                    f"a step of {self.name} changes {label}{values}: it would for each stage"
+                    f"a step of {self.name} changes {label}{values}, and the step of each "
+                    "stage would change it again"
                 )
 
     def require_separate_memory(
@@ -135,11 +136,11 @@ class StepIsolation:
         for t in state:
             if (other := self.state_owners.setdefault(t, stage)) != stage:
                 raise make_offload_error(
-                    f"{self.name} keeps one tensor for stages {other} and {stage}"
+                    f"{self.name} keeps one state tensor for stages {other} and {stage}"
                 )
         if state_shares_memory(self.inner, state, parameters):
             raise make_offload_error(
-                f"{self.name} keeps a tensor for stage {stage} in memory that it shares with "
+                f"{self.name} keeps a state tensor of stage {stage} in memory that it shares with "
                 "another state, a parameter, a gradient or an attribute",
                 hint=f"state = tensor.clone(), or {ON_DEVICE_HINT}",
             )
@@ -160,8 +161,8 @@ def require_no_step_overlap(parameters: Mapping[Tensor, str]) -> None:
     each, names = [*parameters], [*parameters.values()]
     for one, other in sorted(find_overlaps(each)):
         raise make_offload_error(
-            f"it steps {names[one]} and {names[other]}, which share memory",
-            f"one Parameter (stage.b = stage.a), or {ON_DEVICE_HINT}",
+            f"the optimizer steps {names[one]} and {names[other]}, which share memory",
+            f"use one Parameter (stage.b = stage.a), or {ON_DEVICE_HINT}",
         )
 
 
@@ -220,7 +221,7 @@ def _collect_entries(inner: Any) -> dict[object, _Entry]:
     for group in inner.param_groups:
         for k, v in group.items():
             if k != "params":
-                found |= _collect_leaves(v, f"{k!r} of a group", (id(group), k))
+                found |= _collect_leaves(v, f"{k!r} of a parameter group", (id(group), k))
     for name, v in _list_attributes(inner):
         found |= _collect_leaves(v, f"its {name!r}", ("", name))
     for key, v in inner.state.items():

@@ -123,8 +123,8 @@ class SavedTensor:
         if self.version != tensor._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {tensor.type()} {[*tensor.shape]} of what is "
-                f"offloaded is at version {tensor._version}, expected {self.version}"
+                f"inplace operation: {tensor.type()} {[*tensor.shape]}, which is offloaded, "
+                f"is at version {tensor._version}, expected {self.version}"
             )
         return tensor
 
@@ -170,8 +170,8 @@ class SavedActivations:
             plain = type(tensor) in _PLAIN_TYPES
             raise ModelError(
                 f"stage {self.stage} saves a {tensor.layout if plain else type(tensor).__name__} "
-                "for its backward, and what is no plain memory cannot be offloaded",
-                hint="leave the stage out of what is offloaded",
+                "for its backward, but only plain strided tensors can be offloaded",
+                hint="do not offload the activations of this stage",
             )
         # The tensor is detached, because a node that saves its output would keep itself alive. A
         # parameter stays the same object. Inference tensors have no version, but autograd refuses

@@ -228,9 +228,9 @@ class CpuOptimizer(HostOptimizerState):
         part = self.host_parameters[stage]
         if (p := part.find_moved_parameter()) is not None:
             raise make_offload_error(
-                f"a forward or a backward sets the data of {self.names.get(p, 'a parameter')} to "
-                "another tensor: the optimizer's update of it would be lost",
-                f"weight.data.copy_(new), which writes in place; or {ON_DEVICE_HINT}",
+                f"a forward or a backward assigns a new tensor to the data of "
+                f"{self.names.get(p, 'a parameter')}: its update would be lost",
+                f"write in place with weight.data.copy_(new); or {ON_DEVICE_HINT}",
             )
         pairs: list[tuple[Tensor, Tensor]] = [*part.flat_pairs]
         if is_first_update and not self.main_parameters:
@@ -306,9 +306,9 @@ class CpuOptimizer(HostOptimizerState):
             super().step(stage, finite)
         if (p := part.find_replaced_parameter()) is not None:
             raise make_offload_error(
-                f"{type(self.inner).__name__} sets the data of {self.names.get(p, 'a parameter')} "
-                "to another tensor in its step",
-                f"p.copy_(new) or p.data.copy_(new), which write in place; or {ON_DEVICE_HINT}",
+                f"the step of {type(self.inner).__name__} assigns a new tensor to the data of "
+                f"{self.names.get(p, 'a parameter')}",
+                f"write in place with p.copy_(new) or p.data.copy_(new); or {ON_DEVICE_HINT}",
             )
         for main in self.optimizer_parameters[stage] if self.main_parameters else ():
             main.grad = None
@@ -411,8 +411,8 @@ class _RandomDrawGuard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise ModelError(
-                f"{self.name} draws random numbers in its step, which the host makes beside what "
-                "is computed",
+                f"{self.name} draws random numbers in its step, but with 'cpu_step' the host runs "
+                "the step during other instructions",
                 hint="compile(..., optimizer_placement='host')",
             )
         return func(*args, **(kwargs or {}))

@@ -77,7 +77,7 @@ class DiskOptimizerState(HostOptimizerState):
         tiers: MemoryTiers,
     ) -> None:
         super().__init__(parameters, optimizer, lanes, device, names)
-        assert tiers.spill_file is not None, "an executor of what lies on the disk has a folder"
+        assert tiers.spill_file is not None, "optimizer state on the disk has a file"
         self.tiers, self.spill_file = tiers, tiers.spill_file
         self.buffer_count, self.buffer_size = 1, BLOCK_ALIGNMENT  # number; bytes of each
         self.file_offsets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # in bytes

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from schedir.errors import ModelError
 from schedir.ir.isa.instructions import Lane
 from schedir.ir.program import Program
 from schedir.runtime.model_checks.step_isolation import (
@@ -72,7 +71,7 @@ class HostOptimizerState:
             the optimizer refers to parameters outside of its groups.
     """
 
-    # Whether the optimizer steps other parameters than those of the device.
+    # True if the optimizer steps other parameters than those of the device.
     replaces_parameters = False
 
     def __init__(
@@ -241,10 +240,8 @@ class HostOptimizerState:
                 stage.
         """
         if has_step_hooks(self.inner):
-            raise ModelError(
-                f"{type(self.inner).__name__} has hooks on its step, which would run for each "
-                "stage: the optimizer's states are not on the device",
-                hint="hooks of the training loop, or optimizer_placement='device'",
+            raise make_offload_error(
+                f"{type(self.inner).__name__} has hooks on its step, which would run for each stage"
             )
         if self.optimizer_parameters.get(stage):
             with self._restrict_to_stage(stage), self.isolation.watch_step(stage):
@@ -387,9 +384,9 @@ def _require_stage_parameters(
         for p in group["params"]:
             if copied.get(p, p).requires_grad and p not in own:
                 raise make_offload_error(
-                    f"{type(inner).__name__} steps a parameter of {list(p.shape)} of none of this "
-                    "rank's trained stages",
-                    f"an optimizer of its own for that, or {ON_DEVICE_HINT}",
+                    f"{type(inner).__name__} steps a parameter of shape {list(p.shape)} that is "
+                    "in none of this rank's trained stages",
+                    f"use another optimizer for that parameter, or {ON_DEVICE_HINT}",
                     program,
                 )
 
@@ -415,33 +412,35 @@ def require_stagewise_steps(
     if optimizer is None:
         if trained and program.has_backward:
             raise refuse(
-                "this rank has no optimizer: who steps by hand keeps its state himself",
-                "optimizer=..., or compile(..., optimizer_placement='device')",
+                "this rank has no optimizer, so there is no state to place",
+                "pass optimizer=..., or compile(..., optimizer_placement='device')",
             )
         return
     inner, device = unwrap_optimizer(optimizer), ON_DEVICE_HINT
     name = type(inner).__name__
     if isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer:
-        raise refuse(f"{type(optimizer).__name__} may step more than its copies", device)
+        raise refuse(
+            f"{type(optimizer).__name__} may step other tensors than its main parameters", device
+        )
     if not isinstance(inner, torch.optim.Optimizer):
-        raise refuse(f"{name} is no torch.optim.Optimizer: what it keeps is not known", device)
+        raise refuse(f"{name} is not a torch.optim.Optimizer, so its state is unknown", device)
     if not getattr(
         inner, "elementwise", is_torch_optimizer(inner) and name in _PER_PARAMETER_OPTIMIZERS
     ):
         raise refuse(
-            f"{name} steps all parameters as one: it cannot step one stage after the other"
+            f"{name} steps all parameters together, so it cannot step one stage after the other"
             if is_torch_optimizer(inner)
-            else f"it is not known whether {name} steps each number by itself",
+            else f"{name} may not be elementwise, and it must step one stage after the other",
             device
             if is_torch_optimizer(inner)
-            else f"{name}.elementwise = True, if it does; or {device}",
+            else f"{name}.elementwise = True if it steps each element separately; or {device}",
         )
     if has_step_hooks(inner):
         raise refuse(f"{name} has hooks on its step, which would run for each stage", device)
     if program.optimizer_placement == "cpu_step" and any(
         group.get("capturable") for group in inner.param_groups
     ):
-        raise refuse(f"{name} is capturable, which is for what a GPU steps", "capturable=False")
+        raise refuse(f"{name} is capturable, which needs a step on the GPU", "capturable=False")
     main: dict[Tensor, Tensor] = {}
     if isinstance(optimizer, MainOptimizer):
         main = dict(zip(optimizer.parameters, optimizer.main_parameters, strict=True))

@@ -56,14 +56,14 @@ class MemoryTiers:
         ]
         if spilling and spill_dir is None:
             what = (
-                "spills"
+                "activations"
                 if not spilling[0].used_opcodes.isdisjoint(DISK_TRIP)
-                else "moves the states"
+                else "the optimizer state"
             )
             raise ModelError(
-                f"it {what} to the disk, and no folder is given",
+                f"the program moves {what} to the disk, but spill_dir is not set",
                 program=spilling[0].name,
-                hint="Executor(..., spill_dir='/nvme'), [memory] spill_dir = \"/nvme\"",
+                hint="Executor(..., spill_dir='/nvme'), or [memory] spill_dir = \"/nvme\"",
             )
         own = [one.name for one in spilling if any(i.op in _DISK_OPS for i in one.streams[rank])]
         if own and spill_dir is not None:

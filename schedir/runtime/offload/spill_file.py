@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from schedir.errors import ModelError
+from schedir.errors import ModelError, format_bytes
 from schedir.runtime.offload.arena import Arena, ArenaBlock
 
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
@@ -43,16 +43,16 @@ class SpillFile:
         except (OSError, ValueError) as error:  # ValueError: the path has a null character.
             why = error.strerror if isinstance(error, OSError) else error
             raise ModelError(
-                f"nothing can be written to {str(self.directory)!r}: {why}",
+                f"spill_dir {str(self.directory)!r} is not writable: {why}",
                 program=program,
-                hint="Executor(..., spill_dir=), or [memory] spill_dir, is one to write in, "
-                "on a disk",
+                hint="set Executor(..., spill_dir=...), or [memory] spill_dir, to a writable "
+                "folder on a disk",
             ) from error
         self.file = file
         weakref.finalize(self, file.close)
         if (kind := find_file_system_type(self.directory)) in _MEMORY_FILE_SYSTEMS:
             warnings.warn(
-                f"{self.directory} is a {kind}: what is spilled there stays in the host's memory",
+                f"spill_dir {str(self.directory)!r} is a {kind}, which is in host memory",
                 stacklevel=2,
             )
         self.length = 0
@@ -66,8 +66,9 @@ class SpillFile:
         except OSError as error:
             free = os.statvfs(self.file.fileno())
             raise OSError(
-                f"no room for {size} bytes more in {self.directory} beside {at}: "
-                f"{error.strerror}, {free.f_bavail * free.f_frsize} are free"
+                f"cannot extend the spill file in {self.directory} from {format_bytes(at)} by "
+                f"{format_bytes(size)}: {error.strerror}, "
+                f"{format_bytes(free.f_bavail * free.f_frsize)} are free"
             ) from error
         self.length += size
         return at
@@ -117,7 +118,9 @@ class SpillFile:
         while rest:
             done = os.preadv(number, [rest], offset)
             if not done:
-                raise OSError(f"what was spilled to {self.directory} is not there any more")
+                raise OSError(
+                    f"the spill file in {self.directory} is shorter than the data written to it"
+                )
             rest, offset = rest[done:], offset + done
 
 

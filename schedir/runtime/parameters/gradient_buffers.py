@@ -132,8 +132,8 @@ class GradientBuffers:
             moved = next(k for k, place in enumerate(places) if place != self.view_offsets[k])
             name = self.names[self.bound_views[moved][0]]
             raise ModelError(
-                f"the gradient of {name} has been moved, as by a `to` of its module",
-                hint="make the executor after the last such change",
+                f"the gradient of {name} was moved, for example by the `to` method of its module",
+                hint="create the executor after the last such change",
             )
         self.bind_gradients()
         if not self.is_grad_sharded:

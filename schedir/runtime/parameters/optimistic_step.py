@@ -42,7 +42,8 @@ from schedir.runtime.parameters.unvalidated_update_guard import (
 from schedir.runtime.recording.async_scalars import AsyncScalarBuffer, AsyncScalars
 from schedir.transports.transport import Work
 
-# True if a norm is finite (0-dim bool), and the factor of the gradients (0-dim).
+# The result for a norm: whether it is finite (0-dim bool), and the factor that clips the gradients
+# (0-dim).
 NormVerdict = tuple[Tensor, Tensor]
 
 
@@ -62,12 +63,12 @@ class OptimisticStep:
         debug: If True, the host may read tensors of a GPU, to find writes to weights.
 
     Attributes:
-        judge_norm: Returns the verdict for the sum of the squares of all gradients. Set it before
-            the first step.
+        judge_norm: Returns a `NormVerdict` for the sum of the squares of all gradients. Set it
+            before the first step.
         apply_update: Makes an update by `verdict`. Set it before the first step.
         restore_step_state: Restores all state that a step has changed, except for weights and
             optimizer. Set it before a step that may be run again.
-        verdict: The verdict of the next update.
+        verdict: The `NormVerdict` of the next update.
         pending_update: The update that is not validated, if there is one.
         is_warm_up: True in steps that are undone. Their updates are not validated.
         repeated_steps: The number of steps that were run again.
@@ -386,13 +387,13 @@ def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") 
     inner = unwrap_optimizer(optimizer)
     if inner is None or has_known_effects(optimizer):
         return
-    what = "has hooks on its step" if has_step_hooks(inner) else "is none of torch's own"
+    what = "has hooks on its step" if has_step_hooks(inner) else "is not one of torch's own"
     name = type(
         optimizer if is_torch_optimizer(inner) and not has_step_hooks(inner) else inner
     ).__name__
     raise ModelError(
-        "an update may be made again (norm_check 'after_step'), and the optimizer, "
-        f"{name}, {what}: nobody knows what else its step changes",
+        f"norm_check is 'after_step', but the optimizer {name} {what}, so schedir may be unable to "
+        "undo its step",
         program=program,
         hint="compile(..., norm_check='before_step')",
     )

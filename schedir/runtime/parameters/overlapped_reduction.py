@@ -200,10 +200,10 @@ class GradientReduction:
                 names = [self.gradients.names[p] for p, _ in self.gradients.views[k]]
                 which = f"one of {names[0]} to {names[-1]}" if names[1:] else names[0]
                 raise ModelError(
-                    f"the gradient of {which} was written to after autograd was done with it, when "
-                    "its sum over replicas was under way",
-                    hint="no hook of a tensor may write to a gradient; and where a Function runs a "
-                    "backward of its own, no weight is used both in it and outside of it",
+                    f"the gradient of {which} was written to after autograd had computed it, while "
+                    "replicas summed it",
+                    hint="do not write to a gradient in a tensor hook, and do not use a weight "
+                    "both inside and outside of a Function that runs its own backward",
                 )
 
 

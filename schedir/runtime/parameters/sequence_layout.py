@@ -58,5 +58,5 @@ def require_even_split(tokens: int, ranks: int) -> None:
     if tokens % ranks:
         raise UsageError(
             f"{ranks} tensor-parallel ranks cannot share a sequence of {tokens} tokens evenly",
-            hint=f"a length that {ranks} divides, or no sequence parallelism",
+            hint=f"use a multiple of {ranks} tokens, or no sequence parallelism",
         )

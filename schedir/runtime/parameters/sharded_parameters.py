@@ -149,14 +149,14 @@ class ShardedParameters:
     def _require_shards(self) -> None:
         if self.summoned_flat:
             raise ModelError(
-                "weights are shown whole, and a step keeps them in parts",
+                "weights are unsharded within full_parameters(), but a step needs sharded weights",
                 hint="leave `with executor.full_parameters():` before the next step",
             )
         for p, shard in self.parameter_shards.items():
             if p.data_ptr() != shard.data_ptr() or p.shape != shard.shape:
                 raise ModelError(
-                    f"{self.gradients.names[p]} is not the piece that this replica keeps of it: "
-                    "it has been moved, or its data set",
+                    f"{self.gradients.names[p]} is not the shard of this replica: it was moved, "
+                    "or its data were replaced",
                     hint="write to weights within `with executor.full_parameters():`",
                 )
 
@@ -177,9 +177,7 @@ class ShardedParameters:
 
     def finish_unshard(self) -> None:
         """Wait until the full weights are gathered."""
-        assert self.is_unsharded, (
-            "the checker proves that whoever needs them comes behind an unshard"
-        )
+        assert self.is_unsharded, "the checker proves that an unshard comes before each use"
         for work in self.gather_works:
             work.wait()
         if self.steps == 1 and not self.keeps_full_weights and not self.checksums:
@@ -257,8 +255,8 @@ class ShardedParameters:
             raise ModelError(
                 "a stage keeps a reference to the full weight "
                 f"{self.gradients.names[self.buckets[k].parameters[0]]}, or to another weight of "
-                "its bucket, and ZeRO level 3 frees full weights after the step",
-                hint="keep a copy without its graph: weight.detach().clone(); or zero=2",
+                "its bucket, but ZeRO level 3 frees full weights after the step",
+                hint="keep a detached copy: weight.detach().clone(); or zero=2",
             )
 
     def summon_full(self, collective: StartCollective) -> None:
@@ -301,8 +299,8 @@ class ShardedParameters:
                 if p.shape != view.shape or p.dtype != view.dtype or p.device != view.device:
                     raise ModelError(
                         f"{self.gradients.names[p]} was {list(view.shape)} of {view.dtype} on "
-                        f"{view.device}, and is {list(p.shape)} of {p.dtype} on {p.device}",
-                        hint="make the executor after the last such change",
+                        f"{view.device}, and is now {list(p.shape)} of {p.dtype} on {p.device}",
+                        hint="create the executor after the last such change",
                     )
             for bucket, flat, shard in zip(self.buckets, summoned, self.shards, strict=True):
                 for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
@@ -320,9 +318,9 @@ def _warn_of_shards(module: nn.Module, *_: object) -> None:
         owner = find_owner(p)
         if owner is not None and not owner.summoned_flat and not owner.is_in_step:
             warnings.warn(
-                f"a state_dict has the piece of {name} that this replica keeps (zero "
-                f"{owner.shard_spec.zero}), and nobody else's; within "
-                "`with executor.full_parameters():` it has whole weights",
+                f"the state_dict has only this replica's shard of {name} (zero "
+                f"{owner.shard_spec.zero}): call state_dict within "
+                "`with executor.full_parameters():` to get full weights",
                 stacklevel=2,
             )
             return
@@ -330,8 +328,8 @@ def _warn_of_shards(module: nn.Module, *_: object) -> None:
 
 def _write_error(subject: str) -> ModelError:
     return ModelError(
-        f"a forward or a backward writes to {subject}, of which each replica keeps its own part",
-        hint="let it be a buffer, or zero=0",
+        f"a forward or a backward writes to {subject}, but each replica has only a shard of it",
+        hint="make it a buffer, or set zero=0",
     )
 
 
@@ -405,10 +403,10 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
             for name, value in list_state_tensors(kept):
                 if value.shape != p.shape:
                     raise ModelError(
-                        f"{type(inner).__name__} keeps {name} of {list(value.shape)} for a piece "
-                        f"of {list(p.shape)} of a weight",
-                        hint="load what a replica has saved itself, or load whole state before the "
-                        "executor is made",
+                        f"{type(inner).__name__} keeps {name} of shape {list(value.shape)} for a "
+                        f"weight shard of shape {list(p.shape)}",
+                        hint="load the state that this replica saved, or load the full state "
+                        "before the executor is created",
                     )
 
 
@@ -429,8 +427,8 @@ def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
     for one in map(unwrap_optimizer, find_optimizers(optimizer) if zero else ()):
         if has_step_hooks(one) and not getattr(one, "elementwise", False):
             raise ModelError(
-                f"{type(one).__name__} has hooks on its step, and they would see the pieces of "
-                f"weights and gradients that a replica keeps (zero {zero})",
+                f"{type(one).__name__} has hooks on its step, but they would get shards of weights "
+                f"and gradients (zero {zero})",
                 hint="zero=0; or optimizer.elementwise = True, if the hooks are elementwise",
             )
     try:
@@ -440,9 +438,9 @@ def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
         if not zero or is_torch_optimizer(inner):
             raise
         raise ModelError(
-            f"{type(inner).__name__} fails to step the pieces of weights that a replica keeps, "
-            f"which are 1-dim (zero {zero}): {describe_exception(error)}",
-            hint="let its tensors have the shape that p has in `step`; or zero=0",
+            f"{type(inner).__name__} failed to step shards of weights, which have one dimension "
+            f"(zero {zero}): {describe_exception(error)}",
+            hint="create its state tensors in the shape that p has in `step`; or zero=0",
         ) from error
 
 

@@ -96,7 +96,7 @@ def fingerprint_parameters(
                 p,
                 parameter_names,
                 p is tied,
-                options.get(p, "not at all" if options and p.requires_grad else ""),
+                options.get(p, "none" if options and p.requires_grad else ""),
             )
             for p, parameter_names in names.items()
         ]
@@ -175,7 +175,9 @@ class ParameterTable:
         for places in tied.weights if tied else ():
             for s, name in places:
                 if (s, name) not in first:
-                    raise ModelError(f"stage {s} has no parameter {name}, which is said to be tied")
+                    raise ModelError(
+                        f"tied_weights has {name} of stage {s}, but the stage has no such parameter"
+                    )
             self._add_weight({first[place] for place in places})
         for own in rank_fingerprints:
             for shared in _find_shared_objects(own):
@@ -183,8 +185,8 @@ class ParameterTable:
                     continue
                 if any(place in self.weight_index for place in shared):
                     raise ModelError(
-                        f"{describe_places(shared)} are one Parameter, and `tied` says otherwise",
-                        hint="schedir.find_tied_weights(stages) finds all that is tied",
+                        f"{describe_places(shared)} are one Parameter, but not in tied_weights",
+                        hint="schedir.find_tied_weights(stages) finds all tied weights",
                     )
                 self._add_weight(shared)
         named = dict(
@@ -196,14 +198,14 @@ class ParameterTable:
             its = [stages for stages in tied_stages if s in stages]
             if len(its) > 1:
                 raise ModelError(
-                    f"stage {s} shares weights as "
-                    f"{' and '.join(map(format_tied_stages, its))}, and its "
-                    "`tied_weight` does not say which it is",
+                    f"stage {s} has several tied weights, of stages "
+                    f"{' and '.join(map(format_tied_stages, its))}, but one attribute "
+                    "`tied_weight`",
                     hint=TIES_HINT,
                 )
             if not its:
                 raise ModelError(
-                    f"stage {s} holds a copy of a tied weight, but the program does not reduce it",
+                    f"stage {s} has a tied weight, but the program does not reduce it",
                     hint="compile(..., tied_weights=True)",
                 )
         for stages in tied_stages:
@@ -213,14 +215,13 @@ class ParameterTable:
     def _add_weight(self, places: Iterable[ParameterLocation]) -> None:
         for s, name in (added := tuple(sorted(places))):
             if (s, name) in self.weight_index:
-                raise ModelError(f"{name} of stage {s} is said to be in two ties: say one of both")
+                raise ModelError(f"{name} of stage {s} is in two ties, but it can be in one only")
             self.weight_index[s, name] = len(self.weights)
         for one, other in pairwise(added):
             if one[0] == other[0]:
                 raise ModelError(
-                    f"{describe_places([one, other])} are said to be one weight, and are two "
-                    "Parameters",
-                    hint="within a stage a weight is one Parameter: stage.b = stage.a",
+                    f"{describe_places([one, other])} are tied, but two Parameters of one stage",
+                    hint="use one Parameter within a stage: stage.b = stage.a",
                 )
         self.weights.append(added)
 
@@ -243,8 +244,7 @@ class ParameterTable:
             ):
                 raise ModelError(
                     f"{describe_places(places)} are one weight, but the program does not tie "
-                    "stages "
-                    f"{format_tied_stages(stages)}",
+                    f"stages {format_tied_stages(stages)}",
                     hint=TIES_HINT,
                 )
             for place in places:
@@ -255,7 +255,7 @@ class ParameterTable:
                 named = set().union(*(own for own in of if own < {*stages}))
                 lacks = min({*stages} - named, default=stages[0])
                 raise ModelError(
-                    f"the program reduces a tied weight, but stage {lacks} names none",
+                    f"the program reduces a tied weight, but stage {lacks} has none",
                     hint=TIES_HINT,
                 )
         if allow_identical_stages:
@@ -271,11 +271,10 @@ class ParameterTable:
                     other, other
                 ):
                     raise ModelError(
-                        f"{describe_places([one, other])} are equal, and not said to be one weight",
-                        hint="ties = schedir.find_tied_weights(stages) before they are copied, "
-                        "for compile(..., tied_weights=ties) and the executor's "
-                        "tied_weights=ties; its "
-                        "allow_identical_stages=True lets pass what was only seeded alike",
+                        f"{describe_places([one, other])} are equal, but they are not tied",
+                        hint="ties = schedir.find_tied_weights(stages) before you copy the "
+                        "stages, for compile(..., tied_weights=ties) and the executor's "
+                        "tied_weights=ties; or allow_identical_stages=True",
                     )
 
     def _require_same_copies(self, one: ParameterLocation, other: ParameterLocation) -> None:
@@ -287,11 +286,11 @@ class ParameterTable:
             )
         if a.kind != b.kind:
             raise ModelError(
-                f"{describe_places([one, other])} are one weight, and are {a.kind} and {b.kind}"
+                f"{describe_places([one, other])} are one weight, but are {a.kind} and {b.kind}"
             )
         if a.values_digest != b.values_digest:
             raise ModelError(
-                f"{describe_places([one, other])} are one weight, and their numbers differ"
+                f"{describe_places([one, other])} are one weight, but their values differ"
             )
         if (
             a.optimizer_options
@@ -299,10 +298,9 @@ class ParameterTable:
             and a.optimizer_options != b.optimizer_options
         ):
             raise ModelError(
-                f"{describe_places([one, other])} are one weight, and optimizers step them "
-                "otherwise: "
-                f"{a.optimizer_options}, and {b.optimizer_options}",
-                hint="copies of a weight need the same options, or they would drift apart",
+                f"{describe_places([one, other])} are one weight, but their optimizer options "
+                f"differ: {a.optimizer_options}, and {b.optimizer_options}",
+                hint="use the same options for all copies of a weight",
             )
 
 
@@ -377,8 +375,8 @@ def list_local_tied_weights(
         for s, p in own.items():
             if p._backward_hooks or p._post_accumulate_grad_hooks:
                 raise ModelError(
-                    f"{dict(places)[s]} of stage {s} is tied, and has a hook on its gradient: it "
-                    "would see the part of one stage",
+                    f"{dict(places)[s]} of stage {s} is tied and has a hook on its gradient, but "
+                    "the hook would get the gradient of one stage only",
                     program=program.name,
                 )
         weights += [TiedWeight(tuple(s for s, _ in places), own)] if own else []

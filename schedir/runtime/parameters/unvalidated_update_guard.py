@@ -13,10 +13,9 @@ from schedir.runtime.model_checks.tensor_fingerprint import compute_checksums, g
 from schedir.runtime.parameters.mixed_precision import LossScale, OptimizerLike, unwrap_optimizer
 
 VALIDATE_HINT: Final = (
-    "executor.validate_last_update(), on all ranks, before anybody looks at weights or writes to "
-    "them"
+    "call executor.validate_last_update() on all ranks before you read or write weights"
 )
-_UNVALIDATED_MESSAGE: Final = "the last update is not validated yet, and may have to be made again"
+_UNVALIDATED_MESSAGE: Final = "the last update is not validated yet, and schedir may repeat it"
 
 
 class UnvalidatedUpdateGuard:
@@ -77,7 +76,7 @@ class UnvalidatedUpdateGuard:
         """
         if [*map(id, self._list_entries())] != [*map(id, self.entries)]:
             raise ModelError(
-                f"the optimizer has another state or other parameters than when it stepped: "
+                "the state or the parameters of the optimizer were replaced between two steps: "
                 f"{_UNVALIDATED_MESSAGE}",
                 hint=VALIDATE_HINT,
             )

@@ -142,10 +142,10 @@ class WeightVersions:
 
     def _write_error(self, parameter: nn.Parameter) -> ModelError:
         return ModelError(
-            f"stage {self.stage} writes to its weight {self.names[parameter]} in a step, and a "
+            f"stage {self.stage} writes to its weight {self.names[parameter]} in a step, but a "
             "program of several updates computes with copies of weights",
-            hint="write to weights between steps (an embedding: max_norm=None), or compile a "
-            "program of one update",
+            hint="write to weights between steps (for an embedding, set max_norm=None), or "
+            "compile a program with one update",
         )
 
     def _collect_traces(self, version: int) -> list[tuple[int, ...]]:
@@ -195,6 +195,7 @@ class WeightVersions:
 def _refuse_direct_use(name: str, *gradients: object) -> None:
     """Raise ModelError because a graph contains the module's own parameter instead of a version."""
     raise ModelError(
-        f"{name} is used beside its module, which has versions of it for several updates",
-        hint="find it in its module in each forward, and keep no reference of your own",
+        f"a forward uses {name} through a reference outside of its module, but the module has "
+        "versions of it for several updates",
+        hint="read it from its module in each forward, and keep no other reference to it",
     )

@@ -35,8 +35,7 @@ def describe_growth(processes: int, total_processes: int) -> str:
         total_processes: The number of processes of the run.
     """
     return (
-        f"memory: {processes} of {total_processes} processes asked their GPU for memory after "
-        "the first step; "
-        "a step that does may wait for ever beside receives that are posted early, unless its "
-        "program lives through it (schedir check --host-device-sync)"
+        f"memory: {processes} of {total_processes} processes allocated GPU memory after the "
+        "first step; such a step may hang if receives are posted early. "
+        "`schedir check --host-device-sync` shows whether the program can hang"
     )

@@ -33,8 +33,8 @@ MAX_STEPS_IN_FLIGHT: Final = 2
 
 _GROUP_DESCRIPTIONS: Final = {
     "model": "all ranks",
-    "stage_replicas": "all holders of its stage",
-    "tied_weights": "all that share its weights",
+    "stage_replicas": "all replicas of its stage",
+    "tied_weights": "all stages that share its weights",
 }
 
 

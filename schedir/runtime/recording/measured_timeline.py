@@ -45,7 +45,7 @@ def gather_timeline(executor: Executor, transport: ProcessTransport) -> Timeline
     everyone = [np.frombuffer(messages[int(k)], "<f8") for k in transport.mesh[0, :, 0]]
     for each, stream in zip(everyone, executor.program.streams, strict=True):
         if len(each) != 2 * len(stream) + 1:
-            raise ModelError(f"a rank tells {len(each)} times for {len(stream)} instructions")
+            raise ModelError(f"a rank has {len(each)} times for {len(stream)} instructions")
     starts = [each[: len(each) // 2] for each in everyone]
     ends = [each[len(each) // 2 : -1] for each in everyone]
     errors = [float(each[-1]) for each in everyone]

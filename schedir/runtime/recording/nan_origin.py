@@ -136,20 +136,18 @@ def make_nonfinite_error(origin: NanOrigin | None, program: Program, step: int) 
     """
     what = "the loss" if origin and origin.is_forward else "a gradient"
     taken = (
-        "was not made"
-        if program.clip_grad_norm
-        else "was made where a rank's own gradients are finite"
+        "was skipped" if program.clip_grad_norm else "was made only on ranks with finite gradients"
     )
     sites = []
     if origin is not None:
-        note = f"is where it began, in replica {origin.replica}"
+        note = f"has the first such value, in replica {origin.replica}"
         note = note if program.dp > 1 else note.partition(",")[0]
         sites.append(InstructionSite(origin.rank, origin.stream_index, origin.instr, note))
     return NonFiniteError(
         f"{what} of step {step} is infinite or NaN; the update {taken}",
         program=program.name,
         sites=sites,
-        hint='train.on_nonfinite = "skip" goes on without such updates' * program.clip_grad_norm,
+        hint='[train] on_nonfinite = "skip" skips such updates' * program.clip_grad_norm,
         step=step,
         process=origin.process if origin else 0,
     )

@@ -71,7 +71,7 @@ class StreamPoint:
     def wait(self) -> None:
         """Make the current stream wait for the point. It must be recorded."""
         # CUDA ignores a wait for an event that was never recorded.
-        assert self.stream is not None, "the other side comes before anybody waits"
+        assert self.stream is not None, "both sides are issued before either waits"
         torch.cuda.current_stream().wait_event(self.event)
 
 

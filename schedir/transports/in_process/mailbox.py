@@ -35,7 +35,7 @@ class _CollectivePart(CollectiveMember, CompletedWork):
     is_done: bool = False
 
     def wait(self) -> None:
-        assert self.is_done, "the others come before anybody waits"
+        assert self.is_done, "all ranks are issued before one of them waits"
 
 
 class MailboxHub:
