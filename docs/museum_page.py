@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import unified_diff
 from functools import partial
 from textwrap import fill
 
@@ -16,6 +17,9 @@ from schedir.errors import (
 )
 from schedir.viz.deadlock_diagram import draw_deadlock
 from tests.museum.cases import CHAPTERS, Case, cases
+
+# The attributes that the page leaves out, because they are the defaults.
+DEFAULTS = "tp 1  dp 1  tied_weights no  clip_grad_norm no\n"
 
 
 def shown(case: Case) -> tuple[ProgressModel, SchedirError] | None:
@@ -86,14 +90,25 @@ def told(case: Case) -> str:
     elif case.is_said:
         parts.append("The program finishes under every model.")
     if case.runs:
-        texts = "\n".join(text.strip() + "\n" for text in case.steps.values())
+        texts = "\n".join(text.replace(DEFAULTS, "").strip() + "\n" for text in case.steps.values())
         parts.append(block("The programs", f"```\n{texts.strip()}\n```"))
-    if text := case.program or case.make.strip():
+    if text := case.program.replace(DEFAULTS, "") or case.make:
         parts.append(block("The program", f"```\n{text.strip()}\n```"))
     if case.mended:
-        summary = "The corrected program, which finishes under every model"
-        parts.append(block(summary, f"```\n{case.mended.strip()}\n```"))
+        summary = "The correction: the program then finishes under every model"
+        parts.append(block(summary, f"```diff\n{correction(case)}\n```"))
     return "\n\n".join(parts)
+
+
+def correction(case: Case) -> str:
+    """Return the corrected Streams, with the lines that the correction removes and adds."""
+    before, after = (text.strip().splitlines() for text in (case.program, case.mended))
+    ranks: list[list[str]] = [[]]
+    for line in unified_diff(before, after, lineterm="", n=len(before)):
+        ranks += [[]] * line.startswith(" rank")
+        ranks[-1] = [*ranks[-1], line.rstrip()]
+    changed = [rank for rank in ranks[1:] if any(line[:1] in ("+", "-") for line in rank)]
+    return "\n".join("\n".join(rank).strip("\n") for rank in changed)
 
 
 def block(summary: str, text: str) -> str:
