@@ -43,7 +43,7 @@ GROUPS = {
     ),
     "Compile and check": (
         "[The instructions](instructions.md) has the table, the progress models and the text form; "
-        "[the design](../explanation/design.md) explains what the checker verifies.",
+        "[the checker](../explanation/checker.md) explains what is verified.",
         ["compile", "evaluation_program", "check", "check_program_sequence", "errors", "Program",
          "Stream", "Instr",
          "Opcode", "to_text", "from_text", "input_limits", "find_tied_weights", "TiedWeights",

@@ -66,6 +66,7 @@ TREE: dict[str, dict[str, list[str]]] = {
         ],
         "Explanation": [
             "/docs/explanation/design",
+            "/docs/explanation/checker",
             "/docs/explanation/progress-models",
             "/docs/explanation/lower-bounds",
             "/docs/explanation/memory-accounting",

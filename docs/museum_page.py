@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from difflib import unified_diff
 from functools import partial
+from textwrap import fill
 
 from docs import pages
 from schedir.analysis.progress_models import MODELS, ProgressModel
@@ -13,9 +15,11 @@ from schedir.errors import (
     SchedirError,
     format_bytes,
 )
-from schedir.io.terminal import join_words
 from schedir.viz.deadlock_diagram import draw_deadlock
 from tests.museum.cases import CHAPTERS, Case, cases
+
+# The attributes that the page leaves out, because they are the defaults.
+DEFAULTS = "tp 1  dp 1  tied_weights no  clip_grad_norm no\n"
 
 
 def shown(case: Case) -> tuple[ProgressModel, SchedirError] | None:
@@ -69,12 +73,12 @@ def told(case: Case) -> str:
     parts = [f"### {case.title}", f"{', '.join(map(link, case.sources)) or _here(case)}"]
     for name, text in (
         ("Seen", case.seen),
-        ("What follows", case.follows),
+        ("Analysis", case.follows),
         ("Not confirmed", case.unconfirmed),
-        ("Why it is not said", case.missing),
+        ("Why there is no program", case.missing),
     ):
         if text:
-            parts.append(f"**{name}.** {text.strip()}")
+            parts.append(fill(f"**{name}.** {text.strip()}", 118, break_on_hyphens=False))
     if case.runs:
         rows = [f"rank {rank}: {', '.join(row)}" for rank, row in enumerate(case.runs)]
         parts.append("```\n" + "\n".join(rows) + "\n```")
@@ -82,19 +86,29 @@ def told(case: Case) -> str:
         parts.append(f"![{case.title}](../images/museum/{case.name}.svg)")
     if found := shown(case) if case.is_said else None:
         model, error = found
-        parts.append(f"```\n{type(error).__name__}: {error}\n```")
-        parts.append(under(case, model))
+        parts.append(f"{under(case, model)}\n\n```\n{type(error).__name__}: {error}\n```")
     elif case.is_said:
-        parts.append("It finishes under every model.")
+        parts.append("The program finishes under every model.")
     if case.runs:
-        texts = "\n".join(text.strip() + "\n" for text in case.steps.values())
+        texts = "\n".join(text.replace(DEFAULTS, "").strip() + "\n" for text in case.steps.values())
         parts.append(block("The programs", f"```\n{texts.strip()}\n```"))
-    if text := case.program or case.make.strip():
+    if text := case.program.replace(DEFAULTS, "") or case.make:
         parts.append(block("The program", f"```\n{text.strip()}\n```"))
     if case.mended:
-        words = "Mended, it finishes under every model"
-        parts.append(block(words, f"```\n{case.mended.strip()}\n```"))
+        summary = "The correction: the program then finishes under every model"
+        parts.append(block(summary, f"```diff\n{correction(case)}\n```"))
     return "\n\n".join(parts)
+
+
+def correction(case: Case) -> str:
+    """Return the corrected Streams, with the lines that the correction removes and adds."""
+    before, after = (text.strip().splitlines() for text in (case.program, case.mended))
+    ranks: list[list[str]] = [[]]
+    for line in unified_diff(before, after, lineterm="", n=len(before)):
+        ranks += [[]] * line.startswith(" rank")
+        ranks[-1] = [*ranks[-1], line.rstrip()]
+    changed = [rank for rank in ranks[1:] if any(line[:1] in ("+", "-") for line in rank)]
+    return "\n".join("\n".join(rank).strip("\n") for rank in changed)
 
 
 def block(summary: str, text: str) -> str:
@@ -103,43 +117,37 @@ def block(summary: str, text: str) -> str:
 
 
 def under(case: Case, model: ProgressModel) -> str:
-    """Under which models a case is refused, and under which it finishes."""
-    refused = [f"`{other}`" for other in MODELS if case.expected(other)]
-    fine = [f"`{other}`" for other in MODELS if not case.expected(other)]
-    if not fine:
-        return "So under every model."
-    if not refused:
-        return (
-            f"This is `{model}` with `--lazy-communicators`, where each communicator is made at "
-            "its first use; otherwise it finishes under every model."
-        )
-    lazily = " with `--lazy-communicators`, where each communicator is made at its first use"
-    lazily *= model in case.lazy
+    """Return the line above an error: the conditions under which the checker raises it."""
+    if all(case.expected(other) for other in MODELS) and not case.activation:
+        return "Under every model:"
+    lazily = " with `--lazy-communicators`" * (model in case.lazy)
     limit = format_bytes(case.activation).replace(" ", "")
-    sized = f" With `--eager-limit {limit}` it finishes everywhere."
-    return (
-        f"This is `{model}`{lazily}; {'otherwise ' * bool(lazily)}it is refused under "
-        f"{join_words(refused)}, and finishes under "
-        f"{join_words(fine)}.{sized * bool(case.activation)}"
-    )
+    sized = f" (with `--eager-limit {limit}` the program finishes under every model)"
+    return f"Under `{model}`{lazily}{sized * bool(case.activation)}:"
 
 
 def table(found: list[Case]) -> str:
-    """Every case that is a program, with the verdict of each model."""
-    rows = []
+    """Return two tables of verdicts: of cases that depend on the model, and of all others."""
+    split, other = [], []
     for case in found:
         verdicts = [
-            in_a_word(case.lazy[model]) + " (lazy)"
+            short_name(case.lazy[model]) + " (lazy)"
             if model in case.lazy
-            else in_a_word(case.expected(model))
+            else short_name(case.expected(model))
             for model in MODELS
         ]
-        rows.append([f"[{case.title}](#{slug(case.title)})", *verdicts])
-    return pages.table(["what", *(f"`{model}`" for model in MODELS)], rows)
+        name = f"[{case.title}](#{slug(case.title)})"
+        if len({*verdicts}) > 1:
+            split.append([name, *verdicts])
+        else:
+            error = f"`{case.refused['every'][0]}`" if case.refused else "-"
+            other.append([name, error])
+    by_model = pages.table(["case", *(f"`{model}`" for model in MODELS)], split)
+    return f"{by_model}\n\n{pages.table(['case', 'under every model'], other)}"
 
 
-def in_a_word(verdict: list[str]) -> str:
-    """What is said of a case, for a cell of the table."""
+def short_name(verdict: list[str]) -> str:
+    """Return the short name of an error, for a cell of the table."""
     return verdict[0].removesuffix("Error").removesuffix("Limit").lower() if verdict else "-"
 
 

@@ -30,7 +30,7 @@ def blocks() -> dict[str, object]:
         one = found(stride)
         numbers = (WINDOW, stride, one.visited_count, one.dense_count, one.partial_count)
         rows.append([*map(str, numbers), f"{one.speedup:.2f} x"])
-    head = ["window", "stride", "tiles visited", "of", "masked in part", "at most"]
+    head = ["window", "stride", "visited", "all tiles", "partly masked", "largest speedup"]
     sliding, strided = compute_tiles(stride=1, **VIDEO), compute_tiles(stride=(16, 8, 8), **VIDEO)
     usual = found(64)
     return {

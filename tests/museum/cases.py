@@ -48,12 +48,12 @@ PUBLIC = {name: getattr(schedir, name) for name in schedir.__all__}
 NAMES = {**PUBLIC, **vars(schedir.schedules)}
 CHAPTERS = {
     "wait": "Ranks that wait for each other",
-    "meet": "Messages that meet the wrong one",
-    "work": "Work that is missing, or stands elsewhere",
-    "steps": "One step after the other",
-    "sums": "Gradients that are summed too early, or never",
-    "room": "What does not fit",
-    "unsaid": "What a program cannot say",
+    "meet": "Messages that match wrongly",
+    "work": "Missing or misplaced work",
+    "steps": "Sequences of steps",
+    "sums": "Wrong or missing reductions",
+    "room": "Limits of memory and groups",
+    "unsaid": "Failures outside of a program",
 }
 
 

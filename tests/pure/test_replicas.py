@@ -1,6 +1,6 @@
 """Replicas run one Stream: two of them finish where one does, whatever a host waits for itself.
 
-The argument is in `docs/explanation/design.md`.  Here a machine runs the hosts of two replicas.
+The argument is in `docs/explanation/checker.md`.  Here a machine runs the hosts of two replicas.
 """
 
 from __future__ import annotations
