@@ -24,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     add_source(parser)
     parser.add_argument(
-        "-o", dest="output", metavar="FILE.sched", required=True, help="write the program there"
+        "-o",
+        dest="output",
+        metavar="FILE.sched",
+        required=True,
+        help="write the program to this file",
     )
     add_compile_options(parser)
 

@@ -75,10 +75,10 @@ def describe_plan(plan: PlanEstimate) -> str:
         plan: The plan.
     """
     parts = [f"{plan.pp} pipeline rank{'s' * (plan.pp > 1)}"]
-    parts += [f"{plan.tp} tensor-parallel slices"] * (plan.tp > 1)
-    parts += [f"{plan.cp} parts of a sequence"] * (plan.cp > 1)
+    parts += [f"{plan.tp} tensor-parallel ranks"] * (plan.tp > 1)
+    parts += [f"{plan.cp} parts of each sequence"] * (plan.cp > 1)
     parts += [f"{plan.dp} replicas"] * (plan.dp > 1)
-    v = f" with {plan.stages_per_rank} stages to a rank" if plan.stages_per_rank > 1 else ""
+    v = f" with {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
     text = f"{' x '.join(parts)}, {plan.schedule}{v}, "
     text += (
         f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)} of {plan.microbatch_size}"
@@ -88,7 +88,7 @@ def describe_plan(plan: PlanEstimate) -> str:
         text += f", recompute {plan.recompute}"
     text += f", ZeRO {plan.zero}" if plan.zero else ""
     text += ", activations offloaded" * (plan.offload != "none")
-    return text + ", states on the host" * (plan.optimizer_placement != "device")
+    return text + ", optimizer state on the host" * (plan.optimizer_placement != "device")
 
 
 def format_plans(
@@ -126,7 +126,7 @@ def format_plans(
         lines.append(f"  bound by {plan.explanation}\n")
     if tokens is not None:
         steps = tokens / (request.batch * model.sequence)
-        lines.append(f"  {_format_count(tokens)} tokens are {steps:,.0f} steps: "
+        lines.append(f"  {_format_count(tokens)} tokens take {steps:,.0f} steps: "
                      f"{steps * plan.step_time / _SECONDS_PER_DAY:,.1f} days\n")  # fmt: skip
     return "".join(lines)
 
@@ -215,7 +215,7 @@ def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
             yield (
                 f"    {line}"
                 if len(line) <= _MAX_OPTION_LENGTH
-                else f"    {line[:_MAX_OPTION_LENGTH]}... (--json)"
+                else f"    {line[:_MAX_OPTION_LENGTH]}... (--json prints all)"
             )
 
 
@@ -241,9 +241,8 @@ def _list_notes(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
     """Yield warnings about a plan."""
     if plan.tp > request.cluster.gpus_per_node:
         yield (
-            f"tensor parallelism over {plan.tp} leaves the node of "
-            f"{request.cluster.gpus_per_node}: "
-            "its sums cross the network, in each layer"
+            f"tp {plan.tp} is more than the {request.cluster.gpus_per_node} GPUs of a node: the "
+            "tensor-parallel collectives of each layer use the network"
         )
 
 
